@@ -98,9 +98,9 @@ def times(classes: list[int]) -> None:
         variance = float(root.variances().mean())
         spent = milliseconds(lambda: posterior.predict(x).probs, len(x))
         all_of_it = milliseconds(lambda: asked(posterior, x), len(x))
-        shared, many_classes.WORTH = many_classes.WORTH, 1 << 40
+        shared, many_classes.ROWS_FOR_A_PROFILE = many_classes.ROWS_FOR_A_PROFILE, 1 << 40
         by_product = milliseconds(lambda: posterior.predict(x[: len(x) // 4]).probs, len(x) // 4, 2)
-        many_classes.WORTH = shared
+        many_classes.ROWS_FOR_A_PROFILE = shared
         profiles = (
             len(root.profiles())
             if isinstance(root, ScaledRoot) and root.profiles is not None

@@ -53,9 +53,9 @@ from ssla.predictive import Predictive, affine, from_marginal, mixture
 from ssla.sklearn import PredictiveClassifier, PredictiveRegressor, SSLAClassifier, SSLARegressor
 from ssla.tables.columns import make_plan
 from ssla.tables.columns.reading import read_table
-from ssla.tables.networks.folds import folds
-from ssla.tables.networks.scaling import scaling_of
-from ssla.tables.networks.training import Architecture, Rows, Schedule, train
+from ssla.tables.networks.folds import hold_out_rows
+from ssla.tables.networks.scaling import fit_scaling
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train_networks
 from ssla_paper.peers.laplace import laplace
 from ssla_paper.peers.laplace_classes import laplace_classes
 from ssla_paper.uci.data import SETS, read
@@ -168,14 +168,16 @@ def trained(s: Split, members: int, activation: str, law: Any) -> tuple[Any, Any
     """
     x, y = torch.from_numpy(s.x), torch.from_numpy(s.y)
     ones = torch.ones(len(x), dtype=torch.float64)
-    inputs = scaling_of(x, ones)
-    target = None if s.classes else scaling_of(y[:, None], ones)
+    inputs = fit_scaling(x, ones)
+    target = None if s.classes else fit_scaling(y[:, None], ones)
     t = target(y[:, None])[:, 0].float() if target else y
-    held = folds(len(x), members, 0.1, torch.Generator().manual_seed(s.seed), None if target else y)
+    held = hold_out_rows(
+        len(x), members, 0.1, torch.Generator().manual_seed(s.seed), None if target else y
+    )
     rows = Rows(inputs(x).float(), t, ones.float(), held)
     schedule = Schedule(batch_size=min(256, max(16, len(x) // 16)))
     outputs = s.classes or (2 if isinstance(law, likelihoods.HeteroscedasticGaussian) else 1)
-    found = train(
+    found = train_networks(
         Architecture(x.shape[1], outputs, activation=activation), law, rows, schedule, s.seed
     )
     return (

@@ -106,7 +106,7 @@ def numbers(
     model = PredictiveRegressor(base, random_state=seed, **options).fit(X, y)
     p = model.predict_dist(X_test)
     plain = clone(base).fit(X, y)
-    fold = model._folds(X, y, np.arange(len(y)), folds_generator(seed))
+    fold = model._make_folds(X, y, np.arange(len(y)), folds_generator(seed))
     grown = [clone(base).fit(X[train], y[train]) for train, _ in fold]
     error = np.concatenate(
         [y[test] - g.predict(X[test]) for g, (_, test) in zip(grown, fold, strict=True)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssla.data import Batch, Rows, checked, open_source
+from ssla.data import Batch, Rows, _split_columns, check_batch, open_source
 from ssla.likelihoods.support import Classes, Real, RealVector
 from support.bad_input import X as INPUTS
 from support.bad_input import Y, assert_message, fit
@@ -56,13 +56,13 @@ def test_a_change_applies_to_kept_and_to_read_chunks(budget):
 
 def test_targets_are_checked_and_cast_by_their_kind():
     y, weights = torch.ones(3, 1), torch.ones(3)
-    real = checked(Batch(X[:3], y, weights), Real(), 1)
+    real = check_batch(Batch(X[:3], y, weights), Real(), 1)
     assert (real.y.shape, real.y.dtype, real.weights.dtype) == ((3,), torch.float64, torch.float64)
     assert real.x.dtype == torch.float32
-    assert checked(Batch(X[:3], y, None), Classes(2), 2).y.dtype == torch.int64
-    assert checked(Batch(X[:3], y, None), RealVector(), 1).y.shape == (3, 1)
+    assert check_batch(Batch(X[:3], y, None), Classes(2), 2).y.dtype == torch.int64
+    assert check_batch(Batch(X[:3], y, None), RealVector(), 1).y.shape == (3, 1)
     with pytest.raises(ValueError, match="finite"):
-        checked(Batch(X[:3], y * torch.nan, None), Real(), 1)
+        check_batch(Batch(X[:3], y * torch.nan, None), Real(), 1)
 
 
 def test_arrays_and_loaders_give_the_same_batches():
@@ -95,3 +95,16 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_message(case):
     assert_message(*CASES[case])
+
+
+@pytest.mark.parametrize(
+    ("item", "expected"),
+    [
+        ((1, 2), (1, 2, None)),
+        ([1, 2, 3], (1, 2, 3)),
+        ({"x": 1, "labels": 2}, (1, 2, None)),
+        ({"a": 1, "b": 4, "y": 2, "weights": 3}, ({"a": 1, "b": 4}, 2, 3)),
+    ],
+)
+def test_a_batch_is_split_into_inputs_targets_and_weights(item, expected):
+    assert _split_columns(item) == expected

@@ -284,7 +284,7 @@ def test_every_picture_and_relative_link_is_a_tracked_file(page):
 
 
 def test_the_demo_runs_and_the_refit_is_no_worse_than_the_plug_in(tmp_path):
-    scores = demo.run(tmp_path / "demo.png", n_test=300)
+    scores = demo.run_demo(tmp_path / "demo.png", n_test=300)
     assert (tmp_path / "demo.png").stat().st_size > 20_000
     assert scores["output refit"]["nll"] < scores["plug-in"]["nll"]
     assert abs(scores["output refit"]["mass"] - 1) < abs(scores["ASSLA (none)"]["mass"] - 1)

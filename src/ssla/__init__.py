@@ -115,6 +115,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
+        """Import a public name when it is first used; AttributeError for another."""
         if name in _PACKAGES:
             return import_module(f"ssla.{_PACKAGES[name]}")
         if name not in _NAMES:
@@ -123,4 +124,5 @@ else:
         return value
 
     def __dir__() -> list[str]:
+        """Return the public names, also those that are not imported yet."""
         return sorted([*_NAMES, *_PACKAGES])

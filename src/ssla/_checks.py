@@ -31,8 +31,12 @@ PACKAGE = Path(__file__).parent
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """A hint for an error: the most similar valid name, ignoring case; empty if there is none."""
+    """Return a hint for an error with the most similar valid name; empty if there is none.
+
+    Case is ignored. The hint starts with a space.
+    """
     folded: dict[str, str] = {}
+    # Of two names that differ by case alone, the first is suggested.
     for known in valid:
         folded.setdefault(known.casefold(), known)
     near = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.5)
@@ -44,25 +48,34 @@ SEE = " See docs/failures.md."
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """A warning that points at the first caller outside this package, the user's line, and
-    names the page on failures.
+    """Warn at the first caller outside this package, the user's line.
+
+    The page on failures is named at the end of the message.
     """
-    frame, level = sys._getframe(1), 2
+    frame = sys._getframe(1)
+    stack_level = 2  # of the caller of this function
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message + SEE, category, stacklevel=level)
+        frame = frame.f_back
+        stack_level += 1
+    warnings.warn(message + SEE, category, stacklevel=stack_level)
 
 
 def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
-    """The error text for an unknown name, with the most similar valid one."""
+    """Return the error text for an unknown name, with the most similar valid one.
+
+    kind: what is named, as in "Unknown structure 'dens'".
+    """
     names = list(valid)
     return (
         f"Unknown {kind} {name!r}.{did_you_mean(name, names)} Valid: {', '.join(map(repr, names))}."
     )
 
 
-def one_of(kind: str, name: Any, valid: Iterable[str]) -> str:
-    """Return `name`, or raise ValueError if it is not in the list."""
+def check_name(kind: str, name: Any, valid: Iterable[str]) -> str:
+    """Return a name that is valid; ValueError for any other value.
+
+    kind: what is named, for the error.
+    """
     names = list(valid)
     if not isinstance(name, str) or name not in names:
         raise ValueError(unknown_name(kind, name, names))
@@ -70,21 +83,22 @@ def one_of(kind: str, name: Any, valid: Iterable[str]) -> str:
 
 
 def layers_of(value: Tensor) -> list[Tensor]:
-    """A tensor and those that torch.func has wrapped in it, the innermost last."""
-    found = [value]
-    while is_functorch_wrapped_tensor(found[-1]):
-        found.append(get_unwrapped(found[-1]))
-    return found
+    """Return a tensor and those that torch.func has wrapped in it, the innermost last."""
+    layers = [value]
+    while is_functorch_wrapped_tensor(layers[-1]):
+        layers.append(get_unwrapped(layers[-1]))
+    return layers
 
 
-def batched(value: Tensor) -> bool:
-    """Whether a tensor is inside torch.func.vmap, where no step may depend on its values."""
+def is_inside_vmap(value: Tensor) -> bool:
+    """Return whether a tensor is inside torch.func.vmap, where no step may depend on its values."""
     return any(is_batchedtensor(layer) for layer in layers_of(value))
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
-    """The block runs as if no torch.func transform were active: for constants and for values
-    without a graph.
+    """Return a context in which no torch.func transform is active.
+
+    It is for constants and for values without a graph.
     """
     return temporarily_clear_interpreter_stack()
 
@@ -97,20 +111,17 @@ BUILT = {
 AUTOCAST = ("cpu", *(name for name, built in BUILT.items() if built))
 """Devices that this build of torch has, and for which it may cast automatically."""
 CPU = torch.device("cpu")
-_left = threading.local()
+_caller = threading.local()
 """`.device`: the default device that the caller has set, while the library works without it."""
 
 
-def _foreign() -> bool:
-    """Whether the caller has entered a torch context that would change answers.
+def _caller_changed_torch() -> bool:
+    """Return whether the caller has entered a torch context that would change answers.
 
-    It is asked at every public call: 1 µs.
+    Every public call asks this, so it must be fast: it takes 1 µs.
     """
-    if torch.is_inference_mode_enabled():
+    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, AUTOCAST)):
         return True
-    for device_type in AUTOCAST:
-        if torch.is_autocast_enabled(device_type):
-            return True
     # torch.get_default_device() takes several µs. Without a function mode there is no default
     # device to find.
     return torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type != "cpu"
@@ -118,7 +129,7 @@ def _foreign() -> bool:
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
-    """The block runs as if the caller had entered no torch context.
+    """Run the block as if the caller had entered no torch context.
 
     Inference mode becomes no_grad: it stops autograd, by which the library differentiates.
     Automatic casts are off. New tensors are on the CPU. The default dtype is one setting for all
@@ -133,41 +144,39 @@ def plain_torch() -> Iterator[None]:
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         device = torch.get_default_device()
         if device.type != "cpu":
-            stack.enter_context(_remembered(device))
+            stack.enter_context(_remember_device(device))
             stack.enter_context(CPU)
         yield
 
 
 @contextmanager
-def _remembered(device: torch.device | None) -> Iterator[None]:
-    """Remember the caller's default device for `callers_device`."""
-    before = getattr(_left, "device", None)
-    _left.device = device
+def _remember_device(device: torch.device) -> Iterator[None]:
+    """Keep the caller's default device for `callers_device` while the block runs."""
+    outer_device = getattr(_caller, "device", None)
+    _caller.device = device
     try:
         yield
     finally:
-        _left.device = before
+        _caller.device = outer_device
 
 
 def callers_device() -> AbstractContextManager[Any]:
-    """The caller's own default device, for the caller's code: a module that makes tensors, a loader
-    with its generator.
+    """Return a context with the caller's own default device, for the caller's code.
 
-    Not "meta", where tensors have no values: no code of the caller's could give an answer on it.
+    Such code is a module that makes tensors, or a loader with its generator. The device "meta" is
+    left out: tensors have no values there, so the caller's code could give no answer.
     """
-    device: torch.device | None = getattr(_left, "device", None)
+    device: torch.device | None = getattr(_caller, "device", None)
     return nullcontext() if device is None or device.type == "meta" else device
 
 
 def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, run in `plain_torch`: for what users call.
-
-    Calls inside it find nothing more to leave.
-    """
+    """Decorate a function that users call, so that it runs in `plain_torch`."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _foreign():
+        """Call the function; enter `plain_torch` only if the caller has changed torch."""
+        if not _caller_changed_torch():
             return function(*args, **kwargs)
         with plain_torch():
             return function(*args, **kwargs)
@@ -176,8 +185,9 @@ def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def all_in_plain_torch(kind: type[C]) -> type[C]:
-    """The class, with its public methods and properties, `__call__` and `__post_init__` run in
-    `plain_torch`.
+    """Decorate a class, so that its public methods and properties run in `plain_torch`.
+
+    `__call__` and `__post_init__` do too. The class itself is changed and returned.
     """
     for name, member in list(vars(kind).items()):
         if name.startswith("_") and name not in ("__call__", "__post_init__"):
@@ -185,26 +195,23 @@ def all_in_plain_torch(kind: type[C]) -> type[C]:
         if isinstance(member, FunctionType):
             setattr(kind, name, in_plain_torch(member))
         elif isinstance(member, property) and member.fget is not None:
-            setattr(
-                kind,
-                name,
-                property(in_plain_torch(member.fget), member.fset, member.fdel, member.__doc__),
-            )
+            setattr(kind, name, member.getter(in_plain_torch(member.fget)))
         elif isinstance(member, functools.cached_property):
             member.func = in_plain_torch(member.func)
     return kind
 
 
-def recorded(value: Tensor) -> Tensor:
-    """The tensor as autograd accepts it: one that was made in inference mode is copied."""
+def copy_if_inference(value: Tensor) -> Tensor:
+    """Return a tensor that autograd accepts: one made in inference mode is copied."""
     return value.clone() if value.is_inference() else value
 
 
 @contextmanager
-def differentiated(what: str) -> Iterator[None]:
-    """Record derivatives of the user's function.
+def record_derivatives(subject: str) -> Iterator[None]:
+    """Record derivatives of the user's function in the block.
 
-    ValueError if it uses a tensor that autograd cannot record.
+    subject: the function, for the error. ValueError if it uses a tensor that autograd cannot
+    record.
     """
     try:
         with torch.enable_grad():
@@ -213,18 +220,19 @@ def differentiated(what: str) -> Iterator[None]:
         if "nference tensor" not in str(error):
             raise
         raise ValueError(
-            f"{what} uses a tensor that was made inside torch.inference_mode(), and autograd "
+            f"{subject} uses a tensor that was made inside torch.inference_mode(), and autograd "
             "cannot differentiate a function with it. Make the tensor outside, or use "
             "tensor.clone(), called outside."
         ) from error
 
 
-def finite(what: str, values: Tensor, remedy: str) -> None:
+def check_finite(subject: str, values: Tensor, remedy: str) -> None:
     """Raise ValueError for NaN and infinity, with the index of the first.
 
-    Inside torch.func.vmap values cannot be read.
+    subject: the values, for the error. Nothing is checked inside torch.func.vmap.
     """
-    if not (values.is_floating_point() or values.is_complex()) or batched(values):
+    # Integers are finite, and inside vmap values cannot be read.
+    if not (values.is_floating_point() or values.is_complex()) or is_inside_vmap(values):
         return
     if bool(torch.isfinite(values.sum())):  # one reduction; a finite sum has finite terms
         return
@@ -233,29 +241,31 @@ def finite(what: str, values: Tensor, remedy: str) -> None:
         return
     first = [int(i) for i in bad.nonzero()[0]]
     raise ValueError(
-        f"{what} must be finite, but {int(bad.sum())} of {values.numel()} values are NaN or "
+        f"{subject} must be finite, but {int(bad.sum())} of {values.numel()} values are NaN or "
         f"infinite (first at index {first}). {remedy}"
     )
 
 
 def refuse_masked(
-    what: str, values: Any, remedy: str = "Leave out these rows, or fill them."
+    subject: str, values: Any, remedy: str = "Leave out these rows, or fill them."
 ) -> None:
-    """Raise ValueError for a NumPy array with masked values: the numbers behind the mask are
-    not data.
+    """Raise ValueError for a NumPy array with masked values.
+
+    The numbers behind the mask are not data. subject: the array, for the error.
     """
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         mask = np.ma.getmaskarray(values)
         first = [int(i) for i in np.argwhere(mask)[0]]
         raise ValueError(
-            f"{what} must not have masked values, but {int(mask.sum())} of {mask.size} are masked "
-            f"(first at index {first}). {remedy}"
+            f"{subject} must not have masked values, but {int(mask.sum())} of {mask.size} are "
+            f"masked (first at index {first}). {remedy}"
         )
 
 
-def draw_count(n: Any) -> int:
-    """The number of draws as an int; ValueError or TypeError unless it is a whole number of at
-    least 0.
+def check_draw_count(n: Any) -> int:
+    """Return the number of draws as an int.
+
+    TypeError unless it is a whole number, ValueError if it is below 0.
     """
     shape_hint = " Write sample(5), not sample((5,))." if isinstance(n, tuple | list) else ""
     try:
@@ -269,15 +279,21 @@ def draw_count(n: Any) -> int:
     return count
 
 
-def positive(what: str, values: Tensor, remedy: str = "Give a value above zero.") -> None:
-    """Raise ValueError unless all values are finite and above zero."""
+def check_positive(subject: str, values: Tensor, remedy: str = "Give a value above zero.") -> None:
+    """Raise ValueError unless all values are finite and above zero.
+
+    subject: the values, for the error.
+    """
     if not bool((torch.isfinite(values) & (values > 0)).all()):
         shown = values.flatten()[:4].tolist()
-        raise ValueError(f"{what} must be positive and finite, but is {shown}. {remedy}")
+        raise ValueError(f"{subject} must be positive and finite, but is {shown}. {remedy}")
 
 
-def level(value: float) -> float:
-    """A probability strictly between 0 and 1."""
+def check_level(value: float) -> float:
+    """Return a probability as a float.
+
+    TypeError unless it is one number, ValueError unless it is strictly between 0 and 1.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
@@ -292,7 +308,10 @@ def level(value: float) -> float:
 
 
 def writable(path: Path) -> None:
-    """Raise ValueError if `path` cannot be written; called before the work starts."""
+    """Raise ValueError if `path` cannot be written.
+
+    It is called before the work starts, so that no work is lost.
+    """
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
         raise ValueError(
@@ -305,35 +324,44 @@ def writable(path: Path) -> None:
         )
 
 
-def covariances(what: str, K: Tensor) -> Tensor:
-    """K (N, C, C) in float64, or ValueError unless it is symmetric and positive semi-definite to
-    the rounding of its dtype.
+def check_covariances(subject: str, K: Tensor) -> Tensor:
+    """Return covariances K (N, C, C) in float64, on the CPU.
 
-    Within that rounding, entries are made symmetric and eigenvalues below zero become zero.
+    subject: the covariances, for the error. ValueError unless they are symmetric and positive
+    semi-definite to the rounding of their dtype. Within that rounding, entries are made symmetric
+    and eigenvalues below zero become zero.
     """
     if not K.numel():
         return K.double()
     eps = torch.finfo(K.dtype).eps if K.is_floating_point() else 0.0
     values = K.detach().to("cpu", torch.float64)
     size = values.abs().amax((1, 2))
-    # the rounding error of a product is at most √ε of its row; that of a difference of larger
-    # numbers is ε of those
+    # The rounding error of a product is at most √ε of its row; that of a difference of larger
+    # numbers is ε of those.
     allowed = eps**0.5 * size * (K.shape[-1] > 1) + 16 * eps * size.amax()
     skew = (values - values.mT).abs().amax((1, 2))
+    fault = "its entries differ from those of its transpose by"
+    _refuse_covariances(subject, skew > allowed, "symmetric", fault, skew)
     values = (values + values.mT) / 2
     spectrum, basis = torch.linalg.eigh(values)
     least = spectrum[:, 0]
-    for bad, fault, figure in (
-        (skew > allowed, "symmetric", "its entries differ from those of its transpose by"),
-        (least < -allowed, "positive semi-definite", "its smallest eigenvalue is"),
-    ):
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            number = float((skew if fault == "symmetric" else least)[row])
-            raise ValueError(
-                f"{what} must be {fault} for each input, but {int(bad.sum())} of {len(K)} are not "
-                f"(row {row}: {figure} {number:.3g}). Give covariances and not standard "
-                "deviations, differences or roots of them."
-            )
+    fault = "its smallest eigenvalue is"
+    _refuse_covariances(subject, least < -allowed, "positive semi-definite", fault, least)
     positive_part = (basis * spectrum.clamp_min(0).unsqueeze(-2)) @ basis.mT
     return torch.where((least < 0)[:, None, None], positive_part, values)
+
+
+def _refuse_covariances(
+    subject: str, bad: Tensor, required: str, fault: str, figures: Tensor
+) -> None:
+    """Raise ValueError if any covariance is bad (N,), with the fault and the figure of the first.
+
+    required: what the covariances must be. figures (N,): how large the fault is.
+    """
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{subject} must be {required} for each input, but {int(bad.sum())} of {len(bad)} are "
+            f"not (row {row}: {fault} {float(figures[row]):.3g}). Give covariances and not "
+            "standard deviations, differences or roots of them."
+        )

@@ -26,11 +26,11 @@ from torch.masked import MaskedTensor
 from torch.utils.data import DataLoader, RandomSampler, Subset, TensorDataset, default_collate
 
 from ssla._checks import (
-    batched,
     callers_device,
+    copy_if_inference,
+    is_inside_vmap,
     layers_of,
     outside_transforms,
-    recorded,
     refuse_masked,
 )
 
@@ -40,7 +40,7 @@ Inputs = Any
 T = TypeVar("T")
 TARGET_KEYS = ("y", "labels", "target", "targets")
 WEIGHT_KEYS = ("weights", "weight", "sample_weight")
-ARRAY_ROWS = 8192
+ARRAY_ROWS = 8192  # of arrays in one batch. A guess
 GOLDEN = (5**0.5 - 1) / 2
 MASKED = (
     "The numbers behind a mask are not data. Leave out these rows, or fill the gaps. The "
@@ -70,34 +70,31 @@ class Source:
     rows: int | None = None  # as the loader states, not as counted: for the estimate of memory
 
     def __iter__(self) -> Iterator[Batch]:
+        """Start a pass over the batches."""
         return self.iterate()
 
     def then(self, other: Source) -> Source:
-        """The batches of both, one source after the other; nothing is copied."""
+        """Return a source with the batches of this one, then those of another; no copy is made."""
         length = None if self.length is None or other.length is None else self.length + other.length
         return Source(lambda: chain(self, other), self.repeatable and other.repeatable, length)
 
 
 def open_source(data: Any) -> Source:
-    """The Source of the user's data; TypeError if its type is not supported."""
+    """Return the Source of the user's data; TypeError if its type is not supported.
+
+    data: a Source, a TensorDataset, (X, y) or (X, y, weights) of arrays, or an iterable of batches.
+    """
     if isinstance(data, Source):
         return data
     if isinstance(data, TensorDataset):
         data = data.tensors
-    if (
-        isinstance(data, tuple)
-        and len(data) in (2, 3)
-        and all(_is_numbers(part) for part in data[1:])
-    ):
-        data = (data[0], *(as_tensor(part) for part in data[1:]))
-    if (
-        isinstance(data, tuple | list)
-        and len(data) in (2, 3)
-        and all(_is_array(part) for part in data[1:])
-    ):
-        whole = as_batch(tuple(data))
-        rows = row_count(whole.x)
-        return Source(lambda: _slices(whole, rows), True, -(-rows // ARRAY_ROWS), rows)
+    if isinstance(data, tuple | list) and len(data) in (2, 3):
+        columns = data[1:]
+        # In a tuple the targets may be a plain list; a list of lists may be batches.
+        if isinstance(data, tuple) and all(map(_is_list_of_numbers, columns)):
+            columns = tuple(map(as_tensor, columns))
+        if all(map(_is_array, columns)):
+            return _array_source(as_batch((data[0], *columns)))
     if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
         raise TypeError(
             f"data is a {type(data).__name__}, which does not separate inputs from targets. "
@@ -107,15 +104,28 @@ def open_source(data: Any) -> Source:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
         length = None
-    iterate = _by_index(data) or (lambda: (as_batch(item) for item in _items(data)))
-    return Source(iterate, not isinstance(data, Iterator), length, _announced(data))
+    iterate = _tensor_batches(data) or (lambda: (as_batch(item) for item in _iterate_items(data)))
+    return Source(iterate, not isinstance(data, Iterator), length, _stated_rows(data))
 
 
-def held_out(data: Any, validation: Any) -> tuple[Source, Source | None]:
-    """The training rows, and the validation rows (None without any).
+def _array_source(arrays: Batch) -> Source:
+    """Return the source of all rows in memory, in batches of ARRAY_ROWS rows."""
+    rows = row_count(arrays.x)
 
-    validation: rows, or a share of the data: then every row is in one of both, evenly spread over
-    the order in which the data are read.
+    def batches() -> Iterator[Batch]:
+        """Yield the rows in order; nothing for zero rows."""
+        if rows:
+            yield from split_batch(arrays, ARRAY_ROWS)
+
+    return Source(batches, True, -(-rows // ARRAY_ROWS), rows)
+
+
+def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | None]:
+    """Return the training rows, and the validation rows (None if there are none).
+
+    validation: None, rows, or a share of the data. A share is taken evenly over the order in which
+    the data are read, and the training rows are the others. ValueError for a share that is not
+    between 0 and 1, or of data without a fixed order; TypeError for a whole number.
     """
     source = open_source(data)
     if validation is None:
@@ -132,108 +142,134 @@ def held_out(data: Any, validation: Any) -> tuple[Source, Source | None]:
             "validation as a share of the data must lie between 0 and 1, for example 0.2, but is "
             f"{validation!r}."
         )
-    sampler = getattr(data, "sampler", None)
-    if not source.repeatable or isinstance(sampler, RandomSampler):
-        why = (
-            "they can be read only once"
-            if not source.repeatable
-            else "the loader shuffles them in each pass"
+    if not source.repeatable or isinstance(getattr(data, "sampler", None), RandomSampler):
+        obstacle = (
+            "the loader shuffles them in each pass"
+            if source.repeatable
+            else "they can be read only once"
         )
         raise ValueError(
             f"validation={validation} holds out a share of the data, which must come in the same "
-            f"order each time, but {why}. Give arrays, a loader with shuffle=False, or the "
+            f"order each time, but {obstacle}. Give arrays, a loader with shuffle=False, or the "
             "validation rows themselves."
         )
-    return _share(source, validation, False), _share(source, validation, True)
+    return _select_share(source, validation, False), _select_share(source, validation, True)
 
 
-def pick_rows(batch: Batch, rows: Tensor) -> Batch:
-    """Some rows of a batch, by their numbers."""
+def pick_batch_rows(batch: Batch, rows: Tensor | slice) -> Batch:
+    """Return some rows of a batch, by their numbers (m,) or a slice."""
     weights = None if batch.weights is None else batch.weights[rows]
     return Batch(take_rows(batch.x, rows), batch.y[rows], weights)
 
 
-def take_rows(x: Inputs, rows: Tensor) -> Inputs:
-    """Some rows of inputs, by their numbers."""
-    return map_inputs(lambda part: part[rows], x)
+def _select_share(source: Source, share: float, held_out: bool) -> Source:
+    """Return the rows of a share (held_out), or the others.
 
-
-def _share(source: Source, share: float, wanted: bool) -> Source:
-    """The rows of a share (or the others). Multiples of the golden ratio are spread evenly."""
+    Row i is held out if the fractional part of i times the golden ratio is below the share: these
+    numbers are spread evenly over [0, 1) and over the order of the rows.
+    """
 
     def batches() -> Iterator[Batch]:
+        """Yield the rows of the share from each batch."""
         start = 1
         for batch in source:
             count = batch.y.shape[0]
             places = torch.arange(start, start + count, dtype=torch.float64) * GOLDEN
             start += count
-            yield pick_rows(batch, (((places % 1) < share) == wanted).nonzero().squeeze(1))
+            yield pick_batch_rows(batch, (((places % 1) < share) == held_out).nonzero().squeeze(1))
 
-    rows = (
-        None if source.rows is None else math.ceil(source.rows * (share if wanted else 1 - share))
-    )
+    rows = source.rows
+    if rows is not None:
+        rows = math.ceil(rows * (share if held_out else 1 - share))
     return Source(batches, True, source.length, rows)
 
 
-def _announced(data: Any) -> int | None:
-    """The number of rows that a loader states."""
+def _stated_rows(data: Any) -> int | None:
+    """Return the number of rows that a loader states; None if it states none."""
     try:
         return len(data.sampler) if isinstance(data, DataLoader) else None  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
 
 
-def _by_index(loader: Any) -> Callable[[], Iterator[Batch]] | None:
-    """The batches of a loader over tensors, selected by index at once instead of row by row;
-    None for other loaders.
+def _tensor_batches(loader: Any) -> Callable[[], Iterator[Batch]] | None:
+    """Return the batches of a loader over tensors, each selected by one index.
+
+    The loader itself would collate them row by row. None for loaders with settings of their own,
+    whose own iteration is needed.
     """
     if (
         type(loader) is not DataLoader
         or loader.num_workers
         or loader.batch_sampler is None
         or loader.pin_memory
-    ):
-        return None
-    sampler, dataset, chosen = loader.batch_sampler, loader.dataset, []
-    while type(dataset) is Subset:
-        chosen.append(torch.as_tensor(dataset.indices))
-        dataset = dataset.dataset
-    if (
-        type(dataset) is not TensorDataset
         or loader.collate_fn is not default_collate
-        or len(dataset.tensors) not in (2, 3)
     ):
         return None
+    dataset = loader.dataset
+    subsets: list[Tensor] = []
+    while type(dataset) is Subset:
+        subsets.append(torch.as_tensor(dataset.indices))
+        dataset = dataset.dataset
+    if type(dataset) is not TensorDataset or len(dataset.tensors) not in (2, 3):
+        return None
+    sampler = loader.batch_sampler
     tensors = dataset.tensors
 
     def batches() -> Iterator[Batch]:
-        for picked in _items(sampler):
-            index = torch.as_tensor(picked)
-            for inside in chosen:
-                index = inside[index]
-            yield as_batch(tuple(part[index] for part in tensors))
+        """Yield a batch for the row numbers of each step of the sampler."""
+        for numbers in _iterate_items(sampler):
+            index = torch.as_tensor(numbers)
+            # The outermost subset was found first; each maps its numbers to those of the next.
+            for indices in subsets:
+                index = indices[index]
+            yield as_batch(tuple(tensor[index] for tensor in tensors))
 
     return batches
 
 
-def _items(data: Iterable[T]) -> Iterator[T]:
-    """The items of the user's iterable, each made with the user's own default device: a
-    sampler's generator may need it.
+def _iterate_items(data: Iterable[T]) -> Iterator[T]:
+    """Yield the items of the user's iterable, each made with the user's own default device.
+
+    A sampler's generator may need that device.
     """
     with callers_device():
         items = iter(data)
-    end = object()
+    exhausted = object()
     while True:
         with callers_device():
-            item = next(items, end)
-        if item is end:
+            item = next(items, exhausted)
+        if item is exhausted:
             return
         yield item  # type: ignore[misc]
 
 
 def as_batch(item: Any) -> Batch:
-    """One item of the user's iterable -> Batch; x, y and weights must have the same number of
-    rows.
+    """Return the Batch of one item of the user's iterable.
+
+    TypeError for an item of another form; ValueError unless x, y and weights have the same number
+    of rows, and the weights are finite and not negative.
+    """
+    x, y, weights = _split_columns(item)
+    with torch.no_grad():  # rows are constants, even if they carry an autograd graph
+        x = as_inputs(x)
+        y = as_tensor(y)
+        weights = None if weights is None else as_tensor(weights)
+    rows = row_count(x)
+    if y.dim() == 0 or y.shape[0] != rows:
+        raise ValueError(
+            f"x has {rows} rows, but y has shape {tuple(y.shape)}. Both need one row for each "
+            "observation."
+        )
+    if weights is not None:
+        weights = _check_weights(weights, rows)
+    return Batch(x, y, weights)
+
+
+def _split_columns(item: Any) -> tuple[Any, Any, Any]:
+    """Return the inputs, targets and weights (None without any) of the user's batch.
+
+    TypeError unless it is (x, y), (x, y, weights) or a dict with a key for the targets.
     """
     if isinstance(item, Mapping):
         target = next((key for key in TARGET_KEYS if key in item), None)
@@ -243,37 +279,24 @@ def as_batch(item: Any) -> Batch:
                 f"{', '.join(map(repr, item))}."
             )
         weight = next((key for key in WEIGHT_KEYS if key in item), None)
-        rest = {key: value for key, value in item.items() if key not in (target, weight)}
-        x: Any = rest["x"] if set(rest) == {"x"} else rest
-        parts: tuple[Any, ...] = (
-            (x, item[target]) if weight is None else (x, item[target], item[weight])
-        )
-    elif isinstance(item, tuple | list) and len(item) in (2, 3):
-        parts = tuple(item)
+        inputs = {key: value for key, value in item.items() if key not in (target, weight)}
+        x = inputs["x"] if set(inputs) == {"x"} else inputs
+        return x, item[target], None if weight is None else item[weight]
+    if isinstance(item, tuple | list):
+        if len(item) in (2, 3):
+            return item[0], item[1], item[2] if len(item) == 3 else None
+        form = f"a {type(item).__name__} of {len(item)}"
     else:
-        what = (
-            f"a {type(item).__name__} of {len(item)}"
-            if isinstance(item, tuple | list)
-            else f"a {type(item).__name__}"
-        )
-        raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but is {what}. {EXPECTED}")
-    with torch.no_grad():  # rows are constants, even if they carry an autograd graph
-        x = as_inputs(parts[0])
-        y = as_tensor(parts[1])
-        weights = as_tensor(parts[2]) if len(parts) == 3 and parts[2] is not None else None
-    rows = row_count(x)
-    if y.dim() == 0 or y.shape[0] != rows:
-        raise ValueError(
-            f"x has {rows} rows, but y has shape {tuple(y.shape)}. Both need one row for each "
-            "observation."
-        )
-    if weights is not None:
-        weights = _checked_weights(weights, rows)
-    return Batch(x, y, weights)
+        form = f"a {type(item).__name__}"
+    raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but is {form}. {EXPECTED}")
 
 
-def _checked_weights(weights: Tensor, rows: int) -> Tensor:
-    weights = column(weights)
+def _check_weights(weights: Tensor, rows: int) -> Tensor:
+    """Return row weights (n,), given as (n,) or (n, 1).
+
+    ValueError unless there is one for each row, finite and not negative.
+    """
+    weights = squeeze_column(weights)
     if weights.shape != (rows,):
         raise ValueError(
             f"Row weights must have shape ({rows},), one for each row, but have "
@@ -288,7 +311,10 @@ def _checked_weights(weights: Tensor, rows: int) -> Tensor:
 
 
 def as_inputs(x: Any, differentiable: bool = False) -> Inputs:
-    """The user's x -> tensors in the same nesting."""
+    """Return the user's x as tensors in the same nesting.
+
+    differentiable: whether the tensors may carry a graph. Errors are those of `as_tensor`.
+    """
     if isinstance(x, Mapping):
         return {key: as_tensor(value, differentiable) for key, value in x.items()}
     if isinstance(x, tuple) or (isinstance(x, list) and x and _is_array(x[0])):
@@ -297,10 +323,11 @@ def as_inputs(x: Any, differentiable: bool = False) -> Inputs:
 
 
 def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
-    """A tensor, array, data frame or list of numbers -> Tensor (shares memory if possible).
+    """Return a tensor, array, data frame or list of numbers as a Tensor.
 
-    ValueError for a tensor that requires a gradient, unless the answer is differentiable: the
-    gradient would be lost.
+    Memory is shared if possible. differentiable: whether the answer has a gradient. ValueError for
+    a tensor that requires a gradient where the answer has none, for masked values and for a tensor
+    on "meta"; TypeError for what is not numbers.
     """
     refuse_masked("An array", value, MASKED)
     if isinstance(value, Tensor):
@@ -313,9 +340,9 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
         _refuse_layout(value)
         if differentiable:
             _refuse_transform(value)
-            return recorded(value)
+            return copy_if_inference(value)
         _refuse_gradient(value)
-        return recorded(value.detach())
+        return copy_if_inference(value.detach())
     if _is_sparse(value):
         raise TypeError(
             f"Expected a dense array, but got the sparse {type(value).__name__}. Give "
@@ -336,8 +363,9 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
 
 
 def _refuse_layout(value: Tensor) -> None:
-    """TypeError for a tensor whose entries are not all stored as plain numbers: sparse, nested,
-    quantised or masked.
+    """Raise TypeError for a tensor that is sparse, nested, quantised or masked.
+
+    Its entries are not all stored as plain numbers.
     """
     if isinstance(value, MaskedTensor):
         raise TypeError(f"Expected a plain tensor, but got a masked tensor. {MASKED}")
@@ -356,24 +384,25 @@ def _refuse_layout(value: Tensor) -> None:
 
 
 def _refuse_gradient(value: Tensor) -> None:
-    """ValueError if `value` requires a gradient or is batched by torch.func: its gradient would
-    be zero.
+    """Raise ValueError for a tensor that requires a gradient or is inside a torch.func transform.
+
+    Its gradient would be zero.
     """
     if (value.requires_grad and torch.is_grad_enabled()) or unpack_dual(value).tangent is not None:
-        given = "a tensor that requires a gradient"
+        offender = "a tensor that requires a gradient"
     elif is_functorch_wrapped_tensor(value):
-        given = "a tensor inside a torch.func transform (grad, jacrev, jvp, vmap, …)"
+        offender = "a tensor inside a torch.func transform (grad, jacrev, jvp, vmap, …)"
     else:
         return
     raise ValueError(
-        f"Expected plain numbers, but got {given}. Its gradient would be zero here. Gradients need "
-        "differentiable=True, as in posterior.predict(x, differentiable=True). Without them give "
-        "x.detach(), or call under torch.no_grad() or outside the transform."
+        f"Expected plain numbers, but got {offender}. Its gradient would be zero here. Gradients "
+        "need differentiable=True, as in posterior.predict(x, differentiable=True). Without them "
+        "give x.detach(), or call under torch.no_grad() or outside the transform."
     )
 
 
 def _refuse_transform(value: Tensor) -> None:
-    """ValueError for derivatives in forward mode: jvp, jacfwd."""
+    """Raise ValueError for a tensor with a derivative in forward mode (jvp, jacfwd)."""
     if any(unpack_dual(layer).tangent is not None for layer in layers_of(value)):
         raise ValueError(
             "differentiable=True supports reverse mode (backward, torch.autograd.grad, "
@@ -383,12 +412,12 @@ def _refuse_transform(value: Tensor) -> None:
         )
 
 
-def plain(value: Tensor) -> Tensor:
-    """The numbers of a tensor inside torch.func.grad or jacrev, without their graph.
+def values_outside_transforms(value: Tensor) -> Tensor:
+    """Return the numbers of a tensor inside torch.func.grad or jacrev, without their graph.
 
-    ValueError inside vmap.
+    ValueError inside torch.func.vmap.
     """
-    if batched(value):
+    if is_inside_vmap(value):
         raise ValueError(
             "This predictive has adaptive nodes, and torch.func.vmap cannot run steps that depend "
             "on the values of rows. Rows do not depend on each other: give all rows in one call, "
@@ -399,15 +428,15 @@ def plain(value: Tensor) -> Tensor:
         return layers_of(value)[-1].detach()
 
 
-def leaves(x: Inputs) -> list[Tensor]:
-    """The tensors of an input."""
+def input_tensors(x: Inputs) -> list[Tensor]:
+    """Return the tensors of an input as a list."""
     if isinstance(x, Tensor):
         return [x]
     return list(x.values()) if isinstance(x, Mapping) else list(x)
 
 
 def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
-    """Apply `function` to every tensor and keep the nesting."""
+    """Apply a function to every tensor of an input, and keep the nesting."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
@@ -416,14 +445,17 @@ def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 
 
 def row_count(x: Inputs) -> int:
-    """The number of rows that all tensors of an input share."""
-    parts = leaves(x)
-    if not parts or any(part.dim() == 0 for part in parts):
+    """Return the number of rows that all tensors of an input share.
+
+    ValueError if the tensors have no rows, or different numbers of them.
+    """
+    tensors = input_tensors(x)
+    if not tensors or any(tensor.dim() == 0 for tensor in tensors):
         raise ValueError(
             "x must have at least one dimension, the rows. A single input needs a leading "
             "dimension: x[None]."
         )
-    counts = {part.shape[0] for part in parts}
+    counts = {tensor.shape[0] for tensor in tensors}
     if len(counts) > 1:
         raise ValueError(
             f"The parts of x have different numbers of rows: {sorted(counts)}. Each needs one row "
@@ -432,27 +464,23 @@ def row_count(x: Inputs) -> int:
     return counts.pop()
 
 
-def slice_inputs(x: Inputs, rows: slice) -> Inputs:
-    return map_inputs(lambda part: part[rows], x)
+def take_rows(x: Inputs, rows: slice | Tensor) -> Inputs:
+    """Return some rows of inputs, by a slice or by their numbers (m,)."""
+    return map_inputs(lambda tensor: tensor[rows], x)
 
 
-def split(batch: Batch, size: int) -> Iterator[Batch]:
-    """A batch in pieces of at most `size` rows."""
+def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
+    """Yield a batch in pieces of at most `size` rows; a batch that fits is yielded as it is."""
     rows = row_count(batch.x)
     if rows <= size:
         yield batch
         return
     for start in range(0, rows, size):
-        part = slice(start, start + size)
-        yield Batch(
-            slice_inputs(batch.x, part),
-            batch.y[part],
-            None if batch.weights is None else batch.weights[part],
-        )
+        yield pick_batch_rows(batch, slice(start, start + size))
 
 
-def column(y: Tensor) -> Tensor:
-    """(n, 1) -> (n,); all else as it is."""
+def squeeze_column(y: Tensor) -> Tensor:
+    """Return a tensor (n, 1) as (n,), and any other tensor as it is."""
     return y.squeeze(1) if y.dim() == 2 and y.shape[1] == 1 else y
 
 
@@ -460,19 +488,24 @@ class Targets(Protocol):
     """What is allowed as a target: the part of a likelihood's support that reading needs."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """Return the kind of target, such as "vector" (several in a row) or "class" (numbers)."""
 
-    def check(self, y: Tensor, outputs: int) -> None: ...
+    def check(self, y: Tensor, outputs: int) -> None:
+        """Raise ValueError for targets outside the support; y (n,) or (n, D), C = outputs."""
 
 
-def checked(batch: Batch, targets: Targets, outputs: int) -> Batch:
-    """The batch with y checked, and y and the weights on the CPU: classes as integers, all else
-    in float64. x is unchanged.
+def check_batch(batch: Batch, targets: Targets, outputs: int) -> Batch:
+    """Return the batch with y and the weights on the CPU.
+
+    Classes are integers, and all else is in float64. x is unchanged. ValueError for targets that
+    are not allowed for C = outputs.
     """
-    y = batch.y if targets.kind == "vector" else column(batch.y)
+    y = batch.y if targets.kind == "vector" else squeeze_column(batch.y)
     targets.check(y, outputs)
     y = y.to("cpu").long() if targets.kind == "class" else y.to("cpu").double()
-    return Batch(batch.x, y, None if batch.weights is None else batch.weights.to("cpu").double())
+    weights = None if batch.weights is None else batch.weights.to("cpu").double()
+    return Batch(batch.x, y, weights)
 
 
 @dataclass(eq=False)
@@ -489,40 +522,40 @@ class Rows(Generic[T]):
     kept: list[T] | None = None  # after a whole pass
 
     def __iter__(self) -> Iterator[T]:
+        """Start a pass over the chunks, from memory if they are kept."""
         return iter(self.kept) if self.kept is not None else (chunk for chunk, _ in self.read())
 
     def read(self) -> Iterator[tuple[T, Inputs]]:
-        """A pass over the source: the chunks, with their inputs as they came."""
+        """Yield the chunks of a pass over the source, with their inputs as they came.
+
+        The chunks are kept at the end of a complete pass if all of them fit the budget.
+        """
         kept: list[T] | None = []
         total = 0
         for batch in self.source:
             if batch.y.shape[0] == 0:
                 continue
-            for part in split(batch, self.rows_at_once(batch)):
-                chunk = self.prepare(part)
+            for piece in split_batch(batch, self.rows_at_once(batch)):
+                chunk = self.prepare(piece)
                 size = None if kept is None else self.size(chunk)
+                # One chunk too many, and none is kept: the next pass reads all of them again.
                 if kept is None or size is None or total + size > self.budget:
                     kept = None
                 else:
                     kept.append(chunk)
                     total += size
-                yield chunk, part.x
+                yield chunk, piece.x
         self.kept = kept
 
     def changed(self, function: Callable[[T], T]) -> Rows[T]:
-        """The same rows, with a function applied to each chunk."""
+        """Return the same rows, with a function applied to each chunk."""
         prepare = self.prepare
         kept = None if self.kept is None else [function(chunk) for chunk in self.kept]
-        return replace(self, prepare=lambda part: function(prepare(part)), kept=kept)
+        return replace(self, prepare=lambda batch: function(prepare(batch)), kept=kept)
 
 
-def _slices(whole: Batch, rows: int) -> Iterator[Batch]:
-    if rows:
-        yield from split(whole, ARRAY_ROWS)
-
-
-def _is_numbers(value: Any) -> bool:
-    """A plain list of numbers."""
+def _is_list_of_numbers(value: Any) -> bool:
+    """Return whether a value is a plain list of numbers, by its first eight items."""
     return (
         isinstance(value, list)
         and bool(value)
@@ -531,10 +564,11 @@ def _is_numbers(value: Any) -> bool:
 
 
 def _is_array(value: Any) -> bool:
+    """Return whether a value is a tensor, an array or a data frame, dense or sparse."""
     by_interface = hasattr(value, "__array__") and not isinstance(value, type)
     return isinstance(value, Tensor | np.ndarray) or by_interface or _is_sparse(value)
 
 
 def _is_sparse(value: Any) -> bool:
-    """Whether a value is a sparse matrix or array of SciPy, which is not imported here."""
+    """Return whether a value is a sparse matrix or array of SciPy, which is not imported here."""
     return hasattr(value, "toarray") and hasattr(value, "nnz")

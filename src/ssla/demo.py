@@ -23,37 +23,48 @@ from ssla._checks import writable
 from ssla.files.replacing import new_file
 from ssla.predictive import Predictive
 
-RUNGS = {"plug-in": "plug_in", "ASSLA (none)": "none", "newton": "newton", "output refit": "output"}
-PICTURES = (".png", ".pdf", ".svg")
+REFITS = {
+    "plug-in": "plug_in",
+    "ASSLA (none)": "none",
+    "newton": "newton",
+    "output refit": "output",
+}
+SUFFIXES = (".png", ".pdf", ".svg")
 LEVELS = (0.5, 0.75, 0.9, 0.95)
+PATIENCE = 300  # epochs without a better validation loss
+GAP = -2.3  # an input between two clusters of the data
 
 
-def toy(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """The toy data of the paper's section 4.2: x (n, 1), y (n,)."""
+def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw the toy data of the paper's section 4.2: x (n, 1), y (n,)."""
     centre = torch.tensor([-4.0, 0.0, 4.0])
     spread = torch.tensor([0.4, 0.9, 0.4])
-    which = torch.randint(3, (n,), generator=generator)
-    x = centre[which] + spread[which] * torch.randn(n, generator=generator)
+    cluster = torch.randint(3, (n,), generator=generator)
+    x = centre[cluster] + spread[cluster] * torch.randn(n, generator=generator)
     noise = 3 * torch.cos(x / 2).abs() * torch.randn(n, generator=generator)
     return x[:, None], 7 * torch.sin(x) + noise
 
 
 def paper_network(seed: int) -> nn.Module:
+    """Make the paper's network of mean and log variance, untrained."""
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)
     )
 
 
-def train(
+def train_network(
     network: nn.Module, x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, epochs: int = 3000
 ) -> nn.Module:
-    """Adam on the Gaussian negative log likelihood; the weights with the best validation loss
-    are kept.
+    """Train with Adam on the Gaussian negative log likelihood, and keep the weights with the best
+    validation loss.
+
+    x (n, 1), y (n,), and validation rows of the same shapes. Returns the network in eval mode.
     """
     likelihood = ssla.likelihoods.HeteroscedasticGaussian()
     optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
-    best, kept, waited = math.inf, copy.deepcopy(network.state_dict()), 0
+    best, waited = math.inf, 0
+    kept = copy.deepcopy(network.state_dict())
     for _ in range(epochs):
         optimiser.zero_grad()
         loss = -likelihood.log_prob(y, network(x)).mean()
@@ -63,15 +74,16 @@ def train(
             score = float(-likelihood.log_prob(y_val, network(x_val)).mean())
         waited += 1
         if score < best:
-            best, kept, waited = score, copy.deepcopy(network.state_dict()), 0
-        if waited > 300:
+            best, waited = score, 0
+            kept = copy.deepcopy(network.state_dict())
+        if waited > PATIENCE:
             break
     network.load_state_dict(kept)
     return network.eval()
 
 
-def timed(work: Callable[[], object], repeats: int = 7) -> float:
-    """Seconds, the best of several runs."""
+def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
+    """Return the seconds that a call takes, the best of several runs."""
     best = math.inf
     for _ in range(repeats):
         start = time.perf_counter()
@@ -80,48 +92,69 @@ def timed(work: Callable[[], object], repeats: int = 7) -> float:
     return best
 
 
-def run(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
-    """Train, fit, compare, plot."""
+def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
+    """Train, fit, compare the refits on test points, and plot; returns the scores of each refit.
+
+    out: the figure. Raises ValueError for a path that is no picture or cannot be written.
+    """
     writable(out)
-    if out.suffix.lower() not in PICTURES:
-        raise ValueError(f"The figure {out} must end in one of {', '.join(PICTURES)}.")
+    if out.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"The figure {out} must end in one of {', '.join(SUFFIXES)}.")
     out.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    (x, y), (x_val, y_val), (x_test, y_test) = (toy(n, generator) for n in (200, 100, n_test))
+    (x, y), (x_val, y_val), test_data = (draw_toy_data(n, generator) for n in (200, 100, n_test))
     print(f"training on {len(x)} points …")
-    network = train(paper_network(seed), x, y, x_val, y_val)
+    network = train_network(paper_network(seed), x, y, x_val, y_val)
     posterior = ssla.fit(network, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian())
     print(f"\n{posterior.report}\n")
+    scores = compare_refits(posterior, network, *test_data)
+    print(
+        "\nmass is the integral before normalisation: 1 for the true predictive, so it shows the "
+        "error of each refit."
+    )
+    draw_figure(posterior, x, y, out)
+    print(f"picture: {out}")
+    return scores
+
+
+def compare_refits(
+    posterior: ssla.Posterior, network: nn.Module, x: Tensor, y: Tensor
+) -> dict[str, metrics.Summary]:
+    """Print the scores and the time of each refit on test points x (n, 1), y (n,); returns the
+    scores.
+    """
 
     def forward() -> None:
+        """Run the network alone, whose time is the unit."""
         with torch.no_grad():
-            network(x_test)
+            network(x)
 
-    one_pass = timed(forward, 50)
-    scores: dict[str, metrics.Summary] = {}
+    one_pass = measure_seconds(forward, 50)
     head = (
-        f"{n_test:,} test points".ljust(20)
+        f"{len(x):,} test points".ljust(20)
         + "     nll    crps"
         + "".join(f"  cover {v:.0%}" for v in LEVELS)
         + "    mass   time / forward pass"
     )
     print(head + "\n" + "-" * len(head))
-    for label, refit in RUNGS.items():
-        cost = timed(lambda refit=refit: posterior.predict(x_test, refit=refit).mass) / one_pass  # type: ignore[misc]
-        scores[label] = s = metrics.summary(posterior.predict(x_test, refit=refit), y_test, LEVELS)
+    scores: dict[str, metrics.Summary] = {}
+    for label, refit in REFITS.items():
+        seconds = measure_seconds(lambda refit=refit: posterior.predict(x, refit=refit).mass)  # type: ignore[misc]
+        s = metrics.summary(posterior.predict(x, refit=refit), y, LEVELS)
         cover = "".join(f"{s[f'coverage {v:.0%}']:11.1%}" for v in LEVELS)
-        print(f"{label:<20}{s['nll']:8.4f}{s['crps']:8.4f}{cover}{s['mass']:8.4f}{cost:12.0f}")
-    print(
-        "\nmass is the integral before normalisation: 1 for the true predictive, so it shows the "
-        "error of each refit."
-    )
-    draw(posterior, x, y, out)
-    print(f"picture: {out}")
+        print(
+            f"{label:<20}{s['nll']:8.4f}{s['crps']:8.4f}{cover}{s['mass']:8.4f}"
+            f"{seconds / one_pass:12.0f}"
+        )
+        scores[label] = s
     return scores
 
 
-def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
-    """Bands of the output refit, and the density at one input inside the gap of the data."""
+def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
+    """Draw bands of the output refit, and the density at one input inside the gap of the data.
+
+    x (n, 1), y (n,): the training rows. Writes the figure to `out`.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -134,25 +167,19 @@ def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
     plots.bands(
         posterior.predict(grid), grid, (x, y), ax=left, title="Predictive bands of the output refit"
     )
-    for i, end in enumerate(posterior.predict(grid, refit="plug_in").interval(0.95).unbind(1)):
-        left.plot(
-            grid.flatten(),
-            end,
-            color=plots.OTHER,
-            lw=1.1,
-            ls="--",
-            label=None if i else "plug-in 95%",
-        )
-    spot = torch.tensor([[-2.3]])
-    left.axvline(float(spot), ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
+    lower, upper = posterior.predict(grid, refit="plug_in").interval(0.95).unbind(1)
+    line = {"color": plots.OTHER, "lw": 1.1, "ls": "--"}
+    left.plot(grid.flatten(), lower, label="plug-in 95%", **line)
+    left.plot(grid.flatten(), upper, **line)
+    left.axvline(GAP, ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
     left.set(xlabel="x", ylabel="y", ylim=(-22, 22), xlim=(-6, 6))
     left.legend(frameon=False, fontsize=8, ncols=6, loc="lower center")
-    names: dict[str, Predictive] = {
-        label: posterior.predict(spot, refit=RUNGS[label])
+    predictives: dict[str, Predictive] = {
+        label: posterior.predict(torch.tensor([[GAP]]), refit=REFITS[label])
         for label in ("plug-in", "ASSLA (none)", "output refit")
     }
-    plots.density(names, 0, ax=right)
-    right.set_title(f"Density at x = {float(spot):g}".replace("-", "−"), fontsize="medium")
+    plots.density(predictives, 0, ax=right)
+    right.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     with new_file(out) as draft:
@@ -161,6 +188,7 @@ def draw(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
 
 
 def main() -> None:
+    """Run the demo from the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m ssla.demo",
         description=__doc__,
@@ -171,7 +199,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="data and network seed (default: 0)")
     arguments = parser.parse_args()
-    run(arguments.out, arguments.seed)
+    run_demo(arguments.out, arguments.seed)
 
 
 if __name__ == "__main__":

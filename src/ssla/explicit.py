@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
-from ssla._checks import all_in_plain_torch, finite, one_of
+from ssla._checks import all_in_plain_torch, check_finite, check_name
 from ssla.data import as_tensor
 from ssla.maths import linalg
 from ssla.network.layout import contiguous_layout
@@ -58,10 +58,14 @@ class ExplicitModel:
     convention: str = EXACT
 
     def __post_init__(self) -> None:
-        one_of("convention", self.convention, CONVENTIONS)
+        """Convert data, start and prior to tensors and a Prior, and check them.
+
+        ValueError for shapes, values or a log_prob that the model cannot use.
+        """
+        check_name("convention", self.convention, CONVENTIONS)
         data, start = as_tensor(self.data).double(), as_tensor(self.start).double()
-        finite("data", data, "Drop those rows.")
-        finite("start", start, "Give a θ inside the support.")
+        check_finite("data", data, "Drop those rows.")
+        check_finite("start", start, "Give a θ inside the support.")
         if start.dim() != 1 or not 1 <= start.numel() <= LARGEST:
             raise ValueError(
                 f"start must be a vector of 1 to {LARGEST} parameters, but has shape "
@@ -89,73 +93,83 @@ class ExplicitModel:
 
     @cached_property
     def bound(self) -> BoundPrior:
+        """Return the prior over θ (P,)."""
         return self.prior.bind(contiguous_layout({"theta": self.start.shape}))
 
     @property
     def steering(self) -> BoundPrior:
-        """The prior in the objective of the modes: none for the additive convention."""
-        return (
-            Flat().bind(contiguous_layout({"theta": self.start.shape}))
-            if self.convention == ADDITIVE
-            else self.bound
-        )
+        """Return the prior in the objective of the modes: none for the additive convention."""
+        if self.convention == ADDITIVE:
+            return Flat().bind(contiguous_layout({"theta": self.start.shape}))
+        return self.bound
 
-    def _rows(self, theta: Tensor) -> Tensor:
-        """log p of every row of the data (n,)."""
+    def _log_probs(self, theta: Tensor) -> Tensor:
+        """Return log p of every row of the data (n,) at θ (P,)."""
         return vmap(self.log_prob, in_dims=(0, None))(self.data, theta)
 
     def _objective(self, theta: Tensor) -> Tensor:
-        return self._rows(theta).sum() + self.steering.log_prob(theta)
+        """Return ℓ(θ) + log π(θ), whose maximum is the mode: (P,) -> ()."""
+        return self._log_probs(theta).sum() + self.steering.log_prob(theta)
 
     def _data_curvature(self, theta: Tensor) -> Tensor:
-        """−∇²ℓ (P, P)."""
-        return -hessian(lambda t: self._rows(t).sum())(theta)
+        """Return −∇²ℓ(θ): (P,) -> (P, P)."""
+        return -hessian(lambda t: self._log_probs(t).sum())(theta)
 
     def _prior_curvature(self, theta: Tensor, bound: BoundPrior) -> Tensor:
+        """Return −∇² log π(θ) as a matrix: (P,) -> (P, P)."""
         T = bound.precision(theta)
         return torch.diag(T) if T.dim() == 1 else T
 
-    def _climb(self, starts: Tensor, rows: Tensor | None) -> Tensor:
-        """The modes of ℓ + log π (+ log p(row)) from starts (k, P)."""
-        extra = None if rows is None else vmap(hessian(lambda t, y: self.log_prob(y, t)))
-        slope = None if rows is None else vmap(grad(lambda t, y: self.log_prob(y, t)))
+    def _find_modes(self, starts: Tensor, rows: Tensor | None) -> Tensor:
+        """Find the modes (k, P) of ℓ + log π from starts (k, P), by Newton steps.
+
+        rows (k,) or (k, E): a row that is added to the data of each task; None: no row. ValueError
+        where a mode is not found.
+        """
+        row_hessian = vmap(hessian(lambda t, y: self.log_prob(y, t)))
+        row_gradient = vmap(grad(lambda t, y: self.log_prob(y, t)))
         prior = self.steering
 
         def evaluate(points: Tensor, index: Tensor | None) -> linalg.Evaluation:
-            some = rows if rows is None or index is None else rows[index]
-            value = vmap(self._rows)(points).sum(1)
-            gradient = vmap(grad(lambda t: self._rows(t).sum()))(points)
+            """Evaluate the objectives of the tasks `index` (all if None) at θ (m, P)."""
+            value = vmap(self._log_probs)(points).sum(1)
+            gradient = vmap(grad(lambda t: self._log_probs(t).sum()))(points)
             H = vmap(self._data_curvature)(points)
-            if some is not None and extra is not None and slope is not None:
-                value = value + vmap(self.log_prob)(some, points)
-                gradient, H = gradient + slope(points, some), H - extra(points, some)
-            # a bound prior takes one θ: a loop over candidates, which are a few hundred
+            if rows is not None:
+                added = rows if index is None else rows[index]
+                value = value + vmap(self.log_prob)(added, points)
+                gradient = gradient + row_gradient(points, added)
+                H = H - row_hessian(points, added)
+            # A bound prior takes one θ: a loop over candidates, which are a few hundred.
             value = value + torch.stack([prior.log_prob(p) for p in points])
             gradient = gradient + torch.stack([prior.gradient(p) for p in points])
             H = H + torch.stack([self._prior_curvature(p, prior) for p in points])
-            factor = _climbing_factor(torch.nan_to_num(H))
+            factor = _ascent_factor(torch.nan_to_num(H))
             return linalg.Evaluation(
                 torch.nan_to_num(value, nan=-torch.inf),
                 torch.nan_to_num(gradient),
                 lambda b: torch.cholesky_solve(b.unsqueeze(-1), factor).squeeze(-1),
             )
 
-        found = linalg.newton_ascent(evaluate, starts, tolerance=1e-11)
-        if not bool(found.converged.all()):
-            count = int((~found.converged).sum())
+        ascent = linalg.newton_ascent(evaluate, starts, tolerance=1e-11)
+        if not bool(ascent.converged.all()):
+            count = int((~ascent.converged).sum())
             raise ValueError(
                 f"The mode was not found for {count} of {len(starts)} candidates: log p may have "
                 "none there. Start closer, or choose another parameterisation (a logarithm for a "
                 "positive parameter)."
             )
-        return found.point
+        return ascent.point
 
     @cached_property
     def mode(self) -> Tensor:
-        """θ̂ (P,)."""
-        return self._climb(self.start.unsqueeze(0), None)[0]
+        """Return θ̂ (P,), the mode of the data; ValueError where it is not found."""
+        return self._find_modes(self.start.unsqueeze(0), None)[0]
 
-    def _candidates(self, rows: Any) -> Tensor:
+    def _as_candidates(self, rows: Any) -> Tensor:
+        """Return candidate rows as (k,) or (k, E) in float64; ValueError unless they are like the
+        data's.
+        """
         y = as_tensor(rows).double()
         if y.dim() != self.data.dim() or y.shape[1:] != self.data.shape[1:]:
             raise ValueError(
@@ -165,32 +179,37 @@ class ExplicitModel:
         return y
 
     def modes(self, rows: Any) -> Tensor:
-        """θ̃ (k, P): the mode with each candidate of (k,) or (k, E) added to the data
-        separately.
+        """Return θ̃ (k, P): the mode with each candidate of (k,) or (k, E) added to the data
+        separately. ValueError where a mode is not found.
         """
-        y = self._candidates(rows)
-        return self._climb(self.mode.expand(len(y), -1).clone(), y)
+        y = self._as_candidates(rows)
+        return self._find_modes(self.mode.expand(len(y), -1).clone(), y)
 
     def increments(self, rows: Any, refit: bool = True) -> Increments:
-        """The three increments of log p(row | D) for candidates (k,) or (k, E), each with its own
-        refit.
+        """Return the three increments of log p(row | D) for candidates (k,) or (k, E), each with
+        its own refit: (k,) each.
 
-        refit=False holds θ̃ = θ̂ (ASSLA).
+        refit=False holds θ̃ = θ̂ (ASSLA). ValueError where a mode is not found, or the curvature
+        there is not positive definite.
         """
-        y = self._candidates(rows)
+        y = self._as_candidates(rows)
         hat = self.mode
         tilde = self.modes(y) if refit else hat.expand(len(y), -1)
-        # row by row, so that sums over n are never subtracted
-        likelihood = (vmap(self._rows)(tilde) - self._rows(hat)).sum(1) + vmap(self.log_prob)(
-            y, tilde
-        )
+        # Differences are taken row by row, so that sums over n are never subtracted.
+        of_data = (vmap(self._log_probs)(tilde) - self._log_probs(hat)).sum(1)
+        likelihood = of_data + vmap(self.log_prob)(y, tilde)
         prior = torch.stack([self.bound.log_prob(t) for t in tilde]) - self.bound.log_prob(hat)
-        return Increments(likelihood, prior, self._curvature(hat, tilde, y), self.convention)
+        curvature = self._curvature_increment(hat, tilde, y)
+        return Increments(likelihood, prior, curvature, self.convention)
 
-    def _curvature(self, hat: Tensor, tilde: Tensor, y: Tensor) -> Tensor:
-        """−½ log|H⁻¹H̃| by log1p of the eigenvalues of L⁻¹(H̃ − H)L⁻ᵀ."""
-        own = vmap(hessian(lambda t, row: self.log_prob(row, t)))
-        change = vmap(self._data_curvature)(tilde) - self._data_curvature(hat) - own(tilde, y)
+    def _curvature_increment(self, hat: Tensor, tilde: Tensor, y: Tensor) -> Tensor:
+        """Return −½ log|H⁻¹H̃| (k,) by log1p of the eigenvalues of L⁻¹(H̃ − H)L⁻ᵀ, with H = LLᵀ.
+
+        θ̂ (P,), θ̃ (k, P), y (k,) or (k, E). ValueError where H is not positive definite.
+        """
+        row_hessian = vmap(hessian(lambda t, row: self.log_prob(row, t)))
+        change = vmap(self._data_curvature)(tilde) - self._data_curvature(hat)
+        change = change - row_hessian(tilde, y)
         H = self._data_curvature(hat)
         if self.convention == EXACT:
             change = change + torch.stack([self._prior_curvature(t, self.bound) for t in tilde])
@@ -208,22 +227,24 @@ class ExplicitModel:
 
 
 def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """∇² in the first argument, by reverse mode twice (forward mode would import deprecated
-    parts of torch).
+    """Return the function ∇² of a scalar function, with respect to its first argument.
+
+    It uses reverse mode twice: forward mode would import deprecated parts of torch.
     """
-    found: Callable[..., Tensor] = jacrev(grad(function))
-    return found
+    second_derivative: Callable[..., Tensor] = jacrev(grad(function))
+    return second_derivative
 
 
-def _climbing_factor(H: Tensor) -> Tensor:
-    """Cholesky of H (k, P, P); where H is not positive definite, of Q|λ|Qᵀ, so that the step is
-    an ascent direction.
+def _ascent_factor(H: Tensor) -> Tensor:
+    """Return the Cholesky factor of H (k, P, P); where H is not positive definite, that of Q|λ|Qᵀ.
+
+    So a Newton step is always in an ascent direction.
     """
+    factor: Tensor
     factor, info = torch.linalg.cholesky_ex(H)
-    bad = info != 0
-    if bool(bad.any()):
-        values, vectors = torch.linalg.eigh(H[bad])
+    indefinite = info != 0
+    if bool(indefinite.any()):
+        values, vectors = torch.linalg.eigh(H[indefinite])
         values = values.abs().clamp_min(1e-8 * values.abs().amax(-1, keepdim=True) + 1e-300)
-        factor[bad] = torch.linalg.cholesky((vectors * values.unsqueeze(-2)) @ vectors.mT)
-    found: Tensor = factor
-    return found
+        factor[indefinite] = torch.linalg.cholesky((vectors * values.unsqueeze(-2)) @ vectors.mT)
+    return factor

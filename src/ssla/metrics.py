@@ -17,95 +17,110 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssla._checks import check_level as checked_level
 from ssla._checks import in_plain_torch
-from ssla._checks import level as checked_level
-from ssla.data import as_tensor, column
-from ssla.maths.quadrature import wrapped
+from ssla.data import as_tensor, squeeze_column
+from ssla.maths.quadrature import wrap_angles
 from ssla.predictive import GaussianLaw, Predictive
 from ssla.predictive.affine import AffineLaw
 from ssla.predictive.joined import JoinedLaw
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)
-CRPS_NODES = 96
-CRPS_COUNTS = 4096
+CRPS_NODES = 96  # on either side of y; a guess
+CRPS_COUNTS = 4096  # that are summed one by one; a guess
 
 
 @in_plain_torch
 def nll(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
-    """−log p(y): the negative log predictive density (or probability)."""
-    return _mean(-predictive.log_prob(column(as_tensor(y))), reduce)
+    """Return −log p(y), the negative log predictive density (or probability).
+
+    y: one value for each row. reduce=False: one score for each row (N,), not their mean.
+    """
+    return _mean_or_rows(-predictive.log_prob(squeeze_column(as_tensor(y))), reduce)
 
 
 @in_plain_torch
 def rmse(predictive: Predictive, y: Any) -> Tensor:
-    """Root mean squared error of the predictive mean."""
-    value = _near(y, predictive)
+    """Return the root mean squared error of the predictive mean, for y of the mean's shape."""
+    value = _reshape_like_mean(y, predictive)
     return ((predictive.mean - value) ** 2).mean().sqrt()
 
 
 @in_plain_torch
 def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
-    """Continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum."""
+    """Return the continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum.
+
+    y: one value for each row. reduce=False: one score for each row, not their mean. TypeError for
+    classes, angles, and mixtures of several targets.
+    """
     if predictive.kind == "class":
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
     if predictive.kind == "circular":
         raise TypeError("CRPS needs ordered targets. For angles use nll, rmse or coverage.")
+    return _mean_or_rows(_crps_by_row(predictive, y), reduce)
+
+
+def _crps_by_row(predictive: Predictive, y: Any) -> Tensor:
+    """Return the CRPS of each row, (N,) or (N, D), by the form that its law has.
+
+    TypeError for mixtures of several targets.
+    """
     law = predictive.law
     if isinstance(law, JoinedLaw):
-        value = _like(y, predictive.mean)
-        return _mean(
-            law.at(value, lambda part, own: crps(replace(predictive, law=part), own, reduce=False)),
-            reduce,
+        return law.ask_by_rows(
+            _reshape_like(y, predictive.mean),
+            lambda part, y_part: _crps_by_row(replace(predictive, law=part), y_part),
         )
-    if isinstance(law, AffineLaw):  # the score is in the target's unit
-        z = (_like(y, predictive.mean).to("cpu", torch.float64) - law.shift) / law.scale
-        return _mean(
-            law.scale * crps(replace(predictive, law=law.base), z, reduce=False).double(), reduce
-        )
+    if isinstance(law, AffineLaw):
+        # The score is in the unit of the target.
+        z = (_reshape_like(y, predictive.mean).to("cpu", torch.float64) - law.shift) / law.scale
+        return law.scale * _crps_by_row(replace(predictive, law=law.base), z).double()
     if isinstance(law, GaussianLaw):
         mean, scale = predictive.mean.double().cpu(), predictive.stddev.double().cpu()
+        # The torch backend of scoringrules has single precision.
         score = _scoringrules().crps_normal(
-            _like(y, mean).numpy(), mean.numpy(), scale.numpy()
-        )  # its torch backend is single
-        return _mean(torch.as_tensor(score), reduce)
+            _reshape_like(y, mean).numpy(), mean.numpy(), scale.numpy()
+        )
+        return torch.as_tensor(score)
     if predictive.kind == "vector":
         raise TypeError(
             "CRPS of several targets has a form for single Gaussians only. Score a mixture by nll."
         )
-    value = _like(y, predictive.mean)
-    score = (
-        _crps_counts(predictive, value)
-        if predictive.kind == "count"
-        else _crps_density(predictive, value)
-    )
-    return _mean(score, reduce)
+    integrate = _crps_counts if predictive.kind == "count" else _crps_density
+    return integrate(predictive, _reshape_like(y, predictive.mean))
 
 
-def _crps_density(predictive: Any, y: Tensor) -> Tensor:
-    """Gauss–Legendre on either side of y, in a variable that spaces nodes logarithmically in
-    the tails.
+def _crps_density(predictive: Predictive, y: Tensor) -> Tensor:
+    """Integrate the CRPS (N,) of numbers y (N,) by Gauss–Legendre on either side of y.
+
+    The variable u of the rule spaces nodes logarithmically in the tails. Beyond the quantiles at
+    1e-8 the integrand is one between y and the quantile, and zero elsewhere.
     """
-    ends = predictive.icdf(
+    quantiles = predictive.icdf(
         torch.tensor([1e-8, 0.25, 0.5, 0.75, 1 - 1e-8], dtype=torch.float64)
     ).double()
     y = y.double()
-    low, middle, high = ends[:, 0], ends[:, 2], ends[:, 4]
-    scale = ((ends[:, 3] - ends[:, 1]) / 2).clamp_min(1e-300)
+    low, first_quartile, median, third_quartile, high = quantiles.unbind(1)
+    scale = ((third_quartile - first_quartile) / 2).clamp_min(1e-300)
     inside = torch.minimum(torch.maximum(y, low), high)
     nodes, weights = (
         torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(CRPS_NODES)
     )
     total = (y - inside).abs()
     for start, stop, upper in ((low, inside, False), (inside, high, True)):
-        a, b = torch.asinh((start - middle) / scale), torch.asinh((stop - middle) / scale)
+        a, b = torch.asinh((start - median) / scale), torch.asinh((stop - median) / scale)
         u = (a + b)[:, None] / 2 + (b - a)[:, None] / 2 * nodes
-        F = predictive.cdf(middle[:, None] + scale[:, None] * torch.sinh(u)).double()
+        F = predictive.cdf(median[:, None] + scale[:, None] * torch.sinh(u)).double()
         height = (1 - F if upper else F) ** 2
         total = total + (height * torch.cosh(u) * weights).sum(1) * (b - a) / 2 * scale
     return total
 
 
-def _crps_counts(predictive: Any, y: Tensor) -> Tensor:
+def _crps_counts(predictive: Predictive, y: Tensor) -> Tensor:
+    """Sum the CRPS (N,) of counts y (N,) between the quantiles at 1e-9 and 1 − 1e-9.
+
+    Where these are more than CRPS_COUNTS counts apart, only every second, third, … is evaluated.
+    """
     ends: Tensor = predictive.icdf(torch.tensor([1e-9, 1 - 1e-9], dtype=torch.float64)).double()
     y = y.double()
     width = ends[:, 1] - ends[:, 0] + 1
@@ -114,29 +129,31 @@ def _crps_counts(predictive: Any, y: Tensor) -> Tensor:
     k = ends[:, :1] + step[:, None] * torch.arange(steps, dtype=torch.float64)
     F: Tensor = predictive.cdf(k).double()
     terms = (F - (k >= y[:, None]).double()) ** 2 * (k < ends[:, 1:] + 1)
-    outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(
-        0
-    )  # terms of one beyond the window
+    # Each count between the window and a y beyond it has a term of one.
+    outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(0)
     return (terms * step[:, None]).sum(1) + outside
 
 
 @in_plain_torch
 def coverage(predictive: Predictive, y: Any, level: float = 0.95) -> Tensor:
-    """The share of y inside the central interval (for classes: inside the smallest set)."""
-    return _inside(predictive, y, checked_level(level)).double().mean()
+    """Return the share of y inside the central interval (for classes: inside the smallest set).
 
-
-def _inside(predictive: Predictive, y: Any, level: float) -> Tensor:
-    region = predictive.interval(level)
+    y: one value for each row; level: of the interval, between 0 and 1.
+    """
+    region = predictive.interval(checked_level(level))
     if predictive.kind == "class":
-        return region.gather(1, as_tensor(y).long().reshape(-1, 1)).squeeze(1)
-    value = _near(y, predictive)
-    return (value >= region[..., 0]) & (value <= region[..., 1])
+        inside = region.gather(1, as_tensor(y).long().reshape(-1, 1)).squeeze(1)
+    else:
+        value = _reshape_like_mean(y, predictive)
+        inside = (value >= region[..., 0]) & (value <= region[..., 1])
+    return inside.double().mean()
 
 
 @in_plain_torch
 def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
-    """The mean width of the central interval (for classes: the mean size of the set)."""
+    """Return the mean width of the central interval of that level (for classes: the mean size of
+    the set).
+    """
     region = predictive.interval(checked_level(level))
     if predictive.kind == "class":
         return region.double().sum(1).mean()
@@ -147,21 +164,28 @@ def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
 def interval_score(
     predictive: Predictive, y: Any, level: float = 0.95, *, reduce: bool = True
 ) -> Tensor:
-    """Width plus 2/α times the distance by which y is missed (Winkler)."""
+    """Return the width plus 2/α times the distance by which the interval misses y (Winkler).
+
+    The interval is the central one of that level, and α = 1 − level. reduce=False: one score for
+    each row, not their mean. ImportError without scoringrules.
+    """
     region = predictive.interval(checked_level(level))
-    value = _near(y, predictive)
-    return _mean(
-        _scoringrules().interval_score(
-            value, region[..., 0], region[..., 1], 1 - level, backend="torch"
-        ),
-        reduce,
+    score = _scoringrules().interval_score(
+        _reshape_like_mean(y, predictive),
+        region[..., 0],
+        region[..., 1],
+        1 - level,
+        backend="torch",
     )
+    return _mean_or_rows(score, reduce)
 
 
 @in_plain_torch
 def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor:
-    """Pinball loss of the quantile at probability q: q·(y − quantile) above it, (1 −
-    q)·(quantile − y) below.
+    """Return the pinball loss of the quantile at probability q: q·(y − quantile) above it,
+    (1 − q)·(quantile − y) below.
+
+    TypeError for classes and angles.
     """
     if predictive.kind in ("class", "circular"):
         raise TypeError(
@@ -169,16 +193,18 @@ def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor
         )
     level = checked_level(q)
     quantile: Tensor = predictive.icdf(level)
-    off = _like(y, quantile) - quantile
-    return _mean(torch.maximum(level * off, (level - 1) * off), reduce)
+    off = _reshape_like(y, quantile) - quantile
+    return _mean_or_rows(torch.maximum(level * off, (level - 1) * off), reduce)
 
 
 @in_plain_torch
 def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Tensor:
-    """F(y): uniform if the predictive is right. Counts: randomised between F(y − 1) and F(y) by
-    `generator`, or halfway between the two without one.
+    """Return F(y), which is uniform if the predictive is right.
+
+    For counts it is randomised between F(y − 1) and F(y) by `generator`, or halfway between the two
+    without one.
     """
-    value = column(as_tensor(y))
+    value = squeeze_column(as_tensor(y))
     upper: Tensor = predictive.cdf(value)
     if predictive.kind != "count":
         return upper
@@ -191,7 +217,10 @@ def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Te
 
 @in_plain_torch
 def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
-    """Mean |observed − nominal| frequency of {F(Y) ≤ q} over q = 1/bins … (bins−1)/bins."""
+    """Return the mean |observed − nominal| frequency of {F(Y) ≤ q} over q = 1/bins … (bins−1)/bins.
+
+    TypeError for classes.
+    """
     if predictive.kind == "class":
         raise TypeError("calibration_error is for ordered targets. For classes use ece.")
     q = torch.arange(1, bins, dtype=torch.float64) / bins
@@ -201,22 +230,24 @@ def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
 
 @in_plain_torch
 def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
-    """Σ_c (p_c − 1{y = c})² over the classes (0 … 2)."""
-    p = _classes(predictive).probs
+    """Return Σ_c (p_c − 1{y = c})² over the classes (0 … 2); TypeError for other targets.
+
+    y (N,): the classes. reduce=False: one score for each row, not their mean.
+    """
+    p = _class_probs(predictive)
     hit = torch.nn.functional.one_hot(as_tensor(y).long().flatten(), p.shape[1]).to(p)
-    return _mean(((p - hit) ** 2).sum(1), reduce)
+    return _mean_or_rows(((p - hit) ** 2).sum(1), reduce)
 
 
 @in_plain_torch
 def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
-    """Expected calibration error of the most probable class: Σ_bins share·|accuracy −
-    confidence|.
+    """Return the expected calibration error of the most probable class:
+    Σ_bins share·|accuracy − confidence|. TypeError unless the target is a class.
     """
-    probs: Tensor = _classes(predictive).probs
-    confidence, guess = probs.double().max(1)
+    confidence, guess = _class_probs(predictive).double().max(1)
     right = (guess == as_tensor(y).long().flatten()).double()
-    place = (confidence * bins).long().clamp(0, bins - 1)
-    gap = torch.zeros(bins, dtype=torch.float64).index_add(0, place, right - confidence)
+    bin_of_row = (confidence * bins).long().clamp(0, bins - 1)
+    gap = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of_row, right - confidence)
     return gap.abs().sum() / right.numel()
 
 
@@ -227,47 +258,50 @@ class Summary:
     scores: dict[str, float]
 
     def __getitem__(self, name: str) -> float:
+        """Return a score by its name; KeyError for another name."""
         return self.scores[name]
 
     def __str__(self) -> str:
+        """Return a table with one line for each score."""
         width = max(map(len, self.scores))
         return "\n".join(f"{name:<{width}}  {value: .4f}" for name, value in self.scores.items())
 
 
 @in_plain_torch
 def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) -> Summary:
-    """NLL, CRPS, RMSE, mass, and coverage and width by level (classes: NLL, Brier, ECE,
+    """Return NLL, CRPS, RMSE, mass, and coverage and width by level (classes: NLL, Brier, ECE,
     accuracy, mass).
     """
-    mass = float(predictive.mass.double().mean())
+    mass = predictive.mass.double().mean()
+    scores = {"nll": nll(predictive, y)}
     if predictive.kind == "class":
-        accuracy = (predictive.mode == as_tensor(y).long().flatten()).double().mean()
-        values = {
-            "nll": nll(predictive, y),
-            "brier": brier(predictive, y),
-            "ece": ece(predictive, y),
-            "accuracy": accuracy,
-        }
-        return Summary({name: float(value) for name, value in values.items()} | {"mass": mass})
-    ordered = {} if predictive.kind == "circular" else {"crps": float(crps(predictive, y))}
-    scores = {"nll": float(nll(predictive, y))} | ordered | {"rmse": float(rmse(predictive, y))}
-    for level in levels:
-        scores[f"coverage {level:.0%}"] = float(coverage(predictive, y, level))
-        scores[f"width {level:.0%}"] = float(mean_width(predictive, level))
-    return Summary(
-        scores | {"calibration error": float(calibration_error(predictive, y)), "mass": mass}
-    )
+        scores["brier"] = brier(predictive, y)
+        scores["ece"] = ece(predictive, y)
+        scores["accuracy"] = (predictive.mode == as_tensor(y).long().flatten()).double().mean()
+    else:
+        if predictive.kind != "circular":  # angles are not ordered
+            scores["crps"] = crps(predictive, y)
+        scores["rmse"] = rmse(predictive, y)
+        for level in levels:
+            scores[f"coverage {level:.0%}"] = coverage(predictive, y, level)
+            scores[f"width {level:.0%}"] = mean_width(predictive, level)
+        scores["calibration error"] = calibration_error(predictive, y)
+    scores["mass"] = mass
+    return Summary({name: float(value) for name, value in scores.items()})
 
 
-def _classes(predictive: Any) -> Any:
+def _class_probs(predictive: Any) -> Tensor:
+    """Return the probabilities of classes (N, C); TypeError for other targets."""
     if predictive.kind != "class":
         raise TypeError(
             f"This score is for classes, but the predictive is of kind {predictive.kind!r}."
         )
-    return predictive
+    probs: Tensor = predictive.probs
+    return probs
 
 
-def _like(y: Any, mean: Tensor) -> Tensor:
+def _reshape_like(y: Any, mean: Tensor) -> Tensor:
+    """Return y in the shape, dtype and device of `mean`; ValueError for another size."""
     value = as_tensor(y).to(mean)
     if value.numel() != mean.numel():
         raise ValueError(
@@ -277,18 +311,20 @@ def _like(y: Any, mean: Tensor) -> Tensor:
     return value.reshape(mean.shape)
 
 
-def _near(y: Any, predictive: Predictive) -> Tensor:
-    """y, of the shape of the mean; an angle as the one within π of the mean."""
+def _reshape_like_mean(y: Any, predictive: Predictive) -> Tensor:
+    """Return y in the shape of the mean; for an angle the equal one within π of the mean."""
     mean = predictive.mean
-    value = _like(y, mean)
-    return mean + wrapped(value - mean) if predictive.kind == "circular" else value
+    value = _reshape_like(y, mean)
+    return mean + wrap_angles(value - mean) if predictive.kind == "circular" else value
 
 
-def _mean(value: Tensor, reduce: bool) -> Tensor:
-    return value.mean() if reduce else value
+def _mean_or_rows(by_row: Tensor, reduce: bool) -> Tensor:
+    """Return the mean over rows, or the values (N,) themselves."""
+    return by_row.mean() if reduce else by_row
 
 
 def _scoringrules() -> ModuleType:
+    """Import scoringrules; ImportError with the remedy if it is missing."""
     try:
         return importlib.import_module("scoringrules")
     except ImportError:

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.distributions import Distribution
 
 from ssla import files, predictive
-from ssla._checks import all_in_plain_torch, batched, finite, in_plain_torch
+from ssla._checks import all_in_plain_torch, check_finite, in_plain_torch, is_inside_vmap
 from ssla.curvature import Operator, Structure
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.memory import DEFAULT_BUDGET
-from ssla.data import Inputs, Source, as_inputs, held_out, leaves
+from ssla.data import Inputs, Source, as_inputs, input_tensors, split_off_validation
 from ssla.diagnostics import conformal, explanations
 from ssla.diagnostics.explanations import Explanation, LabelGains
 from ssla.diagnostics.loo import LeaveOneOut, leave_one_out
@@ -33,10 +33,10 @@ from ssla.files import exporting
 from ssla.files.exporting import Exported
 from ssla.fitting import fit as fitting
 from ssla.fitting import more_data, prior_change, tuning
-from ssla.fitting.again import update
-from ssla.fitting.asked import checked_budget, checked_plan, checked_weights
+from ssla.fitting.arguments import checked_budget, checked_plan, checked_weights
+from ssla.fitting.further_passes import update_posterior
 from ssla.fitting.passes import Reader
-from ssla.fitting.ranks import announced, shared
+from ssla.fitting.ranks import data_of_ranks, errors_sent_to_ranks
 from ssla.fitting.validation import choose_by_validation
 from ssla.likelihoods import Likelihood
 from ssla.maths.progress import progress_bar
@@ -47,7 +47,7 @@ from ssla.predictive.functions import Functions, Joint
 from ssla.priors import ADDITIVE, EXACT, BoundPrior, Flat, Prior, indefinite
 from ssla.refit import Increments, NoRefit, Refit, WeightRefit, increments_at
 from ssla.report import POLISH, Report, TuningHistory
-from ssla.values import COARSE, Marginal, Statistics, Variational, evidence_bound, joined
+from ssla.values import COARSE, Marginal, Statistics, Variational, evidence_bound, join_chunks
 
 
 @all_in_plain_torch
@@ -70,9 +70,8 @@ class Posterior:
     mode: str  # how θ̂ was chosen: POLISH, TILT or AS_IS
     report: Report
     memory_budget: int = DEFAULT_BUDGET
-    source: Source | None = (
-        None  # the training data, by reference: what a refit of the weights reads again
-    )
+    # the training data, by reference: what a refit of the weights reads again
+    source: Source | None = None
     convention: str = EXACT  # where the prior enters: see `Posterior.with_prior`
     tuning_history: TuningHistory | None = None
     variational: Variational | None = None
@@ -82,7 +81,7 @@ class Posterior:
     def predict(
         self, x: Inputs, refit: str | Refit = "output", differentiable: bool = False
     ) -> Predictive:
-        """The predictive distribution of y at x.
+        """Return the predictive distribution of y at x.
 
         refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA),
         "weights" (SSLA: a real refit on all of the data), "auto" (output, and weights where that is
@@ -96,16 +95,17 @@ class Posterior:
         return predictive.predict(self, x, refit, differentiable)
 
     def marginal(self, x: Inputs, differentiable: bool = False) -> Marginal:
-        """f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N.
+        """Compute f̂ (N, C) and K = J H⁻¹ Jᵀ (N, C, C), in bounded memory for any N.
 
         differentiable: both carry gradients in x, for every likelihood, structure and choice of
         weights.
         """
-        found = self.outputs_at(x, differentiable)
-        return Marginal(*(part.to(self.like(found)) for part in found))
+        marginal = self.outputs_at(x, differentiable)
+        template = self.like(marginal)
+        return Marginal(marginal.mean.to(template), marginal.covariance.to(template))
 
     def joint(self, x: Inputs, differentiable: bool = False) -> Joint:
-        """f at all inputs as one Gaussian: mean (N·C,) and covariance (N·C, N·C).
+        """Compute f at all inputs as one Gaussian: mean (N·C,) and covariance (N·C, N·C).
 
         Entry i·C + c is output c at input i.
 
@@ -115,8 +115,8 @@ class Posterior:
         return functions.joint(self, x, differentiable)
 
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> Functions:
-        """n draws of the function f, with the covariance of `joint`, to be evaluated at any x: (n,
-        N, C).
+        """Draw the function f n times, with the covariance of `joint`, to be evaluated at any x:
+        (n, N, C).
 
         Each is one draw of the weights, in the network linearised at θ̂, so its values in different
         calls belong together (Thompson sampling). Needs no matrix over the inputs. `draws(x,
@@ -128,8 +128,8 @@ class Posterior:
         return functions.draw_functions(self, n, generator)
 
     def loo(self, data: Any = None, refits: int | None = None) -> LeaveOneOut:
-        """Every training row predicted from the other rows: log densities, PIT and coverage without
-        a held-out set.
+        """Predict every training row from the other rows: log densities, PIT and coverage without a
+        held-out set.
 
         Exact for a linear model with Gaussian noise, otherwise an approximation. Influential rows
         of a last layer, for which the approximation is poor, are refitted and counted, at most
@@ -144,7 +144,7 @@ class Posterior:
     def predictive_set(
         self, x: Inputs, level: float = 0.95, data: Any = None, rows: Any = None
     ) -> Tensor:
-        """Approximate full conformal intervals (N, 2), or sets of classes, bool (N, C): no
+        """Compute approximate full conformal intervals (N, 2), or sets of classes, bool (N, C): no
         calibration rows, no refit.
 
         y is in the set unless the score of (x, y) is among the highest of all rows after a refit
@@ -170,8 +170,8 @@ class Posterior:
     def with_prior(
         self, prior: Prior | Distribution, convention: str = EXACT, data: Any = None
     ) -> Posterior:
-        """The posterior under another prior, without a pass over the data where the mathematics
-        allows it.
+        """Return the posterior under another prior, without a pass over the data where the
+        mathematics allows it.
 
         convention (named in the report and in every result):
           "exact"     the prior is in the refit and in the curvature: Bayes' rule, by Laplace
@@ -189,7 +189,7 @@ class Posterior:
         `data` the Gaussian is fitted again. The conventions "paper" and "additive" are defined at
         the mode, and take the Gaussian there.
         """
-        return prior_change.with_prior(self, prior, convention, data)
+        return prior_change.change_prior(self, prior, convention, data)
 
     def tune(
         self,
@@ -199,8 +199,8 @@ class Posterior:
         per_layer: bool = True,
         folds: int | None = None,
     ) -> Posterior:
-        """The posterior with prior precisions and noise chosen by the data; `.tuning_history` shows
-        how.
+        """Return the posterior with prior precisions and noise chosen by the data;
+        `.tuning_history` shows how.
 
         objective: "evidence" (from the statistics, no pass over data; of a variational Gaussian the
         bound, by a few passes), "loo" (leave-one-out log densities of the training rows), or "nll"
@@ -215,7 +215,7 @@ class Posterior:
     # --- more data -------------------------------------------------------------------------
 
     def update(self, data: Any) -> Posterior:
-        """The posterior with more data, in one pass over them alone (a few for a variational
+        """Return the posterior with more data, in one pass over them alone (a few for a variational
         Gaussian).
 
         A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode,
@@ -225,16 +225,16 @@ class Posterior:
         the earlier rows (dense and low_rank nearly as a fit of all rows), and stays at the trained
         weights otherwise.
         """
-        return update(self, data)
+        return update_posterior(self, data)
 
     def merge(self, other: Posterior) -> Posterior:
-        """The posterior of both data sets (the prior counts once). Associative, and free of order.
+        """Return the posterior of both data sets (the prior counts once), in any order.
 
         Both must come from the same network, likelihood, prior, structure and mode, bit by bit, and
         stand at the same θ̂ (fit shards with mode="tilt"), unless the statistics determine the log
         likelihood exactly, when θ̂ is moved.
         """
-        return more_data.merge(self, other)
+        return more_data.merge_posteriors(self, other)
 
     # --- files -----------------------------------------------------------------------------
 
@@ -269,35 +269,32 @@ class Posterior:
         return exporting.export(self, path, levels, example)
 
     def log_evidence(self) -> float:
-        """Laplace: ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|. Exact for linear Gaussian models.
+        """Compute ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|, the Laplace evidence.
 
-        H holds the prior's curvature under the exact convention only. Of a variational Gaussian it
-        is the evidence bound Σ E log p + E log π + ½ log|S| + (P/2)(1 + log 2π), with the prior to
-        second order around m.
+        It is exact for linear Gaussian models. H holds the prior's curvature under the exact
+        convention only. Of a variational Gaussian it is the evidence bound
+        Σ E log p + E log π + ½ log|S| + (P/2)(1 + log 2π), with the prior to second order around m.
         """
-        size = self.theta.numel()
         if self.variational is not None:
             return evidence_bound(
                 self.bound_prior, self.mean, self.covariance, self.sums.log_likelihood
             )
+        size = self.theta.numel()
         prior = float(self.bound_prior.log_prob(self.theta))
         operator = self.operator if self.convention == EXACT else self.data_operator
-        return (
-            self.statistics.log_likelihood
-            + prior
-            + 0.5 * (size * math.log(2 * math.pi) - operator.logdet())
-        )
+        volume = 0.5 * (size * math.log(2 * math.pi) - operator.logdet())
+        return self.statistics.log_likelihood + prior + volume
 
     # --- the Gaussian of θ -------------------------------------------------------------------
 
     @property
     def gaussian(self) -> str:
-        """Which Gaussian over θ predictions use: "laplace" or "variational"."""
+        """Return which Gaussian over θ predictions use: "laplace" or "variational"."""
         return self.report.gaussian
 
     @property
     def mean(self) -> Tensor:
-        """The mean of θ (P,): m, or θ̂."""
+        """The mean of θ (P,): m of a variational Gaussian, or θ̂."""
         return self.theta if self.variational is None else self.variational.mean
 
     @property
@@ -307,14 +304,14 @@ class Posterior:
 
     @cached_property
     def covariance(self) -> Operator:
-        """The covariance of θ: S, or H⁻¹."""
+        """The covariance of θ: S of a variational Gaussian, or H⁻¹."""
         if self.variational is None:
             return self.operator
         return self.sums.curvature.with_prior(self.bound_prior.precision(self.mean))
 
     @property
     def tilted(self) -> bool:
-        """Whether θ̂ counts as the mode, though it is not one.
+        """Return whether θ̂ counts as the mode, though it is not one.
 
         A variational Gaussian keeps what it was fitted with.
         """
@@ -322,8 +319,8 @@ class Posterior:
 
     @property
     def tilt(self) -> Tensor:
-        """What is subtracted from the gradient of the objective (P,), so that the mean of θ is
-        stationary; zero at a mode.
+        """The vector (P,) that is subtracted from the gradient of the objective, so that the mean
+        of θ is stationary; zero at a mode.
 
         The gradient is that of the Gaussian at hand: at θ̂, or averaged over the variational one,
         whose mean then is θ̂.
@@ -334,6 +331,7 @@ class Posterior:
 
     @cached_property
     def bound_prior(self) -> BoundPrior:
+        """The prior over the flat θ (P,)."""
         return self.prior.bind(self.network.layout)
 
     @property
@@ -347,6 +345,8 @@ class Posterior:
     def operator(self) -> Operator:
         """H⁻¹ of a refit, H = Σ JᵀΛJ − ∇² log π (without the prior under the additive
         convention).
+
+        Raises ValueError where H is not positive definite.
         """
         if self.convention == ADDITIVE:
             return self.data_operator
@@ -366,6 +366,8 @@ class Posterior:
     def data_operator(self) -> Operator:
         """S⁻¹, S = Σ JᵀΛJ alone: the curvature of the conventions that leave the prior out of
         it.
+
+        Raises ValueError where the data do not determine every parameter.
         """
         try:
             return self.statistics.curvature.with_prior(torch.zeros_like(self.theta))
@@ -382,40 +384,44 @@ class Posterior:
 
     @property
     def residual(self) -> float:
-        """√(gᵀH⁻¹g): how far θ̂ is from the mode of the objective, in posterior standard
+        """The distance √(gᵀH⁻¹g) of θ̂ from the mode of the objective, in posterior standard
         deviations.
         """
         gradient = self.statistics.gradient + self.objective_prior.gradient(self.theta)
         return math.sqrt(max(float(gradient @ self.operator.solve(gradient)), 0.0))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies travel without the training data: a refit of the weights then needs
-        WeightRefit(data=…).
+        """Return what a pickled copy has: all but the training data, so that a refit of the
+        weights needs WeightRefit(data=…).
         """
         return {**self.__dict__, "source": None}
 
     @property
     def follows_prior(self) -> bool:
-        """Whether the mean of θ can follow when the prior changes, from the sums alone (to
+        """Return whether the mean of θ can follow when the prior changes, from the sums alone (to
         first order if they are averages).
         """
-        return self.follows_mode if self.variational is None else not self.variational.tilted
+        return (
+            self.updates_mode_from_sums if self.variational is None else not self.variational.tilted
+        )
 
     @property
     def quadratic(self) -> bool:
-        """Whether the statistics determine ℓ_D exactly (a quadratic), so that the mode can move
-        without another pass.
+        """Return whether the statistics determine ℓ_D exactly (a quadratic), so that the mode can
+        move without another pass.
 
-        So it is for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all
+        They do for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all
         rows makes A ⊗ G/n exact.
         """
-        whole = self.statistics.curvature.exact_for_one_precision
-        return self.network.linear and self.likelihood.quadratic and whole
+        exact = self.statistics.curvature.exact_for_one_precision
+        return self.network.linear and self.likelihood.quadratic and exact
 
     @property
-    def follows_mode(self) -> bool:
-        """Whether θ̂ can follow the mode when prior, noise or data change, from the statistics
-        alone.
+    def updates_mode_from_sums(self) -> bool:
+        """Return whether the sums alone give the new θ̂ when prior, noise or data change.
+
+        The objective is quadratic then, and a polished θ̂ is its mode, so that the mode of the
+        changed objective is one Newton step away.
         """
         return self.quadratic and self.mode == POLISH
 
@@ -424,84 +430,87 @@ class Posterior:
     def linearised(
         self, x: Any, differentiable: bool = False, progress: bool | None = None
     ) -> Iterator[tuple[Tensor, Jacobian]]:
-        """The outputs at the mean of θ and J (at θ̂) at x, a chunk at a time.
+        """Yield f (B, C) at the mean of θ, and J at θ̂, for inputs x, a chunk at a time.
 
         differentiable: with the graph of x, if x requires a gradient. The graph of all chunks is
-        then held.
+        then held. Raises ValueError where an output is not finite, is outside the likelihood's
+        domain, or has no derivative that was asked for.
         """
         inputs = self.network.cast(as_inputs(x, differentiable))
         graph = (
             differentiable
             and torch.is_grad_enabled()
-            and any(part.requires_grad for part in leaves(inputs))
+            and any(part.requires_grad for part in input_tensors(inputs))
         )
-        for part in progress_bar(
-            self.network.chunks(inputs, self.memory_budget), None, progress, "predict", "chunk"
-        ):
-            f, J = self.network.linearise(
-                part, self.mean if self.network.linear else self.theta, graph
-            )
+        # Outputs of a last layer are linear in θ, so they can be taken at the mean itself.
+        linear = self.network.linear
+        theta = self.mean if linear else self.theta
+        chunks = self.network.chunks(inputs, self.memory_budget)
+        for chunk in progress_bar(chunks, None, progress, "predict", "chunk"):
+            f, J = self.network.linearise(chunk, theta, graph)
             if graph:
-                _refuse_disconnected(f, part)
-            finite(
+                _refuse_disconnected(f, chunk)
+            check_finite(
                 "The network's output",
                 f,
                 "Its own layers overflow there, or have no value: leave out these inputs.",
             )
-            if self.variational is not None and not self.network.linear:
+            if self.variational is not None and not linear:
                 f = f.double() + J.double().push(self.mean - self.theta)
             self.likelihood.check_outputs(f)
             yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
 
     def like(self, marginal: Marginal) -> Tensor:
-        """Answers are given in this tensor's dtype and on its device: the model's.
+        """Return an empty tensor with the dtype and the device of answers: the model's.
 
         Float64 where the model's dtype would round a mean by more than a twentieth of the noise: a
         noise of 0.01 at outputs of 10⁶ has no place in float32.
         """
-        dtype, law = self.network.dtype, self.likelihood.predictive
         f, K = marginal
-        centre, scale = law.scale_of_answers(f, K)
+        dtype, device = self.network.dtype, self.network.device
+        centre, scale = self.likelihood.predictive.scale_of_answers(f, K)
+        # Under vmap no branch may depend on values.
+        if is_inside_vmap(f):
+            return torch.empty(0, dtype=torch.float64, device=device)
         limits = torch.finfo(dtype)
-        if batched(f):
-            return torch.empty(0, dtype=torch.float64, device=self.network.device)
         coarse = limits.eps * centre.abs() > COARSE * scale
         infinite = K.diagonal(dim1=-2, dim2=-1) > limits.max
         if bool(coarse.any()) or bool(infinite.any()):
             dtype = torch.float64
-        return torch.empty(0, dtype=dtype, device=self.network.device)
+        return torch.empty(0, dtype=dtype, device=device)
 
     def outputs_at(self, x: Inputs, differentiable: bool = False) -> Marginal:
-        """`marginal` in float64 on the CPU, where everything else is computed."""
-        return joined(
+        """Compute `marginal` in float64 on the CPU, where everything else is computed."""
+        return join_chunks(
             self.network.outputs,
             [(f, self.covariance.covariance(J)) for f, J in self.linearised(x, differentiable)],
         )
 
     def roots_at(self, x: Inputs, differentiable: bool = False) -> Iterator[tuple[Tensor, Root]]:
-        """f̂ (B, C) in float64 and R with R Rᵀ = K, a chunk at a time: K of all rows is never
-        held.
+        """Yield f̂ (B, C) in float64 and R with R Rᵀ = K, a chunk at a time: K of all rows is
+        never held.
         """
         for f, J in self.linearised(x, differentiable):
             yield f.double(), self.covariance.root(J)
 
     def __repr__(self) -> str:
+        """Return one line with the size of the fit and how it was done."""
         r = self.report
-        how = f"structure={r.structure!r}, mode={r.mode!r}"
-        return f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, {how})"
+        return (
+            f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, "
+            f"structure={r.structure!r}, mode={r.mode!r})"
+        )
 
 
 def _refuse_disconnected(f: Tensor, x: Inputs) -> None:
-    """ValueError if the network's outputs have no derivative in x, which a zero gradient would
-    hide.
+    """Raise ValueError if the network's outputs f (B, C) have no derivative in x, which a zero
+    gradient would hide.
     """
-    free = [part for part in leaves(x) if part.requires_grad]
-    found = (
-        torch.autograd.grad(f.sum(), free, retain_graph=True, allow_unused=True)
-        if f.requires_grad
-        else ()
-    )
-    if all(gradient is None for gradient in found):
+    free = [part for part in input_tensors(x) if part.requires_grad]
+    gradients: tuple[Tensor | None, ...] = ()
+    if f.requires_grad:
+        gradients = torch.autograd.grad(f.sum(), free, retain_graph=True, allow_unused=True)
+    if all(gradient is None for gradient in gradients):
         raise ValueError(
             "differentiable=True was asked for, but the network's outputs have no derivative in x. "
             "Likely causes: (a) torch.no_grad() or .detach() in its forward; (b) x is rounded or "
@@ -584,13 +593,15 @@ def fit(
     >>> post = ssla.fit(model, (X, y), likelihood=noisy)   # doctest: +SKIP
     >>> post.predict(X_new).interval(0.95)                 # doctest: +SKIP
     """
-    with announced():
+    with errors_sent_to_ranks():
         budget = checked_budget(memory_budget)
-        part = checked_output(output)
-        training, unseen = held_out(data, validation)
-        reader = Reader(training, model, checked_weights(weights), budget, progress, output=part)
+        answer_part = checked_output(output)
+        training, unseen = split_off_validation(data, validation)
+        reader = Reader(
+            training, model, checked_weights(weights), budget, progress, output=answer_part
+        )
         plan = checked_plan(
-            Posterior, shared(reader), likelihood, prior, structure, mode, gaussian, budget
+            Posterior, data_of_ranks(reader), likelihood, prior, structure, mode, gaussian, budget
         )
     if unseen is None:
         return fitting.fit(plan)
@@ -599,26 +610,27 @@ def fit(
 
 @in_plain_torch
 def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = None) -> Increments:
-    """SSLA: refit all weights in scope on the data plus (x, y), for each y.
+    """Compute the increments of SSLA: refit all weights in scope on the data plus (x, y), for each
+    y.
 
-    Un-normalised log densities by their increments.
-
-    y is (N,), or (N, k) for k candidates at each input; D targets (N, D) or (N, k, D). One refit
-    for each y; options in `refit`.
+    Their sum is an un-normalised log density. y is (N,), or (N, k) for k candidates at each input;
+    D targets (N, D) or (N, k, D). One refit for each y; options in `refit`.
 
     >>> ssla.ssla(posterior, x, y).total                     # doctest: +SKIP
     """
-    return increments_at(WeightRefit() if refit is None else refit, _checked(posterior), x, y)
+    return increments_at(
+        WeightRefit() if refit is None else refit, _checked_posterior(posterior), x, y
+    )
 
 
 @in_plain_torch
 def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
-    """ASSLA: no refit, θ̃ = θ̂: log p(y|f̂) − ½ log|I + ΛK|. Shapes as for `ssla`.
+    """Compute the increments of ASSLA, without a refit (θ̃ = θ̂): log p(y|f̂) − ½ log|I + ΛK|.
 
-    With Gaussian noise it is the plug-in times a constant: it does not include the uncertainty of
-    the network.
+    Shapes as for `ssla`. With Gaussian noise it is the plug-in times a constant: it does not
+    include the uncertainty of the network.
     """
-    return increments_at(NoRefit() if refit is None else refit, _checked(posterior), x, y)
+    return increments_at(NoRefit() if refit is None else refit, _checked_posterior(posterior), x, y)
 
 
 @in_plain_torch
@@ -631,8 +643,8 @@ def explain(
     reference: Any = None,
     data: Any = None,
 ) -> Explanation:
-    """Why is the prediction at x unsure? Which training rows and inputs, and how much noise, doubt
-    and prior. No refit.
+    """Explain why the prediction at x is unsure: which training rows and inputs, and how much
+    noise, doubt and prior. No refit.
 
     `influence` has the training rows that count most for each x: what each adds to the mean and to
     the variance of the outputs f. It is exact for a linear model with Gaussian noise, and an
@@ -654,13 +666,13 @@ def explain(
 
     >>> print(ssla.explain(post, x))                         # doctest: +SKIP
     """
-    return explanations.explain(_checked(posterior), x, top, by, reference, data)
+    return explanations.explain(_checked_posterior(posterior), x, top, by, reference, data)
 
 
 @in_plain_torch
 def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> LabelGains:
-    """Which row of a pool to label next: by how much each label would reduce the mean doubt at the
-    targets. No refit.
+    """Rank the rows of a pool by how much their label would reduce the mean doubt at the targets,
+    to choose which one to label next. No refit.
 
     The doubt is the variance of E[y|f], summed over the outputs. Its reduction does not depend on
     the label for Gaussian noise, where it is exact for a linear model. Otherwise it is what is
@@ -671,10 +683,11 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
 
     >>> ssla.label_next(post, pool).best                     # doctest: +SKIP
     """
-    return explanations.label_next(_checked(posterior), pool, targets)
+    return explanations.label_next(_checked_posterior(posterior), pool, targets)
 
 
-def _checked(posterior: Posterior) -> Posterior:
+def _checked_posterior(posterior: Posterior) -> Posterior:
+    """Return the first argument of a public function; TypeError if it is no posterior."""
     if not isinstance(posterior, Posterior):
         raise TypeError(
             "The first argument must be a Posterior, as ssla.fit returns it, but is a "

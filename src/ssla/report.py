@@ -13,16 +13,8 @@ from ssla.priors import EXACT
 POLISH, TILT, AS_IS = "polish", "tilt", "as_is"
 LAPLACE, VARIATIONAL = "laplace", "variational"
 # subjects of notes
-FIT, DATA, MOVED, ADDED, PRIOR, CONCAVITY, RANK, TUNING = (
-    "fit",
-    "data",
-    "moved",
-    "added",
-    "prior",
-    "concavity",
-    "rank",
-    "tuning",
-)
+FIT, DATA, MOVED, ADDED = "fit", "data", "moved", "added"
+PRIOR, CONCAVITY, RANK, TUNING = "prior", "concavity", "rank", "tuning"
 NO_VALIDATION = (
     "validation   none: training rows cannot show over-confidence; give rows that the network has "
     "not seen as validation="
@@ -38,20 +30,23 @@ class Note(str):
     subject: str
 
     def __new__(cls, text: str, subject: str = FIT) -> Note:
+        """Make a note of a text on a subject."""
         note = super().__new__(cls, text)
         note.subject = subject
         return note
 
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        """Return what a pickled note is made of again."""
         return str(self), self.subject
 
 
 def subject(note: str) -> str:
+    """Return the subject of a note; FIT for a plain text."""
     return note.subject if isinstance(note, Note) else FIT
 
 
 def without(notes: Iterable[str], *subjects: str) -> list[str]:
-    """The notes on other subjects."""
+    """Return the notes on other subjects."""
     return [note for note in notes if subject(note) not in subjects]
 
 
@@ -69,9 +64,8 @@ class Validation:
     predictive: float
     gain: float  # plug_in − predictive
     gain_error: float  # its standard error
-    network_spread: (
-        float  # factor on the dispersion (noise, temperature, …) that is best without doubt
-    )
+    # factor on the dispersion (noise, temperature, …) that is best without doubt
+    network_spread: float
     words: str  # what that says of the network
     spread: float  # factor on the dispersion that was chosen beside the doubt
     precision: float  # factor on the prior precisions of the trained weights' scale that was chosen
@@ -84,14 +78,12 @@ class Validation:
     row_scales: tuple[float, float] | None = None
 
     def lines(self) -> list[str]:
-        """For a report."""
-        seen = (
-            "; the network may have seen them in its training, then they are too optimistic"
-            if self.held_out
-            else ""
-        )
-        words = f"{self.words}" if self.words else "the likelihood has no dispersion to choose"
-        found = [
+        """Return the lines of the report."""
+        seen = ""
+        if self.held_out:
+            seen = "; the network may have seen them in its training, then they are too optimistic"
+        words = self.words or "the likelihood has no dispersion to choose"
+        lines = [
             f"validation   {self.rows:,} rows chose between {self.settings} settings{seen}",
             f"             negative log density a row: network {self.plug_in:.4g}, rescaled "
             f"{self.scaled_plug_in:.4g}, predictive {self.predictive:.4g} (cross-fitted; gain "
@@ -100,7 +92,7 @@ class Validation:
         ]
         if self.row_scales is not None:
             low, high = self.row_scales
-            found.append(
+            lines.append(
                 "             its logits grow too fast with the length of the features: each "
                 f"row's are divided by a number of its own, {low:.2g} to {high:.2g} for most of "
                 "these rows"
@@ -109,12 +101,12 @@ class Validation:
             shares = ", ".join(
                 f"{share:.1%} at {float(level):.0%}" for level, share in self.coverage.items()
             )
-            found.append(f"             coverage: {shares}")
-        return found
+            lines.append(f"             coverage: {shares}")
+        return lines
 
     @property
     def _choice(self) -> str:
-        """What was chosen in the end."""
+        """The words for what was chosen in the end."""
         if self.mode == POLISH:
             return (
                 "these rows prefer the last layer fitted again on the training rows (polish), "
@@ -153,13 +145,14 @@ class Report:
 
     @property
     def residual_per_parameter(self) -> float:
-        """`residual` / √P: about how many posterior standard deviations each parameter is off
+        """`residual` / √P, about how many posterior standard deviations each parameter is off
         its mode.
         """
         return self.residual / math.sqrt(self.parameters)
 
     @property
-    def _gaussian(self) -> str:
+    def _gaussian_in_words(self) -> str:
+        """The words for the Gaussian of θ."""
         if self.gaussian == VARIATIONAL:
             return (
                 f"variational: nearest to the posterior in KL divergence, found in {self.rounds} "
@@ -167,16 +160,23 @@ class Report:
             )
         return "laplace: at the mode, with the curvature there"
 
-    def __str__(self) -> str:
-        done = {
-            POLISH: f"polished in {self.steps} Newton step{'s' * (self.steps != 1)}: residual now "
+    @property
+    def _mode_in_words(self) -> str:
+        """The words for what was done to θ̂."""
+        if self.mode == TILT:
+            return "tilted: θ̂ is taken as the mode, the point prediction is your network's own"
+        if self.mode == AS_IS:
+            return "taken as it is"
+        return (
+            f"polished in {self.steps} Newton step{'s' * (self.steps != 1)}: residual now "
             f"{self.residual_after:.2g}, training outputs moved by "
-            f"{self.output_shift:.2g} noise units (rms); your module is unchanged",
-            TILT: "tilted: θ̂ is taken as the mode, the point prediction is your network's own",
-            AS_IS: "taken as it is",
-        }[self.mode]
+            f"{self.output_shift:.2g} noise units (rms); your module is unchanged"
+        )
+
+    def __str__(self) -> str:
+        """Return the report as lines of text."""
         weighted = "" if math.isclose(self.weight, self.n) else f" (total weight {self.weight:g})"
-        blocks = ", ".join(f"{name or 'network'}: {kind}" for name, kind in self.blocks.items())
+        blocks = ", ".join(f"{name or 'network'}: {block}" for name, block in self.blocks.items())
         lines = [
             f"n seen       {self.n:,} rows{weighted}, {self.passes} "
             f"pass{'es' * (self.passes != 1)} over the data",
@@ -188,8 +188,8 @@ class Report:
             f"prior        {self.prior or 'not described'} (convention: {self.convention})",
             f"residual     {self.residual:.3g} posterior sd from the mode "
             f"({self.residual_per_parameter:.2g} per parameter)",
-            f"mode         {done}",
-            f"gaussian     {self._gaussian}",
+            f"mode         {self._mode_in_words}",
+            f"gaussian     {self._gaussian_in_words}",
             f"memory       {self.memory / 2**20:.1f} MiB",
             *([f"output       {self.output} of the network's answer"] if self.output else []),
             *(self.validation.lines() if self.validation is not None else [NO_VALIDATION]),
@@ -217,6 +217,7 @@ class TuningHistory:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        """Return the first and the last point, in a few lines."""
         ends = ", ".join(
             f"{name} {float(a):.4g} → {float(b):.4g}"
             for name, a, b in zip(self.names, self.points[0], self.points[-1], strict=True)

@@ -36,7 +36,7 @@ class Statistics:
     curvature: Structure  # Σ JᵀΛJ
 
     def merge(self, other: Statistics) -> Statistics:
-        """The sums over both data sets (at the same θ)."""
+        """Return the sums over both data sets, at the same θ."""
         return Statistics(
             self.n + other.n,
             self.weight + other.weight,
@@ -46,8 +46,8 @@ class Statistics:
         )
 
     def moved(self, step: Tensor, curvature: Structure | None = None) -> Statistics:
-        """The sums at θ + step where ℓ_D is quadratic with exactly this curvature (by default
-        the one of the sums).
+        """Return the sums at θ + step (P,) where ℓ_D is quadratic with exactly this curvature (by
+        default the one of the sums).
         """
         push = (curvature or self.curvature).push(step)
         gain = float(step @ self.gradient) - 0.5 * float(step @ push)
@@ -56,23 +56,25 @@ class Statistics:
         )
 
     def at_noise(self, noise: float | Tensor, log_likelihood: float) -> Statistics:
-        """The sums of a Gaussian at `noise` times the noise, with its log likelihood there.
+        """Return the sums of a Gaussian at `noise` times the noise, with its log likelihood there.
 
-        One factor or (P,).
+        noise: one factor, or one for each parameter (P,).
         """
-        curvature = self.curvature.scaled(torch.ones_like(self.gradient) / noise)
         return replace(
             self,
             log_likelihood=log_likelihood,
             gradient=self.gradient / noise**2,
-            curvature=curvature,
+            curvature=self.curvature.scaled(torch.ones_like(self.gradient) / noise),
         )
 
     def at_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
-        """θ and the sums after one Newton step, which is exact where ℓ_D + log π is quadratic."""
-        step = self.curvature.with_prior(prior.precision(theta)).solve(
-            self.gradient + prior.gradient(theta)
-        )
+        """Return θ (P,) and the sums after one Newton step, which is exact where ℓ_D + log π is
+        quadratic.
+
+        Raises ValueError where the curvature is not positive definite.
+        """
+        operator = self.curvature.with_prior(prior.precision(theta))
+        step = operator.solve(self.gradient + prior.gradient(theta))
         return theta + step, self.moved(step)
 
 
@@ -94,36 +96,43 @@ class Variational:
 def evidence_bound(
     prior: BoundPrior, mean: Tensor, covariance: Operator, log_likelihood: float
 ) -> float:
-    """The bound of N(mean, covariance), with its average log likelihood, under a prior."""
-    expected = float(prior.log_prob(mean)) - 0.5 * float(
-        prior_share(covariance, prior.precision(mean)).sum()
-    )
+    """Compute the evidence bound of N(mean, covariance) of θ under a prior.
+
+    mean: (P,). log_likelihood: its average over that Gaussian.
+    """
+    # E log π to second order around the mean.
+    spread = float(prior_share(covariance, prior.precision(mean)).sum())
+    expected = float(prior.log_prob(mean)) - 0.5 * spread
     entropy = 0.5 * (len(mean) * (1 + math.log(2 * math.pi)) - covariance.logdet())
     return log_likelihood + expected + entropy
 
 
 def prior_share(operator: Operator, precision: Tensor) -> Tensor:
-    """diag(T H⁻¹) (P,): how much of each parameter the prior decides."""
+    """Compute diag(T H⁻¹) (P,): how much of each parameter the prior decides.
+
+    precision: T (P,) or (P, P).
+    """
     if precision.dim() == 1:
         return precision * operator.variances()
     return torch.stack([operator.solve(row) for row in precision]).diagonal()
 
 
 def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
-    """Σ w rᵀΣ⁻¹r from ℓ: a Gaussian's log likelihood is −½ of it plus constants."""
+    """Compute Σ w rᵀΣ⁻¹r from ℓ: a Gaussian's log likelihood is −½ of it plus constants."""
     sigma = likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))
     logdet = 2 * float(torch.linalg.cholesky(sigma).diagonal().log().sum())
-    return max(
-        -2 * statistics.log_likelihood - statistics.weight * (outputs * LOG_2PI + logdet), 0.0
-    )
+    constants = statistics.weight * (outputs * LOG_2PI + logdet)
+    return max(-2 * statistics.log_likelihood - constants, 0.0)
 
 
-def joined(outputs: int, parts: list[tuple[Tensor, Tensor]]) -> Marginal:
-    """Chunks -> all rows, in float64; no chunk -> no rows."""
-    none = (
-        torch.empty(0, outputs, dtype=torch.float64),
-        torch.empty(0, outputs, outputs, dtype=torch.float64),
-    )
-    return Marginal(
-        *(torch.cat(column).double() for column in zip(*(parts or [none]), strict=True))
-    )
+def join_chunks(outputs: int, chunks: list[tuple[Tensor, Tensor]]) -> Marginal:
+    """Join means (B, C) and covariances (B, C, C) of chunks into those of all rows, in float64; no
+    chunk gives no rows.
+    """
+    if not chunks:
+        return Marginal(
+            torch.empty(0, outputs, dtype=torch.float64),
+            torch.empty(0, outputs, outputs, dtype=torch.float64),
+        )
+    means, covariances = zip(*chunks, strict=True)
+    return Marginal(torch.cat(means).double(), torch.cat(covariances).double())

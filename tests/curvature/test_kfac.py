@@ -364,7 +364,7 @@ class TestManyClasses:
     def test_the_output_factor_is_diagonal_and_the_report_says_so(self):
         model, x, y = self.data()
         post = self.fit()
-        assert post.statistics.curvature.diagonal
+        assert post.statistics.curvature.diagonal_outputs
         assert "output factor of structure='kfac' is diagonal" in str(post.report)
         new = X(4, self.FEATURES)
         row = torch.cat([new, torch.ones(4, 1, dtype=DOUBLE)], 1)
@@ -389,7 +389,7 @@ class TestManyClasses:
 
     def test_the_full_factor_can_be_asked_for(self):
         full = self.fit(Kfac(output_factor="full"))
-        assert not full.statistics.curvature.diagonal
+        assert not full.statistics.curvature.diagonal_outputs
         assert "output factor" not in str(full.report)
         with pytest.raises(ValueError, match="output_factor"):
             Kfac(output_factor="diag")
@@ -426,7 +426,7 @@ class TestManyClasses:
         post = ssla.fit(
             model, (x, X(60, self.CLASSES)), likelihood=L.Gaussian(noise=1.0), structure="kfac"
         )
-        assert not post.statistics.curvature.diagonal
+        assert not post.statistics.curvature.diagonal_outputs
 
 
 def test_the_mode_of_many_classes_is_found_without_their_dense_curvature(monkeypatch):

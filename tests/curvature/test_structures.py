@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssla.curvature import STRUCTURES, Dense, Diagonal, Kfac, LowRank, resolve
+from ssla.curvature import STRUCTURES, Dense, Diagonal, Kfac, LowRank, resolve_structure
 from ssla.curvature.jacobians import DenseJacobian, Features, LayerBlock, LayerJacobian, RestBlock
 from support.oracles import random_spd
 
@@ -102,7 +102,7 @@ def test_covariances_are_symmetric_to_the_last_bit(structure, kind, dtype):
     J = many_outputs(kind, dtype)
     A = J.double().dense().values
     fitted = DenseJacobian(A[:1]) if structure == "dual" else J.double()
-    statistics = resolve("dense" if structure == "dual" else structure).zero(J.size)
+    statistics = resolve_structure("dense" if structure == "dual" else structure).zero(J.size)
     statistics = statistics.add(
         fitted, random_spd(len(A), OUTPUTS, OUTPUTS, seed=6)[: 1 if structure == "dual" else None]
     )
@@ -189,7 +189,7 @@ def check_against_dense(structure, J, precision, prior):
     if isinstance(structure, Diagonal):
         S = torch.diag(S.diagonal())
     if isinstance(structure, Kfac):
-        S = kronecker_twin(J, A, precision, structure.diagonal)
+        S = kronecker_twin(J, A, precision, structure.diagonal_outputs)
     H = S + torch.diag(prior)
     inverse = torch.linalg.inv(H)
     operator = statistics.with_prior(prior)
@@ -303,4 +303,4 @@ def test_different_structures_do_not_merge():
 
 def test_unknown_structure_names_the_nearest():
     with pytest.raises(ValueError, match=r"Unknown structure 'dens'. Did you mean 'dense'\?"):
-        resolve("dens")
+        resolve_structure("dens")

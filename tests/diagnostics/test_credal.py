@@ -14,7 +14,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors, structures
-from ssla.diagnostics.credal_intervals import smallest_interval, union
+from ssla.diagnostics.credal_intervals import merge_regions, smallest_interval
 from ssla.maths.quadrature import Regions
 from ssla.predictive.expectation import probability
 
@@ -185,7 +185,7 @@ def test_the_union_of_regions_merges_what_overlaps():
     nan = math.nan
     one = Regions(torch.tensor([[0.0, 4.0], [0.0, nan]]), torch.tensor([[1.0, 5.0], [2.0, nan]]))
     two = Regions(torch.tensor([[0.5], [3.0]]), torch.tensor([[2.0], [4.0]]))
-    found = union([one, two])
+    found = merge_regions([one, two])
     assert found.lower.tolist() == [[0.0, 4.0], [0.0, 3.0]]
     assert found.upper.tolist() == [[2.0, 5.0], [2.0, 4.0]]
     c = ssla.credal(GAUSSIAN, NEW, LIST)

@@ -138,9 +138,9 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
         full_conformal.Member(post, NEW, rows=half)
         for post, half in zip(posts, halves, strict=True)
     ]
-    found = full_conformal.cross_sets(members, LEVEL)
-    prepared = full_conformal._at_their_mean(
-        [full_conformal._Prepared.of(member).candidates(slice(0, 6)) for member in members]
+    found = full_conformal.cross_conformal_sets(members, LEVEL)
+    prepared = full_conformal._share_mean_output(
+        [full_conformal._Comparison.prepare(member).candidates(slice(0, 6)) for member in members]
     )
 
     def lower_scores(y, side):
@@ -149,7 +149,7 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
         """
         counts = []
         for one in prepared:
-            own = full_conformal.score(LAW, y, one.query.f, one.query.K)
+            own = full_conformal.nonconformity(LAW, y, one.query.f, one.query.K)
             counts.append(
                 ((one.scores(y) < own[:, None]) & (side * (y[:, None] - one.query.f) > 0)).sum(1)
             )
@@ -173,7 +173,7 @@ def test_several_ridge_regressions_have_their_mean_at_the_candidate():
         full_conformal.Member(*parts)
         for parts in zip(posts, new, [None, None], halves, strict=True)
     ]
-    found = full_conformal.cross_sets(members, LEVEL).numpy()
+    found = full_conformal.cross_conformal_sets(members, LEVEL).numpy()
     for row, (low, high) in enumerate(found):
         own = [
             ridge(x.numpy(), Y.numpy(), ones, at[row].numpy())[0]
@@ -195,10 +195,10 @@ def test_several_ridge_regressions_have_their_mean_at_the_candidate():
 def test_equal_networks_are_one_network(name):
     post, half = fitted(name), torch.arange(40) < 20
     members = [full_conformal.Member(post, NEW, rows=rows) for rows in (half, ~half)]
-    one = full_conformal.cross_sets([full_conformal.Member(post, NEW)], LEVEL)
-    torch.testing.assert_close(full_conformal.cross_sets(members, LEVEL), one)
+    one = full_conformal.cross_conformal_sets([full_conformal.Member(post, NEW)], LEVEL)
+    torch.testing.assert_close(full_conformal.cross_conformal_sets(members, LEVEL), one)
     halved = full_conformal.Member(post, NEW, shares=torch.full((40,), 0.5, dtype=torch.float64))
-    torch.testing.assert_close(full_conformal.cross_sets([halved, halved], LEVEL), one)
+    torch.testing.assert_close(full_conformal.cross_conformal_sets([halved, halved], LEVEL), one)
 
 
 # --- against fits with the candidate ---------------------------------------------------------
@@ -221,7 +221,7 @@ def set_by_fits(law, outputs, x, y, at, candidates, level):
                 mode="polish",
             )
             scores.append(
-                full_conformal.score(
+                full_conformal.nonconformity(
                     law, targets[i : i + 1].double(), *post.marginal(rows[i : i + 1])
                 )
             )

@@ -271,9 +271,9 @@ def test_coverage_counts_the_rows_inside_the_intervals_of_the_cavities(name):
     post, level = fitted(name), 0.8
     found = post.loo(refits=0)
     law, _, y, _ = problem(name, 40)
-    (site,) = cavities.collect(post)
+    (site,) = cavities.collect_sites(post)
     predictive = ssla.predictive.from_marginal(
-        law, *cavities.cavity(site, None, post.covariance).marginal
+        law, *cavities.compute_cavity(site, None, post.covariance).marginal
     )
     assert found.coverage(level) == pytest.approx(
         float(ssla.metrics.coverage(predictive, y, level))
@@ -328,7 +328,7 @@ def test_chunks_and_little_memory_give_the_same(monkeypatch):
         memory_budget=16_000,
         prior=ssla.priors.Gaussian(),
     )
-    assert cavities.collect(small).rows.kept is None
+    assert cavities.collect_sites(small).rows.kept is None
     found = small.loo([(x[:11], y[:11]), (x[11:], y[11:])])
     torch.testing.assert_close(found.log_prob, expected.log_prob, atol=1e-6, rtol=0)
     assert not found.refitted.any()  # the sites do not fit the memory
@@ -355,22 +355,22 @@ def test_the_score_under_another_prior_has_the_sites_of_the_first():
     """
     post = fitted("gaussian", prior=ssla.priors.Gaussian(0.1))
     other = post.with_prior(ssla.priors.Gaussian(7.0))
-    sites = cavities.collect(post)
-    found = cavities.score(sites, other.mean, other.covariance)
+    sites = cavities.collect_sites(post)
+    found = cavities.score_left_out(sites, other.mean, other.covariance)
     assert found.mean_log_prob == pytest.approx(-other.loo().nll, abs=1e-10)
     assert found.unsound == 0
-    assert cavities.score(sites, post.mean, post.covariance).mean_log_prob == pytest.approx(
-        -post.loo().nll, abs=1e-12
-    )
+    assert cavities.score_left_out(
+        sites, post.mean, post.covariance
+    ).mean_log_prob == pytest.approx(-post.loo().nll, abs=1e-12)
 
 
 def test_the_score_leaves_out_and_counts_rows_without_a_cavity(monkeypatch):
     post = fitted("bernoulli")
-    sites, whole = cavities.collect(post), post.loo()
+    sites, whole = cavities.collect_sites(post), post.loo()
     monkeypatch.setattr(cavities, "LEAST", 0.9)
-    found = cavities.score(sites, post.mean, post.covariance)
+    found = cavities.score_left_out(sites, post.mean, post.covariance)
     (site,) = sites
-    sound = cavities.cavity(site, None, post.covariance).sound
+    sound = cavities.compute_cavity(site, None, post.covariance).sound
     assert 0 < found.unsound == int((~sound).sum()) < 40
     assert found.mean_log_prob == pytest.approx(float(whole.log_prob[sound].mean()))
 

@@ -21,7 +21,7 @@ import torch
 
 import ssla
 from ssla import likelihoods
-from ssla.files import FileError, container, read, replacing, write
+from ssla.files import FileError, container, read_model, replacing, write_model
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables import columns as tables
 from ssla.tables.columns import Plan, make_plan, write_table
@@ -33,11 +33,11 @@ KIND = "posterior"
 
 def save(path, number):
     """A model that is consistent only if its two files are of one save."""
-    return write(path, KIND, {"number": number}, {"t": torch.full((50,), float(number))})
+    return write_model(path, KIND, {"number": number}, {"t": torch.full((50,), float(number))})
 
 
 def number_at(path):
-    content, tensors = read(path, KIND)
+    content, tensors = read_model(path, KIND)
     assert bool((tensors["t"] == content["number"]).all())
     return content["number"]
 
@@ -314,10 +314,10 @@ def test_a_writer_that_is_removing_its_draft_has_not_been_interrupted(tmp_path):
     """
     place = tmp_path / ".model.0123.saving"
     (place / "old").mkdir(parents=True)
-    assert replacing.surviving(tmp_path / "model") == (place / "old", False)
+    assert replacing.locate_folder(tmp_path / "model") == (place / "old", False)
     assert not (place / "lock").exists()
     (place / "lock").touch()  # of a writer that was killed
-    assert replacing.surviving(tmp_path / "model") == (place / "old", True)
+    assert replacing.locate_folder(tmp_path / "model") == (place / "old", True)
 
 
 def test_writers_in_several_processes_leave_one_complete_model(way, tmp_path):
@@ -472,7 +472,7 @@ def forged(path, content, tensors=None):
     del manifest["sha256"]
     manifest["content"] = content
     if tensors is not None:
-        data = container._safetensors().save(tensors)
+        data = container._import_safetensors().save(tensors)
         (path / "tensors.safetensors").write_bytes(data)
         manifest["tensors"] = {
             "bytes": len(data),
@@ -592,7 +592,7 @@ def test_forged_tensors_of_a_posterior_are_refused(which, value, tmp_path):
     model, _, post = posterior()
     path = post.save(tmp_path / "post")
     content = json.loads((path / "manifest.json").read_text())["content"]
-    tensors = container._safetensors().load((path / "tensors.safetensors").read_bytes())
+    tensors = container._import_safetensors().load((path / "tensors.safetensors").read_bytes())
     tensors[which] = torch.full_like(tensors[which], value)
     forged(path, content, tensors)
     with pytest.raises(FileError):
@@ -664,7 +664,7 @@ def test_a_forged_scaling_or_score_is_refused(which, value, tmp_path):
     model, _ = estimator("numbers")
     path = model.save(tmp_path / "model")
     content = json.loads((path / "manifest.json").read_text())["content"]
-    tensors = container._safetensors().load((path / "tensors.safetensors").read_bytes())
+    tensors = container._import_safetensors().load((path / "tensors.safetensors").read_bytes())
     tensors[which] = torch.full_like(tensors[which], value)
     forged(path, content, tensors)
     with pytest.raises(FileError, match=r"scaling|scores|weights"):
@@ -750,7 +750,7 @@ def test_every_forged_value_of_a_plan_with_training_rows_is_refused_or_reads_a_t
             try:
                 plan = Plan.from_json(with_value(content, place, value))
                 encoded = plan.encode(table)
-                list(encoded.copies())
+                list(encoded.filled_copies())
             except (TypeError, ValueError):
                 refused += 1
             else:

@@ -10,10 +10,11 @@ import torch
 from ssla.fitting.choice import (
     MOST_LOSS,
     Setting,
-    best_spread,
     choose_setting,
-    cross_fitted,
+    cross_fitted_scores,
     mean_and_error,
+    parabola_top,
+    refined_spread,
 )
 from ssla.report import LAPLACE, POLISH, TILT, VARIATIONAL
 
@@ -90,7 +91,7 @@ def test_cross_fitting_scores_each_half_by_the_choice_of_the_other() -> None:
     # the other.
     scores = torch.stack([even, 1 - even])
     settings = [Setting(TILT, LAPLACE, 1.0, 1.0), Setting(TILT, LAPLACE, 2.0, 1.0)]
-    assert float(cross_fitted(settings, scores, ONES).sum()) == 0
+    assert float(cross_fitted_scores(settings, scores, ONES).sum()) == 0
     assert float(scores[choose_setting(settings, scores, ONES)].mean()) == 0.5
 
 
@@ -100,6 +101,13 @@ def test_the_spread_is_the_top_of_a_parabola() -> None:
     settings = [Setting(TILT, LAPLACE, s, 1.0) for s in spreads]
     scores = torch.stack([_row(-3 * math.log(s / top) ** 2) for s in spreads])
     chosen = choose_setting(settings, scores, ONES)
-    assert best_spread(settings, scores, ONES, chosen) == pytest.approx(top)
+    assert refined_spread(settings, scores, ONES, chosen) == pytest.approx(top)
     edge = settings[:2]
-    assert best_spread(edge, scores[:2], ONES, 1) == 1.25
+    assert refined_spread(edge, scores[:2], ONES, 1) == 1.25
+
+
+def test_the_top_of_a_parabola_is_where_its_slope_is_zero():
+    a, b, c = -1.0, 0.5, 2.0
+    heights = [3 - 2 * (t - 0.8) ** 2 for t in (a, b, c)]
+    assert parabola_top(a, b, c, *heights) == pytest.approx(0.8)
+    assert parabola_top(a, b, c, a, b, c) is None

@@ -15,8 +15,8 @@ from torch import nn
 
 import ssla
 from ssla import likelihoods as L
-from ssla.fitting.held_out_scores import INDEFINITE, HeldOut
-from ssla.maths.bfgs import maximise
+from ssla.fitting.held_out_scores import INDEFINITE, HeldOutScore
+from ssla.maths.bfgs import maximise_in_box
 
 ROWS, NEW = 12, 6
 ACCURACY = (
@@ -173,14 +173,14 @@ def test_a_held_out_search_of_132_parameters_ends(width, classes, seed, monkeypa
     """
     module, train, new = trained(width, classes, seed)
     post = ssla.fit(module, train, likelihood=L.Categorical(), gaussian="laplace")
-    score, calls = HeldOut.__call__, []
+    score, calls = HeldOutScore.__call__, []
 
     def counted(self, space, point):
         calls.append(point)
         assert len(calls) <= 60
         return score(self, space, point)
 
-    monkeypatch.setattr(HeldOut, "__call__", counted)
+    monkeypatch.setattr(HeldOutScore, "__call__", counted)
     history = quiet(post.tune, "nll", data=new).tuning_history
     assert post.report.parameters == 132
     assert history.converged
@@ -221,7 +221,7 @@ class TestAscent:
     def test_it_does_not_creep_where_the_function_is_convex(self):
         start = torch.tensor([-4.0], dtype=torch.float64)
         for scale in (None, torch.ones(1, dtype=torch.float64)):
-            found = maximise(
+            found = maximise_in_box(
                 self.bell, start, self.LOW, self.HIGH, scale, tolerance=1e-6, rounds=100
             )
             assert found.converged
@@ -240,7 +240,9 @@ class TestAscent:
             return value + 1e-9 * float(errors[0]), slope + 1e-5 * errors[1]
 
         start = torch.tensor([-3.0], dtype=torch.float64)
-        found = maximise(noisy, start, self.LOW, self.HIGH, tolerance=1e-8, noise=1e-9, rounds=100)
+        found = maximise_in_box(
+            noisy, start, self.LOW, self.HIGH, tolerance=1e-8, noise=1e-9, rounds=100
+        )
         assert found.converged
         assert found.value == pytest.approx(1.0, abs=1e-8)
         assert found.evaluations <= 60

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.curvature import Dense
-from ssla.curvature.automatic import choose, time_in_words
+from ssla.curvature.automatic import choose_structure, time_in_words
 from ssla.curvature.jacobians import Features
 from ssla.curvature.structure import Extent
 from ssla.fitting import passes
@@ -270,13 +270,13 @@ class TestTheDefaultStructure:
             Extent(650, 10, ((65, 10),), 1500, True),
             Extent(5130, 10, ((513, 10),), 10_000, True),
         )
-        assert choose(small, 1 << 30).structure.name == "dense"
-        choice = choose(large, 1 << 30)
+        assert choose_structure(small, 1 << 30).structure.name == "dense"
+        choice = choose_structure(large, 1 << 30)
         assert choice.structure.name == "kfac"
         assert "dense would take about" in choice.reason
-        assert choose(large, 1 << 30, uneven=True).structure.name == "dense"
+        assert choose_structure(large, 1 << 30, uneven=True).structure.name == "dense"
         assert (
-            choose(large, 1 << 20).structure.name == "dense"
+            choose_structure(large, 1 << 20).structure.name == "dense"
         )  # no kfac either: refused, with what fits
 
     def test_a_source_of_unknown_length_counts_as_large(self) -> None:
@@ -284,8 +284,8 @@ class TestTheDefaultStructure:
             Extent(1010, 10, ((101, 10),), None, True),
             Extent(1010, 10, ((101, 10),), 300, True),
         )
-        assert choose(unknown, 1 << 30).structure.name == "kfac"
-        assert choose(known, 1 << 30).structure.name == "dense"
+        assert choose_structure(unknown, 1 << 30).structure.name == "kfac"
+        assert choose_structure(known, 1 << 30).structure.name == "dense"
 
     def test_all_weights_beyond_the_budget_are_fitted_with_kronecker_factors(self) -> None:
         torch.manual_seed(0)

@@ -16,7 +16,7 @@ from scipy import optimize
 from torch import Tensor, nn
 
 import ssla
-from ssla.fitting.variational import Climb
+from ssla.fitting.variational import BoundAscent
 from ssla.likelihoods import (
     Bernoulli,
     Categorical,
@@ -119,7 +119,7 @@ def test_the_covariance_of_a_tilted_fit_has_the_highest_bound(
     likelihood: Likelihood, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By SciPy over a Cholesky factor, with autograd: no formula of the library."""
-    monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 1e-12, 400, None, None))
+    monkeypatch.setattr(BoundAscent.__init__, "__defaults__", (None, 1e-12, 400, None, None))
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(12, 2, dtype=torch.float64, generator=generator)
     torch.manual_seed(3)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.data import open_source
-from ssla.fitting.asked import checked_plan
+from ssla.fitting.arguments import checked_plan
 from ssla.fitting.passes import Reader
-from ssla.fitting.trained import LOGITS, STRONGER, Verdict, judged, judged_numbers
+from ssla.fitting.trained import LOGITS, STRONGER, Verdict, judge_classes, judge_numbers
 from ssla.likelihoods import (
     Bernoulli,
     Categorical,
@@ -64,9 +64,9 @@ def verdict(
 ) -> Verdict:
     reader = Reader(open_source(data), layer, "last_layer", 2**30)
     plan = checked_plan(ssla.Posterior, reader, likelihood, None, structure, None, None, 2**30)
-    plan, sums, target = plan.read(None)
+    plan, sums, target = plan.run_pass(None)
     assert target.classes is not None
-    return judged(sums, target.classes, likelihood)
+    return judge_classes(sums, target.classes, likelihood)
 
 
 # --- the figures ---------------------------------------------------------------------------
@@ -352,9 +352,9 @@ def test_the_gain_of_gaussian_noise_is_that_of_least_squares() -> None:
     plan = checked_plan(
         ssla.Posterior, reader, Gaussian(noise=1.0), None, "dense", None, None, 2**30
     )
-    plan, sums, target = plan.read(None)
+    plan, sums, target = plan.run_pass(None)
     assert target.numbers is not None
-    found = judged_numbers(sums, target.numbers, Gaussian(noise=1.0), True)
+    found = judge_numbers(sums, target.numbers, Gaussian(noise=1.0), True)
     assert found is not None
     ones = torch.cat([x, torch.ones(200, 1).double()], 1).numpy()
     r = (y - layer(x)[:, 0]).detach().numpy()

@@ -20,13 +20,13 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.fitting.evidence import OperatorEvidence, SpectralEvidence, evidence_of
-from ssla.fitting.held_out_scores import HeldOut
+from ssla.fitting.held_out_scores import HeldOutScore
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import at_noise
-from ssla.fitting.tuning import not_worse, tune
+from ssla.fitting.tuning import keep_higher_bound, tune
 from ssla.fitting.tuning_space import Space
-from ssla.fitting.variational import recentred
-from ssla.maths.bfgs import maximise
+from ssla.fitting.variational import with_recentred_mean
+from ssla.maths.bfgs import maximise_in_box
 from support.oracles import linear_log_evidence, linear_predictive
 
 G = torch.Generator().manual_seed(2)
@@ -129,16 +129,19 @@ def test_value_and_gradient_are_the_posteriors_own_evidence(
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         point = torch.randn(len(space.free), dtype=torch.float64, generator=generator)
-        value, gradient, curvature = evidence(space.full(point))
-        assert (curvature is not None) == (kind is SpectralEvidence and not space.moves)
+        value, gradient, curvature = evidence(space.all_coordinates(point))
+        assert (curvature is not None) == (kind is SpectralEvidence and not space.mean_moves)
         assert abs(value - space.posterior_at(point).log_evidence()) < 1e-8
-        again = other(space.full(point))
+        again = other(space.all_coordinates(point))
         assert abs(value - again.value) < 1e-8
         assert (gradient - again.gradient).abs().max() < 1e-7
         for i in range(len(point)):
             h = torch.zeros_like(point)
             h[i] = 1e-5
-            above, below = evidence(space.full(point + h)), evidence(space.full(point - h))
+            above, below = (
+                evidence(space.all_coordinates(point + h)),
+                evidence(space.all_coordinates(point - h)),
+            )
             own = space.free[i]
             slope = (above.value - below.value) / 2e-5
             assert abs(float(gradient[own]) - slope) < 1e-5 * (1 + abs(slope))
@@ -169,7 +172,7 @@ def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     )
     start = (
         tuned.tuning_history.points[-1]
-        / space.units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]
+        / space.in_units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]
     ).log()
 
     def negative(v):
@@ -327,7 +330,7 @@ def test_validation_scores_are_minimised(objective):
 def test_folds_are_scored_as_if_each_had_been_fitted():
     post = line()
     space, _ = Space.of(post, ("prior", "noise"), True)
-    held = HeldOut.of(post, (X, Y), "nll", 5)
+    held = HeldOutScore.of(post, (X, Y), "nll", 5)
     point = torch.tensor([0.7, -0.9], dtype=torch.float64)
     total = 0.0
     for k in range(5):
@@ -432,13 +435,13 @@ def test_the_ascent_stays_inside_its_box_and_finds_the_corner():
         torch.tensor([-1.0, -1.0], dtype=torch.float64),
         torch.tensor([2.0, 1.0], dtype=torch.float64),
     )
-    found = maximise(
+    found = maximise_in_box(
         function, torch.zeros(2, dtype=torch.float64), *box, torch.ones(2, dtype=torch.float64)
     )
     assert found.converged
     assert found.at_bound.tolist() == [True, False]
     assert torch.allclose(found.point, torch.tensor([2.0, 0.3], dtype=torch.float64), atol=1e-8)
-    hard = maximise(
+    hard = maximise_in_box(
         function,
         *[torch.zeros(2, dtype=torch.float64)],
         *box,
@@ -630,7 +633,7 @@ def test_tuning_ends_without_a_mode_where_there_is_none(monkeypatch):
     def diverges(*_):
         raise NoModeError("polish diverges")
 
-    monkeypatch.setattr(Polish, "run", diverges)
+    monkeypatch.setattr(Polish, "find_mode", diverges)
     tuned = posterior.tune("nll", data=(NEW_X, COUNTS[:80]))
     assert torch.equal(tuned.theta, posterior.theta)
     assert tuned.prior.precision != 1.0
@@ -667,11 +670,11 @@ def test_a_prior_with_a_lower_bound_is_not_returned():
     """As kfac found for mean and log variance: −14.996 before, −15.020 after."""
     best = ssla.fit(net(), (X, COUNTS), likelihood=L.Poisson()).tune()
     assert best.tuning_history is not None
-    worse = recentred(replace(best, prior=priors.Gaussian(1e4)))
+    worse = with_recentred_mean(replace(best, prior=priors.Gaussian(1e4)))
     assert worse.log_evidence() < best.log_evidence() - 1.0
-    kept = not_worse(best, worse)
+    kept = keep_higher_bound(best, worse)
     assert kept.prior == best.prior
     assert kept.log_evidence() == best.log_evidence()
     assert any("the prior at hand was kept" in note for note in kept.report.notes)
     assert float(kept.tuning_history.values[-1]) == best.log_evidence()
-    assert not_worse(worse, best) is best
+    assert keep_higher_bound(worse, best) is best

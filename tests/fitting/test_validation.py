@@ -23,10 +23,10 @@ import ssla
 from ssla import likelihoods as L
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import open_source
-from ssla.fitting.asked import checked_plan
+from ssla.fitting.arguments import checked_plan
 from ssla.fitting.choice import MOST_LOSS
 from ssla.fitting.passes import Reader
-from ssla.fitting.validation import Search, trained_state
+from ssla.fitting.validation import Search, fit_trained_state
 from ssla.fitting.validation_rows import ValidationRows
 from ssla.priors import Gaussian
 from ssla.report import LAPLACE, POLISH, TILT, VARIATIONAL
@@ -75,9 +75,9 @@ def search_of(given: Problem, likelihood: object, **options: object) -> Search:
         asked["gaussian"],
         DEFAULT_BUDGET,
     )
-    plan, start = trained_state(plan)
+    plan, start = fit_trained_state(plan)
     search = Search(plan, start, ValidationRows.read(start, open_source(given.unseen)))
-    search.run()
+    search.score_families()
     return search
 
 
@@ -104,9 +104,9 @@ def test_scores_are_those_of_an_explicit_fit(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         search = search_of(given, likelihood, structure=structure)
-        table = search.whole.of(LAPLACE)
+        table = search.all_settings.with_gaussian(LAPLACE)
         seen = set()
-        for setting, scores in zip(table.settings[::5], table.scored[::5], strict=True):
+        for setting, scores in zip(table.settings[::5], table.log_densities[::5], strict=True):
             plan = search.plan_at(setting)
             explicit = ssla.fit(
                 given.model,

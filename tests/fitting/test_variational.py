@@ -19,9 +19,9 @@ from torch import Tensor, nn
 import ssla
 from ssla.curvature import Dense
 from ssla.data import open_source
-from ssla.fitting.again import read_again
+from ssla.fitting.further_passes import plan_to_reread
 from ssla.fitting.passes import Order, Reader
-from ssla.fitting.variational import ROUGH, Climb
+from ssla.fitting.variational import ROUGH, BoundAscent
 from ssla.likelihoods import (
     Bernoulli,
     Categorical,
@@ -63,8 +63,8 @@ def _train(model: nn.Module, x: Tensor, y: Tensor, likelihood: Likelihood) -> No
 
 
 def tightly(monkeypatch: pytest.MonkeyPatch, tolerance: float = 1e-12) -> None:
-    monkeypatch.setattr(Climb, "tolerance", tolerance, raising=True)
-    monkeypatch.setattr(Climb.__init__, "__defaults__", (None, tolerance, 400, None, None))
+    monkeypatch.setattr(BoundAscent, "tolerance", tolerance, raising=True)
+    monkeypatch.setattr(BoundAscent.__init__, "__defaults__", (None, tolerance, 400, None, None))
 
 
 def best_gaussian(log_joint: Any, size: int) -> tuple[np.ndarray, np.ndarray, float]:
@@ -171,7 +171,7 @@ def test_the_bound_never_falls_from_round_to_round(
     model, x, y = problem(likelihood)
     bounds = []
     for most in range(1, 9):
-        monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 0.0, most, None, None))
+        monkeypatch.setattr(BoundAscent.__init__, "__defaults__", (None, 0.0, most, None, None))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             post = ssla.fit(
@@ -203,9 +203,11 @@ def test_conjugate_models_have_their_exact_evidence() -> None:
     assert asked.gaussian == "variational"
     assert asked.report.passes == laplace.report.passes
 
-    plan = read_again(laplace)
+    plan = plan_to_reread(laplace)
     assert plan is not None
-    climbed = Climb(laplace, plan.average(laplace.theta)).run()  # the same by passes
+    climbed = BoundAscent(
+        laplace, plan.averages_at(laplace.theta)
+    ).maximise_bound()  # the same by passes
     assert climbed.log_evidence() == pytest.approx(laplace.log_evidence(), abs=1e-10)
     torch.testing.assert_close(climbed.mean, laplace.theta, rtol=0, atol=1e-10)
     phi = torch.cat([x, torch.ones(40, 1)], 1)
@@ -534,7 +536,7 @@ class TestWithoutAPrior:
     def test_a_gaussian_that_never_comes_near_its_best_keeps_the_first_prior(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(Climb.__init__, "__defaults__", (None, 1e-4, 1, None, None))
+        monkeypatch.setattr(BoundAscent.__init__, "__defaults__", (None, 1e-4, 1, None, None))
         model, x, y = problem(Categorical(), n=100)
         with pytest.warns(RuntimeWarning, match="did not converge"):
             post = ssla.fit(model, (x, y), likelihood=Categorical())
@@ -613,7 +615,7 @@ def test_newton_steps_of_classes_share_the_curvature(n: int) -> None:
     w = torch.linspace(0.5, 2.0, n, dtype=torch.float64)
     batches = [(x[:4], y[:4], w[:4]), (x[4:], y[4:], w[4:])]
     reader = Reader(open_source(batches), model, "last_layer", 1 << 30)
-    sums = reader.read(Order(None, Categorical(), Dense(), "polish")).sums
+    sums = reader.run_pass(Order(None, Categorical(), Dense(), "polish")).sums
     assert sums is not None
     assert isinstance(sums.newton, Dense)
     f = (x @ model[0].weight.mT + model[0].bias).detach()

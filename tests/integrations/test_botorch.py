@@ -27,7 +27,7 @@ from botorch.test_functions import Branin
 from scipy.optimize import minimize
 
 from ssla.botorch import SSLAModel, train
-from ssla.integrations import botorch as adapter
+from ssla.integrations import cosine_networks
 
 SCALE, OFFSET = torch.tensor([3.0, 0.5]).double(), torch.tensor([-2.0, 7.0]).double()
 LINEAR = ("last_layer", "dense")
@@ -339,7 +339,7 @@ def test_the_evidence_is_that_of_the_linearised_network(hidden, outcomes):
     generator = torch.Generator().manual_seed(0)
     x, y = points(6), torch.randn(6, outcomes, dtype=torch.float64, generator=generator)
     x[:, 2] = torch.tensor([0, 1, 0, 1, 1, 0])
-    network = adapter._untrained(x, outcomes, None, {2: 2}, hidden, 1)
+    network = cosine_networks.draw_network(x, outcomes, None, {2: 2}, hidden, 1)
     layout, theta, f, J = by_autograd(network, x)
     mean = 0.1 * torch.randn(layout.size, dtype=torch.float64, generator=generator)
     variances = {
@@ -353,7 +353,7 @@ def test_the_evidence_is_that_of_the_linearised_network(hidden, outcomes):
     expected = torch.distributions.MultivariateNormal(f + J @ (mean - theta), K).log_prob(
         y.flatten()
     )
-    evidence = lambda lengths, noise, *v: adapter._log_evidence(
+    evidence = lambda lengths, noise, *v: cosine_networks.log_evidence(
         network, x, y, lengths, dict(zip(variances, v, strict=True)), layout.unpack(mean), noise
     )
     constant = 0.5 * y.numel() * math.log(2 * math.pi)
@@ -370,8 +370,10 @@ def test_the_settings_are_those_of_the_largest_evidence():
     x = torch.linspace(-1, 1, 8, dtype=torch.float64)[:, None]
     y = torch.sin(4 * x) + 0.1 * torch.cos(40 * x)
     y = (y - y.mean()) / y.std()
-    network = adapter._untrained(x, 1, None, {}, (6,), 0)
-    found = adapter._by_evidence(network, adapter._expected(network), x, y, None, 500)
+    network = cosine_networks.draw_network(x, 1, None, {}, (6,), 0)
+    found = cosine_networks.maximise_evidence(
+        network, cosine_networks.expect_settings(network), x, y, None, 500
+    )
     layout, theta, *_ = by_autograd(network, x)
     mean = found.prior.bind(layout).mean
     names = list(layout.positions)
@@ -418,7 +420,7 @@ def test_noise_is_found_and_its_absence_too():
 
 
 def test_settings_whose_covariance_is_singular_to_rounding_are_passed_over(monkeypatch):
-    whole, refused = adapter._log_evidence, []
+    whole, refused = cosine_networks.log_evidence, []
 
     def evidence(network, x, y, lengths, *others):
         if float(lengths.detach()[0]) > 0.6:
@@ -429,7 +431,7 @@ def test_settings_whose_covariance_is_singular_to_rounding_are_passed_over(monke
     x = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None]
     best = train(x, x**2).fitted.network.frozen.module[0].lengths
     assert float(best) > 0.6
-    monkeypatch.setattr(adapter, "_log_evidence", evidence)
+    monkeypatch.setattr(cosine_networks, "log_evidence", evidence)
     model = train(x, x**2)
     assert refused
     assert float(model.fitted.network.frozen.module[0].lengths) <= 0.6

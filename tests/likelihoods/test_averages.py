@@ -20,7 +20,7 @@ from ssla.likelihoods import (
     StudentT,
     Tempered,
 )
-from ssla.likelihoods.averages import averages, concave, pooled_fisher
+from ssla.likelihoods.averages import averages, pooled_fisher
 from ssla.maths.roots import FullRoot, full_root
 
 ONE_OUTPUT = [
@@ -159,10 +159,10 @@ def test_rows_in_pieces_have_the_same_averages(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_which_likelihoods_are_concave() -> None:
-    assert concave(Categorical())
-    assert concave(Tempered(Poisson(), 0.5))
-    assert not concave(StudentT(df=4.0, scale=1.0))
-    assert not concave(HeteroscedasticGaussian())
+    assert Categorical().concave
+    assert Tempered(Poisson(), 0.5).concave
+    assert not StudentT(df=4.0, scale=1.0).concave
+    assert not HeteroscedasticGaussian().concave
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ssla.maths.order_statistics import conformal_quantile, shortage
+from ssla.maths.order_statistics import conformal_quantile, describe_row_shortage
 
 
 @pytest.mark.parametrize("level", [0.05, 0.5, 0.55, 0.9, 0.99])
@@ -34,10 +34,10 @@ def test_weights_are_frequencies():
 def test_too_few_rows_are_named():
     few = torch.ones(8, dtype=torch.float64)
     assert bool(conformal_quantile(torch.arange(8.0), few, 0.9).isinf())
-    assert shortage(few, 0.9, "rows") == "needs at least 9 rows, but there are 8"
+    assert describe_row_shortage(few, 0.9, "rows") == "needs at least 9 rows, but there are 8"
     assert (
-        shortage(few / 4, 0.9, "rows")
+        describe_row_shortage(few / 4, 0.9, "rows")
         == "needs at least 9 rows, but there are 8 with a total weight of 2"
     )
-    assert shortage(torch.ones(9), 0.9, "rows") is None
+    assert describe_row_shortage(torch.ones(9), 0.9, "rows") is None
     assert conformal_quantile(torch.arange(9.0), torch.ones(9), 0.9) == 8

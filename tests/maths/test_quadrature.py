@@ -7,6 +7,8 @@ import torch
 from scipy import stats
 
 from ssla.maths import quadrature
+from ssla.maths.quadrature.grid import regions_above
+from ssla.maths.quadrature.search import _plan_retries, _Verdict, _Work
 
 CASES = {
     "normal": stats.norm(),
@@ -24,7 +26,7 @@ def grid_of(distribution, rows=4):
     def log_density(z, index):
         return torch.from_numpy(distribution.logpdf(z.numpy())) + math.log(0.7) + 0 * index[:, None]
 
-    built = quadrature.build(log_density, torch.zeros(rows), torch.ones(rows))
+    built = quadrature.build_grids(log_density, torch.zeros(rows), torch.ones(rows))
     assert len(built) == 1
     return built[0].grid
 
@@ -68,7 +70,7 @@ def test_two_modes_give_two_intervals():
         left, right = stats.norm(-4, 1).logpdf(z.numpy()), stats.norm(4, 0.5).logpdf(z.numpy())
         return torch.logaddexp(torch.from_numpy(left), torch.from_numpy(right)) - math.log(2)
 
-    ((_, grid),) = quadrature.build(log_density, torch.zeros(2), torch.full((2,), 4.0))
+    ((_, grid),) = quadrature.build_grids(log_density, torch.zeros(2), torch.full((2,), 4.0))
     region = grid.hdr(0.9)
     assert region.lower.shape == (2, 2)
     inside = (grid.cdf(region.upper) - grid.cdf(region.lower)).sum(1)
@@ -85,7 +87,7 @@ def test_locate_finds_densities_anywhere(centre, scale):
     def log_density(z, rows):
         return torch.from_numpy(stats.norm(centre, scale).logpdf(z.numpy()))
 
-    c, s = quadrature.locate(log_density, 3)
+    c, s = quadrature.locate_densities(log_density, 3)
     assert ((c - centre).abs() < 0.5 * scale).all()
     assert ((s > 0.3 * scale) & (s < 3 * scale)).all()
 
@@ -94,7 +96,7 @@ def test_a_jump_is_flagged_not_smoothed_over():
     def log_density(z, rows):
         return torch.where((z > -0.43) & (z < 0.61), 0.0, -200.0).double()
 
-    built = quadrature.build(log_density, torch.zeros(1), torch.ones(1))
+    built = quadrature.build_grids(log_density, torch.zeros(1), torch.ones(1))
     assert not built[0].grid.accurate.any()
 
 
@@ -106,7 +108,7 @@ def test_a_density_without_integral_is_cut_at_its_valley_and_flagged():
     def log_density(z, rows):
         return -0.5 * z**2 + z**4 / 144
 
-    ((_, grid),) = quadrature.build(log_density, torch.zeros(2), torch.ones(2))
+    ((_, grid),) = quadrature.build_grids(log_density, torch.zeros(2), torch.ones(2))
     assert not grid.accurate.any()
     valley = 6.0
     z = torch.linspace(-valley, valley, 20_001, dtype=torch.float64)
@@ -127,7 +129,7 @@ def test_a_cliff_does_not_make_the_spline_overshoot(height, steep, at):
     def log_density(z, rows):
         return -0.5 * z**2 + height * torch.sigmoid((z - at) * steep)
 
-    ((_, grid),) = quadrature.build(log_density, torch.zeros(1), torch.ones(1))
+    ((_, grid),) = quadrature.build_grids(log_density, torch.zeros(1), torch.ones(1))
     z = torch.linspace(-12, 12, 400_001, dtype=torch.float64)
     exact = log_density(z, None).exp().cumsum(0)
     q = torch.tensor([0.025, 0.5, 0.975], dtype=torch.float64)
@@ -144,3 +146,27 @@ def test_a_root_at_an_end_of_its_bracket_is_found_whatever_its_sign_is_by_roundi
     low, high = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.float64)
     found = quadrature.bracketed_root(lambda x: torch.where(x == end, rounding, x - end), low, high)
     torch.testing.assert_close(found, torch.full_like(found, end), rtol=0, atol=1e-15)
+
+
+def test_regions_end_where_the_line_between_two_places_crosses_the_threshold():
+    places = torch.arange(6, dtype=torch.float64)
+    heights = torch.tensor([[0.0, 2.0, 0.0, 0.0, 4.0, 4.0], [0.0, 0.0, 2.0, 0.0, 0.0, 0.0]])
+    regions = regions_above(heights.double(), places, torch.tensor([1.0, 1.0]).double())
+    assert regions.lower[0].tolist() == [0.5, 3.25]
+    assert regions.upper[0].tolist() == [1.5, 5.0]  # the last place is inside: no crossing
+    assert (float(regions.lower[1, 0]), float(regions.upper[1, 0])) == (1.5, 2.5)
+    assert regions.lower[1, 1].isnan()
+
+
+def test_rows_are_tried_again_by_the_reason_why_they_did_not_pass():
+    three = torch.arange(3, dtype=torch.float64)
+    work = _Work(torch.tensor([4, 5, 6]), three, three + 1, 2.0, 21, 0)
+    off, coarse, heavy = torch.eye(3, dtype=torch.bool)
+    verdict = _Verdict(~(off | coarse | heavy), off, coarse, heavy, three + 10, three + 2)
+    retries = _plan_retries(work, verdict, ~verdict.good)
+    assert [(r.rows.tolist(), r.reach, r.node_count, r.round) for r in retries] == [
+        ([4], 2.0, 21, 1),  # moved
+        ([5], 2.0, 41, 1),  # refined
+        ([6], 3.2, 41, 1),  # widened
+    ]
+    assert [float(r.centre) for r in retries] == [10.0, 11.0, 12.0]

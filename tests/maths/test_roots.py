@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssla.curvature import resolve
+from ssla.curvature import resolve_structure
 from ssla.curvature.jacobians import DenseJacobian, Features
 from ssla.maths.roots import ScaledRoot, full_root
 
@@ -25,7 +25,7 @@ def operator(name, J):
         torch.randn(B, C, generator=torch.Generator().manual_seed(2), dtype=torch.float64), 1
     )
     structure = (
-        resolve(name)
+        resolve_structure(name)
         .zero(J.size)
         .add(J.double(), torch.diag_embed(p) - p.unsqueeze(-1) * p.unsqueeze(-2))
     )

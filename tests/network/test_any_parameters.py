@@ -10,7 +10,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.network import open_network
-from ssla.network.any_parameters import rest_of
+from ssla.network.any_parameters import fixed_tensors
 from support.networks import data, mlp, trained
 from support.oracles import jacobian
 
@@ -99,10 +99,12 @@ def opened(model, weights="all"):
 def test_the_jacobian_is_that_of_backpropagation_for_every_kind_of_parameter():
     model = Mixed()
     network = opened(model)
-    assert {"table", "grouped.weight", "norm.weight", "batch.bias"} <= set(network.others)
+    assert {"table", "grouped.weight", "norm.weight", "batch.bias"} <= set(
+        network.without_kronecker
+    )
     assert set(network.columns) == {"table", "grouped.weight", "grouped.bias"}
     assert {"twice.weight", "head.bias"} <= network.kronecker
-    assert network.kronecker | set(network.others) == set(network.layout.names)
+    assert network.kronecker | set(network.without_kronecker) == set(network.layout.names)
     f, J = network.linearise(X[:6], network.theta)
     assert torch.allclose(f, model(X[:6]).detach(), atol=1e-14)
     expected = jacobian(model, X[:6], network.layout.names)
@@ -135,7 +137,7 @@ def test_the_jacobian_at_other_weights_is_that_of_the_network_with_them():
 
 def test_columns_one_by_one_are_those_of_vmap():
     network = opened(Mixed())
-    free = network._free(network.theta)
+    free = network.free_parameters(network.theta)
     chosen = {name: free[name] for name in network.columns}
     found = network._columns_one_by_one(X[:4], free, chosen, graph=False)
     for name, part in found.items():
@@ -173,7 +175,7 @@ def test_a_tied_last_layer_has_no_outputs_of_its_own():
 
 def test_what_is_not_free_stays_as_it_is():
     model = Mixed()
-    rest = rest_of(model, ("table", "head.weight"))
+    rest = fixed_tensors(model, ("table", "head.weight"))
     expected = dict(model.state_dict())
     del expected["table"], expected["head.weight"]
     assert sorted(rest) == sorted(expected)
@@ -280,8 +282,8 @@ class Unlike(nn.Module):
 def test_where_every_layer_disagrees_with_backpropagation_none_has_a_form():
     model = Unlike()
     network = opened(model)
-    assert "one.weight" in network.others
-    assert "two.weight" in network.others
+    assert "one.weight" in network.without_kronecker
+    assert "two.weight" in network.without_kronecker
     assert any("do not agree with backpropagation" in note for note in network.notes)
     found = network.linearise(X[:4], network.theta)[1].dense().values
     assert torch.allclose(found, jacobian(model, X[:4], network.layout.names), atol=1e-13)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ssla.network.bounds import LARGEST, ROOM, shrink_factors, shrunk
+from ssla.network.bounds import LARGEST, ROOM, shrink_factors, shrink_rows
 
 F64 = torch.float64
 
@@ -24,8 +24,8 @@ def test_a_float32_row_beyond_the_room_is_kept_at_its_size_in_float64():
     part = torch.tensor([[2 * ROOM, 1.0], [1.0, 1.0]])
     factors = shrink_factors(part)
     assert torch.equal(factors, torch.ones(2, dtype=F64))
-    assert torch.equal(shrunk(part, factors), part.double())
-    assert torch.isfinite(shrunk(part, factors) ** 4).all()
+    assert torch.equal(shrink_rows(part, factors), part.double())
+    assert torch.isfinite(shrink_rows(part, factors) ** 4).all()
 
 
 def test_each_row_is_moved_along_its_ray_to_the_largest_size():
@@ -34,7 +34,7 @@ def test_each_row_is_moved_along_its_ray_to_the_largest_size():
     factors = shrink_factors(one, two)
     assert torch.allclose(factors, torch.tensor([1e-10, 1e-1, 1e-30], dtype=F64), rtol=1e-14)
     for part in (one, two):
-        found = shrunk(part, factors)
+        found = shrink_rows(part, factors)
         assert found.shape == part.shape
         assert float(found.abs().max()) <= LARGEST * (1 + 1e-14)
         ratio = found.flatten(1) / part.flatten(1)
@@ -45,7 +45,7 @@ def test_each_row_is_moved_along_its_ray_to_the_largest_size():
 def test_an_infinite_entry_is_the_largest_number():
     part = torch.tensor([[math.inf, 1.0], [-math.inf, 0.0]])
     factors = shrink_factors(part)
-    found = shrunk(part, factors)
+    found = shrink_rows(part, factors)
     assert torch.allclose(found[:, 0], torch.tensor([LARGEST, -LARGEST], dtype=F64), rtol=1e-12)
     assert torch.isfinite(found).all()
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ssla.network import RowScale, open_network
-from ssla.network.fingerprint import VALUES, difference, fingerprint, marks
+from ssla.network.fingerprint import VALUES, difference, fingerprint, merge_digests
 from support.networks import data, mlp
 
 X, _ = data(8)
@@ -123,7 +123,9 @@ def opened(weights="last_layer", net=None, **options):
 
 def test_marks_name_what_differs_between_two_networks():
     def unlike(one, other):
-        return {name for name, mark in marks(one).items() if mark != marks(other)[name]}
+        return {
+            name for name, mark in merge_digests(one).items() if mark != merge_digests(other)[name]
+        }
 
     whole = opened("all")
     last = opened()

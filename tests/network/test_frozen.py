@@ -13,16 +13,16 @@ from ssla import priors
 from ssla.network.frozen import (
     CALLS,
     Frozen,
-    as_outputs,
+    call_with_one_argument,
     checked_output,
-    described,
+    describe_result,
     in_chunks,
     kept_integers,
-    named_parts,
+    named_tensors,
     parts_of,
-    picked,
     rows_within,
-    whole,
+    select_output,
+    to_outputs,
 )
 from support.plain_network import FIT, Tokens, X, Y, net, numbers
 
@@ -160,21 +160,31 @@ def test_no_rows_of_an_unusual_network_are_not_given_to_it():
 
 def frozen(**options):
     known = {"x": (3,)}
-    return Frozen(net(), torch.float64, torch.device("cpu"), whole, True, 8, known, {}, **options)
+    return Frozen(
+        net(),
+        torch.float64,
+        torch.device("cpu"),
+        call_with_one_argument,
+        True,
+        8,
+        known,
+        {},
+        **options,
+    )
 
 
 def test_outputs_are_one_row_for_each_input():
     f = numbers(4, 2)
-    assert torch.equal(as_outputs(f, 4), f)
-    assert torch.equal(as_outputs(f[:, 0], 4), f[:, :1])
-    assert torch.equal(as_outputs(f[0], 1), f[:1])  # squeezed
-    assert torch.equal(as_outputs(f[0, 0], 1), f[:1, :1])
-    assert torch.equal(as_outputs(f[:1, 0], 1), f[:1, :1])
+    assert torch.equal(to_outputs(f, 4), f)
+    assert torch.equal(to_outputs(f[:, 0], 4), f[:, :1])
+    assert torch.equal(to_outputs(f[0], 1), f[:1])  # squeezed
+    assert torch.equal(to_outputs(f[0, 0], 1), f[:1, :1])
+    assert torch.equal(to_outputs(f[:1, 0], 1), f[:1, :1])
     for wrong in (numbers(4, 2, 1), numbers(3, 2), numbers(3), numbers(())):
         with pytest.raises(ValueError, match=r"shape \(N, C\), here \(4, C\), but returned"):
-            as_outputs(wrong, 4)
+            to_outputs(wrong, 4)
     with pytest.raises(TypeError, match=r"returned a list without tensors.*output=lambda"):
-        as_outputs([1.0], 4)
+        to_outputs([1.0], 4)
 
 
 class Holder:
@@ -199,19 +209,19 @@ def test_parts_of_a_result(name):
     result, expected = RESULTS[name]
     assert parts_of(result) == expected
     for key, value in expected.items():
-        assert picked(result, key) == value
-    assert picked(result, None) is result
+        assert select_output(result, key) == value
+    assert select_output(result, None) is result
 
 
 def test_parts_are_picked_by_index_also_from_named_tuples_and_from_the_end():
     point = Point(1, 2)
-    assert (picked(point, 0), picked(point, -1)) == (1, 2)
-    assert picked([1, 2], -2) == 1
-    assert picked(point, lambda result: result.a + result.b) == 3
+    assert (select_output(point, 0), select_output(point, -1)) == (1, 2)
+    assert select_output([1, 2], -2) == 1
+    assert select_output(point, lambda result: result.a + result.b) == 3
     with pytest.raises(ValueError, match="no part 2: it is a Point without tensors"):
-        picked(point, 2)
+        select_output(point, 2)
     with pytest.raises(ValueError, match=r"output= failed .*AttributeError"):
-        picked(point, lambda result: result.c)
+        select_output(point, lambda result: result.c)
 
 
 def test_an_error_of_the_users_function_of_another_kind_is_passed_on():
@@ -219,12 +229,12 @@ def test_an_error_of_the_users_function_of_another_kind_is_passed_on():
         raise ZeroDivisionError("own")
 
     with pytest.raises(ZeroDivisionError, match="own"):
-        picked((1, 2), interrupted)
+        select_output((1, 2), interrupted)
 
 
 def test_descriptions_name_the_tensors_alone():
-    assert described({"f": torch.ones(1), "n": 3}) == "a dict with the tensors 'f'"
-    assert described(3) == "a int without tensors"
+    assert describe_result({"f": torch.ones(1), "n": 3}) == "a dict with the tensors 'f'"
+    assert describe_result(3) == "a int without tensors"
 
 
 @pytest.mark.parametrize("output", [None, "logits", 0, -1, len])
@@ -243,16 +253,16 @@ def test_chunks_are_the_rows_in_their_order(rows):
     for x in (X, (X, Y), {"a": X, "b": Y}):
         parts = list(in_chunks(x, rows))
         assert len(parts) == -(-30 // rows)
-        for place, (_, expected) in enumerate(named_parts(x)):
-            found = [named_parts(part)[place][1] for part in parts]
+        for place, (_, expected) in enumerate(named_tensors(x)):
+            found = [named_tensors(part)[place][1] for part in parts]
             assert torch.equal(torch.cat(found), expected)
             assert max(map(len, found)) <= rows
 
 
 def test_parts_have_names_and_integers_their_dtype():
     x = {"ids": torch.arange(3), "on": torch.tensor([True] * 3), "v": torch.ones(3, 2)}
-    assert [name for name, _ in named_parts(x)] == ["x['ids']", "x['on']", "x['v']"]
-    assert [name for name, _ in named_parts((X, Y))] == ["x[0]", "x[1]"]
+    assert [name for name, _ in named_tensors(x)] == ["x['ids']", "x['on']", "x['v']"]
+    assert [name for name, _ in named_tensors((X, Y))] == ["x[0]", "x[1]"]
     assert kept_integers(x) == {"x['ids']": "int64", "x['on']": "bool"}
 
 
@@ -300,11 +310,11 @@ def test_an_error_of_the_module_names_the_inputs_of_now_and_of_the_fit():
             ValueError,
             match=r"failed on the inputs x \(N, 2\) of torch.float64: .* At fit .*x \(N, 3\)",
         ) as caught,
-        own.worded(X[:, :2]),
+        own.explained_failures(X[:, :2]),
     ):
         own.module(X[:, :2])
     assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(ValueError, match=r"^own$"), own.worded(X):
+    with pytest.raises(ValueError, match=r"^own$"), own.explained_failures(X):
         raise ValueError("own")
 
 

@@ -8,7 +8,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.network import AnyParameters, LastLayer, open_network
-from ssla.network.frozen import by_keyword, by_position, whole
+from ssla.network.frozen import call_by_keyword, call_by_position, call_with_one_argument
 from ssla.network.opening import OPENING_ROWS, check_mode, frozen_note, trainable
 from support.networks import TwoInputs, data, mlp
 from support.oracles import jacobian
@@ -272,10 +272,10 @@ def test_inputs_are_unpacked_or_given_as_one_argument():
     parts, named = (X[:, :1], X[:, 1:]), {"a": X[:, :1], "b": X[:, 1:]}
     expected = TwoInputs()(*parts).detach()
     for make, x, call in (
-        (TwoInputs, parts, by_position),
-        (TwoInputs, named, by_keyword),
-        (OneArgument, parts, whole),
-        (OneArgument, named, whole),
+        (TwoInputs, parts, call_by_position),
+        (TwoInputs, named, call_by_keyword),
+        (OneArgument, parts, call_with_one_argument),
+        (OneArgument, named, call_with_one_argument),
     ):
         network = open_network(make(), "last_layer", x)
         assert network.frozen.call is call

@@ -7,7 +7,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla.network import open_network
-from ssla.network.stacked import ELEMENTWISE, stacked
+from ssla.network.stacked import ELEMENTWISE, open_chain
 
 CHAINS = {
     "tanh": lambda: nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)),
@@ -43,7 +43,7 @@ def test_a_chain_gives_the_outputs_and_gradients_of_the_network(name, weights):
     if weights != "all" and name != "tanh":
         weights = ["0.0.weight"]
     post, x = opened(net, weights)
-    chain = stacked(post.network, x, post.theta)
+    chain = open_chain(post.network, x, post.theta)
     assert chain is not None
     thetas = post.theta + 0.3 * torch.randn(
         4, len(post.theta), dtype=torch.float64, generator=torch.Generator().manual_seed(2)
@@ -69,7 +69,7 @@ class Residual(nn.Module):
 @pytest.mark.filterwarnings("ignore:The network is")
 def test_other_networks_are_no_chain():
     post, x = opened(Residual())
-    assert stacked(post.network, x, post.theta) is None
+    assert open_chain(post.network, x, post.theta) is None
 
 
 def hooked():
@@ -94,20 +94,20 @@ def open_alone(net, weights="all"):
 )
 def test_what_batched_products_cannot_repeat_is_no_chain(make, weights):
     network, x = open_alone(make(), weights)
-    assert stacked(network, x, network.theta) is None
+    assert open_chain(network, x, network.theta) is None
 
 
 def test_inputs_that_are_no_matrix_have_no_chain():
     network, x = open_alone(CHAINS["tanh"]())
-    assert stacked(network, x, network.theta) is not None
-    assert stacked(network, (x,), network.theta) is None
-    assert stacked(network, x[:, None], network.theta) is None
+    assert open_chain(network, x, network.theta) is not None
+    assert open_chain(network, (x,), network.theta) is None
+    assert open_chain(network, x[:, None], network.theta) is None
 
 
 @pytest.mark.parametrize("activation", ELEMENTWISE)
 def test_every_elementwise_function_is_run_for_many_weights(activation):
     network, x = open_alone(nn.Sequential(nn.Linear(3, 5), activation(), nn.Linear(5, 2)))
-    chain = stacked(network, x, network.theta)
+    chain = open_chain(network, x, network.theta)
     thetas = network.theta + torch.tensor([[0.0], [0.2], [-0.3]], dtype=torch.float64)
     found = chain.run(chain.parameters(thetas), x)
     expected = torch.stack([network.evaluate(x, theta) for theta in thetas])
@@ -116,7 +116,7 @@ def test_every_elementwise_function_is_run_for_many_weights(activation):
 
 def test_each_weight_vector_may_have_rows_of_its_own():
     network, x = open_alone(CHAINS["tanh"]())
-    chain = stacked(network, x, network.theta)
+    chain = open_chain(network, x, network.theta)
     thetas = network.theta + torch.tensor([[0.1], [-0.2]], dtype=torch.float64)
     rows = torch.stack([x[:4], x[4:8]])
     score = torch.linspace(-1, 1, 2 * 4 * 2, dtype=torch.float64).reshape(2, 4, 2)

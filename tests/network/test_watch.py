@@ -1,4 +1,4 @@
-"""Intercepted calls: patches against unfolded convolutions, gradients against autograd."""
+"""Intercepted calls: inputs against unfolded convolutions, gradients against autograd."""
 
 import pytest
 import torch
@@ -13,14 +13,14 @@ from ssla.network.watch import (
     OTHER,
     SIGMOID,
     SOFTMAX,
-    Inputs,
-    Layers,
+    InputWatch,
+    LayerWatch,
     Probe,
-    by_place,
-    patches,
-    read,
+    inputs_by_position,
+    read_layer,
     read_norm,
     row_axis,
+    values_by_position,
 )
 
 F64 = torch.float64
@@ -41,20 +41,20 @@ def call_of(layer, x):
 def test_linear_calls_are_read_by_position_and_by_name():
     x, weight, bias = numbers(2, 3), numbers(4, 3), numbers(4)
     result = F.linear(x, weight, bias)
-    by_position = read(F.linear, (x, weight, bias), {}, result)
-    by_name = read(F.linear, (x,), {"bias": bias, "weight": weight}, result)
+    by_position = read_layer(F.linear, (x, weight, bias), {}, result)
+    by_name = read_layer(F.linear, (x,), {"bias": bias, "weight": weight}, result)
     for call in (by_position, by_name):
         assert (call.kind, call.input, call.weight, call.bias) == (LINEAR, x, weight, bias)
         assert call.out == 4
         assert call.key == (id(weight), 0)
-    assert read(F.linear, (x, weight), {}, result).bias is None
+    assert read_layer(F.linear, (x, weight), {}, result).bias is None
 
 
 def test_what_has_no_kronecker_form_is_not_read():
     x, weight = numbers(2, 4, 5), numbers(4, 2, 3)
-    assert read(F.conv1d, (x, weight), {"groups": 2}, F.conv1d(x, weight, groups=2)) is None
-    assert read(torch.tanh, (x,), {}, x.tanh()) is None
-    assert read(F.linear, (x, weight), {}, "no tensor") is None
+    assert read_layer(F.conv1d, (x, weight), {"groups": 2}, F.conv1d(x, weight, groups=2)) is None
+    assert read_layer(torch.tanh, (x,), {}, x.tanh()) is None
+    assert read_layer(F.linear, (x, weight), {}, "no tensor") is None
     assert read_norm(F.layer_norm, (x, (5,)), {}, F.layer_norm(x, (5,))) is None  # no scale
     assert read_norm(torch.tanh, (x,), {}, x.tanh()) is None
 
@@ -77,7 +77,7 @@ def test_the_input_of_a_norm_is_what_its_scale_multiplies(name):
         for b in layer.buffers():
             if b.is_floating_point():
                 b.add_(0.5)
-        with Layers({id(layer.weight): "weight"}) as watch:
+        with LayerWatch({id(layer.weight): "weight"}) as watch:
             result = layer(x)
     ((_, call, _),) = watch.calls
     assert (call.kind, call.dimensions) == (NORM, dimensions)
@@ -85,9 +85,9 @@ def test_the_input_of_a_norm_is_what_its_scale_multiplies(name):
     if not dimensions:
         weight, bias = weight[:, None], bias[:, None]
     assert torch.allclose(call.input * weight + bias, result, atol=1e-14)
-    plain = patches(call, 4)  # (rows, T, out)
+    plain = inputs_by_position(call, 4)  # (rows, T, out)
     whole = plain * layer.weight.detach().flatten() + layer.bias.detach().flatten()
-    assert torch.allclose(whole, by_place(call, result, 4), atol=1e-14)
+    assert torch.allclose(whole, values_by_position(call, result, 4), atol=1e-14)
 
 
 CONVOLUTIONS = {
@@ -109,11 +109,11 @@ def test_a_convolution_is_its_weight_times_its_patches(name):
     layer, x = make().double(), numbers(*shape)
     call = call_of(layer, x)
     assert call.kind == CONVOLUTION
-    found = patches(call, 4) @ layer.weight.detach().flatten(1).mT
+    found = inputs_by_position(call, 4) @ layer.weight.detach().flatten(1).mT
     if layer.bias is not None:
         found = found + layer.bias.detach()
-    assert torch.allclose(found, by_place(call, call.result, 4), atol=1e-13)
-    assert torch.equal(by_place(call, call.result, 4), call.result.flatten(2).mT)
+    assert torch.allclose(found, values_by_position(call, call.result, 4), atol=1e-13)
+    assert torch.equal(values_by_position(call, call.result, 4), call.result.flatten(2).mT)
     assert call.out == layer.out_channels
 
 
@@ -121,17 +121,17 @@ def test_a_convolution_is_its_weight_times_its_patches(name):
 def test_a_linear_layer_is_its_weight_times_its_inputs_at_each_place(axis, shape):
     layer, x = nn.Linear(3, 2).double(), numbers(*shape)
     call = call_of(layer, x)
-    found = F.linear(patches(call, 4, axis), layer.weight.detach(), layer.bias.detach())
+    found = F.linear(inputs_by_position(call, 4, axis), layer.weight.detach(), layer.bias.detach())
     assert found.shape == (4, 5, 2)
-    assert torch.allclose(found, by_place(call, call.result, 4, axis), atol=1e-14)
+    assert torch.allclose(found, values_by_position(call, call.result, 4, axis), atol=1e-14)
 
 
 def test_patches_have_a_graph_only_if_asked():
     layer, x = nn.Conv1d(2, 3, 3).double(), numbers(4, 2, 9).requires_grad_(True)
     with Probe() as probe:
         layer(x)
-    assert not patches(probe.calls[0], 4).requires_grad
-    assert patches(probe.calls[0], 4, graph=True).requires_grad
+    assert not inputs_by_position(probe.calls[0], 4).requires_grad
+    assert inputs_by_position(probe.calls[0], 4, graph=True).requires_grad
 
 
 def linear_axis(shape, other, rows=4, other_rows=2):
@@ -195,10 +195,10 @@ def test_a_probe_records_calls_uses_links_and_bytes():
 
 def test_the_input_of_one_layer_is_kept():
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), numbers(5, 3)
-    with torch.no_grad(), Inputs(net[2].weight) as seen:
+    with torch.no_grad(), InputWatch(net[2].weight) as seen:
         net(x)
     assert torch.equal(seen.input, net[:2](x))
-    with torch.no_grad(), Inputs(nn.Linear(3, 4).weight) as unseen:
+    with torch.no_grad(), InputWatch(nn.Linear(3, 4).weight) as unseen:
         net(x)
     assert unseen.input is None
 
@@ -206,7 +206,7 @@ def test_the_input_of_one_layer_is_kept():
 def test_gradients_at_the_added_zeros_are_those_of_the_results():
     torch.manual_seed(0)
     net, x = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double(), numbers(5, 3)
-    with Layers({id(net[0].weight): "0.weight"}) as watch:
+    with LayerWatch({id(net[0].weight): "0.weight"}) as watch:
         f = net(x)
     ((name, call, zero),) = watch.calls
     assert name == "0.weight"

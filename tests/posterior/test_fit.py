@@ -658,7 +658,8 @@ def test_a_polish_that_stops_where_no_step_rises(distance, raises):
     polish = modes.Polish(lambda theta: None, True, False, notes, refuses=True)
     if raises:
         with pytest.raises(modes.NoModeError, match="stopped"):
-            polish._stopped("stopped", distance**2)
+            polish._report_stop(3, distance**2)
     else:
-        polish._stopped("stopped", distance**2)
-    assert notes == ([] if raises else ["stopped"])
+        polish._report_stop(3, distance**2)
+    stopped = "polish stopped after 3 steps: no smaller step raises the log posterior"
+    assert notes == ([] if raises else [stopped])

@@ -14,9 +14,9 @@ from ssla.predictive.count_law import (
     SINGLE_COUNTS,
     TAIL,
     Table,
-    block_totals,
     densest_runs,
-    tails_of,
+    estimate_tails,
+    sum_blocks,
 )
 
 F64 = torch.float64
@@ -168,7 +168,7 @@ def table_of(edges, law):
     edges = torch.as_tensor(edges, dtype=F64)[None]
     frame = Table(torch.arange(1), edges, edges[:, 1:], edges[:, 1:], torch.ones(1).bool())
     logs = torch.from_numpy(law(frame.middles.numpy()))
-    totals, centres, corrections = block_totals(frame, logs)
+    totals, centres, corrections = sum_blocks(frame, logs)
     return frame._replace(logs=totals, centres=centres), corrections
 
 
@@ -208,7 +208,7 @@ def test_tails_bound_what_is_left_out(rate):
     """The tail of a Poisson law falls faster than the geometric one that is assumed."""
     law = stats.poisson(rate)
     for end in (int(rate) + 4, int(rate) + 10, int(2 * rate) + 20):
-        left, right = tails_of(table_of(np.arange(end + 1), poisson_log(rate))[0])
+        left, right = estimate_tails(table_of(np.arange(end + 1), poisson_log(rate))[0])
         assert float(left) == 0
         assert law.sf(end - 1) / law.cdf(end - 1) <= float(right) * (1 + 1e-9)
     assert float(right) < 1e-3
@@ -217,18 +217,18 @@ def test_tails_bound_what_is_left_out(rate):
 def test_the_tail_of_a_geometric_law_is_exact():
     ratio = 0.8
     table, _ = table_of(np.arange(41), lambda y: y * math.log(ratio))
-    _, right = tails_of(table)
+    _, right = estimate_tails(table)
     assert float(right) >= ratio**40 / (1 - ratio**40) * (1 - 1e-9)
     assert float(right) == pytest.approx(ratio**40 / (1 - ratio**40), rel=0.5)
 
 
 def test_probabilities_that_do_not_fall_have_an_endless_tail():
-    _, right = tails_of(table_of(np.arange(41), lambda y: 0.01 * y)[0])
+    _, right = estimate_tails(table_of(np.arange(41), lambda y: 0.01 * y)[0])
     assert float(right) == math.inf
 
 
 def test_a_window_that_begins_above_zero_has_a_left_tail():
     law = stats.poisson(30.0)
-    left, _ = tails_of(table_of(np.arange(20, 80), poisson_log(30.0))[0])
+    left, _ = estimate_tails(table_of(np.arange(20, 80), poisson_log(30.0))[0])
     assert float(left) >= law.cdf(19) / law.sf(19)
     assert float(left) < 1

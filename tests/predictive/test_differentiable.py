@@ -17,8 +17,8 @@ from ssla import likelihoods as L
 from ssla.maths import linalg
 from ssla.maths.quadrature import grid, normal
 from ssla.predictive import affine, from_marginal, mixture
-from ssla.predictive.implicit import GraphDensity, log_density_with_graph, with_graph
-from ssla.refit.increments import at_mode
+from ssla.predictive.implicit import GraphDensity, add_graph, log_density_with_graph
+from ssla.refit.increments import evaluate_at_mode
 from support.networks import SCOPES, STRUCTURES, TwoInputs, data, fitted_mlp, mlp
 
 X, Y = data(40)
@@ -204,16 +204,16 @@ def test_the_log_density_of_the_refit_has_the_derivative_of_its_mode(name):
     )
     f = f - 2.0 * torch.tensor([0.0, 1.0], dtype=torch.float64) if name == "natural" else f
     y = torch.tensor([[0.0, 2.0, 5.0], [1.0, 3.0, 4.0]], dtype=torch.float64)
-    y = y if likelihood.support.kind == "count" else y / 4 - 0.5
+    y = y if likelihood.support_for(size).kind == "count" else y / 4 - 0.5
     spd = lambda A: A @ A.mT + 0.1 * torch.eye(size, dtype=torch.float64)
-    spread = (part.repeat_interleave(3, 0) for part in (f, linalg.root(spd(A))))
+    spread = (part.repeat_interleave(3, 0) for part in (f, linalg.covariance_root(spd(A))))
     found = log_density_with_graph(likelihood, y, f, spd(A))
     assert torch.allclose(
-        found.flatten(), at_mode(likelihood, y.flatten(), *spread).total, atol=1e-7
+        found.flatten(), evaluate_at_mode(likelihood, y.flatten(), *spread).total, atol=1e-7
     )  # of the ascent
     free = [part.clone().requires_grad_(True) for part in (f, A)]
     assert gradcheck(lambda f, A: log_density_with_graph(likelihood, y, f, spd(A)), free)
-    if likelihood.support.kind != "count":
+    if likelihood.support_for(size).kind != "count":
         given = y.clone().requires_grad_(True)
         assert gradcheck(lambda y: log_density_with_graph(likelihood, y, f, spd(A)), given)
 
@@ -226,7 +226,7 @@ def test_counts_of_a_rate_have_gradients_also_at_its_boundary(mean, sd):
     f, K = (torch.tensor(value, dtype=torch.float64) for value in ([[mean]], [[[sd**2]]]))
     assert torch.allclose(
         log_density_with_graph(likelihood, y, f, K).flatten(),
-        at_mode(likelihood, y.flatten(), f.expand(3, 1), K.sqrt().expand(3, 1, 1)).total,
+        evaluate_at_mode(likelihood, y.flatten(), f.expand(3, 1), K.sqrt().expand(3, 1, 1)).total,
         atol=1e-7,
     )
     free = [part.requires_grad_(True) for part in (f, K)]
@@ -250,7 +250,7 @@ def masses_of_wide_doubt(K, likelihood, top=60.0):
     K (1, 1, 1). The jump is where the pull jumps, the pieces are integrated by 400 nodes each.
     """
     root = K.sqrt()
-    refit = lambda y: at_mode(
+    refit = lambda y: evaluate_at_mode(
         likelihood, y, torch.zeros(len(y), 1).double(), root.expand(len(y), 1, 1)
     )
     low, high = 0.0, top
@@ -279,7 +279,7 @@ def test_gradients_follow_the_jump_where_the_refit_changes_its_mode(K):
     expected = torch.stack([up[0] - down[0], up[1] / up[0] - down[1] / down[0]]) / (2 * step)
     plain = from_marginal(likelihood, f, wide)
     wide.requires_grad_(True)
-    found = with_graph(plain, GraphDensity(plain.law.log_density, Marginal(f, wide)))
+    found = add_graph(plain, GraphDensity(plain.law.log_density, Marginal(f, wide)))
     slopes = torch.stack(
         [
             torch.autograd.grad(one.sum(), wide, retain_graph=True)[0].sum()
@@ -548,10 +548,10 @@ def test_nodes_that_are_first_needed_inside_a_transform_are_kept_for_all(target)
         p = post.predict(row[None], differentiable=True)
         return (p.probs if p.kind == "class" else p.mean + p.variance).flatten()[0]
 
-    for nodes in (normal.hermite, normal.normal_nodes, grid.pattern_of):
+    for nodes in (normal.gauss_hermite_rule, normal.normal_nodes, grid.pattern_of):
         nodes.cache_clear()
     inside = torch.func.grad(answer)(AT[0])
-    for nodes in (normal.hermite, normal.normal_nodes, grid.pattern_of):
+    for nodes in (normal.gauss_hermite_rule, normal.normal_nodes, grid.pattern_of):
         nodes.cache_clear()
     x = at()
     assert torch.allclose(inside, torch.autograd.grad(answer(x[0]), x)[0][0], atol=1e-12)

@@ -195,14 +195,14 @@ def test_a_mixture_adds_the_disagreement_of_its_members():
 
 
 def test_joined_rows_keep_their_own():
-    from ssla.predictive.joined import joined
+    from ssla.predictive.joined import join_predictives
 
     f, K = problem(4)
     p = from_marginal(L.Categorical(), f, K)
     parts, rows = [], [torch.tensor([0, 3]), torch.tensor([1, 2, 4, 5])]
     for index in rows:
         parts.append(from_marginal(L.Categorical(), f[index], K[index]))
-    both = joined(parts, rows)
+    both = join_predictives(parts, rows)
     assert torch.allclose(both.entropy, p.entropy)
     assert torch.allclose(both.mutual_information, p.mutual_information)
 

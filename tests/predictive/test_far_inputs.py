@@ -13,7 +13,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.maths.quadrature.logistic import logistic_normal
-from ssla.network.bounds import LARGEST, shrink_factors, shrunk
+from ssla.network.bounds import LARGEST, shrink_factors, shrink_rows
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 
 DIRECTION = torch.tensor([0.3, -1.2, 0.7], dtype=torch.float64)
@@ -127,10 +127,10 @@ def test_rows_are_moved_along_their_ray():
     phi = torch.tensor([[1.0, -2.0], [1e70, -2e70], [torch.inf, 1.0]], dtype=torch.float64)
     factors = shrink_factors(phi)
     assert torch.allclose(
-        shrunk(phi, factors)[1], torch.tensor([0.5, -1.0], dtype=torch.float64) * LARGEST
+        shrink_rows(phi, factors)[1], torch.tensor([0.5, -1.0], dtype=torch.float64) * LARGEST
     )
-    assert torch.equal(shrunk(phi, factors)[0], phi[0])
-    assert bool(torch.isfinite(shrunk(phi, factors)).all())
+    assert torch.equal(shrink_rows(phi, factors)[0], phi[0])
+    assert bool(torch.isfinite(shrink_rows(phi, factors)).all())
     assert shrink_factors(phi[:1]) is None
     assert shrink_factors(phi[:1].float()) is None
     assert torch.equal(

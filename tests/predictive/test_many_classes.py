@@ -13,8 +13,8 @@ from ssla.maths.roots import FullRoot, ScaledRoot
 from ssla.predictive import class_integrals, many_classes
 from ssla.predictive.class_integrals import (
     ClassIntegrals,
-    deviations,
     integrate_classes,
+    root_times_nodes,
     softmax_nodes,
 )
 
@@ -24,7 +24,7 @@ T = {"dtype": torch.float64}
 def reference(f, root):
     """One row at a time, all nodes at once, in float64."""
     z = softmax_nodes(f.shape[1]).to(root.dtype)
-    logs = torch.log_softmax(f.unsqueeze(-1) + deviations(root, z).double(), 1)
+    logs = torch.log_softmax(f.unsqueeze(-1) + root_times_nodes(root, z).double(), 1)
     p = logs.exp()
     log_probs = torch.log_softmax(logs.logsumexp(-1), 1)
     return ClassIntegrals(log_probs, p.var(-1, correction=0), torch.special.entr(p).sum(1).mean(-1))
@@ -110,7 +110,7 @@ def test_rows_outside_the_span_take_their_own_product():
     odd = ScaledRoot(scale, root.basis, root.profiles)
     found = integrate_classes([(f, odd)], 40, 1 << 30)
     close(found, reference(f, odd), 1e-12)
-    shared = many_classes.shared_nodes(odd, softmax_nodes(40).mT[:256])
+    shared = many_classes.build_shared_nodes(odd, softmax_nodes(40).mT[:256])
     assert (~shared.covers(odd, many_classes.TOLERANCE)).nonzero().flatten().tolist() == [4, 17]
 
 
@@ -189,7 +189,7 @@ def test_very_many_answers_are_held_in_float32(monkeypatch):
     post = fitted(40)
     x, y = torch.randn(50, 8), torch.arange(50) % 40
     whole = post.predict(x)
-    monkeypatch.setattr(predictive, "HELD_IN_FULL", 100)
+    monkeypatch.setattr(predictive, "MOST_IN_FLOAT64", 100)
     monkeypatch.setattr(class_integrals, "ENTRIES_AT_ONCE", 90)  # entropies of two rows at a time
     held = post.predict(x)
     assert whole.law.log_weights.dtype == torch.float64

@@ -15,7 +15,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import metrics
 from ssla.predictive import Predictive, affine, from_marginal, mixture, transformed
-from ssla.predictive.joined import joined
+from ssla.predictive.joined import join_predictives
 from ssla.predictive.positive import Censored
 
 F64 = torch.float64
@@ -386,7 +386,7 @@ def test_rows_are_flagged_one_by_one_also_where_joined():
     first, second = (
         ssla.mixture(normals([0.0, far], [1.0, 1.0], 2), [0.9, 0.1]) for far in (0.0, 100.0)
     )
-    both = joined([first, second], [torch.tensor([0, 3]), torch.tensor([1, 2])])
+    both = join_predictives([first, second], [torch.tensor([0, 3]), torch.tensor([1, 2])])
     assert both.diagnostics.off_centre.tolist() == [False, True, True, False]
 
 

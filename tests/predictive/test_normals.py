@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import integrate, stats
 
-from ssla.predictive.normals import NormalsLaw, averaged
+from ssla.predictive.normals import NormalsLaw, average_normals
 from ssla.values import Marginal
 
 ONE = torch.ones(1, dtype=torch.float64)
@@ -62,7 +62,7 @@ def test_moments_modes_and_regions():
 def test_average_over_mean_and_log_variance_is_the_double_integral():
     f = torch.tensor([[0.3, -0.4]], dtype=torch.float64)
     K = torch.tensor([[[0.2, 0.1], [0.1, 0.3]]], dtype=torch.float64)
-    found = averaged([Marginal(f, K)], ONE, ONE, ONE, f)
+    found = average_normals([Marginal(f, K)], ONE, ONE, ONE, f)
     joint = stats.multivariate_normal(f[0].numpy(), K[0].numpy())
     for y in (-1.0, 0.3, 2.5):
         exact, _ = integrate.dblquad(
@@ -85,10 +85,10 @@ def test_factors_stretch_around_the_mean_and_the_log_variance_has_a_limit():
         torch.tensor([[1.0, 0.0]], dtype=torch.float64),
         torch.zeros(1, 2, 2, dtype=torch.float64),
     )
-    wide = averaged([Marginal(f, K)], ONE, 3 * ONE, ONE, f)
+    wide = average_normals([Marginal(f, K)], ONE, 3 * ONE, ONE, f)
     assert float(wide.mean) == pytest.approx(1.0)
     assert float(wide.stddev) == pytest.approx(3.0)
-    far = averaged(
+    far = average_normals(
         [Marginal(torch.tensor([[1.0, 50.0]], dtype=torch.float64), K)], ONE, ONE, ONE, f, most=2.0
     )
     assert float(far.variance) == pytest.approx(math.exp(2.0))

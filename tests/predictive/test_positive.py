@@ -10,7 +10,7 @@ from scipy import integrate, stats
 
 from ssla import Marginal, likelihoods, metrics
 from ssla.predictive import affine, from_marginal, mixture, transformed
-from ssla.predictive.normals import averaged
+from ssla.predictive.normals import average_normals
 from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.transformed import Exponential
 
@@ -25,7 +25,7 @@ def normals(means=(0.2, -1.5, 3.0), variances=(0.3, 2.0, 9.0)):
     )
     K = torch.tensor([[0.05, 0.01], [0.01, 0.2]], dtype=torch.float64).expand(len(f), 2, 2)
     one = torch.ones(1, dtype=torch.float64)
-    return averaged(
+    return average_normals(
         [Marginal(f, K)],
         one,
         torch.tensor([1.0, 2.0]).double(),

@@ -112,7 +112,7 @@ def test_curvature_of_data_and_prior(kind):
 def test_curvature_of_the_new_observation(kind):
     post, new, _ = posterior()
     theta = post.theta + steps()
-    found = opened()._own(kind, theta, Y, new)
+    found = opened()._new_row_curvature(kind, theta, Y, new)
     for k in range(2):
         expected = dense_rows(kind, theta[k], new[k : k + 1], Y[k : k + 1], torch.ones(1))
         assert close(found[k], expected)
@@ -149,7 +149,7 @@ def expected_increment(kind, step, task):
 @KINDS
 def test_exact_increments_are_those_of_dense_determinants(kind):
     _, new, _ = posterior()
-    found, positive = opened(logdet="exact")._exact(steps(), Y, new, kind)
+    found, positive = opened(logdet="exact")._exact_increments(steps(), Y, new, kind)
     assert positive.all()
     for k in range(2):
         expected = expected_increment(kind, steps()[k], (new[k : k + 1], Y[k]))
@@ -158,9 +158,9 @@ def test_exact_increments_are_those_of_dense_determinants(kind):
 
 def test_tasks_one_after_the_other_have_the_same_determinants(monkeypatch):
     _, new, _ = posterior()
-    together, _ = opened(logdet="exact")._exact(steps(), Y, new, "observed")
+    together, _ = opened(logdet="exact")._exact_increments(steps(), Y, new, "observed")
     monkeypatch.setattr("ssla.refit.weights.determinants.JACOBIANS_AT_ONCE", 1)
-    alone, _ = opened(logdet="exact")._exact(steps(), Y, new, "observed")
+    alone, _ = opened(logdet="exact")._exact_increments(steps(), Y, new, "observed")
     assert torch.allclose(together, alone, rtol=0, atol=1e-12)
 
 
@@ -171,10 +171,11 @@ def test_the_preconditioner_is_the_factor_of_the_hessian():
 
 def test_a_saddle_is_preconditioned_by_the_fitted_curvature(monkeypatch):
     determinants = opened()
-    del determinants.__dict__["start_factor"]  # cached when the engine was opened
+    for name in ("start_factor", "_start_factors"):  # cached when the engine was opened
+        del determinants.__dict__[name]
     monkeypatch.setattr(type(determinants), "_curvature", lambda self, kind, thetas: -_eye(thetas))
     assert determinants.start_factor is posterior()[0].operator.factor
-    assert determinants._base("hessian") is None
+    assert determinants._factorise_start("hessian") is None
 
 
 def _eye(thetas):

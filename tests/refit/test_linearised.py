@@ -37,7 +37,7 @@ def test_a_last_layer_is_refitted_as_by_the_dense_engine(name, weights, way, mon
     """f is linear in a last layer: the same modes and the same three increments, by both ways
     to form K.
     """
-    monkeypatch.setattr(linearised_covariance, "from_outputs", lambda R, P: way == "outputs")
+    monkeypatch.setattr(linearised_covariance, "is_from_outputs", lambda R, P: way == "outputs")
     monkeypatch.setattr(linearised_covariance, "LEAST_WEIGHTS", 4)
     post = last_layer(name, weights=weights, mode="tilt")[0]
     post = dataclasses.replace(post, memory_budget=40_000)  # G is a sum over groups of weights
@@ -231,12 +231,12 @@ def test_a_float32_cnn_converges_and_is_not_changed():
 def saddle():
     """A wide network on few rows under a weak prior, stopped early: its Hessian is indefinite."""
     net, x, y = digits_like(n=60, width=110)
-    return fitted(net, x, y, precision=1e-3, structure="kfac")
+    return fitted(net, x, y, precision=1e-2, structure="kfac")
 
 
 @pytest.mark.filterwarnings("ignore:The network is not at the mode")
 def test_a_network_without_a_mode_is_linearised_with_a_warning(monkeypatch):
-    """Refits that are all stuck: 663 weights under a weak prior."""
+    """Refits that are all stuck, as in a large network on few rows."""
     post = saddle()
     new = inputs(5, 7)
     monkeypatch.setattr(

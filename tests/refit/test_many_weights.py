@@ -88,7 +88,7 @@ def test_float64_decides_whether_a_refit_has_converged():
     solved = refit.solve(where, y)
     theta = refit.posterior.theta + point
     gradient = from_scratch.many.gradient(
-        theta, refit.x[where], lambda f: refit.law.score(y, f), own=True
+        theta, refit.x[where], lambda f: refit.new_likelihood.score(y, f), one_row_each=True
     )[0]
     for block in refit.rows:
         gradient = (

@@ -19,7 +19,7 @@ def test_the_plug_in_takes_no_roots(monkeypatch):
     def refuse(values):
         raise AssertionError("a root that is not used")
 
-    monkeypatch.setattr(outputs.linalg, "root", refuse)
+    monkeypatch.setattr(outputs.linalg, "covariance_root", refuse)
     found = from_marginal(L.Categorical(), F, K, "plug_in").probs
     assert (found - F.softmax(1)).abs().max() < 1e-14
 

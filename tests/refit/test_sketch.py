@@ -9,10 +9,15 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.refit.weights import last_layer_blocks
 from ssla.refit.weights import last_layer_products as engine
 from ssla.refit.weights import weight_refit as refits
 from ssla.refit.weights.last_layer_blocks import SharedBlocks, conjugate_gradients, shared_blocks
-from ssla.refit.weights.last_layer_sketch import from_products, sampling, systematic
+from ssla.refit.weights.last_layer_sketch import (
+    from_products,
+    sample_systematically,
+    sampling_probabilities,
+)
 from ssla.refit.weights.refit_rows import Block
 from support.refits import all_classes, class_problem, inputs, seeded
 
@@ -52,15 +57,15 @@ def test_nothing_that_changes_has_no_remainder():
 
 def test_rows_are_sampled_with_their_probabilities():
     size = torch.rand(500, generator=seeded(1)).double() ** 12
-    pi = sampling(size, 100)
+    pi = sampling_probabilities(size, 100)
     assert float(pi.max()) == 1
     assert float(pi.sum()) == pytest.approx(100, rel=1e-3)
     counts = torch.zeros(500, dtype=torch.float64)
     offsets = torch.rand(400, generator=seeded(2)).tolist()
     for offset in offsets:
-        counts[systematic(pi, offset)] += 1
+        counts[sample_systematically(pi, offset)] += 1
     assert torch.allclose(counts / len(offsets), pi, atol=0.12)
-    assert torch.equal(sampling(size, 500), torch.ones(500).double())
+    assert torch.equal(sampling_probabilities(size, 500), torch.ones(500).double())
 
 
 @pytest.mark.filterwarnings("ignore:On the training rows the predictive is worse")
@@ -104,6 +109,11 @@ def test_blocks_of_the_curvature_have_the_dense_determinants_within_the_stated_e
     assert 1e-3 < float(found.error.mean()) < 0.03
     assert float(off.abs().max()) < 5
     assert 0.2 < float(off.square().mean().sqrt()) < 2
+    # Sampled rows a few at a time: the same sums.
+    monkeypatch.setattr(last_layer_blocks, "NUMBERS_AT_ONCE", 5 * 6 * 64)
+    by_parts = ssla.WeightRefit(logdet="traces")(post, new).solve(y)
+    torch.testing.assert_close(by_parts.curvature, found.curvature, rtol=0, atol=1e-5)
+    torch.testing.assert_close(by_parts.error, found.error, rtol=1e-4, atol=0)
 
 
 def test_independent_outputs_need_no_correction():

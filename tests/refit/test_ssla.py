@@ -700,15 +700,15 @@ def test_a_row_without_refits_left_is_flagged_and_not_extrapolated():
 
 
 def test_a_region_of_few_counts_that_is_widened_keeps_its_nodes():
-    from ssla.predictive.interpolation import FIRST_NODES, Frame, correct, widened
+    from ssla.predictive.interpolation import FIRST_NODES, Frame, fit_correction, widen_correction
 
     posterior, *_ = last_layer("poisson")
     weights = ssla.WeightRefit()(posterior, inputs(1, 3))
     narrow = torch.tensor([[5.0, 6.0, 6.0, 7.0, 8.0]], dtype=torch.float64)
-    first = correct(weights, narrow, torch.tensor([True]))
+    first = fit_correction(weights, narrow, torch.tensor([True]))
     lower = torch.tensor([[3.2, 6.0, 6.0, 7.0, 8.0]], dtype=torch.float64)
-    wider = widened(first, lower, torch.tensor([True]))
-    t = wider.frame.inward(wider.nodes)
+    wider = widen_correction(first, lower, torch.tensor([True]))
+    t = wider.frame.to_t(wider.nodes)
     assert float(t[~t.isnan()].abs().max()) <= 1 + 1e-12
     assert torch.isfinite(wider.coefficients).all()
     assert (

@@ -10,7 +10,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.refit.weights import all_weights
-from ssla.refit.weights import weight_refit as weights
+from ssla.refit.weights import weight_log_density as weights
 from ssla.refit.weights.last_layer_group import Group
 from support.oracles import brute_force_refit
 from support.refits import FAMILIES, T, classes_at, inputs, last_layer, seeded, small_network
@@ -316,7 +316,7 @@ def test_refits_without_a_mode_are_given_up_early_and_counted(monkeypatch):
     assert torch.equal(found.probs, post.predict(new).probs)
     assert set(found.diagnostics.rung) == {"output"}
     assert int(found.diagnostics.refits.sum()) == 0
-    monkeypatch.setattr(weights.WeightLogDensity, "_try_easiest", lambda *_: None)
+    monkeypatch.setattr(weights.WeightLogDensity, "_try_some_refits", lambda *_: None)
     log_density = few(post, new)
     solved = log_density.solve(torch.arange(3.0).double().expand(12, 3))
     assert not solved.converged.any()  # the verdict was right
@@ -466,11 +466,11 @@ def test_determinants_in_contrasts_of_classes_are_those_of_all_outputs(weighted,
     post, new, y = wide_classes(weighted)
     engine = ssla.WeightRefit(tolerance=tolerance).engine(post, new)
     where = torch.arange(12).repeat_interleave(4)
-    group = Group(engine, engine.bases[0], where, y.flatten().long())
+    group = Group(engine, engine.initial_curvatures[0], where, y.flatten().long())
     point = engine._ascend(group).point
-    contrasts, _ = group.curvature(point, engine.contrasts)
-    whole, _ = group.curvature(point, engine.bases[0])
-    steps = engine.original(point)
+    contrasts, _ = group.curvature_increments(point, engine.contrasts)
+    whole, _ = group.curvature_increments(point, engine.initial_curvatures[0])
+    steps = engine.from_basis(point)
     by_hand = torch.stack(
         [
             curvature_by_hand(post, wide_rows(weighted), new[i], step)
@@ -554,7 +554,8 @@ def test_newton_starts_again_where_the_shared_steps_were_lost(monkeypatch):
     far = torch.linspace(-1.6, -1.0, 30, dtype=torch.float64).expand(2, -1)
 
     def solved(most):
-        return ssla.WeightRefit(max_steps=most)(post, new).solve(far)
+        refit = ssla.WeightRefit(max_steps=most, linearised=False)
+        return refit(post, new).solve(far)
 
     found = solved(40)
     assert found.converged.all()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import ssla
-from ssla.tables.networks.training import Architecture, Rows, Schedule, train
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train_networks
 from ssla_paper.heteroscedastic.data import Toy, toy
 from ssla_paper.peers import GaussianMixture, MissingPeerError, scores
 from ssla_paper.runner import Record
@@ -117,7 +117,8 @@ def networks(
     rows = Rows(x.float(), y.float(), torch.ones(len(x)), held)
     architecture = Architecture(1, 2 if heteroscedastic else 1, HIDDEN)
     return tuple(
-        net.double() for net in train(architecture, likelihood, rows, Schedule(), seed).modules
+        net.double()
+        for net in train_networks(architecture, likelihood, rows, Schedule(), seed).modules
     )
 
 

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 import ssla
 from ssla.likelihoods import Categorical
-from ssla.tables.networks.folds import folds
-from ssla.tables.networks.training import Architecture, Rows, Schedule, train
+from ssla.tables.networks.folds import hold_out_rows
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train_networks
 from ssla_paper.networks import Recipe
 from ssla_paper.peers import MissingPeerError
 from ssla_paper.peers.dropout_classes import dropout_classes
@@ -238,10 +238,10 @@ def trained(
 ) -> Methods:
     """2 × 50 ReLU networks under the prior N(0, 1), early stopped."""
     generator = torch.Generator().manual_seed(seed)
-    held = folds(len(x), members, LEFT_OUT, generator, y)
+    held = hold_out_rows(len(x), members, LEFT_OUT, generator, y)
     architecture = Architecture(x.shape[1], classes, activation="relu")
     rows = Rows(x.float(), y, torch.ones(len(x)), held)
-    found = train(architecture, Categorical(), rows, Schedule(max_epochs=epochs), seed)
+    found = train_networks(architecture, Categorical(), rows, Schedule(max_epochs=epochs), seed)
     return Methods(
         x, y, classes, seed, held, tuple(module.double() for module in found.modules), epochs
     )

@@ -22,7 +22,7 @@ __all__ = [
     "Operator",
     "Structure",
     "WoodburyOperator",
-    "resolve",
+    "resolve_structure",
 ]
 
 STRUCTURES: dict[str, Structure] = {
@@ -33,17 +33,20 @@ STRUCTURES: dict[str, Structure] = {
 }
 
 
-def resolve(structure: str | Structure) -> Structure:
-    """The structure of a name ("dense", "diag", "kfac", "low_rank"); a structure object is
-    returned as it is.
+def resolve_structure(structure: str | Structure) -> Structure:
+    """Return the structure of a name ("dense", "diag", "kfac", "low_rank").
+
+    A structure object is returned as it is. ValueError for an unknown name, TypeError for a value
+    that is neither a name nor a structure object.
     """
-    if not isinstance(structure, str):
-        if isinstance(structure, type) or not hasattr(structure, "with_prior"):
-            raise TypeError(
-                f"structure must be one of {', '.join(map(repr, STRUCTURES))} or a structure "
-                f"object, but is {structure!r}."
-            )
-        return structure
-    if structure not in STRUCTURES:
-        raise ValueError(unknown_name("structure", structure, STRUCTURES))
-    return STRUCTURES[structure]
+    if isinstance(structure, str):
+        if structure not in STRUCTURES:
+            raise ValueError(unknown_name("structure", structure, STRUCTURES))
+        return STRUCTURES[structure]
+    # A class in place of its object has the method too.
+    if isinstance(structure, type) or not hasattr(structure, "with_prior"):
+        raise TypeError(
+            f"structure must be one of {', '.join(map(repr, STRUCTURES))} or a structure "
+            f"object, but is {structure!r}."
+        )
+    return structure

@@ -11,16 +11,16 @@ import math
 from typing import NamedTuple
 
 from ssla.curvature import Dense, Extent, Kfac, Structure
-from ssla.curvature.kfac import DIAGONAL, MANY_CLASSES
-from ssla.curvature.memory import in_words, is_last_layer
+from ssla.curvature.kfac import MANY_CLASSES
+from ssla.curvature.memory import bytes_in_words, default_kfac, is_last_layer
 
 AUTO = "auto"
 # On one core of the machine of 2026-11 (benchmarks/head_speed.py): products of matrices ran at 33
 # to 46 Gflop/s in float64 and at 86 to 94 in float32, Cholesky factors and inverses at 22 to 26,
 # and eigenvectors of P×P took P³ / 3.1 to 4.3 Gflop/s.
 PRODUCTS, SINGLE_PRODUCTS, FACTORS, EIGENVECTORS = 4e10, 8e10, 2.5e10, 3.5e9
-OF_NODE = 8e-9  # seconds of one output at one node
-OF_FEATURE = 3e-8  # seconds of one feature of one row, once: reading, casting, checks
+SECONDS_PER_NODE = 8e-9  # of one output at one node
+SECONDS_PER_FEATURE = 3e-8  # of one feature of one row, once: reading, casting, checks
 ROUNDS = 12  # of a variational Gaussian
 CHOICES = 4  # of a prior on the way
 # Nodes of rows and classes, as in ssla.likelihoods.averages
@@ -39,82 +39,83 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(extent: Extent, budget: int, uneven: bool = False) -> Choice:
-    """Dense where it takes little time and memory, else Kronecker factors.
+def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choice:
+    """Choose dense where it takes little time and memory, else Kronecker factors.
 
-    uneven: whether the prior's precision varies inside a layer, which Kronecker factors do not
-    allow.
+    budget: bytes. uneven: whether the prior's precision varies inside a layer, which Kronecker
+    factors do not allow.
     """
     dense = Dense()
-    seconds, memory = seconds_of(dense, extent), dense.memory(extent)
+    seconds = _dense_seconds(extent)
+    memory = dense.memory(extent)
     if seconds <= MOST_SECONDS and memory <= budget:
         return Choice(dense, "the whole curvature, which is cheap here")
-    cost = f"dense would take about {time_in_words(seconds)} and {in_words(memory)}"
+    cost = f"dense would take about {time_in_words(seconds)} and {bytes_in_words(memory)}"
     if uneven:
         return Choice(
             dense,
             f"{cost}, but the prior's precision varies inside a layer, which kfac does not allow",
         )
-    if memory_of_kfac(extent) > budget:  # a refusal of dense names what fits
+    # Where neither fits, dense is returned: the fit refuses it, and the error names what fits.
+    if default_kfac(extent).memory(extent) > budget:
         return Choice(dense, f"{cost}, but the memory budget allows no kfac")
     return Choice(Kfac(), cost)
 
 
-def memory_of_kfac(extent: Extent) -> int:
-    """Bytes of Kronecker factors, in the form that a fit takes for a last layer of very many
-    classes.
-    """
-    many = is_last_layer(extent) and extent.outputs > MANY_CLASSES
-    return Kfac(output_factor=DIAGONAL if many else None).memory(extent)
-
-
-def seconds_of(structure: Structure, extent: Extent) -> float:
-    """About how long a fit takes. Not known for structures other than dense and kfac: NaN."""
+def estimate_seconds(structure: Structure, extent: Extent) -> float:
+    """Estimate how long a fit takes; NaN for structures other than dense and kfac."""
     if isinstance(structure, Dense):
-        return _seconds_of_dense(extent)
-    return _seconds_of_kfac(extent) if isinstance(structure, Kfac) else math.nan
+        return _dense_seconds(extent)
+    return _kfac_seconds(extent) if isinstance(structure, Kfac) else math.nan
 
 
-def _seconds_of_dense(extent: Extent) -> float:
-    rows, size, outputs = extent.rows or UNKNOWN_ROWS, extent.size, extent.outputs
-    width = size // outputs
+def _dense_seconds(extent: Extent) -> float:
+    """Estimate the seconds of a dense fit."""
+    rows = extent.rows or UNKNOWN_ROWS
+    size = extent.size
+    outputs = extent.outputs
     directions = min(size, rows * outputs)
-    if directions < size:  # rows in place of a matrix
+    # Operations of one pass: rows in place of a matrix, blocks of a last layer, or JᵀΛJ.
+    if directions < size:
         sums = 2 * directions**2 * size
     elif is_last_layer(extent):
-        sums = outputs * (outputs + 1) * rows * width**2
+        sums = outputs * (outputs + 1) * rows * (size // outputs) ** 2
     else:
         sums = 2 * rows * outputs * size**2
     rounds = ROUNDS if extent.averages else 0
-    work = sums * (1 + 2 * rounds) / PRODUCTS  # of each round: covariances of the rows, then sums
-    work += (1 + rounds) * directions**2 * size / FACTORS
-    work += (CHOICES if extent.averages else 1) * directions**2 * size / EIGENVECTORS
-    return work + rows * _features(extent) * OF_FEATURE
+    # A round computes the covariances of the rows, and then sums.
+    seconds = sums * (1 + 2 * rounds) / PRODUCTS
+    seconds += (1 + rounds) * directions**2 * size / FACTORS
+    seconds += (CHOICES if extent.averages else 1) * directions**2 * size / EIGENVECTORS
+    return seconds + rows * _layer_inputs(extent) * SECONDS_PER_FEATURE
 
 
-def _seconds_of_kfac(extent: Extent) -> float:
-    rows, outputs = extent.rows or UNKNOWN_ROWS, extent.outputs
+def _kfac_seconds(extent: Extent) -> float:
+    """Estimate the seconds of a fit with Kronecker factors."""
+    rows = extent.rows or UNKNOWN_ROWS
+    outputs = extent.outputs
     rounds = ROUNDS if extent.averages else 0
-    head = is_last_layer(extent)
-    work = rows * _features(extent) * OF_FEATURE
+    last_layer = is_last_layer(extent)
+    seconds = rows * _layer_inputs(extent) * SECONDS_PER_FEATURE
     for inside, out in extent.layers:
-        work += inside**3 / EIGENVECTORS + 2 * rows * inside**2 / PRODUCTS
-        each = (
-            out**3 / EIGENVECTORS
-            + 4 * rows * inside * (1 if head else outputs) * out / SINGLE_PRODUCTS
+        # The input factor is summed and decomposed once, the output factor in each round.
+        seconds += inside**3 / EIGENVECTORS + 2 * rows * inside**2 / PRODUCTS
+        backward_passes = 1 if last_layer else outputs
+        each_round = (
+            out**3 / EIGENVECTORS + 4 * rows * inside * backward_passes * out / SINGLE_PRODUCTS
         )
-        work += each * (1 + rounds)
-    if head and rounds:
+        seconds += each_round * (1 + rounds)
+    if last_layer and rounds:
         inside, _ = extent.layers[0]
-        work += 2 * rows * inside**2 / SINGLE_PRODUCTS
+        seconds += 2 * rows * inside**2 / SINGLE_PRODUCTS
         # Each node adds p pᵀ (C, C) to the output factor
-        of_node = outputs * OF_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
-        work += rounds * rows * nodes_of_row(rows, outputs) * of_node
-    return work
+        each_node = outputs * SECONDS_PER_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
+        seconds += rounds * rows * nodes_of_row(rows, outputs) * each_node
+    return seconds
 
 
 def nodes_of_row(rows: int, classes: int) -> int:
-    """How many nodes a row of pooled classes has in one pass: those of `ssla.likelihoods.averages`.
+    """Return how many nodes a row of classes has in one pass of `ssla.likelihoods.averages`.
 
     That package and this one do not import each other; a test compares the two.
     """
@@ -125,13 +126,13 @@ def nodes_of_row(rows: int, classes: int) -> int:
     return 2 * math.ceil(count / 2)
 
 
-def _features(extent: Extent) -> int:
-    """Numbers of a row that its layers see."""
+def _layer_inputs(extent: Extent) -> int:
+    """Return how many numbers of a row the layers take as inputs."""
     return sum(inside for inside, _ in extent.layers) or extent.size
 
 
 def time_in_words(seconds: float) -> str:
-    """A number of seconds as text."""
+    """Return a number of seconds as text, in seconds, minutes or hours."""
     if seconds < 120:
         return f"{max(round(seconds), 1)} s"
     unit, word = (60, "min") if seconds < 7200 else (3600, "h")

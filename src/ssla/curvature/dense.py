@@ -20,16 +20,19 @@ from ssla.curvature.structure import (
     NoFactorError,
     Operator,
     Structure,
-    constant,
-    mismatch,
-    no_factor,
+    factorisation_error_text,
+    mismatch_text,
+    rows_are_constant,
 )
-from ssla.curvature.woodbury import WoodburyOperator, woodbury
+from ssla.curvature.woodbury import WoodburyOperator, woodbury_operator
 from ssla.maths.roots import FullRoot, full_root
 
-WIDEST_PIVOTS = (
-    1e3  # ratio of pivots up to which K is taken from H⁻¹: its relative error is then below 1e-8
-)
+# Ratio of pivots up to which K is taken from H⁻¹: its relative error is then below 1e-8. The error
+# is compared in tests/fitting/test_many_rows.py.
+WIDEST_PIVOTS = 1e3
+# Share of a parameter's own curvature below which its pivot is rounding error, where the prior does
+# not bound pivots from below. A guess.
+LEAST_PIVOT = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,84 +43,95 @@ class DenseOperator:
 
     @cached_property
     def _whitener(self) -> Tensor:
-        """L⁻¹, computed once, so that each batch needs a product and not a solve."""
-        inverse = torch.eye(
-            self.factor.shape[0], dtype=torch.float64
-        ).mT  # by columns, as LAPACK needs it: no copy is made
+        """Return L⁻¹ (P, P), computed once, so that each batch needs a product and not a solve."""
+        # Stored by columns, as LAPACK needs it: no copy is made.
+        inverse = torch.eye(self.factor.shape[0], dtype=torch.float64).mT
         torch.linalg.solve_triangular(self.factor, inverse, upper=False, out=inverse)
         return inverse
 
     @cached_property
     def _single_whitener(self) -> Tensor:
+        """Return L⁻¹ (P, P) in float32."""
         return self._whitener.float()
+
+    @cached_property
+    def _inverse(self) -> Tensor:
+        """Return H⁻¹ (P, P)."""
+        return torch.cholesky_inverse(self.factor)
+
+    @property
+    def _inverse_is_accurate(self) -> bool:
+        """Return whether the pivots of L are similar enough for products with H⁻¹ itself."""
+        pivots = self.factor.diagonal()
+        return float(pivots.max()) <= WIDEST_PIVOTS * float(pivots.min())
 
     def forget(self) -> None:
         """Drop L⁻¹ and H⁻¹, each as large as L, but keep the variances.
 
-        The others are computed again where they are needed.
+        L⁻¹ and H⁻¹ are computed again where they are needed.
         """
-        if "_inverse" in self.__dict__ or not self._benign:
+        # The variances are computed now only if a matrix that is dropped makes them cheap.
+        if "_inverse" in self.__dict__ or not self._inverse_is_accurate:
             _ = self._variances
         for name in ("_whitener", "_single_whitener", "_inverse"):
             self.__dict__.pop(name, None)
 
     def covariance(self, J: Jacobian) -> Tensor:
+        """Compute K = J H⁻¹ Jᵀ in the dtype of J.  -> (B, C, C)."""
         return J.quadratic(self._single_whitener if J.dtype == torch.float32 else self._whitener)
 
     def root(self, J: Jacobian) -> FullRoot:
+        """Compute R (B, C, C) with R Rᵀ = K."""
         return full_root(self.covariance(J))
 
     def root_for_sums(self, J: Jacobian) -> FullRoot:
-        """The same from H⁻¹ itself, which is faster for the rows of a fit, where rounding
-        errors of H⁻¹ are small enough.
+        """Compute R as `root` does, from H⁻¹ itself where its rounding errors are small enough.
+
+        It is faster for the many rows of a fit.
         """
-        if isinstance(J, Features) and (J.by_pairs or J.by_blocks) and self._benign:
+        if isinstance(J, Features) and (J.by_pairs or J.by_blocks) and self._inverse_is_accurate:
             return full_root(J.form(self._inverse))
         return self.root(J)
 
-    @cached_property
-    def _inverse(self) -> Tensor:
-        """H⁻¹."""
-        return torch.cholesky_inverse(self.factor)
-
-    @property
-    def _benign(self) -> bool:
-        pivots = self.factor.diagonal()
-        return float(pivots.max()) <= WIDEST_PIVOTS * float(pivots.min())
-
-    def response(self, J: Jacobian, middle: Tensor) -> Tensor:
+    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+        """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
         # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹; J.quadratic needs a lower triangular factor, which a QR of
         # B gives.
-        B = middle.sqrt()[:, None] * torch.cholesky_solve(
-            torch.eye(len(middle), dtype=torch.float64), self.factor
-        )
-        upper = torch.linalg.qr(
-            B.flip(1), mode="r"
-        ).R  # BF = QR  =>  BᵀB = F RᵀR F, and FRF is lower triangular
+        eye = torch.eye(len(precisions), dtype=torch.float64)
+        B = precisions.sqrt()[:, None] * torch.cholesky_solve(eye, self.factor)
+        # With F the flip of columns, BF = QR  =>  BᵀB = F RᵀR F, and FRF is lower triangular.
+        upper = torch.linalg.qr(B.flip(1), mode="r").R
         return J.quadratic(upper.flip(0, 1).contiguous())
 
     def logdet(self) -> float:
+        """Compute log |H| = 2 Σ log of the pivots of L."""
         return 2 * float(self.factor.diagonal().log().sum())
 
     def solve(self, v: Tensor) -> Tensor:
+        """Compute H⁻¹ v.  (P,) -> (P,)."""
         return torch.cholesky_solve(v.unsqueeze(-1), self.factor).squeeze(-1)
 
     def solve_many(self, V: Tensor) -> Tensor:
+        """Compute H⁻¹ V.  (P, k) -> (P, k)."""
         return torch.cholesky_solve(V, self.factor)
 
     def variances(self) -> Tensor:
+        """Return the diagonal of H⁻¹ (P,)."""
         return self._variances
 
     @cached_property
     def _variances(self) -> Tensor:
-        if not self._benign:
+        """Return the diagonal of H⁻¹ (P,), from L⁻¹ where H⁻¹ itself is not accurate."""
+        if not self._inverse_is_accurate:
             return (self._whitener**2).sum(0)
-        inverse = self.__dict__.get("_inverse")  # not kept for this: it is as large as L
-        return (
-            (torch.cholesky_inverse(self.factor) if inverse is None else inverse).diagonal().clone()
-        )
+        # An inverse that is there is used, but none is kept for this: it is as large as L.
+        inverse = self.__dict__.get("_inverse")
+        if inverse is None:
+            inverse = torch.cholesky_inverse(self.factor)
+        return inverse.diagonal().clone()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n vectors L⁻ᵀz with white z, from N(0, H⁻¹).  -> (n, P)."""
         white = torch.randn(n, self.factor.shape[0], dtype=torch.float64, generator=generator)
         draws: Tensor = torch.linalg.solve_triangular(self.factor.mT, white.mT, upper=True).mT
         return draws
@@ -142,85 +156,99 @@ class Dense(Structure):
 
     @property
     def positive_only(self) -> bool:
-        """Rows in place of a matrix hold a root of Λ."""
+        """Return whether an indefinite Λ is refused: the stored rows need a root of Λ."""
         return self.dual
 
     def zero(self, size: int) -> Dense:
-        return Dense(
-            self.dual, None if self.dual else torch.zeros(size, size, dtype=torch.float64), (), size
-        )
+        """Return the statistics of no data, for P = size parameters."""
+        if self.dual:
+            return Dense(size=size)
+        return self._with_matrix(torch.zeros(size, size, dtype=torch.float64), size)
+
+    def _with_matrix(self, matrix: Tensor, size: int) -> Dense:
+        """Return statistics that are stored as a matrix (P, P), with P = size."""
+        return Dense(self.dual, matrix, (), size)
 
     @property
     def count(self) -> int:
-        """Rows kept."""
-        return sum(len(part) for part in self.rows)
+        """Return the number m of stored rows."""
+        return sum(len(rows) for rows in self.rows)
 
     def as_matrix(self) -> Tensor:
-        """S (P, P), computed if it is not stored."""
+        """Return S (P, P), computed if it is not stored."""
         if self.matrix is not None:
             return self.matrix
-        W = self._stacked
+        W = self._stacked_rows
         return W.mT @ W
 
     @cached_property
-    def _stacked(self) -> Tensor:
+    def _stacked_rows(self) -> Tensor:
+        """Return the stored rows as one tensor W (m, P)."""
         return torch.cat(self.rows) if self.rows else torch.zeros(0, self.size, dtype=torch.float64)
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
+        """Return the statistics with one more batch; precision Λ (B, C, C)."""
         if self._stays_in_rows(J, precision):
-            W = (_root(precision) @ J.dense().values.double()).flatten(0, 1)
+            W = (_precision_root(precision) @ J.dense().values.double()).flatten(0, 1)
             return replace(self, rows=(*self.rows, W))
-        return Dense(self.dual, J.gram(precision).add_(self.as_matrix()), (), self.size)
+        return self._with_matrix(J.gram(precision).add_(self.as_matrix()), self.size)
 
     def accumulate(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
     ) -> Dense:
-        """As `add`, but a matrix is changed in place: for a sum that belongs to the caller
-        alone.
-        """
+        """Add a batch as `add` does, but change a matrix in place; only its owner may call it."""
         if self.matrix is not None:
             J.add_gram(self.matrix, precision)
             return self
         if self._stays_in_rows(J, precision):
             return self.add(J, precision, weights)
-        rows = self._stacked
-        # the rows as they came are not needed any more: without them the matrix takes their place
-        # in memory
+        # The rows are not needed any more. They are freed before the batch is added, so that the
+        # matrix takes their place in memory.
+        W = self._stacked_rows
         object.__setattr__(self, "rows", ())
-        del self.__dict__["_stacked"]
-        total = rows.mT @ rows
-        del rows
-        return Dense(self.dual, J.add_gram(total, precision), (), self.size)
+        del self.__dict__["_stacked_rows"]
+        total = W.mT @ W
+        del W
+        return self._with_matrix(J.add_gram(total, precision), self.size)
 
     def _stays_in_rows(self, J: Jacobian, precision: Tensor) -> bool:
-        """Whether the rows of another batch are fewer than the parameters, together with those
-        kept.
+        """Return whether the stored rows and those of a batch are fewer than the parameters.
+
+        precision: Λ of the batch (B, C, C).
         """
         return self.matrix is None and self.count + precision.shape[0] * J.outputs < self.size
 
-    def merge(self, other: Structure) -> Dense:
+    def _require_same_kind(self, other: Structure) -> Dense:
+        """Return the other statistics; ValueError if they are not dense or of another size."""
         if not isinstance(other, Dense) or other.size != self.size:
-            raise ValueError(mismatch("dense", other))
+            raise ValueError(mismatch_text("dense", other))
+        return other
+
+    def merge(self, other: Structure) -> Dense:
+        """Return the statistics of both data sets, as rows while these are fewer than P."""
+        other = self._require_same_kind(other)
         if self.matrix is None and other.matrix is None and self.count + other.count < self.size:
             return replace(self, rows=self.rows + other.rows)
-        return Dense(self.dual, self.as_matrix() + other.as_matrix(), (), self.size)
+        return self._with_matrix(self.as_matrix() + other.as_matrix(), self.size)
 
     def mixed(self, other: Structure, share: float) -> Dense:
-        if not isinstance(other, Dense) or other.size != self.size:
-            raise ValueError(mismatch("dense", other))
-        if (
-            self.matrix is None and other.matrix is None
-        ):  # both lie in the span of the same Jacobians: no rank is added
-            both = torch.cat([(1 - share) ** 0.5 * self._stacked, share**0.5 * other._stacked])
-            Q, R = torch.linalg.qr(both.mT)
-            U, singular, _ = torch.linalg.svd(R)
-            kept = slice(max(self.count, other.count))
-            return replace(self, rows=((Q @ (U * singular)[:, kept]).mT,))
-        return Dense(
-            self.dual, torch.lerp(self.as_matrix(), other.as_matrix(), share), (), self.size
+        """Return (1 − share) of these statistics plus `share` of others of the same rows."""
+        other = self._require_same_kind(other)
+        if self.matrix is not None or other.matrix is not None:
+            mixture = torch.lerp(self.as_matrix(), other.as_matrix(), share)
+            return self._with_matrix(mixture, self.size)
+        # The rows of both are in the span of the same Jacobians, so the mixture has no higher rank
+        # than they have: as many of its leading directions are kept as the longer one has rows.
+        both = torch.cat(
+            [(1 - share) ** 0.5 * self._stacked_rows, share**0.5 * other._stacked_rows]
         )
+        Q, R = torch.linalg.qr(both.mT)
+        U, singular, _ = torch.linalg.svd(R)
+        leading = slice(max(self.count, other.count))
+        return replace(self, rows=((Q @ (U * singular)[:, leading]).mT,))
 
     def positive_part(self) -> Dense:
+        """Return S without its directions of negative curvature; rows have none."""
         if self.matrix is None or int(torch.linalg.cholesky_ex(self.matrix).info) == 0:
             return self
         # In units in which the diagonal is one: parameters of very unequal units have eigenvalues
@@ -228,58 +256,65 @@ class Dense(Structure):
         diagonal = self.matrix.diagonal().abs()
         unit = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / unit[:, None] / unit)
-        kept = (vectors * values.clamp_min(0)) @ vectors.mT
-        return replace(self, matrix=kept * unit[:, None] * unit)
+        positive = (vectors * values.clamp_min(0)) @ vectors.mT
+        return replace(self, matrix=positive * unit[:, None] * unit)
 
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
-        """Of a matrix; rows in place of one keep no basis."""
-        if self.matrix is None or not constant(precisions):
+        """Return the eigenbasis of a matrix; None for stored rows and for precisions that vary.
+
+        precisions (k, P).
+        """
+        if self.matrix is None or not rows_are_constant(precisions):
             return None
         values, vectors = torch.linalg.eigh(self.matrix)
-        whole = torch.arange(len(values)).unsqueeze(0)  # one row: Q_out is 1×1
-        one = torch.ones(1, 1, dtype=torch.float64)
-        return Eigenbasis(values.clamp_min(0), ((whole, vectors, one),))
+        # θ is one block of a single output (1, P), so Q_out is 1×1.
+        positions = torch.arange(len(values)).unsqueeze(0)
+        outer = torch.ones(1, 1, dtype=torch.float64)
+        return Eigenbasis(values.clamp_min(0), ((positions, vectors, outer),))
 
     def scaled(self, factors: Tensor) -> Dense:
+        """Return D S D for D = diag(factors), factors (P,)."""
         if self.matrix is None:
-            return replace(self, rows=(self._stacked * factors,))
+            return replace(self, rows=(self._stacked_rows * factors,))
         return replace(self, matrix=(self.matrix * factors[:, None]).mul_(factors[None, :]))
 
     def push(self, direction: Tensor) -> Tensor:
-        return (
-            self._stacked.mT @ (self._stacked @ direction)
-            if self.matrix is None
-            else self.matrix @ direction
-        )
+        """Compute S d.  (P,) -> (P,)."""
+        if self.matrix is None:
+            return self._stacked_rows.mT @ (self._stacked_rows @ direction)
+        return self.matrix @ direction
 
     def trace(self, operator: Operator) -> float:
+        """Compute tr(S H⁻¹) by one solve for each row or column of S."""
         if self.matrix is None:
-            rows = self._stacked.mT
-            return float((rows * operator.solve_many(rows)).sum())
+            columns = self._stacked_rows.mT
+            return float((columns * operator.solve_many(columns)).sum())
         return float(operator.solve_many(self.matrix).diagonal().sum())
 
     def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
+        """Factorise H = S + prior, by Woodbury's formula for rows; precision (P,) or (P, P).
+
+        NoFactorError if H is not positive definite in double precision.
+        """
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):
-            return woodbury(self._stacked, precision)
+            return woodbury_operator(self._stacked_rows, precision)
         S = self.as_matrix()
-        H = torch.empty_like(S).mT.copy_(
-            S
-        )  # by columns, as LAPACK needs it: H is factorised in place
+        # Stored by columns, as LAPACK needs it: H is factorised in place.
+        H = torch.empty_like(S).mT.copy_(S)
         (H.diagonal() if precision.dim() == 1 else H).add_(precision)
         scale = H.diagonal().sqrt()
         factor, info = torch.linalg.cholesky_ex(H, out=(H, torch.empty((), dtype=torch.int32)))
         pivots = factor.diagonal()
-        improper = precision.dim() == 1 and bool(
-            (precision <= 0).any()
-        )  # then a small pivot is rounding error
-        if int(info) != 0 or (improper and bool((pivots < 1e-7 * scale).any())):
-            which = int(info) or int((pivots / scale).argmin()) + 1
-            raise NoFactorError(
-                no_factor(precision, f" (parameter {which} of {len(H)} is not determined)")
-            )
+        # Under a prior without curvature somewhere, a small pivot is rounding error.
+        improper = precision.dim() == 1 and bool((precision <= 0).any())
+        if int(info) != 0 or (improper and bool((pivots < LEAST_PIVOT * scale).any())):
+            undetermined = int(info) or int((pivots / scale).argmin()) + 1
+            detail = f" (parameter {undetermined} of {len(H)} is not determined)"
+            raise NoFactorError(factorisation_error_text(precision, detail))
         return DenseOperator(factor)
 
     def memory(self, extent: Extent) -> int:
+        """Estimate the bytes that a fit needs: copies of a matrix (P, P), or of rows (n·C, P)."""
         width = extent.size
         if self.dual and extent.rows is not None:
             width = min(width, extent.rows * extent.outputs)
@@ -290,8 +325,8 @@ class Dense(Structure):
         return copies * 8 * width * extent.size
 
 
-def _root(precision: Tensor) -> Tensor:
-    """B with BᵀB = Λ, also where Λ is singular (as for classes).  (B, C, C) -> (B, C, C)."""
+def _precision_root(precision: Tensor) -> Tensor:
+    """Compute B with BᵀB = Λ, also where Λ is singular (as for classes).  (B, C, C) -> same."""
     if precision.shape[-1] == 1:
         return precision.sqrt()
     values, vectors = torch.linalg.eigh(precision)

@@ -14,8 +14,8 @@ from ssla.curvature.structure import (
     NoFactorError,
     Operator,
     Structure,
-    mismatch,
-    no_factor,
+    factorisation_error_text,
+    mismatch_text,
 )
 from ssla.maths.roots import Root, ScaledRoot, full_root
 
@@ -31,30 +31,37 @@ class DiagonalOperator:
     h: Tensor  # (P,)
 
     def covariance(self, J: Jacobian) -> Tensor:
+        """Compute K = J diag(1/h) Jᵀ.  -> (B, C, C)."""
         return J.quadratic_diagonal(1 / self.h)
 
     def root(self, J: Jacobian) -> Root:
-        """Of a last layer K is diagonal."""
+        """Compute R with R Rᵀ = K; for a last layer K is diagonal, and so is R."""
         if isinstance(J, Features):
             return ScaledRoot(J.weighted_squares(1 / self.h).sqrt())
         return full_root(self.covariance(J))
 
-    def response(self, J: Jacobian, middle: Tensor) -> Tensor:
-        return J.quadratic_diagonal(middle / self.h**2)
+    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+        """Compute J diag(m/h²) Jᵀ for precisions m.  (P,) -> (B, C, C)."""
+        return J.quadratic_diagonal(precisions / self.h**2)
 
     def logdet(self) -> float:
+        """Compute log |H| = Σ log h."""
         return float(self.h.log().sum())
 
     def solve(self, v: Tensor) -> Tensor:
+        """Compute H⁻¹ v.  (P,) -> (P,)."""
         return v / self.h
 
     def solve_many(self, V: Tensor) -> Tensor:
+        """Compute H⁻¹ V.  (P, k) -> (P, k)."""
         return V / self.h[:, None]
 
     def variances(self) -> Tensor:
+        """Compute the diagonal of H⁻¹ (P,)."""
         return 1 / self.h
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
         return torch.randn(n, len(self.h), dtype=torch.float64, generator=generator) / self.h.sqrt()
 
 
@@ -62,57 +69,72 @@ class DiagonalOperator:
 class Diagonal(Structure):
     """s = diag(Σ JᵀΛJ) (P,) in float64."""
 
-    diagonal: Tensor | None = None
+    diagonal: Tensor | None = None  # None: `zero` has not been called yet
 
     name = "diag"
     materialises = False
     whole = False
 
     def zero(self, size: int) -> Diagonal:
+        """Return the statistics of no data, for P = size parameters."""
         return Diagonal(torch.zeros(size, dtype=torch.float64))
 
     @property
     def _diagonal(self) -> Tensor:
+        """Return the diagonal s (P,); AssertionError before `zero`."""
         assert self.diagonal is not None
         return self.diagonal
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Diagonal:
+        """Return the statistics with one more batch; precision Λ (B, C, C)."""
         return Diagonal(self._diagonal + J.gram_diagonal(precision))
 
-    def merge(self, other: Structure) -> Diagonal:
+    def _require_diagonal(self, other: Structure) -> Tensor:
+        """Return the other statistics' diagonal (P,); ValueError if they are of another kind."""
         if not isinstance(other, Diagonal) or other._diagonal.shape != self._diagonal.shape:
-            raise ValueError(mismatch("diag", other))
-        return Diagonal(self._diagonal + other._diagonal)
+            raise ValueError(mismatch_text("diag", other))
+        return other._diagonal
+
+    def merge(self, other: Structure) -> Diagonal:
+        """Return the statistics of both data sets."""
+        return Diagonal(self._diagonal + self._require_diagonal(other))
 
     def mixed(self, other: Structure, share: float) -> Diagonal:
-        if not isinstance(other, Diagonal) or other._diagonal.shape != self._diagonal.shape:
-            raise ValueError(mismatch("diag", other))
-        return Diagonal((1 - share) * self._diagonal + share * other._diagonal)
+        """Return (1 − share) of these statistics plus `share` of others of the same rows."""
+        return Diagonal((1 - share) * self._diagonal + share * self._require_diagonal(other))
 
     def positive_part(self) -> Diagonal:
+        """Return the statistics with zeros in place of negative entries."""
         return Diagonal(self._diagonal.clamp_min(0))
 
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis:
+        """Return the identity as the basis, which suits any prior precisions (k, P)."""
         return Eigenbasis(self._diagonal, ())
 
     def scaled(self, factors: Tensor) -> Diagonal:
+        """Return D S D for D = diag(factors), factors (P,)."""
         return replace(self, diagonal=self._diagonal * factors**2)
 
     def push(self, direction: Tensor) -> Tensor:
+        """Compute S d.  (P,) -> (P,)."""
         return self._diagonal * direction
 
     def trace(self, operator: Operator) -> float:
+        """Compute tr(S H⁻¹), which needs only the variances of any operator."""
         return float(self._diagonal @ operator.variances())
 
     def with_prior(self, precision: Tensor) -> DiagonalOperator:
+        """Return the operator of h = s + the diagonal of the prior; precision (P,) or (P, P).
+
+        NoFactorError unless all of h is above zero.
+        """
         h = self._diagonal + (precision if precision.dim() == 1 else precision.diagonal())
         if not bool((h > 0).all()):
-            raise NoFactorError(
-                no_factor(
-                    precision, f" (parameter {int(h.argmin()) + 1} of {len(h)} is not determined)"
-                )
-            )
+            undetermined = int(h.argmin()) + 1
+            detail = f" (parameter {undetermined} of {len(h)} is not determined)"
+            raise NoFactorError(factorisation_error_text(precision, detail))
         return DiagonalOperator(h)
 
     def memory(self, extent: Extent) -> int:
+        """Estimate the bytes that a fit needs, from the counted vectors (P,)."""
         return (VECTORS_OF_AVERAGES if extent.averages else VECTORS) * 8 * extent.size

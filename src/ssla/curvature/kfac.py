@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
 
-from ssla._checks import one_of
+from ssla._checks import check_name
 from ssla.curvature.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
 from ssla.curvature.structure import (
     Eigenbasis,
@@ -33,9 +33,9 @@ from ssla.curvature.structure import (
     NoFactorError,
     Operator,
     Structure,
-    constant,
-    mismatch,
-    no_factor,
+    factorisation_error_text,
+    mismatch_text,
+    rows_are_constant,
 )
 from ssla.maths.linalg import symmetric_product
 from ssla.maths.roots import Root, ScaledRoot, full_root
@@ -48,6 +48,7 @@ MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last l
 # profiles, at most 3e-7 of the largest entry left over.
 MIXTURES, MIXTURE_SEED, MIXTURE_SPREAD = 64, 0, 2.0
 PROFILE_TOLERANCE, MOST_PROFILES = 1e-8, 24
+SMALLEST_EIGENVALUE = 1e-14  # share of the largest one below which H has no factor: rounding error
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
 
 
@@ -61,16 +62,20 @@ class LayerFactors:
     count: float  # Σ w over rows and positions
 
     def merge(self, other: LayerFactors) -> LayerFactors:
+        """Return the sums of both data sets."""
         return replace(self, A=self.A + other.A, G=self.G + other.G, count=self.count + other.count)
 
-    def absorb(self, other: LayerFactors) -> LayerFactors:
-        """As `merge`, in place."""
-        return replace(
-            self, A=self.A.add_(other.A), G=self.G.add_(other.G), count=self.count + other.count
-        )
+    def merge_in_place(self, other: LayerFactors) -> LayerFactors:
+        """Return the sums of both data sets, in the memory of A and G."""
+        self.A.add_(other.A)
+        self.G.add_(other.G)
+        return replace(self, count=self.count + other.count)
 
     def with_outputs(self, G: Tensor) -> LayerFactors:
-        """The same inputs, whose eigenbasis is kept, with another output factor."""
+        """Return the same inputs with another output factor G (out, out) or (out,).
+
+        The eigenbasis of the inputs is kept if it is there.
+        """
         changed = replace(self, G=G)
         if "input_eigen" in self.__dict__:
             changed.__dict__["input_eigen"] = self.input_eigen
@@ -78,13 +83,13 @@ class LayerFactors:
 
     @cached_property
     def input_eigen(self) -> tuple[Tensor, Tensor]:
-        """λ_A and Q_A of A/count."""
+        """Return λ_A (in,) and Q_A (in, in) of A/count."""
         values, vectors = torch.linalg.eigh(self.A / self.count)
         return values.clamp_min(0), vectors
 
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """λ_A, Q_A, λ_G, Q_G of A/count and G; Q_G of a diagonal is None: the identity."""
+        """Return λ_A, Q_A, λ_G, Q_G of A/count and G; Q_G of a diagonal is None: the identity."""
         if self.G.dim() == 1:
             return *self.input_eigen, self.G.clamp_min(0), None
         values_g, vectors_g = torch.linalg.eigh(self.G)
@@ -95,39 +100,41 @@ class LayerFactors:
 class LayerOperator:
     """(Q_G ⊗ Q_A) diag(spectrum) (Q_G ⊗ Q_A)ᵀ on one layer's (out, in) entries."""
 
-    positions: Tensor
-    basis_a: Tensor
-    basis_g: Tensor | None  # None: the identity
+    positions: Tensor  # (out, in)
+    basis_a: Tensor  # Q_A (in, in)
+    basis_g: Tensor | None  # Q_G (out, out); None: the identity
     spectrum: Tensor  # (out, in): eigenvalues of H
 
     @cached_property
     def _single_basis_g(self) -> Tensor | None:
+        """Return Q_G in float32, converted once."""
         return None if self.basis_g is None else self.basis_g.float()
 
     def outputs_basis(self, dtype: torch.dtype) -> Tensor | None:
-        """Q_G, converted once."""
+        """Return Q_G (out, out) in a dtype; None for the identity."""
         if dtype == torch.float32 or self.basis_g is None:
             return self._single_basis_g
         return self.basis_g.to(dtype)
 
     @cached_property
     def profiles(self) -> Tensor:
-        """u (r, C), orthonormal: √v of any row of a last layer is Σ_k c_k u_k, to about 3e-7 of its
-        largest entry.
+        """Return orthonormal u (r, C) whose combinations Σ_k c_k u_k give √v of any row.
 
+        The rows are those of a last layer, and the error is about 3e-7 of the largest entry of √v.
         With eigenvalues a_i of the inputs' factor and b_j of the outputs', v_j = Σ_i ψ_i² / (a_i
         b_j + τ). That is one smooth function of log b_j, a mixture of shifted logistic functions,
         whatever the row's ψ. So few functions span √v of all rows. They are the leading singular
         vectors of √v for fixed mixtures ψ² that range over rows like those of the data (ψ_i² in
         proportion to a_i), rows without any direction of the data (ψ_i² equal), and rows between.
         """
-        inside = self.spectrum.amax(0) - self.spectrum.amin(0)  # in proportion to a
+        # a_i up to a factor: the spectrum a_i b_j + τ varies by a_i (max b − min b) over outputs.
+        inside = self.spectrum.amax(0) - self.spectrum.amin(0)
         inside = inside / inside.max().clamp_min(1e-300)
         generator = torch.Generator().manual_seed(MIXTURE_SEED)
         normals = torch.randn(MIXTURES, len(inside), dtype=torch.float64, generator=generator)
         uneven = (MIXTURE_SPREAD * normals).exp()
-        mixtures = torch.cat([uneven * inside**power for power in (1.0, 0.5, 0.0)])
-        scales = (mixtures @ (1 / self.spectrum).mT).sqrt()
+        mixtures = torch.cat([uneven * inside**power for power in (1.0, 0.5, 0.0)])  # ψ²
+        scales = (mixtures @ (1 / self.spectrum).mT).sqrt()  # √v (3·MIXTURES, C)
         _, values, vectors = torch.linalg.svd(
             scales / scales.amax(1, keepdim=True), full_matrices=False
         )
@@ -135,37 +142,38 @@ class LayerOperator:
         leading: Tensor = vectors[: min(count, MOST_PROFILES)]
         return leading.contiguous()
 
-    def outputs_profiles(self) -> Tensor:
-        """`profiles`, found when they are first asked for."""
+    def compute_profiles(self) -> Tensor:
+        """Return `profiles` (r, C), which are computed by the first call."""
         return self.profiles
 
     def rotate(self, block: LayerBlock) -> LayerBlock:
-        """The block's J in the eigenbasis."""
-        delta = (
-            block.delta if self.basis_g is None else block.delta @ self.basis_g.to(block.a.dtype)
-        )
-        return LayerBlock(self.positions, block.a @ self.basis_a.to(block.a.dtype), delta)
+        """Return a block's J in the eigenbasis."""
+        a = block.a @ self.basis_a.to(block.a.dtype)
+        if self.basis_g is None:
+            return LayerBlock(self.positions, a, block.delta)
+        return LayerBlock(self.positions, a, block.delta @ self.basis_g.to(block.a.dtype))
 
     def variances(self, J: Features, weights: Tensor) -> Tensor:
-        """v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ, for a last layer.
+        """Compute v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ.
 
-        w (out, in).
+        J: of a last layer. weights: w (out, in).
         """
         return J.rotated_squares(self.basis_a) @ weights.mT.to(J.dtype)
 
     def solve(self, v: Tensor) -> Tensor:
-        """(…, out, in) -> (…, out, in)."""
-        inside = (v if self.basis_g is None else self.basis_g.mT @ v) @ self.basis_a
-        return self.rotate_back(inside / self.spectrum)
+        """Compute H⁻¹ v on the layer's entries.  (…, out, in) -> (…, out, in)."""
+        rotated = (v if self.basis_g is None else self.basis_g.mT @ v) @ self.basis_a
+        return self.rotate_back(rotated / self.spectrum)
 
     def rotate_back(self, v: Tensor) -> Tensor:
-        """Q_G v Q_Aᵀ: out of the eigenbasis.  (…, out, in) -> (…, out, in)."""
+        """Compute Q_G v Q_Aᵀ: out of the eigenbasis.  (…, out, in) -> (…, out, in)."""
         return (v if self.basis_g is None else self.basis_g @ v) @ self.basis_a.mT
 
     def entry_variances(self) -> Tensor:
-        """The diagonal of the inverse (out, in)."""
-        inside = 1 / self.spectrum
-        return (inside if self.basis_g is None else self.basis_g**2 @ inside) @ (self.basis_a**2).mT
+        """Compute the diagonal of the layer's H⁻¹ (out, in)."""
+        inverse = 1 / self.spectrum
+        by_outputs = inverse if self.basis_g is None else self.basis_g**2 @ inverse
+        return by_outputs @ (self.basis_a**2).mT
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,56 +181,73 @@ class KfacOperator:
     """H⁻¹ of all layers, and of the diagonal for other parameters."""
 
     layers: tuple[LayerOperator, ...]
-    rest_positions: Tensor
+    rest_positions: Tensor  # (P_r,)
     rest: Tensor  # (P_r,) diagonal of H
     size: int
 
-    def _quadratic(self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor) -> Tensor:
-        if isinstance(J, Features):  # δ = I: K = Q_G diag(v) Q_Gᵀ
-            (op,), (weights,) = self.layers, layer_weights
-            basis, v = op.outputs_basis(J.dtype), op.variances(J, weights)
-            return (
-                torch.diag_embed(v)
-                if basis is None
-                else symmetric_product(basis * v.unsqueeze(-2), basis)
-            )
-        total: Tensor | None = None
-        for operator, block, weights in zip(
-            self.layers, layer_blocks(J), layer_weights, strict=True
-        ):
-            K = operator.rotate(block).weighted_covariance(weights)
-            total = K if total is None else total + K
+    def _weighted_quadratic(
+        self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor
+    ) -> Tensor:
+        """Compute J M Jᵀ (B, C, C) for an M that is diagonal in the eigenbases.
+
+        layer_weights: the diagonal of M (out, in) for each layer; rest_weights (P_r,).
+        """
+        if isinstance(J, Features):
+            return self._last_layer_quadratic(J, layer_weights)
+        return reduce(torch.add, self._quadratic_terms(J, layer_weights, rest_weights))
+
+    def _quadratic_terms(
+        self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor
+    ) -> Iterator[Tensor]:
+        """Yield the terms (B, C, C) of `_weighted_quadratic`: one for each layer, then the rest."""
+        for op, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
+            yield op.rotate(block).weighted_covariance(weights)
         rest = rest_block(J)
         if rest is not None:
-            K = symmetric_product(rest.values * rest_weights.to(rest.values.dtype), rest.values)
-            total = K if total is None else total + K
-        assert total is not None
-        return total
+            yield rest.weighted_covariance(rest_weights)
+
+    def _last_layer_quadratic(self, J: Features, layer_weights: list[Tensor]) -> Tensor:
+        """Compute J M Jᵀ = Q_G diag(v) Q_Gᵀ (B, C, C) of a last layer, where δ = I."""
+        (op,), (weights,) = self.layers, layer_weights
+        basis = op.outputs_basis(J.dtype)
+        v = op.variances(J, weights)
+        if basis is None:
+            return torch.diag_embed(v)
+        return symmetric_product(basis * v.unsqueeze(-2), basis)
 
     def covariance(self, J: Jacobian) -> Tensor:
-        return self._quadratic(J, [1 / op.spectrum for op in self.layers], 1 / self.rest)
+        """Compute K = J H⁻¹ Jᵀ in the dtype of J.  -> (B, C, C)."""
+        return self._weighted_quadratic(J, [1 / op.spectrum for op in self.layers], 1 / self.rest)
 
     def root(self, J: Jacobian) -> Root:
-        """Of a last layer Q_G diag(√v): no factorisation, and nothing of size (B, C, C)."""
-        if isinstance(J, Features):
-            (op,) = self.layers
-            profiles = None if op.basis_g is None else op.outputs_profiles
-            return ScaledRoot(
-                op.variances(J, 1 / op.spectrum).sqrt(), op.outputs_basis(J.dtype), profiles
-            )
-        return full_root(self.covariance(J))
+        """Compute R with R Rᵀ = K.
 
-    def response(self, J: Jacobian, middle: Tensor) -> Tensor:
-        levels = [middle[op.positions].flatten()[0] for op in self.layers]
-        weights = [m / op.spectrum**2 for m, op in zip(levels, self.layers, strict=True)]
-        return self._quadratic(J, weights, middle[self.rest_positions] / self.rest**2)
+        For a last layer it is Q_G diag(√v): no factorisation, and nothing of size (B, C, C).
+        """
+        if not isinstance(J, Features):
+            return full_root(self.covariance(J))
+        (op,) = self.layers
+        scale = op.variances(J, 1 / op.spectrum).sqrt()
+        profiles = None if op.basis_g is None else op.compute_profiles
+        return ScaledRoot(scale, op.outputs_basis(J.dtype), profiles)
+
+    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+        """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for one precision m ≥ 0 in each layer.
+
+        precisions: m (P,), of which a layer's first entry counts. -> (B, C, C).
+        """
+        layer_precisions = [precisions[op.positions].flatten()[0] for op in self.layers]
+        weights = [m / op.spectrum**2 for m, op in zip(layer_precisions, self.layers, strict=True)]
+        return self._weighted_quadratic(J, weights, precisions[self.rest_positions] / self.rest**2)
 
     def logdet(self) -> float:
+        """Compute log |H| from the spectra and the diagonal."""
         return float(self.rest.log().sum()) + sum(
             float(op.spectrum.log().sum()) for op in self.layers
         )
 
     def solve(self, v: Tensor) -> Tensor:
+        """Compute H⁻¹ v.  (P,) -> (P,)."""
         out = torch.zeros_like(v)
         for op in self.layers:
             out[op.positions] = op.solve(v[op.positions])
@@ -230,6 +255,7 @@ class KfacOperator:
         return out
 
     def solve_many(self, V: Tensor) -> Tensor:
+        """Compute H⁻¹ V.  (P, k) -> (P, k)."""
         out = torch.zeros_like(V)
         for op in self.layers:
             out[op.positions] = op.solve(V[op.positions].movedim(-1, 0)).movedim(0, -1)
@@ -237,6 +263,7 @@ class KfacOperator:
         return out
 
     def variances(self) -> Tensor:
+        """Compute the diagonal of H⁻¹ (P,)."""
         out = torch.zeros(self.size, dtype=torch.float64)
         for op in self.layers:
             out[op.positions] = op.entry_variances()
@@ -244,6 +271,7 @@ class KfacOperator:
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
         out = torch.randn(n, self.size, dtype=torch.float64, generator=generator)
         for op in self.layers:
             out[:, op.positions] = op.rotate_back(out[:, op.positions] / op.spectrum.sqrt())
@@ -273,56 +301,103 @@ class Kfac(Structure):
     by_layers = True
 
     def __post_init__(self) -> None:
-        one_of("sharing", self.sharing, (EXPAND, REDUCE))
+        """Check the options; ValueError for an unknown name."""
+        check_name("sharing", self.sharing, (EXPAND, REDUCE))
         if self.output_factor is not None:
-            one_of("output_factor", self.output_factor, (FULL, DIAGONAL))
-
-    @property
-    def diagonal(self) -> bool:
-        """Whether only the diagonal of the output factor is summed."""
-        return self.output_factor == DIAGONAL
+            check_name("output_factor", self.output_factor, (FULL, DIAGONAL))
 
     @property
     def diagonal_outputs(self) -> bool:
-        return self.diagonal
+        """Return whether only the diagonal of the output factor is summed."""
+        return self.output_factor == DIAGONAL
+
+    @property
+    def empty(self) -> bool:
+        """Return whether there are no data yet: then the shapes of the layers are not known."""
+        return not self.layers and not self.rest.numel()
 
     def for_many_classes(self) -> Kfac:
-        """With a diagonal output factor, unless one was asked for."""
+        """Return the form with a diagonal output factor, unless the user chose a form."""
         return replace(self, output_factor=DIAGONAL) if self.output_factor is None else self
 
     def zero(self, size: int) -> Kfac:
+        """Return the statistics of no data, for P = size parameters."""
         return Kfac(self.sharing, size, output_factor=self.output_factor)
 
     def add(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
     ) -> Kfac:
-        """As for every structure; of a last layer the precision may also be Σ_i Λ_i (1, C, C), with
-        the row weights.
+        """Return the statistics with one more batch; precision Λ (B, C, C), weights (B,).
 
-        With a diagonal output factor, Σ_i diag Λ_i (1, C) is enough. Without `inputs` the input
-        factor of a last layer is left empty: `with_inputs_of` fills it in from an earlier pass over
-        the same rows.
+        For a last layer Σ_i Λ_i (1, C, C) is enough, with the row weights; with a diagonal output
+        factor Σ_i diag Λ_i (1, C). Without `inputs` the input factor of a last layer is left
+        empty: `with_inputs_of` fills it in from an earlier pass over the same rows.
         """
-        w = torch.ones(
-            len(J.phi) if isinstance(J, Features) else len(precision), dtype=torch.float64
+        return self.merge(self._batch_statistics(J, precision, weights, inputs))
+
+    def accumulate(
+        self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
+    ) -> Kfac:
+        """Add a batch as `add` does, but change the factors in place; only their owner may."""
+        batch = self._batch_statistics(J, precision, weights, inputs)
+        if self.empty:
+            return batch
+        layers = tuple(
+            layer.merge_in_place(more)
+            for layer, more in zip(self.layers, batch.layers, strict=True)
         )
-        w = w if weights is None else weights
-        if isinstance(J, Features):  # δ = I
-            A = J.second_moment(w) if inputs else torch.zeros(0, 0, dtype=torch.float64)
-            factors = LayerFactors(_last(J), A, self._outputs(precision), float(w.sum()))
-            return self.merge(replace(self.zero(J.size), layers=(factors,)))
-        found = replace(
-            self.zero(J.size),
-            layers=tuple(self._factors(block, precision, w) for block in layer_blocks(J)),
-        )
+        return replace(self, layers=layers, rest=self.rest + batch.rest)
+
+    def _batch_statistics(
+        self, J: Jacobian, precision: Tensor, weights: Tensor | None, inputs: bool
+    ) -> Kfac:
+        """Return the statistics of one batch alone; the arguments are those of `add`."""
+        if weights is None:
+            rows = len(J.phi) if isinstance(J, Features) else len(precision)
+            weights = torch.ones(rows, dtype=torch.float64)
+        batch = self.zero(J.size)
+        if isinstance(J, Features):
+            return replace(batch, layers=(self._last_layer_factors(J, precision, weights, inputs),))
+        layers = tuple(self._layer_factors(block, precision, weights) for block in layer_blocks(J))
         rest = rest_block(J)
         if rest is None:
-            return self.merge(found)
-        squares = (rest.values * (precision @ rest.values)).sum((0, 1))
-        return self.merge(replace(found, rest_positions=rest.positions, rest=squares))
+            return replace(batch, layers=layers)
+        squares = rest.square_sum(precision)
+        return replace(batch, layers=layers, rest_positions=rest.positions, rest=squares)
+
+    def _last_layer_factors(
+        self, J: Features, precision: Tensor, weights: Tensor, inputs: bool
+    ) -> LayerFactors:
+        """Return the factors of a last layer, where δ = I; the arguments are those of `add`."""
+        A = J.second_moment(weights) if inputs else torch.zeros(0, 0, dtype=torch.float64)
+        if self.diagonal_outputs:
+            diagonals = precision.diagonal(dim1=-2, dim2=-1) if precision.dim() == 3 else precision
+            G = diagonals.sum(0)
+        else:
+            total = precision.sum(0) if len(precision) > 1 else precision[0]
+            G = (total + total.mT).div_(2)
+        return LayerFactors(_last_layer_positions(J), A, G, float(weights.sum()))
+
+    def _layer_factors(self, block: LayerBlock, precision: Tensor, weights: Tensor) -> LayerFactors:
+        """Return the factors of one layer; precision Λ (B, C, C), weights (B,)."""
+        a, delta = block.a, block.delta  # (B, T, in), (B, C, T, out)
+        if self.sharing == REDUCE:
+            a, delta = a.mean(1, keepdim=True), delta.sum(2, keepdim=True)
+        weighted = (a * weights[:, None, None]).flatten(0, 1)
+        A = weighted.mT @ a.flatten(0, 1)
+        precision_delta = torch.einsum("bcd,bdto->bcto", precision, delta)  # Λδ
+        if self.diagonal_outputs:
+            G = (delta * precision_delta).sum((0, 1, 2))
+        else:
+            G = delta.flatten(0, 2).mT @ precision_delta.flatten(0, 2)
+            G = (G + G.mT) / 2
+        return LayerFactors(block.positions, A, G, float(weights.sum()) * a.shape[1])
 
     def with_inputs_of(self, other: Structure) -> Kfac:
-        """With the input factors of another sum over the same rows, whose eigenbases are kept."""
+        """Return the statistics with another sum's input factors, whose eigenbases are kept.
+
+        other: a sum over the same rows.
+        """
         assert isinstance(other, Kfac)
         layers = tuple(
             theirs.with_outputs(mine.G)
@@ -331,71 +406,33 @@ class Kfac(Structure):
         return replace(self, layers=layers)
 
     def with_output_factor(self, G: Tensor) -> Kfac:
-        """A last layer with another output factor (C, C)."""
+        """Return the statistics of a last layer with another output factor G (C, C)."""
         (layer,) = self.layers
-        return replace(
-            self, layers=(layer.with_outputs(G.diagonal().clone() if self.diagonal else G),)
-        )
+        changed = layer.with_outputs(G.diagonal().clone() if self.diagonal_outputs else G)
+        return replace(self, layers=(changed,))
 
-    def accumulate(
-        self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
-    ) -> Kfac:
-        """As `add`, but the factors are changed in place: for a sum that belongs to the caller
-        alone.
-        """
-        batch = self.zero(J.size).add(J, precision, weights, inputs)
-        if self.empty:
-            return batch
-        layers = tuple(
-            layer.absorb(more) for layer, more in zip(self.layers, batch.layers, strict=True)
-        )
-        return replace(self, layers=layers, rest=self.rest + batch.rest)
-
-    def _outputs(self, precision: Tensor) -> Tensor:
-        """The output factor of a last layer: the sum over rows, or its diagonal."""
-        if self.diagonal:
-            return (
-                precision.diagonal(dim1=-2, dim2=-1) if precision.dim() == 3 else precision
-            ).sum(0)
-        total = precision.sum(0) if len(precision) > 1 else precision[0]
-        return (total + total.mT).div_(2)
-
-    def _factors(self, block: LayerBlock, precision: Tensor, weights: Tensor) -> LayerFactors:
-        a, delta = block.a, block.delta
-        if self.sharing == REDUCE:
-            a, delta = a.mean(1, keepdim=True), delta.sum(2, keepdim=True)
-        places = a.shape[1]
-        weighted = (a * weights[:, None, None]).flatten(0, 1)
-        A = weighted.mT @ a.flatten(0, 1)
-        turned = torch.einsum("bcd,bdto->bcto", precision, delta)
-        if self.diagonal:
-            G = (delta * turned).sum((0, 1, 2))
-        else:
-            G = delta.flatten(0, 2).mT @ turned.flatten(0, 2)
-            G = (G + G.mT) / 2
-        return LayerFactors(block.positions, A, G, float(weights.sum()) * places)
-
-    def _like(self, other: Structure) -> Kfac:
-        """The other statistics; ValueError where they are not of the same kind and parameters."""
-        same = isinstance(other, Kfac) and other.size == self.size and other.sharing == self.sharing
-        if not isinstance(other, Kfac) or not same or other.diagonal != self.diagonal:
-            raise ValueError(mismatch("kfac", other))
+    def _require_same_kind(self, other: Structure) -> Kfac:
+        """Return the other statistics; ValueError if they have other options or another size."""
+        if (
+            not isinstance(other, Kfac)
+            or other.size != self.size
+            or other.sharing != self.sharing
+            or other.diagonal_outputs != self.diagonal_outputs
+        ):
+            raise ValueError(mismatch_text("kfac", other))
         return other
 
     def merge(self, other: Structure) -> Kfac:
-        other = self._like(other)
+        """Return the statistics of both data sets."""
+        other = self._require_same_kind(other)
         if self.empty or other.empty:
             return other if self.empty else self
         layers = tuple(a.merge(b) for a, b in zip(self.layers, other.layers, strict=True))
         return replace(self, layers=layers, rest=self.rest + other.rest)
 
-    @property
-    def empty(self) -> bool:
-        """No data yet: the shapes of the layers are not known."""
-        return not self.layers and not self.rest.numel()
-
     def mixed(self, other: Structure, share: float) -> Kfac:
-        other = self._like(other)
+        """Return (1 − share) of these statistics plus `share` of others of the same rows."""
+        other = self._require_same_kind(other)
         # A is the same for the same rows
         layers = tuple(
             a.with_outputs((1 - share) * a.G + share * b.G)
@@ -404,13 +441,15 @@ class Kfac(Structure):
         return replace(self, layers=layers, rest=(1 - share) * self.rest + share * other.rest)
 
     def positive_part(self) -> Kfac:
-        """Eigenvalues of the factors are never taken as negative; the rest may be."""
+        """Return the statistics with a diagonal ≥ 0; `eigen` clamps the factors' eigenvalues."""
         return replace(self, rest=self.rest.clamp_min(0))
 
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
-        values, parts = torch.zeros_like(precisions[0]), []
+        """Return the eigenbases of the layers; None for precisions (k, P) that vary inside one."""
+        values = torch.zeros_like(precisions[0])
+        parts = []
         for layer in self.layers:
-            if not constant(precisions[:, layer.positions.flatten()]):
+            if not rows_are_constant(precisions[:, layer.positions.flatten()]):
                 return None
             values_a, basis_a, values_g, basis_g = layer.eigen
             values[layer.positions] = values_g[:, None] * values_a[None, :]
@@ -419,55 +458,59 @@ class Kfac(Structure):
         return Eigenbasis(values, tuple(parts))
 
     def check_layers(self, shapes: tuple[tuple[int, int], ...]) -> None:
-        own = tuple((layer.A.shape[0], layer.positions.shape[0]) for layer in self.layers)
-        if own != shapes:
+        """Raise ValueError unless the factors are those of layers (inputs, outputs)."""
+        if shapes != tuple((layer.A.shape[0], layer.positions.shape[0]) for layer in self.layers):
             raise ValueError("its Kronecker factors are not those of the network's layers")
 
     def scaled(self, factors: Tensor) -> Kfac:
+        """Return D S D for D = diag(factors), factors (P,).
+
+        ValueError if the factors vary within a row of a layer's weight.
+        """
         layers = []
         for layer in self.layers:
-            d = factors[layer.positions]
-            if not bool((d == d[:, :1]).all()):
+            entry_factors = factors[layer.positions]  # (out, in)
+            if not rows_are_constant(entry_factors):
                 raise ValueError(
                     "kfac can be rescaled by output only: the factors vary within a row of a "
                     "layer's weight."
                 )
-            each = d[:, 0]
-            layers.append(
-                layer.with_outputs(
-                    layer.G * (each**2 if layer.G.dim() == 1 else each[:, None] * each)
-                )
-            )
-        return replace(
-            self, layers=tuple(layers), rest=self.rest * factors[self.rest_positions] ** 2
-        )
+            d = entry_factors[:, 0]
+            squares = d**2 if layer.G.dim() == 1 else d[:, None] * d
+            layers.append(layer.with_outputs(layer.G * squares))
+        rest = self.rest * factors[self.rest_positions] ** 2
+        return replace(self, layers=tuple(layers), rest=rest)
 
     def push(self, direction: Tensor) -> Tensor:
+        """Compute S d.  (P,) -> (P,)."""
         out = torch.zeros_like(direction)
         for layer in self.layers:
             d = direction[layer.positions]
-            out[layer.positions] = (
-                (layer.G[:, None] * d if layer.G.dim() == 1 else layer.G @ d)
-                @ layer.A
-                / layer.count
-            )
+            by_outputs = layer.G[:, None] * d if layer.G.dim() == 1 else layer.G @ d
+            out[layer.positions] = by_outputs @ layer.A / layer.count
         out[self.rest_positions] = self.rest * direction[self.rest_positions]
         return out
 
     def trace(self, operator: Operator) -> float:
+        """Compute tr(S H⁻¹), for the operator of any Kronecker factors of the same layers."""
         assert isinstance(operator, KfacOperator)
         total = float((self.rest / operator.rest).sum())
-        for layer, factors in zip(self.layers, operator.layers, strict=True):
-            # in the operator's eigenbasis H is diagonal, so only the diagonals of the factors count
-            inside = (factors.basis_a * (layer.A @ factors.basis_a)).sum(0) / layer.count
-            outside = layer.G
+        for layer, op in zip(self.layers, operator.layers, strict=True):
+            # In the operator's eigenbasis H is diagonal, so only the diagonals of Q_AᵀAQ_A and
+            # Q_GᵀGQ_G count.
+            inputs = (op.basis_a * (layer.A @ op.basis_a)).sum(0) / layer.count
+            outputs = layer.G
             if layer.G.dim() == 2:
-                assert factors.basis_g is not None
-                outside = (factors.basis_g * (layer.G @ factors.basis_g)).sum(0)
-            total += float((outside[:, None] * inside / factors.spectrum).sum())
+                assert op.basis_g is not None
+                outputs = (op.basis_g * (layer.G @ op.basis_g)).sum(0)
+            total += float((outputs[:, None] * inputs / op.spectrum).sum())
         return total
 
     def with_prior(self, precision: Tensor) -> KfacOperator:
+        """Return the operator in the factors' eigenbases; precision (P,) or (P, P).
+
+        ValueError if the precision varies inside a layer, NoFactorError if H is singular.
+        """
         diagonal = precision if precision.dim() == 1 else precision.diagonal()
         operators = []
         for layer in self.layers:
@@ -483,18 +526,23 @@ class Kfac(Structure):
             operators.append(LayerOperator(layer.positions, basis_a, basis_g, spectrum))
         rest = self.rest + diagonal[self.rest_positions]
         singular = any(
-            float(op.spectrum.min()) <= 1e-14 * float(op.spectrum.max()) for op in operators
+            float(op.spectrum.min()) <= SMALLEST_EIGENVALUE * float(op.spectrum.max())
+            for op in operators
         )
         if singular or not bool((rest > 0).all()):
-            raise NoFactorError(no_factor(precision, " (a Kronecker factor is singular)"))
+            raise NoFactorError(
+                factorisation_error_text(precision, " (a Kronecker factor is singular)")
+            )
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
     def memory(self, extent: Extent) -> int:
-        """Factors, those of a batch, eigenbases and their workspace; the spectrum has the size
-        of θ.
+        """Estimate the bytes of factors, those of a batch, eigenbases and their workspace.
+
+        The spectrum has the size of θ.
         """
         factors = sum(
-            inside * inside + (out if self.diagonal else out * out) for inside, out in extent.layers
+            inside * inside + (out if self.diagonal_outputs else out * out)
+            for inside, out in extent.layers
         )
         # Counted in fits (tests/fitting/test_memory.py): the eigendecomposition alone takes four.
         copies = 8 if extent.averages else 7
@@ -502,30 +550,32 @@ class Kfac(Structure):
 
 
 def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
-    """The parts of J with a Kronecker form; a last layer has δ = I."""
+    """Yield the parts of J with a Kronecker form; TypeError for a Jacobian without layers."""
     if isinstance(J, Features):
+        # A last layer has one position and δ = I.
         phi = J.with_ones()
         eye = torch.eye(J.outputs, dtype=phi.dtype)
-        yield LayerBlock(
-            _last(J), phi.unsqueeze(1), eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1)
-        )
+        delta = eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1)
+        yield LayerBlock(_last_layer_positions(J), phi.unsqueeze(1), delta)
     elif isinstance(J, LayerJacobian):
         yield from J.blocks()
     else:
         raise TypeError("structure='kfac' needs a Jacobian by layers, but got a plain one.")
 
 
-def pools(structure: Structure, J: Jacobian) -> bool:
-    """Whether `structure.add` needs no more of the precisions than their sum over rows: a last
-    layer with Kronecker factors.
+def rest_block(J: Jacobian) -> RestBlock | None:
+    """Return the columns of J that have no Kronecker form; None if there are none."""
+    return J.rest if isinstance(J, LayerJacobian) else None
+
+
+def needs_summed_precision_only(structure: Structure, J: Jacobian) -> bool:
+    """Return whether `structure.add` needs no more of Λ than its sum over rows.
+
+    This is so for a last layer with Kronecker factors.
     """
     return structure.by_layers and isinstance(J, Features)
 
 
-def _last(J: Features) -> Tensor:
-    """Positions of a last layer."""
+def _last_layer_positions(J: Features) -> Tensor:
+    """Return the positions of a last layer's weight in θ (C, F)."""
     return torch.arange(J.size).reshape(J.outputs, -1)
-
-
-def rest_block(J: Jacobian) -> RestBlock | None:
-    return J.rest if isinstance(J, LayerJacobian) else None

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.structure import Extent, Operator, Structure, mismatch
-from ssla.curvature.woodbury import WoodburyOperator, woodbury
+from ssla.curvature.structure import Extent, Operator, Structure, mismatch_text
+from ssla.curvature.woodbury import WoodburyOperator, woodbury_operator
 
-FIRST_COLUMNS = 64
+FIRST_COLUMNS = 64  # of a sketch without a rank. A guess
 NEGLIGIBLE = 1e-12  # of the largest eigenvalue of ΩᵀSΩ: smaller values are rounding error
 EMPTY = torch.zeros(0, 0, dtype=torch.float64)
 
@@ -60,15 +60,17 @@ class LowRank(Structure):
 
     @property
     def grows(self) -> bool:
+        """Return whether a fit widens the sketch: it does without a rank."""
         return self.rank is None
 
     def __post_init__(self) -> None:
-        for what, value in (("rank", self.rank), ("columns", self.columns)):
+        """Check the settings; ValueError for one that is out of range."""
+        for name, value in (("rank", self.rank), ("columns", self.columns)):
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
                 raise ValueError(
-                    f"LowRank({what}=…) must be a positive integer or None, but is {value!r}."
+                    f"LowRank({name}=…) must be a positive integer or None, but is {value!r}."
                 )
         if not 0 < self.tail < 1:
             raise ValueError(
@@ -76,37 +78,37 @@ class LowRank(Structure):
                 f"overstated), but is {self.tail!r}."
             )
 
-    def _width(self, size: int) -> int:
-        return min(
-            size, self.columns or (FIRST_COLUMNS if self.rank is None else 2 * self.rank + 10)
-        )
+    def _sketch_width(self, size: int) -> int:
+        """Return the number l of columns of the sketch for P = size parameters."""
+        default = FIRST_COLUMNS if self.rank is None else 2 * self.rank + 10
+        return min(size, self.columns or default)
 
     def zero(self, size: int) -> LowRank:
+        """Return the statistics of no data, for P = size parameters, with Ω drawn by the seed."""
         generator = torch.Generator().manual_seed(self.seed)
-        columns = self._width(size)
-        probe, _ = torch.linalg.qr(
-            torch.randn(size, columns, dtype=torch.float64, generator=generator)
+        normals = torch.randn(
+            size, self._sketch_width(size), dtype=torch.float64, generator=generator
         )
-        return replace(
-            self,
-            probe=probe,
-            sketch=torch.zeros_like(probe),
-            diagonal=torch.zeros(size, dtype=torch.float64),
-        )
+        probe, _ = torch.linalg.qr(normals)
+        diagonal = torch.zeros(size, dtype=torch.float64)
+        return replace(self, probe=probe, sketch=torch.zeros_like(probe), diagonal=diagonal)
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> LowRank:
-        seen = J.pull_many(precision @ J.push_many(self.probe))
-        return replace(
-            self, sketch=self.sketch + seen, diagonal=self.diagonal + J.gram_diagonal(precision)
-        )
+        """Return the statistics with one more batch; precision Λ (B, C, C)."""
+        sketch = self.sketch + J.pull_many(precision @ J.push_many(self.probe))
+        return replace(self, sketch=sketch, diagonal=self.diagonal + J.gram_diagonal(precision))
 
     def merge(self, other: Structure) -> LowRank:
+        """Return the statistics of both data sets.
+
+        ValueError unless the other sketch has the same parameters, seed, width, rank and tail.
+        """
         if (
             not isinstance(other, LowRank)
             or other.seed != self.seed
             or len(other.diagonal) != len(self.diagonal)
         ):
-            raise ValueError(mismatch("low_rank", other))
+            raise ValueError(mismatch_text("low_rank", other))
         if other.sketch.shape != self.sketch.shape:
             pair = f"{self.sketch.shape[1]} and {other.sketch.shape[1]} columns"
             raise ValueError(
@@ -124,32 +126,37 @@ class LowRank(Structure):
         )
 
     def mixed(self, other: Structure, share: float) -> LowRank:
+        """Return (1 − share) of these statistics plus `share` of others of the same rows."""
         if (
             not isinstance(other, LowRank)
             or other.seed != self.seed
             or other.sketch.shape != self.sketch.shape
         ):
-            raise ValueError(mismatch("low_rank", other))
+            raise ValueError(mismatch_text("low_rank", other))
         sketch = (1 - share) * self.sketch + share * other.sketch
-        return replace(
-            self, sketch=sketch, diagonal=(1 - share) * self.diagonal + share * other.diagonal
-        )
+        diagonal = (1 - share) * self.diagonal + share * other.diagonal
+        return replace(self, sketch=sketch, diagonal=diagonal)
 
     def positive_part(self) -> LowRank:
+        """Return the statistics themselves: Λ is never indefinite here (`positive_only`)."""
         return self
 
     def scaled(self, factors: Tensor) -> LowRank:
-        """Exact for equal factors; for others, Ŝ is used in place of S."""
+        """Return D S D for D = diag(factors), factors (P,).
+
+        This is exact for equal factors. For others, Ŝ is used in place of S.
+        """
         diagonal = self.diagonal * factors**2
         if bool((factors == factors[0]).all()):
             return replace(self, sketch=self.sketch * factors[0] ** 2, diagonal=diagonal)
-        root = self._root * factors
+        root = self._sketch_root * factors
         return replace(self, sketch=root.mT @ (root @ self.probe), diagonal=diagonal)
 
     @cached_property
-    def _root(self) -> Tensor:
-        """W (r, P) with Ŝ = WᵀW, its rows orthogonal, longest first."""
+    def _sketch_root(self) -> Tensor:
+        """Return W (r, P) with Ŝ = WᵀW, its rows orthogonal, longest first."""
         core = self.probe.mT @ self.sketch
+        # Ŝ = Y core⁺ Yᵀ = F Fᵀ with F = Y V diag(values)^-½; an SVD of F orders its directions.
         values, vectors = torch.linalg.eigh((core + core.mT) / 2)
         keep = values > NEGLIGIBLE * values.max().clamp_min(0)
         factor = self.sketch @ (vectors[:, keep] / values[keep].sqrt())
@@ -158,34 +165,44 @@ class LowRank(Structure):
         return root
 
     @cached_property
-    def _dropped(self) -> Tensor:
-        """d = tr S − tr Ŝ_k."""
-        return (self.diagonal.sum() - (self._root[: self.rank] ** 2).sum()).clamp_min(0)
+    def _dropped_curvature(self) -> Tensor:
+        """Return the dropped curvature d = tr S − tr Ŝ_k ()."""
+        return (self.diagonal.sum() - (self._leading_root**2).sum()).clamp_min(0)
+
+    @property
+    def _leading_root(self) -> Tensor:
+        """Return W (k, P) with Ŝ_k = WᵀW: the k longest rows of `_sketch_root`."""
+        return self._sketch_root[: self.rank]
 
     @property
     def directions(self) -> int:
-        """k: `rank`, or all directions of the sketch."""
-        return len(self._root) if self.rank is None else min(self.rank, len(self._root))
+        """Return the number k of directions: `rank`, or all of the sketch."""
+        return len(self._leading_root)
 
     def overstated(self, least: float) -> float:
-        """d/τ: the largest share by which a variance may be too large under a prior whose
-        smallest precision is `least`.
+        """Return d/τ, the largest share by which a variance may be too large.
+
+        least: the smallest precision τ of the prior.
         """
-        return float(self._dropped) / least
+        return float(self._dropped_curvature) / least
 
     def note(self, least: float) -> str:
-        """The size of the dropped part, for a report."""
-        of = f"{self.directions:,} of {len(self.diagonal):,} directions"
+        """Return a sentence for the report on the size of the dropped part.
+
+        least: the smallest precision of the prior.
+        """
         return (
-            f"low_rank: {of}; no variance is more than {100 * self.overstated(least):.2g}% too "
-            "large"
+            f"low_rank: {self.directions:,} of {len(self.diagonal):,} directions; no variance is "
+            f"more than {100 * self.overstated(least):.2g}% too large"
         )
 
     def wider(self, least: float, most: int) -> LowRank | None:
-        """Empty statistics with a sketch twice as wide (at most `most` columns) if `tail` is
-        exceeded, else None.
+        """Return empty statistics with a sketch twice as wide, of at most `most` columns.
+
+        None if the variances are accurate to `tail` under the prior's smallest precision `least`,
+        if the rank is fixed, or if the sketch cannot be wider.
         """
-        columns, size = self.sketch.shape[1], self.sketch.shape[0]
+        size, columns = self.sketch.shape
         if (
             self.rank is not None
             or self.overstated(least) <= self.tail
@@ -195,20 +212,27 @@ class LowRank(Structure):
         return LowRank(None, self.tail, self.seed, min(2 * columns, size, most))
 
     def push(self, direction: Tensor) -> Tensor:
-        root = self._root[: self.rank]
+        """Compute Ŝ_k d.  (P,) -> (P,)."""
+        root = self._leading_root
         return root.mT @ (root @ direction)
 
     def trace(self, operator: Operator) -> float:
-        root = self._root[: self.rank]
+        """Compute tr(Ŝ_k H⁻¹) by one solve for each direction."""
+        root = self._leading_root
         return float((root.mT * operator.solve_many(root.mT)).sum())
 
     def with_prior(self, precision: Tensor) -> WoodburyOperator:
+        """Factorise H = Ŝ_k + prior by Woodbury's formula; precision (P,).
+
+        ValueError for a precision (P, P), NoFactorError unless every precision is positive.
+        """
         if precision.dim() != 1:
             raise ValueError(
                 "structure='low_rank' needs a prior whose curvature is diagonal, but this prior "
                 "couples parameters. Use structure='dense'."
             )
-        return woodbury(self._root[: self.rank], precision)
+        return woodbury_operator(self._leading_root, precision)
 
     def memory(self, extent: Extent) -> int:
-        return 5 * 8 * extent.size * self._width(extent.size)
+        """Estimate the bytes that a fit needs: a few matrices of the sketch's size (P, l)."""
+        return 5 * 8 * extent.size * self._sketch_width(extent.size)

@@ -23,16 +23,15 @@ class Extent:
 
     size: int  # P
     outputs: int  # C
-    layers: tuple[
-        tuple[int, int], ...
-    ] = ()  # (inputs, outputs) of each layer with a Kronecker form
+    # (inputs, outputs) of each layer with a Kronecker form
+    layers: tuple[tuple[int, int], ...] = ()
     rows: int | None = None  # n, if known
-    # whether a variational Gaussian is found: its rounds hold two Gaussians and the sums of each
+    # whether a variational Gaussian is fitted: its rounds hold two Gaussians and the sums of each
     averages: bool = False
 
     @property
     def rest(self) -> int:
-        """The number of parameters outside those layers."""
+        """Return the number of parameters outside the layers with a Kronecker form."""
         return self.size - sum(inside * out for inside, out in self.layers)
 
 
@@ -40,40 +39,32 @@ class Operator(Protocol):
     """H⁻¹, factorised. All in float64."""
 
     def covariance(self, J: Jacobian) -> Tensor:
-        """K = J H⁻¹ Jᵀ, exactly symmetric.  -> (B, C, C)."""
-        ...
+        """Compute K = J H⁻¹ Jᵀ, exactly symmetric.  -> (B, C, C)."""
 
     def root(self, J: Jacobian) -> Root:
-        """R with R Rᵀ = K."""
-        ...
+        """Compute R with R Rᵀ = K, for B rows and C outputs."""
 
-    def response(self, J: Jacobian, middle: Tensor) -> Tensor:
-        """J H⁻¹ diag(m) H⁻¹ Jᵀ (m ≥ 0).  (P,) -> (B, C, C)."""
-        ...
+    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+        """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
 
     def logdet(self) -> float:
-        """log |H|."""
-        ...
+        """Compute log |H|."""
 
     def solve(self, v: Tensor) -> Tensor:
-        """H⁻¹ v.  (P,) -> (P,)."""
-        ...
+        """Compute H⁻¹ v.  (P,) -> (P,)."""
 
     def solve_many(self, V: Tensor) -> Tensor:
-        """H⁻¹ V.  (P, k) -> (P, k)."""
-        ...
+        """Compute H⁻¹ V.  (P, k) -> (P, k)."""
 
     def variances(self) -> Tensor:
-        """The diagonal of H⁻¹ (P,)."""
-        ...
+        """Compute the diagonal of H⁻¹ (P,)."""
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """n draws from N(0, H⁻¹): (n, P)."""
-        ...
+        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
 
 
 class Structure(Protocol):
-    """Statistics of Σ_i J_iᵀ Λ_i J_i.
+    """Statistics of S = Σ_i J_iᵀ Λ_i J_i.
 
     A new structure is a class `MyStructure(Structure)` in one file. The abstract members are
     required. The others have a default here, which a class overrides where it is not so.
@@ -81,178 +72,183 @@ class Structure(Protocol):
 
     @property
     @abstractmethod
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Return the name of the structure in options, reports and errors."""
 
     @property
     @abstractmethod
     def materialises(self) -> bool:
-        """Whether it needs the entries of a Jacobian, which must then fit the memory budget."""
-        ...
+        """Return whether it needs the entries of J, which must then fit the memory budget."""
 
     @property
     @abstractmethod
     def whole(self) -> bool:
-        """Whether it holds the curvature between all parameters, up to a tail that is reported."""
-        ...
+        """Return whether it holds the curvature between all parameters.
+
+        A tail may be left out, if it is reported.
+        """
 
     @abstractmethod
     def zero(self, size: int) -> Structure:
-        """The statistics of no data, for P = size parameters."""
-        ...
+        """Return the statistics of no data, for P = size parameters."""
 
     @abstractmethod
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Structure:
-        """Statistics with one more batch; precision (B, C, C) includes the row weights, which
-        are also passed separately (B,).
+        """Return the statistics with one more batch.
+
+        precision: Λ (B, C, C), which includes the row weights. weights: these row weights (B,),
+        for structures that count rows; None: all one.
         """
-        ...
 
     @abstractmethod
     def merge(self, other: Structure) -> Structure:
-        """Statistics of both data sets."""
-        ...
+        """Return the statistics of both data sets.
+
+        ValueError if the other structure has another kind, size or settings.
+        """
 
     @abstractmethod
     def mixed(self, other: Structure, share: float) -> Structure:
-        """(1 − share) of these statistics and `share` of others of the same rows."""
-        ...
+        """Return (1 − share) of these statistics plus `share` of others of the same rows.
+
+        ValueError if the other structure has another kind or size.
+        """
 
     @abstractmethod
     def positive_part(self) -> Structure:
-        """Without the directions of negative curvature, which sums of an indefinite Λ may have."""
-        ...
+        """Return S without its directions of negative curvature, which an indefinite Λ may add."""
 
     @abstractmethod
     def scaled(self, factors: Tensor) -> Structure:
-        """D S D for a positive diagonal D = diag(factors) (P,): another noise level without
-        another pass.
+        """Return D S D for a positive diagonal D = diag(factors), factors (P,).
+
+        This gives the statistics for another noise level without another pass.
         """
-        ...
 
     @abstractmethod
     def push(self, direction: Tensor) -> Tensor:
-        """S d.  (P,) -> (P,)."""
-        ...
+        """Compute S d.  (P,) -> (P,)."""
 
     @abstractmethod
     def trace(self, operator: Operator) -> float:
-        """tr(S H⁻¹), for an operator of the same kind of structure."""
-        ...
+        """Compute tr(S H⁻¹), for an operator of the same kind of structure."""
 
     @abstractmethod
     def with_prior(self, precision: Tensor) -> Operator:
-        """Factorise S + prior; precision (P,) or (P, P)."""
-        ...
+        """Factorise H = S + prior; precision (P,) or (P, P).
+
+        NoFactorError if H is not positive definite in double precision.
+        """
 
     @abstractmethod
     def memory(self, extent: Extent) -> int:
-        """Bytes of the statistics, those of a batch, and their factorisation."""
-        ...
+        """Estimate the bytes of the statistics, those of a batch, and their factorisation."""
 
-    # --- what kind of statistics they are, with defaults -----------------------------------
+    # --- properties of the statistics, with defaults ---------------------------------------
 
     @property
     def exact(self) -> bool:
-        """Whether every entry of S is held: `as_matrix` has them."""
+        """Return whether every entry of S is held: `as_matrix` has them."""
         return False
 
     def as_matrix(self) -> Tensor:
-        """S (P, P) of `exact` statistics."""
+        """Return S (P, P) if the statistics are `exact`; TypeError otherwise."""
         raise TypeError(f"Statistics of structure={self.name!r} do not hold every entry of S.")
 
     @property
     def exact_for_one_precision(self) -> bool:
-        """Whether the sums of a last layer are exact where Λ is the same for all rows."""
+        """Return whether the sums of a last layer are exact where Λ is the same for all rows."""
         return self.exact
 
     @property
     def by_layers(self) -> bool:
-        """Whether it holds Kronecker factors of each layer, with one prior precision for each.
+        """Return whether it holds Kronecker factors of layers, with one prior precision each.
 
-        Of a last layer the sum of Λ over rows is enough for it.
+        For a last layer it then needs only the sum of Λ over rows.
         """
         return False
 
     @property
     def diagonal_outputs(self) -> bool:
-        """Whether the diagonal of the sum of Λ over rows is enough for a last layer."""
+        """Return whether the structure needs only the diagonal of the sum of Λ for a last layer."""
         return False
 
     @property
     def positive_only(self) -> bool:
-        """Whether it takes no indefinite Λ."""
+        """Return whether the structure refuses an indefinite Λ."""
         return False
 
     @property
     def grows(self) -> bool:
-        """Whether a fit widens it, with a pass over the data each time (see `LowRank.wider`)."""
+        """Return whether a fit widens it, with a pass each time (see `LowRank.wider`)."""
         return False
 
     def for_many_classes(self) -> Structure:
-        """The form that a fit takes by default for a last layer of very many classes."""
+        """Return the form that a fit uses by default for a last layer of very many classes."""
         return self
 
     def accumulate(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
     ) -> Structure:
-        """As `add`, but matrices are changed in place: for a sum that belongs to the caller alone.
+        """Add a batch as `add` does, but change matrices in place.
 
-        inputs: whether the input factors of a last layer are summed too, where there are such.
+        Only the owner of the sum may call it. inputs: whether the input factors of a last layer
+        are summed too, if the structure has them.
         """
         return self.add(J, precision, weights)
 
     def with_inputs_of(self, other: Structure) -> Structure:
-        """With the input factors of another sum over the same rows, where there are such."""
+        """Return the statistics with the input factors of another sum over the same rows."""
         return self
 
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
-        """S = Q diag(λ) Qᵀ in a basis that is kept, if every block of it has one precision;
-        None otherwise.
+        """Return S = Q diag(λ) Qᵀ in a basis that is kept; None if there is no such basis.
 
-        precisions (k, P): what is to be the same inside a block.
+        precisions (k, P): k prior precisions. Each must be constant inside every block of Q.
         """
         return None
 
     def note(self, least: float) -> str:
-        """What is left out, for a report, under a prior whose smallest precision is `least`;
-        empty: nothing that is measured.
+        """Return a sentence for the report on what the structure leaves out; empty if nothing.
+
+        least: the smallest precision of the prior.
         """
         return ""
 
     def check_layers(self, shapes: tuple[tuple[int, int], ...]) -> None:
-        """ValueError unless the statistics can be those of layers (inputs, outputs)."""
+        """Raise ValueError unless the statistics can be those of layers (inputs, outputs)."""
         return
 
 
 @dataclass(frozen=True, eq=False)
 class Eigenbasis:
-    """S = Q diag(values) Qᵀ. Coordinates stay inside their block."""
+    """S = Q diag(values) Qᵀ, with a block-diagonal Q."""
 
     values: Tensor  # (P,)
     # positions (out, in), Q_in, Q_out (None: the identity) of blocks that are not diagonal already
     parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
 
     def rotated(self, v: Tensor) -> Tensor:
-        """Qᵀv.  (…, P) -> (…, P); v itself where S is diagonal."""
+        """Return Qᵀv.  (…, P) -> (…, P); v itself where S is diagonal."""
         if not self.parts:
             return v
         out = v.clone()
         for positions, inner, outer in self.parts:
-            part = v[..., positions]
-            out[..., positions] = (part if outer is None else outer.mT @ part) @ inner
+            block = v[..., positions]
+            out[..., positions] = (block if outer is None else outer.mT @ block) @ inner
         return out
 
     def restored(self, v: Tensor) -> Tensor:
-        """Qv.  (…, P) -> (…, P)."""
+        """Return Qv.  (…, P) -> (…, P)."""
         out = v.clone()
         for positions, inner, outer in self.parts:
-            part = v[..., positions]
-            out[..., positions] = (part if outer is None else outer @ part) @ inner.mT
+            block = v[..., positions]
+            out[..., positions] = (block if outer is None else outer @ block) @ inner.mT
         return out
 
 
-def constant(values: Tensor) -> bool:
-    """Whether all columns of values (k, n) are the same."""
+def rows_are_constant(values: Tensor) -> bool:
+    """Return whether each row of values (k, n) holds a single number."""
     return bool((values == values[:, :1]).all())
 
 
@@ -275,22 +271,24 @@ class NoFactorError(ValueError):
     """A curvature that cannot be factorised in double precision."""
 
 
-def no_factor(precision: Tensor, detail: str) -> str:
-    """The error text if S + prior cannot be factorised.
+def factorisation_error_text(precision: Tensor, detail: str) -> str:
+    """Return the error text for S + prior without a factorisation.
 
-    If the prior is proper, it is neither the cause nor the remedy.
+    precision: of the prior, (P,) or (P, P). If the prior is proper, it is neither the cause nor
+    the remedy. detail: words that say which parameter or factor fails.
     """
     least = float((precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)).min())
-    return (
-        ILL_CONDITIONED.format(detail=detail, least=least)
-        if least > 0
-        else SINGULAR.format(detail=detail)
-    )
+    if least > 0:
+        return ILL_CONDITIONED.format(detail=detail, least=least)
+    return SINGULAR.format(detail=detail)
 
 
-def mismatch(kind: str, other: object) -> str:
-    """The error text if two different structures are merged."""
+def mismatch_text(name: str, other: object) -> str:
+    """Return the error text for a merge of two different structures.
+
+    name: the structure that was asked to merge. other: what it was given.
+    """
     return (
-        f"Only {kind} statistics of the same parameters can be merged into {kind} ones, but got "
+        f"Only {name} statistics of the same parameters can be merged into {name} ones, but got "
         f"{type(other).__name__}."
     )

@@ -9,9 +9,12 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.structure import NoFactorError, no_factor
+from ssla.curvature.structure import NoFactorError, factorisation_error_text
 from ssla.maths.linalg import symmetric_product
 from ssla.maths.roots import FullRoot, full_root
+
+# Share of the largest singular value of W D^-½ below which a direction is rounding error.
+NEGLIGIBLE = 1e-15
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,72 +33,75 @@ class WoodburyOperator:
     spectrum: Tensor  # s (k,)
 
     @cached_property
-    def _learned(self) -> Tensor:
-        """s / (1 + s) (k,)."""
+    def _reductions(self) -> Tensor:
+        """Return s / (1 + s), by which share the data reduce each direction's variance (k,)."""
         return self.spectrum / (1 + self.spectrum)
 
     @cached_property
     def _directions(self) -> Tensor:
-        """N (P, k)."""
+        """Return N = D^-½ E (P, k)."""
         return self.basis / self.prior.sqrt()[:, None]
 
     def covariance(self, J: Jacobian) -> Tensor:
+        """Compute K = J H⁻¹ Jᵀ in float64.  -> (B, C, C)."""
         J = J.double()
-        along = J.push_many(self._directions)
-        return J.quadratic_diagonal(1 / self.prior) - symmetric_product(
-            along * self._learned, along
-        )
+        JN = J.push_many(self._directions)  # (B, C, k)
+        return J.quadratic_diagonal(1 / self.prior) - symmetric_product(JN * self._reductions, JN)
 
     def root(self, J: Jacobian) -> FullRoot:
+        """Compute R (B, C, C) with R Rᵀ = K."""
         return full_root(self.covariance(J))
 
-    def response(self, J: Jacobian, middle: Tensor) -> Tensor:
-        # H⁻¹MH⁻¹ = D⁻¹MD⁻¹ − BGNᵀ − NGBᵀ + NG(NᵀMN)GNᵀ with B = D⁻¹MN and G = diag(s/(1+s))
+    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+        """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
+        # With M = diag(m), B = D⁻¹MN and G = diag(s/(1+s)),
+        #     H⁻¹MH⁻¹ = D⁻¹MD⁻¹ − BGNᵀ − NGBᵀ + NG(NᵀMN)GNᵀ.
         J = J.double()
-        N, G = self._directions, self._learned
-        along, turned = J.push_many(N), J.push_many(N * (middle / self.prior)[:, None])
-        cross = (turned * G) @ along.mT
-        inner = G[:, None] * (N.mT @ (N * middle[:, None])) * G
-        return (
-            J.quadratic_diagonal(middle / self.prior**2)
-            - cross
-            - cross.mT
-            + along @ inner @ along.mT
-        )
+        N, G = self._directions, self._reductions
+        JN = J.push_many(N)
+        JB = J.push_many(N * (precisions / self.prior)[:, None])
+        cross = (JB * G) @ JN.mT
+        inner = G[:, None] * (N.mT @ (N * precisions[:, None])) * G
+        prior_term = J.quadratic_diagonal(precisions / self.prior**2)
+        return prior_term - cross - cross.mT + JN @ inner @ JN.mT
 
     def logdet(self) -> float:
+        """Compute log |H| = Σ log D + Σ log(1 + s)."""
         return float(self.prior.log().sum() + self.spectrum.log1p().sum())
 
     def solve(self, v: Tensor) -> Tensor:
+        """Compute H⁻¹ v.  (P,) -> (P,)."""
         N = self._directions
-        return v / self.prior - N @ (self._learned * (N.mT @ v))
+        return v / self.prior - N @ (self._reductions * (N.mT @ v))
 
     def solve_many(self, V: Tensor) -> Tensor:
+        """Compute H⁻¹ V.  (P, k) -> (P, k)."""
         N = self._directions
-        return V / self.prior[:, None] - N @ (self._learned[:, None] * (N.mT @ V))
+        return V / self.prior[:, None] - N @ (self._reductions[:, None] * (N.mT @ V))
 
     def variances(self) -> Tensor:
-        return (1 - self.basis**2 @ self._learned) / self.prior
+        """Compute the diagonal of H⁻¹ (P,)."""
+        return (1 - self.basis**2 @ self._reductions) / self.prior
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
         white = torch.randn(n, len(self.prior), dtype=torch.float64, generator=generator)
-        shrink = -torch.expm1(-0.5 * self.spectrum.log1p())  # 1 − (1 + s)^-½
-        return (white - ((white @ self.basis) * shrink) @ self.basis.mT) / self.prior.sqrt()
+        # Along E the standard deviation falls from 1 to (1 + s)^-½.
+        shrinkage = -torch.expm1(-0.5 * self.spectrum.log1p())
+        return (white - ((white @ self.basis) * shrinkage) @ self.basis.mT) / self.prior.sqrt()
 
 
-def woodbury(rows: Tensor, precision: Tensor) -> WoodburyOperator:
-    """The operator of diag(precision) + WᵀW.  rows W (m, P), precision (P,) positive.
+def woodbury_operator(rows: Tensor, precision: Tensor) -> WoodburyOperator:
+    """Factorise diag(precision) + WᵀW for rows W (m, P) and a precision (P,).
 
     By a QR of (W D^-½)ᵀ and an SVD of its small factor: E stays orthonormal even for very unequal
-    directions.
+    directions. NoFactorError unless every precision is positive.
     """
     if not bool((precision > 0).all()):
-        raise NoFactorError(
-            no_factor(
-                precision, f" ({len(rows)} directions of data for {len(precision)} parameters)"
-            )
-        )
+        detail = f" ({len(rows)} directions of data for {len(precision)} parameters)"
+        raise NoFactorError(factorisation_error_text(precision, detail))
     Q, R = torch.linalg.qr((rows / precision.sqrt()).mT)
     U, singular, _ = torch.linalg.svd(R, full_matrices=False)
-    keep = singular > 1e-15 * singular.max() if singular.numel() else singular > 0
+    # Without rows there is no largest singular value.
+    keep = singular > NEGLIGIBLE * singular.max() if singular.numel() else singular > 0
     return WoodburyOperator(precision, Q @ U[:, keep], singular[keep] ** 2)

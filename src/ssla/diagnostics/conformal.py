@@ -46,26 +46,32 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla._checks import level as checked_level
+from ssla._checks import check_level as checked_level
 from ssla._checks import warn
-from ssla.data import Inputs, as_inputs, as_tensor, row_count, slice_inputs
-from ssla.diagnostics.explanations import Query, first_order_variance, queries, slopes
+from ssla.data import Inputs, as_inputs, as_tensor, row_count, take_rows
+from ssla.diagnostics.explanations import (
+    Query,
+    first_order_variance,
+    iterate_queries,
+    mean_slopes,
+    queries_at_once,
+)
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Classes, Counts, Real, Support
-from ssla.maths.linalg import root
-from ssla.maths.order_statistics import conformal_quantile, shortage
-from ssla.predictive.cavities import Sites, cavity, collect
+from ssla.maths.linalg import covariance_root
+from ssla.maths.order_statistics import conformal_quantile, describe_row_shortage
+from ssla.predictive.cavities import Sites, collect_sites, compute_cavity
 from ssla.priors import EXACT
-from ssla.refit.increments import at_mode
+from ssla.refit.increments import evaluate_at_mode
 from ssla.refit.weights.refit_rows import Purpose
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 PURPOSE = Purpose("posterior.predictive_set", "The data", "posterior.predictive_set(x, data={})")
-ROWS_AT_ONCE = 1024
-TOLERANCE = 1e-6  # of an end, in standard deviations of y
-MOST_STEPS = 60
+ROWS_AT_ONCE = 1024  # training rows in a chunk; a guess
+TOLERANCE = 1e-6  # of an endpoint, in standard deviations of y; a guess
+MOST_STEPS = 60  # of the fixed point; a guess: bisection alone then gains 18 digits
 NUMBERS = 16  # numbers, or C×C matrices, that are held for a training row and a candidate
 
 
@@ -87,50 +93,55 @@ class Member(NamedTuple):
 def predictive_set(
     posterior: Posterior, x: Inputs, level: float, data: Any = None, rows: Any = None
 ) -> Tensor:
-    """See Posterior.predictive_set."""
-    found = cross_sets([Member(posterior, as_inputs(x), data, rows)], level)
-    return found if found.dtype == torch.bool else found.to(posterior.like(posterior.outputs_at(x)))
+    """Compute the conformal sets of one posterior; see Posterior.predictive_set.
+
+    Returns intervals (N, 2) in the dtype of the posterior's outputs, or sets of classes, bool
+    (N, C). Raises what `cross_conformal_sets` raises.
+    """
+    sets = cross_conformal_sets([Member(posterior, as_inputs(x), data, rows)], level)
+    if sets.dtype == torch.bool:
+        return sets
+    return sets.to(posterior.like(posterior.outputs_at(x)))
 
 
-def cross_sets(members: Sequence[Member], level: float) -> Tensor:
-    """Intervals (N, 2) in float64, or sets of classes, bool (N, C), from one or several
-    posteriors of the same likelihood.
+def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
+    """Compute conformal sets from one or several posteriors of the same likelihood.
+
+    Returns intervals (N, 2) in float64, or sets of classes, bool (N, C). Raises ValueError for
+    another convention than the exact one and for rows that are not those of the fit, and TypeError
+    for targets that are neither numbers, counts nor classes.
     """
     level = checked_level(level)
     first = members[0].posterior
     support = _checked_support(first)
-    prepared = [_Prepared.of(member) for member in members]
-    _warn(
-        torch.cat([one.others.weights for one in prepared]),
-        torch.cat([one.others.sound for one in prepared]),
+    comparisons = [_Comparison.prepare(member) for member in members]
+    _warn_of_large_sets(
+        torch.cat([comparison.rows.weights for comparison in comparisons]),
+        torch.cat([comparison.rows.sound for comparison in comparisons]),
         level,
     )
-    find: Callable[[list[_Candidates], float], Tensor]
+    find_sets: Callable[[list[_Candidates], float], Tensor]
     if isinstance(support, Classes):
-        find = _classes
+        find_sets = _find_class_sets
+        sets = [torch.empty(0, support.count, dtype=torch.bool)]
     else:
-        find = _gaussian if first.likelihood.quadratic else _numbers
-    C, size = first.network.outputs, len(first.theta)
-    numbers = NUMBERS * C * sum(len(one.others.y) for one in prepared)
-    some = max(first.memory_budget // 8 // (8 * C * (4 * size + numbers)), 1)
-    columns = support.count if isinstance(support, Classes) else 2
-    parts = [
-        torch.empty(0, columns, dtype=torch.bool if isinstance(support, Classes) else torch.float64)
-    ]
-    for start in range(0, row_count(members[0].x), some):
-        parts.append(
-            find(
-                _at_their_mean([one.candidates(slice(start, start + some)) for one in prepared]),
-                level,
-            )
-        )
-    found = torch.cat(parts)
+        find_sets = _solve_gaussian_ends if first.likelihood.quadratic else _search_ends
+        sets = [torch.empty(0, 2, dtype=torch.float64)]
+    # A few new inputs at a time, so that their covariances with all training rows fit the budget.
+    numbers = NUMBERS * first.network.outputs * sum(len(each.rows.y) for each in comparisons)
+    at_once = queries_at_once(first, numbers)
+    for start in range(0, row_count(members[0].x), at_once):
+        inputs = slice(start, start + at_once)
+        candidates = [comparison.candidates(inputs) for comparison in comparisons]
+        sets.append(find_sets(_share_mean_output(candidates), level))
+    result = torch.cat(sets)
     if isinstance(support, Counts):
-        return torch.stack([found[:, 0].clamp_min(0).ceil(), found[:, 1].floor()], 1)
-    return found
+        return torch.stack([result[:, 0].clamp_min(0).ceil(), result[:, 1].floor()], 1)
+    return result
 
 
 def _checked_support(posterior: Posterior) -> Support:
+    """Return the support of y; ValueError or TypeError where conformal sets are not defined."""
     if posterior.convention != EXACT:
         raise ValueError(
             "predictive_set works with the exact convention only, but this posterior has "
@@ -147,8 +158,11 @@ def _checked_support(posterior: Posterior) -> Support:
     return support
 
 
-def _warn(weights: Tensor, sound: Tensor, level: float) -> None:
-    short = shortage(weights, level, "rows")
+def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
+    """Warn where sets are infinite because rows are few, or too large because rows cannot be
+    removed from the fit.  weights (m,), sound (m,) bool.
+    """
+    short = describe_row_shortage(weights, level, "rows")
     if short is not None:
         warn(
             f"A predictive set of {level:g} {short}: every set is infinite (all classes). Use more "
@@ -167,27 +181,29 @@ def _warn(weights: Tensor, sound: Tensor, level: float) -> None:
 # --- training rows -------------------------------------------------------------------------
 
 
-def _chosen(rows: Any, n: int) -> Tensor:
-    """(n,) bool."""
+def _checked_rows(rows: Any, n: int) -> Tensor:
+    """Return the rows to compare with, (n,) bool, all of them for None; ValueError for a wrong
+    shape or dtype, or none at all.
+    """
     if rows is None:
         return torch.ones(n, dtype=torch.bool)
-    given = as_tensor(rows).cpu()
-    if given.dtype == torch.bool and given.shape == (n,) and bool(given.any()):
-        return given
+    flags = as_tensor(rows).cpu()
+    if flags.dtype == torch.bool and flags.shape == (n,) and bool(flags.any()):
+        return flags
     raise ValueError(
         f"rows must be a bool for each of the {n:,} training rows, in the order in which the data "
-        f"are read, with at least one True, but is {given.dtype} of shape "
-        f"{tuple(given.shape)}{' without a True' * (given.dtype == torch.bool)}."
+        f"are read, with at least one True, but is {flags.dtype} of shape "
+        f"{tuple(flags.shape)}{' without a True' * (flags.dtype == torch.bool)}."
     )
 
 
-def _parts(sites: Sites, chosen: Tensor) -> list[Tensor]:
-    """The chosen rows of each chunk."""
+def _split_by_chunk(chosen: Tensor, sites: Sites) -> list[Tensor]:
+    """Split a choice of rows (n,) bool into the chunks of the sites."""
     return list(chosen.split([len(site.f) for site in sites]))
 
 
 @dataclass(frozen=True, eq=False)
-class _Others:
+class _ComparedRows:
     """The training rows that the candidate is compared with."""
 
     y: Tensor  # (m,)
@@ -200,51 +216,56 @@ class _Others:
     sound: Tensor  # (m,) bool: the row can be removed
 
     @staticmethod
-    def of(posterior: Posterior, sites: Sites, chosen: Tensor) -> _Others:
-        found = []
-        for site, part in zip(sites, _parts(sites, chosen), strict=True):
-            weights, K = site.row_weights, posterior.covariance.covariance(site.J)
+    def select_rows(posterior: Posterior, sites: Sites, chosen: Tensor) -> _ComparedRows:
+        """Collect what the chosen rows, (n,) bool, contribute to the fit."""
+        chunks = []
+        for site, kept in zip(sites, _split_by_chunk(chosen, sites), strict=True):
+            weights = site.row_weights
+            K = posterior.covariance.covariance(site.J)
+            # A row of weight w stands for w equal rows; one of them is removed.
             once = weights.clamp_max(1.0)
-            sound = cavity(site, None, posterior.covariance).sound
+            sound = compute_cavity(site, None, posterior.covariance).sound
+            # A row that cannot be removed has no site here; its score is infinite later.
             score = torch.where(sound[:, None], site.score * once[:, None], 0.0)
             precision = torch.where(sound[:, None, None], site.precision * once[:, None, None], 0.0)
             columns = (site.y.double(), site.f, K, score, precision, once, weights, sound)
-            found.append(tuple(column[part] for column in columns))
-        return _Others(*map(torch.cat, zip(*found, strict=True)))
+            chunks.append(tuple(column[kept] for column in columns))
+        return _ComparedRows(*map(torch.cat, zip(*chunks, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
-class _Prepared:
-    """What all candidates of a member share."""
+class _Comparison:
+    """A member with its training rows, prepared once for all candidates."""
 
     member: Member
     sites: Sites
     chosen: Tensor  # (n,) bool
-    others: _Others
+    rows: _ComparedRows
 
     @staticmethod
-    def of(member: Member) -> _Prepared:
-        chosen = _chosen(member.rows, member.posterior.statistics.n)
-        sites = collect(member.posterior, member.data, PURPOSE, ROWS_AT_ONCE)
-        others = _Others.of(member.posterior, sites, chosen)
+    def prepare(member: Member) -> _Comparison:
+        """Read the training rows of a member; ValueError unless they are those of the fit."""
+        chosen = _checked_rows(member.rows, member.posterior.statistics.n)
+        sites = collect_sites(member.posterior, member.data, PURPOSE, ROWS_AT_ONCE)
+        rows = _ComparedRows.select_rows(member.posterior, sites, chosen)
         if member.shares is not None:
-            others = replace(others, weights=others.weights * member.shares[chosen])
-        return _Prepared(member, sites, chosen, others)
+            rows = replace(rows, weights=rows.weights * member.shares[chosen])
+        return _Comparison(member, sites, chosen, rows)
 
-    def candidates(self, some: slice) -> _Candidates:
-        """Some of the new inputs, with their covariances with the training rows."""
+    def candidates(self, inputs: slice) -> _Candidates:
+        """Compute the covariances of some new inputs with the training rows."""
         posterior = self.member.posterior
-        found = list(
-            queries(posterior, slice_inputs(self.member.x, some), NUMBERS * len(self.others.y))
-        )
-        f, K = torch.cat([query.f for query in found]), torch.cat([query.K for query in found])
-        solved = torch.cat([query.solved for query in found], 1)
-        products = zip(self.sites, _parts(self.sites, self.chosen), strict=True)
-        X = torch.cat([site.J.push_many(solved)[part] for site, part in products]).unflatten(
-            -1, f.shape
-        )  # (m, C, q, C)
+        x = take_rows(self.member.x, inputs)
+        # The network may return these inputs in several chunks.
+        chunks = list(iterate_queries(posterior, x, NUMBERS * len(self.rows.y)))
+        f = torch.cat([query.f for query in chunks])
+        K = torch.cat([query.K for query in chunks])
+        solved = torch.cat([query.solved for query in chunks], 1)
+        kept_of_sites = zip(self.sites, _split_by_chunk(self.chosen, self.sites), strict=True)
+        pushed = torch.cat([site.J.push_many(solved)[kept] for site, kept in kept_of_sites])
+        X = pushed.unflatten(-1, f.shape)  # (m, C, q, C)
         return _Candidates(
-            posterior.likelihood, Query(f, K, solved), X.permute(2, 0, 1, 3), self.others
+            posterior.likelihood, Query(f, K, solved), X.permute(2, 0, 1, 3), self.rows
         )
 
 
@@ -257,56 +278,72 @@ class _Candidates(NamedTuple):
     likelihood: Likelihood
     query: Query
     X: Tensor  # J_i S J_xᵀ (q, m, C, C)
-    others: _Others
+    rows: _ComparedRows
 
     def scores(self, y: Tensor) -> Tensor:
-        """Of the training rows after a refit with y (q,) at the new inputs: (q, m)."""
+        """Compute the scores of the training rows after a refit with y (q,) at the new inputs:
+        (q, m).
+        """
         f, K, _ = self.query
-        others, X = self.others, self.X
-        R = root(K)
-        u = at_mode(self.likelihood, y, f, R).pull
-        L = root(self.likelihood.fisher(f + (K @ u.unsqueeze(-1)).squeeze(-1)))
+        rows = self.rows
+        X = self.X
+        R = covariance_root(K)
+        u = evaluate_at_mode(self.likelihood, y, f, R).pull
+        L = covariance_root(self.likelihood.fisher(f + (K @ u.unsqueeze(-1)).squeeze(-1)))
         eye = torch.eye(f.shape[1], dtype=torch.float64)
-        B = torch.linalg.solve_triangular(
-            torch.linalg.cholesky(eye + L.mT @ K @ L), L.mT, upper=False
-        )  # Q = BᵀB
+        inner = torch.linalg.cholesky(eye + L.mT @ K @ L)
+        B = torch.linalg.solve_triangular(inner, L.mT, upper=False)  # Q = BᵀB
+        # The refit with (x, y) moves f of every row and takes X Q Xᵀ from its K.
         XB = X @ B.mT.unsqueeze(1)
-        K = others.K - XB @ XB.mT
+        K = rows.K - XB @ XB.mT
         move = (X @ u[:, None, :, None]).squeeze(-1)  # (q, m, C)
-        g = others.score - (others.precision @ move.unsqueeze(-1)).squeeze(-1)
-        without = torch.linalg.solve(eye - K @ others.precision, K)
-        without = (without + without.mT) / 2
-        end = others.f + move - (without @ g.unsqueeze(-1)).squeeze(-1)
-        rows = others.y.expand(len(X), -1)
-        found = score(
-            self.likelihood.predictive, rows.flatten(), end.flatten(0, 1), without.flatten(0, 1)
-        ).view_as(rows)
-        return torch.where(others.sound, found, torch.inf)
+        # The row's own site is removed: K₋ = (I − KΛ)⁻¹ K and f₋ = f − K₋ g, with g at the moved f.
+        g = rows.score - (rows.precision @ move.unsqueeze(-1)).squeeze(-1)
+        without = torch.linalg.solve(eye - K @ rows.precision, K)
+        without = (without + without.mT) / 2  # symmetric but for rounding
+        f_without = rows.f + move - (without @ g.unsqueeze(-1)).squeeze(-1)
+        targets = rows.y.expand(len(X), -1)
+        scores = nonconformity(
+            self.likelihood.predictive,
+            targets.flatten(),
+            f_without.flatten(0, 1),
+            without.flatten(0, 1),
+        ).view_as(targets)
+        return torch.where(rows.sound, scores, torch.inf)
 
 
-def _at_their_mean(members: list[_Candidates]) -> list[_Candidates]:
-    """All networks with the mean of their outputs at the new inputs."""
-    f = torch.stack([one.query.f for one in members]).mean(0)
-    return [one._replace(query=one.query._replace(f=f)) for one in members]
+def _share_mean_output(members: list[_Candidates]) -> list[_Candidates]:
+    """Give all networks the mean of their outputs at the new inputs."""
+    f = torch.stack([member.query.f for member in members]).mean(0)
+    return [member._replace(query=member.query._replace(f=f)) for member in members]
 
 
-def score(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """How badly f ~ N(f, K) predicts y: see above.  y (M,), f (M, C), K (M, C, C) -> (M,)."""
+def nonconformity(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+    """Compute how badly f ~ N(f, K) predicts y: the score of the module's docstring.
+
+    y (M,), f (M, C), K (M, C, C) -> (M,). ValueError where the variance of y is infinite.
+    """
     if likelihood.support_for(f.shape[1]).kind == "class":
-        return 1 - _probs(likelihood, f, K).gather(1, y.long()[:, None]).squeeze(1)
-    centre, scale = _moments(likelihood, f, K)
+        return 1 - _class_probabilities(likelihood, f, K).gather(1, y.long()[:, None]).squeeze(1)
+    centre, scale = _moments_of_y(likelihood, f, K)
     return (y - centre).abs() / scale
 
 
-def _probs(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
-    """(M, C), or (M, 2) for one output."""
-    found = likelihood.mean(f / (1 + torch.pi / 8 * K.diagonal(dim1=-2, dim2=-1)).sqrt())
-    return found if found.dim() == 2 else torch.stack([1 - found, found], 1)
+def _class_probabilities(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
+    """Approximate the class probabilities by f/√(1 + πk/8), k the variances of f.
+
+    f (M, C), K (M, C, C) -> (M, C), or (M, 2) for one output.
+    """
+    p = likelihood.mean(f / (1 + torch.pi / 8 * K.diagonal(dim1=-2, dim2=-1)).sqrt())
+    return p if p.dim() == 2 else torch.stack([1 - p, p], 1)
 
 
-def _moments(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of y (M,)."""
-    doubt = first_order_variance(slopes(likelihood, f, K), K).squeeze(1)
+def _moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the mean and the standard deviation of y (M,), for f (M, C) and K (M, C, C).
+
+    ValueError where the standard deviation is not finite.
+    """
+    doubt = first_order_variance(mean_slopes(likelihood, f, K), K).squeeze(1)
     scale = (likelihood.variance(f) + doubt).sqrt()
     if not bool(scale.isfinite().all()):
         raise ValueError(
@@ -320,93 +357,132 @@ def _moments(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tens
 # --- sets ----------------------------------------------------------------------------------
 
 
-def _gaussian(members: list[_Candidates], level: float) -> Tensor:
-    """(q, 2), in closed form."""
-    lower, upper = (torch.cat(sides, 1) for sides in zip(*map(_crossings, members), strict=True))
-    weights = torch.cat([one.others.weights for one in members])
+def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
+    """Compute the intervals (q, 2) for Gaussian noise and one output, in closed form."""
+    crossings = [_gaussian_crossings(member) for member in members]
+    lower = torch.cat([low for low, _ in crossings], 1)
+    upper = torch.cat([high for _, high in crossings], 1)
+    weights = torch.cat([member.rows.weights for member in members])
     return torch.stack(
         [-conformal_quantile(-lower, weights, level), conformal_quantile(upper, weights, level)], 1
     )
 
 
-def _crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
-    """Row i has the higher score for candidates between these (q, m)."""
-    likelihood, query, X, others = candidates
+def _gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
+    """Compute the two candidates (q, m) between which row i has the higher score: e√s/(X/√s ± t).
+
+    They are infinite where the row has the higher score for every candidate.
+    """
+    likelihood, query, X, rows = candidates
     noise = likelihood.covariance_for(query.f).flatten()[0].double()
     s = (noise + query.K.flatten())[:, None]
-    X, K, f = X[..., 0, 0], others.K.flatten(), others.f.flatten()
+    # One output: scalars in place of 1×1 matrices.
+    X = X[..., 0, 0]
+    K = rows.K.flatten()
+    f = rows.f.flatten()
     h = (K - X.square() / s) / noise
-    left = 1 - others.once * h
-    t, slope = (noise * left * (left + h)).sqrt(), X / s.sqrt()
-    push = (others.y - f) * s.sqrt()
+    left = 1 - rows.once * h
+    t = (noise * left * (left + h)).sqrt()
+    slope = X / s.sqrt()
+    push = (rows.y - f) * s.sqrt()
     ends = push / (slope + t), push / (slope - t)
-    crosses = others.sound & (t > slope.abs())
-    lower, upper = torch.minimum(*ends), torch.maximum(*ends)
-    return query.f + torch.where(crosses, lower, -torch.inf), query.f + torch.where(
-        crosses, upper, torch.inf
-    )
+    crosses = rows.sound & (t > slope.abs())
+    lower = torch.where(crosses, torch.minimum(*ends), -torch.inf)
+    upper = torch.where(crosses, torch.maximum(*ends), torch.inf)
+    return query.f + lower, query.f + upper
 
 
-def _numbers(members: list[_Candidates], level: float) -> Tensor:
-    """(q, 2), by a fixed point for each end: y = quantile of m ± scale·(the scores of the rows
-    with y).
+class _ScoreReach(NamedTuple):
+    """Members with the means and standard deviations of their candidates' y."""
+
+    members: list[_Candidates]
+    centres: list[Tensor]  # (q,) each
+    scales: list[Tensor]
+    weights: Tensor  # of all their rows (m,)
+    level: float
+    lowest: float  # the lowest y
+
+    def implied_end(self, side: float, t: Tensor) -> Tensor:
+        """Compute the end that the scores of the training rows imply for the candidate y = ±t:
+        the quantile (q,) of ±m + scale · score.
+        """
+        y = (side * t).clamp_min(self.lowest)
+        reach = [
+            (side * centre)[:, None] + scale[:, None] * member.scores(y)
+            for member, centre, scale in zip(self.members, self.centres, self.scales, strict=True)
+        ]
+        return conformal_quantile(torch.cat(reach, 1), self.weights, self.level)
+
+
+def _search_ends(members: list[_Candidates], level: float) -> Tensor:
+    """Compute the intervals (q, 2) of numbers or counts, by a fixed point for each end:
+    y = quantile of m ± scale·(the scores of the rows with y).
     """
-    laws = [one.likelihood.predictive for one in members]
-    weights, sound = (
-        torch.cat([getattr(one.others, name) for one in members]) for name in ("weights", "sound")
-    )
-    centres, scales = zip(
-        *(_moments(law, one.query.f, one.query.K) for law, one in zip(laws, members, strict=True)),
-        strict=True,
-    )
-    rows, scale = len(scales[0]), torch.stack(scales).mean(0)
+    weights = torch.cat([member.rows.weights for member in members])
+    sound = torch.cat([member.rows.sound for member in members])
+    moments = [
+        _moments_of_y(member.likelihood.predictive, member.query.f, member.query.K)
+        for member in members
+    ]
+    centres = [centre for centre, _ in moments]
+    scales = [scale for _, scale in moments]
     if bool(conformal_quantile(torch.where(sound, 0.0, torch.inf), weights, level).isinf()):
-        return torch.tensor([-torch.inf, torch.inf], dtype=torch.float64).expand(rows, 2)
-    least = 0.0 if laws[0].support_for(members[0].query.f.shape[1]).kind == "count" else -torch.inf
-    ends, open_ends = [], 0
-    for side in (-1.0, 1.0):  # t = ±y
-        inside = (side * torch.stack(centres)).amin(0)
-        outside, t = torch.full_like(inside, torch.inf), inside + scale
-        for _ in range(MOST_STEPS):
-            y = (side * t).clamp_min(least)
-            reach = [
-                (side * centre)[:, None] + width[:, None] * one.scores(y)
-                for one, centre, width in zip(members, centres, scales, strict=True)
-            ]
-            found = conformal_quantile(torch.cat(reach, 1), weights, level)
-            kept = found >= t
-            inside, outside = torch.where(kept, t, inside), torch.where(kept, outside, t)
-            done = (found - t).abs() <= TOLERANCE * scale
-            if bool(done.all()):
-                break
-            t = torch.where(
-                done,
-                t,
-                torch.where((found > inside) & (found < outside), found, (inside + outside) / 2),
-            )
-        open_ends += int((~done).sum())
-        ends.append(side * t)
-    if open_ends:
+        everything = torch.tensor([-torch.inf, torch.inf], dtype=torch.float64)
+        return everything.expand(len(scales[0]), 2)
+    support = members[0].likelihood.predictive.support_for(members[0].query.f.shape[1])
+    lowest = 0.0 if support.kind == "count" else -torch.inf
+    reach = _ScoreReach(members, centres, scales, weights, level, lowest)
+    lower, lower_converged = _search_end(reach, -1.0)
+    upper, upper_converged = _search_end(reach, 1.0)
+    converged = torch.cat([lower_converged, upper_converged])
+    if not bool(converged.all()):
         warn(
-            f"{open_ends} of {2 * rows} ends of predictive sets did not converge: the scores of "
-            "the training rows change as fast as that of the candidate. Likely cause: few "
-            "training rows. Use posterior.predict(x).interval(level).",
+            f"{int((~converged).sum())} of {len(converged)} ends of predictive sets did not "
+            "converge: the scores of the training rows change as fast as that of the candidate. "
+            "Likely cause: few training rows. Use posterior.predict(x).interval(level).",
             RuntimeWarning,
         )
-    return torch.stack(ends, 1)
+    return torch.stack([lower, upper], 1)
 
 
-def _classes(members: list[_Candidates], level: float) -> Tensor:
-    """bool (q, C)."""
-    weights, query = torch.cat([one.others.weights for one in members]), members[0].query
+def _search_end(reach: _ScoreReach, side: float) -> tuple[Tensor, Tensor]:
+    """Search one end of each interval: the lower for side −1, the upper for 1.
+
+    Returns the ends (q,) and which of them converged (q,) bool.
+    """
+    scale = torch.stack(reach.scales).mean(0)
+    # In t = ±y the set is below the end: `inside` is in the set, `outside` is not.
+    inside = (side * torch.stack(reach.centres)).amin(0)
+    outside = torch.full_like(inside, torch.inf)
+    t = inside + scale
+    for _ in range(MOST_STEPS):
+        implied = reach.implied_end(side, t)
+        kept = implied >= t
+        inside = torch.where(kept, t, inside)
+        outside = torch.where(kept, outside, t)
+        converged = (implied - t).abs() <= TOLERANCE * scale
+        if bool(converged.all()):
+            break
+        # The fixed-point step where it stays in the bracket, bisection elsewhere.
+        in_bracket = (implied > inside) & (implied < outside)
+        step = torch.where(in_bracket, implied, (inside + outside) / 2)
+        t = torch.where(converged, t, step)
+    return side * t, converged
+
+
+def _find_class_sets(members: list[_Candidates], level: float) -> Tensor:
+    """Compute the sets of classes, bool (q, C), by trying every class."""
+    weights = torch.cat([member.rows.weights for member in members])
+    query = members[0].query
     support = members[0].likelihood.predictive.support_for(query.f.shape[1])
     assert isinstance(support, Classes)
     kept = []
     for label in range(support.count):
         y = torch.full((len(query.f),), float(label), dtype=torch.float64)
-        above = [
-            one.scores(y) - score(one.likelihood.predictive, y, one.query.f, one.query.K)[:, None]
-            for one in members
-        ]
-        kept.append(conformal_quantile(torch.cat(above, 1), weights, level) >= 0)
+        excess = []  # by how much the scores of the rows exceed that of the candidate (q, m)
+        for member in members:
+            law = member.likelihood.predictive
+            own_score = nonconformity(law, y, member.query.f, member.query.K)
+            excess.append(member.scores(y) - own_score[:, None])
+        kept.append(conformal_quantile(torch.cat(excess, 1), weights, level) >= 0)
     return torch.stack(kept, 1)

@@ -20,15 +20,20 @@ import torch
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, in_plain_torch
-from ssla._checks import level as checked_level
+from ssla._checks import check_level as checked_level
 from ssla.data import Inputs
-from ssla.diagnostics.credal_intervals import Merged, content, smallest_interval, union
-from ssla.diagnostics.predictive_sets import Bounds, FiniteMembers, Members
+from ssla.diagnostics.credal_intervals import (
+    Merged,
+    merge_regions,
+    probability_between,
+    smallest_interval,
+)
+from ssla.diagnostics.predictive_sets import Bounds, FiniteMembers, Members, require_order
 from ssla.diagnostics.prior_box import BoxMembers
 from ssla.diagnostics.sensitivities import named_priors
 from ssla.predictive import Predictive
 from ssla.predictive.expectation import Event, expect, probability
-from ssla.predictive.predictive import answer, probabilities, scalar_targets
+from ssla.predictive.predictive import as_probabilities, drop_single_value, scalar_targets
 from ssla.priors import EXACT, Box, Prior
 from ssla.refit import Refit
 from ssla.report import PRIOR, subject
@@ -38,9 +43,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Bounds", "Credal", "Decomposition", "credal"]
 
-ROUNDS = 20  # of the exchange between an interval and the member that it serves worst
-SLACK = 1e-7  # of probability
-IMPRECISION_POINTS = 41
+ROUNDS = 20  # of the exchange between an interval and the member that it serves worst; a guess
+SLACK = 1e-7  # of probability; a guess
+IMPRECISION_POINTS = 41  # of y, between the bounds of the 0.5% and 99.5% quantiles; a guess
 
 
 class Decomposition(NamedTuple):
@@ -62,92 +67,95 @@ class Credal:
     notes: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
+        """Return the names of the members and the number of inputs."""
         return (
             f"Credal({', '.join(self.names)}; {self.members.rows} inputs, convention "
             f"{self.convention!r})"
         )
 
     def cdf(self, y: Any) -> Bounds:
-        """Lower and upper P(Y ≤ y): a p-box.  (N,) or (N, k)."""
-        value, single = scalar_targets(y, self.members.rows)
-        found = self.members.bounds(lambda p, at: _ordered(p).cdf(at).double(), value)
-        return Bounds(answer(found.lower, single), answer(found.upper, single))
+        """Return lower and upper P(Y ≤ y), a p-box: (N,) or (N, k).  TypeError for classes."""
+        return self._bounds_at(y, lambda p, value: require_order(p).cdf(value))
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> Bounds:
-        """Lower and upper E function(Y) (N,)."""
-        return self._by_row(lambda p: expect(p, function))
+        """Return lower and upper E function(Y) (N,)."""
+        return self._bounds_by_row(lambda p: expect(p, function))
 
     def probability(self, event: Event) -> Bounds:
-        """Lower and upper P(Y ∈ event) (N,): (low, high), a list of such, classes, or a
-        function of y.
+        """Return lower and upper P(Y ∈ event) (N,); event: (low, high), a list of such, classes,
+        or a function of y.
         """
-        return self._by_row(lambda p: probability(p, event))
+        return self._bounds_by_row(lambda p: probability(p, event))
 
     @property
     def mean(self) -> Bounds:
-        return self._by_row(lambda p: p.mean.double())
+        """The bounds of the mean (N,)."""
+        return self._bounds_by_row(lambda p: p.mean.double())
 
     @property
     def stddev(self) -> Bounds:
-        """Of the members (a mixture of them may spread wider)."""
-        return self._by_row(lambda p: p.stddev.double())
+        """The bounds of the members' standard deviations (N,); a mixture may spread wider."""
+        return self._bounds_by_row(lambda p: p.stddev.double())
 
     def log_prob(self, y: Any) -> Bounds:
-        """Lower and upper log density at y.  (N,) or (N, k)."""
-        value, single = scalar_targets(y, self.members.rows)
-        found = self.members.bounds(lambda p, at: p.log_prob(at).double(), value)
-        return Bounds(answer(found.lower, single), answer(found.upper, single))
-
-    def _quantile(self, level: float) -> Bounds:
-        return self._by_row(lambda p: _ordered(p).icdf(level).double())
+        """Return the lower and upper log density at y: (N,) or (N, k)."""
+        return self._bounds_at(y, lambda p, value: p.log_prob(value))
 
     def quantile(self, q: Any) -> Bounds:
-        """Bounds of the q-quantile: (N,), or (N, k) for several q."""
-        levels, single = probabilities(q)
-        found = [self._quantile(level) for level in levels.tolist()]
-        lower, upper = (
-            torch.stack([b.lower for b in found], 1),
-            torch.stack([b.upper for b in found], 1),
-        )
-        return Bounds(answer(lower, single), answer(upper, single))
+        """Return the bounds of the q-quantile: (N,), or (N, k) for several q.
+
+        TypeError for classes.
+        """
+        levels, single = as_probabilities(q)
+        bounds = [self._bounds_by_row(partial(_quantile, level=level)) for level in levels.tolist()]
+        lower = torch.stack([each.lower for each in bounds], 1)
+        upper = torch.stack([each.upper for each in bounds], 1)
+        return Bounds(drop_single_value(lower, single), drop_single_value(upper, single))
 
     def interval(self, level: float = 0.95) -> Tensor:
-        """The smallest interval that every member gives at least that probability (N, 2).
+        """Compute the smallest interval that every member gives at least that probability (N, 2).
 
         For a family the worst member of each interval is sought and joined to the set until none is
-        left below the level.
+        left below the level, in at most ROUNDS rounds. TypeError for classes.
         """
         checked_level(level)
-        worst = self.members.start()
-        found = smallest_interval(worst, level)
-        for _ in range(ROUNDS if self.members.open else 0):
-            probe = self.members.worst(partial(content, ends=found))
-            if bool((probe.value >= level - SLACK).all()):
-                return found
-            worst = [*worst, probe.predictive]
-            found = smallest_interval(worst, level)
-        return found
+        known = self.members.list_members()
+        ends = smallest_interval(known, level)
+        for _ in range(ROUNDS if self.members.is_family else 0):
+            worst = self.members.find_worst(partial(probability_between, ends=ends))
+            if bool((worst.value >= level - SLACK).all()):
+                return ends
+            known = [*known, worst.predictive]
+            ends = smallest_interval(known, level)
+        return ends
 
     def hdr(self, level: float = 0.95) -> Merged:
-        """The union of the members' highest-density regions: lower and upper ends (N, R), padded
-        with NaN.
+        """Compute the union of the members' highest-density regions: lower and upper ends (N, R),
+        padded with NaN.
 
-        For a family (which is connected) the hull of their ends.
+        For a family (which is connected) the hull of their ends. TypeError for classes.
         """
         checked_level(level)
-        if not self.members.open:
-            return union([_ordered(p).hdr(level) for p in self.members.start()])
-        low = self._by_row(lambda p: _ordered(p).hdr(level).lower[:, 0].double()).lower
-        high = self._by_row(
-            lambda p: torch.nan_to_num(_ordered(p).hdr(level).upper.double(), nan=-torch.inf).amax(
-                1
-            )
-        ).upper
+        if not self.members.is_family:
+            return merge_regions([require_order(p).hdr(level) for p in self.members.list_members()])
+
+        def lowest(p: Predictive) -> Tensor:
+            """Return the lower end of the region (N,)."""
+            lower: Tensor = require_order(p).hdr(level).lower
+            return lower[:, 0].double()
+
+        def highest(p: Predictive) -> Tensor:
+            """Return the upper end of the region (N,)."""
+            upper: Tensor = require_order(p).hdr(level).upper
+            return torch.nan_to_num(upper.double(), nan=-torch.inf).amax(1)
+
+        low = self._bounds_by_row(lowest).lower
+        high = self._bounds_by_row(highest).upper
         return Merged(low[:, None], high[:, None])
 
     def imprecision(self, event: Event | None = None) -> Tensor:
-        """Upper − lower probability of an event (N,); without one, the largest gap of the p-box
-        over a grid of y.
+        """Return upper − lower probability of an event (N,); without one, the largest gap of the
+        p-box over a grid of y.
         """
         if event is not None:
             return self.probability(event).imprecision
@@ -157,15 +165,26 @@ class Credal:
         return self.cdf(y).imprecision.amax(1)
 
     def decomposition(self, level: float = 0.95) -> Decomposition:
-        """What the prior decides beside how wide each member is by itself."""
+        """Return what the prior decides beside how wide each member is by itself."""
         checked_level(level)
-        width = self._by_row(lambda p: p.interval(level).double().diff(dim=1).squeeze(1))
+        width = self._bounds_by_row(lambda p: p.interval(level).double().diff(dim=1).squeeze(1))
         return Decomposition(self.mean.imprecision, width.lower, width.upper)
 
-    def _by_row(self, function: Callable[[Predictive], Tensor]) -> Bounds:
+    def _bounds_at(self, y: Any, function: Callable[[Predictive, Tensor], Tensor]) -> Bounds:
+        """Compute the bounds of function(·, y) over the set, for y (N,) or (N, k), in the shape of
+        y.
+        """
+        value, single = scalar_targets(y, self.members.rows)
+        bounds = self.members.bounds(lambda p, at: function(p, at).double(), value)
+        return Bounds(
+            drop_single_value(bounds.lower, single), drop_single_value(bounds.upper, single)
+        )
+
+    def _bounds_by_row(self, function: Callable[[Predictive], Tensor]) -> Bounds:
+        """Compute the bounds of a function of a member, (N,), over the set."""
         nothing = torch.zeros(self.members.rows, 1, dtype=torch.float64)
-        found = self.members.bounds(lambda p, _: function(p).unsqueeze(1), nothing)
-        return Bounds(found.lower.squeeze(1), found.upper.squeeze(1))
+        bounds = self.members.bounds(lambda p, _: function(p).unsqueeze(1), nothing)
+        return Bounds(bounds.lower.squeeze(1), bounds.upper.squeeze(1))
 
 
 @in_plain_torch
@@ -176,11 +195,15 @@ def credal(
     convention: str = EXACT,
     refit: str | Refit = "output",
 ) -> Credal:
-    """The credal set of predictives at x under a set of priors, without a pass over the data.
+    """Return the credal set of predictives at x under a set of priors.
+
+    No pass over the data is made.
 
     priors: a dict, a list or a range as in `ssla.sensitivity`, or `priors.Box(mean=(low, high),
     precision=(low, high))`: every Gaussian prior in the box, whose extreme members are found by
     optimisation for each question and each input, not taken from the corners.
+
+    Raises TypeError for angles, and ValueError for a box that the posterior cannot search.
 
     >>> box = ssla.priors.Box(mean=(-1, 1), precision=(0.1, 10))
     >>> c = ssla.credal(post, x, box)     # doctest: +SKIP
@@ -192,21 +215,23 @@ def credal(
             "single priors."
         )
     if isinstance(priors, Box):
-        members = BoxMembers.of(posterior, x, priors, convention, refit)
-        return Credal(members, members.names, convention, members.notes)
+        box = BoxMembers.build(posterior, x, priors, convention, refit)
+        return Credal(box, box.names, convention, box.notes)
     chosen = named_priors(posterior, priors)
     posteriors = [posterior.with_prior(prior, convention) for prior in chosen.values()]
-    kept = [p.report.notes for p in posteriors if not p.follows_mode]
-    notes = tuple(dict.fromkeys(note for notes in kept for note in notes if subject(note) == PRIOR))
-    return Credal(
-        FiniteMembers(tuple(p.predict(x, refit) for p in posteriors)),
-        tuple(chosen),
-        convention,
-        notes,
+    # Where θ̂ does not follow the prior, the reports say so; each such note once.
+    notes = dict.fromkeys(
+        note
+        for moved in posteriors
+        if not moved.updates_mode_from_sums
+        for note in moved.report.notes
+        if subject(note) == PRIOR
     )
+    predictives = tuple(moved.predict(x, refit) for moved in posteriors)
+    return Credal(FiniteMembers(predictives), tuple(chosen), convention, tuple(notes))
 
 
-def _ordered(predictive: Predictive) -> Any:
-    if predictive.kind == "class":
-        raise TypeError("Classes have no order. Ask for probability([…]).")
-    return predictive
+def _quantile(predictive: Predictive, level: float) -> Tensor:
+    """Return the quantile of each row in float64 (N,); TypeError for classes."""
+    quantile: Tensor = require_order(predictive).icdf(level).double()
+    return quantile

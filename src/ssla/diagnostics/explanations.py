@@ -50,15 +50,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ssla._checks import finite, one_of, warn
+from ssla._checks import check_finite, check_name, warn
 from ssla.curvature import Operator
 from ssla.curvature.jacobians import Jacobian
-from ssla.data import Inputs, as_inputs, as_tensor, row_count, slice_inputs
+from ssla.data import Inputs, as_inputs, as_tensor, row_count, take_rows
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import averages
-from ssla.maths.linalg import root
+from ssla.maths.linalg import covariance_root
 from ssla.predictive import predict
-from ssla.predictive.cavities import LEAST, Site, Sites, by_fisher, collect
+from ssla.predictive.cavities import LEAST, Site, Sites, collect_sites, uses_expected_fisher
 from ssla.priors import EXACT
 from ssla.refit.prior_response import prior_response
 from ssla.refit.weights.refit_rows import Purpose, training_data
@@ -70,13 +70,15 @@ if TYPE_CHECKING:
 PURPOSE = Purpose("ssla.explain", "The data", "ssla.explain(posterior, x, data={})")
 MEAN, VARIANCE = "mean", "variance"
 SHOWN = 3  # queries that are printed, and rows and inputs of each
-STEP = 0.01  # of a standard deviation of f: for central differences of what autograd cannot follow
+# of a standard deviation of f, for central differences of what autograd cannot follow; a guess
+STEP = 0.01
 # of a row's own term that is taken out: no derived value, see above and
-# tests/predictive/test_explanations.py
+# tests/diagnostics/test_explanations.py
 OWN = 0.5
-# training rows that meet several queries: fewer rows leave room for more queries in a pass
+# training rows that meet several queries: fewer rows leave room for more queries in a pass; a guess
 ROWS_AT_ONCE = 1024
-VARIANTS = 4096  # inputs with one changed column that are evaluated together
+VARIANTS = 4096  # inputs with one changed column that are evaluated together; a guess
+TINY = torch.finfo(torch.float64).tiny
 
 
 class Influence(NamedTuple):
@@ -121,17 +123,18 @@ class Explanation:
     failed: Tensor
 
     def __str__(self) -> str:
-        return "\n".join(
-            line for i in range(min(len(self.marginal.mean), SHOWN)) for line in self._lines(i)
-        )
+        """Return the explanations of the first inputs as text."""
+        count = min(len(self.marginal.mean), SHOWN)
+        return "\n".join(line for i in range(count) for line in self._describe_input(i))
 
-    def _lines(self, i: int) -> list[str]:
-        noise, doubt, prior = (float(part[i].sum()) for part in self.split)
+    def _describe_input(self, i: int) -> list[str]:
+        """Return the lines of text that explain the prediction at input i."""
+        noise, doubt, prior = (float(term[i].sum()) for term in self.split)
+        influence = zip(*(column[i][:SHOWN].tolist() for column in self.influence), strict=True)
         rows = [
-            f"row {row} moves f by {_numbers(mean)} and its variance by {_numbers(variance)}"
-            for row, mean, variance in zip(
-                *(part[i][:SHOWN].tolist() for part in self.influence), strict=True
-            )
+            f"row {row} moves f by {_format_numbers(mean)} and its variance by "
+            f"{_format_numbers(variance)}"
+            for row, mean, variance in influence
         ]
         lines = [
             f"input {i}",
@@ -140,17 +143,15 @@ class Explanation:
             *(f"  {'rows' if k == 0 else '':<9}  {text}" for k, text in enumerate(rows)),
         ]
         if self.inputs is not None:
-            own = self.inputs[i]
-            top = own.abs().argsort(descending=True, stable=True)[:SHOWN].tolist()
-            lines.append(
-                "  inputs     "
-                + ", ".join(f"{j}: {float(own[j]):+.3g}" for j in top)
-                + " of the doubt"
-            )
+            effects = self.inputs[i]
+            largest = effects.abs().argsort(descending=True, stable=True)[:SHOWN].tolist()
+            listed = ", ".join(f"{j}: {float(effects[j]):+.3g}" for j in largest)
+            lines.append(f"  inputs     {listed} of the doubt")
         return lines
 
 
-def _numbers(values: list[float]) -> str:
+def _format_numbers(values: list[float]) -> str:
+    """Format one number for each output, the first few of them."""
     shown = ", ".join(f"{value:+.3g}" for value in values[:SHOWN])
     return shown if len(values) == 1 else f"({shown}{', …' * (len(values) > SHOWN)})"
 
@@ -181,9 +182,9 @@ def explain(
     reference: Any = None,
     data: Any = None,
 ) -> Explanation:
-    """See ssla.explain."""
-    _check(posterior, "ssla.explain")
-    one_of("by", by, (MEAN, VARIANCE))
+    """Explain the predictions at x; see ssla.explain for arguments and errors."""
+    _check_posterior(posterior, "ssla.explain")
+    check_name("by", by, (MEAN, VARIANCE))
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
         raise ValueError(
             f"top must be a whole number from 1, or None for all rows, but is {top!r}."
@@ -191,8 +192,9 @@ def explain(
     x = as_inputs(x)
     if row_count(x) == 0:
         raise ValueError("x has no rows. Give at least one input to explain.")
-    where = _reference(posterior, x, reference, data)  # checked before the long pass
-    influence, failed = _influence(posterior, x, top, by, data)
+    # The reference is checked before the long pass over the training rows.
+    reference_row = _reference_row(posterior, x, reference, data)
+    influence, failed = _measure_influence(posterior, x, top, by, data)
     if bool(failed.any()):
         warn(
             f"ssla.explain leaves out {int(failed.sum())} of {len(failed)} training rows: their "
@@ -200,55 +202,74 @@ def explain(
             "'kfac' describes these rows badly. Use structure='dense'.",
             RuntimeWarning,
         )
-    predictive = predict(posterior, x)
     marginal = posterior.outputs_at(x)
-    doubt = predictive.law.epistemic
-    A = slopes(posterior.likelihood.predictive, *marginal)
-    share = first_order_variance(A, prior_response(posterior, x).covariance) / first_order_variance(
-        A, marginal.covariance
-    )
+    split = _split_variance(posterior, x, marginal)
+    inputs = None
+    if reference_row is not None:
+        inputs = _effects_of_inputs(posterior, x, reference_row)
+    return Explanation(marginal, influence, split, inputs, reference_row, failed)
+
+
+def _split_variance(posterior: Posterior, x: Inputs, marginal: Marginal) -> Split:
+    """Split the variance of y at x, with outputs f̂ (N, C) and K (N, C, C), into noise, doubt and
+    the prior's part of the doubt.
+    """
+    law = predict(posterior, x).law
+    doubt = law.epistemic
+    A = mean_slopes(posterior.likelihood.predictive, *marginal)
+    by_prior = first_order_variance(A, prior_response(posterior, x).covariance)
+    share = by_prior / first_order_variance(A, marginal.covariance)
+    # 0/0 where y does not depend on θ: nothing is the prior's.
     prior = doubt * share.nan_to_num(0.0, 0.0, 0.0).reshape(doubt.shape)
-    inputs = None if where is None else _one_at_a_time(posterior, x, where)
-    return Explanation(
-        marginal, influence, Split(predictive.law.aleatoric, doubt, prior), inputs, where, failed
-    )
+    return Split(law.aleatoric, doubt, prior)
 
 
 def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> LabelGains:
-    """See ssla.label_next."""
-    _check(posterior, "ssla.label_next")
+    """Compute what a label for each row of the pool is worth; see ssla.label_next for arguments
+    and errors.
+    """
+    _check_posterior(posterior, "ssla.label_next")
     pool = as_inputs(pool)
-    aim = pool if targets is None else as_inputs(targets)
-    for what, rows in (("pool", row_count(pool)), ("targets", row_count(aim))):
-        if rows == 0:
-            raise ValueError(f"{what} has no rows. Give at least one input.")
-    gain, total = torch.zeros(row_count(pool), dtype=torch.float64), 0.0
-    for query in queries(posterior, aim, _products(posterior, row_count(pool))):
-        A = slopes(posterior.likelihood.predictive, query.f, query.K)
-        total += float(first_order_variance(A, query.K).sum())
+    targets = pool if targets is None else as_inputs(targets)
+    for name, count in (("pool", row_count(pool)), ("targets", row_count(targets))):
+        if count == 0:
+            raise ValueError(f"{name} has no rows. Give at least one input.")
+    gain = torch.zeros(row_count(pool), dtype=torch.float64)
+    doubt = 0.0
+    for query in iterate_queries(posterior, targets, _numbers_of_query(posterior, row_count(pool))):
+        A = mean_slopes(posterior.likelihood.predictive, query.f, query.K)
+        doubt += float(first_order_variance(A, query.K).sum())
         start = 0
-        for f, J in _in_chunks(posterior, pool):
-            L = root(posterior.likelihood.fisher(f))
-            eye = torch.eye(L.shape[-1], dtype=torch.float64)
-            inner = torch.linalg.cholesky(eye + L.mT @ posterior.covariance.covariance(J) @ L)
-            B = torch.linalg.solve_triangular(inner, L.mT, upper=False)  # Q = BᵀB
-            X = J.push_many(query.solved).view(*f.shape, *query.f.shape)  # (b, C, q, C)
-            gain[start : start + len(f)] += (
-                torch.einsum("bka,baqc,qmc->bkqm", B, X, A).square().sum((1, 2, 3))
-            )
+        for f, J in _linearise_in_chunks(posterior, pool):
+            gain[start : start + len(f)] += _doubt_removed(posterior, f, J, query, A)
             start += len(f)
-    rows = row_count(aim)
-    return LabelGains(gain / rows, total / rows)
+    count = row_count(targets)
+    return LabelGains(gain / count, doubt / count)
 
 
-def _in_chunks(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Jacobian]]:
-    """f and J at x in float64, at most ROWS_AT_ONCE rows at a time."""
+def _doubt_removed(posterior: Posterior, f: Tensor, J: Jacobian, query: Query, A: Tensor) -> Tensor:
+    """Compute the doubt at a query, summed over its inputs, that a label of each row removes.
+
+    f (b, C) and J of the rows, A (q, M, C): the slopes of the query's means -> (b,).
+    """
+    # A label takes X Q Xᵀ from the query's K, with Q = L(I + LᵀKL)⁻¹Lᵀ = BᵀB.
+    L = covariance_root(posterior.likelihood.fisher(f))
+    eye = torch.eye(L.shape[-1], dtype=torch.float64)
+    inner = torch.linalg.cholesky(eye + L.mT @ posterior.covariance.covariance(J) @ L)
+    B = torch.linalg.solve_triangular(inner, L.mT, upper=False)
+    X = J.push_many(query.solved).view(*f.shape, *query.f.shape)  # (b, C, q, C)
+    return torch.einsum("bka,baqc,qmc->bkqm", B, X, A).square().sum((1, 2, 3))
+
+
+def _linearise_in_chunks(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Jacobian]]:
+    """Yield f (b, C) and J at x in float64, at most ROWS_AT_ONCE rows at a time."""
     for start in range(0, row_count(x), ROWS_AT_ONCE):
-        for f, J in posterior.linearised(slice_inputs(x, slice(start, start + ROWS_AT_ONCE))):
+        for f, J in posterior.linearised(take_rows(x, slice(start, start + ROWS_AT_ONCE))):
             yield f.double(), J.double()
 
 
-def _check(posterior: Posterior, task: str) -> None:
+def _check_posterior(posterior: Posterior, task: str) -> None:
+    """Raise ValueError for another convention than the exact one, TypeError for angles."""
     if posterior.convention != EXACT:
         raise ValueError(
             f"{task} works with the exact convention only, but this posterior has "
@@ -272,34 +293,43 @@ class Query(NamedTuple):
     solved: Tensor  # H⁻¹Jᵀ (P, q·C)
 
 
-def queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Query]:
-    """x, a few inputs at a time: so many numbers for each output of each input fit a share of
-    the memory budget.
+def queries_at_once(posterior: Posterior, numbers: int) -> int:
+    """Return how many inputs fit an eighth of the memory budget, where each output of an input
+    needs so many numbers beside four of the size of θ.
     """
-    C, size = posterior.network.outputs, len(posterior.theta)
-    some = max(posterior.memory_budget // 8 // (8 * C * (4 * size + numbers)), 1)  # V and S v
-    for start in range(0, row_count(x), some):
-        for f, J in posterior.linearised(slice_inputs(x, slice(start, start + some))):
+    numbers_of_input = posterior.network.outputs * (4 * len(posterior.theta) + numbers)
+    return max(posterior.memory_budget // 8 // (8 * numbers_of_input), 1)
+
+
+def iterate_queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Query]:
+    """Yield the inputs x, a few at a time: each output of an input needs so many numbers."""
+    at_once = queries_at_once(posterior, numbers)
+    for start in range(0, row_count(x), at_once):
+        for f, J in posterior.linearised(take_rows(x, slice(start, start + at_once))):
             J = J.double()
-            solved = posterior.covariance.solve_many(J.dense().values.flatten(0, 1).mT.contiguous())
+            columns = J.dense().values.flatten(0, 1).mT.contiguous()  # Jᵀ (P, q·C)
+            solved = posterior.covariance.solve_many(columns)
             yield Query(f.double(), posterior.covariance.covariance(J), solved)
 
 
-def _products(posterior: Posterior, rows: int) -> int:
-    """The numbers that an output of a query takes with a chunk of `rows` other rows: X, ΛX and
-    t.
+def _numbers_of_query(posterior: Posterior, rows: int) -> int:
+    """Return how many numbers an output of a query takes with a chunk of `rows` other rows: X, ΛX
+    and t.
     """
-    return (
-        4
-        * posterior.network.outputs
-        * min(posterior.network.rows_at_once(posterior.memory_budget), rows, ROWS_AT_ONCE)
-    )
+    chunk = min(posterior.network.rows_at_once(posterior.memory_budget), rows, ROWS_AT_ONCE)
+    return 4 * posterior.network.outputs * chunk
 
 
-def _influence(
+def _measure_influence(
     posterior: Posterior, x: Inputs, top: int | None, by: str, data: Any
 ) -> tuple[Influence, Tensor]:
-    n, C = posterior.statistics.n, posterior.network.outputs
+    """Find the training rows that count most at x, and the rows (n,) bool that cannot be removed.
+
+    Raises ValueError where the answer exceeds the memory budget, or the data are not those of the
+    fit.
+    """
+    n = posterior.statistics.n
+    C = posterior.network.outputs
     most = n if top is None else min(top, n)
     need = 8 * row_count(x) * most * (2 * C + 2)
     if need > posterior.memory_budget:
@@ -308,103 +338,134 @@ def _influence(
             f"MiB, more than the memory budget of {posterior.memory_budget / 2**20:,.0f} MiB. Give "
             "a smaller top, or fewer inputs."
         )
-    sites = collect(posterior, data, PURPOSE, ROWS_AT_ONCE)
-    found = []
+    sites = collect_sites(posterior, data, PURPOSE, ROWS_AT_ONCE)
     failed = torch.zeros(n, dtype=torch.bool)
-    for query in queries(posterior, x, _products(posterior, n)):
-        best: _Best | None = None
+    ranked = []
+    for query in iterate_queries(posterior, x, _numbers_of_query(posterior, n)):
+        best: _RankedRows | None = None
+        response = (
+            None if posterior.likelihood.quadratic else _precision_response(posterior, sites, query)
+        )
         start = 0
-        bend = None if posterior.likelihood.quadratic else _bend(posterior, sites, query)
-        scale = query.K.diagonal(dim1=-2, dim2=-1).clamp_min(
-            torch.finfo(torch.float64).tiny
-        )  # (q, C)
         for site in sites:
-            a, W, sound = _without(site, posterior.covariance)
-            failed[start : start + len(a)] = ~sound
-            X = site.J.push_many(query.solved).view(len(a), C, -1, C)  # (b, C, q, C)
-            mean = torch.einsum("baqc,ba->qbc", X, a)
-            variance = -torch.einsum("baqc,bad,bdqc->qbc", X, W, X)
-            if bend is not None:
-                every = torch.einsum("baqc,ba->qbc", site.J.push_many(bend).view_as(X), a)
-                own = torch.einsum("baqc,bad,bdqc->qbc", X, _own_rise(posterior, site, a), X)
-                variance -= every - OWN * own
-            score = (mean.square() if by == MEAN else variance.abs()) / scale.unsqueeze(1)
-            score = score.sum(-1).masked_fill(~sound, -1.0)
-            rows = torch.arange(start, start + len(a)).expand(len(score), -1)
-            best = _best(best, _Best(score, rows, mean, variance), most)
-            start += len(a)
+            removal = _remove_rows(site, posterior.covariance)
+            failed[start : start + len(site.f)] = ~removal.sound
+            rows = _influence_of_rows(posterior, site, removal, query, response, by)
+            best = _keep_best(best, rows._replace(rows=rows.rows + start), most)
+            start += len(site.f)
         assert best is not None
-        found.append(best)
-    score, rows, mean, variance = (torch.cat(column) for column in zip(*found, strict=True))
-    kept = most - int((score[0] < 0).sum())  # the same for every input: rows that failed are last
-    return Influence(rows[:, :kept], mean[:, :kept], variance[:, :kept]), failed
+        ranked.append(best)
+    score, places, mean, variance = (torch.cat(column) for column in zip(*ranked, strict=True))
+    # Rows that failed are last, and as many of them for every input.
+    kept = most - int((score[0] < 0).sum())
+    return Influence(places[:, :kept], mean[:, :kept], variance[:, :kept]), failed
 
 
-def _bend(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
-    """S v (P, q·C): how the variances at the query depend on θ, through the precisions of all
-    rows.
+def _influence_of_rows(
+    posterior: Posterior,
+    site: Site,
+    removal: _Removal,
+    query: Query,
+    response: Tensor | None,
+    by: str,
+) -> _RankedRows:
+    """Compute what the rows of a chunk (b) add to the outputs of a query (q) and their variances.
+
+    response: S v (P, q·C), or None for Gaussian noise. A row that cannot be removed has score −1.
+    """
+    C = site.f.shape[1]
+    a, W, sound = removal
+    X = site.J.push_many(query.solved).view(len(a), C, -1, C)  # (b, C, q, C)
+    mean = torch.einsum("baqc,ba->qbc", X, a)
+    variance = -torch.einsum("baqc,bad,bdqc->qbc", X, W, X)
+    if response is not None:
+        # The row also moves the precisions of all rows; `OWN` of its own is taken out.
+        of_all_rows = torch.einsum("baqc,ba->qbc", site.J.push_many(response).view_as(X), a)
+        of_own_row = torch.einsum(
+            "baqc,bad,bdqc->qbc", X, _own_precision_change(posterior, site, a), X
+        )
+        variance -= of_all_rows - OWN * of_own_row
+    # Rows are ranked in units of the outputs' own variances, summed over outputs.
+    scale = query.K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY)  # (q, C)
+    score = (mean.square() if by == MEAN else variance.abs()) / scale.unsqueeze(1)
+    score = score.sum(-1).masked_fill(~sound, -1.0)
+    places = torch.arange(len(a)).expand(len(score), -1)
+    return _RankedRows(score, places, mean, variance)
+
+
+def _precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
+    """Compute S v (P, q·C): how the variances at the query depend on θ, through the precisions of
+    all rows.
     """
     total = torch.zeros_like(query.solved)
     for site in sites:
         X = site.J.push_many(query.solved)  # (b, C, q·C)
-        steps = (
-            STEP
-            * posterior.covariance.root(site.J)
-            .variances()
-            .clamp_min(torch.finfo(torch.float64).tiny)
-            .sqrt()
-        )
-        slopes = []
+        deviation = posterior.covariance.root(site.J).variances().clamp_min(TINY).sqrt()
+        steps = STEP * deviation
+        slopes = []  # t: of (J c)ᵀΛ(J c) in each output
         for d in range(X.shape[1]):
             move = torch.zeros_like(site.f)
             move[:, d] = steps[:, d]
-            rise = _precision(posterior, site, site.f + move) - _precision(
-                posterior, site, site.f - move
-            )
-            rise = torch.nan_to_num(rise / (2 * steps[:, d, None, None]), 0.0, 0.0, 0.0)
-            slopes.append((X * (rise @ X)).sum(1))
+            change = _precision_change(posterior, site, move)
+            # Where the precision is not finite, no change is followed.
+            change = torch.nan_to_num(change / (2 * steps[:, d, None, None]), 0.0, 0.0, 0.0)
+            slopes.append((X * (change @ X)).sum(1))
         total += site.J.pull_many(torch.stack(slopes, 1) * site.row_weights[:, None, None])
     return posterior.covariance.solve_many(total)
 
 
-def _own_rise(posterior: Posterior, site: Site, a: Tensor) -> Tensor:
-    """The derivative of Λ_i along K_i a, the row's effect on its own outputs (b, C, C)."""
+def _own_precision_change(posterior: Posterior, site: Site, a: Tensor) -> Tensor:
+    """Compute the derivative of Λ_i along K_i a, the row's effect on its own outputs.
+
+    a (b, C) -> (b, C, C).
+    """
     K = posterior.covariance.covariance(site.J)
     move = (K @ a.unsqueeze(-1)).squeeze(-1)
-    sd = K.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
-    step = STEP / (move / sd).abs().amax(-1).clamp_min(
-        STEP
-    )  # at most STEP standard deviations of any output
-    move = move * step.unsqueeze(-1)
-    rise = _precision(posterior, site, site.f + move) - _precision(posterior, site, site.f - move)
+    deviation = K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY).sqrt()
+    # The step is at most STEP standard deviations of any output.
+    step = STEP / (move / deviation).abs().amax(-1).clamp_min(STEP)
+    change = _precision_change(posterior, site, move * step.unsqueeze(-1))
+    # One copy of a row of weight w. Where the precision is not finite, no change is followed.
     once = site.row_weights.clamp_max(1.0)
-    return torch.nan_to_num(rise * (once / (2 * step))[:, None, None], 0.0, 0.0, 0.0)
+    return torch.nan_to_num(change * (once / (2 * step))[:, None, None], 0.0, 0.0, 0.0)
 
 
-def _precision(posterior: Posterior, site: Site, f: Tensor) -> Tensor:
-    """Λ of the sites with other outputs (b, C, C)."""
+def _precision_change(posterior: Posterior, site: Site, move: Tensor) -> Tensor:
+    """Compute Λ at the outputs f + move less Λ at f − move.  move (b, C) -> (b, C, C)."""
+    return _precision_at(posterior, site, site.f + move) - _precision_at(
+        posterior, site, site.f - move
+    )
+
+
+def _precision_at(posterior: Posterior, site: Site, f: Tensor) -> Tensor:
+    """Compute Λ of the sites (b, C, C) with other outputs f (b, C)."""
     if posterior.variational is None:
         return posterior.likelihood.fisher(f)
+    output_root = posterior.covariance.root(site.J)
     return averages(
-        posterior.likelihood, site.y, f, posterior.covariance.root(site.J), by_fisher(posterior)
+        posterior.likelihood, site.y, f, output_root, uses_expected_fisher(posterior)
     ).precision
 
 
-class _Best(NamedTuple):
+class _RankedRows(NamedTuple):
+    """Training rows with their influence on each of q inputs, and the score by which they are
+    ranked.
+    """
+
     score: Tensor  # (q, k)
-    rows: Tensor
+    rows: Tensor  # (q, k)
     mean: Tensor  # (q, k, C)
     variance: Tensor
 
 
-def _best(old: _Best | None, new: _Best, most: int) -> _Best:
-    """The rows of the highest scores of both; of equal ones the first."""
-    both = (
-        new if old is None else _Best(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
-    )
+def _keep_best(old: _RankedRows | None, new: _RankedRows, most: int) -> _RankedRows:
+    """Keep the rows with the highest scores of both; of equal ones the first."""
+    both = new
+    if old is not None:
+        both = _RankedRows(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
     order = both.score.argsort(dim=1, descending=True, stable=True)[:, :most]
     wide = order.unsqueeze(-1).expand(-1, -1, both.mean.shape[-1])
-    return _Best(
+    return _RankedRows(
         both.score.gather(1, order),
         both.rows.gather(1, order),
         both.mean.gather(1, wide),
@@ -412,40 +473,54 @@ def _best(old: _Best | None, new: _Best, most: int) -> _Best:
     )
 
 
-def _without(site: Site, covariance: Operator) -> tuple[Tensor, Tensor, Tensor]:
-    """a (b, C), W (b, C, C), and whether I − RᵀΛR is positive definite (b,); zero where it is
-    not.
-    """
+class _Removal(NamedTuple):
+    """What each row of a chunk adds to other outputs: X a to the mean, −X W Xᵀ to the variance."""
+
+    a: Tensor  # (b, C); zero where not sound
+    W: Tensor  # (b, C, C); zero where not sound
+    sound: Tensor  # (b,) bool: I − RᵀΛR is positive definite
+
+
+def _remove_rows(site: Site, covariance: Operator) -> _Removal:
+    """Compute the effect of removing each row of a chunk; one copy of a row of weight above 1."""
     once = site.row_weights.clamp_max(1.0)
-    g, Lambda = site.score * once[:, None], site.precision * once[:, None, None]
+    g = site.score * once[:, None]
+    Lambda = site.precision * once[:, None, None]
+    # A site that is not finite counts as zero here and as not sound below.
     known = torch.isfinite(g).all(-1) & torch.isfinite(Lambda).all(-1).all(-1)
-    g, Lambda = torch.where(known[:, None], g, 0.0), torch.where(known[:, None, None], Lambda, 0.0)
-    R = root(covariance.covariance(site.J))
+    g = torch.where(known[:, None], g, 0.0)
+    Lambda = torch.where(known[:, None, None], Lambda, 0.0)
+    # I − RᵀΛR = M in its eigenvectors: M⁻¹ needs no inverse, and its smallest eigenvalue tells
+    # whether the row can be removed.
+    R = covariance_root(covariance.covariance(site.J))
     S = R.mT @ Lambda @ R
     values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
     sound = known & (values[:, 0] > LEAST)
     axes = R @ vectors / values.clamp_min(LEAST).sqrt().unsqueeze(-2)  # R M⁻¹Rᵀ = axes axesᵀ
-    back = Lambda @ axes
-    a = g + (back @ (axes.mT @ g.unsqueeze(-1))).squeeze(-1)
-    W = Lambda + back @ back.mT
-    return torch.where(sound[:, None], a, 0.0), torch.where(sound[:, None, None], W, 0.0), sound
+    weighted_axes = Lambda @ axes
+    a = g + (weighted_axes @ (axes.mT @ g.unsqueeze(-1))).squeeze(-1)
+    W = Lambda + weighted_axes @ weighted_axes.mT
+    return _Removal(
+        torch.where(sound[:, None], a, 0.0), torch.where(sound[:, None, None], W, 0.0), sound
+    )
 
 
 # --- doubt and inputs ----------------------------------------------------------------------
 
 
-def slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
-    """∂E[y|f]/∂f (N, M, C); M values of y for each input."""
+def mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
+    """Compute ∂E[y|f]/∂f (N, M, C), with M values of y for each input.
+
+    f (N, C), K (N, C, C), whose diagonal sets the steps where autograd cannot follow the mean.
+    """
     if not likelihood.mean_has_gradient:
-        steps = (
-            STEP * K.diagonal(dim1=-2, dim2=-1).clamp_min(torch.finfo(torch.float64).tiny).sqrt()
-        )
+        steps = STEP * K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY).sqrt()
         columns = []
         for c in range(f.shape[1]):
             move = torch.zeros_like(f)
             move[:, c] = steps[:, c]
-            rise = likelihood.mean(f + move) - likelihood.mean(f - move)
-            columns.append(rise.reshape(len(f), -1) / (2 * steps[:, c, None]))
+            change = likelihood.mean(f + move) - likelihood.mean(f - move)
+            columns.append(change.reshape(len(f), -1) / (2 * steps[:, c, None]))
         return torch.stack(columns, -1)
     with torch.enable_grad():
         free = f.detach().clone().requires_grad_(True)
@@ -458,14 +533,18 @@ def slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
 
 
 def first_order_variance(A: Tensor, K: Tensor) -> Tensor:
-    """The diagonal of A K Aᵀ (N, M): the variance of E[y|f] to first order."""
+    """Compute the diagonal of A K Aᵀ, the variance of E[y|f] to first order.
+
+    A (N, M, C), K (N, C, C) -> (N, M).
+    """
     return ((A @ K) * A).sum(-1)
 
 
-def _reference(posterior: Posterior, x: Inputs, reference: Any, data: Any) -> Tensor | None:
-    """What each input is compared with (D,): by default its mean over the training rows.
+def _reference_row(posterior: Posterior, x: Inputs, reference: Any, data: Any) -> Tensor | None:
+    """Return the values (D,) that the inputs are compared with, by default their means over the
+    training rows; None where x is not a table of numbers.
 
-    None: x is not a table of numbers.
+    Raises ValueError for a reference of another shape, or one that is not finite.
     """
     cast = posterior.network.cast(x)
     if not isinstance(cast, Tensor) or cast.dim() != 2 or not cast.is_floating_point():
@@ -476,45 +555,54 @@ def _reference(posterior: Posterior, x: Inputs, reference: Any, data: Any) -> Te
             )
         return None
     if reference is not None:
-        given = as_tensor(reference).to("cpu", torch.float64)
-        if given.shape != cast.shape[1:]:
+        values = as_tensor(reference).to("cpu", torch.float64)
+        if values.shape != cast.shape[1:]:
             raise ValueError(
                 f"reference must have shape ({cast.shape[1]},), as a row of x, but has "
-                f"{tuple(given.shape)}."
+                f"{tuple(values.shape)}."
             )
-        finite("reference", given, "Give finite values.")
-        return given
-    total, weight = torch.zeros(cast.shape[1], dtype=torch.float64), 0.0
+        check_finite("reference", values, "Give finite values.")
+        return values
+    return _mean_input(posterior, cast.shape[1], data)
+
+
+def _mean_input(posterior: Posterior, columns: int, data: Any) -> Tensor:
+    """Compute the mean of each column over the training rows, by row weight (D,)."""
+    total = torch.zeros(columns, dtype=torch.float64)
+    weight = 0.0
     for batch in training_data(posterior, data, PURPOSE):
         rows = batch.x.to("cpu", torch.float64)
-        each = (
-            torch.ones(len(rows), dtype=torch.float64)
-            if batch.weights is None
-            else batch.weights.to("cpu", torch.float64)
-        )
-        total += each @ rows
-        weight += float(each.sum())
+        if batch.weights is None:
+            weights = torch.ones(len(rows), dtype=torch.float64)
+        else:
+            weights = batch.weights.to("cpu", torch.float64)
+        total += weights @ rows
+        weight += float(weights.sum())
     return total / weight
 
 
-def _one_at_a_time(posterior: Posterior, x: Tensor, reference: Tensor) -> Tensor:
-    """The doubt at x less the doubt with column j at its reference (N, D)."""
+def _effects_of_inputs(posterior: Posterior, x: Tensor, reference: Tensor) -> Tensor:
+    """Compute the doubt at x less the doubt with column j at its reference.
+
+    x (N, D), reference (D,) -> (N, D).
+    """
     x = x.to("cpu", torch.float64)
     N, D = x.shape
-    here = _doubt(posterior, x)
-    some = max(VARIANTS // N, 1)
-    parts = []
-    for start in range(0, D, some):
-        columns = torch.arange(start, min(start + some, D))
-        other = x.repeat(len(columns), 1, 1)  # (d, N, D)
-        other[torch.arange(len(columns)), :, columns] = reference[columns, None]
-        parts.append(_doubt(posterior, other.flatten(0, 1)).view(len(columns), N))
-    return here[:, None] - torch.cat(parts).mT
+    doubt = _doubt_at(posterior, x)
+    at_once = max(VARIANTS // N, 1)
+    doubt_at_reference = []
+    for start in range(0, D, at_once):
+        columns = torch.arange(start, min(start + at_once, D))
+        changed = x.repeat(len(columns), 1, 1)  # (d, N, D)
+        changed[torch.arange(len(columns)), :, columns] = reference[columns, None]
+        doubt_at_reference.append(_doubt_at(posterior, changed.flatten(0, 1)).view(len(columns), N))
+    return doubt[:, None] - torch.cat(doubt_at_reference).mT
 
 
-def _doubt(posterior: Posterior, x: Tensor) -> Tensor:
-    """The variance of E[y|f] to first order (N,), summed over the values of y."""
+def _doubt_at(posterior: Posterior, x: Tensor) -> Tensor:
+    """Compute the variance of E[y|f] to first order at x (N, D), summed over the values of y:
+    (N,).
+    """
     marginal = posterior.outputs_at(x)
-    return first_order_variance(
-        slopes(posterior.likelihood.predictive, *marginal), marginal.covariance
-    ).sum(-1)
+    A = mean_slopes(posterior.likelihood.predictive, *marginal)
+    return first_order_variance(A, marginal.covariance).sum(-1)

@@ -16,12 +16,19 @@ import torch
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, warn
-from ssla._checks import level as checked_level
+from ssla._checks import check_level as checked_level
 from ssla.curvature.jacobians import Features
-from ssla.fitting.again import fit_again
+from ssla.fitting.further_passes import refit_to_chunks
 from ssla.fitting.passes import Chunk
 from ssla.likelihoods import Likelihood
-from ssla.predictive.cavities import Site, Sites, cavity, collect, predictives_of, ranks
+from ssla.predictive.cavities import (
+    Site,
+    Sites,
+    collect_sites,
+    compute_cavity,
+    predictives_of,
+    rank_targets,
+)
 from ssla.priors import EXACT
 from ssla.report import POLISH
 from ssla.values import Marginal
@@ -30,9 +37,9 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 INFLUENTIAL = 0.1  # nats: the error of a cavity grows with it (benchmarks/leave_one_out.py)
-# at most this many rows are read for refits in each round, unless the user says otherwise
+# at most this many rows are read for refits in each round, unless the user says otherwise; a guess
 ROWS_TO_REFIT = 200_000
-LEVELS = (0.5, 0.9, 0.95)
+LEVELS = (0.5, 0.9, 0.95)  # of the coverage that is printed
 
 
 @all_in_plain_torch
@@ -60,45 +67,50 @@ class LeaveOneOut:
 
     @property
     def pit(self) -> Tensor | None:
-        """P(Y ≤ y_i) (n,) or (n, D): uniform if the model is right. Classes have none.
+        """P(Y ≤ y_i) (n,) or (n, D), which is uniform if the model is right; None for classes.
 
-        Of counts the middle of P(Y < y_i) and P(Y ≤ y_i). Of angles the circle is cut opposite the
-        mean.
+        For counts it is the mean of P(Y < y_i) and P(Y ≤ y_i). For angles the circle is cut
+        opposite the mean.
         """
         return None if self.kind == "class" else (self.lower + self.upper) / 2
 
     @property
     def failed(self) -> Tensor:
-        """(n,) bool: rows without an answer. They are left out of `nll` and `coverage`."""
+        """The rows without an answer (n,) bool, which `nll` and `coverage` leave out."""
         return self.log_prob.isnan()
 
     @property
     def doubtful(self) -> Tensor:
-        """(n,) bool: influential rows that were not refitted. Their log densities are too high."""
+        """The influential rows that were not refitted (n,) bool. Their log densities are too
+        high.
+        """
         return (self.influence > INFLUENTIAL) & ~self.refitted & ~self.failed
 
     @cached_property
     def nll(self) -> float:
         """The mean of −log p(y_i | the other rows), by row weight."""
-        return -self._mean(self.log_prob)
+        return -self._weighted_mean(self.log_prob)
 
     def coverage(self, level: float = 0.95) -> float:
-        """The share of rows, by weight, whose central interval (for classes: smallest set) at
-        that level contains y.
+        """Return the share of rows, by weight, whose central interval (for classes: smallest set)
+        at that level contains y.  ValueError for a level that is no probability.
         """
         tail = (1 - checked_level(level)) / 2
-        inside = (
-            self.lower < level
-            if self.kind == "class"
-            else (self.upper >= tail) & (self.lower <= 1 - tail)
-        )
-        return self._mean(inside.double() if inside.dim() == 1 else inside.double().mean(1))
+        if self.kind == "class":
+            inside = self.lower < level
+        else:
+            inside = (self.upper >= tail) & (self.lower <= 1 - tail)
+        covered = inside.double()
+        # Several targets of a row count by the share of them that is covered.
+        return self._weighted_mean(covered if covered.dim() == 1 else covered.mean(1))
 
-    def _mean(self, values: Tensor) -> float:
+    def _weighted_mean(self, values: Tensor) -> float:
+        """Return the mean of values (n,) by row weight, over the rows with an answer."""
         weights = self.weights.masked_fill(self.failed, 0.0)
         return float((weights * values.nan_to_num()).sum() / weights.sum())
 
     def __str__(self) -> str:
+        """Return the figures of all rows, one a line."""
         shares = ", ".join(f"{self.coverage(level):.3f} at {level:g}" for level in LEVELS)
         failed, doubtful = int(self.failed.sum()), int(self.doubtful.sum())
         lines = [
@@ -106,27 +118,23 @@ class LeaveOneOut:
             f"nll             {self.nll:.4g}",
             f"coverage        {shares}",
             f"refitted        {int(self.refitted.sum()):,} rows; the others follow from the fit",
-            *(
-                [f"doubtful        {doubtful:,} influential rows that were not refitted"]
-                if doubtful
-                else []
-            ),
-            *(
-                [f"no answer       {failed:,} rows, which are left out of these figures"]
-                if failed
-                else []
-            ),
-            "note            If the network was trained on these rows, its features have seen "
-            "them, and these figures are optimistic.",
         ]
+        if doubtful:
+            lines.append(f"doubtful        {doubtful:,} influential rows that were not refitted")
+        if failed:
+            lines.append(f"no answer       {failed:,} rows, which are left out of these figures")
+        lines.append(
+            "note            If the network was trained on these rows, its features have seen "
+            "them, and these figures are optimistic."
+        )
         return "\n".join(lines)
 
 
 # --- answers -------------------------------------------------------------------------------
 
 
-class Answer(NamedTuple):
-    """See `LeaveOneOut`."""
+class _RowAnswers(NamedTuple):
+    """How a predictive predicts y, for each of n rows; see `LeaveOneOut`."""
 
     log_prob: Tensor
     lower: Tensor
@@ -135,10 +143,11 @@ class Answer(NamedTuple):
 
 
 def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = None) -> LeaveOneOut:
-    """Every training row predicted from the others, by cavities; see Posterior.loo.
+    """Predict every training row from the others, by cavities; see Posterior.loo.
 
-    The most influential rows of a last layer are refitted. ValueError for another convention than
-    the exact one, and for data that are not those of the fit.
+    The most influential rows of a last layer are refitted, `refits` of them at most. Raises
+    ValueError for another convention than the exact one, and for data that are not those of the
+    fit.
     """
     if posterior.convention != EXACT:
         raise ValueError(
@@ -149,31 +158,44 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
         isinstance(refits, bool) or not isinstance(refits, int) or refits < 0
     ):
         raise ValueError(f"refits must be a whole number from 0, or None, but is {refits!r}.")
-    sites = collect(posterior, data)
-    parts, influences, weights = [], [], []
+    sites = collect_sites(posterior, data)
+    answers, influences, weights = [], [], []
     for site in sites:
-        without = cavity(site, None, posterior.covariance)
-        parts.append(_answer(sites.likelihood, without.marginal, site.y))
+        without = compute_cavity(site, None, posterior.covariance)
+        answers.append(_predict_rows(sites.likelihood, without.marginal, site.y))
         influences.append(without.influence)
         weights.append(site.row_weights)
-    answer, influence = Answer(*map(torch.cat, zip(*parts, strict=True))), torch.cat(influences)
-    bad = influence.isinf()
-    for values in answer[:3]:
-        values[bad] = torch.nan
-    refitted = torch.zeros_like(bad)
-    most = max(ROWS_TO_REFIT // len(bad), 1) if refits is None else refits
-    found = list(_refits(posterior, sites, _worst(posterior, influence, most)))
-    if found:
-        rows, f, K, y = (torch.cat(column) for column in zip(*found, strict=True))
-        for values, own in zip(answer, _answer(sites.likelihood, Marginal(f, K), y), strict=True):
-            values[rows] = own
+    answer = _RowAnswers(*map(torch.cat, zip(*answers, strict=True)))
+    influence = torch.cat(influences)
+    # Rows without a cavity have no answer, unless they are refitted.
+    failed = influence.isinf()
+    for values in (answer.log_prob, answer.lower, answer.upper):
+        values[failed] = torch.nan
+    most = max(ROWS_TO_REFIT // len(failed), 1) if refits is None else refits
+    rows = _rows_to_refit(posterior, influence, most)
+    refitted = _replace_by_refits(answer, list(_refit_without(posterior, sites, rows)), sites)
+    _warn_of_bad_rows(failed & ~refitted, answer.inaccurate)
+    support = posterior.likelihood.predictive.support_for(posterior.network.outputs)
+    return LeaveOneOut(support.kind, *answer, influence, refitted, torch.cat(weights))
+
+
+def _replace_by_refits(answer: _RowAnswers, refits: list[_RefitRow], sites: Sites) -> Tensor:
+    """Replace the answers of refitted rows, in place; returns which rows these are (n,) bool."""
+    refitted = torch.zeros(len(answer.log_prob), dtype=torch.bool)
+    if refits:
+        rows = torch.tensor([refit.row for refit in refits])
+        f = torch.cat([refit.f for refit in refits])
+        K = torch.cat([refit.K for refit in refits])
+        y = torch.cat([refit.y for refit in refits])
+        better = _predict_rows(sites.likelihood, Marginal(f, K), y)
+        for values, better_values in zip(answer, better, strict=True):
+            values[rows] = better_values
         refitted[rows] = True
-    _warn(bad & ~refitted, answer.inaccurate)
-    kind = posterior.likelihood.predictive.support_for(posterior.network.outputs).kind
-    return LeaveOneOut(kind, *answer, influence, refitted, torch.cat(weights))
+    return refitted
 
 
-def _warn(failed: Tensor, inaccurate: Tensor) -> None:
+def _warn_of_bad_rows(failed: Tensor, inaccurate: Tensor) -> None:
+    """Warn of rows whose predictive is inaccurate, and of rows without an answer, (n,) bool."""
     if bool(inaccurate.any()):
         warn(
             f"{int(inaccurate.sum())} of {len(inaccurate)} leave-one-out predictives are "
@@ -191,57 +213,68 @@ def _warn(failed: Tensor, inaccurate: Tensor) -> None:
         )
 
 
-def _worst(posterior: Posterior, influence: Tensor, most: int) -> list[int]:
-    """The rows to refit, the most influential first: none but those without a cavity where
-    cavities are exact.
+def _rows_to_refit(posterior: Posterior, influence: Tensor, most: int) -> list[int]:
+    """Choose the rows to refit by their influence (n,), the most influential first.
+
+    Where cavities are exact, only rows without a cavity are refitted.
     """
     least = torch.finfo(influence.dtype).max if posterior.quadratic else INFLUENTIAL
     order = influence.argsort(descending=True, stable=True)
     return [row for row in order[:most].tolist() if float(influence[row]) > least]
 
 
-def _refits(
-    posterior: Posterior, sites: Sites, wanted: list[int]
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Row, f and K of the same Gaussian fitted without that row, and y.
+class _RefitRow(NamedTuple):
+    """A training row, and its outputs under the Gaussian that was fitted without it."""
 
-    Only a last layer has them.
+    row: int
+    f: Tensor  # (1, C)
+    K: Tensor  # (1, C, C)
+    y: Tensor  # (1, …)
+
+
+def _refit_without(posterior: Posterior, sites: Sites, rows: list[int]) -> Iterator[_RefitRow]:
+    """Fit the Gaussian again without each of the rows; nothing where it cannot be fitted again.
+
+    Only a last layer is refitted, whose sites are in memory and whose mode can move.
     """
     kept = sites.rows.kept
     movable = posterior.variational is not None or posterior.mode == POLISH
     if not posterior.network.linear or kept is None or not movable:
         return
-    chunks = [_chunk(site, posterior) for site in kept]
+    chunks = [_chunk_of_site(site, posterior) for site in kept]
+    # The first row of each chunk, by which a row is found in its chunk.
     starts = torch.tensor([0, *(len(site.f) for site in kept)]).cumsum(0)
-    for row in wanted:
-        part = int(torch.searchsorted(starts, row, right=True)) - 1
-        at = row - int(starts[part])
-        site, less = kept[part], kept[part].row_weights.clone()
-        less[at] -= less[at].clamp_max(1.0)
-        rest = [
-            replace(chunk, weights=less) if k == part else chunk for k, chunk in enumerate(chunks)
-        ]
+    for row in rows:
+        number = int(torch.searchsorted(starts, row, right=True)) - 1
+        site = kept[number]
+        i = row - int(starts[number])
+        # A row of weight w stands for w equal rows: one of them is left out.
+        weights = site.row_weights.clone()
+        weights[i] -= weights[i].clamp_max(1.0)
+        remaining = [*chunks]
+        remaining[number] = replace(chunks[number], weights=weights)
         try:
-            other = fit_again(posterior, rest)
+            refit = refit_to_chunks(posterior, remaining)
         except ValueError:  # without this row there is no mode, or no positive definite curvature
             continue
+        # The row's own outputs under the new Gaussian: f is linear in the last layer.
         assert isinstance(site.J, Features)
-        J = replace(site.J, phi=site.J.phi[at : at + 1])
-        f = site.f[at : at + 1] + J.push(other.mean - sites.mean)
-        yield torch.tensor([row]), f, other.covariance.covariance(J), site.y[at : at + 1]
+        J = replace(site.J, phi=site.J.phi[i : i + 1])
+        f = site.f[i : i + 1] + J.push(refit.mean - sites.mean)
+        yield _RefitRow(row, f, refit.covariance.covariance(J), site.y[i : i + 1])
 
 
-def _chunk(site: Site, posterior: Posterior) -> Chunk:
+def _chunk_of_site(site: Site, posterior: Posterior) -> Chunk:
+    """Return the rows of a site as a fit reads them: features in place of inputs."""
     assert isinstance(site.J, Features)
     return Chunk(None, site.y, site.weights, 0.0, site.J, posterior.network.offset)
 
 
-def _answer(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> Answer:
-    """Of y under the predictives of f ~ N(f₋, K₋)."""
-    parts = [
-        Answer(
-            predictive.log_prob(some), *ranks(predictive, some), predictive.diagnostics.inaccurate
-        )
-        for predictive, some in predictives_of(likelihood, marginal, y)
-    ]
-    return Answer(*map(torch.cat, zip(*parts, strict=True)))
+def _predict_rows(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> _RowAnswers:
+    """Predict y (n, …) by the predictives of f ~ N(f₋, K₋), with f₋ (n, C) and K₋ (n, C, C)."""
+    answers = []
+    for predictive, targets in predictives_of(likelihood, marginal, y):
+        lower, upper = rank_targets(predictive, targets)
+        log_prob = predictive.log_prob(targets)
+        answers.append(_RowAnswers(log_prob, lower, upper, predictive.diagnostics.inaccurate))
+    return _RowAnswers(*map(torch.cat, zip(*answers, strict=True)))

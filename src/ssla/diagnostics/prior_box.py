@@ -17,17 +17,17 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ssla.curvature.jacobians import DenseJacobian, Features, Jacobian, LayerJacobian
-from ssla.curvature.structure import Eigenbasis
+from ssla.curvature.structure import Eigenbasis, Structure
 from ssla.data import Inputs
 from ssla.diagnostics.predictive_sets import Bounds, Functional, Worst
 from ssla.fitting.evidence import ThinBasis, eigenbasis, thin_basis
 from ssla.likelihoods import Likelihood
+from ssla.network.layout import Layout
 from ssla.predictive import Predictive, from_marginal
 from ssla.priors import EXACT, Box
 from ssla.refit import Refit
@@ -36,21 +36,32 @@ from ssla.values import Marginal
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-MOST_CORNERS = 64
-# quasi-random points for each side of the box, beside the corners, from which a search may start
+MOST_CORNERS = 64  # of the box, that are tried; a guess
+# quasi-random points for each side of the box, beside the corners, from which a search may start; a
+# guess
 SPREAD = 16
-STARTS = 3  # of them, from which it does
-FINE, COARSE = (
-    1e-7,
-    1e-4,
-)  # of a side of the box: where the search ends, for closed-form predictives and for others
-MOST_ROUNDS = 150
+STARTS = 3  # of them, from which it does; a guess
+FIRST_STEP = 0.25  # of a side of the box
+# of a side of the box: where the search ends, for closed-form predictives and for others; guesses
+FINE, COARSE = 1e-7, 1e-4
+MOST_ROUNDS = 150  # a guess
+
+
+class _PrecisionRanges(NamedTuple):
+    """The ranges of log precisions of a box, one for each group of parameters."""
+
+    labels: list[str]  # of the groups
+    groups: Tensor  # the group of each parameter (P,)
+    low: Tensor  # (G,)
+    high: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class BoxMembers:
-    """Coordinates u ∈ [0, 1]^d: log precisions by layer, then the place s between the lowest
-    and the highest f̂.
+    """The predictives under all Gaussian priors of a box.
+
+    Coordinates u ∈ [0, 1]^d: log precisions by layer, then the place s between the lowest and the
+    highest f̂.
     """
 
     names: tuple[str, ...]  # of the coordinates
@@ -62,103 +73,91 @@ class BoxMembers:
     basis: Eigenbasis | ThinBasis
     gradient: Tensor  # ∇ℓ at θ₀ (P,)
     theta: Tensor  # θ₀
-    middle: Tensor  # of the box of means (P,)
-    half: Tensor  # its half widths (P,)
+    box_centre: Tensor  # of the means (P,)
+    box_radius: Tensor  # half the widths of the box of means (P,)
     groups: Tensor  # of the basis's coordinates
     low: Tensor  # log precisions (G,)
     high: Tensor
-    moves: bool
+    moves: bool  # θ̂ moves with the prior
 
-    open = True
+    is_family = True
 
     @staticmethod
-    def of(
+    def build(
         posterior: Posterior, x: Inputs, box: Box, convention: str, refit: str | Refit
     ) -> BoxMembers:
+        """Linearise the network at x and rotate what depends on the prior into an eigenbasis.
+
+        Raises ValueError for another convention than the exact one, for ranges that differ within
+        a layer, for ranges by layer under a structure without a kept eigenbasis, and for a range of
+        means with several outputs.
+        """
         if convention != EXACT:
             raise ValueError(
                 f"A box of priors is for the exact convention, but it is {convention!r}. Give a "
                 "list of priors."
             )
-        layout, notes = posterior.network.layout, []
-        low, high = box.precisions(layout)
-        a, b = box.means(layout)
-        layers = layout.layers()
-        groups = torch.zeros(layout.size, dtype=torch.long)
-        shared = (
-            bool((low == low[0]).all())
-            and bool((high == high[0]).all())
-            and not isinstance(box.precision, dict)
-        )
-        if not shared:
-            for i, names in enumerate(layers.values()):
-                for name in names:
-                    groups[layout.positions[name]] = i
-        firsts = [int((groups == g).nonzero()[0]) for g in range(int(groups.max()) + 1)]
-        if not (torch.equal(low, low[firsts][groups]) and torch.equal(high, high[firsts][groups])):
-            raise ValueError(
-                "A box of priors needs one range of precisions for each layer: weight and bias "
-                "alike."
-            )
-        curvature = posterior.sums.curvature
-        basis: Eigenbasis | ThinBasis | None = eigenbasis(curvature, torch.ones_like(low), groups)
-        if basis is None and len(firsts) == 1:
-            basis = thin_basis(curvature, layout.size)
-        if basis is None:
-            raise ValueError(
-                "A box with different precisions by layer needs structure='kfac' or 'diag', but "
-                f"this posterior has structure={curvature.name!r}. Give one range for all layers, "
-                "or fit with structure='kfac'."
-            )
+        layout = posterior.network.layout
+        ranges = _precision_ranges(box, layout)
+        lowest_mean, highest_mean = box.means(layout)
+        basis = _find_basis(posterior.sums.curvature, ranges, layout.size)
         moves = posterior.follows_prior
+        notes: tuple[str, ...] = ()
         if not moves:
-            notes.append(
-                "θ̂ does not move with the prior here, so the range of means has no influence"
-            )
-        if moves and posterior.network.outputs > 1 and bool((a < b).any()):
+            notes = ("θ̂ does not move with the prior here, so the range of means has no influence",)
+        elif posterior.network.outputs > 1 and bool((lowest_mean < highest_mean).any()):
             raise ValueError(
                 "A range of means is for networks with one output. Give fixed means, or a list of "
                 "priors."
             )
-        parts = [(f.double(), dense_jacobian(J)) for f, J in posterior.linearised(x)]
-        labels = (
-            [f"precision of {layer or 'network'}" for layer in layers]
-            if not shared
-            else ["precision"]
-        )
+        parts = [(f.double(), J.dense().values.double()) for f, J in posterior.linearised(x)]
+        # A thin basis has k + P coordinates, which share one precision.
+        groups = ranges.groups
+        if len(basis.values) != layout.size:
+            groups = torch.zeros(len(basis.values), dtype=torch.long)
         return BoxMembers(
-            tuple(labels + ["place between the lowest and the highest f̂"] * moves),
-            tuple(notes),
-            posterior.likelihood,
-            refit,
-            torch.cat([f for f, _ in parts]),
-            torch.cat([J for _, J in parts]),
-            basis,
-            posterior.sums.gradient,
-            posterior.mean,
-            (a + b) / 2,
-            (b - a) / 2,
-            groups
-            if len(basis.values) == layout.size
-            else torch.zeros(len(basis.values), dtype=torch.long),
-            low[firsts].log(),
-            high[firsts].log(),
-            moves,
+            names=(*ranges.labels, *["place between the lowest and the highest f̂"] * moves),
+            notes=notes,
+            likelihood=posterior.likelihood,
+            refit=refit,
+            mean=torch.cat([f for f, _ in parts]),
+            jacobian=torch.cat([J for _, J in parts]),
+            basis=basis,
+            gradient=posterior.sums.gradient,
+            theta=posterior.mean,
+            box_centre=(lowest_mean + highest_mean) / 2,
+            box_radius=(highest_mean - lowest_mean) / 2,
+            groups=groups,
+            low=ranges.low,
+            high=ranges.high,
+            moves=moves,
         )
 
     @property
     def rows(self) -> int:
+        """See Members.rows."""
         return len(self.mean)
 
     @cached_property
-    def _rotated(self) -> tuple[Tensor, Tensor, Tensor]:
-        """J Q (N, C, P), Qᵀ∇ℓ and Qᵀ(θ₀ − middle) (P,); k + P in place of P for a thin basis."""
-        turn = self.basis.rotated
-        return turn(self.jacobian), turn(self.gradient), turn(self.theta - self.middle)
+    def _rotated_terms(self) -> tuple[Tensor, Tensor, Tensor]:
+        """J, ∇ℓ and θ₀ − box_centre in the eigenbasis: J Q (N, C, P), Qᵀ∇ℓ and Qᵀ(θ₀ − box_centre)
+        (P,).
+
+        A thin basis has k + P coordinates in place of P.
+        """
+        rotated = self.basis.rotated
+        return (
+            rotated(self.jacobian),
+            rotated(self.gradient),
+            rotated(self.theta - self.box_centre),
+        )
 
     def marginal(self, u: Tensor, rows: Tensor) -> Marginal:
-        """f̂ and K of each task under its own prior.  u (T, d), rows (T,) -> (T, C), (T, C, C)."""
-        Z, g, q = self._rotated
+        """Compute f̂ and K of each task under its own prior, by the formula of the module.
+
+        u (T, d), rows (T,) -> (T, C), (T, C, C).
+        """
+        Z, g, q = self._rotated_terms
         Z = Z[rows]
         levels = (self.low + (self.high - self.low) * u[:, : len(self.low)]).exp()
         tau = levels[:, self.groups]  # (T, P)
@@ -167,111 +166,148 @@ class BoxMembers:
         f = self.mean[rows]
         if self.moves:
             f = f + (Z @ ((g - tau * q) / h).unsqueeze(-1)).squeeze(-1)
-            sweep = self.basis.restored(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
-            f = f + (2 * u[:, -1:] - 1) * (sweep.abs() * self.half).sum(-1)
+            slope = self.basis.restored(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
+            f = f + (2 * u[:, -1:] - 1) * (slope.abs() * self.box_radius).sum(-1)
         return Marginal(f, K)
 
     def predictive(self, u: Tensor, rows: Tensor) -> Predictive:
+        """Return the predictive of each task under its own prior.  u (T, d), rows (T,)."""
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", UserWarning
-            )  # of rows without an integral on the way to an extreme
+            # Rows on the way to an extreme may have no integral; they are not an answer.
+            warnings.simplefilter("ignore", UserWarning)
             return from_marginal(self.likelihood, *self.marginal(u, rows), self.refit)
 
     def bounds(self, functional: Functional, argument: Tensor) -> Bounds:
+        """Compute the bounds of functional(·, argument) over the box; see Members.bounds.
+
+        Each entry of the argument (N, k) is a task of its own.
+        """
         count, each = argument.shape
         rows = torch.arange(count).repeat_interleave(each)
-        at = argument.reshape(-1, 1)
+        column = argument.reshape(-1, 1)
 
         def value(u: Tensor) -> Tensor:
-            return functional(self.predictive(u, rows), at).squeeze(1)
+            """Evaluate the functional for the priors u (T, d): (T,)."""
+            return functional(self.predictive(u, rows), column).squeeze(1)
 
-        known = torch.stack([functional(p, argument).flatten() for p in self._first])
-        low = -self._highest(lambda u: -value(u), -known)[1]
-        high = self._highest(value, known)[1]
+        known = torch.stack([functional(p, argument).flatten() for p in self._start_predictives])
+        low = -self._maximise(lambda u: -value(u), -known)[1]
+        high = self._maximise(value, known)[1]
         return Bounds(low.reshape(count, each), high.reshape(count, each))
 
-    def start(self) -> list[Predictive]:
-        return self._first[: min(2**self._size, MOST_CORNERS)]
+    def list_members(self) -> list[Predictive]:
+        """Return the members at the corners; see Members.list_members."""
+        return self._start_predictives[: min(2**self._dimension, MOST_CORNERS)]
 
-    def worst(self, functional: Callable[[Predictive], Tensor]) -> Worst:
+    def find_worst(self, functional: Callable[[Predictive], Tensor]) -> Worst:
+        """Find the member of the box with the least value, row by row; see Members.find_worst."""
         rows = torch.arange(self.rows)
-        known = -torch.stack([functional(p) for p in self._first])
-        u, value = self._highest(lambda u: -functional(self.predictive(u, rows)), known)
+        known = -torch.stack([functional(p) for p in self._start_predictives])
+        u, value = self._maximise(lambda u: -functional(self.predictive(u, rows)), known)
         return Worst(self.predictive(u, rows), -value)
 
     @property
-    def _size(self) -> int:
-        """d."""
+    def _dimension(self) -> int:
+        """The number d of coordinates."""
         return len(self.low) + self.moves
 
     @cached_property
-    def _places(self) -> Tensor:
-        """Where a search may start: the corners, then points spread inside (k, d)."""
-        corners = list(
-            itertools.islice(itertools.product((0.0, 1.0), repeat=self._size), MOST_CORNERS)
+    def _start_points(self) -> Tensor:
+        """The points where a search may start (k, d): the corners, then points spread inside."""
+        all_corners = itertools.product((0.0, 1.0), repeat=self._dimension)
+        # Corners of many coordinates are 2^d: the first of them are taken.
+        corners = torch.tensor(
+            list(itertools.islice(all_corners, MOST_CORNERS)), dtype=torch.float64
         )
-        inside = torch.quasirandom.SobolEngine(self._size).draw(
-            SPREAD * self._size, dtype=torch.float64
-        )
-        return torch.cat([torch.tensor(corners, dtype=torch.float64), inside])
+        sobol = torch.quasirandom.SobolEngine(self._dimension)
+        return torch.cat([corners, sobol.draw(SPREAD * self._dimension, dtype=torch.float64)])
 
     @cached_property
-    def _first(self) -> list[Predictive]:
-        """The members at those places, shared by every question."""
+    def _start_predictives(self) -> list[Predictive]:
+        """The members at the start points, shared by every question."""
         rows = torch.arange(self.rows)
-        return [self.predictive(place.expand(self.rows, -1), rows) for place in self._places]
+        return [self.predictive(point.expand(self.rows, -1), rows) for point in self._start_points]
 
-    def _highest(self, value: Callable[[Tensor], Tensor], known: Tensor) -> tuple[Tensor, Tensor]:
-        """The maxima of T functions over [0, 1]^d at once: from the best starts (known (k, T)),
-        each by a compass search.
+    def _maximise(self, value: Callable[[Tensor], Tensor], known: Tensor) -> tuple[Tensor, Tensor]:
+        """Maximise T functions over [0, 1]^d at once, each from its best start points.
+
+        value: u (T, d) -> (T,). known (k, T): the values at the start points. Returns u and the
+        maxima.
         """
-        found = [
-            self._climbed(value, values, place)
-            for values, place in zip(*known.topk(STARTS, 0), strict=True)
-        ]
-        best_u, best = found[0]
-        for u, height in found[1:]:
-            best_u, best = (
-                torch.where((height > best)[:, None], u, best_u),
-                torch.maximum(height, best),
-            )
+        best_known = zip(*known.topk(STARTS, 0), strict=True)
+        climbs = [self._climb_from_start(value, values, index) for values, index in best_known]
+        best_u, best = climbs[0]
+        for u, height in climbs[1:]:
+            best_u = torch.where((height > best)[:, None], u, best_u)
+            best = torch.maximum(height, best)
         return best_u, best
 
-    def _climbed(
-        self, value: Callable[[Tensor], Tensor], best: Tensor, place: Tensor
+    def _climb_from_start(
+        self, value: Callable[[Tensor], Tensor], best: Tensor, index: Tensor
     ) -> tuple[Tensor, Tensor]:
-        best_u = self._places[place]
-        step = torch.full_like(best, 0.25)
-        end = FINE if self.likelihood.quadratic else COARSE
+        """Maximise T functions by a compass search, each from the start point of its index (T,),
+        where it has the value best (T,).  Returns u (T, d) and the values there (T,).
+        """
+        best_u = self._start_points[index]
+        step = torch.full_like(best, FIRST_STEP)
+        tolerance = FINE if self.likelihood.quadratic else COARSE
         for _ in range(MOST_ROUNDS):
             gained = torch.zeros_like(best, dtype=torch.bool)
-            for j, sign in itertools.product(range(self._size), (1.0, -1.0)):
+            for j, sign in itertools.product(range(self._dimension), (1.0, -1.0)):
                 trial = best_u.clone()
                 trial[:, j] = (trial[:, j] + sign * step).clamp(0, 1)
-                best_u, best, better = _better(value, best_u, best, trial)
+                height = value(trial)
+                better = height > best
+                best_u = torch.where(better[:, None], trial, best_u)
+                best = torch.where(better, height, best)
                 gained |= better
+            # A task for which no direction is better looks nearer.
             step = torch.where(gained, step, step / 2)
-            if float(step.max()) < end:
+            if float(step.max()) < tolerance:
                 break
         return best_u, best
 
 
-def _better(
-    value: Callable[[Tensor], Tensor], best_u: Tensor, best: Tensor, trial: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    new = value(trial)
-    better = new > best
-    return torch.where(better[:, None], trial, best_u), torch.where(better, new, best), better
+def _precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
+    """Return the ranges of log precisions: one for all parameters where they are equal, else one
+    for each layer.  ValueError where they differ within a layer.
+    """
+    low, high = box.precisions(layout)
+    layers = layout.layers()
+    groups = torch.zeros(layout.size, dtype=torch.long)
+    labels = ["precision"]
+    # A dict names layers, so that each has a coordinate, even where the ranges are equal.
+    equal = bool((low == low[0]).all()) and bool((high == high[0]).all())
+    if not equal or isinstance(box.precision, dict):
+        labels = [f"precision of {layer or 'network'}" for layer in layers]
+        for i, names in enumerate(layers.values()):
+            for name in names:
+                groups[layout.positions[name]] = i
+    # The range of a group is that of its first parameter; all others must have the same.
+    first_of_group = [int((groups == g).nonzero()[0]) for g in range(int(groups.max()) + 1)]
+    group_low, group_high = low[first_of_group], high[first_of_group]
+    if not (torch.equal(low, group_low[groups]) and torch.equal(high, group_high[groups])):
+        raise ValueError(
+            "A box of priors needs one range of precisions for each layer: weight and bias alike."
+        )
+    return _PrecisionRanges(labels, groups, group_low.log(), group_high.log())
 
 
-def dense_jacobian(J: Jacobian) -> Tensor:
-    """J (B, C, P) in float64, built."""
-    if isinstance(J, LayerJacobian):
-        J = J.dense()
-    if isinstance(J, DenseJacobian):
-        return J.values.double()
-    assert isinstance(J, Features)
-    phi = J.with_ones().double()
-    blocks = torch.einsum("bf,cd->bcdf", phi, torch.eye(J.outputs, dtype=torch.float64))
-    return blocks.reshape(len(phi), J.outputs, J.size)
+def _find_basis(
+    curvature: Structure, ranges: _PrecisionRanges, size: int
+) -> Eigenbasis | ThinBasis:
+    """Return an eigenbasis of S in which each block has one precision; ValueError if there is none.
+
+    size: the number P of parameters.
+    """
+    pattern = torch.ones(size, dtype=torch.float64)
+    basis: Eigenbasis | ThinBasis | None = eigenbasis(curvature, pattern, ranges.groups)
+    if basis is None and len(ranges.low) == 1:
+        basis = thin_basis(curvature, size)
+    if basis is None:
+        raise ValueError(
+            "A box with different precisions by layer needs structure='kfac' or 'diag', but "
+            f"this posterior has structure={curvature.name!r}. Give one range for all layers, "
+            "or fit with structure='kfac'."
+        )
+    return basis

@@ -9,7 +9,6 @@ probabilities of three or more classes are sums over nodes: there, to the accura
 
 from __future__ import annotations
 
-import itertools
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -23,30 +22,32 @@ from torch import Tensor
 from ssla._checks import all_in_plain_torch, in_plain_torch, warn
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Inputs, as_tensor
+from ssla.diagnostics.predictive_sets import require_order
 from ssla.fitting.evidence import eigenbasis
 from ssla.likelihoods import Likelihood
-from ssla.maths.linalg import root
+from ssla.maths.linalg import covariance_root
 from ssla.predictive import GaussianLaw, Predictive
 from ssla.predictive.class_integrals import class_slopes
 from ssla.predictive.expectation import Event, expect, nodes_of, probability
 from ssla.priors import EXACT, BoundGaussian, Prior, as_prior, describe
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.refit import Refit
-from ssla.refit.increments import at_mode
+from ssla.refit.increments import evaluate_at_mode
 from ssla.refit.prior_response import prior_response
 from ssla.values import Marginal
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-COUNT = 9
-NAME, TEXT = (
-    17,
-    67,
-)  # columns of a name in the printed table, and of a line: 80 with the indent of `ssla sensitivity`
-RANK_TOLERANCE = 1e-10
-# of a prior's precision: with all of it, averages that curve upwards could have any variance
+COUNT = 9  # priors of a range, unless the user says otherwise
+NAME_COLUMNS = 17  # of the printed table
+TEXT_COLUMNS = 67  # of a printed line: 80 with the indent of `ssla sensitivity`
+RANK_TOLERANCE = 1e-10  # of the largest eigenvalue; smaller ones count as zero; a guess
+# of a prior's precision: with all of it, averages that curve upwards could have any variance; a
+# guess
 NEEDED = 0.8
+USED_WEIGHT = 1e-14  # of a node of an integral: with less weight its slope is not needed
+CONFLICT = 0.05  # tail probability below which the text says "conflict"
 
 
 @all_in_plain_torch
@@ -67,75 +68,86 @@ class Sensitivity:
 
     @cached_property
     def mean(self) -> Tensor:
-        """(M, N)."""
+        """The means under each prior (M, N)."""
         return torch.stack([p.mean for p in self.predictives])
 
     @cached_property
     def stddev(self) -> Tensor:
-        """(M, N)."""
+        """The standard deviations under each prior (M, N)."""
         return torch.stack([p.stddev for p in self.predictives])
 
     def quantiles(self, q: Any) -> Tensor:
-        """(M, N), or (M, N, k) for several q."""
-        return torch.stack([_ordered(p).icdf(q) for p in self.predictives])
+        """Return the q-quantiles under each prior: (M, N), or (M, N, k) for several q.
+
+        TypeError for classes.
+        """
+        return torch.stack([require_order(p, "quantiles").icdf(q) for p in self.predictives])
 
     def log_prob(self, y: Any) -> Tensor:
-        """(M, N) or (M, N, k)."""
+        """Return the log densities at y under each prior: y (N,) or (N, k) -> (M, N) or
+        (M, N, k).
+        """
         return torch.stack([p.log_prob(y) for p in self.predictives])
 
     def probability(self, event: Event) -> Tensor:
-        """P(Y ∈ event) (M, N); event: (low, high), a list of such, classes, or a function of y."""
+        """Return P(Y ∈ event) (M, N); event: (low, high), a list of such, classes, or a function
+        of y.
+        """
         return torch.stack([probability(p, event) for p in self.predictives])
 
     def expectation(self, function: Any) -> Tensor:
-        """E function(Y) (M, N)."""
+        """Return E function(Y) under each prior (M, N)."""
         return torch.stack([expect(p, function) for p in self.predictives])
 
     @property
     def mean_change(self) -> Tensor:
-        """By how many of its own standard deviations the baseline's mean moves (M, N)."""
+        """The move of the mean, in standard deviations of the baseline (M, N)."""
         change: Tensor = (self.mean - self.baseline.mean) / self.baseline.stddev
         return change
 
     @property
     def stddev_ratio(self) -> Tensor:
-        """(M, N)."""
+        """The standard deviations as multiples of the baseline's (M, N)."""
         return self.stddev / self.baseline.stddev
 
     def quantile_change(self, q: Any) -> Tensor:
-        """(M, N) or (M, N, k)."""
-        change: Tensor = self.quantiles(q) - _ordered(self.baseline).icdf(q)
+        """Return by how much the q-quantiles differ from the baseline's: (M, N), or (M, N, k) for
+        several q.  TypeError for classes.
+        """
+        change: Tensor = self.quantiles(q) - self.baseline.icdf(q)
         return change
 
     def probability_change(self, event: Event) -> Tensor:
-        """(M, N)."""
+        """Return by how much P(Y ∈ event) differs from the baseline's (M, N)."""
         return self.probability(event) - probability(self.baseline, event)
 
     def local(self, y: Any) -> Local:
-        """d log p(y) / d log(precision) under the posterior's own prior: see
+        """Compute d log p(y) / d log(precision) under the posterior's own prior: see
         `local_sensitivity`.
         """
         return local_sensitivity(self.own, self.x, y)
 
     def conflicts(self) -> tuple[Conflict, ...]:
-        """Whether each prior agrees with the data: see `conflict`. Gaussian priors only."""
+        """Check whether each prior agrees with the data: see `conflict`. Gaussian priors only."""
         return tuple(conflict(posterior) for posterior in self.posteriors)
 
     def __str__(self) -> str:
+        """Return a table with one line for each prior."""
+        width = NAME_COLUMNS
         lines = [
             f"{len(self.names)} priors, convention {self.convention}, against the posterior's own "
             "prior",
-            f"{'':<{NAME}}  {'largest':>10}  {'ratio of sd':^15} {'log':>10}  {'sd off':>8}",
-            f"{'prior':<{NAME}}  {'|Δmean|/sd':>10}  {'min … max':^15} {'evidence':>10}  "
+            f"{'':<{width}}  {'largest':>10}  {'ratio of sd':^15} {'log':>10}  {'sd off':>8}",
+            f"{'prior':<{width}}  {'|Δmean|/sd':>10}  {'min … max':^15} {'evidence':>10}  "
             f"{'its mode':>8}",
         ]
         for i, name in enumerate(self.names):
-            if len(name) > NAME:  # on its own line
-                lines += textwrap.wrap(name, TEXT)
+            if len(name) > width:  # on its own line
+                lines += textwrap.wrap(name, TEXT_COLUMNS)
                 name = ""
             ratio = self.stddev_ratio[i]
             lines.append(
-                f"{name:<{NAME}}  {float(self.mean_change[i].abs().max()):>10.3g}  "
+                f"{name:<{width}}  {float(self.mean_change[i].abs().max()):>10.3g}  "
                 f"{float(ratio.min()):>6.3f} … {float(ratio.max()):<6.3f} "
                 f"{self.posteriors[i].log_evidence():>10.2f}  "
                 f"{self.posteriors[i].report.residual_after:>8.2g}"
@@ -151,7 +163,7 @@ def sensitivity(
     convention: str = EXACT,
     refit: str | Refit = "output",
 ) -> Sensitivity:
-    """Predictives at x under several priors, without a pass over the data.
+    """Compute the predictives at x under several priors, without a pass over the data.
 
     priors: a dict from names to priors, a list, or a range (low, high[, count]) of precisions of a
     Gaussian prior that keeps the means of the posterior's own. How each prior is plugged in, and
@@ -162,11 +174,11 @@ def sensitivity(
     >>> s = ssla.sensitivity(post, x, (0.01, 100)); print(s)      # doctest: +SKIP
     """
     chosen = named_priors(posterior, priors)
-    found: dict[str, Posterior] = {}
+    posteriors: dict[str, Posterior] = {}
     failed: dict[str, NoFactorError] = {}
     for name, prior in chosen.items():
         try:
-            found[name] = _under(posterior, prior, convention)
+            posteriors[name] = _posterior_under(posterior, prior, convention)
         except NoFactorError as error:
             if not _keeps_averages(posterior, convention):
                 raise
@@ -177,14 +189,13 @@ def sensitivity(
             "averages over the data that this posterior has curve upwards too much for them. Fit "
             "again with such a prior to compare it."
         )
-        if not found:
+        if not posteriors:
             raise ValueError(message) from next(iter(failed.values()))
         warn(message)
-    predictives = tuple(p.predict(x, refit) for p in found.values())
     return Sensitivity(
-        tuple(found),
-        tuple(found.values()),
-        predictives,
+        tuple(posteriors),
+        tuple(posteriors.values()),
+        tuple(p.predict(x, refit) for p in posteriors.values()),
         posterior.predict(x, refit),
         convention,
         posterior,
@@ -192,18 +203,20 @@ def sensitivity(
     )
 
 
-def _under(posterior: Posterior, prior: Prior, convention: str) -> Posterior:
-    """The posterior under another prior; NoFactorError where the averages that it keeps curve
-    upwards too much for that one.
+def _posterior_under(posterior: Posterior, prior: Prior, convention: str) -> Posterior:
+    """Return the posterior under another prior.
+
+    Raises NoFactorError where the averages that it keeps curve upwards too much for that prior.
     """
     moved = posterior.with_prior(prior, convention)
     if _keeps_averages(posterior, convention):
+        # A margin: the curvature must be positive definite with a part of the prior's precision.
         moved.sums.curvature.with_prior(NEEDED * moved.bound_prior.precision(moved.mean))
     return moved
 
 
 def _keeps_averages(posterior: Posterior, convention: str) -> bool:
-    """Whether another prior keeps averages over the data, of a likelihood for which they can
+    """Check whether another prior keeps averages over the data, of a likelihood for which they can
     curve upwards.
     """
     return (
@@ -214,7 +227,10 @@ def _keeps_averages(posterior: Posterior, convention: str) -> bool:
 
 
 def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
-    """A dict, a list or a range of priors -> priors by name."""
+    """Turn a dict, a list or a range of priors into priors by name.
+
+    Raises TypeError for anything else, and ValueError for a range that is not one or for no prior.
+    """
     if isinstance(priors, Mapping):
         chosen = {str(name): as_prior(prior) for name, prior in priors.items()}
     elif (
@@ -222,22 +238,14 @@ def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
         and len(priors) in (2, 3)
         and all(isinstance(v, int | float) for v in priors)
     ):
-        low, high, count = (*priors, COUNT)[:3]
-        if not (0 < low < high < math.inf and int(count) >= 2):
-            raise ValueError(
-                "A range of priors is (low, high[, count]) with 0 < low < high and count ≥ 2, but "
-                f"is {priors!r}."
-            )
-        mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
-        levels = torch.logspace(
-            math.log10(low), math.log10(high), int(count), dtype=torch.float64
-        ).tolist()
-        chosen = {f"precision {level:.4g}": GaussianPrior(level, mean) for level in levels}
+        chosen = _range_of_priors(posterior, priors)
     elif isinstance(priors, Sequence) and not isinstance(priors, str):
         chosen = {}
         for prior in priors:
             name = describe(as_prior(prior))
-            chosen[name if name not in chosen else f"{name} ({len(chosen) + 1})"] = as_prior(prior)
+            if name in chosen:  # a list may hold two priors with the same description
+                name = f"{name} ({len(chosen) + 1})"
+            chosen[name] = as_prior(prior)
     else:
         raise TypeError(
             "priors must be a dict, a list of priors, or a range (low, high) of precisions, but "
@@ -248,10 +256,21 @@ def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
     return chosen
 
 
-def _ordered(predictive: Predictive) -> Any:
-    if predictive.kind == "class":
-        raise TypeError("Classes have no quantiles. Ask for probability([…]).")
-    return predictive
+def _range_of_priors(posterior: Posterior, limits: tuple[float, ...]) -> dict[str, Prior]:
+    """Return Gaussian priors with precisions in equal ratios from low to high, for limits (low,
+    high[, count]); ValueError for limits that are not a range.
+
+    They have the means of the posterior's own prior.
+    """
+    low, high, count = (*limits, COUNT)[:3]
+    if not (0 < low < high < math.inf and int(count) >= 2):
+        raise ValueError(
+            "A range of priors is (low, high[, count]) with 0 < low < high and count ≥ 2, but "
+            f"is {limits!r}."
+        )
+    mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
+    levels = torch.logspace(math.log10(low), math.log10(high), int(count), dtype=torch.float64)
+    return {f"precision {level:.4g}": GaussianPrior(level, mean) for level in levels.tolist()}
 
 
 # --- derivatives ----------------------------------------------------------------------------
@@ -268,68 +287,87 @@ class Local(NamedTuple):
 
 @in_plain_torch
 def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
-    """How the log predictive density at y answers to the precision of a Gaussian prior: exact
-    derivatives, no differences.
+    """Compute how the log predictive density at y changes with the precision of a Gaussian prior.
+
+    The derivatives are exact, not differences.
 
     y (N,) or (N, k). For the output rung and the exact convention. θ̂ moves with the prior where
-    `with_prior` would move it.
+    `with_prior` would move it. Raises ValueError for another prior or convention.
     """
     if posterior.convention != EXACT or not isinstance(posterior.bound_prior, BoundGaussian):
         raise ValueError(
             "Local sensitivity is the derivative in the precision of a Gaussian prior under the "
             "exact convention. Use with_prior(priors.Gaussian(…)) first."
         )
-    moves = posterior.follows_prior
     marginal = posterior.outputs_at(x)
-    b, M = prior_response(posterior, x)
-    change = Marginal(b if moves else torch.zeros_like(b), -M)
+    b, M = prior_response(posterior, x)  # (N, C), (N, C, C): see the module's docstring
+    change = Marginal(b if posterior.follows_prior else torch.zeros_like(b), -M)
     likelihood = posterior.likelihood.predictive
     predictive = posterior.predict(x)
     value = as_tensor(y).to("cpu", torch.float64)
-    vector = predictive.kind == "vector"
-    grid = value if value.dim() == (3 if vector else 2) else value.unsqueeze(1)
-    shape = grid.shape[:2] if grid is value else grid.shape[:1]
-    unit = likelihood.logit_temperature
-    if unit is not None:
+    # One y for each input is a grid of one column.
+    is_grid = value.dim() == (3 if predictive.kind == "vector" else 2)
+    grid = value if is_grid else value.unsqueeze(1)
+    shape = grid.shape[:2] if is_grid else grid.shape[:1]
+    if likelihood.logit_temperature is not None:
         predictive.law.check(grid)
-        pairs = ((f / unit, K / unit**2) for f, K in (marginal, change))
-        slope = class_slopes(*itertools.chain(*pairs)).gather(1, grid.long())
+        slope = _class_slopes(likelihood.logit_temperature, marginal, change)
+        slope = slope.gather(1, grid.long())
         return Local(slope.reshape(shape), *change, torch.ones(len(grid), dtype=torch.bool))
-    slope, exact = _slope(likelihood, grid, marginal, change)
-    if not isinstance(
-        predictive.law, GaussianLaw
-    ):  # the mass changes too: d log ∫ = E of the slope
-        values, weights = nodes_of(predictive)
-        at_nodes, fine = _slope(likelihood, values, marginal, change)
-        used = weights > 1e-14
-        slope = slope - (weights * torch.where(used, at_nodes, 0.0)).sum(1, keepdim=True)
-        exact = torch.cat([exact, fine | ~used], 1)
+    slope, exact = _log_density_slope(likelihood, grid, marginal, change)
+    if not isinstance(predictive.law, GaussianLaw):
+        # The mass changes too: d log ∫ is the expectation of the slope.
+        nodes, weights = nodes_of(predictive)
+        slope_at_nodes, exact_at_nodes = _log_density_slope(likelihood, nodes, marginal, change)
+        used = weights > USED_WEIGHT
+        slope = slope - (weights * torch.where(used, slope_at_nodes, 0.0)).sum(1, keepdim=True)
+        exact = torch.cat([exact, exact_at_nodes | ~used], 1)
     return Local(slope.reshape(shape), change.mean, change.covariance, exact.all(1))
 
 
-def _slope(
-    likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal
+def _class_slopes(temperature: float, marginal: Marginal, change: Marginal) -> Tensor:
+    """Compute d/dε of the log probability of every class (N, classes).
+
+    marginal f̂ (N, C) and K (N, C, C) of the logits, change: their d/dε. The temperature divides
+    logits, and its square their covariances.
+    """
+    return class_slopes(
+        marginal.mean / temperature,
+        marginal.covariance / temperature**2,
+        change.mean / temperature,
+        change.covariance / temperature**2,
+    )
+
+
+def _log_density_slope(
+    likelihood: Likelihood, y: Tensor, marginal: Marginal, change: Marginal
 ) -> tuple[Tensor, Tensor]:
-    """d/dε of the un-normalised log density at y (N, k, …), and where it is exact (N, k)."""
+    """Compute d/dε of the un-normalised log density at y, and where it is exact.
+
+    y (N, k, …), marginal f̂ (N, C) and K (N, C, C), change: their d/dε -> (N, k), bool (N, k).
+    """
     rows, count = y.shape[:2]
-    f, K, df, dK = (part.repeat_interleave(count, 0) for part in (*at, *change))
+    f, K, df, dK = (values.repeat_interleave(count, 0) for values in (*marginal, *change))
     y = y.flatten(0, 1)
     boundary = _boundary_slope(likelihood, y, Marginal(f, K), Marginal(df, dK))
     if boundary is not None:
-        y = torch.where(boundary.cut, likelihood.mean(f), y)  # a y whose mode is inside
-    found = at_mode(likelihood, y, f, root(K))
-    u = found.pull.unsqueeze(-1)
-    end = f + (K @ u).squeeze(-1)
+        # These rows take the slope at the boundary; any y whose mode is inside will do here.
+        y = torch.where(boundary.cut, likelihood.mean(f), y)
+    mode = evaluate_at_mode(likelihood, y, f, covariance_root(K))
+    u = mode.pull.unsqueeze(-1)
+    f_mode = f + (K @ u).squeeze(-1)
     eye = torch.eye(f.shape[1], dtype=torch.float64)
-    Lambda = likelihood.precision(y, end)
-    moved = torch.linalg.solve(eye + K @ Lambda, df.unsqueeze(-1) + dK @ u).squeeze(-1)  # df̃
-    bend = third_derivative(likelihood, y, end, moved)
-    inner = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + bend @ K)
-    trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)
-    slope = (found.pull * df).sum(-1) + 0.5 * (u.mT @ dK @ u).squeeze((-2, -1)) - 0.5 * trace
+    Lambda = likelihood.precision(y, f_mode)
+    # f̃ = f̂ + K u with u = g(f̃), differentiated: (I + KΛ) df̃ = df̂ + dK u.
+    df_mode = torch.linalg.solve(eye + K @ Lambda, df.unsqueeze(-1) + dK @ u).squeeze(-1)
+    dLambda = third_derivative(likelihood, y, f_mode, df_mode)
+    inner = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + dLambda @ K)
+    trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)  # d log|I + ΛK|
+    slope = (mode.pull * df).sum(-1) + 0.5 * (u.mT @ dK @ u).squeeze((-2, -1)) - 0.5 * trace
     if boundary is not None:
         slope = torch.where(boundary.cut, boundary.slope, slope)
-    return slope.reshape(rows, count), (found.converged & ~found.fallback).reshape(rows, count)
+    exact = mode.converged & ~mode.fallback
+    return slope.reshape(rows, count), exact.reshape(rows, count)
 
 
 class _BoundarySlope(NamedTuple):
@@ -340,35 +378,45 @@ class _BoundarySlope(NamedTuple):
 
 
 def _boundary_slope(
-    likelihood: Likelihood, y: Tensor, at: Marginal, change: Marginal
+    likelihood: Likelihood, y: Tensor, marginal: Marginal, change: Marginal
 ) -> _BoundarySlope | None:
-    """By autograd of their closed form; None where every output is allowed."""
+    """Compute the slopes of refits that end at the boundary of the allowed outputs, by autograd of
+    their closed form; None where every output is allowed.
+
+    y (M, …), marginal f̂ (M, C) and K (M, C, C), change: their d/dε.
+    """
     with torch.enable_grad():
-        free = Marginal(*(part.detach().clone().requires_grad_(True) for part in at))
+        free = Marginal(*(values.detach().clone().requires_grad_(True) for values in marginal))
         boundary = likelihood.refit_at_boundary(y, *free)
         if boundary is None:
             return None
         by_mean, by_covariance = torch.autograd.grad(boundary.total.sum(), tuple(free))
+    # The chain rule over f̂ and K.
     slope = (by_mean * change.mean).sum(-1) + (by_covariance * change.covariance).sum((-2, -1))
     return _BoundarySlope(boundary.cut, slope)
 
 
 def third_derivative(likelihood: Likelihood, y: Tensor, f: Tensor, direction: Tensor) -> Tensor:
-    """d/dε Λ(y, f + ε·direction) (M, C, C), by autograd of log p."""
+    """Compute d/dε Λ(y, f + ε·direction), by autograd of log p.
+
+    y (M, …), f and direction (M, C) -> (M, C, C).
+    """
     with torch.enable_grad():
         free = f.detach().clone().requires_grad_(True)
-        score = _gradient(likelihood.log_prob(y, free).sum(), free)
-        columns = [-_gradient(score[:, c].sum(), free) for c in range(f.shape[1])]
-        return torch.stack(
-            [_gradient((column * direction).sum(), free).detach() for column in columns], 1
-        )
+        score = _gradient_or_zero(likelihood.log_prob(y, free).sum(), free)
+        columns = [-_gradient_or_zero(score[:, c].sum(), free) for c in range(f.shape[1])]
+        rows = [_gradient_or_zero((column * direction).sum(), free) for column in columns]
+    return torch.stack([row.detach() for row in rows], 1)
 
 
-def _gradient(value: Tensor, at: Tensor) -> Tensor:
+def _gradient_or_zero(value: Tensor, variable: Tensor) -> Tensor:
+    """Compute ∂value/∂variable, in the shape of the variable; zero where value does not depend on
+    it.
+    """
     if not value.requires_grad:
-        return torch.zeros_like(at)
-    (found,) = torch.autograd.grad(value, at, create_graph=True, allow_unused=True)
-    return torch.zeros_like(at) if found is None else found
+        return torch.zeros_like(variable)
+    (gradient,) = torch.autograd.grad(value, variable, create_graph=True, allow_unused=True)
+    return torch.zeros_like(variable) if gradient is None else gradient
 
 
 # --- prior and data -------------------------------------------------------------------------
@@ -383,17 +431,19 @@ class Conflict(NamedTuple):
     tail: float  # P(at least that far) under the prior: small means conflict
 
     def __str__(self) -> str:
-        said = "conflict" if self.tail < 0.05 else "no conflict"
+        """Return the verdict and its numbers in one line."""
+        verdict = "conflict" if self.tail < CONFLICT else "no conflict"
         return (
-            f"{said}: prior-predictive tail probability {self.tail:.3g} (distance² "
+            f"{verdict}: prior-predictive tail probability {self.tail:.3g} (distance² "
             f"{self.statistic:.4g}, {self.df} df)"
         )
 
 
 @in_plain_torch
 def conflict(posterior: Posterior) -> Conflict:
-    """The prior-predictive tail probability of the data, through the sufficient statistic of the
-    linear model.
+    """Compute the prior-predictive tail probability of the data.
+
+    The sufficient statistic of the linear model stands for the data.
 
     Under θ ~ N(m, T⁻¹) the score vector r = S(θ̂ − m) + ∇ℓ is N(0, S + S T⁻¹ S), so rᵀ(S + S T⁻¹
     S)⁺ r is χ² with rank(S) degrees of freedom. Exact for Gaussian noise and a network linear in
@@ -401,14 +451,16 @@ def conflict(posterior: Posterior) -> Conflict:
     from the same data is taken as known.
 
     Needs dense curvature (or kfac of a last layer with Gaussian noise, which is as exact). Another
-    structure leaves out correlations that r has, and would report conflicts that are not there.
+    structure leaves out correlations that r has, and would report conflicts that are not there:
+    ValueError. The same for a prior that is not a proper Gaussian.
     """
     bound = posterior.bound_prior
     if not isinstance(bound, BoundGaussian) or not bool((bound.scale_precision > 0).all()):
         raise ValueError(
             "A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…))."
         )
-    tau, curvature = bound.scale_precision, posterior.sums.curvature
+    tau = bound.scale_precision
+    curvature = posterior.sums.curvature
     if not curvature.exact and not posterior.quadratic:
         raise ValueError(
             "A conflict check needs dense curvature, but this posterior has "
@@ -419,23 +471,25 @@ def conflict(posterior: Posterior) -> Conflict:
     r = curvature.push(posterior.mean - bound.mean) + posterior.sums.gradient
     basis = eigenbasis(curvature, tau, torch.zeros(len(tau), dtype=torch.long))
     if basis is not None:
-        c, values = basis.rotated(r), basis.values
-        seen = values > RANK_TOLERANCE * values.max()
-        c, values = c[seen], values[seen]
-        statistic, df = float((c * c / (values + values**2 / tau[seen])).sum()), len(values)
-        return _conflict(statistic, df)
+        # In an eigenbasis of S in which T is diagonal, the statistic is a sum.
+        kept = basis.values > RANK_TOLERANCE * basis.values.max()
+        c, values = basis.rotated(r)[kept], basis.values[kept]
+        statistic = float((c * c / (values + values**2 / tau[kept])).sum())
+        return _conflict_of_statistic(statistic, len(values))
     if not curvature.exact:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
         )
     values, vectors = torch.linalg.eigh(curvature.as_matrix())
-    seen = values > RANK_TOLERANCE * values.max()
-    values, vectors = values[seen], vectors[:, seen]
+    kept = values > RANK_TOLERANCE * values.max()
+    values, vectors = values[kept], vectors[:, kept]
+    # S + S T⁻¹ S in the coordinates of the eigenvectors that are kept.
     spread = torch.diag(values) + values[:, None] * (vectors.mT @ (vectors / tau[:, None])) * values
     c = vectors.mT @ r
-    return _conflict(float(c @ torch.linalg.solve(spread, c)), len(values))
+    return _conflict_of_statistic(float(c @ torch.linalg.solve(spread, c)), len(values))
 
 
-def _conflict(statistic: float, df: int) -> Conflict:
+def _conflict_of_statistic(statistic: float, df: int) -> Conflict:
+    """Return the statistic with its tail probability under χ² with df degrees of freedom."""
     half = torch.tensor([df / 2, statistic / 2], dtype=torch.float64)
     return Conflict(statistic, df, float(torch.special.gammaincc(half[0], half[1])))

@@ -25,15 +25,15 @@ from torch import nn
 
 from ssla._checks import in_plain_torch
 from ssla.curvature import Structure
-from ssla.data import Inputs, open_source, slice_inputs
+from ssla.data import Inputs, open_source, take_rows
 from ssla.distributed.engines import Engine, engine_of
 from ssla.fitting import fit as fitting
-from ssla.fitting.asked import checked_budget, checked_plan, checked_weights
-from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_within, with_row_scale
+from ssla.fitting.arguments import checked_budget, checked_plan, checked_weights
+from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_network_within, with_row_scale
 from ssla.fitting.ranks import alone
 from ssla.fitting.validation import choose_by_validation
 from ssla.likelihoods import Likelihood
-from ssla.maths.progress import wanted
+from ssla.maths.progress import is_progress_wanted
 from ssla.network import (
     LAST_LAYER,
     Network,
@@ -49,7 +49,7 @@ from ssla.priors import Prior
 
 __all__ = ["alone", "fit"]
 
-OPENING_ROWS = 32
+OPENING_ROWS = 32  # a guess: enough to find the layers of a network
 
 
 @in_plain_torch
@@ -69,7 +69,7 @@ def fit(
     memory_budget: int | None = None,
     progress: bool | None = None,
 ) -> Posterior:
-    """`ssla.fit` on shards of data that workers read.
+    """Fit as `ssla.fit`, on shards of data that workers read.
 
     client: a `dask.distributed.Client`, the module `ray` (initialised), or a
     `concurrent.futures.Executor`. memory_budget is that of each worker. validation: rows that the
@@ -87,10 +87,10 @@ def fit(
             "them."
         )
     budget = checked_budget(memory_budget)
-    part = checked_output(output)
-    cluster = Cluster(
-        engine_of(client), shards, model, checked_weights(weights), budget, progress, output=part
-    )
+    answer_part = checked_output(output)
+    names = checked_weights(weights)
+    engine = engine_of(client)
+    cluster = Cluster(engine, shards, model, names, budget, progress, output=answer_part)
     plan = checked_plan(Posterior, cluster, likelihood, prior, structure, mode, gaussian, budget)
     if validation is None:
         return fitting.fit(plan)
@@ -116,32 +116,35 @@ class ShardTask:
 
 @in_plain_torch
 def read_shard(task: ShardTask, shard: Any) -> Pass:
-    """One shard -> its sums."""
+    """Read one shard on a worker, and return its sums."""
     materialise = task.order.structure.materialises
     network = open_network(task.model, task.weights, task.opening, materialise, task.output)
     if task.row_scale is not None:
         network = with_row_scale(network, task.row_scale)
+    # A worker may itself be a rank of a group: its shard is its own all the same.
     with alone():
-        return Reader(
-            open_source(_loaded(shard)), None, task.weights, task.budget, opened=network
-        ).read(task.order)
+        source = open_source(_load_shard(shard))
+        reader = Reader(source, None, task.weights, task.budget, opened=network)
+        return reader.run_pass(task.order)
 
 
 @in_plain_torch
-def first_rows(shard: Any) -> Inputs | None:
-    """A few inputs with which to open the network, or None if the shard is empty."""
-    for batch in open_source(_loaded(shard)):
+def read_first_rows(shard: Any) -> Inputs | None:
+    """Read a few inputs with which to open the network; None if the shard is empty."""
+    for batch in open_source(_load_shard(shard)):
         if batch.y.shape[0]:
-            return slice_inputs(batch.x, slice(0, OPENING_ROWS))
+            return take_rows(batch.x, slice(0, OPENING_ROWS))
     return None
 
 
 @in_plain_torch
-def merge_pair(one: Pass, other: Pass) -> Pass:
-    return one.merge(other)
+def merge_pair(first: Pass, second: Pass) -> Pass:
+    """Merge the passes of two sets of shards."""
+    return first.merge(second)
 
 
-def _loaded(shard: Any) -> Any:
+def _load_shard(shard: Any) -> Any:
+    """Call a shard that is a function; other shards are data already."""
     return shard() if callable(shard) and not isinstance(shard, Iterable) else shard
 
 
@@ -166,33 +169,45 @@ class Cluster:
 
     @property
     def network(self) -> Network:
+        """The network, as this process has opened it; ValueError before the first pass."""
         if self.opened is None:
             raise ValueError(EMPTY)
         return self.opened
 
-    def read(self, order: Order) -> Pass:
+    def run_pass(self, order: Order) -> Pass:
+        """Let the workers read all shards, and return the merged sums.
+
+        The first pass opens the network. Raises ValueError if no shard has a row.
+        """
         if self.opened is None:
-            self.opening = self._opening()
-            self.opened = open_within(
+            self.opening = self._find_opening_rows()
+            self.opened = open_network_within(
                 self.model, self.weights, self.opening, order, self.budget, None, self.output
             )
-        order = order.chosen(self.opened, self.budget)
+        order = order.with_chosen_structure(self.opened, self.budget)
         self.passes += 1
         # the private copy and its names: later changes to the user's module do not change the sums
-        names, scale = self.opened.layout.names, describe(self.opened).row_scale
         task = ShardTask(
-            module_of(self.opened), names, self.opening, self.budget, order, self.output, scale
+            module_of(self.opened),
+            self.opened.layout.names,
+            self.opening,
+            self.budget,
+            order,
+            self.output,
+            describe(self.opened).row_scale,
         )
-        label = f"pass {self.passes}" if wanted(self.progress) else None
-        found: Pass = self.engine.merged(read_shard, task, self.shards, merge_pair, label)
-        return found
+        label = f"pass {self.passes}" if is_progress_wanted(self.progress) else None
+        result: Pass = self.engine.run_and_merge(read_shard, task, self.shards, merge_pair, label)
+        return result
 
     def scale_rows(self, scale: RowScale) -> None:
+        """Give the last layer a scale of rows, which later passes send to the workers."""
         self.opened = with_row_scale(self.network, scale)
 
-    def _opening(self) -> Inputs:
+    def _find_opening_rows(self) -> Inputs:
+        """Read the first rows of the first shard that has some; ValueError if none has."""
         for shard in self.shards:
-            rows = self.engine.one(first_rows, shard)
+            rows = self.engine.run_once(read_first_rows, shard)
             if rows is not None:
                 return rows
         raise ValueError(EMPTY)

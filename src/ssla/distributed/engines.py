@@ -12,31 +12,32 @@ from ssla.maths.progress import progress_bar
 Work = Callable[[Any, Any], Any]
 """(task, shard) -> the result of the shard."""
 Merge = Callable[[Any, Any], Any]
+"""Two results -> the result of both."""
 
 
 class Engine(Protocol):
-    """Runs a function on the workers."""
+    """Runs functions on the workers."""
 
-    def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
-        """function(shard), there."""
+    def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
+        """Return function(shard), computed on a worker."""
         ...
 
-    def merged(
+    def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
     ) -> Any:
-        """function(task, shard) for every shard, merged pairwise up a tree.
+        """Compute function(task, shard) for every shard, and merge the results pairwise up a tree.
 
-        label: of a progress bar.
+        label: of a progress bar; None: there is none.
         """
         ...
 
 
 def engine_of(client: Any) -> Engine:
-    """The engine for a user's client."""
+    """Return the engine for a user's client; TypeError for a client of another kind."""
     if isinstance(client, Executor):
         return ExecutorEngine(client)
-    home = type(client).__module__.split(".")[0]
-    if home == "distributed" and hasattr(client, "submit"):
+    library = type(client).__module__.split(".")[0]
+    if library == "distributed" and hasattr(client, "submit"):
         return DaskEngine(client)
     if getattr(client, "__name__", None) == "ray":
         return RayEngine(client)
@@ -52,27 +53,30 @@ class DaskEngine:
 
     client: Any
 
-    def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
-        return self.client.submit(function, self._handle(shard), pure=False).result()
+    def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
+        """Run the function as a task, and wait for its result."""
+        return self.client.submit(function, self._future_of(shard), pure=False).result()
 
-    def merged(
+    def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
     ) -> Any:
+        """Submit all tasks and all merges at once, and wait for the last merge."""
         # as the result of a task and not scattered: scattered data are lost if their worker dies
-        sent = self.client.submit(_same, task, pure=False)
-        parts = [
-            self.client.submit(function, sent, self._handle(shard), pure=False) for shard in shards
+        sent = self.client.submit(_return_value, task, pure=False)
+        results = [
+            self.client.submit(function, sent, self._future_of(shard), pure=False)
+            for shard in shards
         ]
-        whole = _tree(parts, lambda a, b: self.client.submit(merge, a, b, pure=False))
+        merged = _merge_tree(results, lambda a, b: self.client.submit(merge, a, b, pure=False))
         if label is not None:
             from distributed import as_completed
 
-            for _ in progress_bar(as_completed(parts), len(parts), True, label, "shard"):
+            for _ in progress_bar(as_completed(results), len(results), True, label, "shard"):
                 pass
-        return whole.result()
+        return merged.result()
 
-    def _handle(self, shard: Any) -> Any:
-        """Delayed values and collections become futures; futures and plain values stay."""
+    def _future_of(self, shard: Any) -> Any:
+        """Turn delayed values and collections into futures; futures and plain values stay."""
         return self.client.compute(shard) if hasattr(shard, "__dask_graph__") else shard
 
 
@@ -82,18 +86,23 @@ class RayEngine:
 
     ray: Any
 
-    def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
+    def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
+        """Run the function as a remote task, and wait for its result."""
         return self.ray.get(self.ray.remote(function).remote(shard))
 
-    def merged(
+    def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
     ) -> Any:
-        work, join, sent = self.ray.remote(function), self.ray.remote(merge), self.ray.put(task)
-        parts = [work.remote(sent, shard) for shard in shards]
-        whole = _tree(parts, join.remote)
-        for part in progress_bar(parts, len(parts), label is not None, label or "", "shard"):
-            self.ray.wait([part])
-        return self.ray.get(whole)
+        """Start all tasks and all merges at once, and wait for the last merge."""
+        remote_function = self.ray.remote(function)
+        remote_merge = self.ray.remote(merge)
+        sent = self.ray.put(task)
+        results = [remote_function.remote(sent, shard) for shard in shards]
+        merged = _merge_tree(results, remote_merge.remote)
+        bar = progress_bar(results, len(results), label is not None, label or "", "shard")
+        for result in bar:
+            self.ray.wait([result])
+        return self.ray.get(merged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,24 +111,28 @@ class ExecutorEngine:
 
     executor: Executor
 
-    def one(self, function: Callable[[Any], Any], shard: Any) -> Any:
+    def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
+        """Run the function in a worker, and wait for its result."""
         return self.executor.submit(function, shard).result()
 
-    def merged(
+    def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
     ) -> Any:
-        parts = [self.executor.submit(function, task, shard) for shard in shards]
-        bar = progress_bar(parts, len(parts), label is not None, label or "", "shard")
-        return _tree([part.result() for part in bar], merge)
+        """Submit all tasks at once, wait for all results, and merge them here."""
+        futures = [self.executor.submit(function, task, shard) for shard in shards]
+        bar = progress_bar(futures, len(futures), label is not None, label or "", "shard")
+        return _merge_tree([future.result() for future in bar], merge)
 
 
-def _same(value: Any) -> Any:
+def _return_value(value: Any) -> Any:
+    """Return the value: a task whose result other tasks take as an argument."""
     return value
 
 
-def _tree(parts: list[Any], merge: Merge) -> Any:
-    """Merge neighbours until one is left: log₂ levels, in the order of the shards."""
-    while len(parts) > 1:
-        pairs = [merge(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
-        parts = pairs + parts[2 * len(pairs) :]
-    return parts[0]
+def _merge_tree(results: list[Any], merge: Merge) -> Any:
+    """Merge neighbours until one result is left: log₂ levels, in the order of the shards."""
+    while len(results) > 1:
+        pairs = [merge(a, b) for a, b in zip(results[::2], results[1::2], strict=False)]
+        # The last of an odd number has no neighbour.
+        results = pairs + results[2 * len(pairs) :]
+    return results[0]

@@ -11,17 +11,17 @@ stored.
 
 from __future__ import annotations
 
-from ssla.files.container import VERSION, FileError, read, write
+from ssla.files.container import VERSION, FileError, read_model, write_model
 from ssla.files.encoding import Decoder, Encoder
-from ssla.files.save_posterior import pack, save
+from ssla.files.save_posterior import encode_posterior, save
 
 __all__ = [
     "VERSION",
     "Decoder",
     "Encoder",
     "FileError",
-    "pack",
-    "read",
+    "encode_posterior",
+    "read_model",
     "save",
-    "write",
+    "write_model",
 ]

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.files.replacing import being_saved, new_folder, surviving
+from ssla.files.replacing import is_being_saved, locate_folder, new_folder
 
 FORMAT, VERSION = "ssla", 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
-LARGEST_MANIFEST = 256 << 20
-MOST_TRIES = 20
-CHECKS, PAUSE = 10, 0.03  # seconds: a rename takes less, also on a busy machine
+LARGEST_MANIFEST = 256 << 20  # bytes; a guess
+MOST_TRIES = 20  # of reading a directory that is replaced meanwhile; a guess
+CHECKS, PAUSE = 10, 0.03  # seconds: a rename takes less, also on a busy machine; guesses
 COPIES = 4  # of the tensors that are in memory at once while they are written or read
+LOADERS = "ssla.load(path, model) opens a posterior, ssla.sklearn.load(path) an estimator."
 
 
 class FileError(ValueError):
@@ -32,22 +33,24 @@ class FileError(ValueError):
     """
 
 
-def write(
+def write_model(
     path: str | os.PathLike[str],
     kind: str,
     content: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> Path:
-    """Write the directory beside the target, then move it there.
+    """Write a directory beside the target, then move it there; returns the target.
 
-    The old one stays until the new one is complete.
+    kind: what it holds, "posterior" or "estimator"; content: JSON. The old one stays until the new
+    one is complete. Raises FileError where the path cannot be written or replaced, MemoryError
+    where the copies of the tensors do not fit.
     """
     target = Path(path)
     check_target(target)
     with enough_memory(
         COPIES * sum(value.nbytes for value in tensors.values()), f"Saving {target}"
     ):
-        data = _serialized(tensors)
+        data = _serialize(tensors)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -69,32 +72,36 @@ def write(
     return target
 
 
-def _serialized(tensors: Mapping[str, Tensor]) -> bytes:
+def _serialize(tensors: Mapping[str, Tensor]) -> bytes:
+    """Return named tensors of any shape in the format of safetensors."""
     copies = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in tensors.items()
     }
-    data: bytes = _safetensors().save(copies)
+    data: bytes = _import_safetensors().save(copies)
     return data
 
 
 @contextlib.contextmanager
-def enough_memory(size: int, what: str) -> Iterator[None]:
-    """MemoryError where `size` bytes cannot be allocated: safetensors would end the process
+def enough_memory(size: int, task: str) -> Iterator[None]:
+    """Raise MemoryError where `size` bytes cannot be allocated: safetensors would end the process
     there.
+
+    task: names the work in the error.
     """
     try:
         bytearray(size)
         yield
     except MemoryError as error:
         raise MemoryError(
-            f"{what} needs about {size / 2**20:,.0f} MiB of memory, which this process cannot "
+            f"{task} needs about {size / 2**20:,.0f} MiB of memory, which this process cannot "
             "have. Nothing was changed. Free memory, or raise its limit (ulimit -v)."
         ) from error
 
 
 def check_target(target: Path) -> None:
-    """Refuse what is not ours.
+    """Raise FileError for a path that must not be replaced: a file, a directory with other files,
+    the current directory.
 
     Each question is asked once: another writer may replace the directory between two of them.
     """
@@ -120,55 +127,59 @@ def check_target(target: Path) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
+    """Write a file, and wait until it is on the disk."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The content and tensors of a directory, after every check that needs no network.
+def read_model(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the content and tensors of a directory, after every check that needs no network.
 
-    If a save replaces the directory while it is read, it is read again.
+    If a save replaces the directory while it is read, it is read again. Raises FileError for a
+    directory that does not hold an undamaged model of this kind.
     """
+    target = Path(path)
     for _ in range(MOST_TRIES):
-        source, interrupted = surviving(Path(path))
-        before = _generation(source)
+        source, interrupted = locate_folder(target)
+        before = _identify_folder(source)
         try:
-            found = _read(source, kind)
+            content_and_tensors = _read_once(source, kind)
         except FileError as error:
             fault = error
-            after = _generation(surviving(Path(path))[0])
-            if after == before and not (
-                after is None and being_saved(Path(path))
-            ):  # between two renames there is none
+            after = _identify_folder(locate_folder(target)[0])
+            # Between the two renames of a save there is no directory: that is no fault.
+            between_renames = after is None and is_being_saved(target)
+            if after == before and not between_renames:
                 break
             continue
-        if interrupted and not _stays(Path(path), source):  # a writer was alive, and has gone on
-            fault = FileError(f"{path} is replaced all the time. Try again later.")
-            continue
-        if interrupted:
+        if not interrupted:
+            return content_and_tensors
+        if _stays_at(target, source):
             warn(
                 f"The last save to {path} was interrupted. The model that was there before is read "
                 f"from {source}. Save the model again, or move that directory back."
             )
-        return found
+            return content_and_tensors
+        # The writer is alive, and has gone on.
+        fault = FileError(f"{path} is replaced all the time. Try again later.")
     raise fault
 
 
-def _stays(path: Path, source: Path) -> bool:
-    """Whether the model of an interrupted save stays where it is for a while: another writer
+def _stays_at(path: Path, source: Path) -> bool:
+    """Wait a while and check that the model of an interrupted save is still there: another writer
     may be about to replace it.
     """
     for _ in range(CHECKS):
-        if surviving(path) != (source, True):
+        if locate_folder(path) != (source, True):
             return False
         time.sleep(PAUSE)
-    return surviving(path) == (source, True)
+    return locate_folder(path) == (source, True)
 
 
-def _generation(source: Path) -> tuple[Path, int, int] | None:
-    """A value that changes if a save replaces the directory."""
+def _identify_folder(source: Path) -> tuple[Path, int, int] | None:
+    """Return a value that changes if a save replaces the directory; None if there is none."""
     try:
         state = source.stat()
     except OSError:
@@ -177,27 +188,30 @@ def _generation(source: Path) -> tuple[Path, int, int] | None:
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """What a directory holds: "posterior" or "estimator"."""
-    source = surviving(Path(path))[0]
-    with guarded(source):
-        return str(_manifest(source).get("kind"))
+    """Return what a directory holds, "posterior" or "estimator"; FileError for a damaged one."""
+    source = locate_folder(Path(path))[0]
+    with convert_to_file_error(source):
+        return str(_read_manifest(source).get("kind"))
 
 
-def _read(source: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    with guarded(source):
-        manifest = _manifest(source)
-        found = manifest.get("kind")
-        if found != kind:
+def _read_once(source: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the content and tensors of a directory; FileError for a damaged one or another
+    kind.
+    """
+    with convert_to_file_error(source):
+        manifest = _read_manifest(source)
+        stored_kind = manifest.get("kind")
+        if stored_kind != kind:
             raise FileError(
-                f"{source} holds a saved {found!r}, but a {kind!r} was expected. {_LOADERS}"
+                f"{source} holds a saved {stored_kind!r}, but a {kind!r} was expected. {LOADERS}"
             )
-        return manifest["content"], _tensors(source, manifest["tensors"])
+        return manifest["content"], _read_tensors(source, manifest["tensors"])
 
 
-_LOADERS = "ssla.load(path, model) opens a posterior, ssla.sklearn.load(path) an estimator."
-
-
-def _manifest(source: Path) -> dict[str, Any]:
+def _read_manifest(source: Path) -> dict[str, Any]:
+    """Return the manifest, less its checksum; FileError for one that is missing, damaged, foreign
+    or too new.
+    """
     if not source.exists():
         raise FileError(f"There is no saved model at {source}.")
     if not source.is_dir():
@@ -210,7 +224,7 @@ def _manifest(source: Path) -> dict[str, Any]:
     if file.stat().st_size > LARGEST_MANIFEST:
         raise FileError(f"{file} is not a manifest: it is {file.stat().st_size:,} bytes long.")
     try:
-        manifest = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_no_constants)
+        manifest = json.loads(file.read_bytes().decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
         raise FileError(
             f"{file} is damaged: it is not valid JSON ({str(error)[:80]}). Save the model again."
@@ -233,7 +247,8 @@ def _manifest(source: Path) -> dict[str, Any]:
     return manifest
 
 
-def _tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
+def _read_tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the tensors by name; FileError unless their file has the stated size and checksum."""
     file = source / TENSORS
     if not file.is_file():
         raise FileError(f"{source} is incomplete: it has no {TENSORS}. Copy the whole directory.")
@@ -245,18 +260,16 @@ def _tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
         data = file.read_bytes()
     if hashlib.sha256(data).hexdigest() != stated["sha256"]:
         raise FileError(f"{file} is damaged: its checksum does not match. Copy it again.")
-    tensors: dict[str, Tensor] = _safetensors().load(data)
+    tensors: dict[str, Tensor] = _import_safetensors().load(data)
     return tensors
 
 
 @contextlib.contextmanager
-def guarded(source: Path) -> Iterator[None]:
-    """Turns any exception from a bad file into a FileError."""
+def convert_to_file_error(source: Path) -> Iterator[None]:
+    """Raise FileError in place of any exception from a bad file."""
     try:
         yield
-    except FileError:
-        raise
-    except (ImportError, MemoryError):
+    except (FileError, ImportError, MemoryError):
         raise
     except Exception as error:
         raise FileError(
@@ -265,16 +278,18 @@ def guarded(source: Path) -> Iterator[None]:
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
-    return hashlib.sha256(
-        json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    ).hexdigest()
+    """Return the checksum of a manifest, whatever the order of its keys."""
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _no_constants(name: str) -> None:
+def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and infinities, which are not JSON."""
     raise ValueError(f"{name} is not a number")
 
 
-def _safetensors() -> ModuleType:
+def _import_safetensors() -> ModuleType:
+    """Return the module safetensors.torch; ImportError with the remedy where it is missing."""
     try:
         import safetensors.torch
     except ImportError:

@@ -40,8 +40,9 @@ PRIORS = (
 STRUCTURES = tuple(type(structure).__name__ for structure in curvature.STRUCTURES.values())
 
 
-def _table() -> dict[str, type]:
-    own: tuple[type, ...] = (
+def _classes_by_name() -> dict[str, type]:
+    """Return the classes that files may hold, by the names that they have there."""
+    values: tuple[type, ...] = (
         Report,
         Statistics,
         Validation,
@@ -52,22 +53,22 @@ def _table() -> dict[str, type]:
         Opening,
         RowScale,
     )
-    table: dict[str, type] = {cls.__name__: cls for cls in own}
+    table: dict[str, type] = {cls.__name__: cls for cls in values}
     packages = {
         "likelihoods": (likelihoods, LIKELIHOODS),
         "priors": (priors, PRIORS),
         "structures": (curvature, STRUCTURES),
     }
-    for place, (package, names) in packages.items():
+    for prefix, (package, names) in packages.items():
         table |= {
-            f"{place}.{name}": getattr(package, name)
+            f"{prefix}.{name}": getattr(package, name)
             for name in names
             if dataclasses.is_dataclass(getattr(package, name, None))
         }
     return table
 
 
-CLASSES: dict[str, type] = _table()
+CLASSES: dict[str, type] = _classes_by_name()
 NAMES = {cls: name for name, cls in CLASSES.items()}
 
 
@@ -81,7 +82,11 @@ class Encoder:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
-    def encode(self, value: Any, place: str) -> Any:
+    def encode(self, value: Any, path: str) -> Any:
+        """Return a value as JSON; `path` is its path in the content, and that of a tensor in it.
+
+        Raises NotStorableError for code and for classes that are not in the table.
+        """
         if isinstance(value, Note):
             return {"note": [value.subject, str(value)]}
         if value is None or isinstance(value, bool | int | str):
@@ -89,28 +94,25 @@ class Encoder:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
+            # A transposed matrix stays one in memory, so that later products have the same bits.
             turned = value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
-            self.tensors[place] = value.mT if turned else value
-            # keeps the memory layout, so that later products have the same bits
-            return {"turned": place} if turned else {"tensor": place}
+            self.tensors[path] = value.mT if turned else value
+            return {"turned": path} if turned else {"tensor": path}
         if isinstance(value, tuple | list):
             name = "tuple" if isinstance(value, tuple) else "list"
-            return {name: [self.encode(item, f"{place}.{i}") for i, item in enumerate(value)]}
+            return {name: [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]}
         if isinstance(value, Mapping):
-            return {
-                "dict": [
-                    [str(key), self.encode(item, f"{place}.{key}")] for key, item in value.items()
-                ]
-            }
+            pairs = [[str(key), self.encode(item, f"{path}.{key}")] for key, item in value.items()]
+            return {"dict": pairs}
         if type(value) in NAMES:
-            parts = {
-                f.name: self.encode(getattr(value, f.name), f"{place}.{f.name}")
+            fields = {
+                f.name: self.encode(getattr(value, f.name), f"{path}.{f.name}")
                 for f in dataclasses.fields(value)
                 if f.init
             }
-            return {"class": NAMES[type(value)], "fields": parts}
+            return {"class": NAMES[type(value)], "fields": fields}
         raise NotStorableError(
-            f"{place} is a {type(value).__name__}, which cannot be stored in a file."
+            f"{path} is a {type(value).__name__}, which cannot be stored in a file."
         )
 
 
@@ -118,20 +120,23 @@ class Encoder:
 class Decoder:
     """JSON and tensors -> values.
 
-    Unexpected content raises an exception, which `container.guarded` turns into a FileError.
+    Unexpected content raises an exception, which `container.convert_to_file_error` turns into a
+    FileError.
     """
 
     tensors: Mapping[str, Tensor]
 
     def decode(self, value: Any, expected: type | None = None) -> Any:
-        found = self._decode(value)
-        if expected is not None and not isinstance(found, expected):
+        """Return the value of JSON; TypeError if it is not of the expected class."""
+        decoded = self._decode(value)
+        if expected is not None and not isinstance(decoded, expected):
             raise TypeError(
-                f"a {expected.__name__} was expected, but a {type(found).__name__} was found"
+                f"a {expected.__name__} was expected, but a {type(decoded).__name__} was found"
             )
-        return found
+        return decoded
 
     def _decode(self, value: Any) -> Any:
+        """Return the value of JSON; ValueError, KeyError or TypeError for unknown content."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         match value:
@@ -149,34 +154,35 @@ class Decoder:
                 return [self._decode(item) for item in items]
             case {"dict": list(items)} if all(isinstance(key, str) for key, _ in items):
                 return {key: self._decode(item) for key, item in items}
-            case {"class": str(name), "fields": dict(parts)}:
-                return self._object(
-                    CLASSES[name], {str(key): self._decode(item) for key, item in parts.items()}
-                )
+            case {"class": str(name), "fields": dict(items)}:
+                fields = {str(key): self._decode(item) for key, item in items.items()}
+                return self._make_object(CLASSES[name], fields)
         raise ValueError(f"{str(value)[:60]} is not a known value")
 
     @staticmethod
-    def _object(cls: type, fields: dict[str, Any]) -> Any:
-        hints = _hints(cls)
+    def _make_object(cls: type, fields: dict[str, Any]) -> Any:
+        """Call the constructor of a class; TypeError for values that its type hints exclude."""
+        hints = _type_hints(cls)
         for name, value in fields.items():
-            if not _fits(value, hints[name]):
+            if not _fits_hint(value, hints[name]):
                 raise TypeError(f"{cls.__name__}.{name} cannot be a {type(value).__name__}")
         return cls(**fields)
 
 
 @lru_cache
-def _hints(cls: type) -> dict[str, Any]:
+def _type_hints(cls: type) -> dict[str, Any]:
+    """Return the type hints of a class, which take a while to resolve."""
     return typing.get_type_hints(cls)
 
 
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value matches a type hint.
+def _fits_hint(value: Any, hint: Any) -> bool:
+    """Check a value against a type hint.
 
     Protocols and other unusual hints accept any value of the tables.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in arguments)
+        return any(_fits_hint(value, argument) for argument in arguments)
     if hint is type(None):
         return value is None
     if hint is float:
@@ -188,8 +194,10 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple:
         inner = arguments[0] if arguments else Any
         return isinstance(value, tuple) and (
-            inner is Any or all(_fits(item, inner) for item in value)
+            inner is Any or all(_fits_hint(item, inner) for item in value)
         )
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
-        return isinstance(value, dict) and all(_fits(item, arguments[1]) for item in value.values())
+        return isinstance(value, dict) and all(
+            _fits_hint(item, arguments[1]) for item in value.values()
+        )
     return type(value) in NAMES or value is None

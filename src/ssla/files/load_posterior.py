@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssla._checks import in_plain_torch, one_of
+from ssla._checks import check_name, in_plain_torch
 from ssla.curvature import Operator
 from ssla.curvature.memory import DEFAULT_BUDGET
-from ssla.files.container import FileError, guarded, read
+from ssla.files.container import FileError, convert_to_file_error, read_model
 from ssla.files.encoding import NAMES, Decoder
 from ssla.files.save_posterior import KIND
 from ssla.likelihoods import Likelihood
@@ -63,11 +63,13 @@ def load(
             "load needs the network itself, a torch.nn.Module, as its second argument, but got "
             f"{type(model).__name__}."
         )
-    content, tensors = read(path, KIND)
-    return unpack(content, tensors, model, Path(path), likelihood, prior, checked_output(output))
+    content, tensors = read_model(path, KIND)
+    return decode_posterior(
+        content, tensors, model, Path(path), likelihood, prior, checked_output(output)
+    )
 
 
-def unpack(
+def decode_posterior(
     content: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     model: nn.Module,
@@ -76,26 +78,33 @@ def unpack(
     prior: Prior | None = None,
     output: Output = None,
 ) -> Posterior:
-    """The posterior, validated and factorised."""
+    """Make a posterior from the content and tensors of a file, validated and factorised.
+
+    source: the file, for errors; likelihood, prior, output: see `load`. Raises FileError for
+    content that is damaged, forged, or of another network, and ValueError for a module in training
+    mode.
+    """
     decoder = Decoder(tensors)
-    with guarded(source):
+    with convert_to_file_error(source):
         stated = content["network"]
         opening = decoder.decode(content["opening"], Opening)
         budget = content["memory_budget"]
         if not isinstance(stated, dict):
             raise TypeError("the network has no fingerprint")
     check_mode(model)  # an error of the module is not a FileError
-    with guarded(source):
-        _compare(stated, model, source)
-        stored = content.get("output")  # none if the result is f
-        if not isinstance(stored, dict) and output is not None and output != checked_output(stored):
-            raise FileError(
-                f"{source} was saved with output={stored!r}, but output= is {output!r}. Omit it."
-            )
-        part = _given_or_stored(
-            decoder, stored, "output", output if isinstance(stored, dict) else None, source
-        )
-        network = reopen(model, opening, checked_output(part))
+    with convert_to_file_error(source):
+        _compare_fingerprint(stated, model, source)
+        stored = content.get("output")  # absent if the result of the module is f
+        if not isinstance(stored, dict) and output is not None:
+            # A name or an index may be given again.
+            if output != checked_output(stored):
+                raise FileError(
+                    f"{source} was saved with output={stored!r}, but output= is {output!r}. Omit "
+                    "it."
+                )
+            output = None
+        selected = _given_or_stored(decoder, stored, "output", output, source)
+        network = reopen(model, opening, checked_output(selected))
         report = decoder.decode(content["report"], Report)
         posterior = Posterior(
             network,
@@ -105,18 +114,19 @@ def unpack(
             decoder.decode(content["statistics"], Statistics),
             report.mode,
             report,
+            # A budget is a setting of this machine, not part of the answer.
             budget if isinstance(budget, int) and budget > 0 else DEFAULT_BUDGET,
-            convention=one_of("convention", content["convention"], CONVENTIONS),
+            convention=check_name("convention", content["convention"], CONVENTIONS),
             variational=decoder.decode(content["variational"], Variational)
             if "variational" in content
             else None,
         )
-        _check(posterior)
+        _check_posterior(posterior)
     return posterior
 
 
-def _compare(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
-    """FileError if the module is not the one that was saved, with the difference."""
+def _compare_fingerprint(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
+    """Raise FileError if the module is not the one that was saved, with the difference."""
     unlike = difference(stated, fingerprint(model))
     if unlike == VALUES:
         raise FileError(
@@ -131,63 +141,50 @@ def _compare(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
         )
 
 
-def _given_or_stored(decoder: Decoder, value: Any, what: str, given: Any, source: Path) -> Any:
-    own = value.get("own") if isinstance(value, dict) else None
-    if own is None:
+def _given_or_stored(decoder: Decoder, value: Any, name: str, given: Any, source: Path) -> Any:
+    """Return what a file holds, or the given custom code in its place.
+
+    name: of the argument. Raises FileError where code is missing, of another class, or superfluous.
+    """
+    class_name = value.get("own") if isinstance(value, dict) else None
+    if class_name is None:
         if given is not None:
             raise FileError(
-                f"{source} contains the {what}. Omit {what}=, or use posterior.with_prior for "
+                f"{source} contains the {name}. Omit {name}=, or use posterior.with_prior for "
                 "another prior."
             )
         return decoder.decode(value)
     if given is None:
         raise FileError(
-            f"The {what} of {source} is custom code ({own}), which a file cannot contain. Give it "
-            f"as {what}=."
+            f"The {name} of {source} is custom code ({class_name}), which a file cannot contain. "
+            f"Give it as {name}=."
         )
-    if type(given).__name__ != own:
+    if type(given).__name__ != class_name:
         raise FileError(
-            f"The {what} of {source} was a {own}, but {what}= is a {type(given).__name__}."
+            f"The {name} of {source} was a {class_name}, but {name}= is a {type(given).__name__}."
         )
     return given
 
 
-def _check(posterior: Posterior) -> None:
-    """ValueError for a forged file: wrong sizes or ranges, or a curvature that cannot be
+def _check_posterior(posterior: Posterior) -> None:
+    """Raise ValueError for a forged file: wrong sizes or ranges, or a curvature that cannot be
     factorised.
     """
     size = posterior.network.layout.size
+    # For Gaussian noise the Laplace and the variational Gaussian are one, and only one is stored.
     if (posterior.variational is not None) != (
         posterior.gaussian == VARIATIONAL and not posterior.likelihood.quadratic
     ):
         raise ValueError("its report names another Gaussian than it holds")
-    for what, tensor in (("θ̂", posterior.theta), ("the mean", posterior.mean)):
-        if (
-            tensor.dtype != torch.float64
-            or tensor.shape != (size,)
-            or not bool((tensor.abs() <= LARGEST).all())
-        ):
-            raise ValueError(
-                f"{what} is not {size} finite numbers in float64 of at most {LARGEST:g}"
-            )
+    _check_vector("θ̂", posterior.theta, size)
+    _check_vector("the mean", posterior.mean, size)
     _check_report(posterior)
-    posterior.likelihood.support_for(posterior.network.outputs)
-    if (
-        type(posterior.likelihood) in NAMES and posterior.likelihood.linear_domain
-    ):  # every f is allowed, 0 too
-        fisher = posterior.likelihood.fisher(
-            torch.zeros(1, posterior.network.outputs, dtype=torch.float64)
-        )
-        if not bool(torch.isfinite(fisher).all()) or not bool(
-            (fisher.diagonal(dim1=-2, dim2=-1) > 0).all()
-        ):
-            raise ValueError("the likelihood has no finite positive curvature")
+    _check_likelihood(posterior)
     prior = posterior.bound_prior
-    if not all(
-        bool(torch.isfinite(part(posterior.theta)).all())
-        for part in (prior.log_prob, prior.gradient, prior.precision)
-    ):
-        raise ValueError("the prior has no density at θ̂")
+    for function in (prior.log_prob, prior.gradient, prior.precision):
+        if not bool(torch.isfinite(function(posterior.theta)).all()):
+            raise ValueError("the prior has no density at θ̂")
+    # The sums at θ̂, and those of the variational Gaussian where there is one.
     for sums, operator in (
         (posterior.statistics, posterior.operator),
         (posterior.sums, posterior.covariance),
@@ -196,27 +193,44 @@ def _check(posterior: Posterior) -> None:
         sums.curvature.check_layers(posterior.network.layer_shapes)
 
 
+def _is_in_range(numbers: Tensor) -> bool:
+    """Check that numbers of any shape are finite, and small enough for squares and products."""
+    return bool((numbers.abs() <= LARGEST).all())
+
+
+def _check_vector(name: str, vector: Tensor, size: int) -> None:
+    """Raise ValueError unless a vector is (size,) in float64, with numbers in range."""
+    if vector.dtype != torch.float64 or vector.shape != (size,) or not _is_in_range(vector):
+        raise ValueError(f"{name} is not {size} finite numbers in float64 of at most {LARGEST:g}")
+
+
+def _check_likelihood(posterior: Posterior) -> None:
+    """Raise ValueError for a likelihood with another number of outputs, or without curvature."""
+    likelihood, outputs = posterior.likelihood, posterior.network.outputs
+    likelihood.support_for(outputs)
+    # Only one of ours that allows every f, and so 0: another need not have a curvature there.
+    if type(likelihood) in NAMES and likelihood.linear_domain:
+        fisher = likelihood.fisher(torch.zeros(1, outputs, dtype=torch.float64))
+        positive = fisher.diagonal(dim1=-2, dim2=-1) > 0
+        if not bool(torch.isfinite(fisher).all()) or not bool(positive.all()):
+            raise ValueError("the likelihood has no finite positive curvature")
+
+
 def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
-    """ValueError unless the sums are of `size` parameters and some data, and the operator is
+    """Raise ValueError unless the sums are of `size` parameters and some data, and the operator is
     positive definite.
     """
-    gradient = sums.gradient
-    if (
-        gradient.dtype != torch.float64
-        or gradient.shape != (size,)
-        or not bool((gradient.abs() <= LARGEST).all())
-    ):
-        raise ValueError(f"gradient is not {size} finite numbers in float64 of at most {LARGEST:g}")
+    _check_vector("gradient", sums.gradient, size)
     if getattr(sums.curvature, "size", size) != size:
         raise ValueError("the curvature does not belong to these parameters")
-    direction = torch.linspace(
-        1, 2, size, dtype=torch.float64
-    )  # the same for all classes would give zero
-    pushed, variances = sums.curvature.push(direction), operator.variances()
-    parts = (pushed, operator.solve(direction), variances)
-    if any(
-        part.shape != (size,) or not bool((part.abs() <= LARGEST).all()) for part in parts
-    ) or not bool((variances > 0).all()):
+    # Equal entries would give zero for a last layer of classes.
+    direction = torch.linspace(1, 2, size, dtype=torch.float64)
+    pushed = sums.curvature.push(direction)
+    variances = operator.variances()
+    products = (pushed, operator.solve(direction), variances)
+    if not all(product.shape == (size,) and _is_in_range(product) for product in products) or not (
+        bool((variances > 0).all())
+    ):
         raise ValueError("the curvature does not belong to these parameters")
     if sums.n < 1 or not bool(pushed.any()):
         raise ValueError("it has no data")
@@ -225,19 +239,20 @@ def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
 
 
 def _check_report(posterior: Posterior) -> None:
-    """ValueError unless the numbers of the report are in range and its sizes are those of the
+    """Raise ValueError unless the numbers of the report are in range and its sizes are those of the
     network.
     """
-    report, network = posterior.report, posterior.network
-    one_of("mode", report.mode, MODES)
-    one_of("convention", report.convention, CONVENTIONS)
+    report = posterior.report
+    network = posterior.network
+    check_name("mode", report.mode, MODES)
+    check_name("convention", report.convention, CONVENTIONS)
     if (report.parameters, report.names, report.outputs) != (
         network.layout.size,
         network.layout.names,
         network.outputs,
     ):
         raise ValueError("its report is of other parameters")
-    one_of("gaussian", report.gaussian, (LAPLACE, VARIATIONAL))
+    check_name("gaussian", report.gaussian, (LAPLACE, VARIATIONAL))
     counts = (report.n - 1, report.steps, report.passes, report.rounds, report.memory)
     numbers = (report.weight, report.residual, report.residual_after, report.output_shift)
     if not all(0 <= count < 1 << 63 for count in counts) or not all(

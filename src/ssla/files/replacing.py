@@ -8,8 +8,8 @@
 
 At all times the complete old or the complete new one is at the target. Without an atomic exchange
 of two directories (renameat2 of Linux) a process that is killed between two renames leaves `old`:
-`surviving` finds it, and the next save moves it back. A `.saving` directory whose lock is free has
-no writer, and the next save removes it. Permissions follow the umask.
+`locate_folder` finds it, and the next save moves it back. A `.saving` directory whose lock is free
+has no writer, and the next save removes it. Permissions follow the umask.
 """
 
 from __future__ import annotations
@@ -30,87 +30,93 @@ try:
 except ImportError:  # Windows: no locks, so files of other processes are not removed
     fcntl = None  # type: ignore[assignment]
 
-MARK = ".saving"
+SUFFIX = ".saving"  # of a draft folder
 AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # by the kernel or by the file system
-MOST_TRIES = 100
+MOST_TRIES = 100  # of moving a draft while other writers do the same; a guess
 
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """A draft with the suffix of `path`, which replaces `path` if the block ends without an error.
+    """Yield a draft with the suffix of `path`, which replaces `path` if the block ends without an
+    error.
 
-    Links are followed.
+    Links are followed. Raises OSError where the folder cannot be written.
     """
     target = Path(os.path.realpath(path))
-    with _place(target) as place:
-        draft = place / f"new{target.suffix}"
+    with _make_draft_folder(target) as folder:
+        draft = folder / f"new{target.suffix}"
         yield draft
         os.replace(draft, target)
 
 
 @contextlib.contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """An empty directory, which replaces `path` with its content if the block ends without an
-    error. Links are followed.
+    """Yield an empty directory, which replaces `path` with its content if the block ends without
+    an error.
+
+    Links are followed. Raises OSError where the folder cannot be written.
     """
     target = Path(os.path.realpath(path))
-    with _place(target) as place:
-        draft = place / "new"
+    with _make_draft_folder(target) as folder:
+        draft = folder / "new"
         draft.mkdir()
         yield draft
-        _put(draft, target, place / "old")
+        _move_to_target(draft, target, folder / "old")
 
 
-def surviving(path: Path) -> tuple[Path, bool]:
-    """Where a directory is: at `path`, or where a save moved it; and whether the writer of that
-    save has ended.
+def locate_folder(path: Path) -> tuple[Path, bool]:
+    """Find a directory: at `path`, or where a save moved it.
+
+    Returns where it is, and whether a save moved it whose writer has ended.
     """
     target = Path(os.path.realpath(path))
     if not target.exists():
-        for place in _places(target):
-            if (place / "old").is_dir():
-                with _abandoned(place, create=False) as certain:
-                    return place / "old", certain
+        for folder in _list_draft_folders(target):
+            if (folder / "old").is_dir():
+                with _lock_abandoned(folder, create=False) as is_abandoned:
+                    return folder / "old", is_abandoned
     return path, False
 
 
-def being_saved(path: Path) -> bool:
-    """Whether there is a save to this place that has not ended."""
-    return bool(_places(Path(os.path.realpath(path))))
+def is_being_saved(path: Path) -> bool:
+    """Check for a save to this path that has not ended."""
+    return bool(_list_draft_folders(Path(os.path.realpath(path))))
 
 
 @contextlib.contextmanager
-def _place(target: Path) -> Iterator[Path]:
-    """A locked directory beside the target. Remains of ended writers are removed first."""
+def _make_draft_folder(target: Path) -> Iterator[Path]:
+    """Make a locked folder beside the target, and remove it after the block.
+
+    Remains of ended writers are removed first.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    for place in _places(target):
-        with _abandoned(place) as certain:
-            if certain:
-                _leave(place, target)
-    place, lock = _locked_place(target)
+    for folder in _list_draft_folders(target):
+        with _lock_abandoned(folder) as is_abandoned:
+            if is_abandoned:
+                _remove_draft_folder(folder, target)
+    folder, lock = _make_locked_folder(target)
     with lock or contextlib.nullcontext():
         try:
-            yield place
+            yield folder
         finally:
-            _leave(place, target)
+            _remove_draft_folder(folder, target)
 
 
-def _leave(place: Path, target: Path) -> None:
-    """Remove the directory; an `old` in it is first moved back to the target, unless the target
-    exists.
-    """
-    old = place / "old"
+def _remove_draft_folder(folder: Path, target: Path) -> None:
+    """Remove a draft folder; an `old` in it is first moved back, unless the target exists."""
+    old = folder / "old"
     if old.exists() and not target.exists():
         with contextlib.suppress(OSError):  # another writer was faster
             os.rename(old, target)
+    # Without a target, `old` is the only copy: it stays.
     if target.exists() or not old.exists():
         with contextlib.suppress(OSError):  # an interrupt inside rmtree can raise one
-            _discard(old)
-            shutil.rmtree(place, ignore_errors=True)
+            _discard_folder(old)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
-def _discard(old: Path) -> None:
+def _discard_folder(old: Path) -> None:
     """Remove a directory under another name, so that no reader finds it when half of it is gone."""
     gone = old.with_name("gone")
     with contextlib.suppress(OSError):  # there is none
@@ -118,15 +124,17 @@ def _discard(old: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def _put(draft: Path, target: Path, old: Path) -> None:
-    """Move the draft to the target, also if other writers do the same at this moment."""
+def _move_to_target(draft: Path, target: Path, old: Path) -> None:
+    """Move the draft to the target, also if other writers do the same at this moment.
+
+    Raises OSError where it cannot be moved, or after too many tries.
+    """
     for _ in range(MOST_TRIES):
-        with contextlib.suppress(
-            FileNotFoundError
-        ):  # the target does not exist, or another writer has moved it
-            if _exchange(draft, target):
+        # FileNotFoundError: the target does not exist, or another writer has moved it.
+        with contextlib.suppress(FileNotFoundError):
+            if _exchange_folders(draft, target):
                 return
-            _discard(old)  # from an earlier try; the target is complete
+            _discard_folder(old)  # from an earlier try; the target is complete
             os.rename(target, old)
         try:
             os.rename(draft, target)
@@ -139,16 +147,19 @@ def _put(draft: Path, target: Path, old: Path) -> None:
     )
 
 
-def _exchange(one: Path, other: Path) -> bool:
-    """Exchange two directories in one step; False if the system does not support it."""
+def _exchange_folders(first: Path, second: Path) -> bool:
+    """Exchange two directories in one step; False if the system does not support it.
+
+    Raises OSError where it fails for another reason.
+    """
     if _renameat2 is None:
         return False
-    if _renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), EXCHANGE) == 0:
+    if _renameat2(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in UNSUPPORTED:
         return False
-    raise OSError(number, os.strerror(number), str(other))
+    raise OSError(number, os.strerror(number), str(second))
 
 
 _renameat2 = (
@@ -158,60 +169,63 @@ _renameat2 = (
 )
 
 
-def _places(target: Path) -> list[Path]:
-    """The directories of all saves to this target, the newest first."""
-    found = []
+def _list_draft_folders(target: Path) -> list[Path]:
+    """List the draft folders of all saves to this target, the newest first."""
+    dated = []
+    # An entry, or the parent itself, may be removed while it is listed.
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
         for entry in entries:
-            if entry.name.startswith(f".{target.name}.") and entry.name.endswith(MARK):
+            if entry.name.startswith(f".{target.name}.") and entry.name.endswith(SUFFIX):
                 with contextlib.suppress(OSError):
-                    found.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
-    return [Path(path) for _, path in sorted(found, reverse=True)]
+                    dated.append((entry.stat(follow_symlinks=False).st_mtime_ns, entry.path))
+    return [Path(path) for _, path in sorted(dated, reverse=True)]
 
 
-def _locked_place(target: Path) -> tuple[Path, IO[bytes] | None]:
+def _make_locked_folder(target: Path) -> tuple[Path, IO[bytes] | None]:
+    """Make a draft folder and lock it; the lock is None if the system has none."""
     while True:
-        place = target.with_name(f".{target.name}.{secrets.token_hex(8)}{MARK}")
-        place.mkdir()
-        with contextlib.suppress(
-            BlockingIOError, FileNotFoundError
-        ):  # another writer considers it abandoned and removes it
-            return place, _lock(place)
+        folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}{SUFFIX}")
+        folder.mkdir()
+        # Another writer may consider the new folder abandoned, and lock or remove it.
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            return folder, _lock_folder(folder)
 
 
 @contextlib.contextmanager
-def _abandoned(place: Path, create: bool = True) -> Iterator[bool]:
-    """Whether its writer has certainly ended: a running writer holds the lock.
+def _lock_abandoned(folder: Path, create: bool = True) -> Iterator[bool]:
+    """Lock a draft folder, and yield whether its writer has certainly ended.
 
-    In the block this process holds it.
+    A running writer holds the lock; in the block this process holds it.
 
-    create: take the lock also where the directory has none. A writer that removes its directory
-    removes the lock before the rest.
+    create: take the lock also where the folder has no file for it. A writer that removes its folder
+    removes that file before the rest.
     """
     try:
-        lock = _lock(place, create)
+        lock = _lock_folder(folder, create)
     except OSError:
         lock = None
     with lock or contextlib.nullcontext():
         yield lock is not None
 
 
-def _lock(place: Path, create: bool = True) -> IO[bytes] | None:
-    """An open, locked file.
+def _lock_folder(folder: Path, create: bool = True) -> IO[bytes] | None:
+    """Open and lock the file `lock` of a draft folder; it is locked while it is open.
 
-    None if the system has no locks; OSError if it is locked, or the directory was removed.
+    Returns None if the system has no locks. Raises OSError if it is locked, or the folder was
+    removed.
     """
     if fcntl is None:
         return None
     with contextlib.ExitStack() as stack:
-        file = stack.enter_context((place / "lock").open("ab" if create else "r+b"))
+        file = stack.enter_context((folder / "lock").open("ab" if create else "r+b"))
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise
         except OSError:  # the file system has no locks
             return None
+        # The file that was opened may have been removed before it was locked.
         if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(place))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         stack.pop_all()
     return file

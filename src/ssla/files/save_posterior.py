@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ssla.files.container import write
+from ssla.files.container import write_model
 from ssla.files.encoding import Encoder, NotStorableError
 from ssla.network import (
     describe,
@@ -22,44 +22,45 @@ KIND = "posterior"
 
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> Path:
-    """Write a posterior to a directory (see Posterior.save)."""
+    """Write a posterior to a directory; see Posterior.save for arguments and errors."""
     encoder = Encoder()
-    content = pack(posterior, encoder, "")
-    return write(path, KIND, content, encoder.tensors)
+    content = encode_posterior(posterior, encoder, "")
+    return write_model(path, KIND, content, encoder.tensors)
 
 
-def pack(posterior: Posterior, encoder: Encoder, place: str) -> dict[str, Any]:
-    """Everything but the network, as JSON; the encoder collects the tensors, whose names begin
-    with `place`.
+def encode_posterior(posterior: Posterior, encoder: Encoder, prefix: str) -> dict[str, Any]:
+    """Return everything but the network as JSON; the encoder collects the tensors, whose names
+    begin with `prefix`.
     """
-    opening = describe(posterior.network)
-    parts = {
+    values = {
         "theta": posterior.theta,
         "statistics": posterior.statistics,
         "report": posterior.report,
-        "opening": opening,
+        "opening": describe(posterior.network),
     }
     if posterior.variational is not None:
-        parts["variational"] = posterior.variational
-    content = {name: encoder.encode(value, f"{place}{name}") for name, value in parts.items()}
-    part = output_of(posterior.network)
-    own = {"likelihood": posterior.likelihood, "prior": posterior.prior} | (
-        {} if part is None else {"output": part}
-    )
-    for name, value in own.items():
-        content[name] = _or_own(encoder, value, f"{place}{name}")
+        values["variational"] = posterior.variational
+    content = {name: encoder.encode(value, f"{prefix}{name}") for name, value in values.items()}
+    # These may be code of the user.
+    custom = {"likelihood": posterior.likelihood, "prior": posterior.prior}
+    output = output_of(posterior.network)
+    if output is not None:
+        custom["output"] = output
+    for name, value in custom.items():
+        content[name] = _encode_or_name(encoder, value, f"{prefix}{name}")
     content["memory_budget"] = posterior.memory_budget
     content["convention"] = posterior.convention
     content["network"] = fingerprint(module_of(posterior.network))
     return content
 
 
-def _or_own(encoder: Encoder, value: object, place: str) -> Any:
-    """The stored value, or the name of its class if it holds code."""
+def _encode_or_name(encoder: Encoder, value: object, path: str) -> Any:
+    """Return the value as JSON, or the name of its class if it holds code."""
     before = dict(encoder.tensors)
     try:
-        return encoder.encode(value, place)
+        return encoder.encode(value, path)
     except NotStorableError:
+        # Tensors that were collected before the code was met are not stored.
         encoder.tensors.clear()
         encoder.tensors.update(before)
         return {"own": type(value).__name__}

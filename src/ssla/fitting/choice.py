@@ -24,7 +24,7 @@ from ssla.report import TILT, VARIATIONAL
 # rows), which would leave no room for doubt that is worth .05 in the AUROC of other inputs.
 LEAST_LOSS, MOST_LOSS = 0.001, 0.002
 # Standard errors by which a polished head must be better: the predictions of the network itself
-# stay without a clear reason.
+# stay without a clear reason. A guess.
 CLEARLY = 2.0
 
 
@@ -38,6 +38,7 @@ class Setting(NamedTuple):
 
     @property
     def family(self) -> tuple[str, str]:
+        """The mode and the Gaussian."""
         return self.mode, self.gaussian
 
 
@@ -49,103 +50,114 @@ class Difference(NamedTuple):
 
 
 def mean_and_error(values: Tensor, weights: Tensor) -> Difference:
-    """The weighted mean of values (n,) and its standard error; infinite for a single row."""
+    """Compute the weighted mean of values (n,) and its standard error; infinite for a single row.
+
+    weights: (n,).
+    """
     total = weights.sum()
     mean = (weights * values).sum() / total
-    rows = float(total**2 / (weights**2).sum())
+    rows = float(total**2 / (weights**2).sum())  # Kish's effective number
     variance = (weights * (values - mean) ** 2).sum() / total
-    return Difference(
-        float(mean), math.sqrt(float(variance) / (rows - 1)) if rows > 1 else math.inf
-    )
+    error = math.sqrt(float(variance) / (rows - 1)) if rows > 1 else math.inf
+    return Difference(float(mean), error)
 
 
 def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> int:
-    """The index of the setting that rows with these log densities choose.  (k, n), (n,) -> index.
+    """Return the index of the setting that rows with these log densities (k, n) and weights (n,)
+    choose.
 
     First the mode and the Gaussian: those of the best setting, unless the trained head (tilt) is
     within two standard errors of it, or the variational Gaussian within one. Then the prior, then
     the dispersion.
     """
     means = scores @ weights / weights.sum()
-    best = _best(range(len(settings)), means)
+    best = _highest(range(len(settings)), means)
     trained = [i for i, setting in enumerate(settings) if setting.mode == TILT]
-    best = _or_rival(best, trained, scores, weights, means, CLEARLY)
+    best = _prefer_rivals(best, trained, scores, weights, CLEARLY)
     mode = settings[best].mode
-    variational = [i for i, own in enumerate(settings) if own.family == (mode, VARIATIONAL)]
-    best = _or_rival(best, variational, scores, weights, means)
+    variational = [i for i, setting in enumerate(settings) if setting.family == (mode, VARIATIONAL)]
+    best = _prefer_rivals(best, variational, scores, weights)
     family = [i for i, setting in enumerate(settings) if setting.family == settings[best].family]
-    near = [i for i in family if _as_good(scores[best], scores[i], weights)]
-    smallest = min(settings[i].precision for i in near)
-    return _best([i for i in family if settings[i].precision == smallest], means)
+    near = [i for i in family if _is_as_good(scores[best], scores[i], weights)]
+    weakest = min(settings[i].precision for i in near)
+    return _highest([i for i in family if settings[i].precision == weakest], means)
 
 
-def cross_fitted(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> Tensor:
-    """Log densities (n,) of each half of the rows under the setting that the other half chooses.
+def cross_fitted_scores(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> Tensor:
+    """Return log densities (n,) of each half of the rows under the setting that the other half
+    chooses.
 
-    The halves are the rows with even and with odd numbers.
+    scores: log densities (k, n) under each setting. The halves are the rows with even and with odd
+    numbers.
     """
     even = torch.arange(len(weights)) % 2 == 0
-    found = torch.empty_like(scores[0])
+    cross_fitted = torch.empty_like(scores[0])
     for half in (even, ~even):
         other = ~half if bool((~half).any()) else half
         index = choose_setting(settings, scores[:, other], weights[other])
-        found[half] = scores[index, half]
-    return found
+        cross_fitted[half] = scores[index, half]
+    return cross_fitted
 
 
-def best_spread(settings: Sequence[Setting], scores: Tensor, weights: Tensor, chosen: int) -> float:
-    """The dispersion between the settings that were tried, beside the chosen one.
+def refined_spread(
+    settings: Sequence[Setting], scores: Tensor, weights: Tensor, chosen: int
+) -> float:
+    """Return the best dispersion between the settings that were tried, beside the chosen one.
 
-    Where a parabola through the three nearest logarithms of the spread is highest; the chosen
-    setting's own if it is at the edge.
+    It is where a parabola through the three nearest logarithms of the spread is highest; the chosen
+    setting's own if it is at the edge. scores: log densities (k, n).
     """
-    own = settings[chosen]
-    line = {
-        setting.spread: float(scores[i] @ weights / weights.sum())
-        for i, setting in enumerate(settings)
-        if setting._replace(spread=own.spread) == own
+    setting = settings[chosen]
+    # Mean log densities of the settings that differ in the spread alone.
+    means = {
+        other.spread: float(scores[i] @ weights / weights.sum())
+        for i, other in enumerate(settings)
+        if other._replace(spread=setting.spread) == setting
     }
-    spreads = sorted(line)
-    place = spreads.index(own.spread)
-    if not 0 < place < len(spreads) - 1:
-        return own.spread
-    (a, b, c), (fa, fb, fc) = zip(
-        *((math.log(s), line[s]) for s in spreads[place - 1 : place + 2]), strict=True
-    )
-    up, down = (b - a) * (fb - fc), (b - c) * (fb - fa)
+    spreads = sorted(means)
+    index = spreads.index(setting.spread)
+    if not 0 < index < len(spreads) - 1:
+        return setting.spread
+    near = spreads[index - 1 : index + 2]
+    a, b, c = (math.log(spread) for spread in near)
+    fa, fb, fc = (means[spread] for spread in near)
+    top = parabola_top(a, b, c, fa, fb, fc)
+    return setting.spread if top is None else math.exp(min(max(top, a), c))
+
+
+def parabola_top(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float | None:
+    """Return where the parabola through three points is extreme; None where it is a line."""
+    up = (b - a) * (fb - fc)
+    down = (b - c) * (fb - fa)
     if up == down:
-        return own.spread
-    top = b - 0.5 * ((b - a) * up - (b - c) * down) / (up - down)
-    return math.exp(min(max(top, a), c))
+        return None
+    return b - 0.5 * ((b - a) * up - (b - c) * down) / (up - down)
 
 
-def _best(indices: Sequence[int] | range, means: Tensor) -> int:
+def _highest(indices: Sequence[int] | range, means: Tensor) -> int:
+    """Return the index with the highest mean, of means (k,)."""
     return max(indices, key=lambda i: float(means[i]))
 
 
-def _or_rival(
-    best: int,
-    rivals: list[int],
-    scores: Tensor,
-    weights: Tensor,
-    means: Tensor,
-    errors: float = 0.0,
+def _prefer_rivals(
+    best: int, rivals: list[int], scores: Tensor, weights: Tensor, errors: float = 0.0
 ) -> int:
-    """The best of the rivals if it is as good as `best`, or within so many standard errors of
-    it; else `best` itself.
+    """Return the best of the rivals if it is as good as `best`, or within so many standard errors
+    of it; else `best` itself.
+
+    scores: log densities (k, n).
     """
     if not rivals or best in rivals:
         return best
-    rival = _best(rivals, means)
-    near = mean_and_error(scores[best] - scores[rival], weights)
-    return (
-        rival
-        if near.mean <= errors * near.error or _as_good(scores[best], scores[rival], weights)
-        else best
-    )
+    rival = _highest(rivals, scores @ weights / weights.sum())
+    loss = mean_and_error(scores[best] - scores[rival], weights)
+    near = loss.mean <= errors * loss.error
+    return rival if near or _is_as_good(scores[best], scores[rival], weights) else best
 
 
-def _as_good(best: Tensor, other: Tensor, weights: Tensor) -> bool:
-    """Whether the mean of best − other is at most its standard error, within the two limits."""
+def _is_as_good(best: Tensor, other: Tensor, weights: Tensor) -> bool:
+    """Return whether the mean of best − other (n,) is at most its standard error, within two
+    limits.
+    """
     loss = mean_and_error(best - other, weights)
     return loss.mean <= min(max(loss.error, LEAST_LOSS), MOST_LOSS)

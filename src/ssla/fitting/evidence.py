@@ -42,10 +42,9 @@ class Problem(NamedTuple):
     gradient: Tensor  # ∇ℓ (P,)
     offset: Tensor  # θ − m (P,)
     log_likelihood: float
-    squares: (
-        float  # residual sum of squares in units of the noise; 0 where there is no noise to tune
-    )
-    rows: float  # n·C (weighted)
+    # residual sum of squares in units of the noise; 0 where there is no noise to tune
+    squares: float
+    rows: float  # n·C (weighted); 0 where there is no noise to tune
     pattern: Tensor  # (P,) precisions at a = 0
     groups: Tensor  # (P,) long: which a
     moves: bool  # whether θ̂ follows the prior
@@ -54,7 +53,9 @@ class Problem(NamedTuple):
 class Evidence(Protocol):
     """log Z at any (a_1 … a_G, t), and its derivatives."""
 
-    def __call__(self, point: Tensor) -> Value: ...
+    def __call__(self, point: Tensor) -> Value:
+        """Compute log Z at a point (G + 1,); ValueError where H is not positive definite."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,19 +71,19 @@ class ThinBasis:
     directions: Tensor  # E (P, k)
 
     def rotated(self, v: Tensor) -> Tensor:
-        """(…, P) -> (…, k + P)."""
+        """Return the coordinates (…, k + P) of vectors (…, P)."""
         along = v @ self.directions
         return torch.cat([along, v - along @ self.directions.mT], -1)
 
     def restored(self, v: Tensor) -> Tensor:
-        """(…, k + P) -> (…, P)."""
+        """Return the vectors (…, P) of coordinates (…, k + P)."""
         count = self.directions.shape[1]
         return v[..., :count] @ self.directions.mT + v[..., count:]
 
 
 def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
-    """Of a structure that holds fewer directions than parameters (rows in place of a matrix,
-    low rank); None for another.
+    """Return the thin basis of a structure that holds fewer directions than its `size` parameters
+    (rows in place of a matrix, low rank); None for another.
     """
     unit = structure.with_prior(torch.ones(size, dtype=torch.float64))
     if not isinstance(unit, WoodburyOperator):
@@ -91,25 +92,28 @@ def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
 
 
 def eigenbasis(structure: Structure, pattern: Tensor, groups: Tensor) -> Eigenbasis | None:
-    """The kept eigenbasis of S, if every block of it has one precision; None otherwise."""
+    """Return the kept eigenbasis of S, if every block of it has one precision; None otherwise.
+
+    pattern: precisions (P,). groups: those that one factor scales (P,).
+    """
     return structure.eigenbasis(torch.stack([pattern, groups.double()]))
 
 
-class _Part(NamedTuple):
-    """Sums over some entries of θ in the eigenbasis, and derivatives of each by log precision."""
+class _Contribution(NamedTuple):
+    """What some entries of θ in the eigenbasis, b of them, add to the evidence."""
 
-    gain: float
-    terms: Tensor
-    each: Tensor
-    bends: Tensor
-    both: float
-    used: float
+    gain: float  # of the log likelihood, where θ̂ moves
+    terms: Tensor  # of prior and determinant, summed
+    slopes: Tensor  # ∂/∂ log τ of each entry (b,)
+    bends: Tensor  # −∂²/∂ log τ² of each entry (b,)
+    bend_of_noise: float  # Σ (τ/h) (1 − τ/h)
+    determined: float  # how many parameters the data determine: tr(S/e^2t H⁻¹)
 
 
 @dataclass(frozen=True, eq=False)
 class SpectralEvidence:
-    """By eigenvalues: O(P) for each evaluation, in parts, so that its memory does not grow with
-    P.
+    """The evidence by eigenvalues: O(P) for each evaluation, in parts, so that its memory does not
+    grow with P.
     """
 
     problem: Problem
@@ -118,51 +122,62 @@ class SpectralEvidence:
     offset: Tensor  # Qᵀ(θ − m)
 
     def __call__(self, point: Tensor) -> Value:
-        p, size = self.problem, len(self.values)
-        gain, terms, used, both = 0.0, torch.zeros((), dtype=torch.float64), 0.0, 0.0
-        by_group = torch.zeros(len(point) - 1, dtype=torch.float64)
-        bends = torch.zeros_like(by_group)
-        for start in range(0, size, ENTRIES_AT_ONCE):
-            part = slice(start, start + ENTRIES_AT_ONCE)
-            more = self._part(point, part)
-            gain, terms, used = gain + more.gain, terms + more.terms, used + more.used
-            by_group = by_group.index_add(0, p.groups[part], more.each)
-            bends = bends.index_add(0, p.groups[part], more.bends)
-            both += more.both
-        found = _value(p, point, p.squares - 2 * gain, gain, terms, by_group, used)
-        if p.moves:
-            return found
-        of_noise = 2 * float((-2 * point[-1]).exp()) * p.squares + 2 * both if p.rows else 0.0
-        return found._replace(
-            curvature=torch.cat([bends, torch.tensor([of_noise], dtype=torch.float64)])
-        )
+        """Compute log Z at a point (G + 1,), and its derivatives."""
+        p = self.problem
+        gain, determined, bend_of_noise = 0.0, 0.0, 0.0
+        terms = torch.zeros((), dtype=torch.float64)
+        slopes = torch.zeros(len(point) - 1, dtype=torch.float64)
+        bends = torch.zeros_like(slopes)
+        for start in range(0, len(self.values), ENTRIES_AT_ONCE):
+            entries = slice(start, start + ENTRIES_AT_ONCE)
+            more = self._sum_entries(point, entries)
+            gain += more.gain
+            terms = terms + more.terms
+            determined += more.determined
+            slopes = slopes.index_add(0, p.groups[entries], more.slopes)
+            bends = bends.index_add(0, p.groups[entries], more.bends)
+            bend_of_noise += more.bend_of_noise
+        value = _assemble(p, point, p.squares - 2 * gain, gain, terms, slopes, determined)
+        if p.moves:  # θ̂ then adds second derivatives between groups
+            return value
+        of_noise = 0.0
+        if p.rows:
+            of_noise = 2 * float((-2 * point[-1]).exp()) * p.squares + 2 * bend_of_noise
+        curvature = torch.cat([bends, torch.tensor([of_noise], dtype=torch.float64)])
+        return value._replace(curvature=curvature)
 
-    def _part(self, point: Tensor, part: slice) -> _Part:
-        """What some of the entries contribute."""
-        p, values = self.problem, self.values[part]
-        tau = p.pattern[part] * point[:-1].exp()[p.groups[part]]
-        c = float((-2 * point[-1]).exp())
+    def _sum_entries(self, point: Tensor, entries: slice) -> _Contribution:
+        """Compute what some of the entries contribute at a point (G + 1,)."""
+        p, values = self.problem, self.values[entries]
+        tau = p.pattern[entries] * point[:-1].exp()[p.groups[entries]]
+        c = float((-2 * point[-1]).exp())  # S is at another noise: S/e^2t
         data = c * values
         h = data + tau
-        q, gain = self.offset[part], 0.0
+        q, gain = self.offset[entries], 0.0
         if p.moves:
-            step = (c * self.gradient[part] - tau * q) / h
-            gain = float((step * self.gradient[part]).sum() - 0.5 * (values * step * step).sum())
+            gradient = self.gradient[entries]
+            step = (c * gradient - tau * q) / h
+            gain = float((step * gradient).sum() - 0.5 * (values * step * step).sum())
             q = q + step
-        terms = 0.5 * (tau.log() - tau * q * q - h.log())
-        each = 0.5 * (1 - tau * q * q - tau / h)
         both = (tau / h) * (data / h)
-        bends = 0.5 * (tau * q * q + both)
-        return _Part(gain, terms.sum(), each, bends, float(both.sum()), float((data / h).sum()))
+        return _Contribution(
+            gain,
+            (0.5 * (tau.log() - tau * q * q - h.log())).sum(),
+            slopes=0.5 * (1 - tau * q * q - tau / h),
+            bends=0.5 * (tau * q * q + both),
+            bend_of_noise=float(both.sum()),
+            determined=float((data / h).sum()),
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class OperatorEvidence:
-    """By factorising H anew each time: any structure, any pattern of precisions."""
+    """The evidence by factorising H anew each time: any structure, any pattern of precisions."""
 
     problem: Problem
 
     def __call__(self, point: Tensor) -> Value:
+        """Compute log Z at a point (G + 1,), and its gradient."""
         p = self.problem
         tau = p.pattern * point[:-1].exp()[p.groups]
         c = float((-2 * point[-1]).exp())
@@ -171,37 +186,45 @@ class OperatorEvidence:
         if p.moves:
             step = operator.solve(c * p.gradient - tau * q)
             gain = float(step @ p.gradient) - 0.5 * float(step @ p.curvature.push(step))
-            q, squares = q + step, squares - 2 * gain
-        share = tau * operator.variances()
+            q = q + step
+            squares = squares - 2 * gain
+        prior_share = tau * operator.variances()
         terms = 0.5 * (tau.log().sum() - (tau * q * q).sum() - operator.logdet())
-        each = 0.5 * (1 - tau * q * q - share)
-        by_group = torch.zeros(len(point) - 1, dtype=torch.float64).index_add(0, p.groups, each)
-        return _value(p, point, squares, gain, terms, by_group, len(tau) - float(share.sum()))
+        each = 0.5 * (1 - tau * q * q - prior_share)
+        slopes = torch.zeros(len(point) - 1, dtype=torch.float64).index_add(0, p.groups, each)
+        determined = len(tau) - float(prior_share.sum())
+        return _assemble(p, point, squares, gain, terms, slopes, determined)
 
 
-def _value(
+def _assemble(
     p: Problem,
     point: Tensor,
     squares: float,
     gain: float,
     terms: Tensor,
-    by_group: Tensor,
-    used: float,
+    slopes: Tensor,
+    determined: float,
 ) -> Value:
-    """ℓ at the noise e^t, the prior's and the determinant's terms, and the gradient."""
-    t = float(point[-1])
-    c = float((-2 * point[-1]).exp())
-    log_likelihood = (
-        p.log_likelihood + 0.5 * (p.squares - c * squares) - p.rows * t
-        if p.rows
-        else p.log_likelihood + gain
-    )
-    of_noise = torch.tensor([c * squares - p.rows + used if p.rows else 0.0], dtype=torch.float64)
-    return Value(log_likelihood + float(terms), torch.cat([by_group, of_noise]))
+    """Add ℓ at the noise e^t to the prior's and the determinant's terms, and the derivative by t to
+    the slopes (G,) by log precision.
+
+    squares, gain: of θ̂ at the point. determined: how many parameters the data determine.
+    """
+    if not p.rows:
+        log_likelihood, of_noise = p.log_likelihood + gain, 0.0
+    else:
+        t = float(point[-1])
+        c = float((-2 * point[-1]).exp())
+        log_likelihood = p.log_likelihood + 0.5 * (p.squares - c * squares) - p.rows * t
+        of_noise = c * squares - p.rows + determined
+    gradient = torch.cat([slopes, torch.tensor([of_noise], dtype=torch.float64)])
+    return Value(log_likelihood + float(terms), gradient)
 
 
 def evidence_of(problem: Problem) -> Evidence:
-    """By eigenvalues where the structure has them under this pattern, else by factorisation."""
+    """Return the evidence by eigenvalues where the structure has them under this pattern, else by
+    factorisation.
+    """
     basis = eigenbasis(problem.curvature, problem.pattern, problem.groups)
     if basis is None:
         return OperatorEvidence(problem)

@@ -1,6 +1,13 @@
 """A fit, from top to bottom: from a trained network and its data to a Posterior.
 
-One pass collects the sums at the trained θ. What happens next is the `mode`:
+    read       one pass over the data sums what follows needs, at the trained weights
+    noise      of a Gaussian likelihood, from the residuals, where it is to be estimated
+    mode       θ̂: see below
+    Gaussian   at θ̂ with the curvature there (laplace), or the nearest one (variational)
+    prior      the one that was given, or the one that the evidence chooses
+    report     each step adds to `posterior.report`; at the end a comparison with the network warns
+
+What happens to θ̂ is the `mode`:
 
   polish   Newton steps to the mode of ℓ_D + log π. With Gaussian noise and a last layer the
            objective is quadratic, so the mode follows from the sums: no further pass. Otherwise
@@ -20,15 +27,15 @@ from typing import TYPE_CHECKING
 
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.guard import warn_on_training_rows
-from ssla.fitting.price import affordable
+from ssla.fitting.price import limit_price
 from ssla.fitting.prior_choice import choose_prior
 from ssla.fitting.steps import (
     choose_mode,
     find_mode,
-    posterior_at,
-    read,
+    gaussian_at_mode,
+    read_data,
     settle_noise,
-    with_averages,
+    with_variational_gaussian,
 )
 from ssla.fitting.training_rows import TrainingRows
 
@@ -37,38 +44,42 @@ if TYPE_CHECKING:
 
 
 def fit(plan: FitPlan) -> Posterior:
-    """The posterior of a plan; a prior that nobody gave is chosen by the evidence."""
+    """Fit a posterior as a plan asks for it; a prior that nobody gave is chosen by the evidence.
+
+    Raises ValueError for data, a network or a prior that cannot be fitted.
+    """
     if plan.prior is not None:
         posterior = fit_with_prior(plan)
-        warn_on_training_rows(posterior, TrainingRows.of(posterior))
-        return posterior
-    estimated = plan.estimates_noise
-    plan, posterior = fit_at_mode(plan)
-    posterior = choose_prior(plan, posterior, estimated)
-    # Training rows that the network has memorised cannot tell how much doubt is right. So the
-    # price of doubt on them has a limit, and a predictive that is far worse than the network warns.
-    rows = TrainingRows.of(posterior)
-    posterior = affordable(posterior, plan, rows)
+        rows = TrainingRows.of(posterior)
+    else:
+        learned_plan, posterior = fit_at_mode(plan)
+        posterior = choose_prior(learned_plan, posterior, plan.estimates_noise)
+        # Training rows that the network has memorised cannot tell how much doubt is right. So the
+        # price of doubt on them has a limit.
+        rows = TrainingRows.of(posterior)
+        posterior = limit_price(posterior, learned_plan, rows)
+    # A predictive that is far worse than the network itself is never returned without a warning.
     warn_on_training_rows(posterior, rows)
     return posterior
 
 
 def fit_with_prior(plan: FitPlan) -> Posterior:
-    """The posterior under the prior that was given, however well it predicts."""
+    """Fit a posterior under the prior that the plan has, however well it predicts."""
     plan, posterior = fit_at_mode(plan)
-    if plan.averages:
-        # Another Gaussian follows. A copy has not factorised the one at the mode.
+    if plan.finds_variational:
+        # The factorisation at the mode is kept by its posterior. A copy has none, so that the
+        # memory is free for the variational Gaussian.
         posterior = replace(posterior)
-    return with_averages(plan, posterior)
+    return with_variational_gaussian(plan, posterior)
 
 
 def fit_at_mode(plan: FitPlan) -> tuple[FitPlan, Posterior]:
-    """The Gaussian at θ̂, under the prior that was given or that of the trained weights' scale.
+    """Fit the Gaussian at θ̂, under the prior that was given or that of the trained weights' scale.
 
-    And the plan with what its passes found out.
+    Also returns the plan with what its passes found out: structure, noise, number of rows.
     """
-    draft = read(plan)
+    draft = read_data(plan)
     draft = choose_mode(draft)
     draft = settle_noise(draft)
     draft = find_mode(draft)
-    return draft.plan, posterior_at(draft)
+    return draft.plan, gaussian_at_mode(draft)

@@ -17,8 +17,8 @@ from torch import Tensor
 from ssla.curvature import Dense, Kfac, Operator, Structure
 from ssla.curvature.dense import DenseOperator
 from ssla.fitting.mode import Polish
-from ssla.fitting.passes import EMPTY, KEPT_SHARE, Data, Order, Unchosen, extent_of
-from ssla.fitting.sums import Around, Sums
+from ssla.fitting.passes import EMPTY, KEPT_SHARE, AutomaticStructure, Data, Order, extent_of
+from ssla.fitting.sums import Averaging, Sums
 from ssla.fitting.variational import Average
 from ssla.fitting.watching import TargetRange
 from ssla.likelihoods import Likelihood
@@ -48,7 +48,8 @@ class InputFactors:
 class FitPlan:
     """What a fit was asked for, and what its passes have found out."""
 
-    kind: type[Posterior]  # of the result: its module stands above this one
+    # The class of the result. It is passed as a value, because its module stands above this one.
+    result_class: type[Posterior]
     data: Data
     likelihood: Likelihood
     prior: Prior | None  # None: to be chosen, from the scale of the trained weights on
@@ -58,27 +59,27 @@ class FitPlan:
     gaussian: str | None = None  # None: variational, where that differs and is not too costly
     start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
     tolerance: float | None = None  # of the variational Gaussian; None: its own default
-    judges: bool = True  # whether a trained last layer is kept where no mode is given
+    keeps_trained_layer: bool = True  # whether a trained last layer is kept if no mode is given
     validated: bool = False  # whether validation rows choose: further plans read the same data
     automatic: bool = False  # whether the structure is chosen once the network is open
-    asked: dict[str, str] | None = None  # digests of what was asked for; None: this plan
+    first_digests: dict[str, str] | None = None  # of the plan as it was asked for; None: this one
 
     # What the first pass found out.
     reason: str = ""  # for the structure that was chosen
     repeatable: bool = True  # whether the data can be read again
     rows: int = 0
-    inputs: InputFactors = field(default_factory=InputFactors)
+    input_factors: InputFactors = field(default_factory=InputFactors)
 
     # --- what follows from it --------------------------------------------------------------
 
     @property
     def network(self) -> Network:
-        """As it was opened on the first rows."""
+        """The network, as it was opened on the first rows."""
         return self.data.network
 
     @property
     def estimates_noise(self) -> bool:
-        """Whether the noise of a Gaussian likelihood is still to be estimated."""
+        """Return whether the noise of a Gaussian likelihood is still to be estimated."""
         return self.likelihood.estimated and self.likelihood.quadratic
 
     @property
@@ -87,8 +88,8 @@ class FitPlan:
         if self.prior is not None:
             return self.prior
         network = self.network
-        apart = outputs_apart(network, self.likelihood, self.structure)
-        return trained_scale(network.layout, network.theta, apart)
+        own_units = outputs_with_own_units(network, self.likelihood, self.structure)
+        return trained_scale(network.layout, network.theta, own_units)
 
     @property
     def least_precision(self) -> float:
@@ -98,67 +99,74 @@ class FitPlan:
 
     @property
     def summed_structure(self) -> Structure:
-        """What the passes sum: `structure`, or its form for very many classes."""
-        return self.order(None).structure_for(self.network)
+        """The structure that passes sum: `structure`, or its form for very many classes."""
+        return self.order_at(None).structure_for(self.network)
 
     @property
     def wants_variational(self) -> bool:
-        """Whether a variational Gaussian is asked for, or is the default.
+        """Return whether a variational Gaussian is asked for, or is the default.
 
         It is the default wherever the likelihood's averages differ from its values and exist.
         """
         return self.gaussian != LAPLACE and self.likelihood.averages_differ
 
     @property
-    def averages(self) -> bool:
-        """Whether the fit ends with a variational Gaussian, found by passes."""
-        costly = self.averages_take_long or self.averages_are_large
+    def finds_variational(self) -> bool:
+        """Return whether the fit ends with a variational Gaussian, found by passes."""
+        costly = self.variational_takes_long or self.variational_is_large
         return self.wants_variational and self.repeatable and not costly
 
     @property
-    def averages_take_long(self) -> bool:
-        """Whether a default would take rounds of C backward passes through the network each.
+    def variational_takes_long(self) -> bool:
+        """Return whether a default would take rounds of C backward passes through the network each.
 
-        So it is for many weights without a curvature between layers, whose Jacobians cannot be
+        It would for many weights without a curvature between layers, whose Jacobians cannot be
         kept.
         """
-        return self._gives_way and self.bytes_of_jacobians > self.budget // KEPT_SHARE
+        return self._may_leave_variational and self.bytes_of_jacobians > self.budget // KEPT_SHARE
 
     @property
-    def averages_are_large(self) -> bool:
-        """Whether a default would need more vectors than the memory budget has."""
-        return self._gives_way and self.bytes_of_averages > self.budget
+    def variational_is_large(self) -> bool:
+        """Return whether a default would need more vectors than the memory budget has."""
+        return self._may_leave_variational and self.bytes_of_averages > self.budget
 
     @property
     def bytes_of_jacobians(self) -> int:
+        """The memory of the Jacobians of all rows."""
         return self.rows * self.network.jacobian_per_row
 
     @property
     def bytes_of_averages(self) -> int:
+        """The memory of the sums and the factorisation of a variational Gaussian."""
         return self.summed_structure.memory(extent_of(self.network, self.rows, averages=True))
 
     @property
-    def _gives_way(self) -> bool:
-        """Whether a variational Gaussian, if it is costly, gives way to the one at the mode."""
+    def _may_leave_variational(self) -> bool:
+        """Return whether a variational Gaussian, if it is costly, is replaced by the one at the
+        mode.
+        """
         by_layers = not self.network.linear and not self.structure.whole
         return self.gaussian is None and by_layers
 
     @property
     def row_nodes(self) -> RowNodes | None:
-        """Nodes of their own for the rows of a last layer with Kronecker factors, where many."""
+        """Different nodes in each row, for many rows of a last layer with Kronecker factors; None
+        where all rows share their nodes.
+        """
         pooled = self.network.linear and self.structure.by_layers
         if not pooled or not self.likelihood.softmax:
             return None
         return RowNodes.for_rows(self.rows, self.network.outputs)
 
-    def averaged_structure(self) -> tuple[Structure, bool]:
-        """The structure for averages, and whether it takes the Fisher.
+    def structure_for_averages(self) -> tuple[Structure, bool]:
+        """Return the structure for averages, and whether it sums the expected Fisher information.
 
         Averages of a likelihood that is not log-concave may be indefinite.
         """
         structure = self.structure.zero(self.network.layout.size)
         if self.likelihood.concave or not structure.whole:
             return structure, False
+        # A P×P sum can hold an indefinite Λ. Rows in place of a matrix cannot: they are squares.
         full = Dense(dual=False)
         fits = full.memory(extent_of(self.network, averages=True)) <= self.budget
         if structure.exact and fits:
@@ -168,171 +176,183 @@ class FitPlan:
     # --- passes over the data --------------------------------------------------------------
 
     @cached_property
-    def marks(self) -> dict[str, str]:
+    def digests(self) -> dict[str, str]:
         """Digests of what was asked for, which all ranks of a group must share."""
-        if self.asked is not None:
-            return self.asked
+        if self.first_digests is not None:
+            return self.first_digests
         # The budget decides how wide a sketch may grow, and which structure is chosen.
         counts = self.automatic or self.structure.grows
-        asked = {
-            "likelihoods": self.likelihood,
-            "priors": self.prior,
-            "structures": (self.structure, self.budget if counts else None),
+        return {
+            "likelihoods": digest(self.likelihood),
+            "priors": digest(self.prior),
+            "structures": digest((self.structure, self.budget if counts else None)),
         }
-        return {what: digest(value) for what, value in asked.items()}
 
     @property
-    def _unchosen(self) -> Unchosen | None:
-        """What decides the structure; None where it is known.
+    def _automatic_structure(self) -> AutomaticStructure | None:
+        """Return what decides the structure; None where it is known.
 
         Ranks and workers know the rows of their own shards only, so that none is used there.
         """
-        source = self.data.source
         if not self.automatic:
             return None
-        return Unchosen(None if source is None else source.rows, self.prior)
+        source = self.data.source
+        return AutomaticStructure(None if source is None else source.rows, self.prior)
 
-    def order(self, theta: Tensor | None) -> Order:
-        """What a pass at θ is to sum; None: at the trained weights."""
+    def order_at(self, theta: Tensor | None) -> Order:
+        """Return what a pass at θ (P,) is to sum; None: at the trained weights."""
         return Order(
             theta,
             self.likelihood,
             self.structure,
             self.mode,
-            self.marks,
+            self.digests,
             averages=self.wants_variational,
             averages_asked=self.wants_variational and self.gaussian == VARIATIONAL,
             rereads=self.validated,
-            unchosen=self._unchosen,
+            automatic=self._automatic_structure,
         )
 
-    def read(self, theta: Tensor | None) -> tuple[FitPlan, Sums, TargetRange]:
-        """One pass: the plan with what it found out, the sums at θ, and what targets it saw."""
-        order = replace(self.order(theta), inputs=self.inputs.known is None)
-        result = self.data.read(order)
+    def run_pass(self, theta: Tensor | None) -> tuple[FitPlan, Sums, TargetRange]:
+        """Read the data once: return the plan with what the pass found out, the sums at θ (P,),
+        and what targets it saw.
+
+        theta: None for the trained weights. Raises ValueError if the data are empty, or if all
+        weights are zero.
+        """
+        sums_factor = self.input_factors.known is None
+        result = self.data.run_pass(replace(self.order_at(theta), sums_input_factor=sums_factor))
         plan = replace(self, repeatable=result.repeatable)
         if result.sums is None:
             raise ValueError(EMPTY)
-        if plan._unchosen is not None:
-            choice = plan._unchosen.choose(plan.network, plan.budget, plan.wants_variational)
+        automatic = plan._automatic_structure
+        if automatic is not None:
+            choice = automatic.choose(plan.network, plan.budget, plan.wants_variational)
             plan = replace(plan, structure=choice.structure, reason=choice.reason, automatic=False)
-        sums = plan._with_inputs(result.sums)
-        if sums.inputs:
+        sums = plan._with_input_factors(result.sums)
+        if sums.has_input_factor:
             plan = replace(plan, rows=sums.statistics.n)
         if sums.statistics.weight <= 0:
             raise ValueError("All row weights are zero, so there is nothing to learn from.")
         return plan, sums, result.target
 
-    def collect(self, theta: Tensor | None) -> Sums:
-        """One pass: the sums at θ; None: at the trained weights."""
-        return self.read(theta)[1]
+    def collect_sums(self, theta: Tensor | None) -> Sums:
+        """Read the data once, and return the sums at θ (P,); None: at the trained weights."""
+        return self.run_pass(theta)[1]
 
-    def sums_at(self, theta: Tensor) -> Statistics:
-        return self.collect(theta).statistics
+    def collect_statistics(self, theta: Tensor) -> Statistics:
+        """Read the data once, and return the statistics at θ (P,)."""
+        return self.collect_sums(theta).statistics
 
-    def average(self, theta: Tensor, moves: bool = True) -> Average:
-        """Passes for averages over Gaussians, with the network linearised at θ.
+    def averages_at(self, theta: Tensor, moves: bool = True) -> Average:
+        """Return passes for averages over Gaussians, with the network linearised at θ (P,).
 
         moves: whether the means of the Gaussians move.
         """
-        structure, fisher = self.averaged_structure()
-        return Averages(self, theta, structure, fisher, moves, self.row_nodes)
+        structure, fisher = self.structure_for_averages()
+        return AveragePasses(self, theta, structure, fisher, moves, self.row_nodes)
 
-    def product(self, theta: Tensor, around: Around | None = None) -> Product:
-        """Products with Σ JᵀΛJ at θ, or with its averages.
+    def products_at(self, theta: Tensor, averaging: Averaging | None = None) -> Product:
+        """Return products with Σ JᵀΛJ at θ (P,), or with its averages over a Gaussian.
 
-        A pass each, over features that are kept if they fit in memory.
+        Each is a pass, over features that are kept if they fit in memory.
         """
         order = Order(
             theta,
             self.likelihood,
             self.structure,
             self.mode,
-            self.marks,
-            around=around,
-            inputs=False,
+            self.digests,
+            averaging=averaging,
+            sums_input_factor=False,
         )
 
         def product(v: Tensor) -> Tensor:
-            sums = self.data.read(replace(order, direction=v)).sums
+            """Compute Σ JᵀΛJ v (P,) for v (P,)."""
+            sums = self.data.run_pass(replace(order, direction=v)).sums
             assert sums is not None
             return sums.statistics.gradient
 
         return product
 
-    def averages_around(self, around: Around, theta: Tensor, structure: Structure) -> Sums:
-        """One pass: averages over a Gaussian of θ."""
-        order = Order(
-            theta,
-            self.likelihood,
-            structure,
-            self.mode,
-            self.marks,
-            around=around,
-            inputs=self.inputs.known is None,
-        )
-        sums = self.data.read(order).sums
-        assert sums is not None
-        return self._with_inputs(sums)
-
     def polish(self, notes: list[str]) -> Polish:
-        """Newton steps to the mode; what they have to say is appended to `notes`."""
+        """Return the Newton steps to the mode; they append to `notes` what the report says."""
         quadratic = self.likelihood.quadratic
-        return Polish(self.collect, self.network.linear, quadratic, notes, product=self.product)
+        network = self.network
+        return Polish(
+            self.collect_sums, network.linear, quadratic, notes, products_at=self.products_at
+        )
 
-    def _with_inputs(self, sums: Sums) -> Sums:
-        """The sums of a pass, with the input factors of the first one."""
+    def _with_input_factors(self, sums: Sums) -> Sums:
+        """Return the sums of a pass with the input factors of the first one, which this call
+        stores.
+        """
         curvature = sums.statistics.curvature
         if not self.network.linear or not isinstance(curvature, Kfac):
             return sums
-        if sums.inputs:
-            self.inputs.known = curvature
+        if sums.has_input_factor:
+            self.input_factors.known = curvature
             return sums
-        assert self.inputs.known is not None
-        return sums.with_inputs_of(self.inputs.known)
+        assert self.input_factors.known is not None
+        return sums.with_input_factor_of(self.input_factors.known)
 
 
 @dataclass(frozen=True, eq=False)
-class Averages:
-    """Passes of a plan for averages over Gaussians, with the network linearised at θ: an
+class AveragePasses:
+    """The passes of a plan for averages over Gaussians, with the network linearised at θ: an
     `Average`.
     """
 
     plan: FitPlan
-    theta: Tensor
+    theta: Tensor  # (P,)
     structure: Structure
     fisher: bool  # the expected Fisher in place of the averaged curvature
     moves: bool
     row_nodes: RowNodes | None
 
     def __call__(self, mean: Tensor, covariance: Operator) -> Sums:
-        sums = self.plan.averages_around(self._around(mean, covariance), self.theta, self.structure)
+        """Sum the averages over N(mean, covariance) of θ in one pass."""
+        plan = self.plan
+        order = Order(
+            self.theta,
+            plan.likelihood,
+            self.structure,
+            plan.mode,
+            plan.digests,
+            averaging=self._averaging(mean, covariance),
+            sums_input_factor=plan.input_factors.known is None,
+        )
+        sums = plan.data.run_pass(order).sums
+        assert sums is not None
         if isinstance(covariance, DenseOperator):
             covariance.forget()  # the next pass has another Gaussian
-        return sums
+        return plan._with_input_factors(sums)
 
-    def product(self, mean: Tensor, covariance: Operator) -> Product | None:
-        """For a last layer, whose features are cheap to read again.
+    def products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
+        """Return products for a last layer, whose features are cheap to read again.
 
         None where the structure is the whole curvature already.
         """
         if self.structure.exact or not self.plan.network.linear:
             return None
-        return self.plan.product(self.theta, self._around(mean, covariance))
+        return self.plan.products_at(self.theta, self._averaging(mean, covariance))
 
-    def _around(self, mean: Tensor, covariance: Operator) -> Around:
-        return Around(mean - self.theta, covariance, self.fisher, self.moves, self.row_nodes)
+    def _averaging(self, mean: Tensor, covariance: Operator) -> Averaging:
+        """Return the Gaussian N(mean, covariance), as a pass reads it."""
+        return Averaging(mean - self.theta, covariance, self.fisher, self.moves, self.row_nodes)
 
 
-def outputs_apart(network: Network, likelihood: Likelihood, structure: Structure) -> Tensor | None:
-    """The output of each parameter (P,) of a last layer with outputs of different units, −1 for
-    others.
+def outputs_with_own_units(
+    network: Network, likelihood: Likelihood, structure: Structure
+) -> Tensor | None:
+    """Return the output of each parameter (P,) of a last layer with outputs of different units, −1
+    for others.
 
     None where there are no such outputs, and for Kronecker factors, which take one precision for
     each layer.
     """
-    apart = likelihood.unequal_units and network.outputs > 1
-    if not apart or structure.by_layers:
+    unequal = likelihood.unequal_units and network.outputs > 1
+    if not unequal or structure.by_layers:
         return None
     outputs = network.parameter_outputs
     return outputs if bool((outputs >= 0).any()) else None

@@ -1,5 +1,5 @@
-"""The guard at the end of every fit: a predictive that is clearly worse than the network itself
-says so.
+"""The guard at the end of every fit: it warns of a predictive that is clearly worse than the
+network itself.
 """
 
 from __future__ import annotations
@@ -29,10 +29,12 @@ CAUSES = (
 def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
     """Warn where log densities (n,) of validation rows are lower than the network's own by two
     standard errors.
+
+    plug_in: those of the network (n,). weights: of the rows (n,).
     """
     loss = mean_and_error(plug_in - scores, weights)
     if loss.mean > 2 * loss.error:
-        _warn("validation rows", scores, plug_in, weights)
+        _warn_worse("validation rows", scores, plug_in, weights)
 
 
 def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> None:
@@ -48,12 +50,13 @@ def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> No
     loss = mean_and_error(rows.plug_in - scores, rows.weights)
     # Two standard errors, but never more than twice the limit: few rows must not hide a failure.
     if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):
-        _warn("training rows", scores, rows.plug_in, rows.weights)
+        _warn_worse("training rows", scores, rows.plug_in, rows.weights)
 
 
-def _warn(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
-    own, network = (-mean_and_error(part, weights).mean for part in (scores, plug_in))
+def _warn_worse(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
+    """Warn with the mean log densities of a predictive (n,) and of the network (n,)."""
+    predictive, network = (-mean_and_error(each, weights).mean for each in (scores, plug_in))
     warn(
         f"On the {rows} the predictive is worse than the network itself: a negative log density "
-        f"of {own:.4g} against {network:.4g} a row. {CAUSES}",
+        f"of {predictive:.4g} against {network:.4g} a row. {CAUSES}",
     )

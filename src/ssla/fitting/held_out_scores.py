@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,16 +17,15 @@ from ssla import metrics
 from ssla.curvature import Operator, Structure
 from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.structure import NoFactorError
-from ssla.data import Batch, column, leaves, open_source, pick_rows
-from ssla.fitting.again import collect
+from ssla.data import Batch, input_tensors, open_source, pick_batch_rows, squeeze_column
+from ssla.fitting.further_passes import collect_sums
 from ssla.fitting.noise import at_noise
 from ssla.fitting.tuning_space import NLL, Space
 from ssla.fitting.variational import with_sums
 from ssla.likelihoods import Likelihood
 from ssla.predictive import GaussianLaw, Predictive, predictive_of_outputs
-from ssla.predictive.cavities import Sites
-from ssla.predictive.cavities import collect as collect_sites
-from ssla.predictive.cavities import score as left_out_score
+from ssla.predictive.cavities import Sites, collect_sites
+from ssla.predictive.cavities import score_left_out as left_out_score
 from ssla.report import POLISH
 from ssla.values import Statistics
 
@@ -38,7 +38,7 @@ INDEFINITE = (
 )
 
 
-class Part(NamedTuple):
+class HeldOutRows(NamedTuple):
     """Held-out rows with f̂ and J at them, and the sums of the rows that are not held out."""
 
     chunks: list[tuple[Tensor, Jacobian]]
@@ -46,8 +46,15 @@ class Part(NamedTuple):
     statistics: Statistics
     moves: bool  # whether θ̂ follows the sums by a Newton step
 
+    @staticmethod
+    def of(posterior: Posterior, batch: Batch, statistics: Statistics, moves: bool) -> HeldOutRows:
+        """Linearise held-out rows at a posterior."""
+        y = squeeze_column(batch.y).to("cpu")
+        targets = y.double() if y.is_floating_point() else y
+        return HeldOutRows(list(posterior.linearised(batch.x)), targets, statistics, moves)
+
     def outputs(self, operator: Operator, step: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """f (b, C) and K (b, C, C) at θ̂ + step, with y (b,), a chunk at a time.
+        """Yield f (b, C) and K (b, C, C) at θ̂ + step (P,), with y (b,), a chunk at a time.
 
         In float64 for every network. The search takes differences of scores over steps of 1e-4:
         rounding errors of float32 would be errors of 1e-3 in its slopes, and it would look for
@@ -61,79 +68,74 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class HeldOut:
+class HeldOutScore:
     """−score of predictions for held-out rows, at any precision and noise."""
 
     posterior: Posterior
-    parts: tuple[Part, ...]
-    score: Callable[[Predictive, Tensor], Tensor]
+    parts: tuple[HeldOutRows, ...]
+    loss: Callable[[Predictive, Tensor], Tensor]  # of each row (n,)
     notes: list[str]
 
     @staticmethod
-    def of(posterior: Posterior, data: Any, objective: str, folds: int | None) -> HeldOut:
-        whole = _whole(data)
-        score = negative_log_density if objective == NLL else crps
+    def of(posterior: Posterior, data: Any, objective: str, folds: int | None) -> HeldOutScore:
+        """Return the score of a validation set, or of the training data in folds.
+
+        Raises ValueError for a number of folds or of rows that does not suit the data.
+        """
+        batch = _join_batches(data)
+        loss = negative_log_densities if objective == NLL else crps_of_rows
         if folds is None:
-            moves = posterior.follows_prior
-            part = Part(
-                list(posterior.linearised(whole.x)), _targets(whole.y), posterior.sums, moves
-            )
-            return HeldOut(posterior, (part,), score, [])
-        count = len(whole.y)
-        if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
-            raise ValueError(
-                f"folds must be a whole number from 2 to the number of rows ({count}), but is "
-                f"{folds!r}."
-            )
-        if not math.isclose(posterior.statistics.n, count):
-            raise ValueError(
-                f"With folds= the data must be those of the fit: {posterior.statistics.n} rows "
-                f"were fitted, but {count} came. For a validation set leave folds out."
-            )
+            part = HeldOutRows.of(posterior, batch, posterior.sums, posterior.follows_prior)
+            return HeldOutScore(posterior, (part,), loss, [])
+        _check_folds(posterior, len(batch.y), folds)
         # a refit of each fold by one Newton step: exact for a quadratic, first order for other
         # likelihoods of a last layer
         moves = posterior.network.linear and posterior.mode == POLISH
         notes = [] if moves else ["θ̂ was kept in every fold: the held-out rows have a share in it"]
-        pieces = [pick_rows(whole, torch.arange(k, count, folds)) for k in range(folds)]
-        sums = [collect(posterior, tuple(p for p in piece if p is not None)) for piece in pieces]
+        pieces = [
+            pick_batch_rows(batch, torch.arange(k, len(batch.y), folds)) for k in range(folds)
+        ]
+        sums = [
+            collect_sums(posterior, tuple(part for part in piece if part is not None))
+            for piece in pieces
+        ]
         parts = []
         for k, piece in enumerate(pieces):
-            rest = [s for j, s in enumerate(sums) if j != k]
-            merged = rest[0]
-            for more in rest[1:]:
-                merged = merged.merge(more)
-            parts.append(
-                Part(list(posterior.linearised(piece.x)), _targets(piece.y), merged, moves)
-            )
-        return HeldOut(posterior, tuple(parts), score, notes)
+            remaining = reduce(Statistics.merge, sums[:k] + sums[k + 1 :])
+            parts.append(HeldOutRows.of(posterior, piece, remaining, moves))
+        return HeldOutScore(posterior, tuple(parts), loss, notes)
 
     @property
     def rows(self) -> int:
+        """The number of held-out rows."""
         return sum(len(part.y) for part in self.parts)
 
     @property
     def in_target_units(self) -> bool:
-        """Whether the score is in the unit of the targets; a log density is only shifted by it."""
-        return self.score is crps
+        """Return whether the score is in the unit of the targets; a log density is only shifted by
+        it.
+        """
+        return self.loss is crps_of_rows
 
     def __call__(self, space: Space, point: Tensor) -> float:
-        factor = math.exp(float(space.full(point)[-1]))
-        precision, total, rows = space.precision(point), 0.0, 0
+        """Compute the mean score at a point (d,) of the space."""
+        factor = space.noise_factor(point)
+        precision = space.precision(point)
+        total = 0.0
         for part in self.parts:
-            post = at_noise(with_sums(self.posterior, part.statistics), factor)
-            operator = self._operator(post.sums.curvature, precision)
-            step = torch.zeros_like(post.theta)
+            state = at_noise(with_sums(self.posterior, part.statistics), factor)
+            operator = self._operator(state.sums.curvature, precision)
+            step = torch.zeros_like(state.theta)
             if part.moves:
                 step = operator.solve(
-                    post.sums.gradient - precision * (post.mean - space.bound.mean)
+                    state.sums.gradient - precision * (state.mean - space.bound.mean)
                 )
             for f, K, y in part.outputs(operator, step):
-                total += float(self._score(post.likelihood, f, K, y).double().sum())
-            rows += len(part.y)
-        return -total / rows
+                total += float(self._losses(state.likelihood, f, K, y).double().sum())
+        return -total / self.rows
 
     def _operator(self, curvature: Structure, precision: Tensor) -> Operator:
-        """H⁻¹ of the rows that are not held out.
+        """Factorise H⁻¹ of the rows that are not held out, with a prior precision (P,).
 
         Averages of an indefinite Λ over some of the rows may be indefinite where those over all
         rows are not.
@@ -145,18 +147,34 @@ class HeldOut:
                 self.notes.append(INDEFINITE)
             return curvature.positive_part().with_prior(precision)
 
-    def _score(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
-        if self.score is negative_log_density and likelihood.scored_by_average:
+    def _losses(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss (b,) of rows with outputs f (b, C) and their covariance K (b, C, C)."""
+        if self.loss is negative_log_densities and likelihood.scored_by_average:
             return -likelihood.log_average(y, f, K)
-        with (
-            warnings.catch_warnings()
-        ):  # far from the optimum predictives may be rough; the last one is asked again
+        # Far from the optimum predictives may be rough; the last one is asked again.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            return self.score(predictive_of_outputs(likelihood, f, K), y)
+            return self.loss(predictive_of_outputs(likelihood, f, K), y)
+
+
+def _check_folds(posterior: Posterior, count: int, folds: int) -> None:
+    """Raise ValueError for a number of folds that is no whole number from 2 on, or for a number of
+    rows that is not that of the fit.
+    """
+    if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
+        raise ValueError(
+            f"folds must be a whole number from 2 to the number of rows ({count}), but is "
+            f"{folds!r}."
+        )
+    if not math.isclose(posterior.statistics.n, count):
+        raise ValueError(
+            f"With folds= the data must be those of the fit: {posterior.statistics.n} rows "
+            f"were fitted, but {count} came. For a validation set leave folds out."
+        )
 
 
 @dataclass(frozen=True, eq=False)
-class LeftOut:
+class LeaveOneOutScore:
     """The mean leave-one-out log density of the training rows, at any precision, with the sites
     of the rows kept.
     """
@@ -166,35 +184,39 @@ class LeftOut:
     notes: list[str]
 
     @staticmethod
-    def of(posterior: Posterior) -> LeftOut:
+    def of(posterior: Posterior) -> LeaveOneOutScore:
+        """Return the score of a posterior's training rows, which are read once."""
         note = (
             "leave-one-out is optimistic where the network's features were trained on the same rows"
         )
-        return LeftOut(posterior, collect_sites(posterior), [note])
+        return LeaveOneOutScore(posterior, collect_sites(posterior), [note])
 
     @property
     def rows(self) -> int:
+        """The number of training rows."""
         return self.posterior.sums.n
 
     in_target_units = False
 
     def __call__(self, space: Space, point: Tensor) -> float:
+        """Compute the mean log density at a point (d,) of the space."""
         precision, sums = space.precision(point), self.posterior.sums
         operator = sums.curvature.with_prior(precision)
         step = torch.zeros_like(self.posterior.mean)
-        if space.moves:
+        if space.mean_moves:
             step = operator.solve(
                 sums.gradient - precision * (self.posterior.mean - space.bound.mean)
             )
         return left_out_score(self.sites, self.posterior.mean + step, operator).mean_log_prob
 
 
-def negative_log_density(predictive: Predictive, y: Tensor) -> Tensor:
+def negative_log_densities(predictive: Predictive, y: Tensor) -> Tensor:
+    """Compute −log p(y) (n,) of each row."""
     return metrics.nll(predictive, y, reduce=False)
 
 
-def crps(predictive: Predictive, y: Tensor) -> Tensor:
-    """Closed form for a Gaussian: σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π]."""
+def crps_of_rows(predictive: Predictive, y: Tensor) -> Tensor:
+    """Compute the CRPS (n,) of each row; for a Gaussian by σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π]."""
     if not isinstance(predictive.law, GaussianLaw):
         return metrics.crps(predictive, y, reduce=False)
     scale = predictive.stddev.double()
@@ -204,8 +226,8 @@ def crps(predictive: Predictive, y: Tensor) -> Tensor:
     return score
 
 
-def _whole(data: Any) -> Batch:
-    """All batches as one."""
+def _join_batches(data: Any) -> Batch:
+    """Read all batches of data as one; ValueError if they have no row."""
     batches = list(open_source(data))
     if not batches:
         raise ValueError("The data are empty: no batch with a row came.")
@@ -217,13 +239,9 @@ def _whole(data: Any) -> Batch:
     elif isinstance(x, dict):
         x = {key: torch.cat([batch.x[key] for batch in batches]) for key in x}
     else:
-        x = tuple(torch.cat([leaves(batch.x)[i] for batch in batches]) for i in range(len(x)))
+        x = tuple(
+            torch.cat([input_tensors(batch.x)[i] for batch in batches]) for i in range(len(x))
+        )
     weights = [batch.weights for batch in batches if batch.weights is not None]
-    return Batch(
-        x, torch.cat([batch.y for batch in batches]), torch.cat(weights) if weights else None
-    )
-
-
-def _targets(y: Tensor) -> Tensor:
-    value = column(y)
-    return value.to("cpu").double() if value.is_floating_point() else value.to("cpu")
+    y = torch.cat([batch.y for batch in batches])
+    return Batch(x, y, torch.cat(weights) if weights else None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.sums import Sums, climbing, newton_by_products
+from ssla.fitting.sums import Sums, newton_step_by_products, uphill_operator
 from ssla.maths.conjugate import Product
 from ssla.priors import BoundGaussian, BoundPrior
 
@@ -24,23 +24,23 @@ RUNAWAY = (
     "the network predicts can go to zero on few rows. Use a stronger prior, for example "
     "prior=ssla.priors.Gaussian(precision=1.0), or keep the weights by mode='tilt'."
 )
+# The numbers below were not measured: they are guesses, unless a comment says otherwise.
 MOST_NEWTON_STEPS = 200
 MOST_TRIALS = 2000  # steps tried in one polish, shortened ones included: a pass over the data each
+HALVINGS = 26  # of one step: the last one tried has a share of 1.5e-8
 # polish ends when it is this many posterior standard deviations from the mode: Newton converges
 # quadratically for a last layer; for other weights the Gauss–Newton steps converge linearly
 DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
-APPROXIMATE = (
-    0.01  # standard deviations a parameter, where a last layer has only an approximate curvature
-)
-# by which conjugate gradients reduce the residual of a Newton step. A guess: its error is that of
-# the next step
+# standard deviations a parameter, where a last layer has only an approximate curvature
+APPROXIMATE = 0.01
+# by which conjugate gradients reduce the residual of a Newton step: its error is that of the next
 PRECISE = 0.03
 MOST_PRODUCTS = 30  # for one Newton step
 NEARLY = 0.3  # standard deviations a parameter
 VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish is a warning
-TRUSTED_DECREMENT = (
-    1e-4  # so close to the mode, the gain is below rounding error and the full step is safe
-)
+# so close to the mode, the gain is below rounding error and the full step is safe
+TRUSTED_DECREMENT = 1e-4
+SUFFICIENT = 1e-4  # share of the expected gain that a step must reach (Armijo)
 
 
 class NoModeError(ValueError):
@@ -56,76 +56,106 @@ class Polish:
     collect: Callable[[Tensor], Sums]  # a pass: the sums at θ
     linear: bool  # whether the outputs are linear in θ
     gaussian: bool  # whether the noise is Gaussian
-    notes: list[str]
+    notes: list[str]  # for the report; the ascent appends to it
     refuses: bool = False  # where no mode is reached: NoModeError in place of a warning
-    product: Callable[[Tensor], Product] | None = (
-        None  # θ -> products with Σ JᵀΛJ there, a pass each
-    )
+    # θ -> products with Σ JᵀΛJ there, a pass each
+    products_at: Callable[[Tensor], Product] | None = None
 
-    def run(
+    def find_mode(
         self, theta: Tensor, sums: Sums, bound: BoundPrior, nearly: bool = False
     ) -> tuple[Tensor, Sums, int]:
-        """Safeguarded Newton ascent of ℓ_D + log π from θ; nearly to the mode where a prior is
-        still to be chosen.
+        """Climb ℓ_D + log π from θ (P,) by safeguarded Newton steps.
+
+        Returns θ (P,), the sums there, and the number of steps. nearly: whether to stop near the
+        mode, which is enough where a prior is still to be chosen. Raises NoModeError where the
+        curvature cannot be factorised after the first step, and, if `refuses`, where the ascent
+        ends far from a mode; otherwise the latter is a warning.
         """
-        approximate = self.linear and not sums.newton_curvature.exact
-        enough = DECREMENT_LINEAR if self.linear else DECREMENT_OTHER
-        enough = (
-            APPROXIMATE * math.sqrt(len(theta)) if approximate and not self.gaussian else enough
-        )
-        enough = NEARLY * math.sqrt(len(theta)) if nearly else enough
+        limit = self._distance_limit(theta, sums, nearly)
+        # With Gaussian noise and the exact curvature the sums at any θ follow without a pass.
         quadratic = self.linear and self.gaussian and sums.newton_curvature.exact
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
         trials = 0
         for step_count in range(MOST_NEWTON_STEPS):
             gradient = sums.statistics.gradient + bound.gradient(theta)
             try:
-                own = bound.precision(theta)
-                if approximate and self.product is not None:
-                    operator = climbing(sums.statistics.curvature, own)
-                    step = newton_by_products(
-                        self.product(theta), gradient, own, operator, PRECISE, MOST_PRODUCTS
-                    )
-                else:
-                    step = sums.newton_step(gradient, own)
+                step = self._newton_step(theta, sums, gradient, bound.precision(theta))
             except ValueError as error:
                 if step_count == 0:
                     raise
                 raise NoModeError(RUNAWAY.format(steps=step_count)) from error
+            # Twice the gain that the quadratic expects: the squared distance to the mode.
             decrement = float(gradient @ step)
-            # sums that are moved know small gains, sums over n do not
+            # Sums that are moved resolve small gains, sums over n rows do not.
             rounding = 1e-22 if quadratic else 1e-15
-            if decrement <= enough**2 or decrement <= rounding * abs(height):
+            if decrement <= limit**2 or decrement <= rounding * abs(height):
                 return theta, sums, step_count
             if quadratic and isinstance(bound, BoundGaussian):
                 return theta + step, sums.moved(step), 1
-            trusted = self.linear and decrement <= TRUSTED_DECREMENT**2
-            size = 1.0
-            while True:
-                if trials == MOST_TRIALS:
-                    return theta, sums, self._not_converged(step_count)
-                trials += 1
-                there = theta + size * step
-                trial = sums.moved(size * step) if quadratic else self.collect(there)
-                new = trial.statistics.log_likelihood + float(bound.log_prob(there))
-                if new >= height + 1e-4 * size * decrement - 1e-13 * abs(height) or trusted:
-                    break
-                size /= 2
-                if size < 1e-8:
-                    self._stopped(
-                        f"polish stopped after {step_count} steps: no smaller step raises the log "
-                        "posterior",
-                        decrement,
-                    )
-                    return theta, sums, step_count
-            theta, sums, height = there, trial, new
-        return theta, sums, self._not_converged(MOST_NEWTON_STEPS)
 
-    def _stopped(self, note: str, decrement: float) -> None:
-        if self.refuses and decrement > VISIBLE_DECREMENT**2:
+            # Halve the step until it raises the log posterior by a share of what is expected.
+            trusted = self.linear and decrement <= TRUSTED_DECREMENT**2
+            for halvings in range(HALVINGS + 1):
+                if trials == MOST_TRIALS:
+                    return theta, sums, self._report_no_convergence(step_count)
+                trials += 1
+                size = 0.5**halvings
+                trial_theta = theta + size * step
+                trial = sums.moved(size * step) if quadratic else self.collect(trial_theta)
+                trial_height = trial.statistics.log_likelihood + float(bound.log_prob(trial_theta))
+                enough = height + SUFFICIENT * size * decrement - 1e-13 * abs(height)
+                if trial_height >= enough or trusted:
+                    break
+            else:
+                self._report_stop(step_count, decrement)
+                return theta, sums, step_count
+            theta, sums, height = trial_theta, trial, trial_height
+        return theta, sums, self._report_no_convergence(MOST_NEWTON_STEPS)
+
+    def _approximate(self, sums: Sums) -> bool:
+        """Return whether a last layer has only an approximate curvature."""
+        return self.linear and not sums.newton_curvature.exact
+
+    def _distance_limit(self, theta: Tensor, sums: Sums, nearly: bool) -> float:
+        """Return the distance to the mode, in posterior standard deviations, at which the ascent
+        from θ (P,) ends.
+        """
+        if nearly:
+            return NEARLY * math.sqrt(len(theta))
+        if self._approximate(sums) and not self.gaussian:
+            return APPROXIMATE * math.sqrt(len(theta))
+        return DECREMENT_LINEAR if self.linear else DECREMENT_OTHER
+
+    def _newton_step(
+        self, theta: Tensor, sums: Sums, gradient: Tensor, prior_precision: Tensor
+    ) -> Tensor:
+        """Compute the Newton step (P,) at θ (P,) for a gradient (P,).
+
+        Raises ValueError where the curvature cannot be factorised.
+        """
+        if not self._approximate(sums) or self.products_at is None:
+            return sums.newton_step(gradient, prior_precision)
+        preconditioner = uphill_operator(sums.statistics.curvature, prior_precision)
+        return newton_step_by_products(
+            self.products_at(theta),
+            gradient,
+            prior_precision,
+            preconditioner,
+            PRECISE,
+            MOST_PRODUCTS,
+        )
+
+    def _report_stop(self, steps: int, decrement: float) -> None:
+        """Note that no shorter step raises the log posterior.
+
+        Far from a mode this is also a warning, or NoModeError if `refuses`.
+        """
+        note = f"polish stopped after {steps} steps: no smaller step raises the log posterior"
+        far = decrement > VISIBLE_DECREMENT**2
+        if self.refuses and far:
             raise NoModeError(note)
         self.notes.append(note)
-        if decrement > VISIBLE_DECREMENT**2:
+        if far:
             warn(
                 f"{note}, though it is {math.sqrt(decrement):.2g} posterior standard deviations "
                 "from a mode by its gradient. Likely causes: (a) a log density with kinks; (b) a "
@@ -134,7 +164,11 @@ class Polish:
                 RuntimeWarning,
             )
 
-    def _not_converged(self, steps: int) -> int:
+    def _report_no_convergence(self, steps: int) -> int:
+        """Note and warn that the mode was not reached, and return the number of steps.
+
+        Raises NoModeError in place of the warning if `refuses`.
+        """
         note = f"polish did not converge in {steps} Newton steps"
         if self.refuses:
             raise NoModeError(note)

@@ -12,57 +12,50 @@ from torch import Tensor
 from ssla.fitting.choice import mean_and_error
 from ssla.fitting.validation_rows import ValidationRows
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.likelihood import Dispersed, dispersed
+from ssla.likelihoods.likelihood import Dispersed, with_dispersion
 from ssla.network import LastLayer, RowScale
 
 # Factors on the dispersion at which the network is scored: some of them first, then those around
-# the best.
+# the best. A guess.
 SPREADS = torch.logspace(-1.5, 1.5, 121, base=8.0, dtype=torch.float64)
 COARSE = 10
 # Strengths of a scale of rows. On networks of benchmarks/networks larger ones gained nothing: T(x)
 # is then as good as proportional to the length of the features.
 STRENGTHS = (1.0, 3.0, 10.0, 30.0)
-# Standard errors by which a scale of rows must be better. Where it helped (clinc, lstm) it was
-# better by 6, where it did not (cnn, transformer, fashion) by at most 2; on cnn such a gain was
-# lost under shift.
+# Standard errors by which a scale of rows must be better. On networks of benchmarks/networks, where
+# it helped (clinc, lstm) it was better by 6, where it did not (cnn, transformer, fashion) by at
+# most 2; on cnn such a gain was lost under shift.
 CLEARLY = 3.0
-SHORTEST = (
-    0.05  # share of the rows whose features count as short: scales are not extended below them
-)
+# share of the rows whose features count as short: scales are not extended below them (a guess)
+SHORTEST = 0.05
 
 
-def best_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
-    """The factor on the dispersion with which the network's outputs f (n, C) predict the rows
-    best; 1 where there is none.
+def best_spread_without_doubt(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
+    """Find the factor on the dispersion with which the network's outputs f (n, C) predict the rows
+    best; 1 where there is no dispersion.
     """
     if not isinstance(likelihood, Dispersed):
         return 1.0
 
-    def height(place: int) -> float:
-        """The log density of all rows at one of SPREADS, with a standard normal prior of its
+    def height(index: int) -> float:
+        """Return the log density of all rows at one of SPREADS, with a standard normal prior of its
         logarithm.
 
         The prior is for rows that set no limit: if the network classifies all of them right, a
         smaller temperature is always better.
         """
-        spread = float(SPREADS[place])
-        return (
-            float(rows.plug_in(dispersed(likelihood, spread), f) @ rows.weights)
-            - 0.5 * math.log(spread) ** 2
-        )
+        spread = float(SPREADS[index])
+        log_density = rows.plug_in(with_dispersion(likelihood, spread), f) @ rows.weights
+        return float(log_density) - 0.5 * math.log(spread) ** 2
 
-    def best_of(places: range) -> int:
-        return max(places, key=height)
-
-    near = best_of(range(0, len(SPREADS), COARSE))
-    return float(
-        SPREADS[best_of(range(max(near - COARSE + 1, 0), min(near + COARSE, len(SPREADS))))]
-    )
+    near = max(range(0, len(SPREADS), COARSE), key=height)
+    around = range(max(near - COARSE + 1, 0), min(near + COARSE, len(SPREADS)))
+    return float(SPREADS[max(around, key=height)])
 
 
-def chosen_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale | None:
-    """A scale of rows with which the network predicts clearly better, at the best temperature
-    of each; None: there is none.
+def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale | None:
+    """Choose a scale of rows with which the network predicts clearly better, at the best
+    temperature of each; None: there is none.
     """
     network = rows.posterior.network
     classes = likelihood.support_for(network.outputs).kind == "class"
@@ -78,12 +71,14 @@ def chosen_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
         return None
 
     def scores(f: Tensor) -> Tensor:
-        return rows.plug_in(dispersed(likelihood, best_spread(rows, likelihood, f)), f)
+        """Return log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
+        spread = best_spread_without_doubt(rows, likelihood, f)
+        return rows.plug_in(with_dispersion(likelihood, spread), f)
 
     mean = float(rows.squares @ rows.weights / rows.weights.sum())
     least = float(counted.kthvalue(max(int(SHORTEST * len(counted)), 1)).values)
     scales = [RowScale(strength, mean, least) for strength in STRENGTHS]
-    found = [scores(rows.f / scale.of_squares(rows.squares)[:, None]) for scale in scales]
-    best = max(range(len(scales)), key=lambda i: float(found[i] @ rows.weights))
-    gain = mean_and_error(found[best] - scores(rows.f), rows.weights)
+    scaled = [scores(rows.f / scale.of_squares(rows.squares)[:, None]) for scale in scales]
+    best = max(range(len(scales)), key=lambda i: float(scaled[i] @ rows.weights))
+    gain = mean_and_error(scaled[best] - scores(rows.f), rows.weights)
     return scales[best] if gain.mean > CLEARLY * gain.error else None

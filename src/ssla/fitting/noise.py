@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
-from ssla.fitting.sums import Sums, climbing
+from ssla.fitting.sums import Sums, uphill_operator
 from ssla.likelihoods import Gaussian
-from ssla.likelihoods.likelihood import dispersed
+from ssla.likelihoods.likelihood import with_dispersion
 from ssla.network import Network
 from ssla.priors import BoundPrior
 from ssla.values import prior_share, residual_squares
@@ -22,8 +22,60 @@ from ssla.values import prior_share, residual_squares
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-Again = Callable[[Gaussian, "Tensor | None"], Sums]
+CollectAtNoise = Callable[[Gaussian, "Tensor | None"], Sums]
 """(likelihood, θ) -> the sums of another pass."""
+
+# Guesses: the fixed point converges linearly, in ten rounds or so.
+MOST_ROUNDS = 200
+SETTLED = 1e-10  # relative change of the noise at which the rounds end
+
+
+@dataclass(frozen=True, eq=False)
+class _NoiseProblem:
+    """The quantities of which the noise is a fixed point: one noise for each of G groups of
+    outputs.
+    """
+
+    sums: Sums
+    theta: Tensor  # at which the sums were taken (P,)
+    bound: BoundPrior
+    polish: bool  # whether the residuals are those at the mode
+    unit: Tensor  # the noise to start from (G,)
+    groups: Tensor  # the group of each parameter (P,)
+    squares: Tensor  # squared residuals (G,)
+    rows: float  # weighted rows of a group
+
+    def next_noise(self, noise: Tensor) -> Tensor:
+        """Compute the noise (G,) from the degrees of freedom and the residuals at a noise (G,).
+
+        Raises ValueError where no degrees of freedom are left, or no residuals.
+        """
+        scaled = self.sums.at_noise(noise[self.groups])
+        precision = self.bound.precision(self.theta)
+        operator = uphill_operator(scaled.newton_curvature, precision)
+        used = torch.zeros_like(self.unit).index_add(
+            0, self.groups, 1 - prior_share(operator, precision)
+        )
+        squares = self.squares
+        if self.polish:
+            # The mode at this noise is one Newton step away, and its residuals follow.
+            step = operator.solve(scaled.statistics.gradient + self.bound.gradient(self.theta))
+            push = self.sums.newton_curvature.push(step)
+            change = step * (push - 2 * self.sums.statistics.gradient)
+            squares = squares + torch.zeros_like(self.unit).index_add(0, self.groups, change)
+        free = self.rows - used
+        if bool((free <= 1e-8 * self.rows).any()):
+            _refuse_estimate(
+                f"{self.rows:g} rows leave no degrees of freedom beside "
+                f"{float(used.max()):.4g} fitted parameters"
+            )
+        new = (squares.clamp_min(0) / free).sqrt()
+        if bool((new < 1e-8 * self.unit).any()):
+            _refuse_estimate(
+                "the residuals vanish: the free parameters reproduce every target, or the target "
+                "is constant"
+            )
+        return new
 
 
 def estimate_noise(
@@ -31,94 +83,86 @@ def estimate_noise(
     sums: Sums,
     bound: BoundPrior,
     polish: bool,
-    again: Again,
+    collect_at_noise: CollectAtNoise,
     theta: Tensor | None = None,
 ) -> tuple[Sums, Gaussian]:
-    """σ_d² = RSS_d / (n − γ_d), γ_d = tr(S H⁻¹)_d the degrees of freedom that output d's weights
-    use up.
+    """Estimate σ_d² = RSS_d / (n − γ_d), where γ_d = tr(S H⁻¹)_d are the degrees of freedom that
+    output d's weights use up.
 
     For a last layer (or one output) everything follows from the sums at unit noise, by a fixed
-    point. Several outputs with all weights: one more pass at the raw residual scale, then a common
-    correction.
+    point. Several outputs with all weights take one more pass at the raw residual scale, then a
+    common correction. Returns the sums at the estimated noise, and the likelihood. theta: where
+    the sums were taken (P,); None: at the trained weights. Raises ValueError where the rows do
+    not determine the noise.
     """
     outputs = network.outputs
     raw = (sums.squares / sums.statistics.weight).sqrt()
     _check_residuals(raw, sums)
-    if not network.linear and outputs > 1:
-        sums = again(Gaussian(noise=raw), theta)
-        unit, groups = (
-            torch.ones(1, dtype=torch.float64),
-            torch.zeros(network.layout.size, dtype=torch.long),
-        )
-        squares = torch.tensor([sums.statistics.weight * outputs], dtype=torch.float64)
+    common = not network.linear and outputs > 1
+    start = network.theta if theta is None else theta
+    if common:
+        # In units of the raw residuals: one group, whose squared residuals are their number.
+        sums = collect_at_noise(Gaussian(noise=raw), theta)
+        unit = torch.ones(1, dtype=torch.float64)
+        groups = torch.zeros(network.layout.size, dtype=torch.long)
         rows = sums.statistics.weight * outputs
+        squares = torch.tensor([rows], dtype=torch.float64)
         polish = False
     else:
-        unit, squares, rows = raw, sums.squares, sums.statistics.weight
+        unit = raw
         groups = torch.arange(outputs).repeat_interleave(network.layout.size // outputs)
+        rows = sums.statistics.weight
+        squares = sums.squares
+    problem = _NoiseProblem(sums, start, bound, polish, unit, groups, squares, rows)
     noise = unit.clone()
-    at = network.theta if theta is None else theta
-    for _ in range(200):
-        scaled = sums.at_noise(noise[groups])
-        precision = bound.precision(at)
-        operator = climbing(scaled.newton_curvature, precision)
-        used = torch.zeros_like(unit).index_add(0, groups, 1 - prior_share(operator, precision))
-        rss = squares
-        if polish:
-            step = operator.solve(scaled.statistics.gradient + bound.gradient(at))
-            unit_gradient = sums.statistics.gradient
-            change = step * (sums.newton_curvature.push(step) - 2 * unit_gradient)
-            rss = squares + torch.zeros_like(unit).index_add(0, groups, change)
-        free = rows - used
-        if bool((free <= 1e-8 * rows).any()):
-            _refuse(
-                f"{rows:g} rows leave no degrees of freedom beside {float(used.max()):.4g} fitted "
-                "parameters"
-            )
-        new = (rss.clamp_min(0) / free).sqrt()
-        if bool((new < 1e-8 * unit).any()):
-            _refuse(
-                "the residuals vanish: the free parameters reproduce every target, or the target "
-                "is constant"
-            )
-        done = bool(((new - noise).abs() <= 1e-10 * noise).all())
+    for _ in range(MOST_ROUNDS):
+        new = problem.next_noise(noise)
+        settled = bool(((new - noise).abs() <= SETTLED * noise).all())
         noise = new
-        if done:
+        if settled:
             break
     else:
-        _refuse("the estimate does not settle")
-    final = sums.at_noise(noise[groups])
+        _refuse_estimate("the estimate does not settle")
+    # A common factor is relative to the raw residuals; otherwise each output has its own noise.
     value = noise if unit.numel() == outputs else noise * raw
-    return final, Gaussian(noise=float(value) if outputs == 1 else value)
+    likelihood = Gaussian(noise=float(value) if outputs == 1 else value)
+    return sums.at_noise(noise[groups]), likelihood
 
 
 def _check_residuals(raw: Tensor, sums: Sums) -> None:
+    """Raise ValueError for a single row, or where root mean square residuals (C,) are zero."""
     if sums.statistics.n < 2:
-        _refuse("there is only one row")
+        _refuse_estimate("there is only one row")
     if bool((raw <= 1e-10 * sums.largest).any()):
-        _refuse(
+        _refuse_estimate(
             "the residuals are zero: the network reproduces the targets exactly, or the target is "
             "constant"
         )
 
 
-def _refuse(why: str) -> None:
+def _refuse_estimate(why: str) -> NoReturn:
+    """Raise the ValueError of a noise that cannot be estimated."""
     raise ValueError(
         f"The noise cannot be estimated: {why}. Give it as a number, likelihoods.Gaussian(noise=…)."
     )
 
 
 def at_noise(posterior: Posterior, factor: float) -> Posterior:
-    """The same θ̂ with `factor` times the noise: the sums rescale, exactly."""
+    """Return the posterior at the same θ̂ with `factor` times the noise: the sums rescale
+    exactly.
+    """
     old = posterior.likelihood
     if factor == 1.0 or not old.quadratic:
         return posterior
     stats, outputs = posterior.statistics, posterior.network.outputs
     squares = residual_squares(stats, old, outputs)
-    new = dispersed(old, factor)
     log_likelihood = (
         stats.log_likelihood
         + 0.5 * squares * (1 - factor**-2)
         - stats.weight * outputs * math.log(factor)
     )
-    return replace(posterior, likelihood=new, statistics=stats.at_noise(factor, log_likelihood))
+    return replace(
+        posterior,
+        likelihood=with_dispersion(old, factor),
+        statistics=stats.at_noise(factor, log_likelihood),
+    )

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ssla.curvature import Dense, Extent, Structure
-from ssla.curvature.automatic import Choice, choose
+from ssla.curvature.automatic import Choice, choose_structure
 from ssla.curvature.jacobians import Features, Jacobian
 from ssla.curvature.kfac import MANY_CLASSES
-from ssla.curvature.memory import bytes_of, refuse_beyond_budget
-from ssla.data import Batch, Rows, Source, checked
-from ssla.fitting.sums import Around, Sums
+from ssla.curvature.memory import refuse_beyond_budget, tensor_bytes
+from ssla.data import Batch, Rows, Source, check_batch
+from ssla.fitting.sums import Averaging, Sums
 from ssla.fitting.trained import Classes, Numbers
-from ssla.fitting.watching import Spread, TargetRange, bar
+from ssla.fitting.watching import Spread, TargetRange
 from ssla.likelihoods import Likelihood
-from ssla.maths.progress import Text
+from ssla.maths.progress import ProgressText, progress_bar
 from ssla.network import (
     LastLayer,
     Network,
@@ -42,16 +42,14 @@ MOST_FOR_NEWTON = 1000
 # Parts of the budget that a fit may use besides its statistics: guesses, so that all together stay
 # within 1.5 budgets (tests/fitting/test_memory.py).
 CHUNK_SHARE = 8  # intermediate results of one chunk
-POOLED_FEATURES, POOLED_OUTPUTS = (
-    2,
-    8,
-)  # copies of them while a chunk of a last layer with Kronecker factors is summed
 KEPT_SHARE = 4  # features, or outputs and Jacobians, that are kept for further passes
+# Copies of features and of outputs while a chunk of a last layer with Kronecker factors is summed.
+POOLED_FEATURES, POOLED_OUTPUTS = 2, 8
 EMPTY = "The data are empty: no batch with a row came. Check the loader, its sampler and drop_last."
 
 
 @dataclass(frozen=True, eq=False)
-class Unchosen:
+class AutomaticStructure:
     """What decides the structure of a fit without one, before its first pass: the same on every
     rank and worker.
     """
@@ -60,17 +58,23 @@ class Unchosen:
     prior: Prior | None
 
     def choose(self, network: Network, budget: int, averages: bool) -> Choice:
-        uneven = self.prior is not None and _uneven(self.prior, network)
-        return choose(extent_of(network, self.rows, averages), budget, uneven)
+        """Choose the structure for a network and a budget of bytes.
+
+        averages: whether passes for a variational Gaussian will follow.
+        """
+        uneven = self.prior is not None and _varies_inside_layers(self.prior, network)
+        return choose_structure(extent_of(network, self.rows, averages), budget, uneven)
 
 
-def _uneven(prior: Prior, network: Network) -> bool:
-    """Whether a prior's precision varies inside a layer with a Kronecker form."""
+def _varies_inside_layers(prior: Prior, network: Network) -> bool:
+    """Return whether a prior's precision varies inside a layer with a Kronecker form."""
     precision = prior.bind(network.layout).precision(network.theta)
     diagonal = precision if precision.dim() == 1 else precision.diagonal()
-    places = network.layout.positions
+    positions = network.layout.positions
     for names in network.layout.layers().values():
-        inside = [diagonal[places[name].flatten()] for name in names if name in network.kronecker]
+        inside = [
+            diagonal[positions[name].flatten()] for name in names if name in network.kronecker
+        ]
         if inside and bool((torch.cat(inside) != inside[0][0]).any()):
             return True
     return precision.dim() == 2
@@ -80,82 +84,82 @@ def _uneven(prior: Prior, network: Network) -> bool:
 class Order:
     """What a pass is to sum."""
 
-    theta: Tensor | None  # where (None: as trained)
+    theta: Tensor | None  # where (P,); None: as trained
     likelihood: Likelihood
     structure: Structure
     mode: str | None
-    marks: Mapping[str, str] = field(
-        default_factory=dict
-    )  # digests of what was asked for, which all ranks must share
+    # digests of what was asked for, which all ranks must share
+    digests: Mapping[str, str] = field(default_factory=dict)
     averages: bool = False  # whether passes for averages over a Gaussian will follow
-    averages_asked: bool = (
-        False  # whether they were asked for; a default gives way to the Gaussian at the mode
-    )
-    around: Around | None = None  # sum averages over this Gaussian; None: values at θ
+    # whether they were asked for; a default gives way to the Gaussian at the mode
+    averages_asked: bool = False
+    averaging: Averaging | None = None  # sum averages over this Gaussian; None: values at θ
     rereads: bool = False  # whether passes in other settings will follow
     # whether the input factor of a last layer is summed: once is enough for all passes over the
     # same rows
-    inputs: bool = True
-    direction: Tensor | None = None  # sum Σ JᵀΛJ d only, in place of the gradient
-    unchosen: Unchosen | None = (
-        None  # the structure is still to be chosen, once the network is open
-    )
+    sums_input_factor: bool = True
+    direction: Tensor | None = None  # d (P,): sum Σ JᵀΛJ d only, in place of the gradient
+    # the structure is still to be chosen, once the network is open; None: it is known
+    automatic: AutomaticStructure | None = None
 
-    def chosen(self, network: Network, budget: int) -> Order:
-        """With the structure that is chosen for the network, where none was asked for."""
-        if self.unchosen is None:
+    def with_chosen_structure(self, network: Network, budget: int) -> Order:
+        """Return the order with the structure that is chosen for the network, where none was asked
+        for.
+        """
+        if self.automatic is None:
             return self
-        structure = self.unchosen.choose(network, budget, self.averages).structure
-        return replace(self, structure=structure, unchosen=None)
+        structure = self.automatic.choose(network, budget, self.averages).structure
+        return replace(self, structure=structure, automatic=None)
 
     def mode_for(self, network: Network) -> str:
-        """As asked for; by default polish for a last layer, tilt otherwise.
+        """Return the mode that was asked for; by default polish for a last layer, tilt otherwise.
 
         See `trained` for the last layer of a classifier.
         """
         return self.mode or (POLISH if network.linear else TILT)
 
     def polishes(self, network: Network) -> bool:
-        return self.around is None and self.mode_for(network) == POLISH
+        """Return whether the pass belongs to a fit that polishes."""
+        return self.averaging is None and self.mode_for(network) == POLISH
 
     def structure_for(self, network: Network) -> Structure:
-        """As asked for; the Kronecker factors of a last layer of very many classes have a
-        diagonal output factor by default.
+        """Return the structure that was asked for; the Kronecker factors of a last layer of very
+        many classes have a diagonal output factor by default.
         """
         many = network.linear and network.outputs > MANY_CLASSES and self.likelihood.softmax
         return self.structure.for_many_classes() if many else self.structure
 
-    def newton(self, network: Network, budget: int) -> bool:
-        """Whether steps of the mean have a dense curvature of their own: while P² is small, unless
-        the statistics are it.
+    def has_newton_curvature(self, network: Network, budget: int) -> bool:
+        """Return whether steps of the mean have a dense curvature of their own.
 
-        Where they have none, they take products with the curvature, a pass each.
+        They do while P² is small, unless the statistics are it. Where they have none, they take
+        products with the curvature, a pass each.
         """
-        if self.direction is not None or (
-            self.around is not None and self.around.row_nodes is not None
-        ):
+        averaging = self.averaging
+        if self.direction is not None:
             return False
-        same = self.structure.exact and (self.likelihood.quadratic or self.around is not None)
-        steps = self.polishes(network) if self.around is None else self.around.moves
+        if averaging is not None and averaging.row_nodes is not None:
+            return False
+        steps = self.polishes(network) if averaging is None else averaging.moves
+        same = self.structure.exact and (self.likelihood.quadratic or averaging is not None)
+        by_layers = self.structure.by_layers
+        slow = network.linear and by_layers and network.layout.size > MOST_FOR_NEWTON
+        if not steps or same or slow:
+            return False
         share = NEWTON_SHARE_OF_OTHERS
         if self.likelihood.softmax and self.structure.exact:
             share = 1  # it is the same matrix as that of the statistics
-        elif self.likelihood.softmax and self.structure.by_layers:
+        elif self.likelihood.softmax and by_layers:
             share = NEWTON_SHARE
-        slow = network.linear and self.structure.by_layers and network.layout.size > MOST_FOR_NEWTON
-        return (
-            steps
-            and not same
-            and not slow
-            and Dense(dual=False).memory(extent_of(network)) <= budget // share
-        )
+        return Dense(dual=False).memory(extent_of(network)) <= budget // share
 
-    def again(self, network: Network, budget: int) -> bool:
-        """Whether the data will be read again: for averages, or by polish unless the sums hold
-        a Gaussian's quadratic whole.
+    def needs_more_passes(self, network: Network, budget: int) -> bool:
+        """Return whether the data will be read again: for averages, or by polish unless the sums
+        determine a Gaussian's quadratic.
         """
-        whole = self.likelihood.quadratic and (self.structure.exact or self.newton(network, budget))
-        return self.rereads or self.averages or (self.polishes(network) and not whole)
+        exact = self.structure.exact or self.has_newton_curvature(network, budget)
+        determined = self.likelihood.quadratic and exact
+        return self.rereads or self.averages or (self.polishes(network) and not determined)
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,6 +171,7 @@ class Pass:
     repeatable: bool
 
     def merge(self, other: Pass) -> Pass:
+        """Return what both passes found, over other rows each."""
         sums = self.sums or other.sums
         if self.sums is not None and other.sums is not None:
             sums = self.sums.merge(other.sums)
@@ -174,16 +179,16 @@ class Pass:
 
 
 class Data(Protocol):
-    """Where passes come from: this process, the ranks of a group, a cluster."""
+    """The source of passes: this process, the ranks of a group, or a cluster."""
 
     @property
     def network(self) -> Network:
-        """As opened on the first rows."""
+        """The network, as opened on the first rows."""
         ...
 
     @property
     def passes(self) -> int:
-        """Passes begun."""
+        """The number of passes begun."""
         ...
 
     @property
@@ -191,10 +196,12 @@ class Data(Protocol):
         """All of the data, if this process can read them again."""
         ...
 
-    def read(self, order: Order) -> Pass: ...
+    def run_pass(self, order: Order) -> Pass:
+        """Read the data once, and return the sums that are ordered."""
+        ...
 
     def scale_rows(self, scale: RowScale) -> None:
-        """From now on, passes are over the last layer with this scale of rows."""
+        """Give the last layer a scale of rows, for all passes from now on."""
         ...
 
 
@@ -202,27 +209,41 @@ class Data(Protocol):
 class Chunk:
     """What the passes need of one chunk: its Jacobian or features, targets, weights."""
 
-    x: Any
+    x: Any  # the inputs; None where the features are enough
     y: Tensor
-    weights: Tensor | None
-    grain: float  # ε of the dtype that y came in
+    weights: Tensor | None  # (B,)
+    rounding: float  # ε of the dtype that y came in
     features: Features | None  # in the network's dtype, unless that has 16 bits
-    offset: Tensor | None
+    offset: Tensor | None  # of the outputs (C,)
     outputs: tuple[Tensor, Tensor] | None = None  # the last θ of passes for averages, and f there
 
-    def linearised(self, theta: Tensor, rows_of_many: bool) -> tuple[Tensor, Features]:
-        """f in float64, and the features: in float64, too, unless the rows are of very many,
-        whose f is then kept.
+    def linearise(self, theta: Tensor, many_rows: bool) -> tuple[Tensor, Features]:
+        """Return f (B, C) at θ (P,) in float64, and the features.
+
+        The features are in float64, too, unless the rows are of very many, whose f is then kept.
         """
         assert self.features is not None
-        if not rows_of_many:
+        if not many_rows:
             J = self.features.double()
-            f = J.push(theta)
-            return (f if self.offset is None else f + self.offset), J
+            return self._with_offset(J.push(theta)), J
         if self.outputs is None or self.outputs[0] is not theta:
             f = self.features.double().push(theta)
-            self.outputs = theta, (f if self.offset is None else f + self.offset)
+            self.outputs = theta, self._with_offset(f)
         return self.outputs[1], self.features
+
+    def _with_offset(self, f: Tensor) -> Tensor:
+        """Add the offset to outputs (B, C)."""
+        return f if self.offset is None else f + self.offset
+
+
+class LinearChunk(NamedTuple):
+    """A chunk with the outputs and the Jacobian at θ."""
+
+    chunk: Chunk
+    inputs: Any  # as they came; None: the chunk was kept from the first pass
+    theta: Tensor  # (P,)
+    f: Tensor  # (B, C), float64
+    J: Jacobian
 
 
 @dataclass(eq=False)
@@ -230,124 +251,139 @@ class Reader:
     """The data that this process reads."""
 
     source: Source
-    model: nn.Module | None
+    model: nn.Module | None  # None: the network is open
     weights: str | list[str] | tuple[str, ...]
     budget: int
     progress: bool | None = None  # None: after two seconds, on a terminal
     opened: Network | None = None
     passes: int = 0  # over the source
     reads: int = 0  # passes over the source or what is kept of it
-    text: Text = field(default_factory=lambda: Text("fit"))
+    text: ProgressText = field(default_factory=lambda: ProgressText("fit"))
     kept: list[Chunk] | None = None
     output: Output = None  # which part of the model's answer is f
-    decided: tuple[Order, Order] | None = (
-        None  # the last order without a structure, and the same with the one that was chosen
-    )
-    linearised: list[tuple[Chunk, Tensor, Jacobian]] | None = (
-        None  # at the θ of passes for averages, while it fits the budget
-    )
+    # the last order without a structure, and the same with the one that was chosen
+    decided: tuple[Order, Order] | None = None
+    # the chunks at the θ of passes for averages, while they fit the budget
+    linearised: list[LinearChunk] | None = None
 
     @property
     def network(self) -> Network:
+        """The network; ValueError before a row has come."""
         if self.opened is None:
             raise ValueError(EMPTY)
         return self.opened
 
-    def read(self, order: Order) -> Pass:
-        """One pass: the sums at order.theta."""
+    def run_pass(self, order: Order) -> Pass:
+        """Read the data once, and return the sums that are ordered.
+
+        Raises ValueError where data that can be read only once are to be read again.
+        """
         self.reads += 1
         if self.progress is None and self.kept:
             self.text.show(f"pass {self.reads:,} over stored features")
         try:
-            return self._read(order)
+            return self._sum_chunks(order)
         finally:
             self.text.close()
 
     def scale_rows(self, scale: RowScale) -> None:
+        """Give the last layer a scale of rows, and the features that are kept."""
         self.opened = with_row_scale(self.network, scale)
         self.linearised = None
         for chunk in self.kept or ():
             assert chunk.features is not None
-            chunk.features, chunk.outputs = self.opened.scaled(chunk.features), None
+            chunk.features = self.opened.scaled(chunk.features)
+            chunk.outputs = None
 
-    def _read(self, order: Order) -> Pass:
+    def _sum_chunks(self, order: Order) -> Pass:
+        """Sum all chunks: values at θ, averages over a Gaussian, or products with a direction."""
         total: Sums | None = None
         target = TargetRange()
-        for chunk, (row, seen, theta, f, J) in enumerate(self._linear_rows(order)):
-            network = self.network
+        for number, linear in enumerate(self._linear_chunks(order)):
+            # The structure is known once the first chunk has opened the network.
             if total is None:
-                order = self._chosen(order)
-                newton = order.newton(network, self.budget)
-                total = Sums.zero(
-                    network.layout.size, order.structure_for(network), newton, order.inputs
-                )
+                order = self._with_structure(order)
+                total = self._zero_sums(order)
+            chunk, f, J = linear.chunk, linear.f, linear.J
+            rows = f, J, chunk.y, chunk.weights, order.likelihood
             if order.direction is not None:
-                total = total.add_product(
-                    f, J, row.y, row.weights, order.likelihood, order.direction, order.around, chunk
-                )
-                continue
-            if order.around is not None:
-                total = total.add_averages(
-                    f, J, row.y, row.weights, order.likelihood, order.around, chunk
-                )
-                continue
-            total = total.add(f, J, row.y, row.weights, order.likelihood)
-            spread = None
-            if order.likelihood.quadratic:
-                rounding = torch.finfo(network.dtype).eps * self._rounded(row, f, theta)
-                spread = Spread.of(row.y, f, row.weights, row.grain, rounding)
-            classes = Classes.of(
-                order.likelihood, row.y, network.outputs, row.features, row.weights
-            )
-            numbers = Numbers.of(order.likelihood, row.y, f, row.features, row.weights)
-            target = target.see(row.y, seen, spread, classes, numbers, row.weights)
+                total = total.add_product(*rows, order.direction, order.averaging, number)
+            elif order.averaging is not None:
+                total = total.add_averages(*rows, order.averaging, number)
+            else:
+                total = total.add(*rows)
+                target = target.merge(self._watch_targets(linear, order.likelihood))
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
-    def _linear_rows(self, order: Order) -> Iterator[tuple[Chunk, Any, Tensor, Tensor, Jacobian]]:
-        """Chunks with θ, f and J.
+    def _zero_sums(self, order: Order) -> Sums:
+        """Return the sums of no row, with what the order asks for."""
+        return Sums.zero(
+            self.network.layout.size,
+            order.structure_for(self.network),
+            order.has_newton_curvature(self.network, self.budget),
+            order.sums_input_factor,
+        )
+
+    def _watch_targets(self, linear: LinearChunk, likelihood: Likelihood) -> TargetRange:
+        """Collect what later warnings and the choice of the mode need of a chunk's targets."""
+        chunk, f = linear.chunk, linear.f
+        spread = None
+        if likelihood.quadratic:
+            eps = torch.finfo(self.network.dtype).eps
+            rounding = eps * self._rounded_size(chunk, f, linear.theta)
+            spread = Spread.of(chunk.y, f, chunk.weights, chunk.rounding, rounding)
+        outputs = self.network.outputs
+        classes = Classes.of(likelihood, chunk.y, outputs, chunk.features, chunk.weights)
+        numbers = Numbers.of(likelihood, chunk.y, f, chunk.features, chunk.weights)
+        return TargetRange.of(chunk.y, linear.inputs, spread, classes, numbers, chunk.weights)
+
+    def _linear_chunks(self, order: Order) -> Iterator[LinearChunk]:
+        """Yield the chunks with θ, f and J.
 
         Passes for averages share one θ: f and J are kept while they take little memory.
         """
-        if order.around is not None and self.linearised:
-            yield from ((row, None, self.network.theta, f, J) for row, f, J in self.linearised)
+        if order.averaging is not None and self.linearised:
+            yield from self.linearised
             return
-        kept: list[tuple[Chunk, Tensor, Jacobian]] | None = (
-            None if order.around is None or self.kept else []
-        )
+        kept: list[LinearChunk] | None = None if order.averaging is None or self.kept else []
         size = 0
-        for row, seen in self._rows(order):
+        for chunk, inputs in self._chunks(order):
             theta = self.network.theta if order.theta is None else order.theta
-            f, J = self._linearise(row, theta, order)
-            size += bytes_of(J)
+            f, J = self._linearise(chunk, theta, order)
+            size += tensor_bytes(J)
+            if size > self.budget // KEPT_SHARE:
+                kept = None
             if kept is not None:
-                kept = None if size > self.budget // KEPT_SHARE else [*kept, (row, f, J)]
-            yield row, seen, theta, f, J
+                kept.append(LinearChunk(chunk, None, self.network.theta, f, J))
+            yield LinearChunk(chunk, inputs, theta, f, J)
         self.linearised = kept
 
-    def _linearise(self, row: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
-        if row.features is not None:
-            return row.linearised(
-                theta, order.around is not None and order.around.row_nodes is not None
-            )
-        f, J = self.network.linearise(row.x, theta)
-        return f.double(), J.double()
+    def _linearise(self, chunk: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
+        """Return f (B, C) at θ (P,) in float64, and J."""
+        if chunk.features is None:
+            f, J = self.network.linearise(chunk.x, theta)
+            return f.double(), J.double()
+        many_rows = order.averaging is not None and order.averaging.row_nodes is not None
+        return chunk.linearise(theta, many_rows)
 
-    def _rounded(self, row: Chunk, f: Tensor, theta: Tensor) -> Tensor:
-        """The size of what was rounded on the way to f (B, C): f itself, or of a last layer,
-        multiplied in float64, |φ| |W|ᵀ.
+    def _rounded_size(self, chunk: Chunk, f: Tensor, theta: Tensor) -> Tensor:
+        """Return the size (B, C) of what was rounded on the way to f (B, C): f itself, or of a last
+        layer, multiplied in float64, |φ| |W|ᵀ.
         """
-        if row.features is None:
+        if chunk.features is None:
             return f.abs()
         layout = self.network.layout
         weight = layout.positions[layout.names[0]]
-        return row.features.double().phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
+        return chunk.features.double().phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
 
-    def _rows(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
-        """Chunks of the data, checked and cast, with the inputs as they came (None: the chunk
-        was kept from the first pass).
+    def _chunks(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
+        """Yield chunks of the data, checked and cast, with the inputs as they came (None: the
+        chunk was kept from the first pass).
+
+        Raises ValueError where the data cannot be read again.
         """
         if self.kept:
-            yield from ((row, None) for row in self.kept)
+            yield from ((chunk, None) for chunk in self.kept)
             return
         if self.passes and not self.source.repeatable:
             raise ValueError(
@@ -355,67 +391,66 @@ class Reader:
                 "Give a DataLoader, a list of batches or arrays, or mode='tilt'."
             )
         self.passes += 1
-        batches = bar(self.source, self.source.length, self.progress, f"pass {self.passes}")
+        label = f"pass {self.passes}"
         rows = Rows(
-            batches,
+            progress_bar(self.source, self.source.length, self.progress, label, "batch"),
             lambda batch: self._rows_at_once(batch, order),
-            lambda part: self._prepare(part, order),
-            lambda row: self._bytes_to_keep(row, order),
+            lambda batch: self._prepare_chunk(batch, order),
+            lambda chunk: self._bytes_to_keep(chunk, order),
             self.budget // KEPT_SHARE,
         )
         yield from rows.read()
         self.kept = rows.kept
 
     def _rows_at_once(self, batch: Batch, order: Order) -> int:
+        """Return how many rows a chunk may have; the first batch opens the network."""
         if self.opened is None:
-            self.opened = self._open(batch, order)
-        return rows_within(
-            self.budget // CHUNK_SHARE, bytes_per_row(self.opened, self._chosen(order), self.budget)
-        )
+            assert self.model is not None
+            rows = self.source.rows
+            self.opened = open_network_within(
+                self.model, self.weights, batch.x, order, self.budget, rows, self.output
+            )
+        bytes_of_row = bytes_per_row(self.opened, self._with_structure(order), self.budget)
+        return rows_within(self.budget // CHUNK_SHARE, bytes_of_row)
 
-    def _chosen(self, order: Order) -> Order:
-        """The order with a structure, chosen once."""
-        if order.unchosen is None:
+    def _with_structure(self, order: Order) -> Order:
+        """Return the order with a structure, which is chosen once for each order."""
+        if order.automatic is None:
             return order
         if self.decided is None or self.decided[0] is not order:
-            self.decided = order, order.chosen(self.network, self.budget)
+            self.decided = order, order.with_chosen_structure(self.network, self.budget)
         return self.decided[1]
 
-    def _open(self, batch: Batch, order: Order) -> Network:
-        assert self.model is not None
-        return open_within(
-            self.model, self.weights, batch.x, order, self.budget, self.source.rows, self.output
-        )
-
-    def _prepare(self, batch: Batch, order: Order) -> Chunk:
+    def _prepare_chunk(self, batch: Batch, order: Order) -> Chunk:
+        """Check and cast some rows, and compute the features of a last layer."""
         network = self.network
-        _, y, weights = checked(
-            batch, order.likelihood.support_for(network.outputs), network.outputs
-        )
+        support = order.likelihood.support_for(network.outputs)
+        _, y, weights = check_batch(batch, support, network.outputs)
         x = network.cast(batch.x)
         features = offset = None
         if network.linear:
             _, J = network.linearise(x, network.theta)
             assert isinstance(J, Features)
-            features, offset = _stored(J), network.offset
+            features, offset = _features_to_keep(J), network.offset
             x = None
-        grain = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
-        return Chunk(x, y, weights, grain, features, offset)
+        rounding = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
+        return Chunk(x, y, weights, rounding, features, offset)
 
-    def _bytes_to_keep(self, row: Chunk, order: Order) -> int | None:
-        """Of a chunk of features that the first pass keeps for further ones; None where there
-        are none.
+    def _bytes_to_keep(self, chunk: Chunk, order: Order) -> int | None:
+        """Return the memory of a chunk that the first pass keeps for further ones; None where it
+        keeps none.
         """
-        if self.passes > 1 or row.features is None:
+        if self.passes > 1 or chunk.features is None:
             return None
-        if not self._chosen(order).again(self.network, self.budget):
+        if not self._with_structure(order).needs_more_passes(self.network, self.budget):
             return None
-        return bytes_of(row.features.phi) + 8 * row.y.numel()
+        return tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()
 
 
-def _stored(J: Features) -> Features:
-    """Features as they are kept for further passes: single precision takes half of the memory,
-    and is exact in double.
+def _features_to_keep(J: Features) -> Features:
+    """Return features as they are kept for further passes.
+
+    Single precision takes half of the memory, and its products are exact in double.
     """
     if J.dtype == torch.float64:
         return replace(J.double(), remembers=True)
@@ -423,7 +458,7 @@ def _stored(J: Features) -> Features:
 
 
 def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
-    """The last layer with a scale of rows, which it did not have."""
+    """Return the last layer with a scale of rows, which it did not have."""
     assert isinstance(network, LastLayer)
     assert network.row_scale is None
     assert network.offset is None
@@ -431,21 +466,29 @@ def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
 
 
 def extent_of(network: Network, rows: int | None = None, averages: bool = False) -> Extent:
+    """Return the sizes of a fit of a network, from which structures estimate their memory.
+
+    rows: None where they are not known. averages: whether a variational Gaussian is found.
+    """
     return Extent(network.layout.size, network.outputs, network.layer_shapes, rows, averages)
 
 
 def bytes_per_row(network: Network, order: Order, budget: int) -> int:
-    """Of intermediate results. A last layer with Kronecker factors needs no matrix for each row."""
-    if not network.linear or not order.structure.by_layers or order.newton(network, budget):
+    """Return the memory of the intermediate results of one row.
+
+    A last layer with Kronecker factors needs no matrix for each row.
+    """
+    pooled = network.linear and order.structure.by_layers
+    if not pooled or order.has_newton_curvature(network, budget):
         return network.bytes_per_row
-    width, outputs = network.layout.size // network.outputs, network.outputs
+    outputs = network.outputs
+    width = network.layout.size // outputs
     matrices = 8 * (width * outputs + PRECISIONS * outputs**2)
-    return (
-        network.bytes_per_row - matrices + 8 * (POOLED_FEATURES * width + POOLED_OUTPUTS * outputs)
-    )
+    pooled_bytes = 8 * (POOLED_FEATURES * width + POOLED_OUTPUTS * outputs)
+    return network.bytes_per_row - matrices + pooled_bytes
 
 
-def open_within(
+def open_network_within(
     model: nn.Module,
     weights: str | list[str] | tuple[str, ...],
     x: Any,
@@ -454,10 +497,16 @@ def open_within(
     rows: int | None,
     output: Output = None,
 ) -> Network:
-    """The network, unless what it asks for is beyond the budget."""
+    """Open a network on inputs x for a fit within a budget of bytes.
+
+    Raises ValueError where what the fit asks for is beyond the budget, or where the
+    outputs do not fit the likelihood.
+    """
     links = order.likelihood.links
     network = open_network(model, weights, x, order.structure.materialises, output, links)
-    materialised, order = order.structure.materialises, order.chosen(network, budget)
+    materialised = order.structure.materialises
+    order = order.with_chosen_structure(network, budget)
+    # The structure that was chosen may need less of the network than the one it replaces.
     if materialised and not order.structure.materialises and not network.linear:
         network = open_network(model, weights, x, False, output, links)
     order.likelihood.support_for(network.outputs)
@@ -469,9 +518,9 @@ def open_within(
     return network
 
 
-def thinned(reader: Reader, most: int) -> Reader:
-    """About `most` of the rows whose features a reader keeps, evenly spread; each counts for those
-    left out.
+def thin_reader(reader: Reader, most: int) -> Reader:
+    """Return a reader of about `most` of the rows whose features a reader keeps, evenly spread;
+    each counts for those left out.
 
     The reader itself where it keeps none, or few enough.
     """
@@ -484,17 +533,25 @@ def thinned(reader: Reader, most: int) -> Reader:
     first = 0
     for chunk in chunks:
         assert chunk.features is not None
-        own = slice(-first % stride, None, stride)
+        # Every stride-th row of all chunks together, not of each chunk.
+        taken = slice(-first % stride, None, stride)
         first += len(chunk.y)
-        y = chunk.y[own]
-        weights = (
-            torch.ones(len(y), dtype=torch.float64) if chunk.weights is None else chunk.weights[own]
-        )
-        features = replace(chunk.features, phi=chunk.features.phi[own].contiguous())
-        some = replace(chunk, y=y, weights=weights * stride, features=features)
-        if len(some.y):
-            picked.append(some)
+        y = chunk.y[taken]
+        weights = torch.ones(len(y), dtype=torch.float64)
+        if chunk.weights is not None:
+            weights = chunk.weights[taken]
+        features = replace(chunk.features, phi=chunk.features.phi[taken].contiguous())
+        if len(y):
+            picked.append(replace(chunk, y=y, weights=weights * stride, features=features))
+    return reader_of_chunks(reader.network, picked, reader.weights, reader.budget)
+
+
+def reader_of_chunks(
+    network: Network,
+    chunks: list[Chunk],
+    weights: str | list[str] | tuple[str, ...],
+    budget: int,
+) -> Reader:
+    """Return a reader of chunks that are kept, without a source behind them."""
     nothing_more = Source(lambda: iter(()), True, 0)
-    return Reader(
-        nothing_more, None, reader.weights, reader.budget, opened=reader.opened, kept=picked
-    )
+    return Reader(nothing_more, None, weights, budget, opened=network, kept=chunks)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 from ssla.fitting.choice import mean_and_error
 from ssla.fitting.fit_plan import FitPlan
-from ssla.fitting.prior_choice import described
-from ssla.fitting.steps import with_averages
+from ssla.fitting.prior_choice import describe_change
+from ssla.fitting.steps import with_variational_gaussian
 from ssla.fitting.training_rows import TrainingRows
-from ssla.fitting.tuning_space import posterior_prior
+from ssla.fitting.tuning_space import prior_with_precision
 from ssla.fitting.variational import ROUGH
 from ssla.priors import BoundGaussian
 from ssla.report import TILT
@@ -31,14 +31,15 @@ if TYPE_CHECKING:
 # .006 on cnn, where the evidence alone lost .012 to .017, and still win .30 to .34 on clinc, where
 # it won .36 to .38.
 MOST_PRICE = 0.003
+# The numbers below were not measured: they are guesses.
 NEAR, AIM = 0.8, 0.9  # shares of the limit: a price between NEAR and one is near enough
 ROUNDS = 8
 STRONGEST = 1e6  # factor on the precision
 STEEPNESS = (0.5, 2.0)  # of log price over log precision, between which it is taken to lie
 
 
-def affordable(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) -> Posterior:
-    """The posterior, under a stronger prior if its doubt costs too much on training rows.
+def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) -> Posterior:
+    """Return the posterior, under a stronger prior if its doubt costs too much on training rows.
 
     For classifiers whose trained weights were kept and whose prior nobody gave. Not for networks so
     large that the Jacobians of these rows do not fit in memory: the guard looks at them once.
@@ -52,55 +53,65 @@ def affordable(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) -
         or not isinstance(posterior.bound_prior, BoundGaussian)
     ):
         return posterior
-    most = MOST_PRICE - mean_and_error(rows.plug_in, rows.weights).mean
+    limit = MOST_PRICE - mean_and_error(rows.plug_in, rows.weights).mean
 
     def price(state: Posterior) -> float:
+        """Return what the doubt of a posterior costs on the rows, in nats a row."""
         return mean_and_error(rows.plug_in - rows.scores(state), rows.weights).mean
 
-    tried = {1.0: price(posterior)}
-    if not tried[1.0] > most:
+    prices = {1.0: price(posterior)}  # by the factor on the precision
+    if not prices[1.0] > limit:
         return posterior
-    here, factor = posterior, 1.0
+    # Each rough Gaussian starts from the one before it; the last one is found as if asked for.
+    rough = replace(plan, tolerance=ROUGH)
+    current = posterior
     for _ in range(ROUNDS):
-        factor = min(_next_factor(tried, most), STRONGEST)
-        here = _under(posterior, here, factor, replace(plan, tolerance=ROUGH))
-        tried[factor] = price(here)
-        if NEAR * most <= tried[factor] <= most or factor == STRONGEST:
+        factor = min(_next_factor(prices, limit), STRONGEST)
+        current = _with_stronger_prior(posterior, current, factor, rough)
+        prices[factor] = price(current)
+        if NEAR * limit <= prices[factor] <= limit or factor == STRONGEST:
             break
-    here = _under(posterior, here, factor, plan)
-    what = (
+    current = _with_stronger_prior(posterior, current, factor, plan)
+    change = (
         f"the prior was made {factor:.3g} times stronger than the evidence says, because the "
-        f"network has memorised its training rows: its doubt cost {tried[1.0]:.2g} nats a row "
-        f"there, and now costs {tried[factor]:.2g}. Rows that it has not seen (validation=) would "
+        f"network has memorised its training rows: its doubt cost {prices[1.0]:.2g} nats a row "
+        f"there, and now costs {prices[factor]:.2g}. Rows that it has not seen (validation=) would "
         "tell how much doubt is right"
     )
-    return described(here, what, posterior.mode)
+    return describe_change(current, change, posterior.mode)
 
 
-def _under(posterior: Posterior, here: Posterior, factor: float, plan: FitPlan) -> Posterior:
-    """The posterior with that factor on its prior precision; a variational Gaussian starts from
-    the one at hand.
+def _with_stronger_prior(
+    posterior: Posterior, current: Posterior, factor: float, plan: FitPlan
+) -> Posterior:
+    """Return the posterior with that factor on its prior precision; a variational Gaussian starts
+    from that of the current one.
     """
     precision = factor * posterior.bound_prior.precision(posterior.theta)
-    prior = posterior_prior(posterior, precision)
+    prior = prior_with_precision(posterior, precision)
+    stronger = replace(posterior, prior=prior)
     if posterior.variational is None:
-        return replace(posterior, prior=prior)
-    plan = replace(plan, prior=prior, start=here.variational)
-    return with_averages(plan, replace(posterior, prior=prior))
+        return stronger
+    plan = replace(plan, prior=prior, start=current.variational)
+    return with_variational_gaussian(plan, stronger)
 
 
-def _next_factor(tried: dict[float, float], most: float) -> float:
-    """Where a straight line of log price over log factor meets the limit, from the factors at
-    which the price is known.
+def _next_factor(prices: dict[float, float], limit: float) -> float:
+    """Return where a straight line of log price over log factor meets the limit, from the factors
+    at which the price is known.
     """
-    above = sorted((k for k in tried if tried[k] > most), reverse=True)
-    below = min((k for k in tried if tried[k] <= most), default=None)
-    other = below if below is not None else above[1] if len(above) > 1 else None
+    above = sorted((factor for factor in prices if prices[factor] > limit), reverse=True)
+    below = min((factor for factor in prices if prices[factor] <= limit), default=None)
+    nearest = above[0]
+    # The line goes through the nearest price above the limit and another one.
+    second = below
+    if second is None and len(above) > 1:
+        second = above[1]
     steepness = 1.0
-    if other is not None and 0 < tried[other] != tried[above[0]]:
-        steepness = -math.log(tried[other] / tried[above[0]]) / math.log(other / above[0])
+    if second is not None and 0 < prices[second] != prices[nearest]:
+        steepness = -math.log(prices[second] / prices[nearest]) / math.log(second / nearest)
     low, high = STEEPNESS
-    step = math.log(tried[above[0]] / (AIM * most)) / min(max(steepness, low), high)
+    step = math.log(prices[nearest] / (AIM * limit)) / min(max(steepness, low), high)
     if below is not None:  # a little inside, where the line is not exact
-        step = min(step, 0.9 * math.log(below / above[0]))
-    return above[0] * math.exp(step)
+        step = min(step, 0.9 * math.log(below / nearest))
+    return nearest * math.exp(step)

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.distributions import Distribution
 
-from ssla._checks import one_of
-from ssla.fitting.again import polish_again
-from ssla.fitting.prior_choice import described
-from ssla.fitting.sums import climbing
-from ssla.fitting.variational import recentred
+from ssla._checks import check_name
+from ssla.fitting.further_passes import polish_again
+from ssla.fitting.prior_choice import describe_change
+from ssla.fitting.sums import uphill_operator
+from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import (
     ADDITIVE,
     CONVENTIONS,
@@ -34,7 +34,7 @@ from ssla.priors import (
     Flat,
     Prior,
     as_prior,
-    check_at,
+    check_density_at,
 )
 from ssla.report import AS_IS, LAPLACE, POLISH, TILT
 from ssla.values import Statistics
@@ -46,108 +46,126 @@ KEPT = (
     "θ̂ was kept, {residual:.3g} posterior sd from its mode ({each:.2g} per parameter); give data= "
     "to polish again"
 )
+# The numbers below were not measured: they are guesses.
 MOST_STEPS = 200
 DECREMENT = 1e-12  # posterior standard deviations from the mode at which the ascent ends
 # a squared decrement below which the gain is below rounding error, and the full step is safe
 TRUSTED = 1e-10
+SHORTEST = 1e-10  # share of a Newton step
 
 
-def with_prior(
+def change_prior(
     posterior: Posterior, prior: Prior | Distribution, convention: str, data: Any
 ) -> Posterior:
-    """See Posterior.with_prior."""
-    one_of("convention", convention, CONVENTIONS)
+    """Return the posterior under another prior: see Posterior.with_prior.
+
+    Raises ValueError for an unknown convention, a prior without a finite density at θ̂, and a
+    curvature that is not positive definite.
+    """
+    check_name("convention", convention, CONVENTIONS)
     new = as_prior(prior)
-    check_at(new, new.bind(posterior.network.layout), posterior.theta)
+    check_density_at(new, new.bind(posterior.network.layout), posterior.theta)
     if data is not None:
-        return _polished(posterior, new, convention, data)
-    moved = replace(posterior, prior=new, convention=convention)
+        return _polish_under(posterior, new, convention, data)
+    changed = replace(posterior, prior=new, convention=convention)
     if posterior.variational is not None:
-        return _averages_kept(moved)
+        return _keep_averages(changed)
     if convention != EXACT:
         # data too few for it are an error of the change, not of a later prediction
-        _ = moved.data_operator
-    if posterior.follows_mode:
-        theta, statistics = mode_from_sums(
-            posterior.statistics, moved.objective_prior, posterior.theta
+        _ = changed.data_operator
+    if posterior.updates_mode_from_sums:
+        theta, statistics = find_mode_from_sums(
+            posterior.statistics, changed.objective_prior, posterior.theta
         )
-        moved = replace(moved, theta=theta, statistics=statistics)
-        return described(
+        moved = replace(changed, theta=theta, statistics=statistics)
+        return describe_change(
             moved, "moved to its mode from the sums, without a pass; the noise was kept", POLISH
         )
-    return described(moved, KEPT, TILT if posterior.mode == TILT else AS_IS)
+    return describe_change(changed, KEPT, _mode_of_kept_theta(posterior))
 
 
-def _averages_kept(moved: Posterior) -> Posterior:
-    """A variational Gaussian under another prior, with its averages over the data kept."""
-    if moved.convention != EXACT:
-        report = replace(moved.report, gaussian=LAPLACE)
-        laplace = replace(moved, variational=None, report=report)
-        _ = laplace.data_operator
-        what = (
-            "this convention is defined at the mode: the Gaussian there (laplace) took the "
-            "variational one's place; "
-        )
-        return described(laplace, what + KEPT, TILT if moved.mode == TILT else AS_IS)
-    there = recentred(moved)
-    return described(there, _how_it_moved(there), TILT if moved.mode == TILT else AS_IS)
+def _mode_of_kept_theta(posterior: Posterior) -> str:
+    """Return the mode of a posterior whose θ̂ stays when its prior changes."""
+    return TILT if posterior.mode == TILT else AS_IS
 
 
-def _how_it_moved(there: Posterior) -> str:
-    """What a change of the prior did to a variational Gaussian, for the report."""
-    if there.tilted:
-        what = "the covariance has changed and the mean stayed at the trained weights"
-    elif there.sums.curvature.whole:
-        what = "the Gaussian has moved"
-    else:
-        structure = there.sums.curvature.name
-        what = (
-            f"the mean has moved only approximately, by the curvature that structure={structure!r} "
-            "keeps of the data"
-        )
-    return f"{what}; the averages over the data and θ̂ were kept. Give data= to fit it again"
+def _keep_averages(changed: Posterior) -> Posterior:
+    """Return a variational posterior under its changed prior, with its averages over the data kept.
 
-
-def _polished(posterior: Posterior, prior: Prior, convention: str, data: Any) -> Posterior:
-    """A fresh polish on the data, from the trained weights; the noise stays what it is."""
-    objective = Flat() if convention == ADDITIVE else prior
-    again = polish_again(posterior, objective, data)
-    passes = posterior.report.passes + again.report.passes
-    found = replace(
-        again, prior=prior, convention=convention, report=replace(again.report, passes=passes)
+    Conventions that are defined at the mode take the Gaussian there.
+    """
+    mode = _mode_of_kept_theta(changed)
+    if changed.convention == EXACT:
+        moved = with_recentred_mean(changed)
+        return describe_change(moved, _describe_move(moved), mode)
+    report = replace(changed.report, gaussian=LAPLACE)
+    laplace = replace(changed, variational=None, report=report)
+    _ = laplace.data_operator
+    change = (
+        "this convention is defined at the mode: the Gaussian there (laplace) took the "
+        "variational one's place; "
     )
-    return described(found, "polished again on the data; the noise was kept", POLISH)
+    return describe_change(laplace, change + KEPT, mode)
 
 
-def mode_from_sums(
+def _describe_move(moved: Posterior) -> str:
+    """Say for the report what a change of the prior did to a variational Gaussian."""
+    curvature = moved.sums.curvature
+    if moved.tilted:
+        change = "the covariance has changed and the mean stayed at the trained weights"
+    elif curvature.whole:
+        change = "the Gaussian has moved"
+    else:
+        change = (
+            "the mean has moved only approximately, by the curvature that "
+            f"structure={curvature.name!r} keeps of the data"
+        )
+    return f"{change}; the averages over the data and θ̂ were kept. Give data= to fit it again"
+
+
+def _polish_under(posterior: Posterior, prior: Prior, convention: str, data: Any) -> Posterior:
+    """Polish again on the data under a prior, from the trained weights; the noise stays what it
+    is.
+    """
+    objective = Flat() if convention == ADDITIVE else prior
+    polished = polish_again(posterior, objective, data)
+    passes = posterior.report.passes + polished.report.passes
+    report = replace(polished.report, passes=passes)
+    changed = replace(polished, prior=prior, convention=convention, report=report)
+    return describe_change(changed, "polished again on the data; the noise was kept", POLISH)
+
+
+def find_mode_from_sums(
     statistics: Statistics, bound: BoundPrior, theta: Tensor
 ) -> tuple[Tensor, Statistics]:
-    """The mode of ℓ_D + log π where ℓ_D is the quadratic of the sums, and the sums there.
+    """Find the mode of ℓ_D + log π from θ (P,) where ℓ_D is the quadratic of the sums; return it
+    and the sums there.
 
-    One Newton step for a Gaussian prior, a safeguarded ascent for another. Fails after `MOST_STEPS`
-    steps.
+    One Newton step for a Gaussian prior, a safeguarded ascent for another. Raises ValueError after
+    `MOST_STEPS` steps.
     """
     height = float(bound.log_prob(theta))
     for _ in range(MOST_STEPS):
         gradient = statistics.gradient + bound.gradient(theta)
-        step = climbing(statistics.curvature, bound.precision(theta)).solve(gradient)
+        step = uphill_operator(statistics.curvature, bound.precision(theta)).solve(gradient)
         decrement = float(gradient @ step)
         if decrement <= DECREMENT**2 * (1 + abs(height)):
             return theta, statistics
-        rise, bend = (
-            float(step @ statistics.gradient),
-            float(step @ statistics.curvature.push(step)),
-        )
+        # Along the step ℓ_D is rise·size − ½ bend·size², so that only log π is evaluated.
+        rise = float(step @ statistics.gradient)
+        bend = float(step @ statistics.curvature.push(step))
         size = 1.0
         while True:
-            there = float(bound.log_prob(theta + size * step))
-            gain = size * rise - 0.5 * size**2 * bend + there - height
+            new_height = float(bound.log_prob(theta + size * step))
+            gain = size * rise - 0.5 * size**2 * bend + new_height - height
             if gain >= 1e-4 * size * decrement or decrement <= TRUSTED:
                 break
             size /= 2
-            if size < 1e-10:
+            if size < SHORTEST:
                 return theta, statistics  # no step rises: the mode to rounding
-        theta, statistics, height = theta + size * step, statistics.moved(size * step), there
+        theta = theta + size * step
+        statistics = statistics.moved(size * step)
+        height = new_height
     raise ValueError(
         f"The mode under this prior was not found in {MOST_STEPS} Newton steps: log π may have "
         "several modes or none. Use a smoother prior, or a fit with mode='as_is'."

@@ -7,6 +7,7 @@ bound, whose averages and prior are found in turn.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.fitting.evidence import Evidence, evidence_of
-from ssla.fitting.fit_plan import FitPlan, outputs_apart
-from ssla.fitting.more_data import with_directions
-from ssla.fitting.steps import with_averages, with_theta_at_mode
+from ssla.fitting.fit_plan import FitPlan, outputs_with_own_units
+from ssla.fitting.more_data import with_sketch_note
+from ssla.fitting.steps import move_theta_to_mode, with_variational_gaussian
 from ssla.fitting.tuning_space import EVIDENCE, LOO, NOISE, PRIOR, Space
 from ssla.fitting.variational import with_sums
-from ssla.maths.bfgs import Maximum, Value, maximise
+from ssla.maths.bfgs import Maximum, Value, maximise_in_box
 from ssla.priors import Prior, concavity_notes, describe
 from ssla.report import CONCAVITY, MOVED, TUNING, Note, TuningHistory, without
 from ssla.report import PRIOR as PRIOR_NOTE
@@ -28,6 +29,7 @@ from ssla.report import PRIOR as PRIOR_NOTE
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
+# The numbers below were not measured: they are guesses, unless a comment says otherwise.
 # Log factors on all precisions from which an ascent may start.
 SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)
 SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
@@ -43,8 +45,8 @@ REACH = 3.0  # by which a logarithm may change while averages are kept
 
 
 def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Posterior:
-    """The posterior of a fit without a prior: with the precisions of the highest evidence around
-    the trained weights' scale.
+    """Return the posterior of a fit without a prior, with the precisions of the highest evidence
+    around the trained weights' scale.
 
     One precision for each layer, or for each output of a last layer whose outputs are of different
     kinds; its logarithm has standard deviation DOUBT around that of the trained weights. Features
@@ -54,169 +56,174 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
     """
     posterior = replace(posterior)  # what is computed on the way is forgotten with this copy
     dense = posterior.sums.curvature.whole and posterior.theta.numel() > SCAN_LIMIT
-    apart = outputs_apart(posterior.network, posterior.likelihood, posterior.sums.curvature)
+    own_units = outputs_with_own_units(
+        posterior.network, posterior.likelihood, posterior.sums.curvature
+    )
     over = (PRIOR, NOISE) if estimated else (PRIOR,)
-    space, notes = Space.of(posterior, over, not dense, apart is not None)
-    space = replace(space, home=space.levels, doubt=DOUBT)
-    if plan.averages:
-        return alternate(space, notes, plan, quiet=True)
-    best = climb_evidence(replace(space, reach=REACH_OF_CHOICE))
-    history = history_of(EVIDENCE, space, best, notes)
-    end = with_averages(plan, space.posterior_at(best.point))
+    space, notes = Space.of(posterior, over, not dense, own_units is not None)
+    space = replace(space, expected_levels=space.levels, doubt=DOUBT)
+    if plan.finds_variational:
+        return alternate_averages_and_prior(space, notes, plan, quiet=True)
+    best = maximise_evidence(replace(space, reach=REACH_OF_CHOICE))
+    history = make_history(EVIDENCE, space, best, notes)
+    chosen = with_variational_gaussian(plan, space.posterior_at(best.point))
     # Vectors (P,) that are not needed any more
     del posterior, space
-    return finished(end, history, quiet=True)
+    return finish_tuning(chosen, history, quiet=True)
 
 
-def alternate(space: Space, notes: list[str], plan: FitPlan, quiet: bool) -> Posterior:
-    """Averages of the variational Gaussian and its prior in turn, until the prior stays where it
-    is.
+def alternate_averages_and_prior(
+    space: Space, notes: list[str], plan: FitPlan, quiet: bool
+) -> Posterior:
+    """Find the averages of the variational Gaussian and its prior in turn, until the prior stays
+    where it is.
 
     With the averages kept, the evidence is that of a Gaussian model; where neither changes any more
-    its gradient is the bound's.
+    its gradient is the bound's. notes: for the history. quiet: whether a poor solution is only
+    noted.
     """
-    points, values = [space.units(torch.zeros(1, len(space.free)).double())], []
-    found: list[Maximum] = []
+    points = [space.in_units(torch.zeros(1, len(space.free)).double())]
+    values: list[float] = []
+    maxima: list[Maximum] = []
 
-    def choose(state: Posterior) -> Prior | None:
-        here = replace(space.moved(positive_averages(state)), reach=REACH)
-        best = climb_evidence(here)
-        chosen, point = stepped(here, best.point)
-        if not found:
+    def choose_next_prior(state: Posterior) -> Prior | None:
+        """Choose the prior of the highest evidence with the averages kept; None ends the search."""
+        kept = replace(space.moved_to(with_positive_averages(state)), reach=REACH)
+        best = maximise_evidence(kept)
+        chosen, point = step_towards(kept, best.point)
+        if not maxima:
             values.append(state.log_evidence())
-        found.append(best)
-        points.append(here.units(point[None]))
+        maxima.append(best)
+        points.append(kept.in_units(point[None]))
         values.append(best.value)
-        still = (
-            bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
-            or len(found) == ALTERNATIONS
-        )
-        return None if still else chosen.prior
+        still = bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
+        return None if still or len(maxima) == ALTERNATIONS else chosen.prior
 
-    end = with_averages(plan, space.posterior, choose)
-    settled = bool(found) and len(found) < ALTERNATIONS
-    if not found:  # the Gaussian never came near its best, so that no prior was chosen
-        nowhere, height = torch.zeros(len(space.free), dtype=torch.float64), end.log_evidence()
-        at_edge = torch.zeros_like(nowhere, dtype=torch.bool)
-        found.append(
-            Maximum(
-                nowhere, height, nowhere, at_edge, False, nowhere[None], torch.tensor([height]), 0
-            )
-        )
-        values.append(height)
-    values[-1] = end.log_evidence()
-    best = replace(found[-1], evaluations=sum(one.evaluations for one in found))
-    return ended(space, end, best, EVIDENCE, notes, plan, quiet, points, values, settled)
+    tuned = with_variational_gaussian(plan, space.posterior, choose_next_prior)
+    settled = bool(maxima) and len(maxima) < ALTERNATIONS
+    if not maxima:  # the Gaussian never came near its best, so that no prior was chosen
+        start = torch.zeros(len(space.free), dtype=torch.float64)
+        at_edge = torch.zeros_like(start, dtype=torch.bool)
+        value = tuned.log_evidence()
+        visited = start[None], torch.tensor([value])
+        maxima.append(Maximum(start, value, start, at_edge, False, *visited, 0))
+        values.append(value)
+    values[-1] = tuned.log_evidence()
+    best = replace(maxima[-1], evaluations=sum(each.evaluations for each in maxima))
+    history = history_of_visits(EVIDENCE, space, best, notes, points, values, settled)
+    return finish_variational(tuned, history, plan, quiet)
 
 
-def ended(
-    space: Space,
-    end: Posterior,
-    best: Maximum,
-    objective: str,
-    notes: list[str],
-    plan: FitPlan | None,
-    quiet: bool,
-    points: list[Tensor],
-    values: list[float],
-    settled: bool,
+def finish_variational(
+    posterior: Posterior, history: TuningHistory, plan: FitPlan | None, quiet: bool
 ) -> Posterior:
-    """The tuned variational posterior: θ̂ follows the prior to its mode by passes of `plan`, and
-    the history shows the way.
+    """Return the tuned variational posterior with its history.
+
+    θ̂ follows the prior to its mode by passes of `plan`; None: it stays.
     """
-    heights = torch.tensor(values, dtype=torch.float64)
-    whole = replace(best, points=torch.zeros(len(points), len(space.free)).double(), values=heights)
-    trace = replace(
-        history_of(objective, space, whole, notes),
-        points=torch.cat(points),
-        converged=settled and best.converged,
-    )
-    if plan is not None and end.network.linear and end.follows_prior:
-        end = with_theta_at_mode(plan, end)
-    return finished(end, trace, quiet)
+    if plan is not None and posterior.network.linear and posterior.follows_prior:
+        posterior = move_theta_to_mode(plan, posterior)
+    return finish_tuning(posterior, history, quiet)
 
 
-def positive_averages(posterior: Posterior) -> Posterior:
-    """With the positive part of the averages: what is negative would make variances infinite
-    under a weaker prior.
+def with_positive_averages(posterior: Posterior) -> Posterior:
+    """Return the posterior with the positive part of the averages: what is negative would make
+    variances infinite under a weaker prior.
     """
     return with_sums(
         posterior, replace(posterior.sums, curvature=posterior.sums.curvature.positive_part())
     )
 
 
-def stepped(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
-    """The posterior at the point, or on the way to it as far as the kept averages are positive
-    definite with the prior.
+def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
+    """Return the posterior at the point (d,), or on the way to it as far as the kept averages are
+    positive definite with the prior; and the point that was reached.
     """
     for _ in range(HALVINGS):
         try:
-            found = space.posterior_at(point)
-            _ = found.covariance
-            return found, point
+            reached = space.posterior_at(point)
+            _ = reached.covariance
+            return reached, point
         except ValueError:
             point = point / 2
     return space.posterior, torch.zeros_like(point)
 
 
-def climb_evidence(space: Space) -> Maximum:
-    """From the best of a scan over all precisions together, and from where the prior stands."""
+def maximise_evidence(space: Space) -> Maximum:
+    """Find the highest evidence from where the prior stands, and from the best of a scan over all
+    precisions together.
+    """
     problem = space.problem
     # The log likelihood at hand is a constant that depends on the unit of the targets: left out
     # here
     constant = problem.log_likelihood
     evidence: Evidence = evidence_of(problem._replace(log_likelihood=0.0))
 
-    def function(point: Tensor) -> Value:
-        """The evidence and what the scale of the trained weights expects, with their
-        derivatives.
+    def penalised_evidence(point: Tensor) -> Value:
+        """Return the evidence and what the scale of the trained weights expects at a point (d,),
+        with their derivatives.
         """
         try:
-            value, gradient, curvature = evidence(space.full(point))
+            value, gradient, curvature = evidence(space.all_coordinates(point))
         except ValueError:  # averages that are not positive definite with so weak a prior
             return Value(-math.inf, torch.zeros_like(point))
         if curvature is not None:
             curvature = curvature[space.free] + space.expected_curvature
         return Value(
-            value + space.expected(point),
+            value + space.expected_log_density(point),
             gradient[space.free] + space.expected_slope(point),
             curvature,
         )
 
     low, high = space.box
-    start = torch.zeros(len(space.free), dtype=torch.float64)
     level = 1 + space.posterior.sums.weight * space.posterior.network.outputs
-    best = maximise(function, start, low, high, space.scale, tolerance=1e-10, level=level)
-    tuned = space.free < len(space.labels)
-    if bool(tuned.any()) and space.posterior.theta.numel() <= SCAN_LIMIT and space.reach > REACH:
-        starts = space.middle(float(SCAN.max())) + SCAN[:, None] * tuned.double()
-        heights = torch.tensor([function(point.clamp(low, high))[0] for point in starts])
-        first = starts[int(heights.argmax())]
-        other = maximise(function, first, low, high, space.scale, tolerance=1e-10, level=level)
+
+    def ascend(start: Tensor) -> Maximum:
+        """Climb from a point (d,) to a maximum inside the box."""
+        return maximise_in_box(
+            penalised_evidence, start, low, high, space.scale, tolerance=1e-10, level=level
+        )
+
+    start = torch.zeros(len(space.free), dtype=torch.float64)
+    best = ascend(start)
+    small = space.posterior.theta.numel() <= SCAN_LIMIT
+    if space.has_free_precisions and small and space.reach > REACH:
+        first, _ = best_start(
+            space.scan_points(SCAN), space, lambda point: penalised_evidence(point)[0]
+        )
+        other = ascend(first)
         if other.value > best.value + 1e-9 * level:
-            whole = (
-                torch.cat([start[None].clamp(low, high), other.points]),
-                torch.cat([best.values[:1], other.values]),
-            )
             best = replace(
                 other,
-                points=whole[0],
-                values=whole[1],
+                points=torch.cat([start[None].clamp(low, high), other.points]),
+                values=torch.cat([best.values[:1], other.values]),
                 evaluations=other.evaluations + best.evaluations,
             )
     return replace(best, value=best.value + constant, values=best.values + constant)
 
 
-def history_of(objective: str, space: Space, best: Maximum, notes: list[str]) -> TuningHistory:
+def best_start(
+    starts: Tensor, space: Space, height: Callable[[Tensor], float]
+) -> tuple[Tensor, Tensor]:
+    """Return the highest of some starts (k, d), and the heights (k,) of all, each clamped to the
+    box of the space.
+    """
+    low, high = space.box
+    heights = torch.tensor([height(point.clamp(low, high)) for point in starts])
+    return starts[int(heights.argmax())], heights
+
+
+def make_history(
+    objective: str, space: Space, best: Maximum, notes: Sequence[str]
+) -> TuningHistory:
+    """Write the history of an ascent in the space's own units."""
     names = space.names
     edge = tuple(name for name, flag in zip(names, best.at_bound.tolist(), strict=True) if flag)
-    label = {EVIDENCE: "log evidence", LOO: "leave-one-out log density"}.get(
-        objective, f"held-out −{objective}"
-    )
+    labels = {EVIDENCE: "log evidence", LOO: "leave-one-out log density"}
     return TuningHistory(
-        label,
+        labels.get(objective, f"held-out −{objective}"),
         names,
-        space.units(best.points),
+        space.in_units(best.points),
         best.values,
         best.gradient,
         best.converged,
@@ -226,9 +233,29 @@ def history_of(objective: str, space: Space, best: Maximum, notes: list[str]) ->
     )
 
 
-def finished(posterior: Posterior, history: TuningHistory, quiet: bool = False) -> Posterior:
-    """The tuned posterior with its history and its report; warns about a poor solution, unless
-    nobody asked for tuning.
+def history_of_visits(
+    objective: str,
+    space: Space,
+    best: Maximum,
+    notes: list[str],
+    points: list[Tensor],
+    values: list[float],
+    settled: bool,
+) -> TuningHistory:
+    """Write the history of a search by variational Gaussians.
+
+    points: those visited, in their own units, each (1, d), with the value of each. settled: whether
+    the search ended by itself.
+    """
+    heights = torch.tensor(values, dtype=torch.float64)
+    converged = settled and best.converged
+    history = make_history(objective, space, replace(best, values=heights), notes)
+    return replace(history, points=torch.cat(points), converged=converged)
+
+
+def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = False) -> Posterior:
+    """Return the tuned posterior with its history and its report; warn about a poor solution,
+    unless nobody asked for tuning.
     """
     if history.at_bound and not quiet:
         warn(
@@ -238,38 +265,34 @@ def finished(posterior: Posterior, history: TuningHistory, quiet: bool = False) 
         )
     if not history.converged and not quiet:
         warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning)
-    summary = "tuned by " + str(history).replace("\n", "; ")
-    moved = posterior.follows_mode or posterior.residual <= AT_MODE
-    kept = "" if moved else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
-    what = (
-        "noise was"
-        if history.names == (NOISE,)
-        else "precision and noise were"
-        if NOISE in history.names
-        else "precision was"
-    )
-    found = described(posterior, f"{kept}{what} tuned", posterior.mode)
-    return replace(
-        found,
-        tuning_history=history,
-        report=replace(
-            found.report, notes=(*without(found.report.notes, TUNING), Note(summary, TUNING))
-        ),
-    )
+    at_mode = posterior.updates_mode_from_sums or posterior.residual <= AT_MODE
+    change = "" if at_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
+    if history.names == (NOISE,):
+        change += "noise was tuned"
+    elif NOISE in history.names:
+        change += "precision and noise were tuned"
+    else:
+        change += "precision was tuned"
+    tuned = describe_change(posterior, change, posterior.mode)
+    summary = Note("tuned by " + str(history).replace("\n", "; "), TUNING)
+    notes = (*without(tuned.report.notes, TUNING), summary)
+    return replace(tuned, tuning_history=history, report=replace(tuned.report, notes=notes))
 
 
-def described(posterior: Posterior, what: str, mode: str) -> Posterior:
-    """The posterior with a report of its prior, its convention and its distance to the mode."""
+def describe_change(posterior: Posterior, change: str, mode: str) -> Posterior:
+    """Return the posterior with a report of its new prior, its convention and its distance to the
+    mode.
+
+    change: what was done, in which {residual} and {each} stand for the distance to the mode, in
+    total and per parameter.
+    """
     residual = posterior.residual
     each = residual / math.sqrt(posterior.theta.numel())
-    notes = with_directions(
-        without(posterior.report.notes, PRIOR_NOTE, CONCAVITY, MOVED), posterior
-    )
-    notes += [Note(f"prior: {what.format(residual=residual, each=each)}", PRIOR_NOTE)]
-    notes += [
-        Note(note, CONCAVITY)
-        for note in concavity_notes(posterior.bound_prior.precision(posterior.theta))
-    ]
+    precision = posterior.bound_prior.precision(posterior.theta)
+    notes = without(posterior.report.notes, PRIOR_NOTE, CONCAVITY, MOVED)
+    notes = with_sketch_note(notes, posterior)
+    notes.append(Note(f"prior: {change.format(residual=residual, each=each)}", PRIOR_NOTE))
+    notes.extend(Note(note, CONCAVITY) for note in concavity_notes(precision))
     report = replace(
         posterior.report,
         prior=describe(posterior.prior),

@@ -11,10 +11,11 @@ from torch import Tensor
 from ssla.fitting.choice import MOST_LOSS, Setting, choose_setting, mean_and_error
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 
-# standard errors below the best, and beyond what doubt may cost: weaker priors are not tried
+# standard errors below the best, and beyond what doubt may cost: weaker priors are not tried (a
+# guess)
 HOPELESS = 4.0
 
-Scored = tuple[Setting, "Candidate | None"]
+SettingWithGaussian = tuple[Setting, "Candidate | None"]
 """A setting with its Gaussian; None where there is none."""
 
 
@@ -24,57 +25,70 @@ class ScoreTable:
 
     rows: ValidationRows
     settings: list[Setting] = field(default_factory=list)
-    scored: list[Tensor] = field(default_factory=list)  # log densities (n,) of each
+    log_densities: list[Tensor] = field(default_factory=list)  # (n,) of each setting
 
-    def add(self, candidates: Iterable[Scored]) -> None:
+    def score_settings(self, candidates: Iterable[SettingWithGaussian]) -> None:
         """Score settings that have a Gaussian, in one pass over the rows."""
         known = [(setting, candidate) for setting, candidate in candidates if candidate is not None]
         if known:
-            self.scored.extend(self.rows.scores([candidate for _, candidate in known]))
+            self.log_densities.extend(self.rows.scores([candidate for _, candidate in known]))
             self.settings.extend(setting for setting, _ in known)
 
-    def descend(self, groups: Iterable[list[Scored]]) -> None:
+    def score_until_hopeless(self, groups: Iterable[list[SettingWithGaussian]]) -> None:
         """Score groups of settings from the strongest prior on, until a whole group is hopeless.
 
         Rows whose Jacobians are not kept are read once for all settings.
         """
         if self.rows.kept is None:
-            self.add([scored for group in groups for scored in group])
+            self.score_settings([each for group in groups for each in group])
             return
         weights = self.rows.weights
         best: Tensor | None = None
         for group in groups:
-            before = len(self.scored)
-            self.add(group)
-            if len(self.scored) == before:
+            before = len(self.log_densities)
+            self.score_settings(group)
+            if len(self.log_densities) == before:
                 return
-            here = max(self.scored[before:], key=lambda scores: float(scores @ weights))
-            if best is None or float((here - best) @ weights) >= 0:
-                best = here
+            best_of_group = max(
+                self.log_densities[before:], key=lambda scores: float(scores @ weights)
+            )
+            if best is None or float((best_of_group - best) @ weights) >= 0:
+                best = best_of_group
                 continue
-            loss = mean_and_error(best - here, weights)
+            loss = mean_and_error(best - best_of_group, weights)
             if not loss.mean <= max(HOPELESS * loss.error, MOST_LOSS):
                 return
 
-    def extend(self, other: ScoreTable) -> None:
-        """With the settings of another table of the same rows."""
+    def add_table(self, other: ScoreTable) -> None:
+        """Add the settings of another table of the same rows."""
         self.settings.extend(other.settings)
-        self.scored.extend(other.scored)
+        self.log_densities.extend(other.log_densities)
 
-    def of(self, gaussian: str | None) -> ScoreTable:
-        """The settings with that Gaussian; all of them for None."""
-        own = [i for i, setting in enumerate(self.settings) if gaussian in (None, setting.gaussian)]
-        return ScoreTable(self.rows, [self.settings[i] for i in own], [self.scored[i] for i in own])
+    def with_gaussian(self, gaussian: str | None) -> ScoreTable:
+        """Return the table of the settings with that Gaussian; of all of them for None."""
+        taken = [
+            i for i, setting in enumerate(self.settings) if gaussian in (None, setting.gaussian)
+        ]
+        return ScoreTable(
+            self.rows,
+            [self.settings[i] for i in taken],
+            [self.log_densities[i] for i in taken],
+        )
 
     @property
     def scores(self) -> Tensor:
-        """(k, n)."""
-        return torch.stack(self.scored)
+        """The log densities (k, n) of all settings."""
+        return torch.stack(self.log_densities)
 
     @property
     def choice(self) -> int:
-        """The number of the setting that the rows choose."""
+        """The index of the setting that the rows choose."""
         return choose_setting(self.settings, self.scores, self.rows.weights)
+
+    @property
+    def chosen(self) -> Setting:
+        """The setting that the rows choose."""
+        return self.settings[self.choice]
 
     @property
     def best(self) -> Setting:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla._checks import finite
+from ssla._checks import check_finite
 from ssla.curvature import Dense, Operator, Structure
 from ssla.curvature.dense import DenseOperator
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.kfac import pools
+from ssla.curvature.kfac import needs_summed_precision_only
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import (
     RowNodes,
@@ -28,8 +28,8 @@ from ssla.priors import BoundPrior
 from ssla.values import Statistics
 
 
-class Around(NamedTuple):
-    """A Gaussian over θ whose averages are to be summed."""
+class Averaging(NamedTuple):
+    """The Gaussian over θ under which averages are summed, in place of values at θ."""
 
     shift: Tensor  # its mean less θ (P,)
     covariance: Operator
@@ -39,6 +39,20 @@ class Around(NamedTuple):
     moves: bool  # whether the mean will move, which takes a curvature of its own for its steps
     row_nodes: RowNodes | None = None  # of many rows of classes
 
+    def mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
+        """Return the outputs (B, C) at the Gaussian's mean, from f (B, C) and the Jacobian at θ."""
+        return f + J.push(self.shift) if bool(self.shift.any()) else f
+
+    def output_root(self, J: Jacobian) -> Root:
+        """Return R with R Rᵀ = K = J S Jᵀ (B, C, C) at the rows of a chunk."""
+        if isinstance(self.covariance, DenseOperator):
+            return self.covariance.root_for_sums(J)
+        return self.covariance.root(J)
+
+    def nodes_of_chunk(self, chunk: int) -> RowNodes | None:
+        """Return the nodes of a chunk, by its number; None where all rows share nodes."""
+        return None if self.row_nodes is None else self.row_nodes.of_chunk(chunk)
+
 
 @dataclass(frozen=True, eq=False)
 class Sums:
@@ -47,104 +61,140 @@ class Sums:
     """
 
     statistics: Statistics
-    newton: Structure | None
+    newton: Structure | None  # Σ JᵀΛJ with the observed Λ; None: that of the statistics serves
     squares: Tensor  # Σ w (y − f)² by output (C,), for the noise
     largest: Tensor  # |y| at its largest by output (C,): the unit in which residuals may be zero
     reference: Tensor  # the noise that the statistics were taken at (C,)
     # whether the input factor of a last layer with Kronecker factors is summed; see Kfac.add
-    inputs: bool = True
+    has_input_factor: bool = True
 
     @staticmethod
-    def zero(size: int, structure: Structure, newton: bool, inputs: bool = True) -> Sums:
-        nothing = Statistics(
+    def zero(size: int, structure: Structure, newton: bool, has_input_factor: bool = True) -> Sums:
+        """Return the sums over no row, for `size` parameters.
+
+        newton: whether Newton steps have a dense curvature of their own.
+        """
+        statistics = Statistics(
             0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size)
         )
         none = torch.zeros(1, dtype=torch.float64)
-        own = Dense(dual=False).zero(size) if newton else None
-        return Sums(nothing, own, none, none, torch.ones(1), inputs)
+        observed = Dense(dual=False).zero(size) if newton else None
+        return Sums(statistics, observed, none, none, torch.ones(1), has_input_factor)
 
     @property
     def newton_curvature(self) -> Structure:
+        """The curvature of Newton steps: the observed one where it is summed."""
         return self.newton or self.statistics.curvature
 
     @property
-    def straight(self) -> bool:
-        """Whether the observed curvature is zero in directions in which the Fisher is not,
+    def has_kinks(self) -> bool:
+        """Return whether the observed curvature is zero in directions in which the Fisher is not,
         though there is a gradient.
         """
         if self.newton is None or not self.newton.exact:
             return False
-        none = (self.newton.as_matrix().diagonal() == 0).double()
-        return float(none @ self.statistics.curvature.push(none)) > 0 and bool(
-            (none * self.statistics.gradient != 0).any()
-        )
+        flat = (self.newton.as_matrix().diagonal() == 0).double()
+        fisher_along_flat = float(flat @ self.statistics.curvature.push(flat))
+        return fisher_along_flat > 0 and bool((flat * self.statistics.gradient != 0).any())
 
     def newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
-        """H⁻¹ g with the observed curvature; with the Fisher where that is not positive
-        definite.
+        """Compute H⁻¹ g (P,) for a gradient (P,), with the observed curvature; with the Fisher
+        where that is not positive definite.
+
+        prior_precision: (P,) or (P, P). Raises ValueError where neither can be factorised.
         """
         if self.newton is not None:
             try:
                 return self.newton.with_prior(prior_precision).solve(gradient)
             except ValueError:
                 pass
-        return climbing(self.statistics.curvature, prior_precision).solve(gradient)
+        return uphill_operator(self.statistics.curvature, prior_precision).solve(gradient)
 
     def add(
         self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood
     ) -> Sums:
-        """The sums with more rows.
+        """Return the sums with more rows: outputs f (B, C), targets y and row weights (B,).
 
-        Matrices are changed in place: these sums must not be used afterwards.
+        Matrices are changed in place: these sums must not be used afterwards. Raises ValueError
+        where an output or a log density is not finite.
         """
-        finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
-        likelihood.check_outputs(f)
-        pool = self._pool(f, J, weights)
-        log_prob, score = likelihood.log_prob(y, f), likelihood.score(y, f)
-        precision = (
-            likelihood.fisher(f)
-            if pool is None
-            else pooled_fisher(likelihood, f, pool, self._diagonal)
+        check_finite(
+            "The network's output", f, "Check the scale of the inputs and the trained weights."
         )
-        dense = self.statistics.curvature.exact
-        same = dense and likelihood.softmax  # the observed precision is the Fisher information
+        likelihood.check_outputs(f)
+        pooling = self._pooling_weights(f, J, weights)
+        log_prob = likelihood.log_prob(y, f)
+        score = likelihood.score(y, f)
+        if pooling is None:
+            precision = likelihood.fisher(f)
+        else:
+            precision = pooled_fisher(likelihood, f, pooling, self._pools_diagonal)
+        # For a softmax the observed precision is the Fisher information: summed once.
+        same = self.statistics.curvature.exact and likelihood.softmax
         observed = likelihood.precision(y, f) if self.newton is not None and not same else None
-        finite(
+        check_finite(
             "log p(y|f)",
             log_prob,
             "Some targets are impossible for these outputs: check y and the likelihood.",
         )
         if weights is not None:
-            log_prob, score = log_prob * weights, score * weights[:, None]
-            precision = precision * weights[:, None, None] if pool is None else precision
+            log_prob = log_prob * weights
+            score = score * weights[:, None]
+            precision = precision * weights[:, None, None] if pooling is None else precision
             observed = None if observed is None else observed * weights[:, None, None]
-        squares, reference = torch.zeros(f.shape[1], dtype=torch.float64), self.reference
-        largest = self.largest
+        statistics = self._with_rows(J, float(log_prob.sum()), score, precision, weights, len(f))
+        newton = self.newton
+        if newton is not None and observed is not None:
+            newton = newton.accumulate(J, observed)
+        elif newton is not None and statistics.curvature.exact:
+            matrix = statistics.curvature.as_matrix()
+            newton = Dense(False, matrix, (), len(statistics.gradient))
+        return self._with_residuals(f, y, weights, likelihood, statistics, newton)
+
+    def _with_residuals(
+        self,
+        f: Tensor,
+        y: Tensor,
+        weights: Tensor | None,
+        likelihood: Likelihood,
+        statistics: Statistics,
+        newton: Structure | None,
+    ) -> Sums:
+        """Return sums with new statistics and, for a Gaussian likelihood, with the squared
+        residuals of rows with outputs f (B, C), targets y and weights (B,).
+        """
+        squares = torch.zeros(f.shape[1], dtype=torch.float64)
+        largest, reference = self.largest, self.reference
         if likelihood.quadratic:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             targets = y.reshape(f.shape)
             r = (targets - f) ** 2
             squares = (r if weights is None else r * weights[:, None]).sum(0)
             largest = torch.maximum(largest, targets.abs().amax(0))
-        s, newton = self.statistics, self.newton
-        curvature = s.curvature.accumulate(J, precision, weights, self.inputs)
-        if newton is not None and observed is not None:
-            newton = newton.accumulate(J, observed)
-        elif newton is not None and curvature.exact:
-            newton = Dense(False, curvature.as_matrix(), (), len(s.gradient))
         return Sums(
-            Statistics(
-                s.n + f.shape[0],
-                s.weight + (f.shape[0] if weights is None else float(weights.sum())),
-                s.log_likelihood + float(log_prob.sum()),
-                s.gradient + J.pull(score),
-                curvature,
-            ),
-            newton,
-            self.squares + squares,
-            largest,
-            reference,
-            self.inputs,
+            statistics, newton, self.squares + squares, largest, reference, self.has_input_factor
+        )
+
+    def _with_rows(
+        self,
+        J: Jacobian,
+        log_likelihood: float,
+        score: Tensor,
+        precision: Tensor,
+        weights: Tensor | None,
+        rows: int,
+    ) -> Statistics:
+        """Return the statistics with more rows: scores (B, C) and precisions (B, C, C), or their
+        pooled sum, with the row weights (B,) already in them.
+        """
+        s = self.statistics
+        curvature = s.curvature.accumulate(J, precision, weights, self.has_input_factor)
+        return Statistics(
+            s.n + rows,
+            s.weight + (rows if weights is None else float(weights.sum())),
+            s.log_likelihood + log_likelihood,
+            s.gradient + J.pull(score),
+            curvature,
         )
 
     def add_averages(
@@ -154,42 +204,39 @@ class Sums:
         y: Tensor,
         weights: Tensor | None,
         likelihood: Likelihood,
-        around: Around,
+        averaging: Averaging,
         chunk: int = 0,
     ) -> Sums:
-        """As `add`, with averages over a Gaussian of θ in place of values.
+        """Return the sums with more rows, as `add`, with averages over a Gaussian of θ in place of
+        values.
 
-        chunk: its number, which decides its nodes.
-
-        Where they do not exist the log likelihood is −∞.
+        chunk: its number, which decides its nodes. Where the averages do not exist the log
+        likelihood is −∞.
         """
-        pool = self._pool(f, J, weights) if self.newton is None else None
-        diagonal = pool is not None and self._diagonal
-        mean = f + J.push(around.shift) if bool(around.shift.any()) else f
-        root = root_of(around.covariance, J)
-        row_nodes = None if around.row_nodes is None else around.row_nodes.of_chunk(chunk)
+        pooling = self._pooling_weights(f, J, weights) if self.newton is None else None
         log_prob, score, precision = averages(
-            likelihood, y, mean, root, around.fisher, pool, diagonal, row_nodes
+            likelihood,
+            y,
+            averaging.mean_outputs(f, J),
+            averaging.output_root(J),
+            averaging.fisher,
+            pooling,
+            pooling is not None and self._pools_diagonal,
+            averaging.nodes_of_chunk(chunk),
         )
         if weights is not None:
-            log_prob, score = log_prob * weights, score * weights[:, None]
-            precision = precision * weights[:, None, None] if pool is None else precision
-        s = self.statistics
+            log_prob = log_prob * weights
+            score = score * weights[:, None]
+            precision = precision * weights[:, None, None] if pooling is None else precision
         total = float(log_prob.sum())
-        sound = (
+        # A chunk whose averages do not exist must not change the matrices in place.
+        if not (
             math.isfinite(total)
             and bool(torch.isfinite(score).all())
             and bool(torch.isfinite(precision).all())
-        )
-        if not sound:
-            return replace(self, statistics=replace(s, log_likelihood=-math.inf))
-        statistics = Statistics(
-            s.n + f.shape[0],
-            s.weight + (f.shape[0] if weights is None else float(weights.sum())),
-            s.log_likelihood + total,
-            s.gradient + J.pull(score.to(J.dtype)),
-            s.curvature.accumulate(J, precision, weights, self.inputs),
-        )
+        ):
+            return replace(self, statistics=replace(self.statistics, log_likelihood=-math.inf))
+        statistics = self._with_rows(J, total, score.to(J.dtype), precision, weights, len(f))
         newton = None if self.newton is None else self.newton.accumulate(J, precision)
         return replace(self, statistics=statistics, newton=newton)
 
@@ -201,83 +248,91 @@ class Sums:
         weights: Tensor | None,
         likelihood: Likelihood,
         direction: Tensor,
-        around: Around | None = None,
+        averaging: Averaging | None = None,
         chunk: int = 0,
     ) -> Sums:
-        """Σ JᵀΛJ d in place of the gradient, and no curvature; with `around` the averages of Λ
-        over that Gaussian.
+        """Return the sums with Σ JᵀΛJ d of more rows in the place of the gradient, and no
+        curvature.
+
+        direction: d (P,). averaging: the Gaussian over which Λ is averaged; None: Λ at θ.
         """
         u = J.push(direction).double()
-        if around is None:
-            turned = curvature_product(likelihood, y, f, u)
+        if averaging is None:
+            product = curvature_product(likelihood, y, f, u)
         else:
-            mean = f + J.push(around.shift) if bool(around.shift.any()) else f
-            row_nodes = None if around.row_nodes is None else around.row_nodes.of_chunk(chunk)
-            turned = curvature_product(
-                likelihood, y, mean, u, root_of(around.covariance, J), around.fisher, row_nodes
+            product = curvature_product(
+                likelihood,
+                y,
+                averaging.mean_outputs(f, J),
+                u,
+                averaging.output_root(J),
+                averaging.fisher,
+                averaging.nodes_of_chunk(chunk),
             )
         if weights is not None:
-            turned = turned * weights[:, None]
+            product = product * weights[:, None]
         s = self.statistics
-        more = replace(s, n=s.n + f.shape[0], gradient=s.gradient + J.pull(turned.to(J.dtype)))
-        return replace(self, statistics=more)
+        gradient = s.gradient + J.pull(product.to(J.dtype))
+        return replace(self, statistics=replace(s, n=s.n + f.shape[0], gradient=gradient))
 
-    def _pool(self, f: Tensor, J: Jacobian, weights: Tensor | None) -> Tensor | None:
-        """The row weights (B,) where the sum of the rows' precisions is enough."""
-        if not pools(self.statistics.curvature, J):
+    def _pooling_weights(self, f: Tensor, J: Jacobian, weights: Tensor | None) -> Tensor | None:
+        """Return the row weights (B,) where the sum of the rows' precisions is enough; None
+        elsewhere.
+        """
+        if not needs_summed_precision_only(self.statistics.curvature, J):
             return None
         return torch.ones(len(f), dtype=torch.float64) if weights is None else weights
 
     @property
-    def _diagonal(self) -> bool:
-        """Whether the diagonal of that sum is enough."""
+    def _pools_diagonal(self) -> bool:
+        """Return whether the diagonal of the sum of the rows' precisions is enough."""
         return self.statistics.curvature.diagonal_outputs
 
     def merge(self, other: Sums) -> Sums:
-        """The sums over both data sets, taken at the same θ and noise."""
-        newton = (
-            None if self.newton is None or other.newton is None else self.newton.merge(other.newton)
-        )
-        statistics = self.statistics.merge(other.statistics)
-        largest = torch.maximum(self.largest, other.largest)
-        return Sums(
-            statistics, newton, self.squares + other.squares, largest, self.reference, self.inputs
-        )
-
-    def with_inputs_of(self, other: Structure) -> Sums:
-        """With the input factors of another pass over the same rows."""
-        curvature = self.statistics.curvature
+        """Return the sums over both data sets, taken at the same θ and noise."""
+        newton = None
+        if self.newton is not None and other.newton is not None:
+            newton = self.newton.merge(other.newton)
         return replace(
             self,
-            statistics=replace(self.statistics, curvature=curvature.with_inputs_of(other)),
-            inputs=True,
+            statistics=self.statistics.merge(other.statistics),
+            newton=newton,
+            squares=self.squares + other.squares,
+            largest=torch.maximum(self.largest, other.largest),
         )
 
+    def with_input_factor_of(self, other: Structure) -> Sums:
+        """Return these sums with the input factor of another pass over the same rows."""
+        curvature = self.statistics.curvature.with_inputs_of(other)
+        statistics = replace(self.statistics, curvature=curvature)
+        return replace(self, statistics=statistics, has_input_factor=True)
+
     def at_noise(self, noise: Tensor) -> Sums:
-        """The sums at `noise` times their noise, (P,): one factor for each parameter's output.
+        """Return the sums at `noise` (P,) times their noise: one factor for each parameter's
+        output.
 
         For sums as collected, whose log likelihood follows from the squared residuals.
         """
         s = self.statistics
         outputs = self.squares.numel()
-        factor = (
-            noise.reshape(outputs, -1)[:, 0]
-            if bool((noise != noise[0]).any())
-            else noise[:1].expand(outputs)
-        )
+        if bool((noise != noise[0]).any()):
+            factor = noise.reshape(outputs, -1)[:, 0]
+        else:
+            factor = noise[:1].expand(outputs)
         scale = self.reference * factor
         # Not as a change of the log likelihood at hand: at a noise of 1 that is −½ of the squares
         # in the unit of the targets, and the difference of two such numbers may have no digits
         # left.
         constant = scale.log().sum() + 0.5 * outputs * LOG_2PI
         log_likelihood = -0.5 * float((self.squares / scale**2).sum()) - s.weight * float(constant)
-        statistics = s.at_noise(noise, log_likelihood)
         newton = None if self.newton is None else self.newton.scaled(1 / noise)
-        return replace(self, statistics=statistics, newton=newton, reference=scale)
+        return replace(
+            self, statistics=s.at_noise(noise, log_likelihood), newton=newton, reference=scale
+        )
 
     def residual_squares(self, start: Sums, moved: Tensor) -> Tensor:
-        """Squared residuals after θ moved, (C,): by the quadratic sums of a last layer, else as
-        collected.
+        """Return the squared residuals (C,) after θ moved by `moved` (P,) from where `start` was
+        summed: by the quadratic sums of a last layer, else as collected.
         """
         if self.squares is not start.squares:
             return self.squares
@@ -285,27 +340,21 @@ class Sums:
             moved @ start.newton_curvature.push(moved)
         )
         noise = self.reference**2
-        return (
-            self.squares - 2 * gain * noise
-            if noise.numel() == 1
-            else self.squares * (1 - 2 * gain / (self.squares / noise).sum())
-        )
+        if noise.numel() == 1:
+            return self.squares - 2 * gain * noise
+        # The gain of several outputs is known in total only: each gets its share.
+        return self.squares * (1 - 2 * gain / (self.squares / noise).sum())
 
     def moved(self, step: Tensor) -> Sums:
-        """The sums at θ + step where ℓ is quadratic: exact for a Gaussian last layer."""
+        """Return the sums at θ + step (P,), exact where ℓ is quadratic (a Gaussian last layer)."""
         return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
 
 
-def root_of(covariance: Operator, J: Jacobian) -> Root:
-    """R with R Rᵀ = K at the rows of a pass."""
-    return (
-        covariance.root_for_sums(J) if isinstance(covariance, DenseOperator) else covariance.root(J)
-    )
-
-
-def climbing(curvature: Structure, prior_precision: Tensor) -> Operator:
-    """(S + T)⁻¹ for a step uphill: where a prior that is not log-concave makes S + T
+def uphill_operator(curvature: Structure, prior_precision: Tensor) -> Operator:
+    """Factorise (S + T)⁻¹ for a step uphill; where a prior that is not log-concave makes S + T
     indefinite, with T's positive part.
+
+    prior_precision: T (P,) or (P, P). Raises ValueError where S itself cannot be factorised.
     """
     try:
         return curvature.with_prior(prior_precision)
@@ -315,31 +364,32 @@ def climbing(curvature: Structure, prior_precision: Tensor) -> Operator:
         return curvature.with_prior(prior_precision.clamp_min(0))
 
 
-def newton_by_products(
+def newton_step_by_products(
     product: Product,
     gradient: Tensor,
     prior_precision: Tensor,
-    structure: Operator,
+    preconditioner: Operator,
     tolerance: float,
     most: int,
 ) -> Tensor:
-    """(S + T)⁻¹ g by conjugate gradients on products S v; `structure`, about that inverse, is the
-    preconditioner.
+    """Compute (S + T)⁻¹ g (P,) by at most `most` conjugate gradients on products S v.
 
-    Where the curvature is not positive, it is the step as far as it was found, or the structure's
-    own.
+    preconditioner: an operator near (S + T)⁻¹. tolerance: the factor by which the residual is to
+    fall. Where the curvature is not positive, the result is the step as far as it was found, or
+    the preconditioner's own.
     """
 
-    def whole(v: Tensor) -> Tensor:
+    def product_with_prior(v: Tensor) -> Tensor:
+        """Compute (S + T) v (P,)."""
         prior = prior_precision * v if prior_precision.dim() == 1 else prior_precision @ v
         return product(v) + prior
 
-    step = conjugate_gradients(whole, gradient, structure.solve, tolerance, most)
-    return structure.solve(gradient) if step is None else step
+    step = conjugate_gradients(product_with_prior, gradient, preconditioner.solve, tolerance, most)
+    return preconditioner.solve(gradient) if step is None else step
 
 
-def residual(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
-    """√(gᵀH⁻¹g): how far θ is from the mode, in posterior standard deviations."""
+def distance_to_mode(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
+    """Compute √(gᵀH⁻¹g): how far θ (P,) is from the mode, in posterior standard deviations."""
     gradient = sums.statistics.gradient + bound.gradient(theta)
     step = sums.newton_step(gradient, bound.precision(theta))
     return math.sqrt(max(float(gradient @ step), 0.0))

@@ -32,11 +32,10 @@ from ssla.fitting.sums import Sums
 from ssla.likelihoods import Likelihood
 from ssla.report import POLISH, TILT
 
+# The numbers below were not measured: they are guesses.
 LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
-SAMPLE, SAMPLE_OF_CHUNK = (
-    2048,
-    256,
-)  # rows for the best constant of likelihoods without a closed form
+SAMPLE = 2048  # rows for the best constant of likelihoods without a closed form
+SAMPLE_OF_CHUNK = 256
 CONSTANT_STEPS = 20
 STRONGER = (1.0, 10.0, 100.0)  # factors on τ for numbers and counts
 SHARE = 0.75  # of what the features allow
@@ -60,24 +59,27 @@ class Classes:
         features: Features | None,
         weights: Tensor | None,
     ) -> Classes | None:
-        """None where the targets are no classes, or the free weights no last layer."""
+        """Return the classes of one chunk with row weights (B,); None where the targets are no
+        classes, or the free weights no last layer.
+        """
         if features is None or likelihood.logit_temperature is None:
             return None
         w = torch.ones(len(y), dtype=torch.float64) if weights is None else weights
-        found = torch.bincount(y.flatten().long(), weights=w, minlength=max(outputs, 2))
-        return Classes(found, float(w @ features.phi.double().square().sum(1)))
+        counts = torch.bincount(y.flatten().long(), weights=w, minlength=max(outputs, 2))
+        return Classes(counts, float(w @ features.phi.double().square().sum(1)))
 
     def merge(self, other: Classes) -> Classes:
+        """Return the classes of both sets of rows."""
         return Classes(self.counts + other.counts, self.squares + other.squares)
 
     @property
     def log_likelihood(self) -> float:
-        """Of the class frequencies as a prediction for every row."""
+        """The log likelihood of the class frequencies as a prediction for every row."""
         return -float(self.counts.sum() * torch.special.entr(self.counts / self.counts.sum()).sum())
 
     @property
     def precision(self) -> float:
-        """τ."""
+        """τ, the same for all parameters."""
         return self.squares / float(self.counts.sum()) / LOGITS**2
 
 
@@ -100,7 +102,9 @@ class Numbers:
         features: Features | None,
         weights: Tensor | None,
     ) -> Numbers | None:
-        """None where the targets are classes, or the free weights no last layer."""
+        """Return the numbers of one chunk with outputs f (B, C) and row weights (B,); None where
+        the targets are classes, or the free weights no last layer.
+        """
         if features is None or likelihood.support_for(f.shape[1]).kind == "class":
             return None
         w = torch.ones(len(y), dtype=torch.float64) if weights is None else weights
@@ -112,8 +116,11 @@ class Numbers:
         return Numbers(total, squares, mean, w @ (columns - mean) ** 2, y[::stride], f[::stride])
 
     def merge(self, other: Numbers) -> Numbers:
+        """Return the numbers of both sets of rows, with a sample of at most SAMPLE rows."""
         weight = self.weight + other.weight
-        step, share = other.mean - self.mean, other.weight / max(weight, 1e-300)
+        # Squares around the common mean: those within each set, and those between the two means.
+        step = other.mean - self.mean
+        share = other.weight / max(weight, 1e-300)
         return Numbers(
             weight,
             self.squares + other.squares,
@@ -124,7 +131,9 @@ class Numbers:
         )
 
     def precision(self, units: Tensor, size: int) -> Tensor:
-        """τ for each of `size` parameters of a last layer, from the units of the outputs (C,)."""
+        """Return τ for each of `size` parameters of a last layer, from the units of the outputs
+        (C,).
+        """
         each = self.squares / max(self.weight, 1e-300) / (LOGITS * units) ** 2
         return each.repeat_interleave(size // len(units))
 
@@ -137,20 +146,20 @@ class Verdict(NamedTuple):
 
     @property
     def trained(self) -> bool:
+        """Return whether the layer has learned enough of what its features allow."""
         return self.learned > 0 and self.learned >= SHARE * (self.learned + self.missing)
 
     @property
     def mode(self) -> str:
+        """The mode that suits the layer."""
         return TILT if self.trained else POLISH
 
-    def note(self, constant: str) -> str:
-        """For a report; `constant` says what the network is compared with."""
-        if self.learned > 0:
-            learned = f"the network's log likelihood is {self.learned:.3g} above that of {constant}"
-        else:
-            learned = (
-                f"the network's log likelihood is {-self.learned:.3g} below that of {constant}"
-            )
+    def note(self, baseline: str) -> str:
+        """Return the reason for a report; `baseline` names what the network is compared with."""
+        side = "above" if self.learned > 0 else "below"
+        learned = (
+            f"the network's log likelihood is {abs(self.learned):.3g} {side} that of {baseline}"
+        )
         missing = f"a Newton step of the last layer would add {self.missing:.3g} beyond noise"
         trained = "trained" if self.trained else "not trained"
         return (
@@ -159,48 +168,63 @@ class Verdict(NamedTuple):
         )
 
 
-def judged_numbers(
+def judge_classes(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:
+    """Judge the last layer of a classifier from the sums at the trained weights."""
+    power = likelihood.power
+    statistics, g = sums.statistics, sums.statistics.gradient
+    learned = statistics.log_likelihood - power * classes.log_likelihood
+    precision = torch.full_like(g, power * classes.precision)
+    if not classes.precision > 0:  # without features there is nothing to learn
+        return Verdict(learned, 0.0)
+    determined = _determined_parameters(sums, precision)
+    gain = 0.5 * float(g @ sums.newton_step(g, precision))
+    return Verdict(learned, max(gain - power * determined, 0.0))
+
+
+def judge_numbers(
     sums: Sums, numbers: Numbers, likelihood: Likelihood, estimated: bool
 ) -> Verdict | None:
-    """From the sums at the trained weights; None where there is nothing to learn, or no constant to
-    compare with.
+    """Judge a last layer that predicts numbers, from the sums at the trained weights.
 
-    estimated: whether the noise is: the sums are then those at a noise of one.
+    estimated: whether the noise is: the sums are then those at a noise of one. None where there is
+    nothing to learn, or no constant to compare with.
     """
     if not numbers.squares > 0 or not bool((numbers.spread > 0).all()):
         return None
-    return (
-        _gaussian(sums, numbers, estimated)
-        if likelihood.quadratic
-        else _other(sums, numbers, likelihood)
-    )
+    if likelihood.quadratic:
+        return _judge_gaussian(sums, numbers, estimated)
+    return _judge_by_sample(sums, numbers, likelihood)
 
 
-def _gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
-    """With squared residuals for log likelihoods; each has its own noise where that is
-    estimated.
+def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
+    """Judge a layer by its squared residuals and those of the best constant, the mean.
+
+    With an estimated noise each of the two has its own.
     """
     n, residuals = numbers.weight, sums.squares.clamp_min(1e-300)
     size = len(sums.statistics.gradient)
-    noise = (residuals / n).sqrt() if estimated else sums.reference.expand_as(residuals)
-    if estimated:
-        sums = sums.at_noise(noise.repeat_interleave(size // len(noise)))
     precision = numbers.precision((numbers.spread / n).sqrt(), size)
     if not estimated:
+        noise = sums.reference.expand_as(residuals)
         learned = float(((numbers.spread - residuals) / (2 * noise**2)).sum())
-        return Verdict(learned, _missing(sums, precision, lambda gain: gain))
+        return Verdict(learned, _gain_beyond_noise(sums, precision, lambda gain: gain))
+    noise = (residuals / n).sqrt()
+    scaled = sums.at_noise(noise.repeat_interleave(size // len(noise)))
     count = n * len(noise)  # the squared residuals, in units of the noise
     learned = 0.5 * n * float((numbers.spread / residuals).log().sum())
-    return Verdict(
-        learned,
-        _missing(
-            sums, precision, lambda gain: -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))
-        ),
-    )
+
+    def worth(gain: float) -> float:
+        """Return the gain in log likelihood with the noise that suits the smaller residuals."""
+        return -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))
+
+    return Verdict(learned, _gain_beyond_noise(scaled, precision, worth))
 
 
-def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | None:
-    """With log densities of some rows for all of them."""
+def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | None:
+    """Judge a layer by the log densities of some rows, which stand for all of them.
+
+    None where no constant can be found.
+    """
     constant = _best_constant(likelihood, numbers.y, numbers.f)
     if constant is None:
         return None
@@ -211,64 +235,58 @@ def _other(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | No
     units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(1e-300).sqrt()
     power = likelihood.power
     precision = numbers.precision(units, len(sums.statistics.gradient))
-    return Verdict(learned, power * _missing(sums, precision, lambda gain: gain / power))
+    missing = power * _gain_beyond_noise(sums, precision, lambda gain: gain / power)
+    return Verdict(learned, missing)
 
 
 def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
-    """The outputs (C,) that predict all rows best, by scoring steps from the mean outputs; None
-    where there are none.
+    """Find the outputs (C,) that predict all rows best, by scoring steps from the mean of the
+    outputs f (m, C); None where there are none.
     """
 
-    def height(outputs: Tensor) -> float:
+    def mean_log_prob(outputs: Tensor) -> float:
+        """Return the mean log density of the rows for outputs (C,)."""
         return float(likelihood.log_prob(y, outputs.expand_as(f)).mean())
 
-    here = f.mean(0)
-    value = height(here)
+    constant = f.mean(0)
+    value = mean_log_prob(constant)
     for _ in range(CONSTANT_STEPS):
-        slope = likelihood.score(y, here.expand_as(f)).mean(0)
-        factor, info = torch.linalg.cholesky_ex(likelihood.fisher(here[None])[0])
+        slope = likelihood.score(y, constant.expand_as(f)).mean(0)
+        factor, info = torch.linalg.cholesky_ex(likelihood.fisher(constant[None])[0])
         if int(info) or not math.isfinite(value) or not bool(torch.isfinite(slope).all()):
             return None
         step = torch.cholesky_solve(slope[:, None], factor)[:, 0]
         size = 1.0
-        while size > 1e-6 and not height(here + size * step) >= value:
+        while size > 1e-6 and not mean_log_prob(constant + size * step) >= value:
             size /= 2
-        gain = height(here + size * step) - value
+        gain = mean_log_prob(constant + size * step) - value
         if not gain > 1e-9:
-            return here
-        here, value = here + size * step, value + gain
-    return here
+            return constant
+        constant = constant + size * step
+        value = value + gain
+    return constant
 
 
-def _missing(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> float:
-    """What a Newton step adds beyond noise, under τ or a stronger prior: with few rows a weak one
-    has too many parameters.
+def _gain_beyond_noise(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> float:
+    """Compute what a Newton step adds beyond noise, under τ (P,) or a stronger prior: with few rows
+    a weak one has too many parameters.
 
     worth: what a gain of the quadratic is in log likelihood.
     """
-    statistics, g = sums.statistics, sums.statistics.gradient
-    if statistics.curvature.by_layers:  # it takes one precision
+    g = sums.statistics.gradient
+    if sums.statistics.curvature.by_layers:  # it takes one precision
         precision = torch.full_like(precision, float(precision.log().mean().exp()))
     most = 0.0
     for factor in STRONGER:
         tau = factor * precision
         step = sums.newton_step(g, tau)
-        determined = float((1 - tau * statistics.curvature.with_prior(tau).variances()).sum())
+        determined = _determined_parameters(sums, tau)
         gain = float(g @ step) - 0.5 * float(step @ sums.newton_curvature.push(step))
         most = max(most, worth(gain) - determined)
     return most
 
 
-def judged(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:
-    """From the sums at the trained weights."""
-    power = likelihood.power
-    statistics, g = sums.statistics, sums.statistics.gradient
-    learned = statistics.log_likelihood - power * classes.log_likelihood
-    precision = torch.full_like(g, power * classes.precision)
-    if not classes.precision > 0:  # without features there is nothing to learn
-        return Verdict(learned, 0.0)
-    determined = float(
-        (1 - precision * statistics.curvature.with_prior(precision).variances()).sum()
-    )
-    gain = 0.5 * float(g @ sums.newton_step(g, precision))
-    return Verdict(learned, max(gain - power * determined, 0.0))
+def _determined_parameters(sums: Sums, precision: Tensor) -> float:
+    """Compute tr S(S + τ)⁻¹, the number of parameters that the rows determine, for τ (P,)."""
+    variances = sums.statistics.curvature.with_prior(precision).variances()
+    return float((1 - precision * variances).sum())

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Jacobian
-from ssla.data import Batch, Source, checked, slice_inputs
+from ssla.data import Batch, Source, check_batch, take_rows
 from ssla.fitting.validation_rows import Candidate, log_densities
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
+# Guesses: a sample large enough for a standard error, and cheap beside a fit.
 MOST_ROWS, MOST_BATCHES = 256, 8
 KEPT_SHARE = 8  # parts of the memory budget that kept Jacobians take at most
 
@@ -33,31 +34,33 @@ class TrainingRows:
 
     @staticmethod
     def of(posterior: Posterior) -> TrainingRows | None:
-        """Rows of a posterior that can read its data again; None for others."""
+        """Return some rows of a posterior that can read its data again; None for others."""
         source = posterior.source
         if source is None or not source.repeatable:
             return None
-        batches = tuple(_spread(source))
+        batches = tuple(_sample_batches(source))
         rows = TrainingRows(posterior, batches, None)
         size = sum(batch.y.shape[0] for batch in batches) * posterior.network.jacobian_per_row
         if size <= posterior.memory_budget // KEPT_SHARE:
-            rows = replace(rows, kept=tuple(rows._linearised()))
+            rows = replace(rows, kept=tuple(rows._linearise()))
         return rows if batches and float(rows.weights.sum()) > 0 else None
 
     @cached_property
     def y(self) -> Tensor:
+        """The targets of the rows, checked."""
         outputs = self.posterior.network.outputs
         support = self.posterior.likelihood.support_for(outputs)
-        return torch.cat([checked(batch, support, outputs)[1] for batch in self.batches])
+        return torch.cat([check_batch(batch, support, outputs)[1] for batch in self.batches])
 
     @cached_property
     def weights(self) -> Tensor:
-        """Of the rows (n,)."""
-        ones = (torch.ones(len(batch.y), dtype=torch.float64) for batch in self.batches)
+        """The weights of the rows (n,)."""
         return torch.cat(
             [
-                one if batch.weights is None else batch.weights.double()
-                for batch, one in zip(self.batches, ones, strict=True)
+                torch.ones(len(batch.y), dtype=torch.float64)
+                if batch.weights is None
+                else batch.weights.double()
+                for batch in self.batches
             ]
         )
 
@@ -65,44 +68,40 @@ class TrainingRows:
     def plug_in(self) -> Tensor:
         """log p(y|f) (n,) of the network itself."""
         if self.kept is not None:
-            f = torch.cat([f for f, _ in self.kept])
+            outputs = [f for f, _ in self.kept]
         else:
-            network = self.posterior.network
-            f = torch.cat(
-                [
-                    network.evaluate(network.cast(batch.x), self.posterior.mean)
-                    for batch in self.batches
-                ]
-            )
-        return self.posterior.likelihood.predictive.log_prob(self.y, f.double())
+            network, mean = self.posterior.network, self.posterior.mean
+            outputs = [network.evaluate(network.cast(batch.x), mean) for batch in self.batches]
+        return self.posterior.likelihood.predictive.log_prob(self.y, torch.cat(outputs).double())
 
     def scores(self, posterior: Posterior) -> Tensor:
-        """log p(y|x) (n,) of a predictive with the same mean and another covariance."""
-        own, found, start = Candidate(posterior.likelihood, posterior.covariance, None), [], 0
-        for f, J in self.kept if self.kept is not None else self._linearised():
-            found.append(log_densities(own, self.y[start : start + len(f)], f, J))
+        """Return log p(y|x) (n,) of a predictive with the same mean and another covariance."""
+        candidate = Candidate(posterior.likelihood, posterior.covariance, None)
+        scores, start = [], 0
+        for f, J in self.kept if self.kept is not None else self._linearise():
+            scores.append(log_densities(candidate, self.y[start : start + len(f)], f, J))
             start += len(f)
-        return torch.cat(found)
+        return torch.cat(scores)
 
-    def _linearised(self) -> Iterator[tuple[Tensor, Jacobian]]:
+    def _linearise(self) -> Iterator[tuple[Tensor, Jacobian]]:
+        """Yield f (b, C) in float64 and J, a chunk at a time."""
         for batch in self.batches:
             for f, J in self.posterior.linearised(batch.x, progress=False):
                 yield f.double(), J
 
 
-def _spread(source: Source) -> list[Batch]:
-    """A few hundred rows of the first batches, evenly spread over each."""
-    found: list[Batch] = []
+def _sample_batches(source: Source) -> list[Batch]:
+    """Take a few hundred rows of the first batches, evenly spread over each."""
+    sample: list[Batch] = []
     rows = 0
     for batch in source:
         size = batch.y.shape[0]
         if not size:
             continue
-        own = slice(None, None, max(size // MOST_ROWS, 1))
-        weights = None if batch.weights is None else batch.weights[own]
-        some = Batch(slice_inputs(batch.x, own), batch.y[own], weights)
-        found.append(some)
-        rows += some.y.shape[0]
-        if rows >= MOST_ROWS or len(found) == MOST_BATCHES:
+        taken = slice(None, None, max(size // MOST_ROWS, 1))
+        weights = None if batch.weights is None else batch.weights[taken]
+        sample.append(Batch(take_rows(batch.x, taken), batch.y[taken], weights))
+        rows += sample[-1].y.shape[0]
+        if rows >= MOST_ROWS or len(sample) == MOST_BATCHES:
             break
-    return found
+    return sample

@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ssla.fitting.evidence import Problem
-from ssla.fitting.fit_plan import outputs_apart
+from ssla.fitting.fit_plan import outputs_with_own_units
 from ssla.fitting.noise import at_noise
-from ssla.fitting.variational import recentred
-from ssla.likelihoods import Likelihood
+from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import BoundGaussian, Flat, trained_scale
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.values import residual_squares
@@ -32,32 +31,39 @@ PRIOR, NOISE = "prior", "noise"
 # help are found at the edge. Far below it rises steeply: the range may be wide there, for a last
 # layer that was never trained and needs weights a million times as large.
 PRECISION_FACTORS = (1e-16, 1e8)
-NOISE_FACTORS = (1e-6, 1e6)
-LOG_2PI = math.log(2 * math.pi)
+NOISE_FACTORS = (1e-6, 1e6)  # a guess
 
 
 @dataclass(frozen=True, eq=False)
 class Space:
     """What is tuned: logarithms of factors on precisions (one a group) and on the noise, those
     that are free.
+
+    A point (d,) has the d free coordinates. All coordinates are (a_1 … a_G, t), one a for each
+    group and t for the noise; those that are not free are zero.
     """
 
     posterior: Posterior
     bound: BoundGaussian
-    pattern: Tensor  # (P,)
-    groups: Tensor  # (P,)
+    pattern: Tensor  # precisions at a = 0 (P,)
+    groups: Tensor  # the group of each parameter (P,)
     labels: tuple[str, ...]  # one a group
     free: Tensor  # indices into (a_1 … a_G, t)
-    usual: Tensor  # (P,) precisions of the trained weights' scale, which follows the units
+    trained_precision: Tensor  # (P,) of the trained weights' scale, which follows the units
     reach: float = math.inf  # the largest change of a logarithm
-    within: tuple[float, float] | None = None  # precisions; None: PRECISION_FACTORS · usual
-    home: Tensor | None = None  # log precisions (G,) that are expected
+    within: tuple[float, float] | None = None  # precisions; None: around the trained ones
+    expected_levels: Tensor | None = None  # log precisions (G,) that are expected
     doubt: float = math.inf  # standard deviation of a log precision around those
 
     @staticmethod
     def of(
         posterior: Posterior, over: Sequence[str], per_layer: bool, per_output: bool = False
     ) -> tuple[Space, list[str]]:
+        """Return the space around a posterior, and notes of what cannot be tuned.
+
+        over: which of PRIOR and NOISE are free. per_layer, per_output: the groups of precisions.
+        Raises ValueError for a prior that is not Gaussian, and for a flat one that is kept.
+        """
         bound, notes = posterior.bound_prior, []
         if not isinstance(bound, BoundGaussian):
             raise ValueError(
@@ -65,60 +71,118 @@ class Space:
                 "another. Use with_prior(priors.Gaussian()) first, or compare priors by "
                 "log_evidence() and ssla.sensitivity."
             )
-        flat = isinstance(posterior.prior, Flat)
-        pattern = torch.ones_like(posterior.theta) if flat else bound.scale_precision
-        labels, groups = _grouped(posterior, per_layer, per_output)
+        labels, groups = _group_parameters(posterior, per_layer, per_output)
         free = list(range(len(labels))) if PRIOR in over else []
         if NOISE in over:
             if posterior.likelihood.quadratic:
                 free.append(len(labels))
             else:
                 notes.append(f"{posterior.report.likelihood} has no noise to tune")
+        flat = isinstance(posterior.prior, Flat)
         if flat and PRIOR not in over:
             raise ValueError(
                 "Under a flat prior the evidence is not defined. Tune the prior too, or give a "
                 "Gaussian one."
             )
-        chosen = torch.tensor(free, dtype=torch.long)
-        usual = _trained_precisions(posterior)
-        return Space(posterior, bound, pattern, groups, labels, chosen, usual), notes
+        space = Space(
+            posterior,
+            bound,
+            torch.ones_like(posterior.theta) if flat else bound.scale_precision,
+            groups,
+            labels,
+            torch.tensor(free, dtype=torch.long),
+            _trained_precision(posterior),
+        )
+        return space, notes
+
+    # --- coordinates ---------------------------------------------------------------------------
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names of the free coordinates."""
         return tuple((*self.labels, "noise")[i] for i in self.free.tolist())
 
     @property
-    def noisy(self) -> bool:
-        return self.posterior.likelihood.quadratic
-
-    @property
-    def moves(self) -> bool:
+    def mean_moves(self) -> bool:
+        """Return whether the mean of θ follows the prior."""
         return self.posterior.follows_prior
 
-    def full(self, point: Tensor) -> Tensor:
-        """Free coordinates -> (a_1 … a_G, t)."""
-        return torch.zeros(len(self.labels) + 1, dtype=torch.float64).index_copy(
-            0, self.free, point
-        )
+    @property
+    def _is_precision(self) -> Tensor:
+        """A mask (d,) of the free coordinates that are precisions."""
+        return self.free < len(self.labels)
+
+    @property
+    def has_free_precisions(self) -> bool:
+        """Return whether a precision is free."""
+        return bool(self._is_precision.any())
+
+    def all_coordinates(self, point: Tensor) -> Tensor:
+        """Return all coordinates (G + 1,) at a point (d,)."""
+        zero = torch.zeros(len(self.labels) + 1, dtype=torch.float64)
+        return zero.index_copy(0, self.free, point)
 
     def precision(self, point: Tensor) -> Tensor:
-        return self.pattern * self.full(point)[:-1].exp()[self.groups]
+        """Return the precisions (P,) at a point (d,)."""
+        return self.pattern * self.all_coordinates(point)[:-1].exp()[self.groups]
+
+    def noise_factor(self, point: Tensor) -> float:
+        """Return the factor on the noise at a point (d,)."""
+        return math.exp(float(self.all_coordinates(point)[-1]))
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
+        """The least and the largest free coordinates (d,)."""
         # The ends of each group, without further vectors (P,): with millions of weights each counts
-        base = self.usual if self.within is None else torch.ones_like(self.usual)
+        base = self.trained_precision if self.within is None else torch.ones_like(self.pattern)
         away = (base / self.pattern).log_()
-        nothing = torch.zeros(len(self.labels), dtype=torch.float64)
+        zero = torch.zeros(len(self.labels), dtype=torch.float64)
         down, up = (
-            nothing.scatter_reduce(0, self.groups, away, end, include_self=False)
-            for end in ("amin", "amax")
+            zero.scatter_reduce(0, self.groups, away, extreme, include_self=False)
+            for extreme in ("amin", "amax")
         )
         lowest, highest = map(math.log, self.within or PRECISION_FACTORS)
         low = [*(down + lowest).tolist(), math.log(NOISE_FACTORS[0])]
         high = [*(up + highest).tolist(), math.log(NOISE_FACTORS[1])]
         least, most = (torch.tensor(edge, dtype=torch.float64)[self.free] for edge in (low, high))
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
+
+    def scan_points(self, steps: Tensor) -> Tensor:
+        """Return points (k, d) to start from: all precisions together move by some steps (k,), from
+        where they are, or from the trained weights' scale where no step reaches it from here.
+        """
+        away = (self.trained_precision / self.pattern).log()
+        means = [away[self.groups == g].mean() for g in range(len(self.labels))]
+        trained = torch.stack([*means, torch.zeros((), dtype=torch.float64)])[self.free]
+        centre = torch.where(trained.abs() > float(steps.max()), trained, 0.0)
+        return centre + steps[:, None] * self._is_precision.double()
+
+    @property
+    def scale(self) -> Tensor:
+        """The approximate inverse curvature (d,) of the evidence: 2/P_g and 1/(2nC)."""
+        sizes = torch.bincount(self.groups, minlength=len(self.labels)).double()
+        rows = self.posterior.sums.weight * self.posterior.network.outputs
+        return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
+
+    def in_units(self, points: Tensor) -> Tensor:
+        """Return the precisions (the mean over a group) and the noise (of the first output) at
+        points (R, d).
+        """
+        columns = []
+        for column, i in enumerate(self.free.tolist()):
+            if i == len(self.labels):
+                base = self._noise_of_first_output()
+            else:
+                base = float(self.pattern[self.groups == i].mean())
+            columns.append(base * points[:, column].exp())
+        return torch.stack(columns, 1)
+
+    def _noise_of_first_output(self) -> float:
+        """Return the standard deviation of the noise of the first output."""
+        zero = torch.zeros(self.posterior.network.outputs, dtype=torch.float64)
+        return math.sqrt(float(self.posterior.likelihood.covariance_for(zero)[0, 0]))
+
+    # --- the precisions that are expected ------------------------------------------------------
 
     @cached_property
     def levels(self) -> Tensor:
@@ -130,110 +194,82 @@ class Space:
             [self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))]
         )
 
-    def middle(self, scanned: float) -> Tensor:
-        """The point (d,) to scan around: here, or the trained weights' scale where no scan
-        reaches it from here.
+    def expected_log_density(self, point: Tensor) -> float:
+        """Return the log density of the precisions at a point (d,), less its maximum, where some
+        are expected; else zero.
         """
-        away = (self.usual / self.pattern).log()
-        means = [away[self.groups == g].mean() for g in range(len(self.labels))]
-        found = torch.stack([*means, torch.zeros((), dtype=torch.float64)])[self.free]
-        return torch.where(found.abs() > scanned, found, 0.0)
-
-    def expected(self, point: Tensor) -> float:
-        """The log density of the precisions at a point, less its maximum, where some are
-        expected.
-        """
-        if self.home is None:
+        if self.expected_levels is None:
             return 0.0
-        return -0.5 * float((self._surprise(point) ** 2).sum())
+        return -0.5 * float((self._deviation(point) ** 2).sum())
 
     def expected_slope(self, point: Tensor) -> Tensor:
-        """The gradient of `expected` in the free coordinates."""
-        if self.home is None:
+        """Return the gradient (d,) of `expected_log_density`."""
+        if self.expected_levels is None:
             return torch.zeros_like(point)
-        return torch.cat(
-            [-self._surprise(point) / self.doubt, torch.zeros(1, dtype=torch.float64)]
-        )[self.free]
+        noise = torch.zeros(1, dtype=torch.float64)
+        return torch.cat([-self._deviation(point) / self.doubt, noise])[self.free]
 
     @property
     def expected_curvature(self) -> Tensor:
-        """Minus the second derivatives of `expected` in the free coordinates."""
-        each = 0.0 if self.home is None else self.doubt**-2
-        return torch.where(self.free < len(self.labels), each, 0.0).double()
+        """Minus the second derivatives (d,) of `expected_log_density`."""
+        each = 0.0 if self.expected_levels is None else self.doubt**-2
+        return torch.where(self._is_precision, each, 0.0).double()
 
-    def _surprise(self, point: Tensor) -> Tensor:
-        """How far the log precisions (G,) are from those that are expected, in standard
+    def _deviation(self, point: Tensor) -> Tensor:
+        """Return how far the log precisions (G,) are from those that are expected, in standard
         deviations.
         """
-        assert self.home is not None
-        return (self.levels + self.full(point)[:-1] - self.home) / self.doubt
+        assert self.expected_levels is not None
+        return (self.levels + self.all_coordinates(point)[:-1] - self.expected_levels) / self.doubt
 
-    def moved(self, posterior: Posterior) -> Space:
-        """The same coordinates around another posterior."""
+    # --- posteriors ----------------------------------------------------------------------------
+
+    def moved_to(self, posterior: Posterior) -> Space:
+        """Return the same coordinates around another posterior."""
         bound = posterior.bound_prior
         assert isinstance(bound, BoundGaussian)
         return replace(self, posterior=posterior, bound=bound, pattern=bound.scale_precision)
 
     @property
-    def scale(self) -> Tensor:
-        """About the inverse curvature of the evidence: 2/P_g and 1/(2nC)."""
-        sizes = torch.bincount(self.groups, minlength=len(self.labels)).double()
-        rows = self.posterior.sums.weight * self.posterior.network.outputs
-        return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
-
-    @property
     def problem(self) -> Problem:
-        post = self.posterior
-        stats = post.sums
-        rows = stats.weight * post.network.outputs if self.noisy else 0.0
-        squares = (
-            residual_squares(stats, post.likelihood, post.network.outputs) if self.noisy else 0.0
-        )
-        offset = post.mean - self.bound.mean
+        """The statistics, from which the evidence follows."""
+        posterior = self.posterior
+        sums, outputs = posterior.sums, posterior.network.outputs
+        has_noise = posterior.likelihood.quadratic
+        squares = residual_squares(sums, posterior.likelihood, outputs) if has_noise else 0.0
         return Problem(
-            stats.curvature,
-            stats.gradient,
-            offset,
-            stats.log_likelihood,
+            sums.curvature,
+            sums.gradient,
+            posterior.mean - self.bound.mean,
+            sums.log_likelihood,
             squares,
-            rows,
+            sums.weight * outputs if has_noise else 0.0,
             self.pattern,
             self.groups,
-            self.moves,
+            self.mean_moves,
         )
 
-    def units(self, points: Tensor) -> Tensor:
-        """Logarithms of factors (R, d) -> precisions (the mean over a group) and noise (of the
-        first output).
-        """
-        columns = []
-        for column, i in enumerate(self.free.tolist()):
-            if i == len(self.labels):
-                base = first_noise(self.posterior.likelihood, self.posterior.network.outputs)
-            else:
-                base = float(self.pattern[self.groups == i].mean())
-            columns.append(base * points[:, column].exp())
-        return torch.stack(columns, 1)
-
     def posterior_at(self, point: Tensor) -> Posterior:
-        """The posterior with that prior and noise; its mode where it moves with them."""
-        post = at_noise(self.posterior, math.exp(float(self.full(point)[-1])))
-        prior = posterior_prior(post, self.precision(point))
-        found = replace(post, prior=prior)
-        if not self.moves:
-            return found
-        if found.variational is not None:
-            # else passes follow, which move it
-            return recentred(found) if self.reach == math.inf else found
-        theta, statistics = found.statistics.at_mode(found.bound_prior, found.theta)
-        return replace(found, theta=theta, statistics=statistics)
+        """Return the posterior with the prior and the noise of a point (d,), at its mode where it
+        moves with them.
+        """
+        rescaled = at_noise(self.posterior, self.noise_factor(point))
+        prior = prior_with_precision(rescaled, self.precision(point))
+        changed = replace(rescaled, prior=prior)
+        if not self.mean_moves:
+            return changed
+        if changed.variational is not None:
+            # With a limited reach passes follow, which move the mean.
+            return with_recentred_mean(changed) if self.reach == math.inf else changed
+        theta, statistics = changed.statistics.at_mode(changed.bound_prior, changed.theta)
+        return replace(changed, theta=theta, statistics=statistics)
 
 
-def _grouped(
+def _group_parameters(
     posterior: Posterior, per_layer: bool, per_output: bool
 ) -> tuple[tuple[str, ...], Tensor]:
-    """Labels, and the group of each parameter (P,): by layer; per_output: by output in a last
-    layer.
+    """Return labels, and the group of each parameter (P,): by layer; per_output: by output in a
+    last layer.
     """
     network, layout = posterior.network, posterior.network.layout
     layers = layout.layers() if per_layer else {"all": layout.names}
@@ -251,29 +287,28 @@ def _grouped(
     return tuple(labels[i] for i in used.tolist()), groups
 
 
-def _trained_precisions(posterior: Posterior) -> Tensor:
-    """The precisions (P,) of the trained weights' scale, by output where each has its own unit."""
+def _trained_precision(posterior: Posterior) -> Tensor:
+    """Return the precisions (P,) of the trained weights' scale, by output where each has its own
+    unit.
+    """
     network = posterior.network
-    apart = outputs_apart(network, posterior.likelihood, posterior.statistics.curvature)
-    return trained_scale(network.layout, network.theta, apart).bind(network.layout).scale_precision
-
-
-def first_noise(likelihood: Likelihood, outputs: int) -> float:
-    return math.sqrt(
-        float(likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))[0, 0])
+    own_units = outputs_with_own_units(
+        network, posterior.likelihood, posterior.statistics.curvature
     )
+    prior = trained_scale(network.layout, network.theta, own_units)
+    return prior.bind(network.layout).scale_precision
 
 
-def posterior_prior(posterior: Posterior, precision: Tensor) -> GaussianPrior:
-    """A Gaussian prior with this precision (P,), written as shortly as it can be, and the mean
-    that the posterior's prior has.
+def prior_with_precision(posterior: Posterior, precision: Tensor) -> GaussianPrior:
+    """Return a Gaussian prior with this precision (P,), written as shortly as it can be, and the
+    mean that the posterior's prior has.
     """
     mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
     if bool((precision == precision[0]).all()):
         return GaussianPrior(float(precision[0]), mean)
-    layout = posterior.network.layout
-    setting: dict[str, float | Tensor] = {}
-    for name, index in layout.positions.items():
-        own = precision[index]
-        setting[name] = float(own.flatten()[0]) if bool((own == own.flatten()[0]).all()) else own
-    return GaussianPrior(setting, mean)
+    by_name: dict[str, float | Tensor] = {}
+    for name, index in posterior.network.layout.positions.items():
+        inside = precision[index]
+        first = inside.flatten()[0]
+        by_name[name] = float(first) if bool((inside == first).all()) else inside
+    return GaussianPrior(by_name, mean)

@@ -1,9 +1,9 @@
-"""What is noticed on the way: constant columns and targets, a residual gradient, progress."""
+"""What a fit warns of: constant columns and targets, scales, weights, a residual gradient."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -11,17 +11,15 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.data import Batch, Source
 from ssla.fitting.trained import Classes, Numbers
-from ssla.maths.progress import progress_bar
 from ssla.report import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")
+# The limits below were not measured: they are guesses.
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
 WARN_TILT = 10.0
-LEAST_SHARE = (
-    0.5  # of the rows with a positive weight: a smaller sum of weights cannot be one of frequencies
-)
+# of the rows with a positive weight: a smaller sum of weights cannot be one of frequencies
+LEAST_SHARE = 0.5
 WARN_RATIO = 2.0  # residuals over the spread of y; of an untrained network about 1
 
 
@@ -35,43 +33,55 @@ class Spread:
     mean: Tensor  # of y (C,)
     squares: Tensor  # Σ w (y − mean)² (C,)
     missed: Tensor  # Σ w (y − f)² (C,)
-    grain_y: (
-        Tensor  # the rounding steps ε|y| and ε|f| in the dtypes they came in, at their largest (C,)
-    )
-    grain_f: Tensor
+    # the rounding steps ε|y| and ε|f| in the dtypes they came in, at their largest (C,)
+    rounding_y: Tensor
+    rounding_f: Tensor
 
     @staticmethod
-    def of(y: Tensor, f: Tensor, weights: Tensor | None, grain_y: float, grain_f: Tensor) -> Spread:
+    def of(
+        y: Tensor, f: Tensor, weights: Tensor | None, epsilon_y: float, rounding_f: Tensor
+    ) -> Spread:
+        """Return the spread of one chunk: targets y, outputs f (B, C), row weights (B,).
+
+        epsilon_y: ε of the dtype of y. rounding_f: ε|f| (B, C).
+        """
         y = y.reshape(f.shape)
         w = torch.ones_like(y[:, :1]) if weights is None else weights[:, None]
         total = float(w.sum())
         mean = (w * y).sum(0) / max(total, 1e-300)
-        missed, squares = (w * (y - f) ** 2).sum(0), (w * (y - mean) ** 2).sum(0)
         return Spread(
-            total, mean, squares, missed, grain_y * y.abs().amax(0), grain_f.amax(0).double()
+            weight=total,
+            mean=mean,
+            squares=(w * (y - mean) ** 2).sum(0),
+            missed=(w * (y - f) ** 2).sum(0),
+            rounding_y=epsilon_y * y.abs().amax(0),
+            rounding_f=rounding_f.amax(0).double(),
         )
 
     def merge(self, other: Spread) -> Spread:
+        """Return the spread of both sets of rows."""
         weight = self.weight + other.weight
-        step, share = other.mean - self.mean, other.weight / max(weight, 1e-300)
+        # Squares around the common mean: those within each set, and those between the two means.
+        step = other.mean - self.mean
+        share = other.weight / max(weight, 1e-300)
         return Spread(
             weight,
             self.mean + share * step,
             self.squares + other.squares + self.weight * share * step**2,
             self.missed + other.missed,
-            torch.maximum(self.grain_y, other.grain_y),
-            torch.maximum(self.grain_f, other.grain_f),
+            torch.maximum(self.rounding_y, other.rounding_y),
+            torch.maximum(self.rounding_f, other.rounding_f),
         )
 
     def warn_scale(self, missed: Tensor, notes: list[str]) -> None:
-        """Where the residuals are far larger than the targets' own spread: a network that is
-        only poor has about their spread.
+        """Warn where the squared residuals `missed` (C,) are far larger than the targets' own
+        spread: a network that is only poor has about their spread.
         """
         ratio = (missed / self.squares.clamp_min(1e-300)).sqrt()
         worst = int(ratio.argmax())
         if float(ratio[worst]) <= WARN_RATIO or not float(self.squares[worst]) > 0:
             return
-        off, sd = ((part[worst] / self.weight).sqrt() for part in (missed, self.squares))
+        off, sd = ((squares[worst] / self.weight).sqrt() for squares in (missed, self.squares))
         message = (
             f"The residuals are {float(ratio[worst]):.3g} times as large as the spread of the "
             f"targets (root mean square {float(off):.3g}, standard deviation {float(sd):.3g}): a "
@@ -85,20 +95,17 @@ class Spread:
 
     def warn_rounding(self, noise: Tensor, dtype: torch.dtype, notes: list[str]) -> None:
         """Warn if the noise (C,) is below the rounding error of y or of the network's outputs."""
-        for what, grain, remedy in (
-            ("the targets, in the dtype they were given in", self.grain_y, "Give y in float64"),
-            (
-                f"the network's outputs, in {str(dtype).removeprefix('torch.')}",
-                self.grain_f,
-                "Use model.double()",
-            ),
+        outputs = f"the network's outputs, in {str(dtype).removeprefix('torch.')}"
+        for rounded, rounding, remedy in (
+            ("the targets, in the dtype they were given in", self.rounding_y, "Give y in float64"),
+            (outputs, self.rounding_f, "Use model.double()"),
         ):
-            if bool((noise < grain).any()):
-                worst = int((grain / noise).argmax())
+            if bool((noise < rounding).any()):
+                worst = int((rounding / noise).argmax())
                 message = (
-                    f"The noise ({float(noise[worst]):.3g}) is finer than the rounding of {what} "
-                    f"({float(grain[worst]):.3g}): means and widths are wrong by about that much. "
-                    f"{remedy}, or subtract an offset from y before training."
+                    f"The noise ({float(noise[worst]):.3g}) is finer than the rounding of "
+                    f"{rounded} ({float(rounding[worst]):.3g}): means and widths are wrong by "
+                    f"about that much. {remedy}, or subtract an offset from y before training."
                 )
                 notes.append(message)
                 warn(message)
@@ -106,13 +113,13 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)
 class TargetRange:
-    """Watches for constant targets and input columns, for targets on another scale than the
-    outputs, and counts classes.
+    """What a pass sees of targets and inputs: their ranges, their scales, their classes, their
+    weights. Those of chunks and shards merge.
     """
 
-    low: Tensor | None = None
+    low: Tensor | None = None  # the smallest and the largest target
     high: Tensor | None = None
-    x_low: Tensor | None = None
+    x_low: Tensor | None = None  # of each input column (D,), for tables
     x_high: Tensor | None = None
     rows: int = 0
     spread: Spread | None = None
@@ -121,8 +128,8 @@ class TargetRange:
     weighted: int = 0  # rows with a positive weight
     weight: float = 0.0  # of all rows
 
-    def see(
-        self,
+    @staticmethod
+    def of(
         y: Tensor,
         x: Any,
         spread: Spread | None,
@@ -130,39 +137,33 @@ class TargetRange:
         numbers: Numbers | None = None,
         weights: Tensor | None = None,
     ) -> TargetRange:
-        inside = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
-        x_low, x_high = (x.amin(0), x.amax(0)) if inside else (None, None)
+        """Return the range of one chunk, with row weights (B,)."""
+        table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         rows = y.shape[0]
-        weighted, weight = (
-            (rows, float(rows))
-            if weights is None
-            else (int((weights > 0).sum()), float(weights.sum()))
-        )
-        return self.merge(
-            TargetRange(
-                y.amin(0),
-                y.amax(0),
-                x_low,
-                x_high,
-                rows,
-                spread,
-                classes,
-                numbers,
-                weighted,
-                weight,
-            ),
+        return TargetRange(
+            y.amin(0),
+            y.amax(0),
+            x.amin(0) if table else None,
+            x.amax(0) if table else None,
+            rows,
+            spread,
+            classes,
+            numbers,
+            rows if weights is None else int((weights > 0).sum()),
+            float(rows) if weights is None else float(weights.sum()),
         )
 
     def merge(self, other: TargetRange) -> TargetRange:
+        """Return what both sets of rows show."""
         return TargetRange(
-            _either(torch.minimum, self.low, other.low),
-            _either(torch.maximum, self.high, other.high),
-            _either(torch.minimum, self.x_low, other.x_low),
-            _either(torch.maximum, self.x_high, other.x_high),
+            _combine(torch.minimum, self.low, other.low),
+            _combine(torch.maximum, self.high, other.high),
+            _combine(torch.minimum, self.x_low, other.x_low),
+            _combine(torch.maximum, self.x_high, other.x_high),
             self.rows + other.rows,
-            _either(Spread.merge, self.spread, other.spread),
-            _either(Classes.merge, self.classes, other.classes),
-            _either(Numbers.merge, self.numbers, other.numbers),
+            _combine(Spread.merge, self.spread, other.spread),
+            _combine(Classes.merge, self.classes, other.classes),
+            _combine(Numbers.merge, self.numbers, other.numbers),
             self.weighted + other.weighted,
             self.weight + other.weight,
         )
@@ -182,19 +183,23 @@ class TargetRange:
         notes.append(Note(message, DATA))
         warn(message)
 
-    def note(self, notes: list[str]) -> None:
+    @property
+    def has_constant_target(self) -> bool:
+        """Return whether a numeric target is the same in all rows; classes may be, without harm."""
+        if self.low is None or self.high is None or not self.low.is_floating_point():
+            return False
+        return bool((self.low == self.high).any())
+
+    def warn_data(self, notes: list[str]) -> None:
+        """Note and warn of data that say little: small weights, one row, a constant target or
+        constant input columns.
+        """
         self.warn_weights(notes)
         if self.rows == 1:
             notes.append(Note("only one row was seen: the posterior is almost the prior", DATA))
             warn("The data hold one row only, so the posterior is almost the prior.")
             return
-        numbers = self.low is not None and self.low.is_floating_point()
-        if (
-            numbers
-            and self.low is not None
-            and self.high is not None
-            and bool((self.low == self.high).any())
-        ):
+        if self.has_constant_target:
             notes.append(
                 Note("the target is constant: nothing can be learned about its noise", DATA)
             )
@@ -205,27 +210,25 @@ class TargetRange:
                 notes.append(Note(f"constant input columns: {', '.join(map(str, constant))}", DATA))
 
 
-def _either(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
+def _combine(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
+    """Combine two values, or return the one that is there."""
     if a is None or b is None:
         return b if a is None else a
     return choose(a, b)
 
 
 def warn_residual(report: Report) -> None:
+    """Warn where the trained weights are kept, though they are far from the mode."""
     limit = {AS_IS: WARN_AS_IS, TILT: WARN_TILT, POLISH: math.inf}[report.mode]
     if report.residual_per_parameter > limit:
-        remedy = {
-            AS_IS: "Train further, or use mode='polish' or mode='tilt'.",
-            TILT: "The network is far from trained under this prior: train further or weaken the "
-            "prior.",
-            POLISH: "",
-        }[report.mode]
+        remedy = (
+            "Train further, or use mode='polish' or mode='tilt'."
+            if report.mode == AS_IS
+            else "The network is far from trained under this prior: train further or weaken the "
+            "prior."
+        )
         warn(
             f"The network is not at the mode: its residual gradient is {report.residual:.3g} "
             f"posterior standard deviations ({report.residual_per_parameter:.2g} per parameter). "
             f"{remedy}"
         )
-
-
-def bar(source: Source, length: int | None, show: bool | None, label: str) -> Iterable[Batch]:
-    return progress_bar(source, length, show, label, "batch")

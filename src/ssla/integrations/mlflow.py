@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from ssla import __version__
-from ssla._checks import level as checked_level
+from ssla._checks import check_level as checked_level
 from ssla.files import FileError
 from ssla.files.container import kind_of
 from ssla.tables.estimators.saving import KIND
@@ -54,7 +54,7 @@ def log_model(
     pip_requirements: Sequence[str] | None = None,
     **options: Any,
 ) -> Any:
-    """Log a model to the active run (or a new one) of MLflow. Returns MLflow's ModelInfo.
+    """Log a model to the active run (or a new one) of MLflow; returns MLflow's ModelInfo.
 
     model: a directory of `ssla train` or of an estimator's `save`, or a fitted estimator.
     level: the default probability of the intervals; each call may give another as params={"level":
@@ -62,8 +62,10 @@ def log_model(
     ssla and the installed versions of torch, numpy, scikit-learn, safetensors, pandas and
     mlflow-skinny.  options: more for `mlflow.pyfunc.log_model`, for example input_example or
     registered_model_name.
+
+    Raises FileError for a directory of a posterior, TypeError for a refit that is an object.
     """
-    with _described(model, level, refit, keep, inputs, pip_requirements) as arguments:
+    with _pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
         return pyfunc.log_model(name=name, **arguments, **options)
 
 
@@ -78,15 +80,15 @@ def save_model(
     pip_requirements: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
-    """The same to a local directory, for `mlflow models predict -m path` and
-    `mlflow.pyfunc.load_model(path)`.
+    """Save a model as `log_model` does, to a local directory, for
+    `mlflow models predict -m path` and `mlflow.pyfunc.load_model(path)`.
     """
-    with _described(model, level, refit, keep, inputs, pip_requirements) as arguments:
+    with _pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
         pyfunc.save_model(path=str(path), **arguments, **options)
 
 
 @contextmanager
-def _described(
+def _pyfunc_arguments(
     model: Any,
     level: float,
     refit: str | None,
@@ -94,8 +96,10 @@ def _described(
     inputs: Sequence[str] | None,
     pip_requirements: Sequence[str] | None,
 ) -> Any:
-    """What `mlflow.pyfunc` needs: a directory with the model and the options, the signature,
-    and the environment.
+    """Yield the arguments of `mlflow.pyfunc`: a directory with the model and the options, the
+    signature, and the environment.
+
+    The directory is removed after the block.
     """
     if refit is not None and not isinstance(refit, str):
         raise TypeError(
@@ -103,8 +107,8 @@ def _described(
             "refit='newton'."
         )
     with tempfile.TemporaryDirectory() as folder:
-        place = Path(folder) / "data"
-        place.mkdir()
+        data = Path(folder) / "data"
+        data.mkdir()
         if isinstance(model, str | os.PathLike):
             if kind_of(model) != KIND:
                 raise FileError(
@@ -112,29 +116,28 @@ def _described(
                     "estimator or a model of `ssla train`, or call ssla.Scorer(path, model=…) in "
                     "an mlflow.pyfunc.PythonModel of your own."
                 )
-            shutil.copytree(model, place / MODEL)
+            shutil.copytree(model, data / MODEL)
         else:
-            model.save(place / MODEL)
-        chosen = {
+            model.save(data / MODEL)
+        options = {
             "level": checked_level(level),
             "refit": refit,
             "keep": list(keep),
             "inputs": None if inputs is None else list(inputs),
         }
-        (place / OPTIONS).write_text(json.dumps(chosen, indent=1))
+        (data / OPTIONS).write_text(json.dumps(options, indent=1))
+        packages = installed_packages() if pip_requirements is None else list(pip_requirements)
         yield {
             "loader_module": __name__,
-            "data_path": str(place),
-            "signature": _signature(_load_pyfunc(str(place)).scorer, checked_level(level)),
-            "pip_requirements": environment()
-            if pip_requirements is None
-            else list(pip_requirements),
+            "data_path": str(data),
+            "signature": _model_signature(_load_pyfunc(str(data)).scorer, checked_level(level)),
+            "pip_requirements": packages,
         }
 
 
-def environment() -> list[str]:
-    """The packages that a prediction needs, in the installed versions (without a suffix such as
-    +cpu).
+def installed_packages() -> list[str]:
+    """Return the packages that a prediction needs, in the installed versions (without a suffix such
+    as +cpu).
     """
     return [
         f"ssla[sklearn]=={__version__}",
@@ -143,13 +146,18 @@ def environment() -> list[str]:
 
 
 class Model:
-    """What MLflow calls. Made by `_load_pyfunc`."""
+    """A model that MLflow calls. Made by `_load_pyfunc`."""
 
     def __init__(self, scorer: Scorer) -> None:
+        """Hold the scorer of a saved model."""
         self.scorer = scorer
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """A data frame of columns for a data frame; a dictionary of columns for an array."""
+        """Return the columns of the predictions: a data frame for a data frame, a dictionary for an
+        array.
+
+        params: {"level": …} or nothing; ValueError for another parameter.
+        """
         unknown = set(params or {}) - {"level"}
         if unknown:
             raise ValueError(
@@ -159,21 +167,22 @@ class Model:
 
 
 def _load_pyfunc(path: str) -> Model:
-    """Called by MLflow."""
-    chosen = json.loads((Path(path) / OPTIONS).read_text())
+    """Open a model that `log_model` or `save_model` stored; MLflow calls this by its name."""
+    options = json.loads((Path(path) / OPTIONS).read_text())
     return Model(
         Scorer(
             Path(path) / MODEL,
-            chosen["level"],
-            chosen["refit"],
-            chosen["keep"],
-            inputs=chosen["inputs"],
+            options["level"],
+            options["refit"],
+            options["keep"],
+            inputs=options["inputs"],
         )
     )
 
 
-def _signature(scorer: Scorer, level: float) -> Any:
-    """Inputs by name, columns of the prediction at the default level, and the parameter `level`.
+def _model_signature(scorer: Scorer, level: float) -> Any:
+    """Return the inputs by name, the columns of the prediction at the default level, and the
+    parameter `level`.
 
     MLflow refuses integers where a signature says double, and numbers where it says text. The
     scorer reads both, so that columns of a table have any type here, and their cells are checked by
@@ -183,19 +192,22 @@ def _signature(scorer: Scorer, level: float) -> Any:
     names = model.names if scorer.inputs is None else scorer.inputs
     if names is None:
         inputs = Schema([TensorSpec(np.dtype(np.float64), (-1, model.width or -1))])
-        nothing: Any = np.zeros((0, model.width or 0))
+        no_rows: Any = np.zeros((0, model.width or 0))
     else:
         wanted = [*names, *(name for name in scorer.keep if name not in names)]
-        kind = DataType.double if model.numbers_only else AnyType()
-        inputs = Schema([ColSpec(kind if name in names else AnyType(), name) for name in wanted])
-        nothing = {name: np.zeros(0) for name in wanted}
-    found = scorer(nothing)
-    outputs = Schema([ColSpec(_type(column), name) for name, column in found.items()])
-    return ModelSignature(
-        inputs, outputs, ParamSchema([ParamSpec("level", DataType.double, level)])
-    )
+        input_type = DataType.double if model.numbers_only else AnyType()
+        inputs = Schema(
+            [ColSpec(input_type if name in names else AnyType(), name) for name in wanted]
+        )
+        no_rows = {name: np.zeros(0) for name in wanted}
+    # A prediction for no rows has the columns and types of any other.
+    columns = scorer(no_rows)
+    outputs = Schema([ColSpec(_column_type(column), name) for name, column in columns.items()])
+    parameters = ParamSchema([ParamSpec("level", DataType.double, level)])
+    return ModelSignature(inputs, outputs, parameters)
 
 
-def _type(column: np.ndarray) -> Any:
-    kinds = {"f": DataType.double, "i": DataType.long, "b": DataType.boolean}
-    return kinds.get(column.dtype.kind, DataType.string)
+def _column_type(column: np.ndarray) -> Any:
+    """Return the MLflow type of a column; text for what is not a number or a bool."""
+    types = {"f": DataType.double, "i": DataType.long, "b": DataType.boolean}
+    return types.get(column.dtype.kind, DataType.string)

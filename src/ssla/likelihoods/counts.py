@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from ssla._checks import in_plain_torch, one_of, positive
+from ssla._checks import check_name, check_positive, in_plain_torch
 from ssla.likelihoods.likelihood import (
     CLOSE,
     EXP,
@@ -19,22 +19,23 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     capped_exp,
+    check_output_count,
     common_shape,
     covariance_of,
-    event,
-    need_outputs,
+    largest_exponent,
+    scalar_target,
     softplus_difference,
 )
 from ssla.likelihoods.support import LARGEST_COUNT, Counts, Support
 from ssla.maths.roots import Root
 
-MANY = 1e6  # counts from which log y! is not formed: its rounding is 3e-9 there
-SERIES = 1e-2  # of d = log λ/y, up to which e^d − 1 − d is a series: its error is d⁷/5040
+MANY = 1e6  # from this count on log y! is not formed: its rounding error is 3e-9 there
+SERIES = 1e-2  # up to this d = log λ/y, e^d − 1 − d is a series whose error is d⁷/5040
 
 
 @dataclass(frozen=True)
 class Poisson(Likelihood):
-    """y ~ Poisson(λ), one output: f = log λ (link "log") or f = λ > 0 (link "identity").
+    """Counts y ~ Poisson(λ) with one output: f = log λ (link "log") or f = λ > 0 (link "identity").
 
     Score and precision:
 
@@ -50,47 +51,55 @@ class Poisson(Likelihood):
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        one_of("link", self.link, ("log", "identity"))
-
-    @property
-    def support(self) -> Support:
-        return Counts(LARGEST_COUNT)
+        """Check the name of the link; raise ValueError if it is unknown."""
+        check_name("link", self.link, ("log", "identity"))
 
     concave = True
     differentiable = True
 
     @property
     def linear_domain(self) -> bool:
+        """Return whether the link is the logarithm."""
         return self.link == "log"
 
     @property
     def links(self) -> tuple[str, ...]:
+        """Return the exponential and softplus for a log link, and none for the identity."""
         return (EXP, SOFTPLUS) if self.linear_domain else ()
 
     @property
     def has_boundary(self) -> bool:
+        """Return whether the link is the identity: P(y = 0) is positive at λ = 0."""
         return not self.linear_domain
 
     @property
     def overdispersion(self) -> float | None:
+        """Return 0 for a log link, and None for the identity."""
         return 0.0 if self.linear_domain else None
 
     def dispersed(self, factor: float) -> Likelihood:
-        """With that many times the variance at a mean of 1, if that is more and the link is the
-        logarithm.
+        """Return a likelihood with `factor` times the variance at a mean of 1.
+
+        It is a NegativeBinomial if the factor exceeds 1 and the link is the logarithm; otherwise
+        unchanged.
         """
         return NegativeBinomial(factor - 1) if factor > 1 and self.linear_domain else self
 
     def dispersion_in_words(self, factor: float) -> str:
+        """Describe a factor on the variance as overdispersion, or as none."""
         if factor > CLOSE and self.linear_domain:
             return f"counts vary more than Poisson's: their overdispersion is {factor - 1:.3g}"
         return "counts vary as Poisson's do, or less"
 
     def support_for(self, outputs: int) -> Support:
-        need_outputs("Poisson", outputs, 1, "the log rate" if self.linear_domain else "the rate")
+        """Return the counts of a fit; raise ValueError unless there is one output."""
+        check_output_count(
+            "Poisson", outputs, 1, "the log rate" if self.linear_domain else "the rate"
+        )
         return Counts(LARGEST_COUNT)
 
     def check_outputs(self, f: Tensor) -> None:
+        """Raise ValueError if a rate f (..., 1) under link "identity" is not positive."""
         if not self.linear_domain and bool((f <= 0).any()):
             raise ValueError(
                 "Poisson(link='identity') needs positive outputs (the rate), but the network "
@@ -99,66 +108,86 @@ class Poisson(Likelihood):
             )
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        y, a = event(y, f).to(f.dtype), f[..., 0]
+        """Return y log λ − λ − log y! (...); −∞ where a rate is not positive."""
+        y = scalar_target(y, f).to(f.dtype)
+        output = f[..., 0]
         if self.linear_domain:
-            return torch.where(
-                y < MANY, y * a - capped_exp(a) - torch.lgamma(y + 1), _of_many(y, a)
-            )
-        value = torch.xlogy(y, a.clamp_min(0)) - a - torch.lgamma(y + 1)
-        value = torch.where(
-            y < MANY, value, _of_many(y, a.clamp_min(torch.finfo(a.dtype).tiny).log())
-        )
-        return torch.where(a > 0, value, torch.full_like(value, -math.inf))
+            few = y * output - capped_exp(output) - torch.lgamma(y + 1)
+            return torch.where(y < MANY, few, _log_poisson_of_many(y, output))
+        few = torch.xlogy(y, output.clamp_min(0)) - output - torch.lgamma(y + 1)
+        # The clamp keeps log λ, and with it the gradients of `where`, finite outside the domain.
+        log_rate = output.clamp_min(torch.finfo(output.dtype).tiny).log()
+        value = torch.where(y < MANY, few, _log_poisson_of_many(y, log_rate))
+        return torch.where(output > 0, value, torch.full_like(value, -math.inf))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """log: yΔ − λ expm1(Δ) with Δ = f̃ − f̂; identity: y log1p(Δ/λ) − Δ."""
-        y, a, b = event(y, f_new).to(f_new.dtype), f_new[..., 0], f_old[..., 0]
-        d = a - b
+        """Return the change of log p (...), without cancellation for small changes.
+
+        With Δ = f_new − f_old it is yΔ − λ expm1(Δ) for a log link, and y log1p(Δ/λ) − Δ for the
+        identity.
+        """
+        y = scalar_target(y, f_new).to(f_new.dtype)
+        new, old = f_new[..., 0], f_old[..., 0]
+        step = new - old
         if self.linear_domain:
-            rate = torch.where(
-                d.abs() <= 1,
-                capped_exp(b) * torch.expm1(d.clamp(-1, 1)),
-                capped_exp(a) - capped_exp(b),
-            )
-            return y * d - rate
-        part = d / b
-        log = torch.where(
-            part.abs() <= 0.5, torch.log1p(part.clamp(-0.5, 0.5)), a.clamp_min(0).log() - b.log()
-        )
-        value = torch.where(y == 0, torch.zeros_like(d), y * log) - d
-        return torch.where(a > 0, value, torch.full_like(value, -math.inf))
+            close = capped_exp(old) * torch.expm1(step.clamp(-1, 1))
+            far = capped_exp(new) - capped_exp(old)
+            return y * step - torch.where(step.abs() <= 1, close, far)
+        relative = step / old
+        close = torch.log1p(relative.clamp(-0.5, 0.5))
+        far = new.clamp_min(0).log() - old.log()
+        log_ratio = torch.where(relative.abs() <= 0.5, close, far)
+        # For y = 0 the product with an infinite logarithm would be NaN.
+        value = torch.where(y == 0, torch.zeros_like(step), y * log_ratio) - step
+        return torch.where(new > 0, value, torch.full_like(value, -math.inf))
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        y, a = event(y, f).to(f.dtype), f[..., 0]
-        return (y - capped_exp(a) if self.linear_domain else y / a - 1).unsqueeze(-1)
+        """Return y − λ for a log link, or y/λ − 1 for the identity (..., 1)."""
+        y = scalar_target(y, f).to(f.dtype)
+        output = f[..., 0]
+        return (y - capped_exp(output) if self.linear_domain else y / output - 1).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        y, a = event(y, f).to(f.dtype), f[..., 0]
-        value = capped_exp(a).expand(common_shape(y, a)) if self.linear_domain else y / (a * a)
+        """Return λ for a log link, or y/λ² for the identity (..., 1, 1)."""
+        y = scalar_target(y, f).to(f.dtype)
+        output = f[..., 0]
+        if self.linear_domain:
+            value = capped_exp(output).expand(common_shape(y, output))
+        else:
+            value = y / (output * output)
         return value[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:
+        """Return λ for a log link, or 1/λ for the identity (..., 1, 1)."""
         return (capped_exp(f) if self.linear_domain else 1 / f).unsqueeze(-1)
 
     def refit_at_boundary(self, y: Tensor, f: Tensor, K: Tensor) -> BoundaryRefit | None:
-        """y = 0 under a rate λ ~ N(m, s²) that is cut at zero: ∫ e^−λ N(λ; m, s²) dλ over λ > 0.
+        """Return the refits of y = 0 under a rate λ ~ N(m, s²) cut at zero: ∫ e^−λ N(λ; m, s²) dλ
+        over λ > 0.
 
-        log p(0|λ) = −λ has no curvature. Its mode m − s² is moved to zero where it is below. With
-        t = s − m/s the integral is exp(−m + s²/2) Φ(−t). Where the mode is at zero (t > 0), the
-        same is exp(−½m²/s²)·½ erfcx(t/√2), without cancellation. Both are exact.
+        f (..., 1) holds m and K (..., 1, 1) holds s². The result is None for a log link.
+
+        log p(0|λ) = −λ has no curvature. Its mode m − s² is moved to zero where it is below. With t
+        = s − m/s the integral is exp(−m + s²/2) Φ(−t). Where the mode is at zero (t > 0), the same
+        is exp(−½m²/s²)·½ erfcx(t/√2), without cancellation. Both are exact.
         """
         if self.linear_domain:
             return None
-        y, m, variance = torch.broadcast_tensors(event(y, f).to(f.dtype), f[..., 0], K[..., 0, 0])
+        y, m, variance = torch.broadcast_tensors(
+            scalar_target(y, f).to(f.dtype), f[..., 0], K[..., 0, 0]
+        )
         # A doubt below 1e-6 of the rate has no mass at zero: the floor keeps derivatives finite
         # where K = 0.
         variance_used = torch.maximum(variance, 1e-12 * m.detach() ** 2)
         sd = variance_used.sqrt()
         t = sd - m / sd
+        # Each branch of `where` is clamped to its own side of t = 0, so that both have finite
+        # gradients.
         at_zero = t > 0
         shift = -0.5 * torch.where(at_zero, m**2 / variance_used, variance)
-        outside = torch.log(0.5 * torch.special.erfcx(t.clamp_min(0) / math.sqrt(2)))
-        curvature = torch.where(at_zero, outside, torch.special.log_ndtr(-t.clamp_max(0)))
+        log_tail_at_zero = torch.log(0.5 * torch.special.erfcx(t.clamp_min(0) / math.sqrt(2)))
+        log_tail_inside = torch.special.log_ndtr(-t.clamp_max(0))
+        curvature = torch.where(at_zero, log_tail_at_zero, log_tail_inside)
         log_prob = torch.where(at_zero, 0.0, variance - m)
         pull = torch.where(at_zero, -m / variance_used, -1.0)
         return BoundaryRefit(y == 0, log_prob, shift, curvature, pull.unsqueeze(-1))
@@ -166,52 +195,57 @@ class Poisson(Likelihood):
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        """With the rate E e^f = exp(f̂ + ½K) of a log link; None where the exponential is capped."""
+        """Return the averages of rows (N,) for a log link, with the rate E e^f = exp(f̂ + ½K).
+
+        None for the identity link, and if the exponential of any row is capped: the caller then
+        takes a quadrature for all rows. Λ does not depend on y, so `fisher` changes nothing.
+        """
         if not self.linear_domain:
             return None
-        exponent = 0.5 * covariance_of(root, f)[:, -1, -1] + f[:, -1]
+        exponent = 0.5 * covariance_of(root, f)[:, 0, 0] + f[:, 0]
         if bool((exponent > LARGEST_EXPONENT).any()):
             return None
         rate = torch.exp(exponent)
-        count, log_rate = event(y, f).to(f.dtype), f[:, 0]
-        log_prob = count * log_rate - rate - torch.lgamma(count + 1)
-        return Derivatives(log_prob, (count - rate).unsqueeze(-1), rate[:, None, None])
+        y = scalar_target(y, f).to(f.dtype)
+        log_prob = y * f[:, 0] - rate - torch.lgamma(y + 1)
+        return Derivatives(log_prob, (y - rate).unsqueeze(-1), rate[:, None, None])
 
     def mean(self, f: Tensor) -> Tensor:
+        """Return the rate λ (...)."""
         return capped_exp(f[..., 0]) if self.linear_domain else f[..., 0]
 
-    def variance(self, f: Tensor) -> Tensor:
-        return self.mean(f)
+    variance = mean  # a property of Poisson counts
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of the count (n, ...)."""
         rate = self.mean(f)
         return torch.poisson(rate.expand(n, *rate.shape).contiguous(), generator=generator)
 
 
-def _of_many(y: Tensor, log_rate: Tensor) -> Tensor:
-    """log P(y) of a Poisson law for y ≥ MANY: −y(e^d − 1 − d) − ½ log 2πy − 1/12y, with d = log λ −
-    log y.
+def _log_poisson_of_many(y: Tensor, log_rate: Tensor) -> Tensor:
+    """Return log P(y) of a Poisson distribution for y ≥ MANY, with the common shape of y and
+    log_rate.
 
-    y log λ − λ − log y! is a difference of numbers of size y log y, which rounding decides from y =
-    1e13 on.
+    It is −y(e^d − 1 − d) − ½ log 2πy − 1/12y, with d = log λ − log y. The plain y log λ − λ − log
+    y! is a difference of numbers of size y log y: from y = 1e13 on it is only rounding error.
     """
     y = y.clamp_min(MANY)
     d = log_rate - y.log()
+    # e^d − 1 − d cancels for small d, so there it is its Taylor series.
     near = d.clamp(-SERIES, SERIES)
     series = (
         near * near * (1 / 2 + near * (1 / 6 + near * (1 / 24 + near * (1 / 120 + near / 720))))
     )
-    excess = torch.where(d.abs() <= SERIES, series, torch.special.expm1(d.clamp_max(_most(d))) - d)
+    plain = torch.special.expm1(d.clamp_max(largest_exponent(d.dtype))) - d
+    excess = torch.where(d.abs() <= SERIES, series, plain)
     return -y * excess - 0.5 * torch.log(2 * math.pi * y) - 1 / (12 * y)
 
 
-def _most(d: Tensor) -> float:
-    """The exponent at which `capped_exp` stops."""
-    return math.log(torch.finfo(d.dtype).max) / 4
-
-
 def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
-    """log Γ(y + r)/Γ(y + 1) for y ≥ MANY, by Stirling's formula with the difference taken first."""
+    """Return log Γ(y + r)/Γ(y + 1) (...) for y (...) ≥ MANY.
+
+    It is Stirling's formula with the difference taken first, so that large terms do not cancel.
+    """
     low = y.clamp_min(MANY) + 1
     high = low + (r - 1)
     return (
@@ -224,32 +258,30 @@ def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
 
 @dataclass(frozen=True)
 class NegativeBinomial(Likelihood):
-    """Counts with mean μ = e^f and variance μ + dispersion·μ²; one output, the log mean.
+    """Counts with mean μ = e^f and variance μ + dispersion·μ²; the one output f is the log mean.
 
-    With r = 1/dispersion, p = μ/(μ + r): g = y(1−p) − rp, Λ = (y + r)p(1−p), fisher = rp.
-    dispersion → 0 is Poisson.
+    With r = 1/dispersion, p = μ/(μ + r): g = y(1−p) − rp, Λ = (y + r)p(1−p), fisher = rp. Poisson
+    is the limit dispersion → 0.
     """
 
     dispersion: float
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        positive(
+        """Check that the dispersion is positive; raise ValueError if not."""
+        check_positive(
             "NegativeBinomial dispersion",
             torch.tensor(float(self.dispersion)),
             "For no extra spread use Poisson().",
         )
 
     def dispersed(self, factor: float) -> NegativeBinomial:
-        """With that many times the dispersion."""
+        """Return the likelihood with `factor` times the dispersion."""
         return NegativeBinomial(self.dispersion * factor)
 
     def dispersion_in_words(self, factor: float) -> str:
+        """Describe a factor on the dispersion."""
         return f"the overdispersion of the counts is {factor:.3g} times that of the likelihood"
-
-    @property
-    def support(self) -> Support:
-        return Counts(LARGEST_COUNT)
 
     concave = True
     differentiable = True
@@ -257,18 +289,23 @@ class NegativeBinomial(Likelihood):
 
     @property
     def overdispersion(self) -> float:
+        """Return the dispersion."""
         return self.dispersion
 
     def support_for(self, outputs: int) -> Support:
-        need_outputs("NegativeBinomial", outputs, 1, "the log mean")
+        """Return the counts of a fit; raise ValueError unless there is one output."""
+        check_output_count("NegativeBinomial", outputs, 1, "the log mean")
         return Counts(LARGEST_COUNT)
 
-    def _logit(self, f: Tensor) -> Tensor:
-        """log μ/r."""
+    def _log_mean_over_r(self, f: Tensor) -> Tensor:
+        """Return z = log μ/r (...) for f (..., 1), so that p = σ(z)."""
         return f[..., 0] + math.log(self.dispersion)
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        y, z, r = event(y, f).to(f.dtype), self._logit(f), 1 / self.dispersion
+        """Return log Γ(y + r)/(Γ(r) y!) + r log(1 − p) + y log p (...)."""
+        y = scalar_target(y, f).to(f.dtype)
+        z = self._log_mean_over_r(f)
+        r = 1 / self.dispersion
         few = (
             torch.lgamma(y + r)
             - math.lgamma(r)
@@ -280,28 +317,40 @@ class NegativeBinomial(Likelihood):
         return torch.where(y < MANY, few, many)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        y, z, d = event(y, f_new).to(f_new.dtype), self._logit(f_old), (f_new - f_old)[..., 0]
-        return -softplus_difference(z, d) / self.dispersion - y * softplus_difference(-z, -d)
+        """Return the change of r log(1 − p) + y log p (...), without cancellation."""
+        y = scalar_target(y, f_new).to(f_new.dtype)
+        z = self._log_mean_over_r(f_old)
+        step = (f_new - f_old)[..., 0]
+        change_of_r_term = -softplus_difference(z, step) / self.dispersion
+        return change_of_r_term - y * softplus_difference(-z, -step)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        y, z = event(y, f).to(f.dtype), self._logit(f)
+        """Return y(1 − p) − rp (..., 1)."""
+        y = scalar_target(y, f).to(f.dtype)
+        z = self._log_mean_over_r(f)
         return (y * torch.sigmoid(-z) - torch.sigmoid(z) / self.dispersion).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        y, z = event(y, f).to(f.dtype), self._logit(f)
+        """Return (y + r)p(1 − p) (..., 1, 1)."""
+        y = scalar_target(y, f).to(f.dtype)
+        z = self._log_mean_over_r(f)
         return ((y + 1 / self.dispersion) * torch.sigmoid(z) * torch.sigmoid(-z))[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:
-        return (torch.sigmoid(self._logit(f)) / self.dispersion)[..., None, None]
+        """Return rp (..., 1, 1)."""
+        return (torch.sigmoid(self._log_mean_over_r(f)) / self.dispersion)[..., None, None]
 
     def mean(self, f: Tensor) -> Tensor:
+        """Return μ = e^f (...)."""
         return capped_exp(f[..., 0])
 
     def variance(self, f: Tensor) -> Tensor:
+        """Return μ + dispersion·μ² (...)."""
         mean = self.mean(f)
         return mean + self.dispersion * mean * mean
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of the count (n, ...): a Poisson count whose rate is Gamma distributed."""
         mean = self.mean(f).expand(n, *f.shape[:-1])
         rate = torch._standard_gamma(
             torch.full_like(mean, 1 / self.dispersion), generator=generator

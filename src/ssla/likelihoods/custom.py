@@ -9,15 +9,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ssla._checks import batched, differentiated, in_plain_torch, unknown_name, warn
+from ssla._checks import in_plain_torch, is_inside_vmap, record_derivatives, unknown_name, warn
 from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
+    check_output_count,
     common_shape,
-    event,
     log_density_on_line,
-    need_outputs,
-    uniform,
+    scalar_target,
+    uniform_numbers,
 )
 from ssla.likelihoods.support import (
     Circular,
@@ -32,20 +32,22 @@ from ssla.likelihoods.support import (
 from ssla.maths import quadrature
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
-MOST_COUNTS = 1 << 16
-COUNTS_AT_ONCE = 1 << 22  # of log p at one time: bounds memory
+MOST_COUNTS = 1 << 16  # that are summed one by one; a guess
+COUNTS_AT_ONCE = 1 << 22  # values of log p at one time: bounds memory
 LARGEST_COUNT = 2.0**52  # above it, a count and the next one round to the same number
 MASS_ERROR = 1e-3  # allowed relative variation with f of the integral of a density
 NORMALISED = 1e-5  # allowed difference of the sum of the probabilities from 1
 LARGE_COUNTS = quadrature.Accuracy(tail=1e-8, half_rule=1e-4)
 ACCURACY = quadrature.Accuracy(tail=1e-11, half_rule=1e-6)
 
-Function = Callable[[Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]  # of the outputs f (..., C)
+Nodes = tuple[Tensor, Tensor, Tensor]
+"""Rows (m,), values of y (m, k), and their shares of the probability (m, k)."""
 
 
 @dataclass(frozen=True)
 class Custom(Likelihood):
-    """See `custom`."""
+    """A likelihood that is computed from its log density; see `custom`."""
 
     log_prob_function: Callable[[Tensor, Tensor], Tensor]
     support: Support
@@ -58,30 +60,38 @@ class Custom(Likelihood):
 
     @property
     def fisher_in_closed_form(self) -> bool:
+        """Return whether the user gave the Fisher information."""
         return self.fisher_function is not None
 
     @property
     def mean_has_gradient(self) -> bool:
-        """Not of a mean by quadrature, which autograd cannot follow."""
+        """Return whether the user gave the mean: autograd cannot differentiate a quadrature."""
         return self.mean_function is not None
 
     def support_for(self, outputs: int) -> Support:
+        """Return the support; raise ValueError unless the number of outputs is the declared one."""
         if self.outputs is not None:
-            need_outputs("This custom likelihood", outputs, self.outputs, "as declared by outputs=")
+            check_output_count(
+                "This custom likelihood", outputs, self.outputs, "as declared by outputs="
+            )
         return self.support
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        y = event(y, f)
+        """Return the user's log p(y|f) (...), interpolated between counts.
+
+        Raises TypeError if it is not a tensor, and ValueError if it has not one value for each y.
+        """
+        y = scalar_target(y, f)
         if (
             isinstance(self.support, Counts)
             and y.is_floating_point()
             # Inside vmap no step may depend on values; refits ask for whole counts only.
-            and not batched(y)
+            and not is_inside_vmap(y)
             and bool((y != y.floor()).any())
         ):
             return self._between_counts(y, f)
         if isinstance(self.support, Circular):
-            y = quadrature.wrapped(y)
+            y = quadrature.wrap_angles(y)
         value = self.log_prob_function(y, f)
         if not isinstance(value, Tensor):
             raise TypeError(
@@ -98,46 +108,52 @@ class Custom(Likelihood):
         return value
 
     def _between_counts(self, y: Tensor, f: Tensor) -> Tensor:
-        """log p between two counts, interpolated: log_prob may be undefined there."""
+        """Return log p (...) interpolated between the counts below and above y (...).
+
+        log_prob may be undefined between counts, and one of the two may be impossible.
+        """
         below = y.floor()
         low, high = self.log_prob(below, f), self.log_prob(below + 1, f)
         impossible = (low == -torch.inf) | (high == -torch.inf)
         return torch.where(impossible, torch.maximum(low, high), low + (y - below) * (high - low))
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return g (..., C) by autograd, without second derivatives."""
         return self._differentiate(y, f, second=False)[1]
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return Λ (..., C, C) by autograd."""
         return self.derivatives(y, f).precision
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        value, score, precision = self._differentiate(y, f, second=True)
+        """Return log p (...), g (..., C) and Λ (..., C, C) by autograd."""
+        log_prob, score, precision = self._differentiate(y, f, second=True)
         assert precision is not None
-        return Derivatives(value, score, precision)
+        return Derivatives(log_prob, score, precision)
 
     @in_plain_torch
     def _differentiate(
         self, y: Tensor, f: Tensor, second: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """log p, g and Λ.
-
-        Rows are independent, so the gradient of a sum over rows holds the derivative of each row.
-        """
-        y = event(y, f)
+        """Return log p (...), g (..., C) and, if `second` is true, Λ (..., C, C)."""
+        y = scalar_target(y, f)
         shape = common_shape(y, f[..., 0])
-        with differentiated("log_prob of the likelihood"):
+        # Rows are independent, so the gradient of a sum over rows holds the derivative of each row.
+        with record_derivatives("log_prob of the likelihood"):
             free = f.detach().expand(*shape, f.shape[-1]).clone().requires_grad_(True)
-            value = self.log_prob(y, free)
-            score = _gradient(value.sum(), free, keep=second)
+            log_prob = self.log_prob(y, free)
+            score = _gradient(log_prob.sum(), free, keep=second)
             if not second:
-                return value.detach(), score.detach(), None
+                return log_prob.detach(), score.detach(), None
             columns = [-_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])]
             precision = torch.stack(columns, -2).detach()
-        return value.detach(), score.detach(), (precision + precision.mT) / 2
+        return log_prob.detach(), score.detach(), (precision + precision.mT) / 2
 
     def fisher(self, f: Tensor) -> Tensor:
-        """E_y[g gᵀ] (equal to E_y Λ), by summation or quadrature over y; positive semi-definite
-        by construction.
+        """Return E_y[g gᵀ] (..., C, C), which equals E_y Λ and is positive semi-definite by
+        construction.
+
+        It is computed by summation or quadrature over y, unless the user gave it.
         """
         if self.fisher_function is not None:
             return self.fisher_function(f)
@@ -149,86 +165,100 @@ class Custom(Likelihood):
         return total.reshape(*f.shape, f.shape[-1]).to(f.dtype)
 
     def straight(self, f: Tensor) -> bool:
-        """Whether log p has a slope but no curvature in f for every y, like |y − f|.
+        """Return whether log p has a slope but no curvature at the first row of f for every y.
 
-        Tested at the first row of f.
+        The answer is kept for later calls.
         """
         if not self._straight:
             first = f.reshape(-1, f.shape[-1])[:1].double()
-            found = [
+            at_nodes = [
                 self.derivatives(y, first[rows].unsqueeze(1)) for rows, y, _ in self._nodes(first)
             ]
-            self._straight.append(
-                not any(bool(d.precision.any()) for d in found)
-                and any(bool(d.score.any()) for d in found)
-            )
+            curved = any(bool(derivatives.precision.any()) for derivatives in at_nodes)
+            sloped = any(bool(derivatives.score.any()) for derivatives in at_nodes)
+            self._straight.append(sloped and not curved)
         return self._straight[0]
 
     @cached_property
     def _straight(self) -> list[bool]:
-        """Cache of `straight`."""
+        """Return the cache of `straight`: an empty list, or a list with the answer."""
+        # A frozen dataclass cannot store the answer itself, but it can keep a list that holds it.
         return []
 
     def mean(self, f: Tensor) -> Tensor:
+        """Return the user's mean, or that of the density (...)."""
         return self._moments(f)[0] if self.mean_function is None else self.mean_function(f)
 
     def variance(self, f: Tensor) -> Tensor:
+        """Return the user's variance, or that of the density (...)."""
         return self._moments(f)[1] if self.variance_function is None else self.variance_function(f)
 
     def _moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and variance: (...), or (..., C) for classes."""
         flat = f.reshape(-1, f.shape[-1]).double()
-        if isinstance(self.support, Classes):  # of the class indicators, as in Categorical
-            p = self._nodes(flat)[0][2]
+        if isinstance(self.support, Classes):
+            # Moments of the class indicators, as in Categorical.
+            _, _, p = self._nodes(flat)[0]
             p = p.reshape(*f.shape[:-1], p.shape[-1]).to(f.dtype)
             return p, p * (1 - p)
-        mean, variance = torch.zeros(2, flat.shape[0], dtype=torch.float64).unbind(0)
+        mean, variance = self._scalar_moments(flat)
+        return mean.reshape(f.shape[:-1]).to(f.dtype), variance.reshape(f.shape[:-1]).to(f.dtype)
+
+    def _scalar_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean (N,) and variance (N,) of a y that is one number, for f (N, C)."""
+        mean = torch.zeros(len(f), dtype=torch.float64)
+        variance = torch.zeros_like(mean)
+        # Real first: it is Continuous too, but its grids have moments of their own.
         if isinstance(self.support, Real):
-            for rows, grid in self._grids(flat):
+            for rows, grid in self._grids(f):
                 mean[rows], variance[rows] = grid.moments
         elif isinstance(self.support, Continuous):
             mean, variance = quadrature.mapped_moments(
-                log_density_on_line(self, flat), self._grids(flat), self.support.from_real, ACCURACY
+                log_density_on_line(self, f), self._grids(f), self.support.from_real, ACCURACY
             )
         elif isinstance(self.support, Circular):
-            for rows, circle in self._circles(flat):
+            for rows, circle in self._circles(f):
                 mean[rows], variance[rows] = circle.mean, circle.variance
-        else:
-            for rows, y, share in self._nodes(flat):
+        else:  # counts
+            for rows, y, share in self._nodes(f):
+                # The probabilities of nodes sum to one only up to the tails that are cut.
                 share = share / share.sum(1, keepdim=True)
                 mean[rows] = (share * y).sum(1)
                 variance[rows] = (share * (y - mean[rows, None]) ** 2).sum(1)
-        return mean.reshape(f.shape[:-1]).to(f.dtype), variance.reshape(f.shape[:-1]).to(f.dtype)
+        return mean, variance
 
     @property
     def _continuous(self) -> Continuous:
+        """Return the support, which must be continuous."""
         assert isinstance(self.support, Continuous)
         return self.support
 
-    def _nodes(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """(rows, y (m, k), probability share (m, k)) with Σ h(y)·share ≈ E h(y)."""
+    def _nodes(self, f: Tensor) -> list[Nodes]:
+        """Return nodes for rows f (N, C) with Σ h(y)·share ≈ E h(y) for smooth functions h.
+
+        Warns if the integral of a density depends on f; raises ValueError unless probabilities sum
+        to 1.
+        """
         if isinstance(self.support, Classes):
-            y = torch.arange(self.support.count, dtype=f.dtype, device=f.device).expand(
-                f.shape[0], -1
-            )
-            return [
-                (
-                    torch.arange(f.shape[0]),
-                    y,
-                    self._normalised(self.log_prob(y, f.unsqueeze(1)).exp()),
-                )
-            ]
+            classes = torch.arange(self.support.count, dtype=f.dtype, device=f.device)
+            y = classes.expand(f.shape[0], -1)
+            share = self._check_sum(self.log_prob(y, f.unsqueeze(1)).exp())
+            return [(torch.arange(f.shape[0]), y, share)]
         if isinstance(self.support, Counts):
-            return self._counts(f)
+            return self._count_nodes(f)
         if isinstance(self.support, Circular):
             circles = self._circles(f)
-            self._warn_mass([c.log_mass[c.accurate] for _, c in circles])
-            return [(rows, c.angles.expand_as(c.shares), c.shares) for rows, c in circles]
+            self._warn_of_varying_mass([circle.log_mass[circle.accurate] for _, circle in circles])
+            return [
+                (rows, circle.angles.expand_as(circle.shares), circle.shares)
+                for rows, circle in circles
+            ]
         grids = self._grids(f)
-        self._warn_mass([grid.log_mass[grid.accurate] for _, grid in grids])
+        self._warn_of_varying_mass([grid.log_mass[grid.accurate] for _, grid in grids])
         return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in grids]
 
-    def _warn_mass(self, log_masses: list[Tensor]) -> None:
-        """A warning where the integral of the density depends on f.
+    def _warn_of_varying_mass(self, log_masses: list[Tensor]) -> None:
+        """Warn if the integral of the density depends on f, given the logarithms of the integrals.
 
         (A constant factor only changes `mass`.)
         """
@@ -240,93 +270,101 @@ class Custom(Likelihood):
                 "will be wrong. Add the normalising constant."
             )
 
-    def _counts(self, f: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Counts up to 65,535 are summed one by one; larger ones, if needed, by an integral of
-        the interpolated log p.
+    def _count_nodes(self, f: Tensor) -> list[Nodes]:
+        """Return the nodes of counts for f (N, C), as many as each row needs.
+
+        Counts below MOST_COUNTS are summed one by one, larger ones by an integral of the
+        interpolated log p.
         """
-        found, pending, count = [], torch.arange(f.shape[0]), 64
+        nodes: list[Nodes] = []
+        pending = torch.arange(f.shape[0])
+        count = 64
         while pending.numel():
             y = torch.arange(count, dtype=f.dtype, device=f.device)
-            rest = []
+            unfinished = []
             for rows in pending.split(max(COUNTS_AT_ONCE // count, 1)):
                 share = self.log_prob(y.expand(rows.numel(), -1), f[rows].unsqueeze(1)).exp()
                 done = (share.sum(1) - 1).abs() < 1e-9
                 if count >= MOST_COUNTS and not bool(done.all()):
-                    found += self._with_large_counts(f, rows[~done], y, share[~done])
+                    nodes += self._with_large_counts(f, rows[~done], y, share[~done])
                 elif not bool(done.all()):
-                    rest.append(rows[~done])
-                found.append((rows[done], y.expand(int(done.sum()), -1), share[done]))
-            pending, count = torch.cat(rest) if rest else pending[:0], 4 * count
-        return found
+                    unfinished.append(rows[~done])
+                nodes.append((rows[done], y.expand(int(done.sum()), -1), share[done]))
+            pending = torch.cat(unfinished) if unfinished else pending[:0]
+            count *= 4
+        return nodes
 
-    def _with_large_counts(
-        self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor
-    ) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """The counts y with their shares (m, k), and nodes for the counts beyond them: y = k −
-        ½ + e^z.
+    def _with_large_counts(self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor) -> list[Nodes]:
+        """Return nodes for the counts y (k,) with their shares (m, k) and for the counts beyond
+        them.
+
+        rows (m,) are the rows of f (N, C) that need them.
         """
-        first, beyond = len(y) - 0.5, Positive()
+        # The integral of the interpolated log p starts half a count before the first large one.
+        start = len(y) - 0.5
+        beyond = Positive()
 
+        # The density of z, with y = start + e^z.
         def log_density(z: Tensor, index: Tensor) -> Tensor:
-            large = (first + beyond.from_real(z)).clamp_max(LARGEST_COUNT)
+            large = (start + beyond.from_real(z)).clamp_max(LARGEST_COUNT)
             return self.log_prob(large, f[rows[index]].unsqueeze(1)) + beyond.log_slope(z)
 
-        found = []
-        for part, grid in quadrature.build(
-            log_density, *quadrature.locate(log_density, rows.numel()), LARGE_COUNTS
-        ):
-            large = first + beyond.from_real(grid.nodes)
-            shares = torch.cat([share[part], grid.log_terms.exp()], 1)
-            found.append(
-                (
-                    rows[part],
-                    torch.cat([y.expand(len(part), -1), large], 1),
-                    self._normalised(shares),
-                )
-            )
-        return found
+        nodes: list[Nodes] = []
+        centre, scale = quadrature.locate_densities(log_density, rows.numel())
+        for index, grid in quadrature.build_grids(log_density, centre, scale, LARGE_COUNTS):
+            large = start + beyond.from_real(grid.nodes)
+            values = torch.cat([y.expand(len(index), -1), large], 1)
+            shares = torch.cat([share[index], grid.log_terms.exp()], 1)
+            nodes.append((rows[index], values, self._check_sum(shares)))
+        return nodes
 
-    def _normalised(self, share: Tensor) -> Tensor:
-        """The probabilities (m, k) of all y; ValueError unless they sum to 1."""
+    def _check_sum(self, share: Tensor) -> Tensor:
+        """Return the probabilities (m, k) of all y unchanged; raise ValueError unless they sum to
+        1.
+        """
         total = share.sum(1)
-        off = ~((total - 1).abs() <= NORMALISED)
-        if bool(off.any()):
+        wrong = ~((total - 1).abs() <= NORMALISED)
+        if bool(wrong.any()):
             raise ValueError(
                 "log_prob must be normalised over y, but its probabilities sum to "
-                f"{float(total[off][0]):.6g} and not to 1 (the first of {int(off.sum())} such rows "
-                "of f). Add the normalising constant, which may depend on f."
+                f"{float(total[wrong][0]):.6g} and not to 1 (the first of {int(wrong.sum())} such "
+                "rows of f). Add the normalising constant, which may depend on f."
             )
         return share
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the user's mean and standard deviation (N,), or those found by a search of the
+        density.
+        """
         if (
             self.mean_function is not None
             and self.variance_function is not None
             and isinstance(self.support, Real)
         ):
             return self.mean_function(f), self.variance_function(f).sqrt()
-        return quadrature.locate(log_density_on_line(self, f), f.shape[0])
+        return quadrature.locate_densities(log_density_on_line(self, f), f.shape[0])
 
-    def _circles(self, f: Tensor) -> list[quadrature.Around]:
+    def _circles(self, f: Tensor) -> list[quadrature.RowCircle]:
+        """Return the rows of f (N, C) with densities on the circle."""
         return quadrature.build_circles(
             lambda y, rows: self.log_prob(y, f[rows].unsqueeze(1)), f.shape[0]
         )
 
-    def _grids(self, f: Tensor) -> list[quadrature.Built]:
-        return quadrature.build(log_density_on_line(self, f), *self.guess(f, f), ACCURACY)
+    def _grids(self, f: Tensor) -> list[quadrature.RowGrid]:
+        """Return the rows of f (N, C) with densities on grids of the support's real coordinate."""
+        return quadrature.build_grids(log_density_on_line(self, f), *self.guess(f, f), ACCURACY)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """By inversion of the distribution function."""
+        """Return n draws of y (n, ...), by inversion of the distribution function."""
         flat = f.reshape(-1, f.shape[-1]).double()
-        u = uniform(flat[:, 0], n, generator)
+        u = uniform_numbers(flat[:, 0], n, generator)
         draws = torch.empty_like(u)
         if isinstance(self.support, Counts | Classes):
             for rows, y, share in self._nodes(flat):
                 cumulative = share.cumsum(1)
-                place = torch.searchsorted(
-                    cumulative / cumulative[:, -1:], u[:, rows].mT.contiguous()
-                )
-                draws[:, rows] = y.gather(1, place.clamp_max(y.shape[1] - 1)).round().mT
+                distribution = cumulative / cumulative[:, -1:]
+                index = torch.searchsorted(distribution, u[:, rows].mT.contiguous())
+                draws[:, rows] = y.gather(1, index.clamp_max(y.shape[1] - 1)).round().mT
         elif isinstance(self.support, Circular):
             for rows, circle in self._circles(flat):
                 draws[:, rows] = circle.icdf(u[:, rows].mT).mT
@@ -337,6 +375,11 @@ class Custom(Likelihood):
 
 
 def _gradient(total: Tensor, free: Tensor, keep: bool) -> Tensor:
+    """Return the gradient of a scalar in `free`, of its shape; zero where the scalar does not
+    depend on it.
+
+    keep: keep the graph, for second derivatives.
+    """
     if not total.requires_grad:
         return torch.zeros_like(free)
     (gradient,) = torch.autograd.grad(total, free, create_graph=keep, allow_unused=True)
@@ -353,7 +396,7 @@ def custom(
     mean: Function | None = None,
     variance: Function | None = None,
 ) -> Custom:
-    """A likelihood from its log density alone.
+    """Return a likelihood that is computed from its log density alone.
 
     Parameters
     ----------
@@ -388,7 +431,7 @@ def custom(
         raise ValueError(
             'Give classes= (their number) together with support="classes", and only then.'
         )
-    kinds: dict[str, Support] = {
+    supports: dict[str, Support] = {
         "real": Real(),
         "positive": Positive(),
         "unit_interval": UnitInterval(),
@@ -396,4 +439,4 @@ def custom(
         "counts": Counts(),
         "classes": Classes(classes or 0),
     }
-    return Custom(log_prob, kinds[support], outputs, fisher, mean, variance)
+    return Custom(log_prob, supports[support], outputs, fisher, mean, variance)

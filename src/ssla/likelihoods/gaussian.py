@@ -8,8 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ssla._checks import in_plain_torch, positive, recorded
-from ssla.likelihoods.likelihood import LOG_2PI, Likelihood, event, residuals_in_words
+from ssla._checks import check_positive, copy_if_inference, in_plain_torch
+from ssla.likelihoods.likelihood import LOG_2PI, Likelihood, describe_residuals, scalar_target
 from ssla.likelihoods.support import Real, RealVector, Support
 
 ESTIMATE = "estimate"
@@ -36,50 +36,24 @@ class Gaussian(Likelihood):
 
     @in_plain_torch
     def __post_init__(self) -> None:
+        """Check the noise or the covariance, and store it in float64; raise ValueError if it is
+        invalid.
+        """
         if (self.noise is None) == (self.covariance is None):
             raise ValueError(
                 'Gaussian takes noise= (a standard deviation, a tensor (D,), or "estimate") or '
                 "covariance= (D, D): exactly one of them."
             )
-        if isinstance(self.noise, str):
-            if self.noise != ESTIMATE:
-                raise ValueError(
-                    f'noise must be a number, a tensor (D,) or "estimate", but is {self.noise!r}.'
-                )
+        # The dataclass is frozen, so checked values are stored by object.__setattr__.
+        if self.covariance is not None:
+            object.__setattr__(self, "covariance", _checked_covariance(self.covariance))
         elif self.noise is not None:
-            noise = recorded(torch.as_tensor(self.noise, dtype=torch.float64))
-            if noise.dim() > 1:
-                raise ValueError(
-                    f"noise must be a number or a tensor (D,), but has shape {tuple(noise.shape)}. "
-                    "For correlated noise give covariance= (D, D)."
-                )
-            positive(
-                "noise", noise, 'It is a standard deviation; use noise="estimate" if it is unknown.'
-            )
-            object.__setattr__(self, "noise", noise if noise.dim() else float(noise))
-        else:
-            sigma = recorded(torch.as_tensor(self.covariance, dtype=torch.float64))
-            if sigma.dim() != 2 or sigma.shape[0] != sigma.shape[1]:
-                raise ValueError(
-                    "covariance must be a square matrix (D, D), but has shape "
-                    f"{tuple(sigma.shape)}."
-                )
-            _, info = torch.linalg.cholesky_ex(sigma)
-            if int(info) != 0 or not torch.allclose(sigma, sigma.mT):
-                raise ValueError(
-                    "covariance must be symmetric and positive definite, but is not. Check its "
-                    "eigenvalues."
-                )
-            object.__setattr__(self, "covariance", sigma)
+            object.__setattr__(self, "noise", _checked_noise(self.noise))
 
     @property
     def estimated(self) -> bool:
-        """Whether the noise has yet to be estimated."""
+        """Return whether the noise has still to be estimated."""
         return isinstance(self.noise, str)
-
-    @property
-    def support(self) -> Support:
-        return Real()
 
     quadratic = True
     concave = True
@@ -88,6 +62,10 @@ class Gaussian(Likelihood):
     closed_form = True
 
     def support_for(self, outputs: int) -> Support:
+        """Return numbers, or vectors for several outputs.
+
+        Raises ValueError if the noise is for another number of outputs.
+        """
         size: int | None = None
         if self.covariance is not None:
             size = self.covariance.shape[0]
@@ -101,7 +79,9 @@ class Gaussian(Likelihood):
         return Real() if outputs == 1 else RealVector()
 
     def covariance_for(self, f: Tensor) -> Tensor:
-        """Σ (C, C) in f's dtype and on its device."""
+        """Return Σ (C, C) in f's dtype and on its device; raise ValueError if it is not estimated
+        yet.
+        """
         if self.estimated:
             raise ValueError(
                 'noise="estimate" has no value yet: ssla.fit estimates it; read it from '
@@ -112,89 +92,134 @@ class Gaussian(Likelihood):
         sigma = torch.as_tensor(cast("float | Tensor", self.noise), dtype=f.dtype, device=f.device)
         return torch.diag(sigma.expand(f.shape[-1]) ** 2)
 
-    def _precision(self, f: Tensor) -> Tensor:
+    def _noise_precision(self, f: Tensor) -> Tensor:
+        """Return Σ⁻¹ (C, C) in the dtype of f (..., C)."""
         if self.covariance is None:
             return torch.diag(1 / self.covariance_for(f).diagonal())
         factor = torch.linalg.cholesky(self.covariance)
         return torch.cholesky_solve(torch.eye(factor.shape[0], dtype=factor.dtype), factor).to(f)
 
     def _residual(self, y: Tensor, f: Tensor) -> Tensor:
-        """(..., C)."""
-        return event(y, f).unsqueeze(-1) - f if f.shape[-1] == 1 else y - f
+        """Return y − f (..., C) for y (...) or (..., C) and f (..., C)."""
+        return scalar_target(y, f).unsqueeze(-1) - f if f.shape[-1] == 1 else y - f
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return log N(y; f, Σ) (...)."""
         sigma = self.covariance_for(f)
-        r = self._residual(y, f)
-        if self.covariance is None:
-            scale = sigma.diagonal().sqrt()
-            white = r / scale
-            return -0.5 * (white * white).sum(-1) - scale.log().sum() - 0.5 * f.shape[-1] * LOG_2PI
-        factor = torch.linalg.cholesky(sigma)
-        white = torch.linalg.solve_triangular(factor, r.unsqueeze(-1), upper=False).squeeze(-1)
-        value: Tensor = (
-            -0.5 * (white * white).sum(-1)
-            - factor.diagonal().log().sum()
-            - 0.5 * f.shape[-1] * LOG_2PI
-        )
-        return value
+        residual = self._residual(y, f)
+        if self.covariance is not None:
+            return _log_normal(residual, sigma)
+        scale = sigma.diagonal().sqrt()
+        white = residual / scale
+        return -0.5 * (white * white).sum(-1) - scale.log().sum() - 0.5 * f.shape[-1] * LOG_2PI
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """(f̃ − f̂)ᵀ Σ⁻¹ (y − (f̃ + f̂)/2)."""
-        middle = (self._residual(y, f_new) + self._residual(y, f_old)) / 2
-        return ((f_new - f_old) @ self._precision(f_new) * middle).sum(-1)
+        """Return (f_new − f_old)ᵀ Σ⁻¹ (y − (f_new + f_old)/2) (...)."""
+        mean_residual = (self._residual(y, f_new) + self._residual(y, f_old)) / 2
+        return ((f_new - f_old) @ self._noise_precision(f_new) * mean_residual).sum(-1)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        return self._residual(y, f) @ self._precision(f)
+        """Return Σ⁻¹(y − f) (..., C)."""
+        return self._residual(y, f) @ self._noise_precision(f)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        r = self._residual(y, f)
-        return self._precision(f).expand(*r.shape, r.shape[-1])
+        """Return Σ⁻¹ (..., C, C) for the common shape of y and f."""
+        shape = self._residual(y, f).shape
+        return self._noise_precision(f).expand(*shape, shape[-1])
 
     def fisher(self, f: Tensor) -> Tensor:
-        return self._precision(f).expand(*f.shape, f.shape[-1])
+        """Return Σ⁻¹ (..., C, C)."""
+        return self._noise_precision(f).expand(*f.shape, f.shape[-1])
 
     def mean(self, f: Tensor) -> Tensor:
+        """Return f: (...) for one output, (..., C) for several."""
         return f.squeeze(-1) if f.shape[-1] == 1 else f
 
     def variance(self, f: Tensor) -> Tensor:
+        """Return the diagonal of Σ with the shape of `mean`."""
         return self.covariance_for(f).diagonal().expand_as(f).reshape(self.mean(f).shape)
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f̂ and √(σ² + K) of one output (N,)."""
         return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
 
     def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f̂ and the standard deviations of Σ + K (N, C)."""
         return f, (self.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of y: (n, ...) for one output, (n, ..., C) for several."""
         noise = torch.randn((n, *f.shape), dtype=f.dtype, device=f.device, generator=generator)
         factor = torch.linalg.cholesky(self.covariance_for(f))
         return self.mean(f + noise @ factor.mT)
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-        """log N(y; f̂, Σ + K)."""
-        r = self._residual(y, f)
-        factor = torch.linalg.cholesky(self.covariance_for(f) + K)
-        white = torch.linalg.solve_triangular(factor, r.unsqueeze(-1), upper=False).squeeze(-1)
-        logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        value: Tensor = -0.5 * (white * white).sum(-1) - logdet - 0.5 * f.shape[-1] * LOG_2PI
-        return value
+        """Return log N(y; f̂, Σ + K) (B,)."""
+        return _log_normal(self._residual(y, f), self.covariance_for(f) + K)
 
     def dispersed(self, factor: float) -> Gaussian:
-        """With that many times the standard deviation."""
+        """Return the likelihood with `factor` times the standard deviation."""
         if self.covariance is not None:
             return Gaussian(covariance=self.covariance * factor**2)
         assert isinstance(self.noise, float | Tensor), "the noise is still to be estimated"
         return Gaussian(noise=self.noise * factor)
 
-    def dispersion_in_words(self, factor: float) -> str:
-        return residuals_in_words(factor)
+    dispersion_in_words = staticmethod(describe_residuals)
 
     def __repr__(self) -> str:
+        """Return the constructor call, with six digits of a single noise."""
         if self.covariance is not None:
             return f"Gaussian(covariance={self.covariance.tolist()})"
-        shown = self.noise.tolist() if isinstance(self.noise, Tensor) else self.noise
-        return (
-            f"Gaussian(noise={shown!r})"
-            if isinstance(shown, str | list)
-            else f"Gaussian(noise={shown:.6g})"
+        if isinstance(self.noise, Tensor):
+            return f"Gaussian(noise={self.noise.tolist()!r})"
+        noise = repr(self.noise) if isinstance(self.noise, str) else f"{self.noise:.6g}"
+        return f"Gaussian(noise={noise})"
+
+
+def _checked_noise(noise: float | Tensor | str) -> float | Tensor | str:
+    """Return a standard deviation as a number or a float64 tensor (D,), or "estimate" unchanged.
+
+    Raises ValueError if it is another text, has more than one dimension, or is not positive.
+    """
+    if isinstance(noise, str):
+        if noise != ESTIMATE:
+            raise ValueError(
+                f'noise must be a number, a tensor (D,) or "estimate", but is {noise!r}.'
+            )
+        return noise
+    sigma = copy_if_inference(torch.as_tensor(noise, dtype=torch.float64))
+    if sigma.dim() > 1:
+        raise ValueError(
+            f"noise must be a number or a tensor (D,), but has shape {tuple(sigma.shape)}. "
+            "For correlated noise give covariance= (D, D)."
         )
+    check_positive(
+        "noise", sigma, 'It is a standard deviation; use noise="estimate" if it is unknown.'
+    )
+    return sigma if sigma.dim() else float(sigma)
+
+
+def _checked_covariance(covariance: Tensor) -> Tensor:
+    """Return Σ (D, D) in float64; raise ValueError unless it is symmetric and positive definite."""
+    sigma = copy_if_inference(torch.as_tensor(covariance, dtype=torch.float64))
+    if sigma.dim() != 2 or sigma.shape[0] != sigma.shape[1]:
+        raise ValueError(
+            f"covariance must be a square matrix (D, D), but has shape {tuple(sigma.shape)}."
+        )
+    _, info = torch.linalg.cholesky_ex(sigma)
+    if int(info) != 0 or not torch.allclose(sigma, sigma.mT):
+        raise ValueError(
+            "covariance must be symmetric and positive definite, but is not. Check its eigenvalues."
+        )
+    return sigma
+
+
+def _log_normal(residual: Tensor, covariance: Tensor) -> Tensor:
+    """Return log N(residual; 0, Σ) (...) for residual (..., C) and Σ (C, C) or (..., C, C)."""
+    factor = torch.linalg.cholesky(covariance)
+    white = torch.linalg.solve_triangular(factor, residual.unsqueeze(-1), upper=False).squeeze(-1)
+    half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    value: Tensor = (
+        -0.5 * (white * white).sum(-1) - half_logdet - 0.5 * residual.shape[-1] * LOG_2PI
+    )
+    return value

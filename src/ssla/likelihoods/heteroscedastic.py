@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ssla._checks import in_plain_torch, one_of, positive
+from ssla._checks import check_name, check_positive, in_plain_torch
 from ssla.likelihoods.likelihood import (
     LARGEST_EXPONENT,
     LOG_2PI,
     Derivatives,
     Likelihood,
     capped_exp,
+    check_output_count,
     covariance_of,
-    event,
-    need_outputs,
-    residuals_in_words,
+    describe_residuals,
+    scalar_target,
 )
 from ssla.likelihoods.support import Real, Support
 from ssla.maths.linalg import stack_last, stack_square
@@ -27,8 +29,11 @@ from ssla.maths.roots import Root
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
+# Guesses, not measured: Newton steps of every task, the limit on those of a hard task, the limit on
+# halvings of such a step, and the c·Var μ/q beyond which a task is hard (see `starts`).
 PROFILE_STEPS = 3
 SAFE_STEPS = 40
+SHORTER_STEPS = 8
 SEVERAL_MODES = 0.5
 
 
@@ -52,15 +57,17 @@ class HeteroscedasticGaussian(Likelihood):
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        one_of("parameters", self.parameters, (MEAN_LOG_VARIANCE, NATURAL))
-        positive("HeteroscedasticGaussian scale", torch.tensor(float(self.scale)))
+        """Check the parameters' name and the scale; raise ValueError if one is invalid."""
+        check_name("parameters", self.parameters, (MEAN_LOG_VARIANCE, NATURAL))
+        check_positive("HeteroscedasticGaussian scale", torch.tensor(float(self.scale)))
 
     def __repr__(self) -> str:
+        """Return the constructor call, with the scale if it is not 1."""
         scale = "" if self.scale == 1 else f", scale={self.scale:.4g}"
         return f"HeteroscedasticGaussian(parameters={self.parameters!r}{scale})"
 
     def scaled(self, f: Tensor) -> Tensor:
-        """The outputs at scale 1, with the same mean."""
+        """Return the outputs (..., 2) of the same law at scale 1, with the same mean."""
         if self.scale == 1:
             return f
         if self.linear_domain:
@@ -70,64 +77,70 @@ class HeteroscedasticGaussian(Likelihood):
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        """For mean and log variance; None where the exponential is capped.
+        """Return the averages for mean and log variance.
 
-        With w = E e⁻ˢ the Gaussian of μ, weighted by e⁻ˢ/w, has its mean at m − K_μs and its
-        variance as before.
+        The result is None for natural parameters, and where the exponential is capped. With w = E
+        e⁻ˢ, the Gaussian of μ weighted by e⁻ˢ/w has its mean at m − K_μs and an unchanged variance.
         """
         if not self.linear_domain:
             return None
-        K, f = covariance_of(root, f), self.scaled(f)
+        K = covariance_of(root, f)
+        f = self.scaled(f)
         exponent = 0.5 * K[:, -1, -1] - f[:, -1]
         if bool((exponent > LARGEST_EXPONENT).any()):
             return None
         w = torch.exp(exponent)
         mean, log_variance = f.unbind(-1)
-        r = event(y, f) - mean + K[:, 0, 1]
-        first, second = w * r, w * (r * r + K[:, 0, 0])  # E r e⁻ˢ and E r² e⁻ˢ
-        log_prob = -0.5 * (LOG_2PI + log_variance + second)
-        score = torch.stack([first, 0.5 * (second - 1)], -1)
-        none = torch.zeros_like(w)
-        entries = (w, none, none, none + 0.5) if fisher else (w, first, first, 0.5 * second)
+        r = scalar_target(y, f) - mean + K[:, 0, 1]
+        average_rw = w * r  # E r e⁻ˢ
+        average_r2w = w * (r * r + K[:, 0, 0])  # E r² e⁻ˢ
+        log_prob = -0.5 * (LOG_2PI + log_variance + average_r2w)
+        score = torch.stack([average_rw, 0.5 * (average_r2w - 1)], -1)
+        if fisher:
+            zero = torch.zeros_like(w)
+            entries = [w, zero, zero, zero + 0.5]
+        else:
+            entries = [w, average_rw, average_rw, 0.5 * average_r2w]
         return Derivatives(log_prob, score, torch.stack(entries, -1).unflatten(-1, (2, 2)))
 
     @property
     def closed_form(self) -> bool:
+        """Return whether the parameters are mean and log variance."""
         return self.linear_domain
 
     @property
     def scored_by_average(self) -> bool:
-        return self.linear_domain
-
-    def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-        """log ∫ N(y; μ, eˢ) N((μ, s); f̂, K): closed in μ, Gauss–Hermite in s.
-
-        For mean and log variance.
+        """Return whether the parameters are mean and log variance.
 
         Refits in the outputs need many steps where Var s is large, which a search over priors
         meets.
         """
+        return self.linear_domain
+
+    def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+        """Return log ∫ N(y; μ, eˢ) N((μ, s); f̂, K) (B,) for mean and log variance.
+
+        The integral over μ is in closed form, that over s by Gauss–Hermite.
+        """
         assert self.linear_domain, "natural parameters have no density for every output"
         nodes, weights = normal_nodes(1)
-        centre, level = self.scaled(f).unbind(-1)
+        mean_centre, s_centre = self.scaled(f).unbind(-1)
         c = K[:, 1, 1].clamp_min(1e-300)
-        s = level[:, None] + c.sqrt()[:, None] * nodes[:, 0]  # (n, J)
+        s = s_centre[:, None] + c.sqrt()[:, None] * nodes[:, 0]  # (B, J)
+        # Given s, μ is Gaussian: its mean is linear in s, and its variance adds to the noise.
         slope = (K[:, 0, 1] / c)[:, None]
-        mean = centre[:, None] + slope * (s - level[:, None])
+        mean = mean_centre[:, None] + slope * (s - s_centre[:, None])
         variance = s.exp() + (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)
-        log = -0.5 * (LOG_2PI + variance.log() + (event(y, f)[:, None] - mean) ** 2 / variance)
-        return torch.logsumexp(log + weights.log(), 1)
+        log_prob = -0.5 * (
+            LOG_2PI + variance.log() + (scalar_target(y, f)[:, None] - mean) ** 2 / variance
+        )
+        return torch.logsumexp(log_prob + weights.log(), 1)
 
     def dispersed(self, factor: float) -> HeteroscedasticGaussian:
-        """With that many times the standard deviation."""
+        """Return the likelihood with `factor` times the standard deviation."""
         return replace(self, scale=self.scale * factor)
 
-    def dispersion_in_words(self, factor: float) -> str:
-        return residuals_in_words(factor)
-
-    @property
-    def support(self) -> Support:
-        return Real()
+    dispersion_in_words = staticmethod(describe_residuals)
 
     unequal_units = True
     several_modes = True
@@ -135,14 +148,17 @@ class HeteroscedasticGaussian(Likelihood):
 
     @property
     def linear_domain(self) -> bool:
+        """Return whether the parameters are mean and log variance, which allow every output."""
         return self.parameters == MEAN_LOG_VARIANCE
 
     def support_for(self, outputs: int) -> Support:
+        """Return the real line; raise ValueError unless there are two outputs."""
         meaning = "mean and log variance" if self.linear_domain else "η₁ = μ/σ² and η₂ = −1/(2σ²)"
-        need_outputs("HeteroscedasticGaussian", outputs, 2, meaning)
+        check_output_count("HeteroscedasticGaussian", outputs, 2, meaning)
         return Real()
 
     def check_outputs(self, f: Tensor) -> None:
+        """Raise ValueError if a natural parameter η₂ is not negative."""
         if not self.linear_domain and bool((f[..., 1] >= 0).any()):
             raise ValueError(
                 "HeteroscedasticGaussian(parameters='natural') needs a negative second output η₂ "
@@ -152,202 +168,274 @@ class HeteroscedasticGaussian(Likelihood):
             )
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        y, f = event(y, f), self.scaled(f)
-        a, b = f[..., 0], f[..., 1]
+        """Return log N(y; μ, σ²) (...); −∞ outside the domain."""
+        y = scalar_target(y, f)
+        first, second = self.scaled(f).unbind(-1)
         if self.linear_domain:
-            r = y - a
-            return -0.5 * (LOG_2PI + b + r * r * capped_exp(-b))
-        width = torch.where(b < 0, -2 * b, torch.nan)  # 1/σ²; outside the domain: no density
-        r = y - a / width
-        value = 0.5 * (width.log() - LOG_2PI - width * r * r)
+            r = y - first
+            return -0.5 * (LOG_2PI + second + r * r * capped_exp(-second))
+        # 1/σ²; NaN outside the domain becomes a density of zero.
+        w = torch.where(second < 0, -2 * second, torch.nan)
+        r = y - first / w
+        value = 0.5 * (w.log() - LOG_2PI - w * r * r)
         return torch.nan_to_num(value, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """In (μ, s), with r̃, r̂ the residuals: −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ +
-        r̂))].
-
-        Natural, w = −2η₂ = 1/σ² and m = η₁/w: ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)], m̃ − m
-        = (Δη₁ − mΔw)/w̃.
-        """
-        y, step = event(y, f_new), f_new - f_old
-        d, e = (step if self.linear_domain else self.scaled(step)).unbind(-1)
-        f_new, f_old = self.scaled(f_new), self.scaled(f_old)
+        """Return the change of log p (...), without cancellation for small changes."""
+        y = scalar_target(y, f_new)
         if self.linear_domain:
-            new, old = y - f_new[..., 0], y - f_old[..., 0]
-            close = capped_exp(-f_old[..., 1]) * (
-                new * new * torch.expm1(-e.clamp(-1, 1)) - d * (new + old)
-            )
-            far = new * new * capped_exp(-f_new[..., 1]) - old * old * capped_exp(-f_old[..., 1])
-            return -0.5 * (e + torch.where(e.abs() <= 1, close, far))
-        w, w_new, dw = -2 * f_old[..., 1], -2 * f_new[..., 1], -2 * e
-        m = f_old[..., 0] / w
-        dm = (d - m * dw) / w_new
-        new, old = y - m - dm, y - m
-        value = 0.5 * (torch.log1p(dw / w) - dw * new * new + w * dm * (new + old))
+            return self._difference_of_log_variance(y, f_new, f_old)
+        return self._difference_of_natural(y, f_new, f_old)
+
+    def _difference_of_log_variance(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """Return −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))] (...) for y (...) and f (...,
+        2).
+
+        r̃ and r̂ are the residuals at f_new and f_old. Where |Δs| > 1 it is the plain difference.
+        """
+        # The step is that of the given outputs: the scale would only add rounding errors.
+        mean_step, s_step = (f_new - f_old).unbind(-1)
+        f_new, f_old = self.scaled(f_new), self.scaled(f_old)
+        r_new = y - f_new[..., 0]
+        r_old = y - f_old[..., 0]
+        w_new = capped_exp(-f_new[..., 1])
+        w_old = capped_exp(-f_old[..., 1])
+        expm1 = torch.expm1(-s_step.clamp(-1, 1))
+        close = w_old * (r_new * r_new * expm1 - mean_step * (r_new + r_old))
+        far = r_new * r_new * w_new - r_old * r_old * w_old
+        return -0.5 * (s_step + torch.where(s_step.abs() <= 1, close, far))
+
+    def _difference_of_natural(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """Return ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)] (...) for y (...) and f (..., 2).
+
+        w = −2η₂ = 1/σ² and m = η₁/w at f_old, and m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where f_new is
+        outside the domain.
+        """
+        first_step, second_step = self.scaled(f_new - f_old).unbind(-1)
+        f_new, f_old = self.scaled(f_new), self.scaled(f_old)
+        w_old = -2 * f_old[..., 1]
+        w_new = -2 * f_new[..., 1]
+        w_step = -2 * second_step
+        mean_old = f_old[..., 0] / w_old
+        mean_step = (first_step - mean_old * w_step) / w_new
+        r_new = y - mean_old - mean_step
+        r_old = y - mean_old
+        value = 0.5 * (
+            torch.log1p(w_step / w_old)
+            - w_step * r_new * r_new
+            + w_old * mean_step * (r_new + r_old)
+        )
         outside = ~(w_new > 0) | ~torch.isfinite(value)
         return torch.where(outside, torch.full_like(value, -torch.inf), value)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return the score (..., 2); for mean and log variance the precision is not computed."""
         if not self.linear_domain:
             return self.derivatives(y, f).score
-        r = event(y, f) - f[..., 0]
+        r = scalar_target(y, f) - f[..., 0]
         rw = r * capped_exp(-self.scaled(f)[..., 1])
         return stack_last([rw, (r * rw).mul_(0.5).sub_(0.5)])
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return the observed precision (..., 2, 2)."""
         return self.derivatives(y, f).precision
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        y, (a, b) = event(y, f), self.scaled(f).unbind(-1)
+        """Return log p (...), g (..., 2) and Λ (..., 2, 2)."""
+        y = scalar_target(y, f)
+        first, second = self.scaled(f).unbind(-1)
         if not self.linear_domain:
-            m, v = -a / (2 * b), -1 / (2 * b)
+            m, v = -first / (2 * second), -1 / (2 * second)
             score = stack_last([y - m, (y - m) * (y + m) - v]) / self.scale**2
             return Derivatives(self.log_prob(y, f), score, self.fisher(f).expand(*score.shape, 2))
-        r = y - a
-        w = capped_exp(-b)
+        r = y - first
+        w = capped_exp(-second)
         rw = r * w
-        half = (r * rw).mul_(0.5)
+        half_r2w = (r * rw).mul_(0.5)
         return Derivatives(
-            (b + LOG_2PI).mul_(-0.5) - half,
-            stack_last([rw, half - 0.5]),
-            stack_square([[w.expand_as(rw), rw], [rw, half]]),
+            (second + LOG_2PI).mul_(-0.5) - half_r2w,
+            stack_last([rw, half_r2w - 0.5]),
+            stack_square([[w.expand_as(rw), rw], [rw, half_r2w]]),
         )
 
     def fisher(self, f: Tensor) -> Tensor:
-        inside = self.scaled(f)
+        """Return the Fisher information (..., 2, 2)."""
+        second = self.scaled(f)[..., 1]
         if self.linear_domain:
-            w = capped_exp(-inside[..., 1])
+            w = capped_exp(-second)
             zero = torch.zeros_like(w)
             return stack_square([[w, zero], [zero, torch.full_like(w, 0.5)]])
-        v, m = -1 / (2 * inside[..., 1]), self.mean(f)
+        v = -1 / (2 * second)
+        m = self.mean(f)
         cross = 2 * m * v
         return stack_square([[v, cross], [cross, 2 * v * v + 4 * m * m * v]]) / self.scale**4
 
     def mean(self, f: Tensor) -> Tensor:
+        """Return μ (...), which does not depend on the scale."""
         return f[..., 0] if self.linear_domain else -f[..., 0] / (2 * f[..., 1])
 
     def variance(self, f: Tensor) -> Tensor:
-        inside = self.scaled(f)[..., 1]
-        return capped_exp(inside) if self.linear_domain else -1 / (2 * inside)
+        """Return σ² (...)."""
+        second = self.scaled(f)[..., 1]
+        return capped_exp(second) if self.linear_domain else -1 / (2 * second)
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return μ̂ and √(σ² + Var μ) (N,), with μ linearised in natural parameters."""
         if self.linear_domain:
             return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
         m, v = self.mean(f), self.variance(f)
         slope = stack_last([v, 2 * m * v]) / self.scale**2  # ∂μ/∂η
-        return m, (v + (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))).sqrt()
+        variance_of_mean = (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))
+        return m, (v + variance_of_mean).sqrt()
 
-    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        return self.guess(f, K)
+    scale_of_answers = guess
 
     def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Profile out the mean: for a given change d of s, log p is quadratic in μ, so one
-        dimension is left.
+        """Return the mode v (M, 2) with the mean profiled out, for y (M,), f (M, 2) and R (M, 2,
+        2).
 
-        With Var s = c, β = Cov(μ,s)/c, q = Var(μ|s), ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
+        For a given change d of s, log p is quadratic in μ, so one dimension is left. With Var s =
+        c, β = Cov(μ,s)/c, q = Var(μ|s), ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
+
             h(d)  = −½(ŝ + d) − ½ρ²/(E + q) − ½d²/c
             c·h'  = c(βt + ½t²E − ½) − d
             −c·h'' = 1 + c((β + tE)²/(E + q) − ½t²E)
+
         and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½), so v = Rᵀ of that needs no division.
 
         h can have several maxima where Var s is large or μ and s are strongly correlated (c·Var μ/q
-        above ½ or so): those tasks also start from three other points, and the highest maximum is
-        taken.
+        above about ½). Those tasks also start from three other points, and the highest maximum is
+        taken. Natural parameters need no starting points: their log p is concave.
         """
         if not self.linear_domain:
             return []
-        # In units of the noise e^(ŝ/2), where ŝ is zero: single precision holds no squares of y in
-        # every unit.
+        # In units of the noise e^(ŝ/2), where ŝ is zero: single precision cannot hold squares of y
+        # in every unit.
         unit = torch.exp(-0.5 * self.scaled(f)[..., 1])
-        a, b, low = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
-        r, s = (event(y, f) - f[..., 0]) * unit, torch.zeros_like(f[..., 1])
-        c = torch.addcmul(b * b, low, low)
-        share = a / c.clamp_min(torch.finfo(c.dtype).tiny)
-        beta, q = share * b, share * a * (low * low)
-        certain = c == 0  # s has no uncertainty
+        # R = [[a, 0], [b, e]].
+        a, b, e = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
+        r = (scalar_target(y, f) - f[..., 0]) * unit
+        s = torch.zeros_like(f[..., 1])
+        c = torch.addcmul(b * b, e, e)
+        a_over_c = a / c.clamp_min(torch.finfo(c.dtype).tiny)
+        beta = a_over_c * b
+        q = a_over_c * a * (e * e)
+        # Without uncertainty of s, the variance of μ given s is that of μ.
+        certain = c == 0
         if bool(certain.any()):
             q = torch.where(certain, a * a, q)
-        rough = [part.float() for part in (r, s, c, beta, q)]
-        d = _profile_start(*rough)
+        task = _Profile(r, s, c, beta, q)
+        # One step in double precision squares the error of those in single precision.
+        single = task.map(Tensor.float)
+        d = single.lambert_start()
         for _ in range(PROFILE_STEPS):
-            d = _profile_step(d, *rough)
-        d = _profile_step(
-            d.to(r.dtype), r, s, c, beta, q
-        )  # one step in double precision squares the error of single precision
+            d = single.newton_step(d)
+        d = task.newton_step(d.to(r.dtype))
         hard = (c * a * a > SEVERAL_MODES * q) & (c > 0)
         if bool(hard.any()):
             rows = hard.nonzero().squeeze(-1)
-            d[rows] = _profile_best(d[rows], *(part[rows] for part in (r, s, c, beta, q)))
+            d[rows] = task.map(lambda values: values[rows]).highest_maximum(d[rows])
+        # v = Rᵀ(t, u) with u = ½t²E − ½.
         E = capped_exp(s + d)
         t = torch.addcmul(r, beta, d, value=-1) / (E + q)
         u = torch.addcmul(E.new_tensor(-0.5), t * t, E, value=0.5)
-        return [stack_last([torch.addcmul(b * u, a, t), low * u])]
+        return [stack_last([torch.addcmul(b * u, a, t), e * u])]
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of y (n, ...)."""
         mean = self.mean(f)
         noise = torch.randn((n, *mean.shape), dtype=f.dtype, device=f.device, generator=generator)
         return mean + self.variance(f).sqrt() * noise
 
 
-def _profile_start(r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> Tensor:
-    """For β = 0 and q fixed, d + c/2 = W(½ c z² e^(c/2)); Lambert's W by its logarithmic
-    approximation.
+class _Profile(NamedTuple):
+    """The profile h(d) of M tasks, with the fields r, s, c, β and q (M,) of `starts`.
+
+    h(d) is log p(y|f̂ + Rv) − ½‖v‖² at its maximum over μ, as a function of the change d of s.
     """
-    E = capped_exp(s)
-    z2 = torch.square(r / (E + q)) * E
-    w = torch.log1p(0.5 * c * z2 * capped_exp(0.5 * c))
-    return w * (1 - torch.log1p(w) / (2 + w)) - 0.5 * c
 
+    r: Tensor
+    s: Tensor
+    c: Tensor
+    beta: Tensor
+    q: Tensor
 
-def _profile_step(d: Tensor, r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> Tensor:
-    """One Newton step on h(d); its curvature is at least a tenth of the positive part."""
-    E = capped_exp(s + d)
-    D = E + q
-    t = torch.addcmul(r, beta, d, value=-1).div_(D)
-    tE = t * E
-    half = (t * tE).mul_(0.5)
-    bend = torch.square(tE.add_(beta)).div_(D)
-    curve = torch.maximum(bend - half, 0.1 * bend).mul_(c).add_(1)
-    rise = torch.addcmul(half.sub_(0.5), beta, t).mul_(c).sub_(d)
-    return d + rise.div_(curve)
+    def map(self, function: Callable[[Tensor], Tensor]) -> _Profile:
+        """Return the profile with a function applied to each field."""
+        return _Profile(*(function(values) for values in self))
 
+    def lambert_start(self) -> Tensor:
+        """Return an approximate maximum d (M,) of h.
 
-def _profile(d: Tensor, r: Tensor, s: Tensor, c: Tensor, beta: Tensor, q: Tensor) -> Tensor:
-    """h(d), −∞ where it is not a number."""
-    rho = torch.addcmul(r, beta, d, value=-1)
-    value = -0.5 * (s + d + rho * rho / (capped_exp(s + d) + q) + d * d / c)
-    return torch.nan_to_num(value, nan=-torch.inf, posinf=-torch.inf)
+        For β = 0 and fixed q, d + c/2 = W(½ c z² e^(c/2)). Lambert's W is replaced by its
+        logarithmic approximation.
+        """
+        E = capped_exp(self.s)
+        z2 = torch.square(self.r / (E + self.q)) * E
+        w = torch.log1p(0.5 * self.c * z2 * capped_exp(0.5 * self.c))
+        return w * (1 - torch.log1p(w) / (2 + w)) - 0.5 * self.c
 
+    def newton_step(self, d: Tensor) -> Tensor:
+        """Return d (M,) after one Newton step on h.
 
-def _profile_best(d: Tensor, *rest: Tensor) -> Tensor:
-    """The highest maximum of h reached from d and from three other points, by steps that never
-    decrease h.
+        The curvature is taken as at least a tenth of its positive part, because h need not be
+        concave.
+        """
+        E = capped_exp(self.s + d)
+        D = E + self.q
+        t = torch.addcmul(self.r, self.beta, d, value=-1).div_(D)
+        tE = t * E
+        half_t2E = (t * tE).mul_(0.5)
+        positive_part = torch.square(tE.add_(self.beta)).div_(D)
+        curvature = torch.maximum(positive_part - half_t2E, 0.1 * positive_part)
+        curvature.mul_(self.c).add_(1)
+        slope = torch.addcmul(half_t2E.sub_(0.5), self.beta, t).mul_(self.c).sub_(d)
+        return d + slope.div_(curvature)
 
-    The points: y as expected (d = −c/2), the noise explains y, the mean explains y.
-    """
-    r, s, c, beta, q = rest
-    noise = (r * r).clamp_min(1e-300).log() - s
-    mean = c * beta * r / (beta * beta * c + q).clamp_min(1e-300)
-    best, height = d, _profile(d, *rest)
-    for start in (d, -0.5 * c, noise, mean):
-        here = torch.where(torch.isfinite(start), start, torch.zeros_like(start))
-        value = _profile(here, *rest)
+    def height(self, d: Tensor) -> Tensor:
+        """Return h(d) (M,), with −∞ where it is not a number."""
+        rho = torch.addcmul(self.r, self.beta, d, value=-1)
+        variance = capped_exp(self.s + d) + self.q
+        value = -0.5 * (self.s + d + rho * rho / variance + d * d / self.c)
+        return torch.nan_to_num(value, nan=-torch.inf, posinf=-torch.inf)
+
+    def highest_maximum(self, d: Tensor) -> Tensor:
+        """Return the highest maximum (M,) of h that is reached from d and from three other points.
+
+        These points are: y as expected (−c/2), the noise explains y, and the mean explains y.
+        """
+        noise_explains = (self.r * self.r).clamp_min(1e-300).log() - self.s
+        variance = (self.beta * self.beta * self.c + self.q).clamp_min(1e-300)
+        mean_explains = self.c * self.beta * self.r / variance
+        best = d
+        best_height = self.height(d)
+        for start in (d, -0.5 * self.c, noise_explains, mean_explains):
+            maximum = self._ascend(
+                torch.where(torch.isfinite(start), start, torch.zeros_like(start))
+            )
+            height = self.height(maximum)
+            better = height > best_height
+            best = torch.where(better, maximum, best)
+            best_height = torch.where(better, height, best_height)
+        return best
+
+    def _ascend(self, d: Tensor) -> Tensor:
+        """Return the maximum (M,) of h that is reached from d by steps that never decrease h."""
+        height = self.height(d)
         for _ in range(SAFE_STEPS):
-            step = _profile_step(here, *rest) - here
+            step = self.newton_step(d) - d
             step = torch.where(torch.isfinite(step), step, torch.zeros_like(step)).clamp(-4, 4)
-            trial = here + step
-            new = _profile(trial, *rest)
-            for _ in range(8):
-                down = new < value
-                if not bool(down.any()):
+            trial_height = self.height(d + step)
+            # A step that decreases h is shortened.
+            for _ in range(SHORTER_STEPS):
+                decreased = trial_height < height
+                if not bool(decreased.any()):
                     break
-                step = torch.where(down, step / 4, step)
-                trial = here + step
-                new = _profile(trial, *rest)
-            up = new >= value
-            here, value = torch.where(up, trial, here), torch.where(up, new, value)
-            if bool((step.abs() <= 1e-11 * (1 + here.abs())).all()):
+                step = torch.where(decreased, step / 4, step)
+                trial_height = self.height(d + step)
+            accepted = trial_height >= height
+            d = torch.where(accepted, d + step, d)
+            height = torch.where(accepted, trial_height, height)
+            if bool((step.abs() <= 1e-11 * (1 + d.abs())).all()):
                 break
-        better = value > height
-        best, height = torch.where(better, here, best), torch.where(better, value, height)
-    return best
+        return d

@@ -1,10 +1,10 @@
-"""log ∫ p(y|f) N(f; f̂, K) df at observed targets: what rows that the network has not seen are
-scored by.
+"""Averages log ∫ p(y|f) N(f; f̂, K) df at observed targets, which score validation rows.
 
-A likelihood with a `closed_form` has the method `log_average`. For others it is a sum over fixed
-nodes, a few rows at a time: Gauss–Hermite for one and two outputs, a low-discrepancy set for more.
-The logarithm of a sum over few nodes is too low where the doubt is large (Jensen's inequality), by
-about half the relative variance of the sum. That is added, from the variance between nodes.
+A likelihood with a `closed_form` has the method `log_average`. For others the integral is a sum
+over fixed nodes, a few rows at a time: Gauss–Hermite for one and two outputs, a low-discrepancy set
+for more. Where K is large, the logarithm of a sum over few nodes is too low (Jensen's inequality),
+by about half the relative variance of the sum. This correction is added, estimated from the
+variance between nodes.
 """
 
 from __future__ import annotations
@@ -16,46 +16,52 @@ from ssla.likelihoods.likelihood import Likelihood
 from ssla.maths.quadrature.normal import normal_nodes
 from ssla.maths.roots import Root
 
-NUMBERS_AT_ONCE = 1 << 19  # of an array (rows, nodes, outputs): what fits a processor's cache
+NUMBERS_AT_ONCE = 1 << 19  # of an array (rows, nodes, outputs): a guess of what fits the cache
 # Pairs of nodes, by the number of outputs. With 32 pairs the log-loss of 150 classes (clinc, 600
 # rows) was .486, .438, .446 at prior precisions of 30, 68, 150, corrected .479, .433, .443; with
 # 256 pairs, as in a prediction, .474, .428, .441; with 4,096 draws .467, .423, .440.
 FEW_PAIRS, MANY_PAIRS = 32, 64
-MANY_OUTPUTS = 64
-GAUSS_HERMITE = 2  # up to so many outputs, the nodes are exact enough
+MANY_OUTPUTS = 64  # a guess, not measured
+GAUSS_HERMITE = 2  # up to this number of outputs the nodes need no correction
 
 
 def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Tensor:
-    """log ∫ p(y|f) N(f; f̂, R Rᵀ) df (B,), in float64.  y as the likelihood takes it, f (B, C).
+    """Return log ∫ p(y|f) N(f; f̂, R Rᵀ) df (B,) in float64, for f (B, C) and y (B,) or (B, C).
 
-    For likelihoods that allow every output; nodes outside the domain would have no density.
+    The likelihood must allow every output: nodes outside its domain would have no density.
     """
+    C = f.shape[1]
     if likelihood.closed_form:
-        R = root.times(torch.eye(f.shape[1], dtype=root.dtype)).double()
+        R = root.times(torch.eye(C, dtype=root.dtype)).double()
         return likelihood.log_average(y, f.double(), R @ R.mT)
-    nodes, weights = normal_nodes(
-        f.shape[1], FEW_PAIRS if f.shape[1] > MANY_OUTPUTS else MANY_PAIRS
-    )
+    nodes, weights = normal_nodes(C, FEW_PAIRS if C > MANY_OUTPUTS else MANY_PAIRS)
     # Logits of classes lose nothing in single precision; targets of other kinds may.
-    single = likelihood.support_for(f.shape[1]).kind == "class" and root.dtype == torch.float32
+    single = likelihood.support_for(C).kind == "class" and root.dtype == torch.float32
     dtype = torch.float32 if single else torch.float64
-    z, log_weights = nodes.mT.contiguous().to(root.dtype), weights.log()
-    pairs = len(nodes) // 2 if f.shape[1] > GAUSS_HERMITE else 0
-    size = max(NUMBERS_AT_ONCE // nodes.numel(), 1)
-    found = torch.empty(len(f), dtype=torch.float64)
-    for start in range(0, len(f), size):
-        rows = slice(start, start + size)
+    z = nodes.mT.contiguous().to(root.dtype)  # (C, J)
+    log_weights = weights.log()
+    rows_at_once = max(NUMBERS_AT_ONCE // nodes.numel(), 1)
+    averages = torch.empty(len(f), dtype=torch.float64)
+    for start in range(0, len(f), rows_at_once):
+        rows = slice(start, start + rows_at_once)
         points = root.take(rows).times(z).to(dtype) + f[rows].to(dtype).unsqueeze(-1)  # (b, C, J)
-        logs = likelihood.log_prob_at_nodes(y[rows], points).double() + log_weights
-        sums = logs.logsumexp(1)
-        found[rows] = sums + _jensen((logs - sums[:, None]).exp(), pairs) if pairs else sums
-    return found
+        log_terms = likelihood.log_prob_at_nodes(y[rows], points).double() + log_weights
+        log_sum = log_terms.logsumexp(1)
+        averages[rows] = log_sum
+        if C > GAUSS_HERMITE:
+            averages[rows] += _jensen_correction((log_terms - log_sum[:, None]).exp())
+    return averages
 
 
-def _jensen(shares: Tensor, pairs: int) -> Tensor:
-    """By what the logarithm of a sum is too low in the mean, from the nodes' shares of it (b, J).
+def _jensen_correction(shares: Tensor) -> Tensor:
+    """Return by how much the logarithm of a sum over nodes is too low on average (b,).
 
-    Half the relative variance of the sum. A node and its mirror image, half of the nodes apart,
-    count as one: their errors cancel in part. Nothing is added to a sum of zero.
+    It is half the relative variance of the sum. shares (b, J) are the terms of the sum, divided by
+    it. Nothing is added to a sum of zero.
     """
-    return (0.5 * pairs * (shares[:, :pairs] + shares[:, pairs:]).var(1)).nan_to_num(0.0)
+    # The mirror image of a node is half of the nodes further on. The two count as one term of the
+    # sum, because their errors cancel in part.
+    pairs = shares.shape[1] // 2
+    variance = (shares[:, :pairs] + shares[:, pairs:]).var(1)
+    # The shares of a sum of zero are NaN.
+    return (0.5 * pairs * variance).nan_to_num(0.0)

@@ -8,14 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssla._checks import in_plain_torch, positive
-from ssla.likelihoods.likelihood import Likelihood, event, need_outputs, residuals_in_words
+from ssla._checks import check_positive, in_plain_torch
+from ssla.likelihoods.likelihood import (
+    Likelihood,
+    check_output_count,
+    describe_residuals,
+    scalar_target,
+)
 from ssla.likelihoods.support import Real, Support
 
 
 @dataclass(frozen=True)
 class StudentT(Likelihood):
-    """y = f + scale·t, t ~ Student-t(df).
+    """Heavy-tailed noise around one output: y = f + scale·t with t ~ Student-t(df).
 
     With z = (y − f)/scale: Λ = (df+1)(df − z²) / (scale²(df + z²)²) is negative for |z| > √df,
     where an outlier loses its influence; the Fisher information is (df+1) / ((df+3) scale²). The
@@ -27,36 +32,35 @@ class StudentT(Likelihood):
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        positive("StudentT df", torch.tensor(float(self.df)))
+        """Check that df > 1 and scale > 0; raise ValueError if not."""
+        check_positive("StudentT df", torch.tensor(float(self.df)))
         if self.df <= 1:
             raise ValueError(
                 f"StudentT df must exceed 1 (lighter tails than Cauchy's), but is {self.df:g}. Use "
                 "df=2 or more."
             )
-        positive("StudentT scale", torch.tensor(float(self.scale)))
-
-    @property
-    def support(self) -> Support:
-        return Real()
+        check_positive("StudentT scale", torch.tensor(float(self.scale)))
 
     several_modes = True
     differentiable = True
 
     def dispersed(self, factor: float) -> StudentT:
-        """With that many times the scale."""
+        """Return the likelihood with `factor` times the scale."""
         return replace(self, scale=self.scale * factor)
 
-    def dispersion_in_words(self, factor: float) -> str:
-        return residuals_in_words(factor)
+    dispersion_in_words = staticmethod(describe_residuals)
 
     def support_for(self, outputs: int) -> Support:
-        need_outputs("StudentT", outputs, 1, "the location")
+        """Return the real line; raise ValueError unless there is one output."""
+        check_output_count("StudentT", outputs, 1, "the location")
         return Real()
 
     def _z(self, y: Tensor, f: Tensor) -> Tensor:
-        return (event(y, f) - f[..., 0]) / self.scale
+        """Return the standardised residual (y − f)/scale (...) for f (..., 1)."""
+        return (scalar_target(y, f) - f[..., 0]) / self.scale
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return the log density of Student's t at z, less log scale (...)."""
         z = self._z(y, f)
         constant = (
             math.lgamma((self.df + 1) / 2)
@@ -66,54 +70,63 @@ class StudentT(Likelihood):
         return constant - math.log(self.scale) - (self.df + 1) / 2 * torch.log1p(z * z / self.df)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """−½(df + 1) log1p((z̃ − ẑ)(z̃ + ẑ)/(df + ẑ²)); the plain difference where the ratio is
-        below a half.
+        """Return −½(df + 1) log1p(ratio) (...), ratio = (z_new − z_old)(z_new + z_old)/(df +
+        z_old²).
+
+        Where the ratio is below −½ it is the plain difference.
         """
         new, old = self._z(y, f_new), self._z(y, f_old)
-        excess = (f_old - f_new)[..., 0] / self.scale * (new + old) / (self.df + old * old)
+        ratio = (f_old - f_new)[..., 0] / self.scale * (new + old) / (self.df + old * old)
         plain = torch.log1p(new * new / self.df) - torch.log1p(old * old / self.df)
-        return (
-            -(self.df + 1)
-            / 2
-            * torch.where(excess > -0.5, torch.log1p(excess.clamp_min(-0.5)), plain)
-        )
+        change = torch.where(ratio > -0.5, torch.log1p(ratio.clamp_min(-0.5)), plain)
+        return -(self.df + 1) / 2 * change
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return (df + 1) z / (scale (df + z²)) (..., 1)."""
         z = self._z(y, f)
         return ((self.df + 1) / self.scale * z / (self.df + z * z)).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return (df + 1)(df − z²) / (scale² (df + z²)²) (..., 1, 1)."""
         z = self._z(y, f)
         q = self.df + z * z
+        # Two divisions by q, because q² overflows for a distant y.
         return ((self.df + 1) / self.scale**2 * ((self.df - z * z) / q) / q)[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:
+        """Return (df + 1) / ((df + 3) scale²) (..., 1, 1)."""
         return torch.full_like(f, (self.df + 1) / ((self.df + 3) * self.scale**2)).unsqueeze(-1)
 
     def mean(self, f: Tensor) -> Tensor:
+        """Return f (...)."""
         return f[..., 0]
 
     def variance(self, f: Tensor) -> Tensor:
+        """Return scale² df/(df − 2) (...), or infinity for df ≤ 2."""
         value = self.scale**2 * self.df / (self.df - 2) if self.df > 2 else math.inf
         return torch.full_like(f[..., 0], value)
 
     def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f̂ and √(scale² + K) (N,)."""
         return f[..., 0], (self.scale**2 + K[..., 0, 0]).sqrt()
 
-    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        return self.guess(f, K)
+    scale_of_answers = guess
 
     def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """f̂, and y itself: for a wide K the objective has a mode near each."""
+        """Return two starting points, f̂ and y itself: for a wide K the objective has a mode near
+        each.
+        """
         r = R[..., 0, 0]
-        there = (event(y, f) - f[..., 0]) / torch.where(r > 0, r, torch.inf)
-        return [torch.zeros_like(f), there.unsqueeze(-1)]
+        # Without uncertainty (r = 0) the only point is f̂ itself.
+        at_y = (scalar_target(y, f) - f[..., 0]) / torch.where(r > 0, r, torch.inf)
+        return [torch.zeros_like(f), at_y.unsqueeze(-1)]
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of y (n, ...)."""
         centre = f[..., 0]
         normal = torch.randn(
             (n, *centre.shape), dtype=f.dtype, device=f.device, generator=generator
         )
         shape = torch.full((n, *centre.shape), self.df / 2, dtype=f.dtype, device=f.device)
-        chi = torch._standard_gamma(shape, generator=generator) * 2
-        return centre + self.scale * normal * (self.df / chi).sqrt()
+        chi_squared = torch._standard_gamma(shape, generator=generator) * 2
+        return centre + self.scale * normal * (self.df / chi_squared).sqrt()

@@ -9,134 +9,154 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ssla._checks import finite
+from ssla._checks import check_finite
 
 
 class Support(Protocol):
-    """Targets of one kind."""
+    """The allowed values of the targets."""
 
     @property
     def kind(self) -> str:
-        """ "real" (one number), "vector" (several), "circular" (an angle), "count" or "class"."""
-        ...
+        """Return "real" (one number), "vector" (several), "circular" (an angle), "count" or
+        "class".
+        """
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError if a y is outside the support."""
-        ...
+        """Raise ValueError if y has the wrong shape, is not finite, or has a value outside the
+        support.
+
+        y is (N,), or (N, D) for vectors. outputs is the number of outputs of the network.
+        """
 
 
 @runtime_checkable
 class Continuous(Support, Protocol):
-    """A scalar support with a smooth map to the real line."""
+    """A support of one number, with a smooth map between it and the real line."""
 
-    def to_real(self, y: Tensor) -> Tensor: ...
+    def to_real(self, y: Tensor) -> Tensor:
+        """Return the real coordinate z of y, of the same shape."""
 
-    def from_real(self, z: Tensor) -> Tensor: ...
+    def from_real(self, z: Tensor) -> Tensor:
+        """Return y at the real coordinate z, of the same shape."""
 
     def log_slope(self, z: Tensor) -> Tensor:
-        """log dy/dz; its integral is finite also where `from_real` is clamped."""
-        ...
+        """Return log dy/dz, of the shape of z.
+
+        The integral of the slope is finite also where `from_real` is clamped.
+        """
 
 
 @dataclass(frozen=True)
 class Real:
-    """Any finite number."""
+    """The support of any finite number; z = y."""
 
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        _scalar(y)
-        _finite(y)
+        """Raise ValueError unless y (N,) is finite."""
+        _check_scalar_and_finite(y)
 
     def to_real(self, y: Tensor) -> Tensor:
+        """Return y itself."""
         return y
 
     def from_real(self, z: Tensor) -> Tensor:
+        """Return z itself."""
         return z
 
     def log_slope(self, z: Tensor) -> Tensor:
+        """Return zeros of the shape of z."""
         return torch.zeros_like(z)
 
 
 @dataclass(frozen=True)
 class Positive:
-    """Numbers above zero; z = log y."""
+    """The support of numbers above zero; z = log y."""
 
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        _scalar(y)
-        _finite(y)
+        """Raise ValueError unless y (N,) is finite and above zero."""
+        _check_scalar_and_finite(y)
         _refuse(y <= 0, y, "numbers above zero")
 
     def to_real(self, y: Tensor) -> Tensor:
-        return y.clamp_min(
-            0
-        ).log()  # −∞ below the support, so that its distribution function is 0 there
+        """Return log y."""
+        # −∞ below the support, so that the distribution function is 0 there.
+        return y.clamp_min(0).log()
 
     def from_real(self, z: Tensor) -> Tensor:
+        """Return e^z, with z clamped so that y is finite and not zero."""
         return z.clamp(-700, 700).exp()
 
     def log_slope(self, z: Tensor) -> Tensor:
-        # y is clamped at e^700: the slope must fall beyond, or the integral would be infinite
+        """Return z, mirrored at 700."""
+        # y is clamped at e^700, so the slope must fall beyond: otherwise the integral is infinite.
         return 700 - (z - 700).abs()
 
 
 @dataclass(frozen=True)
 class UnitInterval:
-    """Numbers strictly between 0 and 1; z = log(y / (1 − y))."""
+    """The support of numbers strictly between 0 and 1; z = log(y / (1 − y))."""
 
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        _scalar(y)
-        _finite(y)
+        """Raise ValueError unless y (N,) is strictly between 0 and 1."""
+        _check_scalar_and_finite(y)
         _refuse((y <= 0) | (y >= 1), y, "numbers strictly between 0 and 1")
 
     def to_real(self, y: Tensor) -> Tensor:
+        """Return the logit of y, which is infinite outside the interval."""
         return torch.logit(y.clamp(0, 1))
 
     def from_real(self, z: Tensor) -> Tensor:
+        """Return σ(z), with z clamped so that y is strictly between 0 and 1."""
         return torch.sigmoid(z.clamp(-700, 36))
 
     def log_slope(self, z: Tensor) -> Tensor:
+        """Return log σ(z) + log σ(−z)."""
         return torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z)
 
 
 @dataclass(frozen=True)
 class Circular:
-    """Angles in radians, period 2π. Every finite number is allowed and is mapped to [−π, π)."""
+    """The support of angles in radians, with period 2π.
+
+    Every finite number is allowed and is mapped to [−π, π).
+    """
 
     kind = "circular"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        _scalar(y)
-        _finite(y)
+        """Raise ValueError unless y (N,) is finite."""
+        _check_scalar_and_finite(y)
 
 
 @dataclass(frozen=True)
 class RealVector:
-    """Rows of D finite numbers, one for each output."""
+    """The support of rows of D finite numbers, one for each output."""
 
     kind = "vector"
 
     def check(self, y: Tensor, outputs: int) -> None:
+        """Raise ValueError unless y is finite and has shape (N, outputs)."""
         if y.dim() != 2 or y.shape[1] != outputs:
             raise ValueError(
                 f"y must have shape (N, {outputs}), one column for each output of the network, but "
                 f"is {tuple(y.shape)}. Give {outputs} targets for each row, or a network with as "
                 "many outputs as targets."
             )
-        _finite(y)
+        _check_finite(y)
 
 
 @dataclass(frozen=True)
 class Counts:
-    """0, 1, 2, …, for a fit up to `most`.
+    """The support of counts 0, 1, 2, …, up to `most` in a fit.
 
-    Beyond 1e9 a Poisson law has a relative noise below 3e-5, so that its log likelihood has
-    curvatures beyond what fits in double precision can factorise, and rounding of the network
-    decides the fit.
+    Beyond 1e9 a Poisson distribution has a relative noise below 3e-5. Its log likelihood then has
+    curvatures that cannot be factorised in double precision, and rounding errors of the network
+    decide the fit.
     """
 
     most: float = math.inf
@@ -144,8 +164,8 @@ class Counts:
     kind = "count"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        _scalar(y)
-        _finite(y)
+        """Raise ValueError unless y (N,) holds whole numbers from 0 to `most`."""
+        _check_scalar_and_finite(y)
         _refuse((y < 0) | (y != torch.round(y)), y, "counts 0, 1, 2, …")
         if bool((y > self.most).any()):
             raise ValueError(
@@ -155,51 +175,55 @@ class Counts:
             )
 
 
-LARGEST_COUNT = 1e9  # of the targets of a fit
+LARGEST_COUNT = 1e9  # of the targets of a fit: see `Counts`
 
 
 @dataclass(frozen=True)
 class Classes:
-    """Integers 0 … count−1."""
+    """The support of class numbers, integers 0 … count−1."""
 
     count: int
 
     kind = "class"
 
     def check(self, y: Tensor, outputs: int) -> None:
+        """Raise ValueError unless y (N,) holds whole numbers from 0 to count − 1."""
         if y.dim() == 2 and y.shape[1] == self.count > 1:
             raise ValueError(
                 f"y must hold class numbers of shape (N,), but is one-hot like {tuple(y.shape)}. "
                 "Use y.argmax(1)."
             )
-        _scalar(y)
-        _finite(y)
-        _refuse(
-            (y < 0) | (y >= self.count) | (y != torch.round(y))
-            if y.is_floating_point()
-            else (y < 0) | (y >= self.count),
-            y,
-            f"integers from 0 to {self.count - 1}",
-        )
+        _check_scalar_and_finite(y)
+        outside = (y < 0) | (y >= self.count)
+        # Integers and booleans are whole numbers by their dtype.
+        if y.is_floating_point():
+            outside = outside | (y != torch.round(y))
+        _refuse(outside, y, f"integers from 0 to {self.count - 1}")
 
 
-def _scalar(y: Tensor) -> None:
+def _check_scalar_and_finite(y: Tensor) -> None:
+    """Raise ValueError unless y has shape (N,) and is finite."""
     if y.dim() != 1:
         raise ValueError(
             f"y must have shape (N,) or (N, 1) for this likelihood, but is {tuple(y.shape)}. "
             "For several targets use likelihoods.Gaussian and a network with one output for each."
         )
+    _check_finite(y)
 
 
-def _finite(y: Tensor) -> None:
-    finite("y", y, "Drop or impute those rows.")
+def _check_finite(y: Tensor) -> None:
+    """Raise ValueError if y has NaN or an infinite value."""
+    check_finite("y", y, "Drop or impute those rows.")
 
 
-def _refuse(bad: Tensor, y: Tensor, expected: str) -> None:
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0, 0])
+def _refuse(outside: Tensor, y: Tensor, expected: str) -> None:
+    """Raise ValueError if some y (N,) are `outside` (N,) the `expected` values, naming the
+    first.
+    """
+    if bool(outside.any()):
+        row = int(outside.nonzero()[0, 0])
         raise ValueError(
-            f"y must hold {expected}, but {int(bad.sum())} of {y.numel()} values are outside: the "
-            f"first is {float(y[row]):g} in row {row}. Choose a likelihood with that support, or "
-            "correct y."
+            f"y must hold {expected}, but {int(outside.sum())} of {y.numel()} values are outside: "
+            f"the first is {float(y[row]):g} in row {row}. Choose a likelihood with that support, "
+            "or correct y."
         )

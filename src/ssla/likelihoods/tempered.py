@@ -3,27 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ssla._checks import in_plain_torch, positive
-from ssla.likelihoods.likelihood import Derivatives, Likelihood, dispersed, dispersion_in_words
+from ssla._checks import check_positive, in_plain_torch
+from ssla.likelihoods.likelihood import (
+    Derivatives,
+    Likelihood,
+    dispersion_in_words,
+    with_dispersion,
+)
 from ssla.likelihoods.support import Support
 from ssla.maths.roots import Root
 
 
+def _property_of_base(name: str) -> Any:
+    """Return a property of `Tempered` that has the value of its base's property of that name."""
+    return property(attrgetter(f"base.{name}"))
+
+
 @dataclass(frozen=True)
 class Tempered(Likelihood):
-    """p(y|f)^β: β < 1 gives the data less weight (a warm posterior), β > 1 more (a cold one).
+    """The power p(y|f)^β: β < 1 gives the data less weight (a warm posterior), β > 1 more (a cold
+    one).
 
     Tempering scales the likelihood of the training data: log_prob, score, precision and fisher are
     β times the base's. A new observation still follows the base, so predictions use `base` (see
     `predictive`).
 
-    What is true of every power of a density (its domain, its concavity, the form of Λ) is asked of
-    the base. What is true of a density of y alone (`quadratic`, `closed_form`) is not so of its
-    power, and has the default of a likelihood without it.
+    Members that hold for every power of a density (its domain, its concavity, the form of Λ) are
+    those of the base. Members that hold for a density of y alone (`quadratic`, `closed_form`) do
+    not hold for its power and keep their default.
     """
 
     base: Likelihood
@@ -31,105 +44,87 @@ class Tempered(Likelihood):
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        positive("Tempered beta", torch.tensor(float(self.beta)))
+        """Check that beta is positive; raise ValueError if not."""
+        check_positive("Tempered beta", torch.tensor(float(self.beta)))
 
     @property
     def predictive(self) -> Likelihood:
+        """Return the likelihood of a new observation, which is not tempered."""
         return self.base.predictive
 
     @property
     def power(self) -> float:
+        """Return β, times the base's own power if the base is tempered too."""
         return self.beta * self.base.power
 
-    @property
-    def linear_domain(self) -> bool:
-        return self.base.linear_domain
-
-    @property
-    def links(self) -> tuple[str, ...]:
-        return self.base.links
-
-    @property
-    def estimated(self) -> bool:
-        return self.base.estimated
-
-    @property
-    def concave(self) -> bool:
-        return self.base.concave
-
-    @property
-    def averages_differ(self) -> bool:
-        return self.base.averages_differ
-
-    @property
-    def fisher_in_closed_form(self) -> bool:
-        return self.base.fisher_in_closed_form
-
-    @property
-    def mean_has_gradient(self) -> bool:
-        return self.base.mean_has_gradient
-
-    @property
-    def logit_temperature(self) -> float | None:
-        return self.base.logit_temperature
-
-    @property
-    def softmax(self) -> bool:
-        return self.base.softmax
-
-    @property
-    def overdispersion(self) -> float | None:
-        return self.base.overdispersion
-
-    @property
-    def shift_invariant(self) -> bool:
-        return self.base.shift_invariant
-
-    @property
-    def one_probability(self) -> bool:
-        return self.base.one_probability
+    # True of every power of a density.
+    linear_domain = _property_of_base("linear_domain")
+    links = _property_of_base("links")
+    estimated = _property_of_base("estimated")
+    concave = _property_of_base("concave")
+    averages_differ = _property_of_base("averages_differ")
+    fisher_in_closed_form = _property_of_base("fisher_in_closed_form")
+    mean_has_gradient = _property_of_base("mean_has_gradient")
+    logit_temperature = _property_of_base("logit_temperature")
+    softmax = _property_of_base("softmax")
+    shift_invariant = _property_of_base("shift_invariant")
+    one_probability = _property_of_base("one_probability")
+    overdispersion = _property_of_base("overdispersion")
 
     def dispersed(self, factor: float) -> Likelihood:
-        """With the base that the base's `dispersed` gives; as it is where that has none."""
-        return replace(self, base=dispersed(self.base, factor))
+        """Return the same power of the dispersed base; unchanged if the base's spread is fixed."""
+        return replace(self, base=with_dispersion(self.base, factor))
 
     def dispersion_in_words(self, factor: float) -> str:
+        """Describe the factor as the base does."""
         return dispersion_in_words(self.base, factor)
 
     def support_for(self, outputs: int) -> Support:
+        """Return the support of the base."""
         return self.base.support_for(outputs)
 
     def check_outputs(self, f: Tensor) -> None:
+        """Raise ValueError where f is outside the domain of the base."""
         self.base.check_outputs(f)
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return β log p of the base (...)."""
         return self.beta * self.base.log_prob(y, f)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """Return β times the base's difference (...)."""
         return self.beta * self.base.log_prob_difference(y, f_new, f_old)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return βg of the base (..., C)."""
         return self.beta * self.base.score(y, f)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return βΛ of the base (..., C, C)."""
         return self.beta * self.base.precision(y, f)
 
     def fisher(self, f: Tensor) -> Tensor:
+        """Return β times the base's Fisher information (..., C, C)."""
         return self.beta * self.base.fisher(f)
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        return Derivatives(*(self.beta * part for part in self.base.derivatives(y, f)))
+        """Return β log p, βg and βΛ of the base, computed together."""
+        return Derivatives(*(self.beta * value for value in self.base.derivatives(y, f)))
 
     def score_change(self, y: Tensor, f: Tensor, before: Tensor) -> Tensor:
+        """Return β times the base's change of the score (..., C)."""
         return self.beta * self.base.score_change(y, f, before)
 
     def precision_times(self, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False) -> Tensor:
+        """Return βΛv of the base (..., C)."""
         return self.beta * self.base.precision_times(y, f, v, fisher)
 
     def precision_diagonal(self, y: Tensor, f: Tensor, fisher: bool = False) -> Tensor:
+        """Return the diagonal of βΛ of the base (..., C)."""
         return self.beta * self.base.precision_diagonal(y, f, fisher)
 
     def precision_trace(self, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
+        """Return tr(KβΛ) of the base (m, b)."""
         return self.beta * self.base.precision_trace(y, f, K, fisher)
 
     def precision_change_along(
@@ -141,20 +136,27 @@ class Tempered(Likelihood):
         weights: Tensor | None = None,
         fisher: bool = False,
     ) -> Tensor:
-        inside = self.base.precision_change_along(y, f, before, directions, weights, fisher)
-        return self.beta * inside
+        """Return β times the base's change along the directions (m, r, r)."""
+        change = self.base.precision_change_along(y, f, before, directions, weights, fisher)
+        return self.beta * change
 
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        found = self.base.averages_in_closed_form(y, f, root, fisher)
-        return None if found is None else Derivatives(*(self.beta * part for part in found))
+        """Return β times the base's averages, or None where the base has no formula."""
+        averages = self.base.averages_in_closed_form(y, f, root, fisher)
+        if averages is None:
+            return None
+        return Derivatives(*(self.beta * average for average in averages))
 
     def mean(self, f: Tensor) -> Tensor:
+        """Return the mean of a new observation under the base."""
         return self.base.mean(f)
 
     def variance(self, f: Tensor) -> Tensor:
+        """Return the variance of a new observation under the base."""
         return self.base.variance(f)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
+        """Return n draws of a new observation under the base (n, ...)."""
         return self.base.sample(f, n, generator)

@@ -1,4 +1,4 @@
-"""Conjugate gradients: A x = b where only products with A are to be had."""
+"""Conjugate gradients: A x = b where only products with A are available."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ def conjugate_gradients(
     tolerance: float = 1e-8,
     most: int = 200,
 ) -> Tensor | None:
-    """x with A x = right, for a symmetric A; `precondition` applies about A⁻¹.
+    """Compute x (P,) with A x = right, for a symmetric A and a right side (P,).
 
-    Ends when the residual's length, measured by the preconditioner, has fallen by `tolerance`, or
-    after `most` products. Where a direction has no positive curvature, x is what was found before
-    it, which is a direction of ascent; None if it is the first one.
+    product: v -> A v. precondition: v -> about A⁻¹ v. It ends when the residual's length, measured
+    by the preconditioner, has fallen by `tolerance`, or after `most` products. If a direction d has
+    no positive curvature dᵀAd, x of the steps before it is returned; None if it is the first one.
     """
     x = torch.zeros_like(right)
     residual = right.clone()
-    z = precondition(residual)
-    direction = z
-    length = float(residual @ z)
-    first = length
+    preconditioned = precondition(residual)
+    direction = preconditioned
+    length = float(residual @ preconditioned)
+    first_length = length
+    # The right side is zero, or not a number.
     if not length > 0:
         return x
     for count in range(most):
-        turned = product(direction)
-        bend = float(direction @ turned)
-        if not bend > 0:
+        A_direction = product(direction)
+        curvature = float(direction @ A_direction)
+        if not curvature > 0:
             return x if count else None
-        size = length / bend
-        x = x + size * direction
-        residual = residual - size * turned
-        z = precondition(residual)
-        new = float(residual @ z)
-        if not new > tolerance**2 * first:
+        step = length / curvature
+        x = x + step * direction
+        residual = residual - step * A_direction
+        preconditioned = precondition(residual)
+        new_length = float(residual @ preconditioned)
+        if not new_length > tolerance**2 * first_length:
             break
-        direction = z + new / length * direction
-        length = new
+        # The next direction is conjugate to all before it: dᵀAd′ = 0.
+        direction = preconditioned + new_length / length * direction
+        length = new_length
     return x

@@ -12,16 +12,17 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def constant(function: Callable[P, T]) -> Callable[P, T]:
-    """A cached function.
+def cached_constant(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function of numbers, so that each result is computed once and kept.
 
     The caller may be inside `torch.func`: a tensor that is kept must not belong to a transform.
     """
 
     @lru_cache(maxsize=64)
     @wraps(function)
-    def kept(*args: P.args, **kwargs: P.kwargs) -> T:
+    def compute(*args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function outside all transforms."""
         with outside_transforms():
             return function(*args, **kwargs)
 
-    return cast(Callable[P, T], kept)
+    return cast(Callable[P, T], compute)

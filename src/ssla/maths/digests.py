@@ -20,49 +20,40 @@ PLAIN = (str, bytes, int, float, complex, Tensor, np.ndarray, np.generic)
 
 
 def digest(value: Any) -> str:
-    """Equal for values of equal content: settings, tensors bit by bit, functions by their code and
-    closure.
+    """Return a digest that is equal for values of equal content.
 
+    Tensors are compared bit by bit, functions by their code and closure, settings by their fields.
     Numbers are compared as numbers (1 and 1.0 are the same), dicts and sets regardless of order.
     Cached properties are ignored, and so is the code of functions that a function calls by name.
     """
-    return _digest(value, ())
+    return _digest_part(value, ())
 
 
-def _digest(value: Any, above: tuple[int, ...]) -> str:
+def _digest_part(value: Any, above: tuple[int, ...]) -> str:
+    """Return the digest of a value inside others, whose identities are in `above`."""
     if id(value) in above:
         return "again"  # a value that contains itself
-    kind, own, parts = _opened(value)
-    mark = hashlib.sha256(f"{kind}|{own!r}".encode())
-    inside = [_digest(part, (*above, id(value))) for part in parts]
-    for part in sorted(inside) if isinstance(value, Mapping | set | frozenset) else inside:
-        mark.update(part.encode())
-    return mark.hexdigest()
+    kind, content, parts = _take_apart(value)
+    hashed = hashlib.sha256(f"{kind}|{content!r}".encode())
+    digests = [_digest_part(part, (*above, id(value))) for part in parts]
+    for part_digest in sorted(digests) if isinstance(value, Mapping | set | frozenset) else digests:
+        hashed.update(part_digest.encode())
+    return hashed.hexdigest()
 
 
-def _opened(value: Any) -> tuple[str, Any, list[Any]]:
-    """The type of a value, its own content, and its parts."""
+def _take_apart(value: Any) -> tuple[str, Any, list[Any]]:
+    """Return the type of a value as text, its own content, and the values that it contains."""
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, np.generic):
-        return _opened(value.item())
+        return _take_apart(value.item())
     if value is None or isinstance(value, str | bytes | torch.dtype | torch.device):
         return kind, value, []
     if isinstance(value, int | float):
+        # Up to 2⁵³ every integer is a float too, so that 1 and 1.0 have one content.
         exact = isinstance(value, int) and abs(value) >= 2**53
         return "number", value if exact else float(value), []
-    if isinstance(value, Tensor):
-        bits = value.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy()
-        return (
-            "tensor",
-            (str(value.dtype), tuple(value.shape), hashlib.sha256(bits.tobytes()).digest()),
-            [],
-        )
-    if isinstance(value, np.ndarray):
-        return (
-            "array",
-            (str(value.dtype), value.shape, hashlib.sha256(value.tobytes()).digest()),
-            [],
-        )
+    if isinstance(value, Tensor | np.ndarray):
+        return _array_content(value)
     if isinstance(value, Mapping):
         return "mapping", None, list(value.items())
     if isinstance(value, tuple | list | set | frozenset):
@@ -70,14 +61,7 @@ def _opened(value: Any) -> tuple[str, Any, list[Any]]:
     if isinstance(value, types.CodeType):
         return kind, (value.co_code, value.co_names), list(value.co_consts)
     if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        seen = {name: value.__globals__.get(name) for name in value.__code__.co_names}
-        constants = {name: item for name, item in seen.items() if isinstance(item, PLAIN)}
-        return (
-            kind,
-            None,
-            [value.__code__, value.__defaults__, value.__kwdefaults__, cells, constants],
-        )
+        return kind, None, _function_parts(value)
     if isinstance(value, types.MethodType):
         return kind, None, [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
@@ -85,24 +69,43 @@ def _opened(value: Any) -> tuple[str, Any, list[Any]]:
     if hasattr(value, "__qualname__"):  # a class, or a function that is not written in Python
         return kind, (getattr(value, "__module__", ""), value.__qualname__), []
     if dataclasses.is_dataclass(value):
-        return (
-            kind,
-            None,
-            [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)],
-        )
-    held = vars(value) if hasattr(value, "__dict__") else {}
-    return kind, None, [{name: item for name, item in held.items() if not _cached(value, name)}]
+        names = [field.name for field in dataclasses.fields(value)]
+        return kind, None, [(name, getattr(value, name)) for name in names]
+    attributes = vars(value) if hasattr(value, "__dict__") else {}
+    kept = {name: item for name, item in attributes.items() if not _is_cached(value, name)}
+    return kind, None, [kept]
 
 
-def _content(cell: types.CellType) -> Any:
+def _array_content(array: Tensor | np.ndarray) -> tuple[str, Any, list[Any]]:
+    """Return what `_take_apart` does for a tensor or array: dtype, shape and hash of its bits."""
+    if isinstance(array, Tensor):
+        kind = "tensor"
+        data = array.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    else:
+        kind = "array"
+        data = array.tobytes()
+    return kind, (str(array.dtype), tuple(array.shape), hashlib.sha256(data).digest()), []
+
+
+def _function_parts(function: types.FunctionType) -> list[Any]:
+    """Return what a function depends on: code, defaults, closure and plain global values."""
+    cells = [_cell_content(cell) for cell in function.__closure__ or ()]
+    used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
+    constants = {name: item for name, item in used.items() if isinstance(item, PLAIN)}
+    return [function.__code__, function.__defaults__, function.__kwdefaults__, cells, constants]
+
+
+def _cell_content(cell: types.CellType) -> Any:
+    """Return the value of a closure's variable; None if it has none yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # not filled yet
+    except ValueError:
         return None
 
 
-def _cached(value: Any, name: str) -> bool:
-    """Whether an attribute is the cached result of a property (functools.cached_property,
-    lazy_property of torch).
+def _is_cached(value: Any, name: str) -> bool:
+    """Return whether an attribute is the cached result of a property.
+
+    Such properties are those of functools.cached_property and of torch's lazy_property.
     """
     return hasattr(inspect.getattr_static(type(value), name, None), "__get__")

@@ -1,7 +1,7 @@
 """Small dense mathematics: roots of C×C covariances, determinants of I + S, safeguarded Newton
 ascent.
 
-All functions are vectorised over a leading batch M (test points × candidate y) and works on
+All functions are vectorised over a leading batch M (test points × candidate y) and work on
 C×C matrices. For C ≤ 3 the factorisations are written by components: a vector (M, C) is stored
 as C contiguous tensors of length M, so each step is elementwise over the batch. For larger C the
 batched LAPACK routines are used. Both give the same results; tests compare them.
@@ -22,27 +22,28 @@ CLOSED_FORM_LIMIT = 3
 SHORTEST_STEP = 1e-11  # relative to 1 + ‖point‖: shorter steps are rounding error
 # a squared Newton decrement below which gains are rounding error and the full step is safe
 TRUSTED_SLOPE = 1e-8
+SUFFICIENT_GAIN = 1e-4  # share of the linear prediction that a step must gain (Armijo)
 
 
 def stack_last(parts: list[Tensor]) -> Tensor:
-    """Components -> (..., C), stored component-major so that `v[..., i]` is contiguous."""
+    """Stack C components (...) to (..., C), component-major: `v[..., i]` is contiguous."""
     return torch.stack(parts, 0).movedim(0, -1)
 
 
 def stack_square(rows: list[list[Tensor]]) -> Tensor:
-    """Entries -> (..., C, C), stored component-major."""
+    """Stack C rows of C entries (...) to (..., C, C), stored component-major."""
     size = len(rows)
     flat = torch.stack([entry for row in rows for entry in row], 0)
     return flat.reshape(size, size, *flat.shape[1:]).movedim((0, 1), (-2, -1))
 
 
 def symmetric_product(A: Tensor, B: Tensor) -> Tensor:
-    """A Bᵀ of factors whose product is symmetric (B = A, or A diag(w)), equal to its transpose bit
-    by bit.
+    """Compute a symmetric product A Bᵀ, which equals its transpose bit by bit.
 
-    A product computes its entries (i, j) and (j, i) by two sums, which differ by rounding errors:
-    1e-7 of their size in float32. Here the entries below the diagonal, which factorisations read,
-    stand on both sides.  (..., C, P) twice -> (..., C, C).
+    The factors must have a symmetric product: B = A, or B = A diag(w). A plain product computes
+    its entries (i, j) and (j, i) by two sums, which differ by rounding errors: 1e-7 of their size
+    in float32. Here the entries below the diagonal, which factorisations read, stand on both sides.
+    (..., C, P) twice -> (..., C, C).
     """
     product = A @ B.mT
     size = product.shape[-1]
@@ -52,19 +53,18 @@ def symmetric_product(A: Tensor, B: Tensor) -> Tensor:
     return torch.where(below, product, product.mT)
 
 
-def root(K: Tensor) -> Tensor:
-    """R with R Rᵀ = K for positive semi-definite K; singular and zero K are allowed.
+def covariance_root(K: Tensor) -> Tensor:
+    """Compute R with R Rᵀ = K for positive semi-definite K.  (..., C, C) -> same.
 
-    (..., C, C) -> same.
-
-    C ≤ 3: Cholesky with pivots clamped at zero. Otherwise Q √max(λ, 0) from eigh.
-    Rounding may leave K with eigenvalues of −ε‖K‖; they count as zero.
+    Singular and zero K are allowed. C ≤ 3: Cholesky with pivots clamped at zero, lower triangular.
+    Otherwise Q √max(λ, 0) from eigh. Rounding may leave K with eigenvalues of −ε‖K‖; they count as
+    zero.
     """
     size = K.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         values, vectors = torch.linalg.eigh(K)
-        scaled: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
-        return scaled
+        R_by_eigh: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+        return R_by_eigh
     zero = torch.zeros_like(K[..., 0, 0])
     R: list[list[Tensor]] = [[zero] * size for _ in range(size)]
     for j in range(size):
@@ -72,6 +72,7 @@ def root(K: Tensor) -> Tensor:
         for k in range(j):
             pivot = pivot - R[j][k] * R[j][k]
         R[j][j] = pivot.clamp_min(0).sqrt()
+        # Below a pivot of zero the column is zero too.
         scale = torch.where(R[j][j] > 0, 1 / R[j][j], zero)
         for i in range(j + 1, size):
             entry = K[..., i, j]
@@ -83,17 +84,14 @@ def root(K: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class IdentityPlus:
-    """A = I + RᵀΛR, factorised.
+    """A = I + RᵀΛR, factorised."""
 
-    `positive`: where A is positive definite (with the requested margin).
-    """
-
-    positive: Tensor  # (M,) bool
+    positive: Tensor  # (M,) bool: where A is positive definite, with the requested margin
     logdet: Callable[[], Tensor]  # () -> (M,)
     solve: Callable[[Tensor], Tensor]  # b (M, C) -> A⁻¹ b
 
 
-def identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> IdentityPlus:
+def factorise_identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> IdentityPlus:
     """Factorise I + RᵀΛR.  R, Λ (M, C, C); for C ≤ 3, R must be lower triangular (as from `root`).
 
     Where A is not positive definite, `solve` and `logdet` are invalid. With a margin, all pivots
@@ -105,67 +103,82 @@ def identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> Identity
 
 
 def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
-    """LDLᵀ by components.
+    """Factorise I + RᵀΛR = LDLᵀ by components, for C ≤ 3.  R, Λ (M, C, C).
 
     Pivots are stored as d_j − 1, so that log1p gets them without rounding.
     """
-    size = R.shape[-1]
-    span = range(size)
-    S: list[list[Tensor]] = [[R[..., 0, 0]] * size for _ in span]
-    for j in span:  # column j of ΛR, then the upper triangle of RᵀΛR
-        column = [
-            sum_products(
-                [precision[..., a, b] for b in range(j, size)],
-                [R[..., b, j] for b in range(j, size)],
-            )
-            for a in span
-        ]
-        for i in range(j + 1):
-            S[i][j] = S[j][i] = sum_products([R[..., a, i] for a in range(i, size)], column[i:])
-    L: list[list[Tensor | None]] = [[None] * size for _ in span]
-    excess: list[Tensor] = []
-    pivots: list[Tensor] = []
-    for j in span:
-        # S[i][j] becomes L_ij d_j in place; entries are fresh tensors, shared only by the two
-        # places of a symmetric pair.
-        for k in range(j):
-            for i in range(j, size):
-                S[i][j].addcmul_(_entry(L, i, k), S[j][k], value=-1)
-        excess.append(S[j][j])
-        pivots.append(1 + S[j][j])
-        for i in range(j + 1, size):
-            L[i][j] = S[i][j] / pivots[j]
+    span = range(R.shape[-1])
+    L, excess, pivots = _unit_lower_factor(_congruence_entries(R, precision))
     positive = pivots[0] > margin
     for pivot in pivots[1:]:
         positive = positive & (pivot > margin)
 
-    def logdet() -> Tensor:  # Π(1 + e_j) − 1, computed without adding the one
+    def logdet() -> Tensor:
+        """Compute log Π(1 + e_j) by log1p of the product minus one: (1+p)(1+e) − 1 = p + e + pe."""
         product = excess[0]
         for e in excess[1:]:
             product = (product + e).addcmul_(product, e)
         return torch.log1p(product)
 
     def solve(b: Tensor) -> Tensor:
+        """Compute A⁻¹ b by forward substitution, division and backward substitution."""
         z = [b[..., j] for j in span]
         for j in span:
             for k in range(j):
-                z[j] = torch.addcmul(z[j], _entry(L, j, k), z[k], value=-1)
+                z[j] = torch.addcmul(z[j], L[j][k], z[k], value=-1)
         z = [z[j] / pivots[j] for j in span]
         for j in reversed(span):
-            for k in range(j + 1, size):
-                z[j] = torch.addcmul(z[j], _entry(L, k, j), z[k], value=-1)
+            for k in range(j + 1, len(span)):
+                z[j] = torch.addcmul(z[j], L[k][j], z[k], value=-1)
         return stack_last(z)
 
     return IdentityPlus(positive, logdet, solve)
 
 
-def _entry(L: list[list[Tensor | None]], i: int, j: int) -> Tensor:
-    value = L[i][j]
-    assert value is not None
-    return value
+def _congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
+    """Compute the entries (M,) of S = RᵀΛR for a lower triangular R.  R, Λ (M, C, C).
+
+    Both entries of a symmetric pair are one tensor. No other memory is shared.
+    """
+    size = R.shape[-1]
+    S: list[list[Tensor]] = [[R[..., 0, 0]] * size for _ in range(size)]
+    for j in range(size):
+        # Column j of ΛR, then column j of the upper triangle of S
+        column = [
+            sum_products(
+                [precision[..., a, b] for b in range(j, size)],
+                [R[..., b, j] for b in range(j, size)],
+            )
+            for a in range(size)
+        ]
+        for i in range(j + 1):
+            S[i][j] = S[j][i] = sum_products([R[..., a, i] for a in range(i, size)], column[i:])
+    return S
+
+
+def _unit_lower_factor(
+    S: list[list[Tensor]],
+) -> tuple[list[list[Tensor]], list[Tensor], list[Tensor]]:
+    """Factorise I + S = LDLᵀ: L below its unit diagonal, d_j − 1, and d_j, each entry (M,).
+
+    S is overwritten. Entries of L on and above the diagonal have no meaning.
+    """
+    size = len(S)
+    L = [row.copy() for row in S]
+    pivots: list[Tensor] = []
+    for j in range(size):
+        # S[i][j] becomes L_ij d_j in place, and S[j][j] becomes d_j − 1.
+        for k in range(j):
+            for i in range(j, size):
+                S[i][j].addcmul_(L[i][k], S[j][k], value=-1)
+        pivots.append(1 + S[j][j])
+        for i in range(j + 1, size):
+            L[i][j] = S[i][j] / pivots[j]
+    return L, [S[j][j] for j in range(size)], pivots
 
 
 def _identity_plus_batched(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
+    """Factorise I + RᵀΛR by LAPACK's batched routines, for C > 3.  R, Λ (M, C, C)."""
     S = R.mT @ precision @ R
     S = (S + S.mT) / 2
     factor, info = torch.linalg.cholesky_ex(
@@ -178,21 +191,24 @@ def _identity_plus_batched(R: Tensor, precision: Tensor, margin: float) -> Ident
     )
 
 
-def take(v: Tensor, rows: Tensor) -> Tensor:
-    """v[rows] for v (M, C), kept component-major."""
+def select_rows(v: Tensor, rows: Tensor) -> Tensor:
+    """Return v[rows] (m, C) for v (M, C) and row numbers (m,), kept component-major."""
     return v.mT.index_select(1, rows).mT
 
 
 def sum_products(left: list[Tensor], right: list[Tensor]) -> Tensor:
-    """Σ_i left_i · right_i by components."""
+    """Compute Σ_i left_i · right_i from C components (M,) of two vectors.  -> (M,)."""
     total = left[0] * right[0]
     for a, b in zip(left[1:], right[1:], strict=True):
         total.addcmul_(a, b)
     return total
 
 
-def lower_times(R: Tensor, v: Tensor) -> Tensor:
-    """R v.  (M, C, C), (M, C) -> (M, C); by components for C ≤ 3, where R is lower triangular."""
+def multiply_root(R: Tensor, v: Tensor) -> Tensor:
+    """Compute R v.  (M, C, C), (M, C) -> (M, C).
+
+    For C ≤ 3 R must be lower triangular, and the product is computed by components.
+    """
     size = R.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (R @ v.unsqueeze(-1)).squeeze(-1)
@@ -204,8 +220,11 @@ def lower_times(R: Tensor, v: Tensor) -> Tensor:
     return out.mT
 
 
-def upper_times(R: Tensor, g: Tensor) -> Tensor:
-    """Rᵀ g, as `lower_times`."""
+def multiply_root_transposed(R: Tensor, g: Tensor) -> Tensor:
+    """Compute Rᵀ g.  (M, C, C), (M, C) -> (M, C).
+
+    For C ≤ 3 R must be lower triangular, and the product is computed by components.
+    """
     size = R.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (R.mT @ g.unsqueeze(-1)).squeeze(-1)
@@ -218,7 +237,7 @@ def upper_times(R: Tensor, g: Tensor) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Σ_c a_c b_c.  (M, C), (M, C) -> (M,)."""
+    """Compute Σ_c a_c b_c.  (M, C), (M, C) -> (M,)."""
     size = a.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (a * b).sum(-1)
@@ -227,23 +246,19 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """An objective at a point, one row for each task: value (M,), gradient (M, C), ascent
-    direction's solver.
-    """
+    """An objective at a point, one row for each task."""
 
-    value: Tensor
-    gradient: Tensor
-    solve: Callable[[Tensor], Tensor]
+    value: Tensor  # (M,)
+    gradient: Tensor  # (M, C)
+    solve: Callable[[Tensor], Tensor]  # g (M, C) -> ascent direction A⁻¹ g (M, C)
 
 
 @dataclass(frozen=True)
 class Ascent:
-    """The result of the ascent: point (M, C), whether each task converged, and the number of
-    rounds.
-    """
+    """The result of the ascent."""
 
-    point: Tensor
-    converged: Tensor
+    point: Tensor  # (M, C)
+    converged: Tensor  # (M,) bool
     rounds: int
 
 
@@ -260,98 +275,104 @@ def newton_ascent(
 ) -> Ascent:
     """Maximise M independent, nearly concave objectives at once, each monotonically.
 
-    A step that does not gain at least 1e-4 of its linear prediction (or gives a non-finite value)
-    is halved until it does; a task ends when its Newton decrement √(gᵀA⁻¹g) ≤ tolerance, after two
-    full steps from a decrement below 1e-4, or when no step above rounding error helps. Finished
-    tasks are removed from the batch as soon as a quarter of it is finished, so a few hard tasks do
-    not slow down the others.
+    start (M, C). A step that does not gain at least 1e-4 of its linear prediction (or gives a
+    non-finite value) is halved until it does. A task ends when its Newton decrement √(gᵀA⁻¹g) ≤
+    tolerance, after two full steps from a decrement below 1e-4, or when no step above rounding
+    error helps. Finished tasks are removed from the batch as soon as a quarter of it is finished,
+    so a few hard tasks do not slow down the others.
 
-    Fails (converged = False, point is the best so far) after `max_rounds` accepted steps.
+    A task that needs more than `max_rounds` steps has converged = False, and its best point.
     """
-    point = start.clone()
+    best = start.clone()
     converged = torch.zeros(start.shape[0], dtype=torch.bool, device=start.device)
+    # The tasks that have not finished: their numbers (None: all), points and evaluations
     rows: Tensor | None = None
-    here = start
-    now = objective(here, None)
-    trusted = torch.zeros_like(now.value, dtype=torch.int8)
+    point = start
+    current = objective(point, None)
+    trusted_steps = torch.zeros_like(current.value, dtype=torch.int8)
     for used in range(max_rounds + 1):
-        step = now.solve(now.gradient)
-        slope = dot(now.gradient, step)
+        step = current.solve(current.gradient)
+        slope = dot(current.gradient, step)
         # Newton converges quadratically: two full steps reach rounding accuracy
-        done = (slope <= tolerance * tolerance) | (trusted >= 2)
-        trusted = trusted + (slope <= TRUSTED_SLOPE)
-        count = int(done.sum())
-        if used == max_rounds or count == done.numel():
-            _write(point, here, rows)
-            _mark(converged, done, rows)
-            return Ascent(point, converged, used)
-        if count * 4 >= done.numel():
-            _write(point, here, rows)
-            _mark(converged, done, rows)
+        done = (slope <= tolerance * tolerance) | (trusted_steps >= 2)
+        trusted_steps = trusted_steps + (slope <= TRUSTED_SLOPE)
+        finished = int(done.sum())
+        if used == max_rounds or finished == done.numel():
+            _overwrite_rows(best, point, rows)
+            _set_flags(converged, done, rows)
+            return Ascent(best, converged, used)
+        value = current.value
+        # Removing tasks copies the others, so it waits for a quarter of them.
+        if finished * 4 >= done.numel():
+            _overwrite_rows(best, point, rows)
+            _set_flags(converged, done, rows)
             keep = (~done).nonzero().squeeze(-1)
             rows = keep if rows is None else rows[keep]
-            here, step, slope, trusted = (
-                take(here, keep),
-                take(step, keep),
-                slope[keep],
-                trusted[keep],
-            )
-            value = now.value[keep]
-        else:
-            value = now.value
-        here, now, stuck = _line_search(objective, rows, here, value, step, slope)
-        if bool(stuck.any()):  # no step helps: the optimum up to rounding
-            _write(point, here, rows)
-            _mark(converged, stuck & (slope <= 1e-6 * (1 + value.abs())), rows)
+            point = select_rows(point, keep)
+            step = select_rows(step, keep)
+            slope = slope[keep]
+            trusted_steps = trusted_steps[keep]
+            value = value[keep]
+        point, current, stuck = _line_search(objective, rows, point, value, step, slope)
+        # Where no step helps, the point is the optimum up to rounding, if it is flat there.
+        if bool(stuck.any()):
+            _overwrite_rows(best, point, rows)
+            _set_flags(converged, stuck & (slope <= 1e-6 * (1 + value.abs())), rows)
             keep = (~stuck).nonzero().squeeze(-1)
             if keep.numel() == 0:
-                return Ascent(point, converged, used + 1)
+                return Ascent(best, converged, used + 1)
             rows = keep if rows is None else rows[keep]
-            here, trusted = take(here, keep), trusted[keep]
-            now = objective(here, rows)
+            point = select_rows(point, keep)
+            trusted_steps = trusted_steps[keep]
+            current = objective(point, rows)
     raise AssertionError("unreachable")
 
 
 def _line_search(
     objective: Objective,
     rows: Tensor | None,
-    here: Tensor,
+    point: Tensor,
     value: Tensor,
     step: Tensor,
     slope: Tensor,
 ) -> tuple[Tensor, Evaluation, Tensor]:
-    """The first of the steps 1, ½, ¼ … that gains enough, for each task; `stuck` where no step
-    above rounding error does.
+    """Take the first of the steps 1, ½, ¼ … that gains enough, for each task.
+
+    point, step (m, C), value, slope (m,) of the tasks `rows` (m,). Returns the new points (m, C),
+    their evaluation, and `stuck` (m,): where no step above rounding error gains enough.
     """
     close = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
-    trial = here + step
-    there = objective(trial, rows)
-    good = (there.value >= value + 1e-4 * slope - slack) | (close & torch.isfinite(there.value))
+    trial = point + step
+    tried = objective(trial, rows)
+    enough = tried.value >= value + SUFFICIENT_GAIN * slope - slack
+    good = enough | (close & torch.isfinite(tried.value))
     if bool(good.all()):
-        return trial, there, torch.zeros_like(good)
+        return trial, tried, torch.zeros_like(good)
     factor = torch.ones_like(value)
     length = dot(step, step).sqrt()
-    shortest = SHORTEST_STEP * (1 + dot(here, here).sqrt())
+    shortest = SHORTEST_STEP * (1 + dot(point, point).sqrt())
     while True:
         factor = torch.where(good, factor, factor / 2)
         stuck = ~good & ~(factor * length >= shortest)  # also where the step is not a number
-        trial = here + torch.where(stuck, torch.zeros_like(factor), factor).unsqueeze(-1) * step
-        there = objective(trial, rows)
-        good = good | (there.value >= value + 1e-4 * factor * slope - slack)
+        trial = point + torch.where(stuck, torch.zeros_like(factor), factor).unsqueeze(-1) * step
+        tried = objective(trial, rows)
+        good = good | (tried.value >= value + SUFFICIENT_GAIN * factor * slope - slack)
         if bool((good | stuck).all()):
-            return trial, there, stuck
+            return trial, tried, stuck
 
 
-def _write(target: Tensor, values: Tensor, rows: Tensor | None) -> None:
+def _overwrite_rows(target: Tensor, values: Tensor, rows: Tensor | None) -> None:
+    """Write values (m, C) to some rows (m,) of target (M, C) in place; None: to all rows."""
     if rows is None:
         target.copy_(values)
     else:
         target[rows] = values
 
 
-def _mark(flags: Tensor, values: Tensor, rows: Tensor | None) -> None:
+def _set_flags(flags: Tensor, raised: Tensor, rows: Tensor | None) -> None:
+    """Set flags (M,) in place where `raised` (m,) is true for some rows (m,); None: all rows."""
     if rows is None:
-        flags |= values
+        flags |= raised
     else:
-        flags[rows] |= values
+        flags[rows] |= raised

@@ -9,30 +9,32 @@ import math
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-12  # (n + 1)·level may be a whole number up to rounding
+ROUNDING = 1e-12  # relative: (n + 1)·level may be a whole number up to rounding
 
 
 def conformal_quantile(values: Tensor, weights: Tensor, level: float) -> Tensor:
-    """The smallest value at which the weights of the values up to it sum to (W + 1)·level: infinite
-    if none does.
+    """Return the smallest value up to which the weights sum to (W + 1)·level.
 
     W is the sum of all weights and the 1 is the new row. With weights of one it is the k-th
-    smallest, k = ⌈(n + 1)·level⌉. values (..., n), weights (n,) or (..., n) -> (...).
+    smallest value, k = ⌈(n + 1)·level⌉. It is infinite if all weights sum to less.
+    values (..., n), weights (n,) or (..., n) -> (...).
     """
     ordered, order = values.sort(-1)
     sums = weights.expand_as(values).gather(-1, order).cumsum(-1)
-    reached = sums >= (sums[..., -1:] + 1) * level * (1 - ROUNDING)
-    found = ordered.gather(-1, reached.long().argmax(-1, keepdim=True)).squeeze(-1)
-    return torch.where(reached[..., -1], found, torch.inf)
+    enough = sums >= (sums[..., -1:] + 1) * level * (1 - ROUNDING)
+    first = enough.long().argmax(-1, keepdim=True)
+    return torch.where(enough[..., -1], ordered.gather(-1, first).squeeze(-1), torch.inf)
 
 
-def shortage(weights: Tensor, level: float, rows: str) -> str | None:
-    """How many rows a quantile of that level needs, in words; None if there are enough.
+def describe_row_shortage(weights: Tensor, level: float, rows: str) -> str | None:
+    """Return in words how many rows a quantile of that level needs; None if there are enough.
 
-    weights (n,); rows: what they are called.
+    weights (n,); rows: what the rows are called in the sentence.
     """
-    total, least = float(weights.sum()), math.ceil(level / (1 - level) * (1 - ROUNDING))
+    total = float(weights.sum())
+    # The same condition as in `conformal_quantile`, so that a finite quantile is never refused.
     if total >= (total + 1) * level * (1 - ROUNDING):
         return None
+    least = math.ceil(level / (1 - level) * (1 - ROUNDING))
     weighted = "" if math.isclose(total, len(weights)) else f" with a total weight of {total:g}"
     return f"needs at least {least} {rows}, but there are {len(weights)}{weighted}"

@@ -21,52 +21,68 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 @lru_cache(maxsize=1)
 def _erfc_coefficients() -> tuple[float, ...]:
-    """Chebyshev coefficients of log erfcx(z) − log t on t = 2/(2 + z) in (0, 1], z ≥ 0."""
+    """Return the coefficients of a Chebyshev series for log erfcx(z) − log t, z ≥ 0.
 
-    def values(u: np.ndarray) -> np.ndarray:
+    The series is in u = 2t − 1, t = 2/(2 + z): this maps z ≥ 0 to t in (0, 1].
+    """
+
+    def remainder(u: np.ndarray) -> np.ndarray:
+        """Compute log erfcx(z) − log t at u, elementwise."""
         t = (u + 1) / 2
-        found: np.ndarray = torch.special.erfcx(torch.from_numpy(2 / t - 2)).numpy()
-        logs: np.ndarray = np.log(found) - np.log(t)
+        erfcx: np.ndarray = torch.special.erfcx(torch.from_numpy(2 / t - 2)).numpy()
+        logs: np.ndarray = np.log(erfcx) - np.log(t)
         return logs
 
-    return tuple(float(c) for c in np.polynomial.chebyshev.chebinterpolate(values, DEGREE))  # type: ignore[type-var]
+    series = np.polynomial.chebyshev.chebinterpolate(remainder, DEGREE)  # type: ignore[type-var]
+    return tuple(float(c) for c in series)
 
 
 def _log_erfc(z: Tensor) -> Tensor:
-    """For z ≥ 0."""
+    """Compute log erfc(z) for z ≥ 0, elementwise."""
     t = 2 / (2 + z)
     u = 2 * t - 1
-    first, second = torch.zeros_like(u), torch.zeros_like(u)
     coefficients = _erfc_coefficients()
-    for c in reversed(coefficients[1:]):  # Clenshaw
-        first, second = 2 * u * first - second + c, first
-    return t.log() - z * z + (u * first - second + coefficients[0])
+    # Clenshaw's recurrence b_k = 2u b_{k+1} − b_{k+2} + c_k sums the Chebyshev series.
+    last, second_last = torch.zeros_like(u), torch.zeros_like(u)
+    for c in reversed(coefficients[1:]):
+        last, second_last = 2 * u * last - second_last + c, last
+    # log erfc = log erfcx − z²
+    return t.log() - z * z + (u * last - second_last + coefficients[0])
+
+
+def _log_upper_tail(x: Tensor) -> Tensor:
+    """Compute log Φ(−|x|), elementwise."""
+    return _log_erfc(x.abs() / math.sqrt(2)) - math.log(2)
 
 
 def log_ndtr(x: Tensor) -> Tensor:
-    """log Φ(x)."""
-    tail = _log_erfc(x.abs() / math.sqrt(2)) - math.log(2)
+    """Compute log Φ(x), elementwise."""
+    tail = _log_upper_tail(x)
     return torch.where(x < 0, tail, torch.log1p(-tail.exp()))
 
 
 def ndtr(x: Tensor) -> Tensor:
-    """Φ(x)."""
-    tail = (_log_erfc(x.abs() / math.sqrt(2)) - math.log(2)).exp()
+    """Compute Φ(x), elementwise."""
+    tail = _log_upper_tail(x).exp()
     return torch.where(x < 0, tail, 1 - tail)
 
 
 def log_gamma(x: Tensor) -> Tensor:
-    """log Γ(x) for 0 < x < 1e38."""
-    z, product = x + SHIFT, x
+    """Compute log Γ(x) for 0 < x < 1e38, elementwise."""
+    # log Γ(x) = log Γ(z) − log[x (x + 1) … (x + SHIFT − 1)] with z = x + SHIFT
+    z = x + SHIFT
+    product = x
     for k in range(1, SHIFT):
         product = product * (x + k)
+    # Stirling's series for log Γ(z), by Horner's rule in 1/z²
     inverse = 1 / z
-    square, series = inverse * inverse, torch.zeros_like(z)
+    square = inverse * inverse
+    series = torch.zeros_like(z)
     for c in reversed(STIRLING):
         series = series * square + c
     return (z - 0.5) * z.log() - z + HALF_LOG_2PI + series * inverse - product.log()
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + eˣ)."""
+    """Compute log(1 + eˣ), elementwise, without overflow."""
     return torch.relu(x) + torch.log1p(torch.exp(-x.abs()))

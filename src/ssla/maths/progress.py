@@ -14,22 +14,22 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 DELAY = 2.0  # seconds without a bar
-EVERY = 0.5  # seconds between two texts
+EVERY = 0.5  # seconds between two lines of text
 
 
 def on_terminal() -> bool:
-    """Whether a person can see what is written to stderr."""
+    """Return whether a person can see what is written to stderr."""
     stream = sys.stderr
     return stream is not None and stream.isatty()
 
 
-def wanted(show: bool | None) -> bool:
-    """Whether anything may be shown at all."""
+def is_progress_wanted(show: bool | None) -> bool:
+    """Return whether anything may be shown at all; show: the user's `progress`."""
     return on_terminal() if show is None else show
 
 
 def tqdm_class(required: bool) -> Any:
-    """tqdm's bar; None where it is not installed, or ImportError if it is required."""
+    """Return tqdm's class of bars; without tqdm None, or ImportError if it is required."""
     try:
         from tqdm.auto import tqdm
     except ImportError:
@@ -39,26 +39,32 @@ def tqdm_class(required: bool) -> Any:
     return tqdm
 
 
-def delay_of(show: bool | None) -> float:
+def bar_delay(show: bool | None) -> float:
+    """Return the seconds after which a bar appears: 0 if the user asked for it."""
     return DELAY if show is None else 0.0
 
 
 def progress_bar(
     items: Iterable[T], length: int | None, show: bool | None, label: str, unit: str
 ) -> Iterable[T]:
-    """The items, with a bar if it is to be shown."""
-    if not wanted(show):
+    """Return the items, with a bar or a line of text if progress is shown.
+
+    length: how many items, None if unknown. show: the user's `progress`. label, unit: words for the
+    bar. ImportError if the user asked for a bar and tqdm is not installed.
+    """
+    if not is_progress_wanted(show):
         return items
     tqdm = tqdm_class(required=show is True)
     if tqdm is None:
-        return _with_text(items, Text(label, show))
-    shown: Iterable[T] = tqdm(
-        items, total=length, desc=label, unit=unit, delay=delay_of(show), leave=show is True
+        return _with_text(items, ProgressText(label, show))
+    bar: Iterable[T] = tqdm(
+        items, total=length, desc=label, unit=unit, delay=bar_delay(show), leave=show is True
     )
-    return shown
+    return bar
 
 
-def _with_text(items: Iterable[T], text: Text) -> Iterator[T]:
+def _with_text(items: Iterable[T], text: ProgressText) -> Iterator[T]:
+    """Yield the items, with their number in a line of text that is removed at the end."""
     try:
         for number, item in enumerate(items):
             text.show(f"{number:,} done")
@@ -68,29 +74,32 @@ def _with_text(items: Iterable[T], text: Text) -> Iterator[T]:
 
 
 @dataclass(eq=False)
-class Text:
+class ProgressText:
     """One line on stderr that is written again and again, and removed at the end."""
 
     label: str
     shown: bool | None = None  # as `progress`
     started: float = field(default_factory=time.monotonic)
-    last: float = -1e9
+    last: float = -1e9  # when the line was last written
     width: int = 0  # of what is written now
 
     def show(self, words: str) -> None:
+        """Write the words and the time spent, but not too early and not too often."""
         now = time.monotonic()
         if (
-            not wanted(self.shown)
-            or now - self.started < delay_of(self.shown)
+            not is_progress_wanted(self.shown)
+            or now - self.started < bar_delay(self.shown)
             or now - self.last < EVERY
         ):
             return
         line = f"{self.label}: {words}, {now - self.started:.0f} s"
         sys.stderr.write(f"\r{line:<{self.width}}")
         sys.stderr.flush()
-        self.last, self.width = now, len(line)
+        self.last = now
+        self.width = len(line)
 
     def close(self) -> None:
+        """Remove the line."""
         if self.width:
             sys.stderr.write(f"\r{'':<{self.width}}\r")
             sys.stderr.flush()

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ssla._checks import batched
+from ssla._checks import is_inside_vmap
 from ssla.maths import linalg
 
 
@@ -17,27 +17,23 @@ class Root(Protocol):
     """R with R Rᵀ = K, for B rows and C outputs."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of R."""
 
     def times(self, z: Tensor) -> Tensor:
-        """R z.  (C, S) -> (B, C, S)."""
-        ...
+        """Compute R z.  (C, S) -> (B, C, S)."""
 
     def at_nodes(self, z: Tensor) -> Tensor:
-        """The same product with the outputs last: z Rᵀ.  (S, C) -> (B, S, C)."""
-        ...
+        """Compute z Rᵀ, the same product with the outputs last.  (S, C) -> (B, S, C)."""
 
     def variances(self) -> Tensor:
-        """The diagonal of K (B, C)."""
-        ...
+        """Compute the diagonal of K (B, C)."""
 
     def take(self, rows: slice | Tensor) -> Root:
-        """Of some rows only."""
-        ...
+        """Return the root of some rows, given by a slice or by their numbers (m,)."""
 
     def scaled(self, factor: float) -> Root:
-        """factor · R."""
-        ...
+        """Return the root of factor² · K."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,21 +44,27 @@ class FullRoot:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of R."""
         return self.values.dtype
 
     def times(self, z: Tensor) -> Tensor:
+        """Compute R z.  (C, S) -> (B, C, S)."""
         return self.values @ z
 
     def at_nodes(self, z: Tensor) -> Tensor:
+        """Compute z Rᵀ.  (S, C) -> (B, S, C)."""
         return z @ self.values.mT
 
     def variances(self) -> Tensor:
+        """Compute the diagonal of K (B, C)."""
         return (self.values**2).sum(-1)
 
     def take(self, rows: slice | Tensor) -> FullRoot:
+        """Return the root of some rows, given by a slice or by their numbers (m,)."""
         return FullRoot(self.values[rows])
 
     def scaled(self, factor: float) -> FullRoot:
+        """Return the root of factor² · K."""
         return FullRoot(factor * self.values)
 
 
@@ -78,26 +80,32 @@ class ScaledRoot:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of R."""
         return self.scale.dtype
 
     def times(self, z: Tensor) -> Tensor:
+        """Compute R z.  (C, S) -> (B, C, S)."""
         if self.basis is None:
             return self.scale.unsqueeze(-1) * z
         scaled = self.scale.mT.unsqueeze(-1) * z.unsqueeze(1)  # (C, B, S): one product for all rows
         return (self.basis @ scaled.flatten(1)).view_as(scaled).movedim(0, 1)
 
     def at_nodes(self, z: Tensor) -> Tensor:
+        """Compute z Rᵀ.  (S, C) -> (B, S, C)."""
         scaled = self.scale.unsqueeze(1) * z
         return scaled if self.basis is None else scaled @ self.basis.mT
 
     def variances(self) -> Tensor:
+        """Compute the diagonal of K (B, C)."""
         squares = self.scale**2
         return squares if self.basis is None else squares @ (self.basis**2).mT
 
     def take(self, rows: slice | Tensor) -> ScaledRoot:
+        """Return the root of some rows, given by a slice or by their numbers (m,)."""
         return ScaledRoot(self.scale[rows], self.basis, self.profiles)
 
     def scaled(self, factor: float) -> ScaledRoot:
+        """Return the root of factor² · K."""
         return ScaledRoot(factor * self.scale, self.basis, self.profiles)
 
 
@@ -116,37 +124,39 @@ class SharedNodes:
     squares: Tensor  # mean over the nodes of the products of pairs of `products` (r·r, C)
 
     def serves(self, root: Root) -> bool:
-        """Whether the root has this basis and these profiles."""
+        """Return whether the products serve a root: it has this basis and these profiles."""
         if not isinstance(root, ScaledRoot):
             return False
         return root.basis is self.root.basis and root.profiles == self.root.profiles
 
     def coefficients(self, root: ScaledRoot) -> Tensor:
-        """c (B, r)."""
+        """Compute the coefficients c (B, r) of the scales in the profiles."""
         return root.scale @ self.profiles.mT
 
     def covers(self, root: ScaledRoot, tolerance: float) -> Tensor:
-        """Whether the scale of a row is the combination of profiles, to a share of its largest
-        entry (B,) bool.
+        """Return for each row whether its scale is a combination of the profiles (B,) bool.
+
+        tolerance: the largest error, as a share of the row's largest entry.
         """
-        off = (root.scale - self.coefficients(root) @ self.profiles).abs().amax(1)
-        return off <= tolerance * root.scale.amax(1)
+        error = (root.scale - self.coefficients(root) @ self.profiles).abs().amax(1)
+        return error <= tolerance * root.scale.amax(1)
 
     def at_nodes(self, coefficients: Tensor, nodes: slice) -> Tensor:
-        """R z at some of the nodes.  (B, r) -> (B, s, C)."""
-        some = self.products[:, nodes]
-        return (coefficients @ some.flatten(1)).view(len(coefficients), *some.shape[1:])
+        """Compute R z at some of the nodes.  (B, r) -> (B, s, C)."""
+        products = self.products[:, nodes]
+        return (coefficients @ products.flatten(1)).view(len(coefficients), *products.shape[1:])
 
     def mean_squares(self, coefficients: Tensor) -> Tensor:
-        """The mean of (R z)² over all nodes (B, C)."""
+        """Compute the mean of (R z)² over all nodes.  (B, r) -> (B, C)."""
         pairs = coefficients.unsqueeze(-1) * coefficients.unsqueeze(-2)
         return pairs.flatten(1) @ self.squares
 
 
-def shared_nodes(root: ScaledRoot, z: Tensor) -> SharedNodes:
-    """The products for the rows of a root with profiles: as many as r rows take without them.
+def build_shared_nodes(root: ScaledRoot, z: Tensor) -> SharedNodes:
+    """Compute the products for all rows of a root with profiles, at nodes z (S, C).
 
-    z (S, C).
+    They cost as much as the products of r rows without profiles. AssertionError for a root that has
+    no basis or no profiles.
     """
     assert root.basis is not None
     assert root.profiles is not None
@@ -158,16 +168,16 @@ def shared_nodes(root: ScaledRoot, z: Tensor) -> SharedNodes:
 
 
 def full_root(K: Tensor) -> FullRoot:
-    """Cholesky; `linalg.root` for the rows whose K is singular (NaN there inside torch.func.vmap).
+    """Compute a root of K (B, C, C) by Cholesky, and by `linalg.root` for rows whose K is singular.
 
-    (B, C, C).
+    Inside torch.func.vmap such rows are NaN.
     """
     if K.shape[-1] <= linalg.CLOSED_FORM_LIMIT:
-        return FullRoot(linalg.root(K))
+        return FullRoot(linalg.covariance_root(K))
     factor, info = torch.linalg.cholesky_ex(K)
     singular = info != 0
-    if batched(K):  # no step may depend on values
+    if is_inside_vmap(K):  # no step may depend on values
         return FullRoot(torch.where(singular[..., None, None], torch.nan, factor))
     if bool(singular.any()):
-        factor[singular] = linalg.root(K[singular])
+        factor[singular] = linalg.covariance_root(K[singular])
     return FullRoot(factor)

@@ -6,7 +6,7 @@ torch calls, without hooks.
 """
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan
-from ssla.network.fingerprint import VALUES, difference, fingerprint, marks
+from ssla.network.fingerprint import VALUES, difference, fingerprint, merge_digests
 from ssla.network.frozen import Network, Output, checked_output
 from ssla.network.head import LastLayer
 from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trainable
@@ -32,7 +32,7 @@ __all__ = [
     "describe",
     "difference",
     "fingerprint",
-    "marks",
+    "merge_digests",
     "module_of",
     "open_network",
     "output_of",

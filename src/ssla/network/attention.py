@@ -23,9 +23,7 @@ SIGNATURE = inspect.signature(ATTENTION)
 
 
 class Projection(Protocol):
-    """x Wᵀ + b with `count` rows of the weight from `first` on, and of the bias from
-    `bias_first` on.
-    """
+    """A function that computes x Wᵀ + b with some rows of the weight and the bias."""
 
     def __call__(
         self,
@@ -35,13 +33,17 @@ class Projection(Protocol):
         first: int,
         bias_first: int,
         count: int,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Return x Wᵀ + b (..., count) for x (..., in).
+
+        It uses `count` rows of the weight from `first` on, and of the bias from `bias_first` on.
+        """
 
 
 def project(
     x: Tensor, weight: Tensor, bias: Tensor | None, first: int, bias_first: int, count: int
 ) -> Tensor:
-    """The projection itself."""
+    """Return the projection of x (..., in) without recording it: see `Projection`."""
     rows = weight[first : first + count]
     return F.linear(x, rows, None if bias is None else bias[bias_first : bias_first + count])
 
@@ -49,10 +51,11 @@ def project(
 def read_attention(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """The arguments by name, if it is a call of attention that `attend` can compute.
+    """Return the arguments by name, if it is a call of attention that `attend` can compute, else
+    None.
 
-    Not for a single sequence without a dimension for rows, keys or values that are given after
-    their projection, or dropout.
+    `attend` does not support dropout, a single sequence without a dimension for rows, or keys and
+    values that are given after their projection.
     """
     if func is not ATTENTION:
         return None
@@ -65,29 +68,21 @@ def read_attention(
 
 
 def attend(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, Tensor | None]:
-    """As `F.multi_head_attention_forward`: (L, N, E), and the attention (N, L, S) if it is
-    asked for.
+    """Return what `F.multi_head_attention_forward` does: (L, N, E), and the attention (N, L, S) or
+    None.
+
+    given: its arguments by name. projection computes each of the four projections.
     """
-    query, key = given["query"], given["key"]
-    length, rows, width = query.shape
-    heads = given["num_heads"]
-    q, k, v = _projected(given, width, projection)
-    masks = (
-        _added(given["attn_mask"], query.dtype),
-        _added(given["key_padding_mask"], query.dtype),
-    )
-    hint = given["is_causal"] and masks[1] is None and not given["need_weights"]
-    if hint and masks[0] is not None:  # torch takes the word for the mask
-        later = torch.ones(length, key.shape[0], dtype=torch.bool, device=query.device).triu(1)
-        masks = (_added(later, query.dtype), None)
+    rows, heads = given["query"].shape[1], given["num_heads"]
+    q, k, v = _project_inputs(given, projection)
     if given["bias_k"] is not None:
         k = torch.cat([k, given["bias_k"].expand(1, rows, -1)])
         v = torch.cat([v, given["bias_v"].expand(1, rows, -1)])
     if given["add_zero_attn"]:
-        k, v = (torch.cat([part, torch.zeros_like(part[:1])]) for part in (k, v))
-    mask = _joint_mask(*masks, len(k), rows, heads)
+        k, v = (torch.cat([values, torch.zeros_like(values[:1])]) for values in (k, v))
+    mask = _joint_mask(*_score_masks(given), len(k), rows, heads)
     # Each becomes (N, heads, places, E / heads).
-    q, k, v = (part.unflatten(2, (heads, -1)).permute(1, 2, 0, 3) for part in (q, k, v))
+    q, k, v = (values.unflatten(2, (heads, -1)).permute(1, 2, 0, 3) for values in (q, k, v))
     attention = None
     if given["need_weights"]:
         scores = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
@@ -101,21 +96,41 @@ def attend(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, Te
     return projection(mixed, weight, given["out_proj_bias"], 0, 0, len(weight)), attention
 
 
-def _projected(given: Mapping[str, Any], width: int, projection: Projection) -> list[Tensor]:
-    """Query, key and value (places, N, E) after their projections."""
-    bias, parts = given["in_proj_bias"], (given["query"], given["key"], given["value"])
-    starts = [0, width, 2 * width]
+def _project_inputs(given: Mapping[str, Any], projection: Projection) -> list[Tensor]:
+    """Return query, key and value (places, N, E) after their projections."""
+    inputs = (given["query"], given["key"], given["value"])
+    width = given["query"].shape[2]
+    bias_firsts = [0, width, 2 * width]
     if given["use_separate_proj_weight"]:
         weights = [given["q_proj_weight"], given["k_proj_weight"], given["v_proj_weight"]]
         firsts = [0, 0, 0]
     else:
-        weights, firsts = [given["in_proj_weight"]] * 3, starts
-    each = zip(parts, weights, firsts, starts, strict=True)
-    return [projection(x, weight, bias, first, start, width) for x, weight, first, start in each]
+        weights = [given["in_proj_weight"]] * 3
+        firsts = bias_firsts
+    return [
+        projection(x, weight, given["in_proj_bias"], first, bias_first, width)
+        for x, weight, first, bias_first in zip(inputs, weights, firsts, bias_firsts, strict=True)
+    ]
 
 
-def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask as numbers that are added to the scores: −∞ where a boolean one is true."""
+def _score_masks(given: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask of the attention and that of the padding as numbers that are added to the
+    scores.
+    """
+    query = given["query"]
+    keys = len(given["key"])
+    mask = _as_added_numbers(given["attn_mask"], query.dtype)
+    padding = _as_added_numbers(given["key_padding_mask"], query.dtype)
+    # With is_causal torch ignores the values of the mask and uses a causal one.
+    causal = given["is_causal"] and padding is None and not given["need_weights"]
+    if causal and mask is not None:
+        later = torch.ones(len(query), keys, dtype=torch.bool, device=query.device).triu(1)
+        mask = _as_added_numbers(later, query.dtype)
+    return mask, padding
+
+
+def _as_added_numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Return a mask as numbers that are added to the scores: −∞ where a boolean one is true."""
     if mask is None:
         return None
     if mask.dtype != torch.bool:
@@ -124,16 +139,18 @@ def _added(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _joint_mask(
-    attention: Tensor | None, padding: Tensor | None, keys: int, rows: int, heads: int
+    mask: Tensor | None, padding: Tensor | None, keys: int, rows: int, heads: int
 ) -> Tensor | None:
-    """Both masks as one, which broadcasts to (N, heads, L, S).
+    """Return the sum of both masks, which broadcasts to (N, heads, L, S); None without a mask.
 
-    Keys that were appended are never masked.
+    mask is (L, S) or (N·heads, L, S), and padding is (N, S). keys: the number of keys with those
+    that were appended.
     """
-    parts = []
-    if attention is not None:
-        own = attention if attention.dim() == 2 else attention.unflatten(0, (rows, heads))
-        parts.append(F.pad(own, (0, keys - own.shape[-1])))
+    # Keys that were appended are never masked, so masks are padded with zeros.
+    masks = []
+    if mask is not None:
+        by_head = mask if mask.dim() == 2 else mask.unflatten(0, (rows, heads))
+        masks.append(F.pad(by_head, (0, keys - by_head.shape[-1])))
     if padding is not None:
-        parts.append(F.pad(padding, (0, keys - padding.shape[-1]))[:, None, None])
-    return sum(parts[1:], parts[0]) if parts else None
+        masks.append(F.pad(padding, (0, keys - padding.shape[-1]))[:, None, None])
+    return sum(masks[1:], masks[0]) if masks else None

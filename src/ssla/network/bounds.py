@@ -10,32 +10,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ssla._checks import batched
+from ssla._checks import is_inside_vmap
 
-LARGEST = 1e60  # of features: fourth powers of what is made of them are finite
-ROOM = 1e15  # of features in float32: their squares, and sums of them, are finite
+LARGEST = 1e60  # of features: fourth powers are finite, so squares of K are
+ROOM = 1e15  # of features in float32: squares, and sums of squares, are finite
 
 
-def shrink_factors(*parts: Tensor) -> Tensor | None:
-    """Factors (B,) in (0, 1] after which no entry of the parts (B, …) exceeds `LARGEST`; None where
-    nothing is to be done.
+def shrink_factors(*given: Tensor) -> Tensor | None:
+    """Return factors (B,) in (0, 1] after which no entry of the arrays (B, …) exceeds `LARGEST`.
 
-    An infinite entry counts as the largest number. Inside torch.func.vmap values cannot be read:
-    nothing is done.
+    The result is None where no entry is that large. An infinite entry counts as the largest number.
+    Inside torch.func.vmap values cannot be read, and the result is None.
     """
-    given = [part.detach() for part in parts if part.numel()]
-    if any(batched(part) for part in given) or all(_is_small(part) for part in given):
+    arrays = [array.detach() for array in given if array.numel()]
+    if any(is_inside_vmap(array) for array in arrays) or all(_is_small(array) for array in arrays):
         return None
     largest = torch.finfo(torch.float64).max
-    sizes = [part.double().flatten(1).abs().amax(1).clamp_max(largest) for part in given]
+    sizes = [array.double().flatten(1).abs().amax(1).clamp_max(largest) for array in arrays]
     return LARGEST / torch.stack(sizes).amax(0).clamp_min(LARGEST)
 
 
-def shrunk(part: Tensor, factors: Tensor) -> Tensor:
-    """A part (B, …) in float64, each row times its factor."""
+def shrink_rows(array: Tensor, factors: Tensor) -> Tensor:
+    """Return an array (B, …) in float64, with each row times its factor (B,)."""
     largest = torch.finfo(torch.float64).max
-    return part.double().clamp(-largest, largest) * factors.reshape(-1, *[1] * (part.dim() - 1))
+    return array.double().clamp(-largest, largest) * factors.reshape(-1, *[1] * (array.dim() - 1))
 
 
-def _is_small(part: Tensor) -> bool:
-    return bool(part.abs().amax() <= (LARGEST if part.dtype == torch.float64 else ROOM))
+def _is_small(array: Tensor) -> bool:
+    """Return whether squares of the entries, and sums of them, are finite."""
+    return bool(array.abs().amax() <= (LARGEST if array.dtype == torch.float64 else ROOM))

@@ -18,31 +18,37 @@ COMPILED = (
 
 
 class _OneDevice(nn.Module):
-    """Calls the wrapped module in this process, with the parameter names of the parallel
-    wrapper that it replaces.
+    """A module that calls the wrapped one in this process.
+
+    It has the parameter names of the parallel wrapper that it replaces.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        """Wrap a module."""
         super().__init__()
         self.module = module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the result of the wrapped module."""
         return self.module(*args, **kwargs)
 
 
 class DataParallel(_OneDevice):
-    """Replaces torch's class, whose calls have no functional form.
+    """A replacement of torch's class, whose calls have no functional form.
 
     The name is the same because fingerprints contain it.
     """
 
 
 class DistributedDataParallel(_OneDevice):
-    """Replaces torch's class."""
+    """A replacement of torch's class of the same name."""
 
 
 def private_copy(model: nn.Module) -> nn.Module:
-    """A copy of the module, without gradients."""
+    """Return a copy of the module without gradients and parallel wrappers.
+
+    Raises ValueError for a torch.jit module, or if the module cannot be copied.
+    """
     for name, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
             raise ValueError(
@@ -59,14 +65,18 @@ def private_copy(model: nn.Module) -> nn.Module:
             "Remove tensors with gradients from its attributes, or use "
             "torch.nn.utils.parametrizations for weight norm."
         ) from error
+    # Wrappers inside the module are replaced too.
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, PARALLEL):
                 setattr(parent, name, _on_one_device(layer, layer.module))
-    return (module if inner is model else _on_one_device(model, module)).requires_grad_(False)
+    if inner is not model:
+        module = _on_one_device(model, module)
+    return module.requires_grad_(False)
 
 
 def _on_one_device(wrapper: nn.Module, module: nn.Module) -> nn.Module:
-    return (DataParallel if isinstance(wrapper, nn.DataParallel) else DistributedDataParallel)(
-        module
-    )
+    """Return the module in the replacement of its parallel wrapper."""
+    if isinstance(wrapper, nn.DataParallel):
+        return DataParallel(module)
+    return DistributedDataParallel(module)

@@ -10,26 +10,25 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ssla._checks import in_plain_torch
-from ssla.curvature import Extent, Structure, resolve
-from ssla.curvature.automatic import AUTO, choose, seconds_of, time_in_words
+from ssla.curvature import Extent, Structure, resolve_structure
+from ssla.curvature.automatic import AUTO, choose_structure, estimate_seconds, time_in_words
 from ssla.curvature.kfac import MANY_CLASSES
-from ssla.curvature.memory import DEFAULT_BUDGET, alternatives, in_words
+from ssla.curvature.memory import DEFAULT_BUDGET, affordable_structures, bytes_in_words
 from ssla.network.frozen import Output, checked_output
 from ssla.network.opening import ALL, LAST_LAYER, named_parameters, trainable
 
 ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
-GRADIENTS = {
-    True: (4, 20),
-    False: (15, 40),
-}  # of one refit, by whether it is of a last layer: usual, and for a y far out
-HISTORY = 64  # vectors of P numbers that a refit of all weights holds
+# Passes of one refit over the rows, by whether it is of a last layer: the usual number, and that
+# for a y far from its prediction. Where they were measured is not recorded.
+GRADIENTS = {True: (4, 20), False: (15, 40)}
+HISTORY = 64  # vectors of P numbers that a refit of all weights holds; a guess
 TASKS = 256  # refits that are solved together
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes and passes of one fit. `print` it."""
+    """Bytes and passes of one fit, as a table when printed."""
 
     rows: int
     parameters: int
@@ -41,28 +40,32 @@ class Cost:
     budget: int
     instead: str  # structures that fit
     refits: int = 0  # refits of the weights, one for each (x, y)
-    gradients: tuple[int, int] = (
-        0,
-        0,
-    )  # passes over the rows of all refits together: usual, and if every y is far out
+    # Passes over the rows of all refits together: the usual number, and that if every y is far from
+    # its prediction.
+    gradients: tuple[int, int] = (0, 0)
     refit_memory: int = 0  # bytes of the refits that are solved together
-    # of one core, without the network's own forward passes; NaN: not known for this structure
+    # Of one core, without the network's own forward passes; NaN if not known for this structure.
     seconds: float = math.nan
     choice: str = ""  # why the structure was chosen, where none was asked for
 
     @property
     def fits(self) -> bool:
-        """Whether the statistics fit the memory budget (rows are read in chunks that fit)."""
+        """Return whether the statistics fit the memory budget (rows are read in chunks that
+        fit).
+        """
         return self.statistics <= self.budget
 
     def __str__(self) -> str:
-        verdict = f"{'within' if self.fits else 'BEYOND'} the budget of {in_words(self.budget)}"
+        """Return the table, one quantity on each line."""
+        verdict = (
+            f"{'within' if self.fits else 'BEYOND'} the budget of {bytes_in_words(self.budget)}"
+        )
         lines = [
             f"rows          {self.rows:,}: read in chunks, memory does not grow with them",
             f"parameters    {self.parameters:,} free, {self.outputs} "
             f"output{'s' * (self.outputs != 1)}",
-            f"statistics    {in_words(self.statistics)} ({self.structure}), {verdict}",
-            f"each row      {in_words(self.per_row)} while its chunk is read",
+            f"statistics    {bytes_in_words(self.statistics)} ({self.structure}), {verdict}",
+            f"each row      {bytes_in_words(self.per_row)} while its chunk is read",
             f"passes        {self.passes}",
         ]
         if self.choice:
@@ -79,7 +82,7 @@ class Cost:
                 f"({few // self.refits} to {many // self.refits} for each), about "
                 f"{_operations(6 * few * self.rows * self.parameters)} to "
                 f"{_operations(6 * many * self.rows * self.parameters)}, in "
-                f"{in_words(self.refit_memory)}"
+                f"{bytes_in_words(self.refit_memory)}"
             )
         if not self.fits:
             lines.append(f"instead       {self.instead}, or a larger memory_budget")
@@ -112,126 +115,155 @@ def estimate_cost(
     >>> cost = ssla.estimate_cost(model, 1_000_000, weights="all")  # doctest: +SKIP
     """
     automatic = isinstance(structure, str) and structure == AUTO
-    kind = resolve("dense" if automatic else structure)
+    chosen = resolve_structure("dense" if automatic else structure)
     checked_output(output)
-    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
-    if not linears:
-        raise ValueError(
-            "The cost is estimated from the module's last nn.Linear, but it has none. Fit a few "
-            "rows and read the report."
-        )
-    outputs = linears[-1].out_features
-    names = _names(model, weights, linears[-1])
-    own = dict(model.named_parameters())
-    parameters = sum(own[name].numel() for name in names)
-    extent = Extent(parameters, outputs, _layers(model, names), n, averages=not gaussian)
+    last = _last_linear(model)
+    head_names = _names_of(model, last)
+    names = head_names if weights == LAST_LAYER else _selected_names(model, weights)
+    shapes = dict(model.named_parameters())
+    parameters = sum(shapes[name].numel() for name in names)
+    outputs = last.out_features
+    extent = Extent(parameters, outputs, _layer_shapes(model, names), n, averages=not gaussian)
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     reason = ""
     if automatic:
-        kind, reason = choose(extent, budget)
-    head = set(names) <= {
-        name for name, p in own.items() if any(p is q for q in linears[-1].parameters())
-    }
+        chosen, reason = choose_structure(extent, budget)
+    head = set(names) <= set(head_names)
     if head and not gaussian and outputs > MANY_CLASSES:
-        kind = kind.for_many_classes()
-    statistics = kind.memory(extent)
-    width = parameters // outputs if head else 0
-    if head:
-        pooled = kind.diagonal_outputs  # no C×C matrices for each row
-        per_row = 8 * (width * (outputs + 2) + (0 if pooled else 4 * outputs**2))
-    else:
-        per_row = (
-            8
-            * outputs
-            * (
-                3 * parameters
-                if kind.materialises
-                else sum(inside + out for inside, out in extent.layers) + 2 * extent.rest
-            )
-        )
-    if not head:
-        passes = "1 (mode='tilt'); polish adds one for each Gauss–Newton step"
-        passes += "" if gaussian else f"; {ROUNDS}, over Jacobians kept if they fit in memory"
-    else:
-        passes = (
-            "1"
-            if gaussian
-            else f"1, and one for each Newton step of polish (about 5 to 10); {ROUNDS}; over "
-            "features kept if they fit in memory"
-        )
-    if kind.grows:
-        passes += "; one more each time the sketch is doubled, which also doubles its memory"
-    instead = alternatives(kind.name, extent, budget)
+        chosen = chosen.for_many_classes()
     if isinstance(refits, bool) or not isinstance(refits, int) or refits < 0:
         raise ValueError(f"refits must be a whole number from 0, but is {refits!r}.")
     few, many = GRADIENTS[head]
-    each = 8 * parameters * (6 * parameters if head else HISTORY)
-    memory = min(max(each, min(each * min(refits, TASKS), budget // 2)), each * refits)
     return Cost(
         n,
         parameters,
         outputs,
-        kind.name,
-        statistics,
-        per_row,
-        passes,
+        chosen.name,
+        chosen.memory(extent),
+        _bytes_per_row(chosen, extent, head),
+        _passes_in_words(chosen, gaussian, head),
         budget,
-        instead,
+        affordable_structures(chosen.name, extent, budget),
         refits,
         (few * refits, many * refits),
-        memory,
-        seconds_of(kind, extent),
+        _refit_memory(parameters, head, refits, budget),
+        estimate_seconds(chosen, extent),
         reason,
     )
 
 
+def _bytes_per_row(structure: Structure, extent: Extent, head: bool) -> int:
+    """Return the bytes of one row of a chunk, without the network's activations.
+
+    head: whether the free parameters are those of a last layer.
+    """
+    outputs = extent.outputs
+    if head:
+        features = extent.size // outputs
+        # A diagonal in the outputs needs no C×C matrices for each row.
+        matrices = 0 if structure.diagonal_outputs else 4 * outputs**2
+        return 8 * (features * (outputs + 2) + matrices)
+    if structure.materialises:
+        return 8 * outputs * 3 * extent.size
+    layer_sizes = sum(inputs + outputs_of_layer for inputs, outputs_of_layer in extent.layers)
+    return 8 * outputs * (layer_sizes + 2 * extent.rest)
+
+
+def _passes_in_words(structure: Structure, gaussian: bool, head: bool) -> str:
+    """Return the description of a fit's passes over the rows.
+
+    gaussian: whether the likelihood is Gaussian with constant noise. head: whether the free
+    parameters are those of a last layer.
+    """
+    if not head:
+        passes = "1 (mode='tilt'); polish adds one for each Gauss–Newton step"
+        passes += "" if gaussian else f"; {ROUNDS}, over Jacobians kept if they fit in memory"
+    elif gaussian:
+        passes = "1"
+    else:
+        passes = (
+            f"1, and one for each Newton step of polish (about 5 to 10); {ROUNDS}; over features "
+            "kept if they fit in memory"
+        )
+    if structure.grows:
+        passes += "; one more each time the sketch is doubled, which also doubles its memory"
+    return passes
+
+
+def _refit_memory(parameters: int, head: bool, refits: int, budget: int) -> int:
+    """Return the bytes of the refits of weights that are solved together."""
+    each = 8 * parameters * (6 * parameters if head else HISTORY)
+    # As many refits at a time as half of the budget holds, but at least one.
+    together = min(each * min(refits, TASKS), budget // 2)
+    return min(max(each, together), each * refits)
+
+
 def _operations(count: int) -> str:
-    """3.2e+12 -> "3 TFlop"."""
+    """Return a number of operations in words: 3.2e+12 -> "3 TFlop"."""
     for size, word in ((10**15, "PFlop"), (10**12, "TFlop"), (10**9, "GFlop")):
         if count >= size:
             return f"{count / size:,.0f} {word}"
     return f"{count / 10**6:,.0f} MFlop"
 
 
-def _names(
-    model: nn.Module, weights: str | list[str] | tuple[str, ...], last: nn.Linear
-) -> list[str]:
-    own = dict(model.named_parameters())
-    if weights == ALL:
-        return list(trainable(model))
-    if weights == LAST_LAYER:
-        return [name for name, p in own.items() if any(p is q for q in last.parameters())]
-    return list(named_parameters(model, weights))
+def _last_linear(model: nn.Module) -> nn.Linear:
+    """Return the last nn.Linear of a module; raise ValueError if it has none."""
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
+    if not linears:
+        raise ValueError(
+            "The cost is estimated from the module's last nn.Linear, but it has none. Fit a few "
+            "rows and read the report."
+        )
+    return linears[-1]
 
 
-def _layers(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
-    """(inputs including the bias, outputs) of each layer with a Kronecker form that has free
-    parameters.
+def _names_of(model: nn.Module, layer: nn.Linear) -> list[str]:
+    """Return the names that the parameters of a layer have in the model."""
+    ids = {id(p) for p in layer.parameters()}
+    return [name for name, p in model.named_parameters() if id(p) in ids]
+
+
+def _selected_names(model: nn.Module, weights: str | list[str] | tuple[str, ...]) -> list[str]:
+    """Return the names of the free parameters for weights="all", a module's name, or a list."""
+    return list(trainable(model) if weights == ALL else named_parameters(model, weights))
+
+
+def _layer_shapes(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
+    """Return (inputs including the bias, outputs) of layers that have free parameters.
+
+    Only layers with a Kronecker form count. names are those of the free parameters.
     """
-    found: list[tuple[int, int]] = []
+    shapes: list[tuple[int, int]] = []
     for prefix, layer in model.named_modules():
-        own = dict(layer.named_parameters(recurse=False))
-        full = {name: f"{prefix}.{name}" if prefix else name for name in own}
-        if not any(name in names for name in full.values()):
-            continue
-        if isinstance(layer, nn.MultiheadAttention):
-            parts: tuple[Tensor, ...] = (
-                layer.q_proj_weight,
-                layer.k_proj_weight,
-                layer.v_proj_weight,
-            )
-            if layer.in_proj_weight is not None:
-                parts = layer.in_proj_weight.chunk(3)
-            found += [
-                (part.shape[1] + (layer.in_proj_bias is not None), part.shape[0]) for part in parts
-            ]
-        elif isinstance(layer, nn.RNNBase) and layer.proj_size == 0:
-            parts = tuple(value for name, value in own.items() if name.startswith("weight"))
-            found += [(part.shape[1] + bool(layer.bias), part.shape[0]) for part in parts]
-        elif isinstance(layer, nn.Linear) or (
-            isinstance(layer, CONVOLUTIONS) and layer.groups == 1
-        ):
-            found.append(
-                (layer.weight[0].numel() + (layer.bias is not None), layer.weight.shape[0])
-            )
-    return tuple(found)
+        parameters = dict(layer.named_parameters(recurse=False))
+        full_names = [f"{prefix}.{name}" if prefix else name for name in parameters]
+        if not set(full_names).isdisjoint(names):
+            shapes += _shapes_in_layer(layer, parameters)
+    return tuple(shapes)
+
+
+def _shapes_in_layer(
+    layer: nn.Module, parameters: dict[str, nn.Parameter]
+) -> list[tuple[int, int]]:
+    """Return (inputs including the bias, outputs) of each product of a layer, with its parameters.
+
+    The list is empty for a layer without a Kronecker form.
+    """
+    if isinstance(layer, nn.MultiheadAttention):
+        weights: tuple[Tensor, ...] = (
+            layer.q_proj_weight,
+            layer.k_proj_weight,
+            layer.v_proj_weight,
+        )
+        if layer.in_proj_weight is not None:
+            weights = layer.in_proj_weight.chunk(3)
+        has_bias = layer.in_proj_bias is not None
+    elif isinstance(layer, nn.RNNBase) and layer.proj_size == 0:
+        weights = tuple(value for name, value in parameters.items() if name.startswith("weight"))
+        has_bias = bool(layer.bias)
+    elif isinstance(layer, nn.Linear) or (isinstance(layer, CONVOLUTIONS) and layer.groups == 1):
+        weights = (layer.weight,)
+        has_bias = layer.bias is not None
+    else:
+        return []
+    return [(weight[0].numel() + has_bias, weight.shape[0]) for weight in weights]

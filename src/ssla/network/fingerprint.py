@@ -17,9 +17,10 @@ VALUES = "the layers are equal, but the values of buffers or weights differ"
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:
-    """Names, dtypes and shapes of all tensors; digests of the layers and of the values.
+    """Return the names, dtypes and shapes of all tensors, and digests of the layers and of the
+    values.
 
-    Does not depend on the device.
+    The result does not depend on the device.
     """
     named = _tensors(module)
     layers = hashlib.sha256()
@@ -28,10 +29,9 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
         layers.update(f"{name}|{type(layer).__qualname__}|{settings}\n".encode())
     values = hashlib.sha256()
     for name, tensor in named.items():
+        on_cpu = tensor.detach().to("cpu").contiguous()
         values.update(name.encode())
-        values.update(
-            tensor.detach().to("cpu").contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        values.update(on_cpu.flatten().view(torch.uint8).numpy().tobytes())
     return {
         "tensors": [
             [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in named.items()
@@ -41,27 +41,31 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The difference of two fingerprints as text; empty if they are equal."""
-    if one["tensors"] != other["tensors"]:
-        was, now = ({str(t[0]): f"{t[1]} {t[2]}" for t in part["tensors"]} for part in (one, other))
-        odd = [n for n in {**was, **now} if was.get(n) != now.get(n)]
-        first = (
-            f"{odd[0]!r} was {was.get(odd[0], 'absent')} and is {now.get(odd[0], 'absent')}"
-            if odd
-            else "their order differs"
+def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the difference of two fingerprints as text; empty if they are equal."""
+    if before["tensors"] != after["tensors"]:
+        was, now = (
+            {str(item[0]): f"{item[1]} {item[2]}" for item in state["tensors"]}
+            for state in (before, after)
         )
-        return f"{len(odd)} parameters or buffers differ; {first}"
-    if one["layers"] != other["layers"]:
+        changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
+        detail = "their order differs"
+        if changed:
+            name = changed[0]
+            detail = f"{name!r} was {was.get(name, 'absent')} and is {now.get(name, 'absent')}"
+        return f"{len(changed)} parameters or buffers differ; {detail}"
+    if before["layers"] != after["layers"]:
         return (
             "parameters have the same names and shapes, but the layers differ (their classes or "
             "settings)"
         )
-    return VALUES if one["values"] != other["values"] else ""
+    return VALUES if before["values"] != after["values"] else ""
 
 
-def marks(network: Network) -> dict[str, str]:
-    """Digests of everything that must be equal in two networks before their sums are merged."""
+def merge_digests(network: Network) -> dict[str, str]:
+    """Return digests of everything that must be equal in two networks before their sums are
+    merged.
+    """
     opening = describe(network)
     return {
         "networks": digest(fingerprint(module_of(network))),
@@ -73,4 +77,5 @@ def marks(network: Network) -> dict[str, str]:
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of a module by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -10,10 +10,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ssla._checks import callers_device, finite
+from ssla._checks import callers_device, check_finite
 from ssla.curvature.jacobians import Jacobian
-from ssla.data import Inputs, leaves, map_inputs, row_count, slice_inputs
+from ssla.data import Inputs, input_tensors, map_inputs, row_count, take_rows
 from ssla.network.layout import Layout
+
+# What a module's forward raises on inputs that it does not support.
+FORWARD_ERRORS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, KeyError)
+MOST_ROWS = 65536  # of a chunk, for any budget; a guess
 
 Output = str | int | Callable[[Any], Any] | None
 """The part of a module's result that is f: a key or attribute, an index, or a function of it;
@@ -22,86 +26,78 @@ None if the result is f.
 
 
 class Network(Protocol):
-    """f_θ(x) and its Jacobian in the free parameters, for any θ (P,) in float64."""
+    """The network f_θ(x) and its Jacobian in the free parameters, for any θ (P,) in float64."""
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout:
+        """Return the names of the free parameters and their positions in θ."""
 
     @property
     def theta(self) -> Tensor:
-        """The free parameters as trained (P,)."""
-        ...
+        """Return the free parameters as trained (P,)."""
 
     @property
     def outputs(self) -> int:
-        """C."""
-        ...
+        """Return the number of outputs C."""
 
     @property
     def linear(self) -> bool:
-        """Whether f is linear in θ, so that J does not depend on θ."""
-        ...
+        """Return whether f is linear in θ, so that J does not depend on θ."""
 
     @property
     def offset(self) -> Tensor | None:
-        """f − J θ for a linear f: a bias that is not free (C,)."""
-        ...
+        """Return f − J θ (C,) of a linear f, which is a bias that is not free; None without one."""
 
     @property
     def kronecker(self) -> frozenset[str]:
-        """The free parameters of layers with a Kronecker form."""
-        ...
+        """Return the free parameters of layers with a Kronecker form."""
 
     @property
     def parameter_outputs(self) -> Tensor:
-        """The output of each parameter that changes one output only (P,); −1 for the others."""
-        ...
+        """Return the output of each parameter that changes one output only, and −1 for the others
+        (P,).
+        """
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(inputs including the bias, outputs) of those layers."""
-        ...
+        """Return (inputs including the bias, outputs) of each layer with a Kronecker form."""
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes for the report, from opening the module."""
-        ...
+        """Return notes for the report, from opening the module."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's floating dtype: results are returned in it."""
-        ...
+        """Return the model's floating dtype, in which results are returned."""
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Return the model's device."""
 
     def cast(self, x: Inputs) -> Inputs:
-        """x in the model's dtype and on its device; ValueError if it is not finite."""
-        ...
+        """Return x in the model's dtype and on its device; raise ValueError if it is not finite."""
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
-        """Chunks of rows whose intermediate results fit the budget (bytes)."""
-        ...
+        """Return chunks of rows whose intermediate results fit the budget in bytes."""
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of one row of a chunk."""
-        ...
+        """Return the bytes of one row of a chunk."""
 
     @property
     def jacobian_per_row(self) -> int:
-        """Bytes of J for one row, as `linearise` returns it; 0: not known."""
-        ...
+        """Return the bytes of J for one row, as `linearise` returns it; 0 if this is not known."""
 
-    def rows_at_once(self, budget: int) -> int: ...
+    def rows_at_once(self, budget: int) -> int:
+        """Return the number of rows of a chunk that fits the budget in bytes."""
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
-        """f (B, C) and J at θ, on the CPU, for cast x. graph: both are differentiable in x."""
-        ...
+        """Return f (B, C) and J at θ, on the CPU, for cast x; with `graph` both are differentiable
+        in x.
+        """
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
-        """f (B, C) at θ, for cast x."""
-        ...
+        """Return f (B, C) at θ for cast x."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,89 +110,94 @@ class Frozen:
     call: Callable[[nn.Module, Inputs], Any]
     keep_integers: bool
     bytes_per_row: int
-    shapes: Mapping[str, tuple[int, ...]] = field(
-        default_factory=dict
-    )  # of one row, by part, in the first batch
+    # The shape of one row of each part of the first batch.
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     integers: Mapping[str, str] | None = None  # dtype of each integer part; None: not known
     output: Output = None
 
     def cast(self, x: Inputs) -> Inputs:
+        """Return x in the model's dtype and on its device.
+
+        Raises ValueError if its parts, its shapes or its numbers are not valid.
+        """
         rows = row_count(x)
-        if self.shapes and row_shapes(x).keys() != self.shapes.keys():
-            seen, given = ", ".join(self.shapes), ", ".join(row_shapes(x))
+        given_shapes = row_shapes(x)
+        if self.shapes and given_shapes.keys() != self.shapes.keys():
+            seen, given = ", ".join(self.shapes), ", ".join(given_shapes)
             raise ValueError(f"x must have the parts it had at fit ({seen}), but has ({given}).")
-        for name, shape in row_shapes(x).items():
+        for name, shape in given_shapes.items():
             self._check_shape(name, shape)
         if rows:
-            self.check_finite(x)
-        names = iter(row_shapes(x))
-        return map_inputs(lambda part: self._cast(part, next(names)), x)
-
-    @staticmethod
-    def check_finite(x: Inputs) -> None:
-        for part in leaves(x):
-            finite("x", part, "Drop or impute those rows; a network has no output for them.")
+            check_inputs_finite(x)
+        names = iter(given_shapes)
+        return map_inputs(lambda tensor: self._cast_tensor(tensor, next(names)), x)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """ValueError unless shapes are as at fit.
+        """Raise ValueError unless the shape of one row is that of the fit.
 
         Lengths may differ: the module itself refuses those that it does not support.
-
-        Columns are not a length: (N, D) numbers keep their D. A single column would be broadcast
-        silently.
         """
         seen = self.shapes.get(name, shape)
-        same = len(shape) == len(seen)
+        same_dimensions = len(shape) == len(seen)
+        # Columns are not a length: (N, D) numbers keep their D.
         columns = len(seen) == 1 and name not in (self.integers or ())
-        if not same or (shape[-1:] != seen[-1:] and (columns or shape[-1:] == (1,))):
-            free = (
+        # A single column would be broadcast without an error.
+        other_size = shape[-1:] != seen[-1:] and (columns or shape[-1:] == (1,))
+        if not same_dimensions or other_size:
+            hint = (
                 " For inputs with more dimensions, such as (N, 1, length), the length may vary."
-                if same and columns
+                if same_dimensions and columns
                 else ""
             )
             raise ValueError(
-                f"{name} must have shape {_rows_of(seen)} as at fit, but one row of it is {shape}. "
-                f"Check its columns.{free}"
+                f"{name} must have shape {_batch_shape(seen)} as at fit, but one row of it is "
+                f"{shape}. Check its columns.{hint}"
             )
 
-    def _cast(self, part: Tensor, name: str) -> Tensor:
-        """Numbers in the model's dtype.
+    def _cast_tensor(self, tensor: Tensor, name: str) -> Tensor:
+        """Return a part of x, of any shape, in the model's dtype and on its device.
 
-        Parts that were integers at fit stay integers, also if they are now whole floats.
+        Parts that were integers at fit stay integers, even if they are given as whole floats.
         """
-        if self.integers is None:  # the first batch, or a file of an older version
-            keep = self.keep_integers and not part.is_floating_point()
-            return part.to(self.device) if keep else part.to(self.device, self.dtype)
-        kept = self.integers.get(name)
-        if kept is not None:
-            whole = part.to(getattr(torch, kept))
-            if torch.equal(whole.to(part.dtype), part):
-                return whole.to(self.device)
-        return part.to(self.device, self.dtype)
+        # Not known for the first batch, and for a file of an older version.
+        if self.integers is None:
+            keep = self.keep_integers and not tensor.is_floating_point()
+            return tensor.to(self.device) if keep else tensor.to(self.device, self.dtype)
+        integer_dtype = self.integers.get(name)
+        if integer_dtype is not None:
+            integers = tensor.to(getattr(torch, integer_dtype))
+            if torch.equal(integers.to(tensor.dtype), tensor):
+                return integers.to(self.device)
+        return tensor.to(self.device, self.dtype)
 
     def outputs(self, result: Any, rows: int) -> Tensor:
-        """The module's result -> f (N, C)."""
-        return as_outputs(picked(result, self.output), rows)
+        """Return f (N, C) from the module's result; raise an error if it does not hold one."""
+        return to_outputs(select_output(result, self.output), rows)
 
     def forward(self, x: Inputs, graph: bool = False) -> Tensor:
+        """Return f (N, C) of the module for cast x, with its autograd graph if `graph` is true."""
         with torch.set_grad_enabled(graph):
-            with self.worded(x):
+            with self.explained_failures(x):
                 result = self.call(self.module, x)
             return self.outputs(result, row_count(x))
 
     @contextmanager
-    def worded(self, x: Inputs) -> Iterator[None]:
-        """The error if the module fails on x: what it was given, and what it was given at fit."""
+    def explained_failures(self, x: Inputs) -> Iterator[None]:
+        """Raise ValueError where the module fails inside the context, with the inputs given and
+        those at fit.
+        """
         try:
             yield
+        # Running out of memory is a RuntimeError, but no fault of the inputs; a ValueError already
+        # says what is wrong.
         except (torch.OutOfMemoryError, ValueError):
             raise
-        except (RuntimeError, TypeError, IndexError, AttributeError, KeyError) as error:
+        except FORWARD_ERRORS as error:
             given = ", ".join(
-                f"{name} {_rows_of(part.shape[1:])} of {part.dtype}"
-                for name, part in named_parts(x)
+                f"{name} {_batch_shape(tensor.shape[1:])} of {tensor.dtype}"
+                for name, tensor in named_tensors(x)
             )
-            seen = ", ".join(f"{name} {_rows_of(shape)}" for name, shape in self.shapes.items())
+            seen = ", ".join(f"{name} {_batch_shape(shape)}" for name, shape in self.shapes.items())
             raise ValueError(
                 f"The network failed on the inputs {given}: {error}. At fit they were "
                 f"{seen or 'others'}. Check the shapes, and that indices are whole numbers within "
@@ -205,65 +206,77 @@ class Frozen:
 
 
 def rows_within(budget: int, bytes_per_row: int) -> int:
-    """The largest number of rows of a chunk."""
-    return max(min(budget // bytes_per_row, 65536), 1)
+    """Return the largest number of rows of a chunk, at least one, within a budget in bytes."""
+    return max(min(budget // bytes_per_row, MOST_ROWS), 1)
 
 
-def whole(module: nn.Module, inputs: Inputs) -> Any:
+def check_inputs_finite(x: Inputs) -> None:
+    """Raise ValueError if x has NaN or an infinite number."""
+    for tensor in input_tensors(x):
+        check_finite("x", tensor, "Drop or impute those rows; a network has no output for them.")
+
+
+def call_with_one_argument(module: nn.Module, inputs: Inputs) -> Any:
+    """Return module(inputs), under the caller's default device."""
     with callers_device():
         return module(inputs)
 
 
-def by_position(module: nn.Module, inputs: Inputs) -> Any:
+def call_by_position(module: nn.Module, inputs: Inputs) -> Any:
+    """Return module(*inputs), under the caller's default device."""
     with callers_device():
         return module(*inputs)
 
 
-def by_keyword(module: nn.Module, inputs: Inputs) -> Any:
+def call_by_keyword(module: nn.Module, inputs: Inputs) -> Any:
+    """Return module(**inputs), under the caller's default device."""
     with callers_device():
         return module(**inputs)
 
 
 CALLS: dict[str, Callable[[nn.Module, Inputs], Any]] = {
-    "whole": whole,
-    "by_position": by_position,
-    "by_keyword": by_keyword,
+    "whole": call_with_one_argument,
+    "by_position": call_by_position,
+    "by_keyword": call_by_keyword,
 }
 """Ways to pass inputs to a module: named functions, so that they can be pickled and saved."""
 
 
-def named_parts(x: Inputs) -> list[tuple[str, Tensor]]:
-    """The tensors of an input, with names for errors."""
+def named_tensors(x: Inputs) -> list[tuple[str, Tensor]]:
+    """Return the tensors of an input, with names for errors."""
     if isinstance(x, Tensor):
         return [("x", x)]
-    parts = x.items() if isinstance(x, Mapping) else enumerate(x)
-    return [(f"x[{key!r}]", part) for key, part in parts]
+    items = x.items() if isinstance(x, Mapping) else enumerate(x)
+    return [(f"x[{key!r}]", tensor) for key, tensor in items]
 
 
-def _rows_of(shape: Sequence[int]) -> str:
-    return f"({', '.join(map(str, ('N', *shape)))})"
+def _batch_shape(row_shape: Sequence[int]) -> str:
+    """Return the text of a batch's shape, "(N, …)", from the shape of one row."""
+    return f"({', '.join(map(str, ('N', *row_shape)))})"
 
 
 def row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(part.shape[1:]) for name, part in named_parts(x)}
+    """Return the shape of one row of each tensor of an input, by its name."""
+    return {name: tuple(tensor.shape[1:]) for name, tensor in named_tensors(x)}
 
 
 def in_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
+    """Yield x in chunks of this number of rows."""
     for start in range(0, row_count(x), rows):
-        yield slice_inputs(x, slice(start, start + rows))
+        yield take_rows(x, slice(start, start + rows))
 
 
 def kept_integers(x: Inputs) -> dict[str, str]:
-    """The dtypes of the parts that hold integers (or booleans)."""
+    """Return the dtypes of the tensors of x that hold integers or booleans, by their names."""
     return {
-        name: str(part.dtype).removeprefix("torch.")
-        for name, part in named_parts(x)
-        if not part.is_floating_point()
+        name: str(tensor.dtype).removeprefix("torch.")
+        for name, tensor in named_tensors(x)
+        if not tensor.is_floating_point()
     }
 
 
 def checked_output(output: Any) -> Output:
-    """Validate `output=`."""
+    """Return the argument `output=` unchanged; raise TypeError if it has no valid type."""
     if isinstance(output, bool) or not (
         output is None or isinstance(output, str | int) or callable(output)
     ):
@@ -271,12 +284,15 @@ def checked_output(output: Any) -> Output:
             "output must name the part of the network's result that holds the outputs: a key or "
             f"attribute ('logits'), an index (0), or a function of the result, but is {output!r}."
         )
-    part: Output = output
-    return part
+    checked: Output = output
+    return checked
 
 
-def picked(result: Any, output: Output) -> Any:
-    """The part of the module's result that holds the outputs."""
+def select_output(result: Any, output: Output) -> Any:
+    """Return the part of the module's result that holds the outputs.
+
+    Raises ValueError if there is no such part, or if a function `output` fails.
+    """
     if output is None:
         return result
     if callable(output):
@@ -284,7 +300,7 @@ def picked(result: Any, output: Output) -> Any:
             return output(result)
         except (LookupError, AttributeError, TypeError) as error:
             raise ValueError(
-                f"The function output= failed on the network's result, {described(result)}: "
+                f"The function output= failed on the network's result, {describe_result(result)}: "
                 f"{error!r}."
             ) from error
     if isinstance(result, Tensor):
@@ -295,6 +311,7 @@ def picked(result: Any, output: Output) -> Any:
     parts = parts_of(result)
     if output in parts:
         return parts[output]
+    # Fields of a named tuple may also be given by index, and an index may be negative.
     if (
         isinstance(output, int)
         and isinstance(result, tuple | list)
@@ -302,45 +319,50 @@ def picked(result: Any, output: Output) -> Any:
     ):
         return result[output]
     raise ValueError(
-        f"The network's result has no part {output!r}: it is {described(result)}. Name one of "
-        "these as output=."
+        f"The network's result has no part {output!r}: it is {describe_result(result)}. Name one "
+        "of these as output=."
     )
 
 
 def parts_of(result: Any) -> dict[Any, Any]:
-    """The parts of the result, by key, field or index."""
+    """Return the parts of a result, by key, field or index."""
     if isinstance(result, Mapping):
         return dict(result)
     if isinstance(result, tuple | list):
         return dict(zip(getattr(result, "_fields", range(len(result))), result, strict=True))
     if is_dataclass(result):
-        return {part.name: getattr(result, part.name) for part in fields(result)}
+        return {item.name: getattr(result, item.name) for item in fields(result)}
     return {} if isinstance(result, Tensor) else dict(getattr(result, "__dict__", {}))
 
 
-def described(result: Any) -> str:
-    """A description of the result, with the parts that hold tensors."""
-    parts = [key for key, value in parts_of(result).items() if isinstance(value, Tensor)]
-    return f"a {type(result).__name__}" + (
-        f" with the tensors {', '.join(map(repr, parts))}" if parts else " without tensors"
-    )
+def _tensor_keys(result: Any) -> list[str]:
+    """Return the keys of the parts of a result that are tensors, as Python would write them."""
+    return [repr(key) for key, value in parts_of(result).items() if isinstance(value, Tensor)]
 
 
-def as_outputs(result: Any, rows: int) -> Tensor:
-    """The outputs as f (N, C)."""
+def describe_result(result: Any) -> str:
+    """Return a description of the result, with the parts that hold tensors."""
+    keys = _tensor_keys(result)
+    tensors = f"with the tensors {', '.join(keys)}" if keys else "without tensors"
+    return f"a {type(result).__name__} {tensors}"
+
+
+def to_outputs(result: Any, rows: int) -> Tensor:
+    """Return the module's result as outputs f (N, C).
+
+    Raises TypeError if it is not a tensor, and ValueError if it has another shape.
+    """
     if not isinstance(result, Tensor):
-        parts = [key for key, value in parts_of(result).items() if isinstance(value, Tensor)]
-        example = repr(parts[0]) if parts else "lambda result: …"
+        example = next(iter(_tensor_keys(result)), "lambda result: …")
         raise TypeError(
-            f"The network must return one tensor of outputs, but returned {described(result)}. "
-            f"Name the part that holds the outputs: output={example} (a key, an attribute, an "
-            "index, or a function of the result)."
+            f"The network must return one tensor of outputs, but returned "
+            f"{describe_result(result)}. Name the part that holds the outputs: output={example} "
+            "(a key, an attribute, an index, or a function of the result)."
         )
     if result.dim() == 1 and result.shape[0] == rows:
         return result.unsqueeze(1)
-    if (
-        rows == 1 and result.dim() < 2
-    ):  # a forward that ends in squeeze() removes the dimension of a single row
+    # A forward that ends in squeeze() removes the dimension of a single row.
+    if rows == 1 and result.dim() < 2:
         return result.reshape(1, -1)
     if result.dim() != 2 or result.shape[0] != rows:
         raise ValueError(

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 
 from ssla.curvature.jacobians import Features, Jacobian
 from ssla.data import Inputs
-from ssla.network.bounds import shrink_factors, shrunk
+from ssla.network.bounds import shrink_factors, shrink_rows
 from ssla.network.frozen import Frozen, in_chunks, rows_within
 from ssla.network.layout import Layout
 from ssla.network.row_scale import RowScale
-from ssla.network.watch import Inputs as SeenInputs
+from ssla.network.watch import InputWatch
 
-PRECISIONS = 4  # C×C matrices of a row, at most
+PRECISIONS = 4  # C×C matrices of a row that exist at one time, at most
 
 
 @dataclass(frozen=True, eq=False)
 class LastLayer:
-    """f = φ(x) Wᵀ (+ b): linear in θ, with features φ from the rest of the network.
+    """The network f = φ(x) Wᵀ (+ b): linear in θ, with features φ from the rest of the network.
 
     With a scale of rows, features, ones and outputs of a row are divided by it.
     """
@@ -42,65 +42,79 @@ class LastLayer:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the floating dtype of the module."""
         return self.frozen.dtype
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the module."""
         return self.frozen.device
 
     @property
     def inputs(self) -> int:
-        """The number of features."""
+        """Return the number of features."""
         return self.weight.shape[1]
 
     @property
     def kronecker(self) -> frozenset[str]:
+        """Return all free parameters: they belong to one layer with a Kronecker form."""
         return frozenset(self.layout.names)
 
     @property
     def parameter_outputs(self) -> Tensor:
+        """Return the output that each parameter changes (P,)."""
         return torch.arange(self.outputs).repeat_interleave(self.layout.size // self.outputs)
 
     def cast(self, x: Inputs) -> Inputs:
+        """Return x in the model's dtype and on its device; raise ValueError if it is invalid."""
         return self.frozen.cast(x)
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Return (inputs including the bias, outputs) of the layer."""
         return ((self.layout.size // self.outputs, self.outputs),)
 
     @property
     def bytes_per_row(self) -> int:
+        """Return the bytes that one row of a chunk needs, with its features and C×C matrices."""
         width = self.layout.size // self.outputs
-        return self.frozen.bytes_per_row + 8 * (
-            width * (self.outputs + 2) + PRECISIONS * self.outputs**2
-        )
+        numbers = width * (self.outputs + 2) + PRECISIONS * self.outputs**2
+        return self.frozen.bytes_per_row + 8 * numbers
 
     @property
     def jacobian_per_row(self) -> int:
+        """Return the bytes of the features of one row."""
         return 8 * (self.layout.size // self.outputs)
 
     def rows_at_once(self, budget: int) -> int:
+        """Return the number of rows of a chunk under a budget in bytes."""
         return rows_within(budget, self.bytes_per_row)
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
+        """Return chunks of the rows x that fit the budget in bytes."""
         return in_chunks(x, self.rows_at_once(budget))
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
-        with SeenInputs(self.weight) as seen:
+        """Return f (B, C) and J at θ (P,), on the CPU, for cast x; with `graph` both are
+        differentiable in x.
+        """
+        with InputWatch(self.weight) as watch:
             self.frozen.forward(x, graph)
-        assert seen.input is not None
-        phi = seen.input.to("cpu")
+        assert watch.input is not None
+        phi = watch.input.to("cpu")
+        # Rows with huge features are moved along their ray, so that squares do not overflow.
         factors = shrink_factors(phi)
-        J = self.scaled(
-            Features(phi if factors is None else shrunk(phi, factors), self.outputs, self.fold_bias)
-        )
-        # in float64: means may be large compared with the noise
+        if factors is not None:
+            phi = shrink_rows(phi, factors)
+        J = self.scaled(Features(phi, self.outputs, self.fold_bias))
+        # f is computed in float64, because means may be large compared with the noise.
         f = Features(J.phi.double(), self.outputs, J.bias).push(theta)
         return (f if self.offset is None else f + self.offset), J
 
     def scaled(self, J: Features) -> Features:
-        """Features of rows under the scale of rows, if there is one."""
+        """Return the features of rows divided by the scale of rows, if there is one."""
         return J if self.row_scale is None else self.row_scale.features(J, self.inputs)
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
+        """Return f (B, C) at θ (P,), on the CPU, for cast x."""
         return self.linearise(x, theta)[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and positions.  positions[name] (of the parameter's shape) are indices into θ (P,).
+    """Names and positions: positions[name] (of the parameter's shape) are indices into θ (P,).
 
     The *named order* is the concatenation of the flattened parameters in the order of `names`; θ
     itself may interleave them (a last layer keeps each output's weights and bias together).
@@ -21,26 +21,27 @@ class Layout:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """Return the names of the free parameters."""
         return tuple(self.positions)
 
     @property
     def size(self) -> int:
-        """P."""
+        """Return the number of free parameters P."""
         return sum(index.numel() for index in self.positions.values())
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Parameters by name -> θ (P,) in float64."""
+        """Return θ (P,) in float64 from parameters by name."""
         theta = torch.empty(self.size, dtype=torch.float64)
         for name, index in self.positions.items():
             theta[index] = values[name].detach().to("cpu", torch.float64)
         return theta
 
     def unpack(self, theta: Tensor) -> dict[str, Tensor]:
-        """θ (P,) -> parameters by name, in θ's dtype."""
+        """Return parameters by name from θ (P,), in θ's dtype."""
         return {name: theta[index] for name, index in self.positions.items()}
 
     def from_named_order(self, flat: Tensor) -> Tensor:
-        """A vector in the named order -> the order of θ."""
+        """Return a vector (P,) in the order of θ, in float64, from one in the named order."""
         theta = torch.empty(self.size, dtype=torch.float64)
         start = 0
         for index in self.positions.values():
@@ -49,7 +50,7 @@ class Layout:
         return theta
 
     def layers(self) -> dict[str, tuple[str, ...]]:
-        """Parameter names by module ("" for parameters of the network itself)."""
+        """Return parameter names by module ("" for parameters of the network itself)."""
         groups: dict[str, list[str]] = {}
         for name in self.names:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -57,8 +58,9 @@ class Layout:
 
 
 def contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
-    """θ in the named order."""
-    positions, start = {}, 0
+    """Return the layout of parameters with these shapes in which θ has the named order."""
+    positions = {}
+    start = 0
     for name, shape in shapes.items():
         count = shape.numel()
         positions[name] = torch.arange(start, start + count).reshape(shape)
@@ -67,7 +69,10 @@ def contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
 
 
 def last_layer_layout(weight: str, bias: str | None, outputs: int, inputs: int) -> Layout:
-    """θ as (C, F) with the bias as the last column, for φ ⊗ I."""
+    """Return the layout in which θ is (C, F) with the bias as the last column, for φ ⊗ I.
+
+    bias: its name, or None without a free one.
+    """
     width = inputs + (bias is not None)
     index = torch.arange(outputs * width).reshape(outputs, width)
     positions = {weight: index[:, :inputs]}

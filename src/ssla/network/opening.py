@@ -9,27 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ssla._checks import finite, unknown_name
-from ssla.data import Inputs, leaves, row_count, slice_inputs
+from ssla._checks import check_finite, unknown_name
+from ssla.data import Inputs, input_tensors, row_count, take_rows
 from ssla.likelihoods.likelihood import SOFTMAX
-from ssla.network.any_parameters import open_any
 from ssla.network.copying import private_copy
 from ssla.network.frozen import (
+    FORWARD_ERRORS,
     Frozen,
     Network,
     Output,
-    by_keyword,
-    by_position,
+    call_by_keyword,
+    call_by_position,
+    call_with_one_argument,
+    check_inputs_finite,
     kept_integers,
     row_shapes,
-    whole,
 )
 from ssla.network.head import LastLayer
+from ssla.network.layer_plans import open_any
 from ssla.network.layout import last_layer_layout
-from ssla.network.watch import Probe
+from ssla.network.watch import Call, Probe
 
-# of the first batch: inputs and results of all layers of these rows are kept while the module is
-# opened
+# Rows of the first batch that open the module: inputs and results of all its layers are kept for
+# them. A guess.
 OPENING_ROWS = 16
 LAST_LAYER = "last_layer"
 ALL = "all"
@@ -51,24 +53,26 @@ def open_network(
     materialise: whether the structure needs the entries of J (this limits the number of rows in a
     chunk). output: the part of the module's result that holds the outputs (see `ssla.fit`). links:
     functions that the likelihood applies itself; the network must not end with them.
+
+    Raises TypeError or ValueError if the module, its inputs or the choice of weights is not
+    supported.
     """
-    few = slice_inputs(x, slice(0, OPENING_ROWS))
-    frozen, watch, f = _freeze(model, x, few, output)
-    parameters = dict(frozen.module.named_parameters())
-    head = _head(watch, f, parameters)
+    first_rows = take_rows(x, slice(0, OPENING_ROWS))
+    frozen, probe, f = _freeze(model, x, first_rows, output)
+    head = _find_head(probe, f, dict(frozen.module.named_parameters()))
     names = _free_names(model, weights, head)
-    _refuse_links(watch, f, links)
+    _refuse_links(probe, f, links)
     note = frozen_note(model) if weights == ALL else None
-    if isinstance(head, _Head) and head.covers(names) and not _tied(model, head.weight):
+    if isinstance(head, _Head) and head.covers(names) and not _tied_names(model, head.weight):
         return _last_layer(frozen, head, head.bias in names, f.shape[1], note)
-    return open_any(
-        frozen, names, few, f, watch, materialise, note, _head_names(model, head, names)
-    )
+    head_names = _free_head_names(model, head, names)
+    return open_any(frozen, names, first_rows, f, probe, materialise, note, head_names)
 
 
 def trainable(model: nn.Module) -> tuple[str, ...]:
-    """The parameters of weights="all": those that are not frozen, or all of them if all are
-    frozen.
+    """Return the names of the parameters of weights="all".
+
+    These are the parameters that are not frozen, or all of them if all are frozen.
     """
     floating = {
         name: p.requires_grad for name, p in model.named_parameters() if p.is_floating_point()
@@ -77,7 +81,7 @@ def trainable(model: nn.Module) -> tuple[str, ...]:
 
 
 def frozen_note(model: nn.Module) -> str | None:
-    """The report's note about frozen parameters with weights="all"."""
+    """Return the report's note about frozen parameters with weights="all"; None without any."""
     fixed = {
         name: p.numel()
         for name, p in model.named_parameters()
@@ -97,15 +101,20 @@ def frozen_note(model: nn.Module) -> str | None:
     )
 
 
-def _refuse_links(watch: Probe, f: Tensor, links: tuple[str, ...]) -> None:
-    """ValueError if the output has already passed the likelihood's link function:
-    probabilities, rates.
+def _is_output(result: Tensor, f: Tensor) -> bool:
+    """Return whether the result of a call, of any shape, has the values of the outputs f (N, C)."""
+    return result.numel() == f.numel() and torch.equal(result.reshape(f.shape), f)
+
+
+def _refuse_links(probe: Probe, f: Tensor, links: tuple[str, ...]) -> None:
+    """Raise ValueError if the outputs f (N, C) have already passed a link function of the
+    likelihood.
+
+    Such outputs are probabilities or rates.
     """
-    found = [
-        link
-        for link, result in watch.links
-        if result.numel() == f.numel() and torch.equal(result.reshape(f.shape), f)
-    ]
+    applied = [link for link, result in probe.links if _is_output(result, f)]
+    # A softmax may be computed in another way, such as an average of several. One row or one output
+    # of this form may be a coincidence.
     sums = f.double().sum(1)
     if (
         f.shape[0] > 1
@@ -113,38 +122,56 @@ def _refuse_links(watch: Probe, f: Tensor, links: tuple[str, ...]) -> None:
         and bool((f >= 0).all())
         and bool(((sums - 1).abs() <= 1e-2).all())
     ):
-        found.append(SOFTMAX)  # computed in another way, such as an average of several
-    twice = next((link for link in found if link in links), None)
-    if twice is not None:
+        applied.append(SOFTMAX)
+    applied_twice = next((link for link in applied if link in links), None)
+    if applied_twice is not None:
         raise ValueError(
-            f"The network's output has already passed through a {twice}, and this likelihood "
-            "applies its own. Return the raw outputs from before it (logits, log rates)."
+            f"The network's output has already passed through a {applied_twice}, and this "
+            "likelihood applies its own. Return the raw outputs from before it (logits, log rates)."
         )
 
 
 def _freeze(
-    model: nn.Module, whole_batch: Inputs, x: Inputs, output: Output
+    model: nn.Module, batch: Inputs, x: Inputs, output: Output
 ) -> tuple[Frozen, Probe, Tensor]:
-    """The copy, its first forward pass on the rows x of the batch, and their outputs."""
+    """Return a checked copy of the module, its first forward pass on the rows x of the batch, and f
+    (N, C).
+
+    Raises TypeError or ValueError for a module that has no posterior.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
     check_mode(model)
     module = private_copy(model)
-    floating = [p for p in module.parameters() if p.is_floating_point()]
-    if not floating:
+    floating = next((p for p in module.parameters() if p.is_floating_point()), None)
+    if floating is None:
         raise ValueError(
             "The network has no floating-point parameters, so it cannot have a posterior."
         )
     _check_values(module)
-    probe = Frozen(
-        module, floating[0].dtype, floating[0].device, _call_style(x, 0), True, 1, output=output
+    # The way of calling the module and the bytes of a row are not known yet: 1 is a placeholder.
+    draft = Frozen(
+        module, floating.dtype, floating.device, _call_style(x, 0), True, 1, output=output
     )
     buffers = {name: value.clone() for name, value in module.named_buffers()}
-    probe.check_finite(whole_batch)
-    frozen, watch, f = _first_forward(probe, x, whole_batch)
+    check_inputs_finite(batch)
+    frozen, probe, f = _first_forward(draft, x, batch)
+    _check_repeats(frozen, x, buffers)
+    check_finite(
+        "The network's output", f, "Check the scale of the inputs and the trained weights."
+    )
+    _check_independent_rows(frozen, x, f)
+    return frozen, probe, f
+
+
+def _check_repeats(frozen: Frozen, x: Inputs, buffers: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the module repeats its outputs for the rows x and keeps its buffers.
+
+    buffers: their values from before the first forward pass, by name.
+    """
     inputs = frozen.cast(x)
-    # both calls without the probe: with it, some modules take another path (a transformer's fused
-    # one)
+    # Both calls are made without the probe: under it some modules take another path (a transformer
+    # its unfused one).
     if not torch.equal(frozen.forward(inputs), frozen.forward(inputs)):
         raise ValueError(
             "The network gives different outputs for the same input, so it is random. Call "
@@ -152,23 +179,19 @@ def _freeze(
             "forward."
         )
     changed = [
-        name for name, value in module.named_buffers() if not torch.equal(value, buffers[name])
+        name
+        for name, value in frozen.module.named_buffers()
+        if not torch.equal(value, buffers[name])
     ]
     if changed:
         raise ValueError(
             f"The network changes its buffers in forward ({', '.join(changed)}). Call model.eval() "
             "first."
         )
-    finite("The network's output", f, "Check the scale of the inputs and the trained weights.")
-    _check_rows(frozen, x, f)
-    return frozen, watch, f
 
 
 def _check_values(module: nn.Module) -> None:
-    """ValueError for NaN, and for infinite parameters and statistics of norms.
-
-    Other buffers may be infinite: masks, bounds.
-    """
+    """Raise ValueError for NaN anywhere, and for infinite parameters or statistics of norms."""
     diverged = "The network has diverged: train it again."
     for name, value in module.named_parameters():
         if value.is_meta:
@@ -177,16 +200,17 @@ def _check_values(module: nn.Module) -> None:
                 "the trained weights first: model.to_empty(device='cpu'), then "
                 "model.load_state_dict(…)."
             )
-        finite(f"Parameter {name!r}", value, diverged)
+        check_finite(f"Parameter {name!r}", value, diverged)
+    # Other buffers may be infinite: masks, bounds.
     statistics = {
-        id(b)
+        id(buffer)
         for layer in module.modules()
         if isinstance(layer, BATCH_DEPENDENT)
-        for b in layer.buffers()
+        for buffer in layer.buffers()
     }
     for name, buffer in module.named_buffers():
         if id(buffer) in statistics:
-            finite(f"Buffer {name!r}", buffer, diverged)
+            check_finite(f"Buffer {name!r}", buffer, diverged)
         elif bool(buffer.isnan().any()):
             raise ValueError(
                 f"Buffer {name!r} must not have NaN, but {int(buffer.isnan().sum())} of its values "
@@ -195,72 +219,73 @@ def _check_values(module: nn.Module) -> None:
 
 
 def check_mode(model: nn.Module) -> None:
+    """Raise ValueError if a layer in training mode makes outputs random or dependent on the
+    batch.
+    """
     for name, layer in model.named_modules():
         random = isinstance(layer, RANDOM_IN_TRAINING) or (
             isinstance(layer, nn.RNNBase) and layer.dropout > 0
         )
         if layer.training and (random or isinstance(layer, BATCH_DEPENDENT)):
-            what = "dropout" if random else "batch norm"
-            why = "outputs are random" if random else "outputs depend on the batch"
+            cause = "dropout" if random else "batch norm"
+            effect = "outputs are random" if random else "outputs depend on the batch"
             raise ValueError(
-                f"The network is in training mode and has {what} ({name or type(layer).__name__}), "
-                f"so its {why}. Call model.eval() first."
+                f"The network is in training mode and has {cause} "
+                f"({name or type(layer).__name__}), so its {effect}. Call model.eval() first."
             )
 
 
 def _call_style(x: Inputs, attempt: int) -> Callable[[nn.Module, Inputs], Any]:
-    """Ways to pass inputs: unpacked first, as one argument second."""
-    if isinstance(x, Tensor) or attempt == 1:
-        return whole
-    return by_keyword if isinstance(x, Mapping) else by_position
-
-
-def _first_forward(probe: Frozen, x: Inputs, whole_batch: Inputs) -> tuple[Frozen, Probe, Tensor]:
-    """How the module takes its inputs: unpacked or as one argument, integers kept or cast.
-
-    x: rows of the batch.
+    """Return the way to pass inputs: unpacked at the first attempt (0), as one argument at the
+    second.
     """
-    first: Exception | None = None
-    integers = any(not part.is_floating_point() for part in leaves(x))
-    for keep in (True, False) if integers else (True,):
+    if isinstance(x, Tensor) or attempt == 1:
+        return call_with_one_argument
+    return call_by_keyword if isinstance(x, Mapping) else call_by_position
+
+
+def _first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen, Probe, Tensor]:
+    """Find out how the module takes its inputs: unpacked or as one argument, integers kept or cast.
+
+    Returns the copy with this knowledge, the record of the forward pass on the rows x of the batch,
+    and the outputs f (N, C). Raises ValueError if every way fails.
+    """
+    first_error: Exception | None = None
+    has_integers = any(not tensor.is_floating_point() for tensor in input_tensors(x))
+    for keep_integers in (True, False) if has_integers else (True,):
         for attempt in (0,) if isinstance(x, Tensor) else (0, 1):
-            frozen = replace(probe, call=_call_style(x, attempt), keep_integers=keep)
+            frozen = replace(draft, call=_call_style(x, attempt), keep_integers=keep_integers)
             inputs = frozen.cast(x)
             try:
-                with Probe() as watch:
+                with Probe() as probe:
                     result = frozen.call(frozen.module, inputs)
-            except (
-                RuntimeError,
-                TypeError,
-                ValueError,
-                IndexError,
-                AttributeError,
-                KeyError,
-            ) as error:
-                first = first or error
+            except FORWARD_ERRORS as error:
+                first_error = first_error or error
                 continue
             f = frozen.outputs(result, row_count(inputs))
-            per_row = max(watch.bytes // row_count(inputs), 8)
-            known = replace(
+            opened = replace(
                 frozen,
-                bytes_per_row=per_row,
+                bytes_per_row=max(probe.bytes // row_count(inputs), 8),
                 shapes=row_shapes(inputs),
                 integers=kept_integers(inputs),
             )
-            return known, watch, f
-    given = [tuple(part.shape) for part in leaves(whole_batch)]
+            return opened, probe, f
+    shapes = [tuple(tensor.shape) for tensor in input_tensors(batch)]
     raise ValueError(
-        f"The network failed on the inputs (shapes {given}): {first}. Check the number of columns "
-        "and how the forward takes its arguments: a tuple is passed as model(*x), a dict as "
-        "model(**x)."
-    ) from first
+        f"The network failed on the inputs (shapes {shapes}): {first_error}. Check the number of "
+        "columns and how the forward takes its arguments: a tuple is passed as model(*x), a dict "
+        "as model(**x)."
+    ) from first_error
 
 
-def _check_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
+def _check_independent_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
+    """Raise ValueError if the first row alone has other outputs than in the batch, f (N, C)."""
     if f.shape[0] < 2:
         return
-    alone = frozen.forward(frozen.cast(slice_inputs(x, slice(0, 1))))
-    size, rounding = float(f.abs().max()) + 1e-30, 4 * torch.finfo(f.dtype).eps
+    alone = frozen.forward(frozen.cast(take_rows(x, slice(0, 1))))
+    size = float(f.abs().max()) + 1e-30
+    # Kernels for one row may round differently, in half precision by much.
+    rounding = 4 * torch.finfo(f.dtype).eps
     if not torch.allclose(alone, f[:1], rtol=max(1e-2, rounding), atol=max(1e-3, rounding) * size):
         raise ValueError(
             "The network's output for a row depends on the other rows of its batch, so a row has "
@@ -280,27 +305,24 @@ class _Head:
     inputs: int
 
     def covers(self, names: tuple[str, ...]) -> bool:
-        """Whether the names are this layer's weight, with or without its bias."""
+        """Return whether the names are this layer's weight, with or without its bias."""
         return self.weight in names and set(names) <= {self.weight, self.bias}
 
 
-def _head(watch: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _Head | str:
-    """The last linear layer, or the reason why there is none."""
-    if not watch.linears:
+def _find_head(probe: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _Head | str:
+    """Return the linear layer that computes the outputs f (N, C), or the reason why there
+    is none.
+    """
+    if not probe.linears:
         return "no linear layer was called in its forward"
-    made = [
-        c
-        for c in watch.linears
-        if c.result.numel() == f.numel() and torch.equal(c.result.reshape(f.shape), f)
-    ]
-    if not made:
+    # Linear layers of other parts of the result may be called later than the head.
+    calls: list[Call] = [call for call in probe.linears if _is_output(call.result, f)]
+    if not calls:
         return (
             "its output is not the output of its last linear layer (something comes after it: a "
             "softmax, an exp, a scale?)"
         )
-    _, phi, weight, bias, *_ = made[
-        -1
-    ]  # linear layers of other parts of the result may be called later
+    phi, weight, bias = calls[-1].input, calls[-1].weight, calls[-1].bias
     if phi.dim() != 2:
         return (
             f"its last linear layer has inputs of shape {tuple(phi.shape)}, not one row for each "
@@ -312,7 +334,7 @@ def _head(watch: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _H
             "the weight of its last linear layer is computed from other parameters (weight norm or "
             "a parametrization)"
         )
-    uses = sum(call.weight is weight for call in watch.linears)
+    uses = sum(call.weight is weight for call in probe.linears)
     if uses > 1:
         return (
             f"the weight {names[id(weight)]!r} of its last linear layer is used {uses} times (tied)"
@@ -322,19 +344,22 @@ def _head(watch: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _H
     return _Head(names[id(weight)], bias_name, weight, bias, phi.shape[1])
 
 
-def _head_names(model: nn.Module, head: _Head | str, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The free parameters of the last linear layer: a row changes one output only, unless it is
-    tied.
+def _free_head_names(
+    model: nn.Module, head: _Head | str, names: tuple[str, ...]
+) -> tuple[str, ...]:
+    """Return the free parameters of the last linear layer, of which each row changes one output
+    only.
     """
-    if isinstance(head, str) or _tied(model, head.weight):
+    # A row of the weight changes one output only, unless it is tied.
+    if isinstance(head, str) or _tied_names(model, head.weight):
         return ()
     return tuple(name for name in (head.weight, head.bias) if name is not None and name in names)
 
 
-def _tied(model: nn.Module, name: str) -> list[str]:
-    """Other names of the same parameter."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    return [other for other, p in named.items() if p is named[name] and other != name]
+def _tied_names(model: nn.Module, name: str) -> list[str]:
+    """Return the other names of the same parameter."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    return [other for other, p in parameters.items() if p is parameters[name] and other != name]
 
 
 def _free_names(
@@ -342,10 +367,10 @@ def _free_names(
     weights: str | list[str] | tuple[str, ...],
     head: _Head | str,
 ) -> tuple[str, ...]:
-    """The names of the free parameters.
+    """Return the names of the free parameters.
 
-    head: the last layer, or why there is none. ValueError if weights='last_layer' has none to use,
-    or its weight is tied to another parameter.
+    head: the last layer, or why there is none. Raises ValueError if weights='last_layer' has none
+    to use, or if its weight is tied to another parameter.
     """
     if weights == ALL:
         return trainable(model)
@@ -356,7 +381,7 @@ def _free_names(
                 "Return the raw outputs of a final nn.Linear (the likelihood applies links such "
                 "as softmax and exp itself), or use weights='all' or a list of parameter names."
             )
-        tied = _tied(model, head.weight)
+        tied = _tied_names(model, head.weight)
         if tied:
             raise ValueError(
                 f"The last layer's weight {head.weight!r} is tied to {', '.join(map(repr, tied))}, "
@@ -369,7 +394,10 @@ def _free_names(
 def named_parameters(
     model: nn.Module, weights: str | list[str] | tuple[str, ...]
 ) -> tuple[str, ...]:
-    """The parameters of a module's name, or of a list of their own names, in the model's order."""
+    """Return the parameters of the module with a name, or those of a list, in the model's order.
+
+    Raises ValueError for an unknown name or an empty list.
+    """
     parameters = [name for name, _ in model.named_parameters()]
     if isinstance(weights, str):
         if weights in parameters:
@@ -377,11 +405,11 @@ def named_parameters(
                 f"weights={weights!r} names a parameter. For that parameter alone write "
                 f"weights=[{weights!r}]."
             )
-        inside = tuple(name for name in parameters if name.startswith(weights + "."))
-        if not inside:
+        in_module = tuple(name for name in parameters if name.startswith(weights + "."))
+        if not in_module:
             modules = [name for name, _ in model.named_modules() if name]
             raise ValueError(unknown_name("weights", weights, [LAST_LAYER, ALL, *modules]))
-        return inside
+        return in_module
     if not weights:
         raise ValueError(
             "weights is an empty list. Name at least one parameter, or use 'last_layer' or 'all'."
@@ -395,23 +423,22 @@ def named_parameters(
 def _last_layer(
     frozen: Frozen, head: _Head, bias_free: bool, outputs: int, note: str | None
 ) -> LastLayer:
+    """Return the network whose free parameters are those of its head.
+
+    bias_free: whether they include its bias. note: a note for the report.
+    """
     bias_name = head.bias if bias_free else None
     layout = last_layer_layout(head.weight, bias_name, outputs, head.inputs)
     values: dict[str, Tensor] = {head.weight: head.tensor}
     offset: Tensor | None = None
+    # A bias that is not free is a constant that is added to the outputs.
     if bias_name is not None:
         assert head.bias_tensor is not None
         values[bias_name] = head.bias_tensor
     elif head.bias_tensor is not None:
         offset = head.bias_tensor.detach().to("cpu", torch.float64)
+    theta = layout.pack(values)
     notes = () if note is None else (note,)
     return LastLayer(
-        frozen,
-        head.tensor,
-        layout,
-        layout.pack(values),
-        outputs,
-        bias_name is not None,
-        offset,
-        notes,
+        frozen, head.tensor, layout, theta, outputs, bias_name is not None, offset, notes
     )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, rest_of
+from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, fixed_tensors
 from ssla.network.copying import private_copy
 from ssla.network.frozen import CALLS, Frozen, Network, Output
 from ssla.network.head import LastLayer
@@ -20,7 +20,7 @@ INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint3
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """How a network was opened.
+    """What `fit` stores about how a network was opened.
 
     A last layer is the weight (and bias) in `names`; other free parameters need a plan.
     """
@@ -38,56 +38,49 @@ class Opening:
     extra_per_row: int = 0
     integers: Mapping[str, str] | None = None  # not known in older files
     head: tuple[str, ...] = ()  # not known in older files
-    norms: tuple[
-        NormPlan, ...
-    ] = ()  # not known in older files: their columns are computed in another way
+    # Not known in older files: their columns are computed in another way.
+    norms: tuple[NormPlan, ...] = ()
     row_scale: RowScale | None = None
 
 
 def describe(network: Network) -> Opening:
-    """What `reopen` needs in addition to the module."""
+    """Return what `reopen` needs in addition to the module; raise TypeError for another kind of
+    network.
+    """
     if not isinstance(network, LastLayer | AnyParameters):
         raise TypeError(f"A {type(network).__name__} cannot be saved.")
     frozen = network.frozen
-    call = next(name for name, style in CALLS.items() if style is frozen.call)
-    common = (
+    opening = Opening(
         network.linear,
         network.layout.names,
         network.outputs,
-        call,
+        next(name for name, call in CALLS.items() if call is frozen.call),
         frozen.keep_integers,
         frozen.bytes_per_row,
         frozen.shapes,
+        integers=frozen.integers,
     )
     if isinstance(network, LastLayer):
-        return Opening(
-            *common, offset=network.offset, integers=frozen.integers, row_scale=network.row_scale
-        )
-    return Opening(
-        *common,
+        return replace(opening, offset=network.offset, row_scale=network.row_scale)
+    return replace(
+        opening,
         layers=network.layers,
-        others=network.others,
+        others=network.without_kronecker,
         extra_per_row=network.extra_per_row,
-        integers=frozen.integers,
         head=network.head,
         norms=network.norms,
     )
 
 
-def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
-    """ValueError unless the plan is possible for these parameters."""
-    names, plans = set(opening.names), opening.layers
-    missing = [
-        name
-        for name in (*opening.names, *opening.others, *(plan.weight for plan in plans))
-        if name not in parameters
+def _check_opening(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the opening is possible for a module with these parameters."""
+    names = set(opening.names)
+    weights = (plan.weight for plan in opening.layers)
+    unknown = [
+        name for name in (*opening.names, *opening.others, *weights) if name not in parameters
     ]
-    if (
-        missing
-        or not names
-        or len(names) < len(opening.names)
-        or not names.issuperset(opening.others)
-    ):
+    repeated = len(names) < len(opening.names)
+    if unknown or not names or repeated or not names.issuperset(opening.others):
         raise ValueError(f"the free parameters {opening.names} are not those of the network")
     rows = {len(parameters[name]) for name in opening.head if name in names}
     if not names.issuperset(opening.head) or not rows <= {opening.outputs}:
@@ -102,33 +95,50 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
         scale.strength >= 0 and scale.mean > 0 and scale.least >= 0 and opening.linear
     ):
         raise ValueError("the scale of rows is not one")
-    size = sum(parameters[name].numel() for name in names)
-    planned = [plan.positions.flatten() for plan in plans] if not opening.linear else []
-    covered = sum(parameters[name].numel() for name in opening.others) + sum(
-        part.numel() for part in planned
-    )
-    for part in planned:
+    _check_positions(opening, parameters)
+    _check_layers(opening, parameters)
+    _check_norms(opening, parameters)
+
+
+def _check_positions(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the positions of planned layers are valid and cover θ with the
+    others.
+    """
+    if opening.linear or not opening.layers:
+        return
+    size = sum(parameters[name].numel() for name in set(opening.names))
+    for plan in opening.layers:
         if (
-            part.dtype != torch.long
-            or not part.numel()
-            or int(part.min()) < 0
-            or int(part.max()) >= size
+            plan.positions.dtype != torch.long
+            or not plan.positions.numel()
+            or int(plan.positions.min()) < 0
+            or int(plan.positions.max()) >= size
         ):
             raise ValueError("the positions of a layer are outside the parameters")
-    if (
-        planned
-        and torch.cat(planned).unique().numel() + size - covered != torch.cat(planned).numel()
-    ):
+    positions = torch.cat([plan.positions.flatten() for plan in opening.layers])
+    elsewhere = sum(parameters[name].numel() for name in opening.others)
+    not_covered = size - elsewhere - positions.numel()
+    # A repeated position would make up for a missing one, so distinct positions are counted too.
+    if positions.unique().numel() + not_covered != positions.numel():
         raise ValueError("the layers do not cover the free parameters once each")
-    for plan in plans:
+
+
+def _check_layers(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless the plan of each layer fits the shape of its weight."""
+    for plan in opening.layers:
         weight = parameters[plan.weight]
         width = (weight[0].numel() if plan.weight_free else 0) + plan.bias_free
         out = plan.positions.shape[0]
-        whole = plan.first == 0 and out == weight.shape[0]
+        all_rows = plan.first == 0 and out == weight.shape[0]
         # A projection of an attention has a third of the rows.
         third = 3 * out == weight.shape[0] and plan.first in (0, out, 2 * out)
-        if plan.positions.shape[1:] != (width,) or not (whole or third) or not 0 <= plan.axis < 8:
+        fits = plan.positions.shape[1:] == (width,) and (all_rows or third)
+        if not fits or not 0 <= plan.axis < 8:
             raise ValueError(f"the plan of {plan.weight!r} does not fit its shape")
+
+
+def _check_norms(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
+    """Raise ValueError unless each norm is one of the module and has free parameters."""
     for norm in opening.norms:
         free = {norm.weight, norm.bias} & set(opening.others)
         if (
@@ -144,29 +154,37 @@ def _check(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
 
 
 def module_of(network: Network) -> nn.Module:
-    """The private copy."""
+    """Return the private copy of the module; raise TypeError for another kind of network."""
     if not isinstance(network, LastLayer | AnyParameters):
         raise TypeError(f"A {type(network).__name__} has no module.")
     return network.frozen.module
 
 
 def output_of(network: Network) -> Output:
-    """The part of the module's result that is f."""
+    """Return the part of the module's result that is f."""
     return network.frozen.output if isinstance(network, LastLayer | AnyParameters) else None
 
 
 def output_words(network: Network) -> str:
-    """The same for a report: 'logits', 0, a function's name; empty if the result is f."""
+    """Return the part of the module's result that is f as text for a report; empty if the result is
+    f.
+
+    The text is 'logits', 0, or a function's name.
+    """
     output = output_of(network)
     if output is None:
         return ""
-    return (
-        getattr(output, "__qualname__", type(output).__name__) if callable(output) else repr(output)
-    )
+    if callable(output):
+        return getattr(output, "__qualname__", type(output).__name__)
+    return repr(output)
 
 
 def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network:
-    """The network as it was at fit, on a private copy of the module."""
+    """Return the network as it was at fit, on a private copy of the module.
+
+    output: the part of the module's result that is f. Raises ValueError if the opening does not fit
+    the module.
+    """
     module = private_copy(model)
     first = next(p for p in module.parameters() if p.is_floating_point())
     frozen = Frozen(
@@ -181,25 +199,28 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
         output,
     )
     parameters = dict(module.named_parameters())
-    _check(opening, parameters)
-    if not opening.linear:
-        layout = contiguous_layout({name: parameters[name].shape for name in opening.names})
-        theta = layout.pack(parameters)
-        rest = rest_of(module, opening.names)
-        plans, others, extra = opening.layers, opening.others, opening.extra_per_row
-        head, norms = opening.head, opening.norms
-        return AnyParameters(
-            frozen,
-            layout,
-            theta,
-            opening.outputs,
-            rest,
-            plans,
-            others,
-            extra,
-            head=head,
-            norms=norms,
-        )
+    _check_opening(opening, parameters)
+    if opening.linear:
+        return _reopen_last_layer(frozen, opening, parameters)
+    layout = contiguous_layout({name: parameters[name].shape for name in opening.names})
+    return AnyParameters(
+        frozen,
+        layout,
+        layout.pack(parameters),
+        opening.outputs,
+        fixed_tensors(module, opening.names),
+        opening.layers,
+        opening.others,
+        opening.extra_per_row,
+        head=opening.head,
+        norms=opening.norms,
+    )
+
+
+def _reopen_last_layer(
+    frozen: Frozen, opening: Opening, parameters: Mapping[str, nn.Parameter]
+) -> LastLayer:
+    """Return the last layer as it was at fit; raise ValueError if its weight has another shape."""
     weight = parameters[opening.names[0]]
     bias = opening.names[1] if len(opening.names) == 2 else None
     if weight.dim() != 2 or weight.shape[0] != opening.outputs:
@@ -208,8 +229,13 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
             "outputs."
         )
     layout = last_layer_layout(opening.names[0], bias, opening.outputs, weight.shape[1])
-    offset = None if opening.offset is None else opening.offset.to(torch.float64)
-    theta, scale = layout.pack(parameters), opening.row_scale
     return LastLayer(
-        frozen, weight, layout, theta, opening.outputs, bias is not None, offset, row_scale=scale
+        frozen,
+        weight,
+        layout,
+        layout.pack(parameters),
+        opening.outputs,
+        bias is not None,
+        None if opening.offset is None else opening.offset.to(torch.float64),
+        row_scale=opening.row_scale,
     )

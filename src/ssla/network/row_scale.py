@@ -17,12 +17,11 @@ from ssla.curvature.jacobians import Features
 
 @dataclass(frozen=True)
 class RowScale:
-    """s(x) = √((1 + c h) / (1 + c)) with h = max(|φ(x)|², least) / mean, so that s = 1 at a row of
-    mean length.
+    """The scale s(x) = √((1 + c h) / (1 + c)) with h = max(|φ(x)|², least) / mean.
 
-    c = 0 changes nothing; a large c is a last layer on features of equal length. Features shorter
-    than `least` have its scale: nothing is known of them, and a smaller scale would make the
-    network more confident there.
+    A row of mean length has s = 1. c = 0 changes nothing; a large c is a last layer on features of
+    equal length. Features shorter than `least` have its scale: nothing is known of them, and a
+    smaller scale would make the network more confident there.
     """
 
     strength: float  # c
@@ -30,14 +29,14 @@ class RowScale:
     least: float  # of |φ|²
 
     def of_squares(self, squares: Tensor) -> Tensor:
-        """s of rows with |φ|² (B,) -> (B,)."""
+        """Return s (B,) of rows with the squared lengths |φ|² (B,)."""
         h = squares.clamp_min(self.least) / self.mean
         return ((1 + self.strength * h) / (1 + self.strength)).sqrt()
 
     def features(self, J: Features, inputs: int) -> Features:
-        """φ/s with a column 1/s in place of ones, so that outputs, too, are divided by s.
+        """Return φ/s with a column 1/s in place of ones, so that outputs are divided by s too.
 
-        inputs: of the last layer.
+        inputs: the number of features of the last layer, without the ones.
         """
         s = self.of_squares(squared_lengths(J, inputs))
         phi = J.with_ones()
@@ -45,5 +44,5 @@ class RowScale:
 
 
 def squared_lengths(J: Features, inputs: int) -> Tensor:
-    """|φ|² (B,) in float64, without the ones, which may be stored or not."""
+    """Return |φ|² (B,) in float64, without the ones, which may be stored or not."""
     return J.phi[:, :inputs].double().square().sum(1)

@@ -8,19 +8,14 @@ from torch import Tensor, nn
 
 from ssla.data import Inputs
 from ssla.network.head import LastLayer
-from ssla.network.watch import Inputs as SeenInputs
+from ssla.network.watch import InputWatch
 
 
 class LayerInputs(nn.Module):
-    """φ(x) (N, F): what the last layer of a network multiplies.
-
-    The parts of x are given in their order.
-
-    The weight is looked up at each call: while a graph is traced, other tensors stand for the
-    parameters.
-    """
+    """The features φ(x) (N, F), which the last layer of a network multiplies, as a module."""
 
     def __init__(self, network: LastLayer, example: Inputs) -> None:
+        """Take the module, its way of being called, and the names of its inputs from an example."""
         super().__init__()
         self.module = network.frozen.module
         self.call = network.frozen.call
@@ -31,15 +26,14 @@ class LayerInputs(nn.Module):
         self.single = isinstance(example, Tensor)
 
     def forward(self, *parts: Tensor) -> Tensor:
-        x: Inputs = (
-            parts[0]
-            if self.single
-            else parts
-            if self.keys is None
-            else dict(zip(self.keys, parts, strict=True))
-        )
-        with SeenInputs(self.module.get_parameter(self.weight)) as seen:
+        """Return φ (N, F) from the tensors of x, given in their order."""
+        x: Inputs = parts[0] if self.single else parts
+        if self.keys is not None:
+            x = dict(zip(self.keys, parts, strict=True))
+        # The weight is looked up at each call: while a graph is traced, other tensors stand for the
+        # parameters.
+        with InputWatch(self.module.get_parameter(self.weight)) as watch:
             self.call(self.module, x)
-        assert seen.input is not None
-        phi: Tensor = seen.input
+        assert watch.input is not None
+        phi: Tensor = watch.input
         return phi

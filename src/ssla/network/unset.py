@@ -1,4 +1,4 @@
-"""A linear layer whose weights come later."""
+"""Linear layers without initial weights, for callers that set the weights."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from torch import nn
 
 
 class _Unset(nn.Linear):
+    """A linear layer that draws no initial weights."""
+
     def reset_parameters(self) -> None:
-        """Nothing: no random number is drawn."""
+        """Leave the weights as they are: no random number is drawn."""
 
 
 def unset_linear(inputs: int, outputs: int, dtype: torch.dtype | None = None) -> nn.Linear:
-    """A linear layer with any weights.
+    """Return a linear layer with undefined weights, which the caller sets.
 
     (`nn.utils.skip_init` does the same, but its first call takes up to two seconds.)
     """

@@ -1,5 +1,5 @@
-"""Do predictions and observations agree? With the range in which exact calibration would stay, by
-binomial probabilities.
+"""Pictures of calibration: predictions against observations, with the range in which exact
+calibration would stay, by binomial probabilities.
 
 Bands hold for each level or bin by itself, and for independent rows; leave-one-out rows are nearly
 so.
@@ -13,51 +13,55 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssla._checks import check_level as checked_level
 from ssla._checks import in_plain_torch
-from ssla._checks import level as checked_level
-from ssla.data import as_tensor, column
+from ssla.data import as_tensor, squeeze_column
 from ssla.diagnostics.loo import LeaveOneOut
-from ssla.plots.canvas import Palette, axes, legend
-from ssla.plots.distributions import ordered
+from ssla.plots.canvas import Palette, add_legend, open_axes
+from ssla.plots.distributions import check_ordered
 from ssla.predictive import Predictive
-from ssla.predictive.cavities import ranks
+from ssla.predictive.cavities import rank_targets
 
 LEVELS = 39  # of a calibration curve
 
 
 class Ranks(NamedTuple):
-    """Where each y is in its predictive, and how often it counts."""
+    """The rank of each y in its predictive, and how often it counts."""
 
     lower: Tensor  # P(Y < y) (n,)
-    upper: Tensor  # P(Y ≤ y)
-    weights: Tensor
+    upper: Tensor  # P(Y ≤ y) (n,)
+    weights: Tensor  # (n,)
 
     @property
     def size(self) -> int:
+        """Return the number of rows, counted by their weights."""
         return round(float(self.weights.sum()))
 
-    def share(self, inside: Tensor) -> float:
-        return float((self.weights * inside).sum() / self.weights.sum())
+    def share(self, chosen: Tensor) -> float:
+        """Return the weight of the chosen rows (n,) bool as a share of all."""
+        return float((self.weights * chosen).sum() / self.weights.sum())
 
     def inside(self, levels: Any) -> list[float]:
-        """The share of y inside the central interval of each level."""
+        """Return the share of y inside the central interval of each level."""
         tails = [(1 - float(level)) / 2 for level in levels]
         return [self.share((self.upper >= tail) & (self.lower <= 1 - tail)) for tail in tails]
 
     def heights(self, bins: int) -> Tensor:
-        """The PIT histogram (bins,), 1 where it is flat. A count is spread over lower … upper."""
+        """Return the heights of the PIT histogram (bins,), which are 1 where it is flat.
+
+        A count is spread over lower … upper.
+        """
         edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+        # A number has no width; it gets a small one below it, so that it belongs to one bin.
         width = (self.upper - self.lower).clamp_min(1e-12)
-        start = torch.where(
-            self.upper - self.lower < 1e-12, self.upper - width, self.lower
-        ).clamp_min(0)
-        below = ((edges - start[:, None]) / width[:, None]).clamp(
-            0, 1
-        )  # share of each row below each edge
-        below[:, 0], below[:, -1] = 0.0, 1.0
-        heights: Tensor = (
-            (self.weights[:, None] * below.diff(dim=1)).sum(0) / self.weights.sum() * bins
-        )
+        is_number = self.upper - self.lower < 1e-12
+        start = torch.where(is_number, self.upper - width, self.lower).clamp_min(0)
+        # the share of each row below each edge (n, bins + 1)
+        below = ((edges - start[:, None]) / width[:, None]).clamp(0, 1)
+        below[:, 0] = 0.0
+        below[:, -1] = 1.0
+        by_bin = (self.weights[:, None] * below.diff(dim=1)).sum(0)
+        heights: Tensor = by_bin / self.weights.sum() * bins
         return heights
 
 
@@ -70,23 +74,20 @@ def calibration(
     confidence: float = 0.95,
     ax: Any = None,
 ) -> Any:
-    """The share of y inside central intervals, against their level.
+    """Draw the share of y inside central intervals against their level, and return the Axes.
 
-    Above the diagonal: intervals are too wide.
+    Above the diagonal, intervals are too wide.
 
     predictive: of held-out rows, with their y; or `posterior.loo()`.  target: which of D targets.
     confidence: of the band around the diagonal. Intervals of counts cover more than their level,
     because counts are discrete.
     """
-    found = _ranked(predictive, y, target, "calibration")
-    ax, color = axes(ax)
+    ranked = _rank_targets(predictive, y, target, "calibration")
+    ax, color = open_axes(ax)
     levels = np.linspace(0, 1, LEVELS + 2)[1:-1]
-    observed = found.inside(levels)
-    low, high = (
-        np.array([binomial_range(found.size, float(level), confidence) for level in levels]).T
-        / found.size
-    )
-    _diagonal(ax, color)
+    ranges = [binomial_range(ranked.size, float(level), confidence) for level in levels]
+    low, high = np.array(ranges).T / ranked.size
+    _draw_diagonal(ax, color)
     ax.fill_between(
         levels,
         low,
@@ -98,13 +99,13 @@ def calibration(
     )
     ax.plot(
         levels,
-        observed,
+        ranked.inside(levels),
         color=color.main,
         lw=2,
-        label=f"{_source(predictive)}, {found.size:,} rows",
+        label=f"{_name_rows(predictive)}, {ranked.size:,} rows",
     )
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="level of the interval", ylabel="share of y inside")
-    legend(ax, loc="upper left")
+    add_legend(ax, loc="upper left")
     return ax
 
 
@@ -118,23 +119,22 @@ def pit(
     confidence: float = 0.95,
     ax: Any = None,
 ) -> Any:
-    """The histogram of P(Y ≤ y): flat if predictions are calibrated.
+    """Draw the histogram of P(Y ≤ y), which is flat if predictions are calibrated; return the Axes.
 
-    A U: too narrow; a hump: too wide; a slope: biased.
+    A U: predictions are too narrow; a hump: too wide; a slope: biased.
 
     A count is spread over P(Y < y) … P(Y ≤ y), which makes the histogram smoother than the band
     expects. Arguments as for `calibration`.
     """
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 2:
-        raise ValueError(f"bins must be a whole number from 2, but is {bins!r}.")
-    found = _ranked(predictive, y, target, "pit")
-    ax, color = axes(ax)
-    edges, heights = torch.linspace(0, 1, bins + 1, dtype=torch.float64), found.heights(bins)
+    _check_bins(bins, 2)
+    ranked = _rank_targets(predictive, y, target, "pit")
+    ax, color = open_axes(ax)
+    edges, heights = torch.linspace(0, 1, bins + 1, dtype=torch.float64), ranked.heights(bins)
     low, high = (
-        end * bins / found.size for end in binomial_range(found.size, 1 / bins, confidence)
+        end * bins / ranked.size for end in binomial_range(ranked.size, 1 / bins, confidence)
     )
-    shape = {"align": "edge", "color": color.tint(0.6), "edgecolor": color.paper, "lw": 1}
-    ax.bar(edges[:-1].numpy(), heights.numpy(), 1 / bins, label=_source(predictive), **shape)
+    style = {"align": "edge", "color": color.tint(0.6), "edgecolor": color.paper, "lw": 1}
+    ax.bar(edges[:-1].numpy(), heights.numpy(), 1 / bins, label=_name_rows(predictive), **style)
     ax.axhspan(
         low,
         high,
@@ -151,7 +151,7 @@ def pit(
         xlabel="P(Y ≤ y)",
         ylabel="density",
     )
-    legend(ax, ncols=2, loc="upper center")
+    add_legend(ax, ncols=2, loc="upper center")
     return ax
 
 
@@ -159,61 +159,38 @@ def pit(
 def reliability(
     predictive: Predictive, y: Any, *, bins: int = 10, confidence: float = 0.95, ax: Any = None
 ) -> Any:
-    """Accuracy against the probability of the most probable class, in bins of that probability,
-    with the rows in each bin.
+    """Draw accuracy against the probability of the most probable class, in bins of that
+    probability, with the rows in each bin; return the Axes.
 
-    Below the diagonal: too sure. The bars are ranges in which the accuracy of a calibrated model
-    would be.
+    Below the diagonal, predictions are too sure. The bars are ranges in which the accuracy of a
+    calibrated model would be. TypeError unless the target is a class.
     """
     if predictive.kind != "class":
         raise TypeError(
             f"plots.reliability is for classes, but the predictive is of kind {predictive.kind!r}. "
             "Use calibration."
         )
-    if isinstance(bins, bool) or not isinstance(bins, int) or bins < 1:
-        raise ValueError(f"bins must be a whole number from 1, but is {bins!r}.")
-    value = column(as_tensor(y)).to("cpu").long()
-    if value.shape != (predictive.law.rows,):
-        raise ValueError(
-            f"y must have shape ({predictive.law.rows},), one class for each row, but has "
-            f"{tuple(value.shape)}."
-        )
-    ax, color = axes(ax)
-    sure, guess = predictive.law.probs.max(1)
-    hit = (guess == value).double()
-    place = (sure * bins).long().clamp(0, bins - 1)
-    counts = torch.bincount(place, minlength=bins)
-    full = counts.nonzero().flatten()
-    mean = torch.stack([sure[place == b].mean() for b in full])
-    accuracy = torch.stack([hit[place == b].mean() for b in full])
-    sizes = counts[full]
-    ranges = [
-        binomial_range(int(n), float(p), confidence) for n, p in zip(sizes, mean, strict=True)
-    ]
-    ends = np.array(ranges).T / sizes.numpy()
-    _diagonal(ax, color)
-    ax.bar(
-        (full.numpy() + 0.5) / bins,
-        (0.16 * sizes / counts.max()).numpy(),
-        0.86 / bins,
-        color=color.tint(0.3),
-        lw=0,
-        label="rows",
+    _check_bins(bins, 1)
+    value = _check_one_for_each_row(
+        squeeze_column(as_tensor(y)).to("cpu").long(), predictive, "one class"
     )
-    for b in full.tolist():
-        top, box = (
-            0.16 * int(counts[b]) / int(counts.max()) + 0.02,
-            {"facecolor": color.paper, "lw": 0, "pad": 0.6},
-        )
-        ax.text(
-            (b + 0.5) / bins,
-            top,
-            f"{int(counts[b]):,}",
-            ha="center",
-            fontsize="x-small",
-            bbox=box,
-            zorder=4,
-        )
+    ax, color = open_axes(ax)
+    # Rows are put into bins by the probability of their class; empty bins are left out.
+    confidences, guess = predictive.law.probs.max(1)
+    hit = (guess == value).double()
+    bin_of_row = (confidences * bins).long().clamp(0, bins - 1)
+    counts = torch.bincount(bin_of_row, minlength=bins)
+    full = counts.nonzero().flatten()
+    mean = torch.stack([confidences[bin_of_row == b].mean() for b in full])
+    accuracy = torch.stack([hit[bin_of_row == b].mean() for b in full])
+    # A calibrated model is right as often as it says: a binomial with that probability.
+    ranges = [
+        binomial_range(int(n), float(p), confidence)
+        for n, p in zip(counts[full], mean, strict=True)
+    ]
+    ends = np.array(ranges).T / counts[full].numpy()
+    _draw_diagonal(ax, color)
+    _draw_bin_sizes(ax, color, counts)
     ax.vlines(
         mean, *ends, color=color.tint(0.55), lw=5, label=f"{confidence:.0%} if calibrated", zorder=2
     )
@@ -221,28 +198,27 @@ def reliability(
     ax.set(
         xlim=(0, 1), ylim=(0, 1.02), xlabel="probability of the predicted class", ylabel="accuracy"
     )
-    legend(ax, loc="upper left")
+    add_legend(ax, loc="upper left")
     return ax
 
 
 @in_plain_torch
 def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = None) -> Any:
-    """Central intervals, sorted by width, and y, both less the mean.
+    """Draw central intervals, sorted by width, and y, both less the mean; return the Axes.
 
-    Where intervals are wider, y should be further off.
+    Where intervals are wider, y should be further off. TypeError unless y is one ordered target.
     """
-    ordered(predictive, "intervals")
-    value = column(as_tensor(y)).to("cpu", torch.float64)
-    if value.shape != (predictive.law.rows,):
-        raise ValueError(
-            f"y must have shape ({predictive.law.rows},), one for each row, but has "
-            f"{tuple(value.shape)}."
-        )
+    check_ordered(predictive, "intervals")
+    value = _check_one_for_each_row(
+        squeeze_column(as_tensor(y)).to("cpu", torch.float64), predictive, "one"
+    )
     ends, mean = predictive.law.interval(checked_level(level)), predictive.law.mean
     order = (ends[:, 1] - ends[:, 0]).argsort(stable=True)
     low, high, off = (part[order] for part in (ends[:, 0] - mean, ends[:, 1] - mean, value - mean))
     inside = (off >= low) & (off <= high)
-    ax, color = axes(ax, f"{float(inside.double().mean()):.1%} of y inside {level:.0%} intervals")
+    ax, color = open_axes(
+        ax, f"{float(inside.double().mean()):.1%} of y inside {level:.0%} intervals"
+    )
     rank = torch.arange(len(off), dtype=torch.float64) + 1
     ax.fill_between(rank, low, high, step="mid", color=color.tint(0.3), lw=0, label=f"{level:.0%}")
     size = float(np.clip(2500 / len(off), 3, 16))
@@ -257,15 +233,15 @@ def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = N
         label="outside",
     )
     ax.set(xlabel="rows, by width of the interval", ylabel="y − mean")
-    legend(ax, ncols=3, loc="upper left")
+    add_legend(ax, ncols=3, loc="upper left")
     low_end, high_end = ax.get_ylim()
     ax.set_ylim(low_end, high_end + 0.14 * (high_end - low_end))
     return ax
 
 
 def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
-    """The smallest and the largest count, of n trials with probability p, with at most (1 −
-    confidence)/2 beyond either.
+    """Return the smallest and the largest count of n trials with probability p, such that at most
+    (1 − confidence)/2 of the probability is beyond either.
     """
     tail = (1 - checked_level(confidence)) / 2
     if p <= 0 or p >= 1:
@@ -287,7 +263,28 @@ def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
     return int(k[int((cumulative <= tail).sum())]), int(k[int((cumulative < 1 - tail).sum())])
 
 
-def _ranked(predictive: Predictive | LeaveOneOut, y: Any, target: int, name: str) -> Ranks:
+def _check_bins(bins: Any, least: int) -> None:
+    """Raise ValueError unless `bins` is a whole number from `least`."""
+    if isinstance(bins, bool) or not isinstance(bins, int) or bins < least:
+        raise ValueError(f"bins must be a whole number from {least}, but is {bins!r}.")
+
+
+def _check_one_for_each_row(value: Tensor, predictive: Predictive, entry: str) -> Tensor:
+    """Return y if it is (N,), else raise ValueError; entry: what each row has, for the message."""
+    if value.shape != (predictive.law.rows,):
+        raise ValueError(
+            f"y must have shape ({predictive.law.rows},), {entry} for each row, but has "
+            f"{tuple(value.shape)}."
+        )
+    return value
+
+
+def _rank_targets(predictive: Predictive | LeaveOneOut, y: Any, target: int, name: str) -> Ranks:
+    """Rank each y in its predictive; name: of the picture, for messages.
+
+    Leave-one-out rows have their own y and weights; rows without a cavity are left out. TypeError
+    for classes, ValueError for a y or a target that does not fit.
+    """
     if predictive.kind == "class":
         raise TypeError(
             f"plots.{name} is for ordered targets, but these are classes. Use plots.reliability."
@@ -298,18 +295,17 @@ def _ranked(predictive: Predictive | LeaveOneOut, y: Any, target: int, name: str
                 f"plots.{name} of leave-one-out rows takes no y: they have their own. Leave it out."
             )
         good = ~predictive.failed
-        lower, upper, weights = (
-            predictive.lower[good],
-            predictive.upper[good],
-            predictive.weights[good],
-        )
+        lower, upper = predictive.lower[good], predictive.upper[good]
+        weights = predictive.weights[good]
     else:
         if y is None:
             raise ValueError(
                 f"plots.{name} of a predictive needs y, the observed targets of its rows."
             )
         value = as_tensor(y).to("cpu", torch.float64)
-        lower, upper = ranks(predictive, value if predictive.kind == "vector" else column(value))
+        lower, upper = rank_targets(
+            predictive, value if predictive.kind == "vector" else squeeze_column(value)
+        )
         lower, upper = (part.to("cpu", torch.float64) for part in (lower, upper))
         weights = torch.ones(len(lower), dtype=torch.float64)
     if lower.dim() == 2:
@@ -319,9 +315,35 @@ def _ranked(predictive: Predictive | LeaveOneOut, y: Any, target: int, name: str
     return Ranks(lower, upper, weights)
 
 
-def _source(predictive: Predictive | LeaveOneOut) -> str:
+def _name_rows(predictive: Predictive | LeaveOneOut) -> str:
+    """Name the kind of rows for a legend."""
     return "leave-one-out" if isinstance(predictive, LeaveOneOut) else "held-out"
 
 
-def _diagonal(ax: Any, color: Palette) -> None:
+def _draw_bin_sizes(ax: Any, color: Palette, counts: Tensor) -> None:
+    """Draw low bars with the numbers of rows in bins (bins,) of [0, 1]; empty bins have none."""
+    bins, full = len(counts), counts.nonzero().flatten()
+    heights = 0.16 * counts / counts.max()
+    ax.bar(
+        (full.numpy() + 0.5) / bins,
+        heights[full].numpy(),
+        0.86 / bins,
+        color=color.tint(0.3),
+        lw=0,
+        label="rows",
+    )
+    for b in full.tolist():
+        ax.text(
+            (b + 0.5) / bins,
+            0.16 * int(counts[b]) / int(counts.max()) + 0.02,
+            f"{int(counts[b]):,}",
+            ha="center",
+            fontsize="x-small",
+            bbox={"facecolor": color.paper, "lw": 0, "pad": 0.6},
+            zorder=4,
+        )
+
+
+def _draw_diagonal(ax: Any, color: Palette) -> None:
+    """Draw the line of exact calibration."""
     ax.plot([0, 1], [0, 1], color=color.faint, lw=1, zorder=1)

@@ -22,20 +22,24 @@ class Palette(NamedTuple):
     other: str
 
     def tint(self, share: float, color: str | None = None) -> Color:
-        """A colour mixed with the background: opaque, so that a legend shows the same colour as
-        overlapping bands.
+        """Mix a share of a colour (by default `main`) with the background.
+
+        The result is opaque, so that a legend shows the same colour as overlapping bands.
         """
         lift = DARK_LIFT if is_dark(self.paper) else 0.0
-        return _mixed(self.paper, rgb(color or self.main), min(share + lift, 1.0))
+        return _mix_colors(self.paper, rgb(color or self.main), min(share + lift, 1.0))
 
     @property
     def faint(self) -> Color:
-        """Grid lines and diagonals."""
-        return _mixed(self.paper, self.ink, 0.45)
+        """Return the colour of grid lines and diagonals."""
+        return _mix_colors(self.paper, self.ink, 0.45)
 
 
-def axes(ax: Any, title: str | None = None) -> tuple[Any, Palette]:
-    """The Axes to draw on, a new one if none is given, and its colours."""
+def open_axes(ax: Any, title: str | None = None) -> tuple[Any, Palette]:
+    """Return the Axes to draw on, a new one if none is given, and its colours.
+
+    ImportError with the remedy if matplotlib is missing.
+    """
     if ax is None:
         try:
             import matplotlib.pyplot as plt
@@ -50,12 +54,14 @@ def axes(ax: Any, title: str | None = None) -> tuple[Any, Palette]:
 
 
 def is_dark(color: Color) -> bool:
+    """Tell whether a colour is dark, by its luminance (Rec. 709)."""
     return float(np.dot(color, (0.2126, 0.7152, 0.0722))) < 0.4
 
 
-def log_axis(axis: Any, low: float, high: float) -> None:
-    """Few ticks on a logarithmic axis, as plain numbers: 1, 2 and 5 of each decade where there
-    are few decades.
+def set_log_ticks(axis: Any, low: float, high: float) -> None:
+    """Put few ticks on a logarithmic axis from low to high, as plain numbers.
+
+    They are 1, 2 and 5 of each decade where there are fewer than two decades.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -64,19 +70,20 @@ def log_axis(axis: Any, low: float, high: float) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def legend(ax: Any, **options: Any) -> None:
-    """A legend without a frame, in a small font."""
+def add_legend(ax: Any, **options: Any) -> None:
+    """Add a legend without a frame, in a small font; options as in matplotlib."""
     ax.legend(**({"frameon": False, "fontsize": "small", "handlelength": 1.5} | options))
 
 
 def rgb(color: Any) -> Color:
-    """Red, green and blue of any colour that matplotlib understands."""
+    """Return red, green and blue of any colour that matplotlib understands."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(color)
     return red, green, blue
 
 
-def _mixed(paper: Color, color: Color, share: float) -> Color:
+def _mix_colors(paper: Color, color: Color, share: float) -> Color:
+    """Mix a share of `color` with the background."""
     red, green, blue = ((1 - share) * p + share * c for p, c in zip(paper, color, strict=True))
     return red, green, blue

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ssla._checks import check_level as checked_level
 from ssla._checks import in_plain_torch
-from ssla._checks import level as checked_level
 from ssla.data import as_tensor
 from ssla.diagnostics.credal_sets import Credal
 from ssla.diagnostics.sensitivities import Sensitivity
-from ssla.plots.canvas import GREEN, PURPLE, axes, legend
+from ssla.plots.canvas import GREEN, PURPLE, add_legend, open_axes
 from ssla.predictive import Predictive
 
 STYLES = ("--", ":", "-.")
-RANGE = (0.0005, 0.9995)  # quantiles between which a density is drawn
+DRAWN_QUANTILES = (0.0005, 0.9995)  # between them a density is drawn
 
 
 @in_plain_torch
@@ -31,26 +31,28 @@ def bands(
     ax: Any = None,
     title: str | None = None,
 ) -> Any:
-    """Mean and central intervals along one input.
+    """Draw mean and central intervals along one input, and return the Axes.
 
-    x (N,) or (N, 1), the inputs of the predictive; data = (x, y) as dots.
+    x (N,) or (N, 1), the inputs of the predictive; data = (x, y) as dots. TypeError unless y is one
+    ordered target.
     """
-    ordered(predictive, "bands")
-    place = _line(x, predictive.law.rows)
-    ax, color = axes(ax, title)
-    order = np.argsort(place, kind="stable")
+    check_ordered(predictive, "bands")
+    x_values = _one_input(x, predictive.law.rows)
+    ax, color = open_axes(ax, title)
+    order = np.argsort(x_values, kind="stable")
+    line = x_values[order]
     shades = np.linspace(0.2, 0.6, len(levels)) if len(levels) > 1 else [0.35]
+    # The widest interval is drawn first, below the others.
     for level, shade in zip(sorted(map(checked_level, levels), reverse=True), shades, strict=True):
-        low, high = (end.numpy()[order] for end in _float(predictive.interval(level)).unbind(-1))
-        ax.fill_between(
-            place[order], low, high, color=color.tint(float(shade)), lw=0, label=f"{level:.0%}"
+        low, high = (
+            end.numpy()[order] for end in _as_double(predictive.interval(level)).unbind(-1)
         )
-    ax.plot(
-        place[order], _float(predictive.mean).numpy()[order], color=color.ink, lw=1.6, label="mean"
-    )
+        ax.fill_between(line, low, high, color=color.tint(float(shade)), lw=0, label=f"{level:.0%}")
+    mean = _as_double(predictive.mean).numpy()
+    ax.plot(line, mean[order], color=color.ink, lw=1.6, label="mean")
     if data is not None:
         ax.scatter(
-            *(_float(part).flatten() for part in data),
+            *(_as_double(part).flatten() for part in data),
             s=9,
             color=color.ink,
             alpha=0.55,
@@ -58,7 +60,7 @@ def bands(
             label="data",
         )
     ax.set(xlabel="x", ylabel="y")
-    legend(ax, ncols=2)
+    add_legend(ax, ncols=2)
     return ax
 
 
@@ -71,34 +73,27 @@ def density(
     points: int = 400,
     ax: Any = None,
 ) -> Any:
-    """The predictive density at one input, with its highest-density region.
+    """Draw the predictive density at one input, with its highest-density region; return the Axes.
 
-    Of several, by name, the region of the last.
+    Of several, by name, the region of the last. TypeError unless y is one ordered target.
     """
-    named = {"density": predictives} if isinstance(predictives, Predictive) else dict(predictives)
-    if not named:
-        raise ValueError("predictives has no entry. Give a Predictive, or a dict of them by name.")
+    named = by_name(predictives, "density")
     for predictive in named.values():
-        ordered(predictive, "density")
-        checked_row(row, predictive.law.rows)
+        check_ordered(predictive, "density")
+        check_row(row, predictive.law.rows)
     checked_level(level)
-    ax, color = axes(ax)
+    ax, color = open_axes(ax)
     counts = any(predictive.kind == "count" for predictive in named.values())
-    y = _grid(list(named.values()), row, points, counts)
+    y = _drawn_values(list(named.values()), row, points, counts)
     last = list(named)[-1]
-    for i, name in enumerate(named):
-        curve = _at(named[name], y, row).exp()
-        style = "-" if name == last else STYLES[i % len(STYLES)]
-        ax.plot(
-            y,
-            curve,
-            ls=style,
-            color=color.main if name == last else color.other,
-            lw=2 if name == last else 1.5,
-            label=name,
-        )
+    for i, (name, predictive) in enumerate(named.items()):
+        curve = _as_double(predictive.log_prob(y.expand(predictive.law.rows, -1)))[row].exp()
+        style = {"ls": STYLES[i % len(STYLES)], "color": color.other, "lw": 1.5}
+        if name == last:
+            style = {"ls": "-", "color": color.main, "lw": 2}
+        ax.plot(y, curve, label=name, **style)
     region = named[last].hdr(level)
-    for k, (start, stop) in enumerate(_intervals(region, row)):
+    for k, (start, stop) in enumerate(_intervals_of(region, row)):
         label = None if k else f"{level:.0%} region"
         inside = (y >= start) & (y <= stop)
         ax.fill_between(
@@ -106,65 +101,67 @@ def density(
         )
     ax.set_ylim(bottom=0)
     ax.set(xlabel="y", ylabel="probability" if counts else "density")
-    legend(ax)
+    add_legend(ax)
     return ax
 
 
 @in_plain_torch
 def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: Any = None) -> Any:
-    """The three increments of the log density at one input, along y, each less its value at the
-    mode.
+    """Draw the three increments of the log density at one input, along y, each less its value at
+    the mode; return the Axes.
 
     The likelihood falls where y contradicts the data, the prior where y needs unlikely weights; the
     curvature is the change of the log determinant. Their sum is the log density up to a constant.
+    TypeError unless y is one ordered target.
     """
-    ordered(predictive, "increments")
-    checked_row(row, predictive.law.rows)
-    ax, color = axes(ax)
-    y = _grid([predictive], row, points, predictive.kind == "count")
-    mode = _float(predictive.mode)[row]
-    both = torch.cat([y, mode[None]])
-    found = predictive.increments(both.expand(predictive.law.rows, -1)).map(
-        lambda part: _float(part)[row]
+    check_ordered(predictive, "increments")
+    check_row(row, predictive.law.rows)
+    ax, color = open_axes(ax)
+    y = _drawn_values([predictive], row, points, predictive.kind == "count")
+    mode = _as_double(predictive.mode)[row]
+    y_and_mode = torch.cat([y, mode[None]])
+    terms = predictive.increments(y_and_mode.expand(predictive.law.rows, -1)).map(
+        lambda term: _as_double(term)[row]
     )
-    parts: dict[str, tuple[Tensor, Any, str]]
-    parts = {
-        "likelihood": (found.likelihood, color.other, "--"),
-        "prior": (found.prior, GREEN, "-."),
-    }
-    parts |= {"curvature": (found.curvature, PURPLE, ":"), "sum": (found.total, color.ink, "-")}
-    for name, (values, shade, style) in parts.items():
+    curves: list[tuple[str, Tensor, Any, str]] = [
+        ("likelihood", terms.likelihood, color.other, "--"),
+        ("prior", terms.prior, GREEN, "-."),
+        ("curvature", terms.curvature, PURPLE, ":"),
+        ("sum", terms.total, color.ink, "-"),
+    ]
+    for name, values, shade, style in curves:
         ax.plot(y, values[:-1] - values[-1], color=shade, ls=style, lw=1.7, label=name)
     ax.axvline(float(mode), color=color.faint, lw=0.8, zorder=0)
     ax.set(xlabel="y", ylabel="log density − at mode")
-    legend(ax)
+    add_legend(ax)
     return ax
 
 
 @in_plain_torch
 def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any = None) -> Any:
-    """Mean and central interval along one input for every prior, from faint (the first) to
-    strong (the last).
+    """Draw mean and central interval along one input for every prior, from faint (the first) to
+    strong (the last); return the Axes. TypeError unless y is one ordered target.
     """
-    place = _line(x, sensitivity.baseline.law.rows)
-    ax, color = axes(
+    x_values = _one_input(x, sensitivity.baseline.law.rows)
+    ax, color = open_axes(
         ax, f"means and {checked_level(level):.0%} intervals ({sensitivity.convention})"
     )
-    order = np.argsort(place, kind="stable")
+    order = np.argsort(x_values, kind="stable")
+    line = x_values[order]
     count = len(sensitivity.names)
     for i, (name, predictive) in enumerate(
         zip(sensitivity.names, sensitivity.predictives, strict=True)
     ):
-        ordered(predictive, "prior_bands")
+        check_ordered(predictive, "prior_bands")
         shade = color.tint(0.35 + 0.65 * i / max(count - 1, 1))
+        # A legend has room for six names; of more, the first and the last are named.
         label = name if count <= 6 or i in (0, count - 1) else None
-        ax.plot(
-            place[order], _float(predictive.mean).numpy()[order], color=shade, lw=1.8, label=label
-        )
-        for end in _float(predictive.interval(level)).unbind(-1):
-            ax.plot(place[order], end.numpy()[order], color=shade, lw=1, ls="--")
+        mean = _as_double(predictive.mean).numpy()
+        ax.plot(line, mean[order], color=shade, lw=1.8, label=label)
+        for end in _as_double(predictive.interval(level)).unbind(-1):
+            ax.plot(line, end.numpy()[order], color=shade, lw=1, ls="--")
     ax.set(xlabel="x", ylabel="y")
-    legend(ax)
+    add_legend(ax)
     return ax
 
 
@@ -172,12 +169,12 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
 def p_box(
     credal: Credal, row: int = 0, *, level: float = 0.9, points: int = 60, ax: Any = None
 ) -> Any:
-    """Lower and upper distribution function of one input, with the smallest interval that every
-    prior gives that level.
+    """Draw the lower and the upper distribution function at one input, with the smallest interval
+    that has that level under every prior; return the Axes.
     """
-    checked_row(row, credal.members.rows)
+    check_row(row, credal.members.rows)
     checked_level(level)
-    ax, color = axes(ax)
+    ax, color = open_axes(ax)
     ends = credal.quantile([0.002, 0.998])
     y = torch.linspace(
         float(ends.lower[row, 0]), float(ends.upper[row, 1]), points, dtype=torch.float64
@@ -198,15 +195,23 @@ def p_box(
     ax.set_ylim(-0.1, 1.32)  # room for the legend
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
     ax.set(xlabel="y", ylabel="P(Y ≤ y)")
-    legend(ax, loc="upper left")
+    add_legend(ax, loc="upper left")
     return ax
 
 
-# --- what the functions share ----------------------------------------------------------------
+# --- helpers ---------------------------------------------------------------------------------
 
 
-def ordered(predictive: Predictive, name: str) -> None:
-    """TypeError unless the target is one number on a line."""
+def by_name(predictives: Predictive | Mapping[str, Predictive], name: str) -> dict[str, Predictive]:
+    """Return predictives by name; `name` is that of a single one. ValueError if there are none."""
+    named = {name: predictives} if isinstance(predictives, Predictive) else dict(predictives)
+    if not named:
+        raise ValueError("predictives has no entry. Give a Predictive, or a dict of them by name.")
+    return named
+
+
+def check_ordered(predictive: Predictive, name: str) -> None:
+    """Raise TypeError unless the target is one number on a line; name: of the picture."""
     if predictive.kind not in ("scalar", "count"):
         use = "reliability" if predictive.kind == "class" else "one target at a time"
         raise TypeError(
@@ -215,38 +220,42 @@ def ordered(predictive: Predictive, name: str) -> None:
         )
 
 
-def checked_row(row: int, rows: int) -> None:
+def check_row(row: int, rows: int) -> None:
+    """Raise ValueError unless `row` is the number of one of the inputs."""
     if not -rows <= row < rows:
         raise ValueError(
             f"row must be one of the {rows} inputs, from 0 to {rows - 1}, but is {row}."
         )
 
 
-def _line(x: Any, rows: int) -> Any:
-    place = _float(as_tensor(x))
-    if place.numel() != rows:
+def _one_input(x: Any, rows: int) -> Any:
+    """Return x as a NumPy array (N,); ValueError unless it has one number for each input."""
+    values = _as_double(x)
+    if values.numel() != rows:
         raise ValueError(
             f"x must hold one number for each of the {rows} inputs, but has shape "
-            f"{tuple(place.shape)}."
+            f"{tuple(values.shape)}."
         )
-    return place.flatten().numpy()
+    return values.flatten().numpy()
 
 
-def _float(values: Any) -> Tensor:
+def _as_double(values: Any) -> Tensor:
+    """Return values as a tensor of their shape, in float64 on the CPU."""
     return as_tensor(values).to("cpu", torch.float64)
 
 
-def _grid(predictives: list[Predictive], row: int, points: int, counts: bool) -> Tensor:
-    ends = torch.stack([_float(p.icdf(torch.tensor(RANGE)))[row] for p in predictives])
+def _drawn_values(predictives: list[Predictive], row: int, points: int, counts: bool) -> Tensor:
+    """Return the y (k,) at which densities of one row are drawn: `points` of them, or whole numbers
+    in the same range.
+    """
+    quantiles = torch.tensor(DRAWN_QUANTILES)
+    ends = torch.stack([_as_double(p.icdf(quantiles))[row] for p in predictives])
     low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
     y = torch.linspace(low, high, points, dtype=torch.float64)
     return y.round().unique() if counts else y
 
 
-def _at(predictive: Predictive, y: Tensor, row: int) -> Tensor:
-    return _float(predictive.log_prob(y.expand(predictive.law.rows, -1)))[row]
-
-
-def _intervals(region: Any, row: int) -> list[tuple[float, float]]:
+def _intervals_of(region: Any, row: int) -> list[tuple[float, float]]:
+    """Return the intervals of one row of a region as pairs, without the padding."""
     pairs = zip(region.lower[row].tolist(), region.upper[row].tolist(), strict=True)
     return [(start, stop) for start, stop in pairs if start == start]  # NaN is padding

@@ -1,4 +1,4 @@
-"""Where predictions are unsure, and why."""
+"""Pictures of doubt: where predictions are unsure, and which training rows decide them."""
 
 from __future__ import annotations
 
@@ -9,36 +9,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla._checks import in_plain_torch, one_of
+from ssla._checks import check_name, in_plain_torch
 from ssla.diagnostics.explanations import MEAN, VARIANCE, Explanation
-from ssla.plots.canvas import axes, legend, log_axis
-from ssla.plots.distributions import checked_row
+from ssla.plots.canvas import add_legend, open_axes, set_log_ticks
+from ssla.plots.distributions import by_name, check_row
 from ssla.predictive import Predictive
 
 KNOWN = 0.95  # quantile of the known rows' doubt above which a row counts as foreign
+MARKERS = "ox^"
 
 
 @in_plain_torch
 def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None) -> Any:
-    """Epistemic against aleatoric standard deviation of every row, both on logarithmic axes; the
-    line is where they are equal.
+    """Draw the epistemic against the aleatoric standard deviation of every row, both on logarithmic
+    axes, with the line where they are equal; return the Axes.
 
     Several predictives by name have markers of their own. The variances of classes are summed over
-    the classes.
+    the classes. ValueError where every row has an epistemic variance of zero.
     """
-    named = {"rows": predictives} if isinstance(predictives, Predictive) else dict(predictives)
-    if not named:
-        raise ValueError("predictives has no entry. Give a Predictive, or a dict of them by name.")
-    ax, color = axes(ax)
+    named = by_name(predictives, "rows")
+    ax, color = open_axes(ax)
     shades = (color.main, color.other, color.ink)
     for i, (name, predictive) in enumerate(named.items()):
-        noise, own = _deviations(predictive)
-        size = float(np.clip(3000 / len(own), 5, 24))
-        marker = "ox^"[i % 3]
+        noise, epistemic = _deviations(predictive)
+        marker = MARKERS[i % 3]
         ax.scatter(
             noise,
-            own,
-            s=size,
+            epistemic,
+            s=float(np.clip(3000 / len(epistemic), 5, 24)),
             marker=marker,
             color=shades[i % 3],
             alpha=0.7,
@@ -46,32 +44,34 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
             label=name,
         )
     ax.set(xscale="log", yscale="log", xlabel="noise (aleatoric sd)", ylabel="doubt (epistemic sd)")
-    low, high = (f(f(ax.get_xlim()), f(ax.get_ylim())) for f in (min, max))
-    box = ax.get_xlim(), ax.get_ylim()
-    ax.plot([low, high], [low, high], color=color.faint, lw=1, zorder=0, label="equal")
-    ax.set(xlim=box[0], ylim=box[1])
-    for axis, ends in zip((ax.xaxis, ax.yaxis), box, strict=True):
-        log_axis(axis, *ends)
-    legend(ax, markerscale=2)
+    # The diagonal spans both axes, whose limits stay those of the dots.
+    x_limits, y_limits = ax.get_xlim(), ax.get_ylim()
+    ends = [min(*x_limits, *y_limits), max(*x_limits, *y_limits)]
+    ax.plot(ends, ends, color=color.faint, lw=1, zorder=0, label="equal")
+    ax.set(xlim=x_limits, ylim=y_limits)
+    set_log_ticks(ax.xaxis, *x_limits)
+    set_log_ticks(ax.yaxis, *y_limits)
+    add_legend(ax, markerscale=2)
     return ax
 
 
 @in_plain_torch
 def out_of_distribution(known: Predictive, foreign: Predictive, *, ax: Any = None) -> Any:
-    """`doubt` of known and of foreign rows, with the 95% quantile of the known rows' doubt, and how
-    well doubt separates them.
+    """Draw `doubt` of known and of foreign rows, with the 95% quantile of doubt in known rows, and
+    return the Axes. The title says how well doubt separates the rows.
 
-    AUROC: the probability that a foreign row has more doubt than a known one; 0.5 if doubt says
-    nothing about it.
+    AUROC: the probability that a foreign row has more doubt than a known one; 0.5 if doubt does not
+    separate them.
     """
     ax = doubt({"known": known, "foreign": foreign}, ax=ax)
-    _, color = axes(ax)
-    own, other = _deviations(known)[1], _deviations(foreign)[1]
-    limit = float(torch.quantile(own, KNOWN))
+    _, color = open_axes(ax)
+    of_known, of_foreign = _deviations(known)[1], _deviations(foreign)[1]
+    limit = float(torch.quantile(of_known, KNOWN))
     ax.axhline(limit, color=color.ink, ls="--", lw=1, label=f"{KNOWN:.0%} of known below")
-    found = float((other > limit).double().mean())
-    ax.set_title(f"{found:.0%} of foreign above, AUROC {auroc(own, other):.2f}", fontsize="medium")
-    legend(ax, markerscale=2)
+    share = float((of_foreign > limit).double().mean())
+    area = auroc(of_known, of_foreign)
+    ax.set_title(f"{share:.0%} of foreign above, AUROC {area:.2f}", fontsize="medium")
+    add_legend(ax, markerscale=2)
     return ax
 
 
@@ -85,24 +85,25 @@ def influence(
     most: int = 10,
     ax: Any = None,
 ) -> Any:
-    """What the most influential training rows add to the mean, or to the variance, of one
-    output at one input. Bars.
+    """Draw bars of what the most influential training rows add to the mean, or to the variance, of
+    one output at one input; return the Axes.
+
+    by: "mean" or "variance"; most: the number of rows. ValueError for another `by`, row or output.
     """
-    one_of("by", by, (MEAN, VARIANCE))
-    checked_row(row, len(explanation.influence.rows))
-    outputs = explanation.influence.mean.shape[-1]
+    check_name("by", by, (MEAN, VARIANCE))
+    by_rows = explanation.influence
+    check_row(row, len(by_rows.rows))
+    outputs = by_rows.mean.shape[-1]
     if not 0 <= output < outputs:
         raise ValueError(f"output must be from 0 to {outputs - 1}, but is {output}.")
-    ax, color = axes(ax)
-    values = (explanation.influence.mean if by == MEAN else explanation.influence.variance)[
-        row, :most, output
-    ]
-    names = [f"row {i}" for i in explanation.influence.rows[row, :most].tolist()]
+    ax, color = open_axes(ax)
+    values = (by_rows.mean if by == MEAN else by_rows.variance)[row, :most, output]
+    names = [f"row {i}" for i in by_rows.rows[row, :most].tolist()]
     shades = [color.main if value >= 0 else color.other for value in values.tolist()]
-    place = np.arange(len(names))
-    ax.barh(place, values.numpy(), color=shades, height=0.7)
+    positions = np.arange(len(names))
+    ax.barh(positions, values.numpy(), color=shades, height=0.7)
     ax.axvline(0, color=color.ink, lw=1)
-    ax.set_yticks(place, names)
+    ax.set_yticks(positions, names)
     ax.invert_yaxis()
     ax.set(
         xlabel=f"added to the {by} of output {output}" if outputs > 1 else f"added to the {by} of f"
@@ -111,24 +112,31 @@ def influence(
 
 
 def auroc(low: Tensor, high: Tensor) -> float:
-    """The probability that a value of `high` exceeds one of `low`; equal ones count half."""
-    ordered = low.sort().values
-    below, upto = (
-        torch.searchsorted(ordered, high, right=right).double() for right in (False, True)
+    """Return the probability that a value of `high` (k,) exceeds one of `low` (n,).
+
+    Equal values count half.
+    """
+    in_order = low.sort().values
+    below, up_to = (
+        torch.searchsorted(in_order, high, right=right).double() for right in (False, True)
     )
-    return float((below + upto).mean() / 2 / len(low))
+    return float((below + up_to).mean() / 2 / len(low))
 
 
 def _deviations(predictive: Predictive) -> tuple[Tensor, Tensor]:
-    """Aleatoric and epistemic standard deviations (N,)."""
-    noise, own = (
+    """Return aleatoric and epistemic standard deviations (N,), summed over targets or classes.
+
+    Zeros are replaced by the smallest positive one, for a logarithmic axis. ValueError where every
+    epistemic one is zero.
+    """
+    noise, epistemic = (
         part if part.dim() == 1 else part.sum(1)
         for part in (predictive.law.aleatoric, predictive.law.epistemic)
     )
-    if not bool((own > 0).any()):
+    if not bool((epistemic > 0).any()):
         raise ValueError(
             f"Every row has a doubt of zero (refit={predictive.diagnostics.refit!r}), which a "
             "logarithmic axis cannot show. Use refit='output'."
         )
-    noise, own = (part.clamp_min(float(part[part > 0].min())) for part in (noise, own))
-    return noise.sqrt(), own.sqrt()
+    noise, epistemic = (part.clamp_min(float(part[part > 0].min())) for part in (noise, epistemic))
+    return noise.sqrt(), epistemic.sqrt()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ssla._checks import covariances, finite, in_plain_torch, warn
+from ssla._checks import check_covariances, check_finite, in_plain_torch, warn
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Inputs, as_inputs, as_tensor, row_count
 from ssla.likelihoods import Likelihood
@@ -27,7 +27,7 @@ from ssla.predictive.grid_law import grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mixing import mixture
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
-from ssla.predictive.refitted import check_refittable, refitted
+from ssla.predictive.refitted import check_refittable, make_refitted_predictive
 from ssla.predictive.transformed import transformed
 from ssla.priors import ADDITIVE, EXACT
 from ssla.refit import (
@@ -65,13 +65,18 @@ __all__ = [
 ]
 
 OUTPUT = OutputRefit()
-HELD_IN_FULL = 1 << 22  # probabilities of classes that are held in float64: 32 MiB
+# probabilities of classes up to which they are held in float64 (32 MiB); a guess
+MOST_IN_FLOAT64 = 1 << 22
 
 
 def predict(
     posterior: Posterior, x: Inputs, refit: str | Refit = "output", differentiable: bool = False
 ) -> Predictive:
-    """The predictive of y at x (see Posterior.predict)."""
+    """Return the predictive of y at x (see Posterior.predict).
+
+    TypeError unless it is a posterior; ValueError where refit, convention and target do not go
+    together.
+    """
     if not hasattr(posterior, "bound_prior"):  # the class itself stands above this package
         raise TypeError(
             "predict needs a Posterior, as ssla.fit returns it, but got "
@@ -87,58 +92,65 @@ def predict(
             "posterior.with_prior(posterior.prior)."
         )
     if isinstance(rung, WeightRefit | AutoRefit):
-        weights = rung(posterior, x)
-        output = _predictive(weights.output, OutputRefit())
-        check_refittable(weights)
-        reasons = _reasons(rung, weights, output) if isinstance(rung, AutoRefit) else None
-        answer = refitted(weights, output, rung.name, reasons)
-        wanted = [
-            reasons is None or bool(reasons[i]) for i in range(len(answer.diagnostics.fallback))
-        ]
-        failed = [
-            rung != "weights"
-            for rung, yes in zip(answer.diagnostics.rung or (), wanted, strict=True)
-            if yes
-        ]
-        weights.warn(sum(failed), len(failed), "inputs have refits of the weights that")
-        return _warned(answer)
-    if isinstance(rung, OutputRefit) and _integrates(
+        return _predict_by_weights(posterior, x, rung)
+    if isinstance(rung, OutputRefit) and _integrates_classes(
         rung, posterior.likelihood.predictive, posterior.convention
     ):
-        inputs = as_inputs(x)
-        whole = ByChunks(rung, posterior, inputs)
-        extreme: list[Tensor] = []
-        parts = at_temperature_one(
-            posterior.likelihood.predictive, _watched(posterior.roots_at(inputs), extreme)
-        )
-        rows, outputs = row_count(inputs), posterior.network.outputs
-        # Answers of a float32 network are given in float32. Very many of them are also held so:
-        # half the memory.
-        many = rows * outputs > HELD_IN_FULL and whole.like.dtype.itemsize <= 4
-        held = torch.float32 if many else torch.float64
-        integrals = integrate_classes(parts, outputs, posterior.memory_budget, rows, held)
-        found = integrated_predictive(whole, integrals, rung.name)
-        return _flagged(found, torch.cat(extreme)) if extreme else found
-    return _warned(_predictive(rung(posterior, x), rung))
+        return _predict_classes(posterior, x, rung)
+    return _warn_if_inaccurate(_predictive_of(rung(posterior, x), rung))
 
 
-def _watched(
-    parts: Iterable[tuple[Tensor, Root]], extreme: list[Tensor]
-) -> Iterator[tuple[Tensor, Root]]:
-    """The same parts; which of their rows are extreme is appended to the list."""
-    for f, root in parts:
-        extreme.append(is_extreme(f, root.variances()))
-        yield f, root
+def _predict_by_weights(
+    posterior: Posterior, x: Inputs, rung: WeightRefit | AutoRefit
+) -> Predictive:
+    """Refit the weights at x: at every row, or for "auto" at rows where the output rung is
+    doubtful. Warns of refits that failed; ValueError for targets without such a predictive.
+    """
+    weights = rung(posterior, x)
+    output = _predictive_of(weights.output, OUTPUT)
+    check_refittable(weights)
+    reasons = _refit_reasons(rung, weights, output) if isinstance(rung, AutoRefit) else None
+    predictive = make_refitted_predictive(weights, output, rung.name, reasons)
+    answered_by = predictive.diagnostics.rung or ()
+    failed = [
+        name != "weights" for i, name in enumerate(answered_by) if reasons is None or reasons[i]
+    ]
+    weights.warn_of_failures(sum(failed), len(failed), "inputs have refits of the weights that")
+    return _warn_if_inaccurate(predictive)
 
 
-def _flagged(predictive: Predictive, extreme: Tensor) -> Predictive:
-    """The predictive with extreme rows (N,) bool in its diagnostics."""
+def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
+    """Integrate the probabilities of classes at x over f, a chunk of rows at a time."""
+    inputs = as_inputs(x)
+    log_density = ByChunks(rung, posterior, inputs)
+    extreme: list[Tensor] = []
+
+    def chunks() -> Iterator[tuple[Tensor, Root]]:
+        """Yield f̂ and a root of K, and note on the way which rows are extreme."""
+        for f, root in posterior.roots_at(inputs):
+            extreme.append(is_extreme(f, root.variances()))
+            yield f, root
+
+    parts = at_temperature_one(posterior.likelihood.predictive, chunks())
+    rows, outputs = row_count(inputs), posterior.network.outputs
+    # Answers of a float32 network are given in float32. Very many of them are also held so: half
+    # the memory.
+    many = rows * outputs > MOST_IN_FLOAT64 and log_density.like.dtype.itemsize <= 4
+    dtype = torch.float32 if many else torch.float64
+    integrals = integrate_classes(parts, outputs, posterior.memory_budget, rows, dtype)
+    predictive = integrated_predictive(log_density, integrals, rung.name)
+    return _with_extreme(predictive, torch.cat(extreme)) if extreme else predictive
+
+
+def _with_extreme(predictive: Predictive, extreme: Tensor) -> Predictive:
+    """Return the predictive with extreme rows (N,) bool in its diagnostics."""
     return replace(predictive, diagnostics=predictive.diagnostics.with_extreme(extreme))
 
 
-def _integrates(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
-    """Whether the probabilities of classes are integrals over f, which the output refit
-    approximates for other targets.
+def _integrates_classes(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
+    """Tell whether the answers are probabilities of classes, which are integrated over f.
+
+    The output refit approximates such an integral for other targets.
     """
     return (
         isinstance(rung, OutputRefit)
@@ -148,8 +160,8 @@ def _integrates(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
     )
 
 
-def _reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
-    """Why "auto" refits the weights, for each row; empty where it does not."""
+def _refit_reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
+    """Return for each row why "auto" refits the weights; an empty text where it does not."""
     if weights.exact:
         return [""] * output.law.rows
     flags = output.diagnostics
@@ -161,11 +173,11 @@ def _reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> 
 def from_marginal(
     likelihood: Likelihood, mean: Any, covariance: Any, refit: str | Refit = "output"
 ) -> Predictive:
-    """The predictive of y when f ~ N(mean, covariance): for distributions of f that come from
-    elsewhere.
+    """Return the predictive of y when f ~ N(mean, covariance): for distributions of f that come
+    from elsewhere.
 
     mean (N, C), covariance (N, C, C). Works with the rungs that need no more than that: all but a
-    refit of weights.
+    refit of weights. ValueError for other rungs, shapes, and numbers that are not finite.
     """
     rung = resolve(refit)
     if not isinstance(rung, OutputRung):
@@ -179,75 +191,82 @@ def from_marginal(
             f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and "
             f"{tuple(K.shape)}."
         )
-    finite("mean", f, "Give finite outputs.")
-    finite("covariance", K, "Give finite covariances.")
-    return predictive_of_outputs(likelihood, f, covariances("covariance", K), rung)
+    check_finite("mean", f, "Give finite outputs.")
+    check_finite("covariance", K, "Give finite covariances.")
+    return predictive_of_outputs(likelihood, f, check_covariances("covariance", K), rung)
 
 
 def predictive_of_outputs(
     likelihood: Likelihood, f: Tensor, K: Tensor, rung: OutputRung = OUTPUT
 ) -> Predictive:
-    """The predictive of y for f ~ N(f, K), where K is a posterior's own covariance and needs no
-    check.  (N, C), (N, C, C).
+    """Return the predictive of y for f ~ N(f, K), with f (N, C) and K (N, C, C).
+
+    K is a posterior's own covariance and needs no check. ValueError where f is outside the domain
+    of the likelihood.
     """
     likelihood.check_outputs(f)
-    return _warned(_predictive(on_marginal(rung, likelihood, f, K), rung))
+    return _warn_if_inaccurate(_predictive_of(on_marginal(rung, likelihood, f, K), rung))
 
 
-def _predictive(log_density: LogDensity, rung: Refit) -> Predictive:
-    """Choose the law by the support of y; closed form where there is one."""
+def _predictive_of(log_density: LogDensity, rung: Refit) -> Predictive:
+    """Choose the law by the support of y, in closed form where there is one.
+
+    ValueError for a vector target with the empirical curvature.
+    """
     likelihood = log_density.likelihood
-    f = log_density.marginal.mean
+    f, K = log_density.marginal
     support = likelihood.support_for(f.shape[1])
     empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
     convention = log_density.convention if isinstance(log_density, OutputLogDensity) else EXACT
     if likelihood.quadratic and not empirical:
-        no = torch.zeros(f.shape[0], dtype=torch.bool)
-        noise, moved = likelihood.covariance_for(f), None
-        if (
-            convention == ADDITIVE
-            and log_density.moves
-            and isinstance(log_density, OutputLogDensity)
-        ):
-            moved = additive_law(noise, log_density.marginal, log_density.prior_response)
-        law = GaussianLaw(log_density, noise, isinstance(rung, NoRefit), convention, moved)
-        flags = Diagnostics(rung.name, no, no, no, convention)
-        return _flagged(Predictive(law, log_density.like, flags), _extreme_rows(log_density))
-    if support.kind == "vector":
+        predictive = _make_gaussian_predictive(log_density, rung, convention)
+    elif support.kind == "vector":
         raise ValueError(
             "A vector target has no closed form with NoRefit(curvature='empirical'). Use "
             "curvature='observed', or another refit."
         )
-    if isinstance(log_density, OutputLogDensity) and _integrates(rung, likelihood, convention):
-        parts = at_temperature_one(likelihood, [(f, full_root(log_density.marginal.covariance))])
+    elif isinstance(log_density, OutputLogDensity) and _integrates_classes(
+        rung, likelihood, convention
+    ):
+        parts = at_temperature_one(likelihood, [(f, full_root(K))])
         integrals = integrate_classes(parts, f.shape[1], DEFAULT_BUDGET)
-        found = integrated_predictive(log_density, integrals, rung.name)
+        predictive = integrated_predictive(log_density, integrals, rung.name)
     elif isinstance(support, Classes):
-        found = class_predictive(log_density, support.count, rung.name)
+        predictive = class_predictive(log_density, support.count, rung.name)
     elif support.kind == "count":
-        found = count_predictive(log_density, rung.name)
+        predictive = count_predictive(log_density, rung.name)
     elif support.kind == "circular":
-        found = circular_predictive(log_density, rung.name)
+        predictive = circular_predictive(log_density, rung.name)
     else:
         assert isinstance(support, Continuous)
-        found = grid_predictive(log_density, support, rung.name)
-    found = replace(found, diagnostics=replace(found.diagnostics, convention=convention))
-    return _flagged(found, _extreme_rows(log_density))
+        predictive = grid_predictive(log_density, support, rung.name)
+    flags = replace(predictive.diagnostics, convention=convention)
+    predictive = replace(predictive, diagnostics=flags)
+    return _with_extreme(predictive, is_extreme(f, K.diagonal(dim1=1, dim2=2)))
 
 
-def _extreme_rows(log_density: LogDensity) -> Tensor:
-    f, K = log_density.marginal
-    return is_extreme(f, K.diagonal(dim1=1, dim2=2))
+def _make_gaussian_predictive(log_density: LogDensity, rung: Refit, convention: str) -> Predictive:
+    """Make the closed form for Gaussian noise; no row is flagged.
+
+    ValueError where the additive convention has no integral.
+    """
+    f = log_density.marginal.mean
+    noise, moved = log_density.likelihood.covariance_for(f), None
+    if convention == ADDITIVE and log_density.moves and isinstance(log_density, OutputLogDensity):
+        moved = additive_law(noise, log_density.marginal, log_density.prior_response)
+    law = GaussianLaw(log_density, noise, isinstance(rung, NoRefit), convention, moved)
+    no = torch.zeros(len(f), dtype=torch.bool)
+    return Predictive(law, log_density.like, Diagnostics(rung.name, no, no, no, convention))
 
 
-def _warned(predictive: Predictive) -> Predictive:
-    """Warn where rows could not be integrated to their tolerance."""
-    bad = predictive.diagnostics.inaccurate
-    if bool(bad.any()):
-        better = "" if predictive.diagnostics.refit == "output" else " refit='output' is safer."
+def _warn_if_inaccurate(predictive: Predictive) -> Predictive:
+    """Warn if rows could not be integrated to their tolerance; return the predictive."""
+    inaccurate = predictive.diagnostics.inaccurate
+    if bool(inaccurate.any()):
+        remedy = "" if predictive.diagnostics.refit == "output" else " refit='output' is safer."
         warn(
-            f"{int(bad.sum())} of {bad.numel()} predictives are inaccurate "
+            f"{int(inaccurate.sum())} of {inaccurate.numel()} predictives are inaccurate "
             f"(refit={predictive.diagnostics.refit!r}): their density has no integral, or a spike "
-            "that could not be resolved. See predictive.diagnostics and predictive.mass." + better
+            "that could not be resolved. See predictive.diagnostics and predictive.mass." + remedy
         )
     return predictive

@@ -1,4 +1,4 @@
-"""Another unit of measurement: the predictive of shift + scale · y, exactly."""
+"""The predictive of shift + scale · y, exactly: a target in another unit of measurement."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ssla._checks import finite, in_plain_torch, positive
+from ssla._checks import check_finite, check_positive, in_plain_torch
 from ssla.data import as_tensor
 from ssla.maths.quadrature import Regions
 from ssla.predictive.gaussian_law import Ellipsoid
@@ -19,6 +19,7 @@ from ssla.refit.increments import Increments
 from ssla.values import COARSE
 
 SCALAR = "scalar"
+VECTOR = "vector"
 
 
 @final
@@ -36,135 +37,157 @@ class AffineLaw(Law):
 
     @property
     def kind(self) -> str:
+        """Return the kind of the base, "scalar" or "vector"."""
         return self.base.kind
 
     @property
     def rows(self) -> int:
+        """Return N, the number of inputs."""
         return self.base.rows
 
-    def _out(self, z: Tensor) -> Tensor:
-        """z (N, …, [D]) -> y."""
-        return self._shift(z) + self.scale * z
+    def _to_y(self, z: Tensor) -> Tensor:
+        """Map values of the base to the new unit: z (N, …) or (N, …, D) -> y of its shape."""
+        return self._shift_like(z) + self.scale * z
 
-    def _shift(self, z: Tensor) -> Tensor:
-        """The shift to add to z (N, …, [D])."""
+    def _to_z(self, y: Tensor) -> Tensor:
+        """Map values in the new unit to those of the base: y (N, …) or (N, …, D) -> z."""
+        return (y - self._shift_like(y)) / self.scale
+
+    def _shift_like(self, values: Tensor) -> Tensor:
+        """Return the shift in a shape that broadcasts with values (N, …) or (N, …, D)."""
         by_row = self.shift.dim() == 1 and self.kind == SCALAR
-        return self.shift.reshape(-1, *[1] * (z.dim() - 1)) if by_row else self.shift
-
-    def _trailing(self, z: Tensor) -> Tensor:
-        """z (N, [D], k) -> y: quantiles come after the targets."""
-        return self.shift[..., None] + self.scale[..., None] * z
-
-    def _in(self, y: Tensor) -> Tensor:
-        return (y - self._shift(y)) / self.scale
+        return self.shift.reshape(-1, *[1] * (values.dim() - 1)) if by_row else self.shift
 
     @property
     def _log_scale(self) -> float:
+        """Return log |dy/dz|, summed over the targets."""
         return float(self.scale.log().sum())
 
     @property
     def mean(self) -> Tensor:
-        return self._out(self.base.mean)
+        """Return shift + scale · E[z], (N,) or (N, D)."""
+        return self._to_y(self.base.mean)
 
     @property
     def mode(self) -> Tensor:
-        return self._out(self.base.mode)
+        """Return the mode of the base in the new unit, (N,) or (N, D)."""
+        return self._to_y(self.base.mode)
 
     @property
     def variance(self) -> Tensor:
+        """Return scale² · Var[z], (N,) or (N, D)."""
         return self.base.variance * self.scale**2
 
     @property
     def stddev(self) -> Tensor:
+        """Return the standard deviation in the new unit, (N,) or (N, D)."""
         return self.base.stddev * self.scale
 
     @property
     def covariance(self) -> Tensor:
+        """Return the covariance of the targets in the new unit (N, D, D)."""
         scale = self.scale.reshape(-1)
         return self.base.covariance * scale[:, None] * scale[None, :]
 
     @property
     def epistemic(self) -> Tensor:
+        """Return the epistemic variance in the new unit, (N,) or (N, D)."""
         return self.base.epistemic * self.scale**2
 
     @property
     def aleatoric(self) -> Tensor:
+        """Return the aleatoric variance in the new unit, (N,) or (N, D)."""
         return self.base.aleatoric * self.scale**2
 
     @property
     def mass(self) -> Tensor:
-        """The same in every unit."""
+        """Return the mass of the base (N,), which does not depend on the unit."""
         return self.base.mass
 
     def check(self, y: Tensor) -> None:
-        self.base.check(self._in(y))
+        """Raise ValueError where y is outside the support of the base."""
+        self.base.check(self._to_z(y))
 
     def log_prob(self, y: Tensor) -> Tensor:
-        return self.base.log_prob(self._in(y)) - self._log_scale
+        """Return log p(z) − Σ log scale, of the shape that the base returns."""
+        return self.base.log_prob(self._to_z(y)) - self._log_scale
 
     def cdf(self, y: Tensor) -> Tensor:
-        return self.base.cdf(self._in(y))
+        """Return P(Y ≤ y), of y's shape."""
+        return self.base.cdf(self._to_z(y))
 
     def below(self, y: Tensor) -> Tensor:
-        return self.base.below(self._in(y))
+        """Return P(Y < y), of y's shape."""
+        return self.base.below(self._to_z(y))
 
     def icdf(self, q: Tensor) -> Tensor:
-        return self._trailing(self.base.icdf(q))
+        """Return the quantiles at q (k,): (N, k) or (N, D, k)."""
+        # Quantiles come after the targets, so shift and scale get a last dimension.
+        return self.shift[..., None] + self.scale[..., None] * self.base.icdf(q)
 
     def hdr(self, level: float) -> Regions | Ellipsoid | DensityRegion:
+        """Return the smallest region of the base, in the new unit."""
         region = self.base.hdr(level)
         if isinstance(region, Regions):
-            return Regions(self._out(region.lower), self._out(region.upper))
+            return Regions(self._to_y(region.lower), self._to_y(region.upper))
         if isinstance(region, Ellipsoid):
-            return Ellipsoid(self._out(region.centre), self.covariance, region.squared_radius)
+            return Ellipsoid(self._to_y(region.centre), self.covariance, region.squared_radius)
         return DensityRegion(self, region.threshold - self._log_scale)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Draw n values for each input: (n, N) or (n, N, D)."""
         return self.shift + self.scale * self.base.sample(n, generator)
 
     def increments(self, y: Tensor) -> Increments:
-        """Those of the base; the change of units is counted with the likelihood."""
-        parts = self.base.increments(self._in(y))
+        """Return the increments of the base; the change of units is counted with the likelihood."""
+        parts = self.base.increments(self._to_z(y))
         return replace(parts, likelihood=parts.likelihood - self._log_scale)
 
 
 @in_plain_torch
 def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
-    """The predictive of shift + scale · y, for continuous targets: un-standardises a distribution
-    exactly.
+    """Return the predictive of shift + scale · y for continuous targets, exactly: it undoes the
+    standardisation of y.
 
-    One target: shift may be one number for each row (N,). Answers are in float64 where the dtype of
-    the predictive cannot hold the sum.
+    shift, scale: numbers, or one for each of D targets; for one target shift may also be one number
+    for each row (N,). scale must be positive. Answers are in float64 where the dtype of the
+    predictive cannot hold the sum. TypeError for other targets, ValueError for other shapes.
 
     >>> affine(post.predict(x), shift=y.mean(), scale=y.std())      # doctest: +SKIP
     """
     kind, law, like = predictive.kind, predictive.law, predictive.like
-    if kind not in (SCALAR, "vector"):
+    if kind not in (SCALAR, VECTOR):
         raise TypeError(
             "Only continuous targets can be shifted and scaled, but this predictive is of kind "
             f"{kind!r}."
         )
-    a, b = (as_tensor(value).to("cpu", torch.float64) for value in (shift, scale))
-    finite("shift", a, "Give finite numbers.")
-    positive("scale", b)
-    by_row = kind == SCALAR and a.shape == (law.rows,)
-    allowed = (0, 1) if kind == "vector" else (0,)
-    if not (a.dim() in allowed or by_row) or b.dim() not in allowed:
+    shift, scale = (as_tensor(value).to("cpu", torch.float64) for value in (shift, scale))
+    check_finite("shift", shift, "Give finite numbers.")
+    check_positive("scale", scale)
+    _check_shapes(law, shift, scale)
+    if kind == VECTOR:
+        shift, scale = (value.expand(law.mean.shape[1]) for value in (shift, scale))
+    # Where the rounding of the shift is coarse beside the noise, the sum needs more digits.
+    step = torch.finfo(like.dtype).eps * shift.abs()
+    coarse = bool((step > COARSE * scale * law.stddev).any())
+    like = like.double() if coarse else like
+    return replace(predictive, law=AffineLaw(law, shift, scale), like=like, parts=())
+
+
+def _check_shapes(law: Law, shift: Tensor, scale: Tensor) -> None:
+    """Raise ValueError unless shift and scale are numbers, or one for each target.
+
+    For one target the shift may be one number for each row.
+    """
+    by_row = law.kind == SCALAR and shift.shape == (law.rows,)
+    allowed = (0, 1) if law.kind == VECTOR else (0,)
+    if not (shift.dim() in allowed or by_row) or scale.dim() not in allowed:
         more = (
             " or one number for each target"
-            if kind == "vector"
+            if law.kind == VECTOR
             else f" (shift also one for each of {law.rows} rows)"
         )
         raise ValueError(
-            f"shift and scale must be numbers{more}, but have shapes {tuple(a.shape)} and "
-            f"{tuple(b.shape)}."
+            f"shift and scale must be numbers{more}, but have shapes {tuple(shift.shape)} and "
+            f"{tuple(scale.shape)}."
         )
-    if kind == "vector":
-        a, b = (value.expand(law.mean.shape[1]) for value in (a, b))
-    step = torch.finfo(like.dtype).eps * a.abs()
-    coarse = bool(
-        (step > COARSE * b * law.stddev).any()
-    )  # the sum needs digits that the dtype lacks
-    return replace(
-        predictive, law=AffineLaw(law, a, b), like=like.double() if coarse else like, parts=()
-    )

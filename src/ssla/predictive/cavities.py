@@ -1,4 +1,4 @@
-"""What each training row contributes to the Gaussian of θ, and the outputs without it.
+"""Cavities: what each training row contributes to the Gaussian of θ, and the outputs without it.
 
 Row i contributes a site to the Gaussian of θ: its score g and its precision Λ, averaged over the
 Gaussian (variational), or at the mode with the Fisher for Λ (Laplace). The outputs at x_i without
@@ -27,24 +27,23 @@ from torch import Tensor
 
 from ssla.curvature import Operator
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.memory import bytes_of
-from ssla.data import Batch, Rows, checked
+from ssla.curvature.memory import tensor_bytes
+from ssla.data import Batch, Rows, check_batch
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import averages
-from ssla.maths.linalg import root
-from ssla.maths.quadrature import wrapped
+from ssla.maths.linalg import covariance_root
+from ssla.maths.quadrature import wrap_angles
 from ssla.predictive import from_marginal
 from ssla.predictive.predictive import Predictive
-from ssla.refit.weights.refit_rows import Purpose, check_seen, training_data
+from ssla.refit.weights.refit_rows import Purpose, check_same_data, training_data
 from ssla.values import Marginal
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 PURPOSE = Purpose("posterior.loo()", "The data", "posterior.loo(data={})")
-LEAST = (
-    1e-6  # eigenvalue of I − RᵀΛR: the variance with the row, as a share of the variance without it
-)
+# least eigenvalue of I − RᵀΛR, the variance with the row as a share of the variance without it
+LEAST = 1e-6
 ROWS_AT_ONCE = 1024  # predictives that are held together
 
 
@@ -66,9 +65,10 @@ class Site(NamedTuple):
 
     @property
     def row_weights(self) -> Tensor:
-        return (
-            torch.ones(len(self.f), dtype=torch.float64) if self.weights is None else self.weights
-        )
+        """Return the weights of the rows (b,), ones where there are none."""
+        if self.weights is None:
+            return torch.ones(len(self.f), dtype=torch.float64)
+        return self.weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,51 +82,57 @@ class Sites:
     likelihood: Likelihood
 
     def __iter__(self) -> Iterator[Site]:
+        """Iterate over the sites of chunks of rows."""
         return iter(self.rows)
 
 
-def collect(
+def collect_sites(
     posterior: Posterior, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None
 ) -> Sites:
-    """The sites of the training rows, in a pass, at most `most` rows a chunk; ValueError unless
-    they are those of the fit.
+    """Compute the sites of the training rows in one pass, at most `most` rows a chunk.
+
+    ValueError unless they are the rows of the fit.
     """
     source = training_data(posterior, data, purpose)
     network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
     support = likelihood.support_for(network.outputs)
-    fisher = by_fisher(posterior)
+    fisher = uses_expected_fisher(posterior)
 
-    def site(part: Batch) -> Site:
-        _, y, weights = checked(part, support, network.outputs)
-        ((f, J),) = posterior.linearised(part.x)  # a part is a chunk
+    def compute_site(chunk: Batch) -> Site:
+        """Linearise a chunk of rows, and average score and precision over the Gaussian."""
+        _, y, weights = check_batch(chunk, support, network.outputs)
+        ((f, J),) = posterior.linearised(chunk.x)  # these rows are one chunk
         f, J = f.double(), J.double()
         if posterior.variational is None:
             return Site(f, J, likelihood.score(y, f), likelihood.fisher(f), y, weights)
         _, score, precision = averages(likelihood, y, f, posterior.covariance.root(J), fisher)
         return Site(f, J, score, precision, y, weights)
 
-    together = (
-        network.rows_at_once(budget) if most is None else min(network.rows_at_once(budget), most)
-    )
-    rows = Rows(source, lambda _: together, site, bytes_of_site, budget // 4)
-    n, gradient = 0, torch.zeros_like(posterior.theta)
-    for one in rows:
-        n += len(one.f)
-        at_theta = one.f - one.J.push(posterior.mean - posterior.theta)
-        gradient += one.J.pull(likelihood.score(one.y, at_theta) * one.row_weights[:, None])
-    check_seen(posterior, n, gradient, purpose)
+    rows_at_once = network.rows_at_once(budget)
+    if most is not None:
+        rows_at_once = min(rows_at_once, most)
+    rows = Rows(source, lambda _: rows_at_once, compute_site, bytes_of_site, budget // 4)
+    # The number of rows and the gradient at θ̂ tell whether these are the rows of the fit.
+    row_count, gradient = 0, torch.zeros_like(posterior.theta)
+    for site in rows:
+        row_count += len(site.f)
+        f_at_theta = site.f - site.J.push(posterior.mean - posterior.theta)
+        gradient += site.J.pull(likelihood.score(site.y, f_at_theta) * site.row_weights[:, None])
+    check_same_data(posterior, row_count, gradient, purpose)
     return Sites(rows, posterior.mean, likelihood)
 
 
 def bytes_of_site(site: Site) -> int:
-    return bytes_of(site.J) + sum(
-        bytes_of(part) for part in (site.f, site.score, site.precision, site.y)
+    """Return the memory of a site in bytes."""
+    return tensor_bytes(site.J) + sum(
+        tensor_bytes(part) for part in (site.f, site.score, site.precision, site.y)
     )
 
 
-def by_fisher(posterior: Posterior) -> bool:
-    """Whether a variational Gaussian was fitted with the expected Fisher, because its structure
-    takes no indefinite average.
+def uses_expected_fisher(posterior: Posterior) -> bool:
+    """Tell whether a variational Gaussian was fitted with the expected Fisher.
+
+    It was where the structure takes no average that may be indefinite.
     """
     return not posterior.likelihood.concave and posterior.sums.curvature.positive_only
 
@@ -135,9 +141,9 @@ def by_fisher(posterior: Posterior) -> bool:
 
 
 class Cavity(NamedTuple):
-    """The outputs without the row's own site.
+    """The outputs at some rows without each row's own site.
 
-    Where it is not `sound` the values are those with the site.
+    Where a row is not `sound` the values are those with the site.
     """
 
     marginal: Marginal
@@ -147,26 +153,30 @@ class Cavity(NamedTuple):
     sound: Tensor  # (b,) bool: I − RᵀΛR is positive definite
 
 
-def cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cavity:
-    """Of each row under N(mean + step, covariance), with the sites fixed: g there is g − ΛJ
-    step.
+def compute_cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cavity:
+    """Remove each row's own site from the Gaussian N(mean + step, covariance) of θ.
+
+    step (P,), None for zero. The sites are fixed, so the score there is g − ΛJ step.
     """
     f, g = site.f, site.score
     if step is not None:
         move = site.J.push(step)
-        f, g = f + move, g - (site.precision @ move.unsqueeze(-1)).squeeze(-1)
+        f = f + move
+        g = g - (site.precision @ move.unsqueeze(-1)).squeeze(-1)
+    # A row that counts more than once is removed once.
     once = site.row_weights.clamp_max(1.0)
     K = covariance.covariance(site.J)
+    # A site that is not finite is not removed, and its row is not sound.
     finite = torch.isfinite(g).all(-1) & torch.isfinite(site.precision).all(-1).all(-1)
     precision = torch.where(finite[:, None, None], site.precision * once[:, None, None], 0.0)
-    R = root(K)
+    R = covariance_root(K)
     S = R.mT @ precision @ R
     values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
     sound = finite & (values[:, 0] > LEAST)
-    axes, values = R @ vectors, values.clamp_min(LEAST)
-    z = (axes.mT @ (g * once[:, None]).unsqueeze(-1)).squeeze(
-        -1
-    ) / values  # the shift, in standard deviations with the row
+    axes = R @ vectors
+    values = values.clamp_min(LEAST)
+    # the shift along each axis, in standard deviations with the row
+    z = (axes.mT @ (g * once[:, None]).unsqueeze(-1)).squeeze(-1) / values
     shift = (axes @ z.unsqueeze(-1)).squeeze(-1)
     influence = 0.5 * (1 / values - 1 + values.log() + z.square()).sum(-1)
     without = (axes / values.unsqueeze(-2)) @ axes.mT
@@ -185,21 +195,22 @@ class Score(NamedTuple):
     unsound: int
 
 
-def score(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
-    """Leave-one-out under another Gaussian of θ, with the sites fixed: what tuning by
-    leave-one-out evaluates.
+def score_left_out(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
+    """Compute the leave-one-out score under another Gaussian N(mean, covariance) of θ.
+
+    The sites are fixed. Tuning by leave-one-out evaluates this.
     """
     total = weight = 0.0
     unsound = 0
     for site in sites:
-        found = cavity(site, mean - sites.mean, covariance)
+        without = compute_cavity(site, mean - sites.mean, covariance)
         log_prob = torch.cat(
-            [p.log_prob(y) for p, y in predictives_of(sites.likelihood, found.marginal, site.y)]
+            [p.log_prob(y) for p, y in predictives_of(sites.likelihood, without.marginal, site.y)]
         )
-        weights = site.row_weights * found.sound
+        weights = site.row_weights * without.sound
         total += float((weights * log_prob).sum())
         weight += float(weights.sum())
-        unsound += int((~found.sound).sum())
+        unsound += int((~without.sound).sum())
     return Score(total / weight if weight else float("nan"), unsound)
 
 
@@ -209,7 +220,7 @@ def score(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
 def predictives_of(
     likelihood: Likelihood, marginal: Marginal, y: Tensor
 ) -> Iterator[tuple[Predictive, Tensor]]:
-    """The predictives of f ~ N(f₋, K₋) with their y, some rows at a time."""
+    """Yield the predictives of f ~ N(f₋, K₋) with their y (b,) or (b, D), by blocks of rows."""
     for start in range(0, len(y), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
         with warnings.catch_warnings():  # inaccurate rows are counted
@@ -218,19 +229,19 @@ def predictives_of(
         yield predictive, y[rows]
 
 
-def ranks(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
-    """P(Y < y) and P(Y ≤ y) of each row; for classes the probability of all more probable ones,
-    without and with y.
+def rank_targets(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return P(Y < y) and P(Y ≤ y) of each row, of y's shape.
 
-    Of angles the circle is cut opposite the mean.
+    For classes they are the probability of all more probable ones, without and with y. For angles
+    the circle is cut opposite the mean.
     """
     if predictive.kind == "class":
-        own = predictive.probs.gather(1, y.long()[:, None])
-        ahead = (predictive.probs * (predictive.probs > own)).sum(1)
-        return ahead, ahead + own.squeeze(1)
+        of_y = predictive.probs.gather(1, y.long()[:, None])
+        more_probable = (predictive.probs * (predictive.probs > of_y)).sum(1)
+        return more_probable, more_probable + of_y.squeeze(1)
     if predictive.kind == "circular":
-        cut = predictive.cdf(wrapped(predictive.mean - torch.pi))
-        turn = (predictive.cdf(wrapped(y)) - cut) % 1
-        return turn, turn
+        cut = predictive.cdf(wrap_angles(predictive.mean - torch.pi))
+        from_cut = (predictive.cdf(wrap_angles(y)) - cut) % 1
+        return from_cut, from_cut
     upper = predictive.cdf(y)
     return (predictive.cdf(y - 1) if predictive.kind == "count" else upper), upper

@@ -9,8 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from ssla.maths.quadrature import Around, Regions, build_circles, wrapped
-from ssla.predictive.law import Law, gathered, gathered_regions
+from ssla.maths.quadrature import Regions, RowCircle, build_circles, wrap_angles
+from ssla.predictive.law import PointwiseLaw, gather_regions, gather_rows
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.predictive.spread import total_variance
 from ssla.refit import LogDensity
@@ -19,7 +19,7 @@ from ssla.refit.increments import Increments
 
 @final
 @dataclass(frozen=True, eq=False)
-class CircularLaw(Law):
+class CircularLaw(PointwiseLaw):
     """The normalised density exp(total(y)) / mass over [−π, π); another y counts as the same angle
     in there.
 
@@ -29,99 +29,94 @@ class CircularLaw(Law):
     mean, and hdr is a union of arcs.
     """
 
-    log_density: LogDensity
-    pieces: list[Around]
+    pieces: list[RowCircle]
 
     kind = "circular"
 
-    @property
-    def rows(self) -> int:
-        return self.log_density.marginal.mean.shape[0]
-
     @cached_property
     def _log_mass(self) -> Tensor:
-        return gathered(self.pieces, [p.circle.log_mass for p in self.pieces])
+        """Return the logarithm of the mass (N,)."""
+        return gather_rows(self.pieces, [p.circle.log_mass for p in self.pieces])
 
     @cached_property
-    def mean(self) -> Tensor:
-        return gathered(self.pieces, [p.circle.mean for p in self.pieces])
-
-    @cached_property
-    def variance(self) -> Tensor:
-        return gathered(self.pieces, [p.circle.variance for p in self.pieces])
+    def _moments(self) -> tuple[Tensor, Tensor]:
+        """Return the circular mean and variance, (N,) each."""
+        return (
+            gather_rows(self.pieces, [p.circle.mean for p in self.pieces]),
+            gather_rows(self.pieces, [p.circle.variance for p in self.pieces]),
+        )
 
     @cached_property
     def mode(self) -> Tensor:
-        return gathered(self.pieces, [p.circle.mode for p in self.pieces])
-
-    @property
-    def mass(self) -> Tensor:
-        return self._log_mass.exp()
-
-    @property
-    def epistemic(self) -> Tensor:
-        """What the variance exceeds the noise by."""
-        return self.variance - self.aleatoric
+        """Return the angle of highest density (N,)."""
+        return gather_rows(self.pieces, [p.circle.mode for p in self.pieces])
 
     @cached_property
-    def aleatoric(self) -> Tensor:
-        """E_f Var[y|f], or the variance where that is less."""
-        if not self.log_density.moves:
-            return self.variance
-        return torch.minimum(
-            total_variance(self.log_density.likelihood, *self.log_density.marginal)[1],
-            self.variance,
-        )
+    def _variance_parts(self) -> tuple[Tensor, Tensor]:
+        """Return the epistemic and the aleatoric part of the variance, (N,) each.
+
+        The aleatoric part is E_f Var[y|f], or all of the variance where that is less.
+        """
+        aleatoric = self.variance
+        if self.log_density.moves:
+            log_density = self.log_density
+            noise = total_variance(log_density.likelihood, *log_density.marginal)[1]
+            aleatoric = torch.minimum(noise, self.variance)
+        return self.variance - aleatoric, aleatoric
 
     def log_prob(self, y: Tensor) -> Tensor:
-        return self.log_density.at(wrapped(y)).log - self._log_mass[:, None]
+        """Evaluate the normalised log density: angles (N, k) -> (N, k)."""
+        return self.log_density.at(wrap_angles(y)).log - self._log_mass[:, None]
 
     def cdf(self, y: Tensor) -> Tensor:
-        """P(−π ≤ Y ≤ y); 0 below −π and 1 above π."""
+        """Return P(−π ≤ Y ≤ y), (N, k) -> (N, k); 0 below −π and 1 above π."""
         value = y.clamp(-torch.pi, torch.pi)
-        return gathered(self.pieces, [p.circle.cdf(value[p.rows]) for p in self.pieces])
+        return gather_rows(self.pieces, [p.circle.cdf(value[p.rows]) for p in self.pieces])
 
     def icdf(self, q: Tensor) -> Tensor:
+        """Return the quantiles at q (k,): angles (N, k)."""
         return self._quantiles(q.expand(self.rows, -1))
 
     def _quantiles(self, q: Tensor) -> Tensor:
-        """(N, k) -> (N, k)."""
-        return gathered(self.pieces, [p.circle.icdf(q[p.rows]) for p in self.pieces])
+        """Return the quantiles at each row's own q: (N, k) -> (N, k)."""
+        return gather_rows(self.pieces, [p.circle.icdf(q[p.rows]) for p in self.pieces])
 
     def interval(self, level: float) -> Tensor:
-        """The central interval of the circle cut opposite its mean (N, 2).
+        """Return the central interval of the circle cut opposite its mean (N, 2).
 
         Both ends are within π of the mean, so one of them may lie outside [−π, π): y is inside if
         mean + d is, where d is the angle from the mean to y.
         """
         tail = (1 - level) / 2
         mean = self.mean[:, None]
-        cut = gathered(
-            self.pieces, [p.circle.cdf(wrapped(mean[p.rows] - torch.pi)) for p in self.pieces]
+        cut = gather_rows(
+            self.pieces, [p.circle.cdf(wrap_angles(mean[p.rows] - torch.pi)) for p in self.pieces]
         )
+        # Quantiles counted from the cut are quantiles counted from −π, shifted by F(cut).
         ends = self._quantiles((cut + torch.tensor([tail, 1 - tail], dtype=torch.float64)) % 1)
-        return mean + wrapped(ends - mean)
+        return mean + wrap_angles(ends - mean)
 
     def hdr(self, level: float) -> Regions:
-        """A union of arcs in [−π, π]. An arc across ±π is given as two."""
-        return gathered_regions(self.pieces, [p.circle.hdr(level) for p in self.pieces])
+        """Return a union of arcs in [−π, π]. An arc across ±π is given as two."""
+        return gather_regions(self.pieces, [p.circle.hdr(level) for p in self.pieces])
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """By inversion."""
-        return self._quantiles(
-            torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
-        ).mT
+        """Draw n angles for each input (n, N), by inversion of the cdf."""
+        u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
+        return self._quantiles(u).mT
 
     def increments(self, y: Tensor) -> Increments:
-        return self.log_density(wrapped(y))
+        """Return the increments of the refit at angles y (N, k), (N, k) each."""
+        return self.log_density(wrap_angles(y))
 
 
 def circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
-    """Integrate the density of all rows around the circle."""
+    """Integrate the density of every row around the circle."""
     count = log_density.marginal.mean.shape[0]
     fallback, unconverged, inaccurate = torch.zeros(3, count, dtype=torch.bool).unbind(0)
 
     def evaluate(y: Tensor, rows: Tensor) -> Tensor:
+        """Evaluate log p at y (m, k) of the rows (m,), and flag these rows."""
         density = log_density.at(y, rows)
         fallback[rows] |= density.fallback.any(1)
         unconverged[rows] |= ~density.converged.all(1)

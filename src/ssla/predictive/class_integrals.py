@@ -36,16 +36,19 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
-from ssla.maths.quadrature.logistic import expected_entropy, logistic_normal, normal_line
+from ssla.maths.quadrature.logistic import (
+    expected_entropy,
+    logistic_normal,
+    normal_trapezoidal_rule,
+)
 from ssla.maths.quadrature.normal import normal_nodes
 from ssla.maths.roots import Root, ScaledRoot, full_root
 from ssla.predictive.many_classes import LOWEST, TINY, SoftmaxIntegrals
 
-POINTS = 512
-MANY, MANY_FULL = (
-    32,
-    100,
-)  # classes from which slabs of nodes are faster: with one basis for all rows, and with full roots
+POINTS = 512  # nodes: see the table above
+# classes from which slabs of nodes are faster, by benchmarks/predict_scale.py
+MANY = 32  # where all rows have one basis
+MANY_FULL = 100  # where they have full roots
 ENTRIES_AT_ONCE = 1 << 18  # of an array (rows, C, S): what fits a processor's cache
 COPIES = 4  # of such an array, at most
 
@@ -64,22 +67,18 @@ class ClassIntegrals(NamedTuple):
 
     @property
     def mutual_information(self) -> Tensor:
-        """I(y; f) (N,): H(E p) − E H(p), not negative."""
+        """Return I(y; f) = H(E p) − E H(p) (N,), not negative."""
         return (entropy_of(self.log_probs) - self.entropy).clamp_min(0)
 
 
 def entropy_of(log_probs: Tensor) -> Tensor:
-    """−Σ p log p in nats, in float64.  (N, C) -> (N,)."""
-    found = [
-        _entropy(block.double())
-        for block in log_probs.split(max(ENTRIES_AT_ONCE // max(log_probs.shape[1], 1), 1))
-    ]
-    return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _entropy(log_probs: Tensor) -> Tensor:
-    # p log p is 0 where p is, also where log p is −∞
-    return -(log_probs.exp() * log_probs.clamp_min(LOWEST)).sum(1)
+    """Return −Σ p log p in nats, in float64, a block of rows at a time: (N, C) -> (N,)."""
+    entropies = []
+    for block in log_probs.split(max(ENTRIES_AT_ONCE // max(log_probs.shape[1], 1), 1)):
+        logs = block.double()
+        # p log p is 0 where p is, also where log p is −∞.
+        entropies.append(-(logs.exp() * logs.clamp_min(LOWEST)).sum(1))
+    return torch.cat(entropies)
 
 
 def integrate_classes(
@@ -89,71 +88,74 @@ def integrate_classes(
     rows: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> ClassIntegrals:
-    """parts: f̂ (B, C) in float64 and a root of K, a chunk at a time.
+    """Integrate the softmax over f ~ N(f̂, K), a chunk of rows at a time.
 
-    budget: bytes of intermediate results.
-
-    rows: of all parts together, if known: the answers (in the dtype) are then never held twice.
+    parts: f̂ (B, C) in float64 and a root of K for each chunk. outputs: C; one output has two
+    classes. budget: bytes of intermediate results. rows: of all parts together, if known: the
+    answers (in the dtype) are then never held twice.
     """
-    integrate = _integrator(outputs, budget, rows)
-    found = (integrate(f, root) for f, root in parts)
+    integrate = _choose_integrator(outputs, budget, rows)
+    chunks = (integrate(f, root) for f, root in parts)
     if rows is None:
-        return _joined(list(found), outputs)
+        return _join_chunks(list(chunks), outputs)
     classes = max(outputs, 2)
-    whole = ClassIntegrals(
+    integrals = ClassIntegrals(
         torch.empty(rows, classes, dtype=dtype),
         torch.empty(rows, classes, dtype=dtype),
         torch.empty(rows, dtype=torch.float64),
     )
     start = 0
-    for part in found:
-        block = slice(start, start + len(part.entropy))
-        for column, values in zip(whole, part, strict=True):
-            column[block] = values
+    for chunk in chunks:
+        block = slice(start, start + len(chunk.entropy))
+        for target, values in zip(integrals, chunk, strict=True):
+            target[block] = values
         start = block.stop
     assert start == rows
-    return whole
+    return integrals
 
 
 def integrate_with_graph(parts: Iterable[tuple[Tensor, Root]], outputs: int) -> ClassIntegrals:
-    """`integrate_classes` with the autograd graph of f̂ and the roots: the same nodes.
+    """Integrate as `integrate_classes`, with the autograd graph of f̂ and the roots: the same nodes.
 
     All arrays (rows, C, S) are held.
     """
-    return _joined(
-        [_binary(f, root) if outputs <= 2 else _softmax_with_graph(f, root) for f, root in parts],
-        outputs,
-    )
+    integrate = _integrate_binary if outputs <= 2 else _integrate_softmax_with_graph
+    return _join_chunks([integrate(f, root) for f, root in parts], outputs)
 
 
-def _joined(parts: list[ClassIntegrals], outputs: int) -> ClassIntegrals:
+def _join_chunks(chunks: list[ClassIntegrals], outputs: int) -> ClassIntegrals:
+    """Join the integrals of all chunks; there may be none."""
     none = torch.empty(0, max(outputs, 2), dtype=torch.float64)
-    return ClassIntegrals(
-        *map(torch.cat, zip(*(parts or [ClassIntegrals(none, none, none[:, 0])]), strict=True))
-    )
+    chunks = chunks or [ClassIntegrals(none, none, none[:, 0])]
+    return ClassIntegrals(*map(torch.cat, zip(*chunks, strict=True)))
 
 
-def _integrator(
+def _choose_integrator(
     outputs: int, budget: int, rows: int | None
 ) -> Callable[[Tensor, Root], ClassIntegrals]:
-    """The integrals of a chunk from f̂ and a root of K."""
+    """Return the function that integrates a chunk, from f̂ (B, C) and a root of K.
+
+    It depends on the number of classes, and on whether the roots share a basis.
+    """
     if outputs <= 2:
-        return _binary
+        return _integrate_binary
     half = softmax_nodes(outputs).mT[: POINTS // 2].contiguous()
-    many = SoftmaxIntegrals(half, budget, whitened(outputs), rows)
+    by_slabs = SoftmaxIntegrals(half, budget, whitened(outputs), rows)
 
     def integrate(f: Tensor, root: Root) -> ClassIntegrals:
+        """Integrate a chunk by blocks of rows, or by slabs of nodes where classes are many."""
         if outputs < (MANY if isinstance(root, ScaledRoot) else MANY_FULL):
-            return _softmax(f, root, budget)
-        log_probs, spread, entropy = many(f, root)
+            return _integrate_softmax(f, root, budget)
+        log_probs, spread, entropy = by_slabs(f, root)
         return ClassIntegrals(torch.log_softmax(log_probs, 1), spread, entropy)
 
     return integrate
 
 
-def _softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
+def _integrate_softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
+    """Integrate a chunk of three or more classes with a graph: f̂ (B, C) and a root of K."""
     z = softmax_nodes(f.shape[1]).to(root.dtype)
-    logs = torch.log_softmax(f.unsqueeze(-1) + deviations(root, z).double(), 1)  # (B, C, S)
+    logs = torch.log_softmax(f.unsqueeze(-1) + root_times_nodes(root, z).double(), 1)  # (B, C, S)
     p = logs.exp()
     entropy = -(p * logs.clamp_min(LOWEST)).sum(1).mean(-1)
     return ClassIntegrals(
@@ -161,8 +163,10 @@ def _softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
     )
 
 
-def _binary(f: Tensor, root: Root) -> ClassIntegrals:
-    """Of one logit, or of the difference of two."""
+def _integrate_binary(f: Tensor, root: Root) -> ClassIntegrals:
+    """Integrate the sigmoid of one logit, or of the difference of two: f̂ (B, 1) or (B, 2), and a
+    root of K.
+    """
     size = f.shape[1]
     R = root.times(torch.eye(size, dtype=root.dtype)).double()
     m, r = (f[:, 0], R[:, 0]) if size == 1 else (f[:, 1] - f[:, 0], R[:, 1] - R[:, 0])
@@ -172,39 +176,46 @@ def _binary(f: Tensor, root: Root) -> ClassIntegrals:
     return ClassIntegrals(log_probs, torch.stack([spread, spread], 1), expected_entropy(m, sd))
 
 
-def _softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
-    """In blocks of rows, so that no more than a share of the budget is taken (but at least one
-    row at a time).
+def _integrate_softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
+    """Integrate a chunk f̂ (B, C) in blocks of rows.
+
+    A block takes no more than a share of the budget, but has at least one row.
     """
     size = f.shape[1]
     z = softmax_nodes(size).to(root.dtype)
     entries = min(ENTRIES_AT_ONCE, budget // (COPIES * root.dtype.itemsize))
     rows = max(entries // z.numel(), 1)
-    blocks = [slice(start, start + rows) for start in range(0, len(f), rows)]
-    found = ClassIntegrals(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
-    for block in blocks:
-        for whole, part in zip(found, _block(f[block], root.take(block), z), strict=True):
-            whole[block] = part
-    return found
+    integrals = ClassIntegrals(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
+    for start in range(0, len(f), rows):
+        block = slice(start, start + rows)
+        by_block = _integrate_block(f[block], root.take(block), z)
+        for target, values in zip(integrals, by_block, strict=True):
+            target[block] = values
+    return integrals
 
 
 def softmax_nodes(size: int) -> Tensor:
-    """(C, S): S/2 points, and then their mirror images."""
+    """Return the nodes z (C, S) for C outputs: S/2 points, and then their mirror images."""
     return normal_nodes(size, POINTS // 2)[0].mT.contiguous()
 
 
 def whitened(size: int) -> bool:
-    """Whether the nodes have unit variance in every direction.
+    """Tell whether the nodes for `size` outputs have unit variance in every direction.
 
     Otherwise `deviations` rescales them for each output.
     """
     return 4 * size <= POINTS
 
 
-def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(B, C), R and nodes (C, S) -> log probabilities and spread (B, C), mean entropy (B,)."""
+def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Integrate a block of rows f̂ (B, C) over nodes z (C, S) at once.
+
+    Returns log probabilities and Var p (B, C), and the mean entropy (B,). Arrays (B, C, S) are
+    changed in place, because the block is limited by memory.
+    """
+    # A softmax does not change with a constant; with the largest output at zero nothing overflows.
     top = f - f.amax(1, keepdim=True)
-    logits = deviations(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S)
+    logits = root_times_nodes(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S)
     logits.sub_(logits.amax(1, keepdim=True))
     p = logits.exp()
     sums = p.sum(1, keepdim=True)
@@ -216,36 +227,35 @@ def _block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean = p.mean(-1)
     spread = torch.linalg.vector_norm(p.sub_(mean.unsqueeze(-1)), dim=-1).double() ** 2 / z.shape[1]
     log_probs = mean.double().log()
-    tiny = (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist()
-    for row in tiny:
-        one = slice(row, row + 1)
-        logits = deviations(root.take(one), z).double().add_(top[one].unsqueeze(-1))
-        log_probs[one] = torch.log_softmax(logits, 1).logsumexp(-1)
+    # Probabilities too small for the dtype are summed in logarithms, row by row: they are rare.
+    for row in (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist():
+        single = slice(row, row + 1)
+        logits = root_times_nodes(root.take(single), z).double().add_(top[single].unsqueeze(-1))
+        log_probs[single] = torch.log_softmax(logits, 1).logsumexp(-1)
     return torch.log_softmax(log_probs, 1), spread, entropy
 
 
-def deviations(root: Root, z: Tensor) -> Tensor:
-    """R z (B, C, S).
+def root_times_nodes(root: Root, z: Tensor) -> Tensor:
+    """Return R z (B, C, S) for nodes z (C, S), with each output's variance exact.
 
-    Each output has its own variance exactly: of many outputs, the nodes have it only in the mean.
+    Nodes for many outputs have the variance only on average over outputs, so they are rescaled.
     """
     moved = root.times(z)
-    if not whitened(z.shape[0]):
-        seen = torch.linalg.vecdot(moved, moved) / z.shape[1]
-        factor = torch.where(seen > 0, root.variances() / seen, 1.0).sqrt()
-        return (
-            moved * factor.unsqueeze(-1)
-            if moved.requires_grad
-            else moved.mul_(factor.unsqueeze(-1))
-        )
-    return moved
+    if whitened(z.shape[0]):
+        return moved
+    variance_of_nodes = torch.linalg.vecdot(moved, moved) / z.shape[1]
+    ratio = torch.where(variance_of_nodes > 0, root.variances() / variance_of_nodes, 1.0)
+    factor = ratio.sqrt().unsqueeze(-1)
+    return moved * factor if moved.requires_grad else moved.mul_(factor)
 
 
 def at_temperature_one(
     likelihood: Likelihood, parts: Iterable[tuple[Tensor, Root]]
 ) -> Iterator[tuple[Tensor, Root]]:
-    """f̂ and a root of K in units of the temperature, in which the integrals are those of
+    """Yield f̂ and a root of K in units of the temperature, so that the integrals are those of
     temperature 1.
+
+    parts: f̂ (B, C) and a root for each chunk; the likelihood must have a temperature of its logits.
     """
     temperature = likelihood.logit_temperature
     assert temperature is not None
@@ -254,36 +264,37 @@ def at_temperature_one(
 
 
 def class_slopes(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:
-    """d log P(Y = c) when f̂ moves by df and K by dK.
+    """Return d log P(Y = c) when f̂ moves by df and K by dK.
 
-    (N, C), (N, C, C) -> (N, C); one output has two classes.
+    f, df (N, C) and K, dK (N, C, C) -> (N, C); one output has two classes.
 
     By Bonnet's and Price's theorems dE p_c = E[∇p_c]ᵀdf + ½ tr(E[∇²p_c] dK), over the nodes of the
     integrals.
     """
-    if f.shape[1] <= 2:  # one logit, that of the second class
-        a = (
-            torch.ones(1, dtype=f.dtype)
-            if f.shape[1] == 1
-            else torch.tensor([-1.0, 1.0], dtype=f.dtype)
-        )
-        only = torch.tensor([0.0, 1.0], dtype=f.dtype)
-        f, df = (torch.outer(part @ a, only) for part in (f, df))
-        K, dK = ((part @ a @ a)[:, None, None] * torch.outer(only, only) for part in (K, dK))
-        line, weights = normal_line()
+    if f.shape[1] <= 2:
+        # A single logit, the difference of the two, becomes that of the second class.
+        a = torch.tensor([1.0] if f.shape[1] == 1 else [-1.0, 1.0], dtype=f.dtype)
+        second_class = torch.tensor([0.0, 1.0], dtype=f.dtype)
+        corner = torch.outer(second_class, second_class)
+        f, df = (torch.outer(part @ a, second_class) for part in (f, df))
+        K, dK = ((part @ a @ a)[:, None, None] * corner for part in (K, dK))
+        line, weights = normal_trapezoidal_rule()
         z = torch.stack([torch.zeros_like(line), line])
     else:
         z = softmax_nodes(f.shape[1])
         weights = torch.full_like(z[0], 1 / z.shape[1])
-    root, rows = full_root(K), max(ENTRIES_AT_ONCE // z.numel(), 1)
+    root = full_root(K)
+    rows = max(ENTRIES_AT_ONCE // z.numel(), 1)
     slopes = torch.empty_like(f)
-    for block in (slice(start, start + rows) for start in range(0, len(f), rows)):
-        p = torch.softmax(
-            f[block].unsqueeze(-1) + deviations(root.take(block), z), 1
-        ).mT  # (B, S, C)
-        turned, diagonal = p @ dK[block], dK[block].diagonal(dim1=1, dim2=2)
-        whole = (turned * p).sum(-1, keepdim=True)
+    for start in range(0, len(f), rows):
+        block = slice(start, start + rows)
+        logits = f[block].unsqueeze(-1) + root_times_nodes(root.take(block), z)
+        p = torch.softmax(logits, 1).mT  # (B, S, C)
+        # ∇p_cᵀdf = p_c (df_c − pᵀdf); tr(∇²p_c dK) = p_c (dK_cc − 2(dK p)_c + 2pᵀdK p − pᵀdiag dK)
+        p_dK = p @ dK[block]
+        p_dK_p = (p_dK * p).sum(-1, keepdim=True)
+        diagonal = dK[block].diagonal(dim1=1, dim2=2)
         first = df[block].unsqueeze(1) - p @ df[block].unsqueeze(-1)
-        second = diagonal.unsqueeze(1) - 2 * turned + 2 * whole - p @ diagonal.unsqueeze(-1)
+        second = diagonal.unsqueeze(1) - 2 * p_dK + 2 * p_dK_p - p @ diagonal.unsqueeze(-1)
         slopes[block] = (weights @ (p * (first + 0.5 * second))) / (weights @ p)
     return slopes

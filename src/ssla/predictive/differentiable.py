@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from ssla._checks import batched
+from ssla._checks import is_inside_vmap
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.maths.roots import FullRoot, Root
@@ -38,8 +38,9 @@ SINGULAR = 1e-12  # of a variance: the square root of a smaller pivot has no usa
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """f̂ and K with their graph, in the place of a log density: the increments of a refit carry
-    no gradient and are refused.
+    """f̂ and K with their graph, in the place of a log density.
+
+    The increments of a refit carry no gradient and are refused.
     """
 
     likelihood: Likelihood
@@ -48,13 +49,16 @@ class Moments:
     like: Tensor
 
     def __call__(self, y: Tensor) -> Increments:
+        """Raise ValueError: increments carry no gradient."""
         _refuse_increments()
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        """Raise ValueError: log densities of a refit carry no gradient."""
         _refuse_increments()
 
 
 def _refuse_increments() -> NoReturn:
+    """Raise ValueError with the call that gives increments."""
     raise ValueError(
         "Increments carry no gradient. Ask posterior.predict(x).increments(y), without "
         "differentiable=True."
@@ -62,9 +66,9 @@ def _refuse_increments() -> NoReturn:
 
 
 def differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> Predictive:
-    """The predictive of y at x, with the graph of x.
+    """Return the predictive of y at x, with the graph of x.
 
-    ValueError where there is no derivative of the answers.
+    ValueError where the answers have no derivative.
     """
     likelihood = posterior.likelihood.predictive
     if posterior.convention != EXACT:
@@ -75,15 +79,7 @@ def differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> P
     if not isinstance(rung, OutputRung):
         _refuse(f"refit={rung.name!r}", "Use refit='output'")
     if likelihood.quadratic and not (isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL):
-        marginal = posterior.outputs_at(x, differentiable=True)
-        moments = Moments(likelihood, marginal, rung.moves, posterior.like(marginal))
-        no = torch.zeros(len(marginal.mean), dtype=torch.bool)
-        law = GaussianLaw(
-            moments, likelihood.covariance_for(marginal.mean), isinstance(rung, NoRefit)
-        )
-        return Predictive(
-            law, moments.like, Diagnostics(rung.name, no, no, no), differentiable=True
-        )
+        return _make_gaussian_predictive(posterior, x, rung)
     if not likelihood.differentiable and likelihood.logit_temperature is None:
         _refuse(
             f"{type(likelihood).__name__}() with refit={rung.name!r}",
@@ -93,43 +89,69 @@ def differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> P
         _refuse(f"{type(likelihood).__name__}() with refit={rung.name!r}", "Use refit='output'")
     if likelihood.differentiable:
         return pointwise_predictive(posterior, x, rung)
-    parts, outputs = list(_regular(posterior, x)), posterior.network.outputs
-    f = torch.cat([torch.empty(0, outputs, dtype=torch.float64), *(f for f, _ in parts)])
+    return _make_class_predictive(posterior, x, rung)
+
+
+def _make_gaussian_predictive(posterior: Posterior, x: Inputs, rung: OutputRung) -> Predictive:
+    """Return the predictive under Gaussian noise at x (N rows), in closed form, with the autograd
+    graph of x.
+    """
+    likelihood = posterior.likelihood.predictive
+    marginal = posterior.outputs_at(x, differentiable=True)
+    moments = Moments(likelihood, marginal, rung.moves, posterior.like(marginal))
+    noise = likelihood.covariance_for(marginal.mean)
+    # Without a refit the density has less mass than one, and is not normalised by itself.
+    loses_mass = isinstance(rung, NoRefit)
+    law = GaussianLaw(moments, noise, loses_mass)
+    # A closed form neither falls back nor fails.
+    unflagged = torch.zeros(len(marginal.mean), dtype=torch.bool)
+    flags = Diagnostics(rung.name, fallback=unflagged, unconverged=unflagged, inaccurate=unflagged)
+    return Predictive(law, moments.like, flags, differentiable=True)
+
+
+def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
+    """Integrate probabilities of classes with the graph of x; ValueError where K is singular."""
+    likelihood = posterior.likelihood.predictive
+    parts, outputs = list(_roots_with_graph(posterior, x)), posterior.network.outputs
+    # The empty tensors give the right shapes where there are no rows.
+    no_rows = torch.empty(0, outputs, outputs, dtype=torch.float64)
+    f = torch.cat([no_rows[:, 0], *(f for f, _ in parts)])
     eye = torch.eye(outputs, dtype=torch.float64)
-    R = torch.cat(
-        [
-            torch.empty(0, outputs, outputs, dtype=torch.float64),
-            *(r.times(eye.to(r.dtype)).double() for _, r in parts),
-        ]
-    )
+    R = torch.cat([no_rows, *(root.times(eye.to(root.dtype)).double() for _, root in parts)])
     marginal = Marginal(f, R @ R.mT)
     moments = Moments(likelihood, marginal, True, posterior.like(marginal))
     integrals = integrate_with_graph(at_temperature_one(likelihood, parts), outputs)
     return integrated_predictive(moments, integrals, rung.name, differentiable=True)
 
 
-def _regular(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
-    """f̂ and roots of K. ValueError where K is singular: its root then has no derivative."""
+def _roots_with_graph(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
+    """Yield f̂ (B, C) and a root of K for each chunk of x, with their graph.
+
+    ValueError where K is singular: its root then has no derivative.
+    """
     for f, root in posterior.roots_at(x, differentiable=True):
         pivots = (
             root.values.diagonal(dim1=1, dim2=2) ** 2
             if isinstance(root, FullRoot)
             else root.variances()
         )
-        bad = (pivots <= SINGULAR * root.variances()).any(1)
-        if not batched(bad) and bool(bad.any()):
+        singular = (pivots <= SINGULAR * root.variances()).any(1)
+        if not is_inside_vmap(singular) and bool(
+            singular.any()
+        ):  # inside vmap no value can be checked
             raise ValueError(
-                f"The covariance of the outputs is singular at {int(bad.sum())} of {len(bad)} "
-                "inputs, and the probabilities of classes have no derivative there by its root. "
-                "Select more weights (the last layer with its bias), or predict without "
-                "differentiable=True."
+                f"The covariance of the outputs is singular at {int(singular.sum())} of "
+                f"{len(singular)} inputs, and the probabilities of classes have no derivative "
+                "there by its root. Select more weights (the last layer with its bias), or predict "
+                "without differentiable=True."
             )
         yield f, root
 
 
-def _refuse(what: str, instead: str) -> NoReturn:
+def _refuse(request: str, remedy: str) -> NoReturn:
+    """Raise ValueError for a request without a derivative, with its remedy."""
     raise ValueError(
         "predict(differentiable=True) works for Gaussian noise, and with refit='output' for the "
-        f"other likelihoods of the library, but not yet for {what}. {instead}, or predict without "
-        "differentiable=True."
+        f"other likelihoods of the library, but not yet for {request}. {remedy}, or predict "
+        "without differentiable=True."
     )

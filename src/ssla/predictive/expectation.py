@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ssla.predictive.class_law import ClassLaw
 from ssla.predictive.count_law import CountLaw
 from ssla.predictive.gaussian_law import GaussianLaw
 from ssla.predictive.grid_law import GridLaw
+from ssla.predictive.law import Piece, gather_rows
 from ssla.predictive.predictive import Predictive
 
-GAUSSIAN_NODES = 1201
-GAUSSIAN_REACH = 9.0  # standard deviations
+GAUSSIAN_NODES = 1201  # a guess: steps of 0.015 standard deviations
+GAUSSIAN_REACH = 9.0  # standard deviations; beyond it is 1e-19 of the probability
 
 Event = Any
 """(low, high): low ≤ Y ≤ high, either end may be infinite; a list of such, disjoint; for classes a
@@ -35,9 +37,10 @@ class Nodes(NamedTuple):
 
 
 def nodes_of(predictive: Predictive) -> Nodes:
-    """Where a predictive's mass lies.
+    """Return nodes of a predictive of one target, for expectations.
 
-    Accurate to quadrature for smooth functions; at jumps to the spacing of the nodes.
+    They are accurate to quadrature for smooth functions; at jumps to the spacing of the nodes.
+    ValueError for several targets, TypeError for laws without nodes.
     """
     law = predictive.law
     if isinstance(law, GaussianLaw):
@@ -54,39 +57,34 @@ def nodes_of(predictive: Predictive) -> Nodes:
         probs = predictive.probs.double()
         return Nodes(torch.arange(probs.shape[1], dtype=torch.float64).expand_as(probs), probs)
     if isinstance(law, CountLaw):
-        tables = law.tables
-        return _padded(
-            [t.rows for t in tables],
-            [t.centres for t in tables],
-            [torch.softmax(t.logs, 1) for t in tables],
-        )
+        values = [t.centres for t in law.tables]
+        return _join_nodes(law.tables, values, [torch.softmax(t.logs, 1) for t in law.tables])
     if isinstance(law, GridLaw):
-        grids = [(p.rows, p.grid) for p in law.pieces]
-        shares = [grid.shares / grid.shares.sum(1, keepdim=True) for _, grid in grids]
-        return _padded(
-            [r for r, _ in grids], [law.support.from_real(g.nodes) for _, g in grids], shares
-        )
+        values = [law.support.from_real(p.grid.nodes) for p in law.pieces]
+        shares = [p.grid.shares / p.grid.shares.sum(1, keepdim=True) for p in law.pieces]
+        return _join_nodes(law.pieces, values, shares)
     raise TypeError(f"Expectations are not implemented for {type(law).__name__}.")
 
 
-def _padded(rows: list[Tensor], values: list[Tensor], weights: list[Tensor]) -> Nodes:
-    """Pieces with different numbers of nodes -> one table; padding repeats the last value with
-    no weight.
+def _join_nodes(pieces: Sequence[Piece], values: list[Tensor], weights: list[Tensor]) -> Nodes:
+    """Join the nodes of pieces, values and weights (m, k) each with its own k, in row order.
+
+    Shorter rows are padded: the last value is repeated with no weight.
     """
-    count, most = sum(len(r) for r in rows), max(v.shape[1] for v in values)
-    all_values, all_weights = (
-        torch.zeros(count, most, dtype=torch.float64),
-        torch.zeros(count, most, dtype=torch.float64),
-    )
-    for index, value, weight in zip(rows, values, weights, strict=True):
-        all_values[index] = value[:, -1:].expand(-1, most)
-        all_values[index[:, None], torch.arange(value.shape[1])] = value.double()
-        all_weights[index[:, None], torch.arange(value.shape[1])] = weight.double()
-    return Nodes(all_values, all_weights)
+    most = max(value.shape[1] for value in values)
+    padded = []
+    for value, weight in zip(values, weights, strict=True):
+        missing = most - value.shape[1]
+        last = value[:, -1:].expand(-1, missing)
+        padded.append((torch.cat([value, last], 1).double(), pad(weight.double(), (0, missing))))
+    return Nodes(*(gather_rows(pieces, parts) for parts in zip(*padded, strict=True)))
 
 
 def expect(predictive: Predictive, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """E function(Y) for each row (N,). function is applied elementwise to y (N, k)."""
+    """Return E function(Y) for each row (N,). function is applied elementwise to y (N, k).
+
+    ValueError unless it returns one value for each y.
+    """
     values, weights = nodes_of(predictive)
     answer = torch.as_tensor(function(values))
     if answer.shape != values.shape:
@@ -98,8 +96,10 @@ def expect(predictive: Predictive, function: Callable[[Tensor], Tensor]) -> Tens
 
 
 def probability(predictive: Predictive, event: Event) -> Tensor:
-    """P(Y ∈ event) for each row (N,): by the distribution function for intervals, by the nodes
-    for a function.
+    """Return P(Y ∈ event) for each row (N,): by the distribution function for intervals, by the
+    nodes for a function.
+
+    ValueError or TypeError for an event that does not fit the target.
     """
     if callable(event):
         return expect(predictive, lambda y: torch.as_tensor(event(y)).double())
@@ -117,25 +117,26 @@ def probability(predictive: Predictive, event: Event) -> Tensor:
     ):
         raise TypeError("The probability of an interval needs a predictive of one ordered target.")
     total = torch.zeros(len(predictive.mean), dtype=torch.float64)
+
+    def cdf(end: float) -> Tensor:
+        """Evaluate P(Y ≤ end) in each row (N,); the end may be infinite."""
+        if math.isinf(end):
+            return torch.ones_like(total) if end > 0 else torch.zeros_like(total)
+        return predictive.cdf(torch.full_like(total, end)).double()
+
     for low, high in intervals_of(event):
-        if predictive.kind == "count":
-            low = math.ceil(low) - 1 if math.isfinite(low) else low
-        below = (
-            predictive.cdf(torch.full_like(total, low)).double()
-            if low > -math.inf
-            else torch.zeros_like(total)
-        )
-        above = (
-            predictive.cdf(torch.full_like(total, high)).double()
-            if high < math.inf
-            else torch.ones_like(total)
-        )
-        total = total + above - below
+        # The ends are included: of counts, P(Y < low) is P(Y ≤ low − 1).
+        if predictive.kind == "count" and math.isfinite(low):
+            low = math.ceil(low) - 1
+        total = total + cdf(high) - cdf(low)
     return total
 
 
 def intervals_of(event: Event) -> Sequence[tuple[float, float]]:
-    """An interval or a list of disjoint ones, in order."""
+    """Return an interval, or a list of disjoint ones, as pairs (low, high) in order.
+
+    TypeError for other events; ValueError where intervals overlap or end before they begin.
+    """
     try:
         pairs = [event] if len(event) == 2 and not hasattr(event[0], "__len__") else list(event)
         ends = sorted((float(low), float(high)) for low, high in pairs)

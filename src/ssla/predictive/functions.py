@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch
-from ssla.curvature.memory import in_words
-from ssla.data import Inputs, as_inputs, row_count, slice_inputs
+from ssla.curvature.jacobians import Jacobian
+from ssla.curvature.memory import bytes_in_words
+from ssla.data import Inputs, as_inputs, row_count, take_rows
 from ssla.values import Marginal
 
 if TYPE_CHECKING:
@@ -33,29 +34,33 @@ class Joint(NamedTuple):
 
 
 def joint(posterior: Posterior, x: Inputs, differentiable: bool = False) -> Joint:
-    """The joint Gaussian of f at x (see Posterior.joint)."""
+    """Return the joint Gaussian of f at x (see Posterior.joint).
+
+    ValueError where the covariance, or the Jacobian of one row, exceeds the memory budget.
+    """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows, C = row_count(inputs), posterior.network.outputs
-    pieces = _pieces(posterior, rows)
+    pieces = _rows_within_budget(posterior, rows)
     mean = torch.empty(rows, C, dtype=torch.float64)
     K = torch.empty(rows, C, rows, C, dtype=torch.float64)
+
+    def linearise(piece: slice) -> tuple[Tensor, Jacobian]:
+        """Return f̂ (B, C) and the Jacobian of some rows."""
+        f, J = next(posterior.linearised(take_rows(inputs, piece), differentiable))
+        return f, J.double()
+
+    # Each pair of pieces is computed once; J of the second piece is computed again for each pair,
+    # because all of them together may exceed the budget.
     for i, left in enumerate(pieces):
-        f, J = next(posterior.linearised(slice_inputs(inputs, left), differentiable))
-        J = J.double()
-        mean[left] = f
+        mean[left], J = linearise(left)
         moves = posterior.covariance.solve_many(J.dense().values.flatten(0, 1).mT)  # S Jᵀ (P, k)
         for right in pieces[i:]:
-            other = (
-                J
-                if right == left
-                else next(posterior.linearised(slice_inputs(inputs, right), differentiable))[
-                    1
-                ].double()
-            )
-            block = other.push_many(moves).unflatten(-1, (-1, C))  # (B', C, B, C)
+            J_right = J if right == left else linearise(right)[1]
+            block = J_right.push_many(moves).unflatten(-1, (-1, C))  # (B', C, B, C)
             if right == left:
                 block = (block + block.permute(2, 3, 0, 1)) / 2
-            K[right, :, left], K[left, :, right] = block, block.permute(2, 3, 0, 1)
+            K[right, :, left] = block
+            K[left, :, right] = block.permute(2, 3, 0, 1)
     blocks = K.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (N, C, C)
     like = posterior.like(Marginal(mean, blocks))
     return Joint(mean.flatten().to(like), K.view(rows * C, rows * C).to(like))
@@ -64,41 +69,34 @@ def joint(posterior: Posterior, x: Inputs, differentiable: bool = False) -> Join
 def joint_of_groups(
     posterior: Posterior, x: Inputs, size: int, differentiable: bool = False
 ) -> Joint:
-    """f at each group of `size` successive inputs as one Gaussian: mean (G, size·C), covariance (G,
-    size·C, size·C), in float64.
+    """Return f at each group of `size` successive inputs as one Gaussian: mean (G, size·C),
+    covariance (G, size·C, size·C), in float64.
 
     The covariance between groups is not computed, so that many small groups cost what their rows
-    cost.
+    cost. ValueError where the Jacobian of one row exceeds the memory budget.
     """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows, width = row_count(inputs), size * posterior.network.outputs
     groups = _rows_at_once(posterior) // size
-    found = [
-        Joint(
-            torch.empty(0, width, dtype=torch.float64),
-            torch.empty(0, width, width, dtype=torch.float64),
-        )
-    ]
-    for part in _slices(rows, max(groups, 1) * size):
-        some = slice_inputs(inputs, part)
+    # The empty tensors give the right shapes where there are no rows.
+    empty = torch.empty(0, width, width, dtype=torch.float64)
+    joints = [Joint(empty[:, 0], empty)]
+    for part in _split_into_slices(rows, max(groups, 1) * size):
+        part_inputs = take_rows(inputs, part)
         if groups == 0:  # one group is more than a Jacobian may hold
-            mean, K = joint(posterior, some, differentiable)
-            found.append(Joint(mean.double()[None], K.double()[None]))
+            mean, K = joint(posterior, part_inputs, differentiable)
+            joints.append(Joint(mean.double()[None], K.double()[None]))
             continue
-        f, J = next(posterior.linearised(some, differentiable))
-        values = J.double().dense().values.reshape(-1, width, J.size)
-        moves = (
-            posterior.covariance.solve_many(values.flatten(0, 1).mT)
-            .unflatten(1, (-1, width))
-            .movedim(1, 0)
-        )  # S Jᵀ (G, P, ·)
-        K = values @ moves
-        found.append(Joint(f.double().reshape(-1, width), (K + K.mT) / 2))
-    return Joint(*(torch.cat(column) for column in zip(*found, strict=True)))
+        f, J = next(posterior.linearised(part_inputs, differentiable))
+        values = J.double().dense().values.reshape(-1, width, J.size)  # (G, size·C, P)
+        moves = posterior.covariance.solve_many(values.flatten(0, 1).mT)  # S Jᵀ (P, G·size·C)
+        K = values @ moves.unflatten(1, (-1, width)).movedim(1, 0)
+        joints.append(Joint(f.double().reshape(-1, width), (K + K.mT) / 2))
+    return Joint(*(torch.cat(column) for column in zip(*joints, strict=True)))
 
 
-def _pieces(posterior: Posterior, rows: int) -> list[slice]:
-    """Rows whose Jacobian is held at one time.
+def _rows_within_budget(posterior: Posterior, rows: int) -> list[slice]:
+    """Split the rows into pieces whose Jacobians are held one at a time.
 
     ValueError if the result, or the Jacobian of one row, is beyond the budget.
     """
@@ -110,35 +108,36 @@ def _pieces(posterior: Posterior, rows: int) -> list[slice]:
         raise ValueError(
             f"The joint covariance of {rows:,} inputs with {network.outputs} "
             f"output{'s' * (network.outputs != 1)} is a matrix of {size:,} × {size:,}. It needs "
-            f"{in_words(need)}, more than the memory budget of {in_words(budget)}. Give at most "
-            f"{most:,} inputs, use posterior.draw_functions(n), which needs no such matrix, or fit "
-            "with a larger memory_budget."
+            f"{bytes_in_words(need)}, more than the memory budget of {bytes_in_words(budget)}. "
+            f"Give at most {most:,} inputs, use posterior.draw_functions(n), which needs no such "
+            "matrix, or fit with a larger memory_budget."
         )
-    return _slices(rows, _rows_at_once(posterior))
+    return _split_into_slices(rows, _rows_at_once(posterior))
 
 
 def _rows_at_once(posterior: Posterior) -> int:
-    """How many rows of the Jacobian fit the budget. ValueError if not even one does."""
+    """Return how many rows of the Jacobian fit the budget; ValueError if not even one does."""
     network, budget = posterior.network, posterior.memory_budget
     row = COPIES * 8 * network.outputs * network.layout.size
     if row > budget:
         raise ValueError(
-            f"The Jacobian of one input takes {in_words(row)}, more than the memory budget of "
-            f"{in_words(budget)}. Use posterior.draw_functions(n), which does not build it, select "
-            "fewer weights, or fit with a larger memory_budget."
+            f"The Jacobian of one input takes {bytes_in_words(row)}, more than the memory "
+            f"budget of {bytes_in_words(budget)}. Use posterior.draw_functions(n), which does not "
+            "build it, select fewer weights, or fit with a larger memory_budget."
         )
     return min(budget // row, network.rows_at_once(budget))
 
 
-def _slices(rows: int, some: int) -> list[slice]:
-    return [slice(start, min(start + some, rows)) for start in range(0, rows, some)]
+def _split_into_slices(rows: int, size: int) -> list[slice]:
+    """Split `rows` into slices of `size`; the last one may be smaller."""
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 @all_in_plain_torch
 @final
 @dataclass(frozen=True, eq=False)
 class Functions:
-    """n draws of f.
+    """A set of n functions, drawn from the Gaussian of f.
 
     Call it with x for the values of all of them at x (n, N, C); `functions[k]` is one of them.
 
@@ -150,47 +149,59 @@ class Functions:
     steps: Tensor  # θ − m (n, P), float64
 
     def __len__(self) -> int:
+        """Return n, the number of functions."""
         return len(self.steps)
 
     def __call__(self, x: Inputs, differentiable: bool = False) -> Tensor:
-        """(n, N, C), in the model's dtype. differentiable: with gradients in x."""
-        found = self.posterior.linearised(x, differentiable)
-        parts = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in found]
+        """Evaluate all functions at x: (n, N, C), in the model's dtype.
+
+        differentiable: with gradients in x.
+        """
+        chunks = self.posterior.linearised(x, differentiable)
+        parts = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in chunks]
         C = self.posterior.network.outputs
-        none = (
-            torch.empty(0, C, dtype=torch.float64),
-            torch.empty(0, C, len(self), dtype=torch.float64),
-        )
-        f, moves = (torch.cat(column) for column in zip(*(parts or [none]), strict=True))
-        nothing = torch.zeros((), dtype=torch.float64).expand(*f.shape, C)
-        return (f + moves.movedim(-1, 0)).to(self.posterior.like(Marginal(f, nothing)))
+        if not parts:
+            no_rows = torch.empty(0, C, len(self), dtype=torch.float64)
+            parts = [(torch.empty(0, C, dtype=torch.float64), no_rows)]
+        f, moves = (torch.cat(column) for column in zip(*parts, strict=True))
+        # A function has no covariance; `like` asks for one to choose the dtype.
+        no_covariance = torch.zeros((), dtype=torch.float64).expand(*f.shape, C)
+        return (f + moves.movedim(-1, 0)).to(self.posterior.like(Marginal(f, no_covariance)))
 
     def __getitem__(self, k: int) -> Callable[..., Tensor]:
-        """Draw k as a function of x (and `differentiable`), with values (N, C)."""
+        """Return function k, of x (and `differentiable`), with values (N, C).
+
+        IndexError where there are fewer functions.
+        """
         if not -len(self) <= k < len(self):
             raise IndexError(
                 f"There are {len(self)} functions, numbered from 0, but number {k} was asked for."
             )
-        only = Functions(self.posterior, self.steps[k][None])
-        return lambda x, differentiable=False: only(x, differentiable).squeeze(0)
+        single = Functions(self.posterior, self.steps[k][None])
+        return lambda x, differentiable=False: single(x, differentiable).squeeze(0)
 
     def __iter__(self) -> Iterator[Callable[..., Tensor]]:
+        """Iterate over the functions."""
         return (self[k] for k in range(len(self)))
 
     def __repr__(self) -> str:
+        """Return the numbers of functions and outputs."""
         return f"Functions(n={len(self)}, outputs={self.posterior.network.outputs})"
 
 
 def draw_functions(posterior: Posterior, n: int, generator: torch.Generator | None) -> Functions:
-    """n draws of f (see Posterior.draw_functions)."""
+    """Draw n functions (see Posterior.draw_functions).
+
+    ValueError for other n than positive whole numbers, or where the draws exceed the memory budget.
+    """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n must be a whole number of functions, at least 1, but is {n!r}.")
     size, budget = posterior.network.layout.size, posterior.memory_budget
     need = 2 * 8 * n * size
     if need > budget:
         raise ValueError(
-            f"{n:,} draws of {size:,} weights need {in_words(need)}, more than the memory budget "
-            f"of {in_words(budget)}. Draw at most {budget // (16 * size):,} at a time, or fit with "
-            "a larger memory_budget."
+            f"{n:,} draws of {size:,} weights need {bytes_in_words(need)}, more than the memory "
+            f"budget of {bytes_in_words(budget)}. Draw at most {budget // (16 * size):,} at a "
+            "time, or fit with a larger memory_budget."
         )
     return Functions(posterior, posterior.covariance.sample(n, generator))

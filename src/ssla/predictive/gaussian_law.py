@@ -23,7 +23,7 @@ from ssla.values import Marginal
 
 
 class Ellipsoid(NamedTuple):
-    """{y: (y − centre)ᵀ covariance⁻¹ (y − centre) ≤ squared_radius}."""
+    """The region {y: (y − centre)ᵀ covariance⁻¹ (y − centre) ≤ squared_radius}."""
 
     centre: Tensor  # (N, D)
     covariance: Tensor  # (N, D, D)
@@ -31,14 +31,16 @@ class Ellipsoid(NamedTuple):
 
     @in_plain_torch
     def contains(self, y: Any) -> Tensor:
-        """(N, D) -> (N,) bool; (N, k, D) -> (N, k)."""
+        """Tell which y are inside: (N, D) -> (N,) bool; (N, k, D) -> (N, k).
+
+        ValueError for other shapes.
+        """
         rows, size = self.centre.shape
         value = vector_targets(y, rows, size).to(self.centre.device)
         several = value if value.dim() == 3 else value.unsqueeze(1)
-        r = (several - self.centre.double().unsqueeze(1)).mT
-        white: Tensor = torch.linalg.solve_triangular(
-            torch.linalg.cholesky(self.covariance.double()), r, upper=False
-        )
+        residual = (several - self.centre.double().unsqueeze(1)).mT  # (N, D, k)
+        factor = torch.linalg.cholesky(self.covariance.double())
+        white: Tensor = torch.linalg.solve_triangular(factor, residual, upper=False)
         inside = (white**2).sum(1) <= self.squared_radius
         return inside if value.dim() == 3 else inside.squeeze(1)
 
@@ -62,24 +64,26 @@ class GaussianLaw(Law):
 
     @property
     def kind(self) -> str:
+        """Return "scalar" for one target, "vector" for several."""
         return "scalar" if self.noise.shape[0] == 1 else "vector"
 
     @property
     def rows(self) -> int:
+        """Return N, the number of inputs."""
         return self._mean.shape[0]
 
-    def _targets(self, value: Tensor) -> Tensor:
-        """(N, D, …) -> (N, …) for one target."""
+    def _drop_single_target(self, value: Tensor) -> Tensor:
+        """Drop the dimension of the targets if there is one: (N, 1, …) -> (N, …)."""
         return value.squeeze(1) if self.kind == "scalar" else value
 
     @property
     def _mean(self) -> Tensor:
-        """(N, D)."""
+        """Return the mean with a dimension of targets (N, D)."""
         return self.log_density.marginal.mean if self.moved is None else self.moved.mean
 
     @cached_property
     def covariance(self) -> Tensor:
-        """(N, D, D)."""
+        """Return the covariance of y (N, D, D)."""
         if self.moved is not None:
             return self.moved.covariance
         K = self.log_density.marginal.covariance
@@ -87,29 +91,34 @@ class GaussianLaw(Law):
 
     @cached_property
     def _scale(self) -> Tensor:
-        """(N, D)."""
+        """Return the standard deviations with a dimension of targets (N, D)."""
         return self.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
 
     @property
     def mean(self) -> Tensor:
-        return self._targets(self._mean)
+        """Return E[y], (N,) or (N, D)."""
+        return self._drop_single_target(self._mean)
 
     @property
     def mode(self) -> Tensor:
+        """Return the mean, where a Gaussian is highest."""
         return self.mean
 
     @property
     def variance(self) -> Tensor:
-        return self._targets(self._scale**2)
+        """Return the variance of each target, (N,) or (N, D)."""
+        return self._drop_single_target(self._scale**2)
 
     @property
     def stddev(self) -> Tensor:
-        return self._targets(self._scale)
+        """Return the standard deviation of each target, (N,) or (N, D)."""
+        return self._drop_single_target(self._scale)
 
     @cached_property
     def _doubt(self) -> Tensor:
-        """The epistemic part of the variance (N, D): K's; where a prior was added, in the
-        proportion of K to Σ + K.
+        """Return the epistemic part of the variance (N, D): the diagonal of K.
+
+        Where a prior was added, it is divided in the proportion of K to Σ + K.
         """
         K = self.log_density.marginal.covariance.diagonal(dim1=-2, dim2=-1)
         if not self.log_density.moves:
@@ -118,28 +127,30 @@ class GaussianLaw(Law):
 
     @property
     def epistemic(self) -> Tensor:
-        return self._targets(self._doubt)
+        """Return the epistemic part of the variance, (N,) or (N, D)."""
+        return self._drop_single_target(self._doubt)
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._targets(
-            self.noise.diagonal().expand_as(self._mean)
-            if self.moved is None
-            else self._scale**2 - self._doubt
+        """Return the variance of the noise, (N,) or (N, D)."""
+        noise = self.noise.diagonal().expand_as(self._mean)
+        return self._drop_single_target(
+            noise if self.moved is None else self._scale**2 - self._doubt
         )
 
     @cached_property
     def mass(self) -> Tensor:
-        """(N,)."""
+        """Return the integral of the increments (N,): see the class."""
         if self.convention != EXACT:
-            # the increments are quadratic in y: their height at the mean, over that of the
-            # normalised density
+            # The increments are quadratic in y, so their integral is their height at the mean over
+            # that of the normalised density.
             peak = self.log_density.at(self.mean).log
             factor: Tensor = torch.linalg.cholesky(self.covariance)
             half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
             return (peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp()
         if not self.loses_mass:
             return torch.ones(self.rows, dtype=torch.float64)
+        # |I + Σ⁻¹K|^(−½) from the eigenvalues of L⁻¹KL⁻ᵀ, with Σ = LLᵀ
         factor = torch.linalg.cholesky(self.noise)
         half = torch.linalg.solve_triangular(
             factor, self.log_density.marginal.covariance, upper=False
@@ -149,29 +160,39 @@ class GaussianLaw(Law):
         return (-0.5 * torch.log1p(spectrum.clamp_min(0)).sum(-1)).exp()
 
     def log_prob(self, y: Tensor) -> Tensor:
+        """Evaluate the log density of y.
+
+        (N, k) -> (N, k); D targets: (N, D) -> (N,), (N, k, D) -> (N, k).
+        """
         if self.kind == "scalar":
             z = (y - self._mean) / self._scale
             return -0.5 * (z * z + LOG_2PI) - self._scale.log()
         factor: Tensor = torch.linalg.cholesky(self.covariance)
-        extra = y.dim() - 2
-        shape = (y.shape[0], *[1] * extra, *factor.shape[1:])
-        r = (y - self._mean.reshape(y.shape[0], *[1] * extra, self._mean.shape[1])).unsqueeze(-1)
+        # For y (N, k, D), mean and factor get a dimension of size one for the k values.
+        ones = [1] * (y.dim() - 2)
+        mean = self._mean.reshape(len(y), *ones, self._mean.shape[1])
+        residual = (y - mean).unsqueeze(-1)
+        broadcast = factor.reshape(len(y), *ones, *factor.shape[1:])
         white: Tensor = torch.linalg.solve_triangular(
-            factor.reshape(shape).expand(*r.shape[:-2], *factor.shape[1:]), r, upper=False
+            broadcast.expand(*residual.shape[:-2], *factor.shape[1:]), residual, upper=False
         )
-        half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).reshape(len(y), *[1] * extra)
+        half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1).reshape(len(y), *ones)
         return -0.5 * ((white**2).sum((-2, -1)) + self._mean.shape[1] * LOG_2PI) - half_logdet
 
     def cdf(self, y: Tensor) -> Tensor:
-        middle = (slice(None), *[None] * (y.dim() - 2))
-        below: Tensor = ndtr((y - self._mean[middle]) / self._scale[middle])
+        """Return P(Y_d ≤ y_d) of each target, of y's shape."""
+        # For y (N, k, D), mean and scale get a dimension for the k values.
+        index = (slice(None), *[None] * (y.dim() - 2))
+        below: Tensor = ndtr((y - self._mean[index]) / self._scale[index])
         return below
 
     def icdf(self, q: Tensor) -> Tensor:
-        return self._targets(self._mean.unsqueeze(-1) + self._scale.unsqueeze(-1) * ndtri(q))
+        """Return the quantiles at q (k,): (N, k) or (N, D, k)."""
+        quantiles = self._mean.unsqueeze(-1) + self._scale.unsqueeze(-1) * ndtri(q)
+        return self._drop_single_target(quantiles)
 
     def hdr(self, level: float) -> Regions | Ellipsoid:
-        """An interval, or an ellipsoid for D targets."""
+        """Return an interval, or an ellipsoid for D targets."""
         if self.kind == "scalar":
             ends = self.interval(level)
             return Regions(ends[:, :1], ends[:, 1:])
@@ -180,20 +201,23 @@ class GaussianLaw(Law):
         )
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Draw n values for each input: (n, N) or (n, N, D)."""
         white = torch.randn(n, *self._mean.shape, dtype=torch.float64, generator=generator)
         factor = torch.linalg.cholesky(self.covariance)
         draws: Tensor = self._mean + (factor @ white.unsqueeze(-1)).squeeze(-1)
         return draws.squeeze(-1) if self.kind == "scalar" else draws
 
     def increments(self, y: Tensor) -> Increments:
+        """Return the increments of the refit at y, of log_prob's shape each."""
         return self.log_density(y)
 
 
 def additive_law(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:
-    """N(f̂, A) · exp(bᵀu − ½ uᵀMu) with A = Σ + K, u = A⁻¹(y − f̂): the Gaussian N(f̂ + A(A+M)⁻¹b,
-    A(A+M)⁻¹A).
+    """Return N(f̂, A) · exp(bᵀu − ½ uᵀMu) with A = Σ + K and u = A⁻¹(y − f̂), as the Gaussian
+    N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
 
-    Fails where A + M is not positive definite: the prior then grows faster than the likelihood's
+    noise Σ (C, C); marginal f̂ (N, C) and K (N, C, C); response b (N, C) and M (N, C, C). ValueError
+    where A + M is not positive definite: the prior then grows faster than the likelihood's
     predictive falls.
     """
     A = noise + marginal.covariance
@@ -210,13 +234,13 @@ def additive_law(noise: Tensor, marginal: Marginal, response: Marginal) -> Margi
 
 
 def chi_square_quantile(level: float, df: int) -> float:
-    """By bisection on the regularised incomplete gamma function."""
+    """Return the quantile of the χ² distribution, by bisection on the incomplete gamma function."""
     half = torch.tensor(df / 2, dtype=torch.float64)
     low, high = 0.0, 2.0 * df + 40.0 + 40 * -math.log1p(-level)
     for _ in range(100):
-        middle = (low + high) / 2
-        if float(gammainc(half, torch.tensor(middle / 2, dtype=torch.float64))) < level:
-            low = middle
+        candidate = (low + high) / 2
+        if float(gammainc(half, torch.tensor(candidate / 2, dtype=torch.float64))) < level:
+            low = candidate
         else:
-            high = middle
+            high = candidate
     return (low + high) / 2

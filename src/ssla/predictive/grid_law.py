@@ -11,13 +11,13 @@ from torch import Tensor
 
 from ssla.likelihoods.support import Continuous, Real
 from ssla.maths import quadrature
-from ssla.maths.quadrature import Built, Regions
-from ssla.predictive.law import PointwiseLaw, gathered, gathered_regions
+from ssla.maths.quadrature import Regions, RowGrid
+from ssla.predictive.law import PointwiseLaw, gather_regions, gather_rows
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.refit import LogDensity
 
-# of the mass, on a transformed support: log p falls exponentially there, faster than a coarse
-# spline follows
+# Error of a spline, as a share of the mass, on a transformed support: log p falls exponentially
+# there, faster than a coarse spline follows. The number is a guess.
 SPLINE = 1e-7
 
 
@@ -27,85 +27,86 @@ class GridLaw(PointwiseLaw):
     """The normalised density exp(total(y)) / mass.
 
     `log_prob` evaluates the log density at y itself; mass, moments, cdf, quantiles and regions come
-    from the grids (see `ssla.maths.quadrature` for their accuracy).
+    from the grids (see `ssla.maths.quadrature` for their accuracy). A grid has nodes in the
+    support's real coordinate z.
     """
 
     support: Continuous
-    pieces: list[Built]
+    pieces: list[RowGrid]
 
     kind = "scalar"
 
     @cached_property
     def _log_mass(self) -> Tensor:
-        return gathered(self.pieces, [p.grid.log_mass for p in self.pieces])
+        """Return the logarithm of the mass (N,)."""
+        return gather_rows(self.pieces, [p.grid.log_mass for p in self.pieces])
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of y, (N,) each."""
         if not isinstance(self.support, Real):
-            return quadrature.mapped_moments(self._log_density, self.pieces, self.support.from_real)
+            return quadrature.mapped_moments(
+                self._log_density_of_z, self.pieces, self.support.from_real
+            )
         means, variances = zip(*(p.grid.moments for p in self.pieces), strict=True)
-        return gathered(self.pieces, means), gathered(self.pieces, variances)
+        return gather_rows(self.pieces, means), gather_rows(self.pieces, variances)
 
-    def _log_density(self, z: Tensor, rows: Tensor) -> Tensor:
-        """Of the support's real coordinate."""
+    def _log_density_of_z(self, z: Tensor, rows: Tensor) -> Tensor:
+        """Evaluate log p(y) + log dy/dz, the un-normalised log density of z (m, k) in rows (m,)."""
         return self.log_density.at(self.support.from_real(z), rows).log + self.support.log_slope(z)
 
     @cached_property
     def mode(self) -> Tensor:
-        """The highest point of the density (on a transformed support: of the density of the
-        transform).
-        """
-        return self.support.from_real(gathered(self.pieces, [p.grid.mode for p in self.pieces]))
+        """Return the y (N,) at which the density of z is highest."""
+        return self.support.from_real(gather_rows(self.pieces, [p.grid.mode for p in self.pieces]))
 
     def check(self, y: Tensor) -> None:
+        """Raise ValueError where y is outside the support."""
         self.support.check(y.flatten(), 1)
 
     def cdf(self, y: Tensor) -> Tensor:
+        """Return P(Y ≤ y), (N, k) -> (N, k)."""
         z = self.support.to_real(y).clamp(-1e300, 1e300)
-        return gathered(self.pieces, [p.grid.cdf(z[p.rows]) for p in self.pieces])
+        return gather_rows(self.pieces, [p.grid.cdf(z[p.rows]) for p in self.pieces])
 
     def icdf(self, q: Tensor) -> Tensor:
+        """Return the quantiles at q (k,): (N, k)."""
         return self._quantiles(q.expand(self.rows, -1))
 
     def _quantiles(self, q: Tensor) -> Tensor:
-        """(N, k) -> (N, k)."""
-        return self.support.from_real(
-            gathered(self.pieces, [p.grid.icdf(q[p.rows]) for p in self.pieces])
-        )
+        """Return the quantiles at each row's own q: (N, k) -> (N, k)."""
+        z = gather_rows(self.pieces, [p.grid.icdf(q[p.rows]) for p in self.pieces])
+        return self.support.from_real(z)
 
     def hdr(self, level: float) -> Regions:
-        """A union of intervals, the smallest in y."""
+        """Return the union of intervals that is the smallest in y."""
         slope = None if isinstance(self.support, Real) else self.support.log_slope
-        lower, upper = gathered_regions(
-            self.pieces, [p.grid.hdr(level, slope) for p in self.pieces]
-        )
-        return Regions(self.support.from_real(lower), self.support.from_real(upper))
+        z = gather_regions(self.pieces, [p.grid.hdr(level, slope) for p in self.pieces])
+        return Regions(*map(self.support.from_real, z))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """By inversion."""
-        u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator).clamp(
-            1e-12, 1 - 1e-12
-        )
-        return self._quantiles(u).mT
+        """Draw n values for each input (n, N), by inversion of the cdf."""
+        u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
+        return self._quantiles(u.clamp(1e-12, 1 - 1e-12)).mT
 
 
 def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> Predictive:
-    """Build the grids of all rows."""
+    """Build the grids of all rows and the predictive over them."""
     f, K = log_density.marginal
-    fallback = torch.zeros(f.shape[0], dtype=torch.bool)
-    unconverged = torch.zeros_like(fallback)
+    fallback, unconverged, inaccurate = torch.zeros(3, len(f), dtype=torch.bool).unbind(0)
 
     def evaluate(z: Tensor, rows: Tensor) -> Tensor:
+        """Evaluate the log density of z (m, k) in the rows (m,), and flag these rows."""
         density = log_density.at(support.from_real(z), rows)
+        # Most evaluations have nothing to flag; `any` is cheaper than writing to rows.
         if bool(density.fallback.any()):
             fallback[rows] |= density.fallback.any(1)
         if not bool(density.converged.all()):
             unconverged[rows] |= ~density.converged.all(1)
-        return density.log + support.log_slope(z) if not isinstance(support, Real) else density.log
+        return density.log if isinstance(support, Real) else density.log + support.log_slope(z)
 
     accuracy = quadrature.Accuracy(spline=None if isinstance(support, Real) else SPLINE)
-    pieces = quadrature.build(evaluate, *log_density.likelihood.guess(f, K), accuracy)
-    inaccurate = torch.zeros_like(fallback)
+    pieces = quadrature.build_grids(evaluate, *log_density.likelihood.guess(f, K), accuracy)
     for rows, grid in pieces:
         inaccurate[rows] = ~grid.accurate
     flags = Diagnostics(refit, fallback, unconverged, inaccurate)

@@ -19,20 +19,18 @@ import torch
 from torch import Tensor
 
 from ssla._checks import outside_transforms
-from ssla.data import Inputs, as_inputs, map_inputs, plain
-from ssla.likelihoods import (
-    Likelihood,
-)
+from ssla.data import Inputs, as_inputs, map_inputs, values_outside_transforms
+from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Real
 from ssla.maths import linalg
-from ssla.maths.quadrature import Built
+from ssla.maths.quadrature import RowGrid
 from ssla.predictive.count_law import CountLaw, Table, count_predictive
 from ssla.predictive.grid_law import GridLaw, grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mode_switches import change_of_jumps
 from ssla.predictive.predictive import Predictive
 from ssla.refit import Density, OutputLogDensity, OutputRefit
-from ssla.refit.increments import Increments, at_mode
+from ssla.refit.increments import Increments, evaluate_at_mode
 from ssla.values import Marginal
 
 if TYPE_CHECKING:
@@ -50,24 +48,30 @@ class GraphDensity:
 
     @property
     def likelihood(self) -> Likelihood:
+        """Return the law of the new observation."""
         return self.plain.likelihood
 
     @property
     def like(self) -> Tensor:
+        """Return a tensor of the dtype and device of the answers."""
         return self.plain.like
 
-    def change(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Zero, with the derivative of the log density at y (m, k), for some rows (m,)."""
+    def zero_with_graph(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Return zeros (m, k) with the derivative of the log density at y (m, k) of rows (m,); of
+        all rows if None.
+        """
         f, K = self.marginal if rows is None else (part[rows] for part in self.marginal)
-        return _change(log_density_with_graph(self.likelihood, y, f, K))
+        return _zero_with_graph(log_density_with_graph(self.likelihood, y, f, K))
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        values = plain(y)
+        """Return the plain log densities at y (m, k) of rows (m,), with their graph."""
+        values = values_outside_transforms(y)
         with torch.no_grad(), outside_transforms():
-            found = self.plain.at(values, rows)
-        return found._replace(log=found.log + self.change(y, rows))
+            density = self.plain.at(values, rows)
+        return density._replace(log=density.log + self.zero_with_graph(y, rows))
 
     def __call__(self, y: Tensor) -> Increments:
+        """Raise ValueError: increments carry no gradient."""
         _refuse("increments")
 
 
@@ -83,171 +87,209 @@ class ImplicitLaw(Law):
 
     @property
     def kind(self) -> str:
+        """Return "scalar" or "count"."""
         return self.law.kind
 
     @property
     def rows(self) -> int:
+        """Return N, the number of inputs."""
         return self.law.rows
 
     @property
     def mean(self) -> Tensor:
+        """Return E[y] (N,), with its graph."""
         return self.law.mean
 
     @property
     def variance(self) -> Tensor:
+        """Return Var[y] (N,), with its graph."""
         return self.law.variance
 
     @property
     def mass(self) -> Tensor:
+        """Return the mass (N,), with its graph."""
         return self.law.mass
 
     def check(self, y: Tensor) -> None:
-        self.law.check(plain(y))
+        """Raise ValueError where y is outside the support."""
+        self.law.check(values_outside_transforms(y))
 
     def log_prob(self, y: Tensor) -> Tensor:
+        """Evaluate the log density with its graph: (N, k) -> (N, k)."""
         return self.law.log_prob(y)
 
     def cdf(self, y: Tensor) -> Tensor:
+        """Return P(Y ≤ y) with its graph, (N, k) -> (N, k); ValueError for counts."""
         return self.law.cdf(y) if isinstance(self.law, GridLaw) else _refuse("cdf")
 
     def icdf(self, q: Tensor) -> Tensor:
-        """F(z) = q defines z: dz = −dF(z) / p(z)."""
+        """Return the quantiles z (N, k) at q (k,), with their graph; ValueError for counts.
+
+        F(z) = q defines z: dz = −dF(z) / p(z).
+        """
         if not isinstance(self.law, GridLaw):
             _refuse("icdf and interval")
         with torch.no_grad():
             z = self.law.icdf(q)
             density = self.law.log_prob(z).exp()
-        return z - _change(self.law.cdf(z)) / density
+        return z - _zero_with_graph(self.law.cdf(z)) / density
 
     @property
     def mode(self) -> Tensor:
+        """Raise ValueError: the mode carries no gradient."""
         _refuse("mode")
 
     @property
     def epistemic(self) -> Tensor:
-        return self.law.epistemic if self._splits else _refuse("epistemic")
+        """Return the epistemic variance (N,), with its graph; ValueError where it has none."""
+        return self.law.epistemic if self._splits_with_graph else _refuse("epistemic")
 
     @property
     def aleatoric(self) -> Tensor:
-        return self.law.aleatoric if self._splits else _refuse("aleatoric")
+        """Return the aleatoric variance (N,), with its graph; ValueError where it has none."""
+        return self.law.aleatoric if self._splits_with_graph else _refuse("aleatoric")
 
     @property
-    def _splits(self) -> bool:
-        """Where not every f is allowed, the split is to first order, by a slope without a graph."""
+    def _splits_with_graph(self) -> bool:
+        """Tell whether the split of the variance has a graph.
+
+        It has none where not every f is allowed: the split is then to first order, by a slope
+        without a graph.
+        """
         return self.law.log_density.likelihood.linear_domain
 
     def hdr(self, level: float) -> NoReturn:
+        """Raise ValueError: the region carries no gradient."""
         _refuse("hdr")
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
+        """Raise ValueError: draws carry no gradient."""
         _refuse("sample")
 
     def increments(self, y: Tensor) -> Increments:
+        """Raise ValueError: increments carry no gradient."""
         _refuse("increments")
 
 
-def _change(value: Tensor) -> Tensor:
-    """Zero, with the derivative of `value`."""
+def _zero_with_graph(value: Tensor) -> Tensor:
+    """Return zeros with the derivative of `value`, of its shape."""
     return value - value.detach()
 
 
-def _refuse(what: str) -> NoReturn:
+def _refuse(name: str) -> NoReturn:
+    """Raise ValueError for an answer that carries no gradient, by its name."""
     raise ValueError(
-        f"With differentiable=True, {what} of this predictive carries no gradient yet. Moments, "
+        f"With differentiable=True, {name} of this predictive carries no gradient yet. Moments, "
         "mass and log_prob do, and cdf, icdf and interval where y is a real number. Ask "
         "posterior.predict(x), without differentiable=True."
     )
 
 
 def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """L(y), un-normalised, differentiable in y, f̂ and K.  (N, k), (N, C), (N, C, C) -> (N, k)."""
-    rows, count = y.shape
+    """Return L(y), un-normalised, differentiable in y, f̂ and K.
+
+    (N, k), (N, C), (N, C, C) -> (N, k). ValueError where a refit does not reach a mode.
+    """
     mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
     boundary = likelihood.refit_at_boundary(y, mean, covariance)
     if boundary is not None:
         # The derivative of a mode at the boundary would be NaN: E[y|f̂], whose mode is f̂, takes
         # the place of these y.
         y = torch.where(boundary.cut, likelihood.mean(mean).detach(), y)
-    values = [plain(part) for part in (y, f, K)]
-    with torch.no_grad(), outside_transforms():
-        spread, R = (
-            part.repeat_interleave(count, 0) for part in (values[1], linalg.root(values[2]))
-        )
-        found = at_mode(likelihood, values[0].reshape(-1), spread, R)
-        if bool(found.fallback.any()) or not bool(found.converged.all()):
-            bad = (found.fallback | ~found.converged).view(rows, count).any(1)
-            raise ValueError(
-                f"The refit did not reach a mode for every y at {int(bad.sum())} of {rows} inputs, "
-                "so the predictive has no gradient there. posterior.predict(x).diagnostics names "
-                "the rows: leave them out."
-            )
-        u = found.pull.view(rows, count, -1)
-    at = mean + _times(covariance, u)
+    u = _find_modes(likelihood, y, f, K)
+    at_mode_found = mean + _multiply(covariance, u)
     eye = torch.eye(f.shape[1], dtype=f.dtype)
+    # A Newton step from the mode has the value of u and the derivative of the implicit function.
     with torch.no_grad():
-        matrix = eye + likelihood.precision(y, at) @ covariance
-    u = u - torch.linalg.solve(matrix, u - likelihood.score(y, at))
-    move = _times(covariance, u)
-    at = mean + move
-    logdet: Tensor = torch.linalg.slogdet(eye + likelihood.precision(y, at) @ covariance).logabsdet
-    total: Tensor = likelihood.log_prob(y, at) - 0.5 * (u * move).sum(-1) - 0.5 * logdet
+        matrix = eye + likelihood.precision(y, at_mode_found) @ covariance
+    u = u - torch.linalg.solve(matrix, u - likelihood.score(y, at_mode_found))
+    move = _multiply(covariance, u)
+    refitted = mean + move
+    curvature = eye + likelihood.precision(y, refitted) @ covariance
+    logdet: Tensor = torch.linalg.slogdet(curvature).logabsdet
+    total: Tensor = likelihood.log_prob(y, refitted) - 0.5 * (u * move).sum(-1) - 0.5 * logdet
     if boundary is None:
         return total
     return torch.where(boundary.cut, boundary.total, total)
 
 
-def _times(K: Tensor, u: Tensor) -> Tensor:
+def _find_modes(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+    """Find the modes as u = K⁻¹(f̃ − f̂), without a graph: (N, k), (N, C), (N, C, C) -> (N, k, C).
+
+    ValueError where a refit does not reach a mode.
+    """
+    rows, count = y.shape
+    y, f, K = (values_outside_transforms(part) for part in (y, f, K))
+    with torch.no_grad(), outside_transforms():
+        means, roots = (part.repeat_interleave(count, 0) for part in (f, linalg.covariance_root(K)))
+        refit = evaluate_at_mode(likelihood, y.reshape(-1), means, roots)
+        if bool(refit.fallback.any()) or not bool(refit.converged.all()):
+            failed = (refit.fallback | ~refit.converged).view(rows, count).any(1)
+            raise ValueError(
+                f"The refit did not reach a mode for every y at {int(failed.sum())} of {rows} "
+                "inputs, so the predictive has no gradient there. "
+                "posterior.predict(x).diagnostics names the rows: leave them out."
+            )
+        return refit.pull.view(rows, count, -1)
+
+
+def _multiply(K: Tensor, u: Tensor) -> Tensor:
+    """Return K u: (…, C, C), (…, C) -> (…, C)."""
     return (K @ u.unsqueeze(-1)).squeeze(-1)
 
 
-def _with_graph(table: Table, density: GraphDensity) -> Table:
-    """Blocks without a count have no density and no derivative."""
+def _table_with_graph(table: Table, density: GraphDensity) -> Table:
+    """Add the derivative of the log density to a table of counts.
+
+    Blocks without a count have no density and no derivative.
+    """
     empty = table.widths <= 0
-    change = density.change(torch.where(empty, 0.0, table.centres), table.rows)
-    return table._replace(logs=table.logs + torch.where(empty, 0.0, change))
+    zero = density.zero_with_graph(torch.where(empty, 0.0, table.centres), table.rows)
+    return table._replace(logs=table.logs + torch.where(empty, 0.0, zero))
 
 
-def _grid_with_graph(piece: Built, density: GraphDensity) -> Built:
-    """Nodes in place, with the derivative of the log density there and of its jumps between
-    them.
+def _grid_with_graph(piece: RowGrid, density: GraphDensity) -> RowGrid:
+    """Add the derivative of the log density at the nodes, and of its jumps between them, to a grid.
+
+    The nodes stay in place.
     """
     rows, grid = piece
-    change = density.change(grid.nodes, rows)
-    if change.requires_grad:
+    zero = density.zero_with_graph(grid.nodes, rows)
+    if zero.requires_grad:
         marginal, plain_marginal = (
             Marginal(*(part[rows] for part in m))
             for m in (density.marginal, density.plain.marginal)
         )
-        change = change + change_of_jumps(density.likelihood, grid, plain_marginal, marginal)
-    return Built(rows, replace(grid, logs=grid.logs + change))
+        zero = zero + change_of_jumps(density.likelihood, grid, plain_marginal, marginal)
+    return RowGrid(rows, replace(grid, logs=grid.logs + zero))
 
 
 def pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
-    """The predictive of a count or a number, with the graph of x."""
-    numbers = map_inputs(plain, as_inputs(x, differentiable=True))
+    """Return the predictive of a count or a number, with the graph of x.
+
+    ValueError where a refit does not reach a mode.
+    """
+    numbers = map_inputs(values_outside_transforms, as_inputs(x, differentiable=True))
     with torch.no_grad(), outside_transforms():
-        values = rung(posterior, numbers)
-        support = values.likelihood.support_for(posterior.network.outputs)
-        found = (
-            grid_predictive(values, support, rung.name)
+        log_density = rung(posterior, numbers)
+        support = log_density.likelihood.support_for(posterior.network.outputs)
+        predictive = (
+            grid_predictive(log_density, support, rung.name)
             if isinstance(support, Real)
-            else count_predictive(values, rung.name)
+            else count_predictive(log_density, rung.name)
         )
-    return with_graph(found, GraphDensity(values, posterior.outputs_at(x, differentiable=True)))
+    marginal = posterior.outputs_at(x, differentiable=True)
+    return add_graph(predictive, GraphDensity(log_density, marginal))
 
 
-def with_graph(found: Predictive, density: GraphDensity) -> Predictive:
-    """The predictive of a plain output refit, with the graph of the outputs that `density` has."""
-    law = found.law
+def add_graph(predictive: Predictive, density: GraphDensity) -> Predictive:
+    """Return the predictive of a plain output refit, with the graph of the outputs of `density`."""
+    law = predictive.law
     if isinstance(law, GridLaw):
-        law = GridLaw(
-            density, law.support, [_grid_with_graph(piece, density) for piece in law.pieces]
-        )
+        pieces = [_grid_with_graph(piece, density) for piece in law.pieces]
+        law = replace(law, log_density=density, pieces=pieces)
     else:
         assert isinstance(law, CountLaw)
-        law = replace(
-            law,
-            log_density=density,
-            tables=[_with_graph(table, density) for table in law.tables],
-        )
-    return replace(found, law=ImplicitLaw(law), differentiable=True)
+        tables = [_table_with_graph(table, density) for table in law.tables]
+        law = replace(law, log_density=density, tables=tables)
+    return replace(predictive, law=ImplicitLaw(law), differentiable=True)

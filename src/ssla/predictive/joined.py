@@ -8,11 +8,20 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ssla.maths.quadrature import Regions
 from ssla.predictive.law import Law
-from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest
+from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest_like
 from ssla.refit.increments import Increments
+
+
+def _property_of_each(name: str) -> Any:
+    """Make a property of JoinedLaw: the property `name` of each law, in the order of the inputs.
+
+    It raises AttributeError where a law does.
+    """
+    return property(lambda self: self.join_answers([getattr(law, name) for law in self.laws]))
 
 
 @final
@@ -25,140 +34,119 @@ class JoinedLaw(Law):
     laws: tuple[Law, ...]
     index: tuple[Tensor, ...]
 
+    mean = _property_of_each("mean")
+    variance = _property_of_each("variance")
+    stddev = _property_of_each("stddev")
+    covariance = _property_of_each("covariance")
+    mode = _property_of_each("mode")
+    probs = _property_of_each("probs")
+    mass = _property_of_each("mass")
+    epistemic = _property_of_each("epistemic")
+    aleatoric = _property_of_each("aleatoric")
+    entropy = _property_of_each("entropy")
+    mutual_information = _property_of_each("mutual_information")
+
     @property
     def kind(self) -> str:
+        """Return the kind of all laws."""
         return self.laws[0].kind
 
     @property
     def rows(self) -> int:
+        """Return N, the number of inputs of all laws together."""
         return sum(len(rows) for rows in self.index)
 
-    def put(self, answers: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """One answer of each law, in the order of the inputs along a dimension; trailing sizes
-        padded with NaN.
+    def join_answers(self, answers: Sequence[Tensor], dim: int = 0) -> Tensor:
+        """Join one answer of each law along a dimension, in the order of the inputs.
+
+        Where their last sizes differ, they are padded with NaN.
         """
-        return _put(self.index, answers, dim)
+        return _join_rows(self.index, answers, dim)
 
-    def _each(self, ask: Callable[[Law], Tensor]) -> Tensor:
-        return self.put([ask(law) for law in self.laws])
-
-    def at(self, y: Tensor, ask: Callable[[Law, Tensor], Tensor]) -> Tensor:
-        """Ask every law with its rows of y (N, …)."""
-        return self.put(
+    def ask_by_rows(self, y: Tensor, ask: Callable[[Law, Tensor], Tensor]) -> Tensor:
+        """Ask every law with its rows of y (N, …), and join the answers: (N, …)."""
+        return self.join_answers(
             [ask(law, y[rows]) for law, rows in zip(self.laws, self.index, strict=True)]
         )
 
-    @property
-    def mean(self) -> Tensor:
-        return self._each(lambda law: law.mean)
-
-    @property
-    def variance(self) -> Tensor:
-        return self._each(lambda law: law.variance)
-
-    @property
-    def stddev(self) -> Tensor:
-        return self._each(lambda law: law.stddev)
-
-    @property
-    def covariance(self) -> Tensor:
-        return self._each(lambda law: law.covariance)
-
-    @property
-    def mode(self) -> Tensor:
-        return self._each(lambda law: law.mode)
-
-    @property
-    def probs(self) -> Tensor:
-        return self._each(lambda law: law.probs)
-
-    @property
-    def mass(self) -> Tensor:
-        return self._each(lambda law: law.mass)
-
-    @property
-    def epistemic(self) -> Tensor:
-        return self._each(lambda law: law.epistemic)
-
-    @property
-    def aleatoric(self) -> Tensor:
-        return self._each(lambda law: law.aleatoric)
-
-    @property
-    def entropy(self) -> Tensor:
-        return self._each(lambda law: law.entropy)
-
-    @property
-    def mutual_information(self) -> Tensor:
-        return self._each(lambda law: law.mutual_information)
-
     def check(self, y: Tensor) -> None:
+        """Raise ValueError where y is outside the support of its row's law."""
         for law, rows in zip(self.laws, self.index, strict=True):
             law.check(y[rows])
 
     def log_prob(self, y: Tensor) -> Tensor:
-        return self.at(y, lambda law, own: law.log_prob(own))
+        """Return each row's log density of y, of the shape that a law returns."""
+        return self.ask_by_rows(y, lambda law, part: law.log_prob(part))
 
     def cdf(self, y: Tensor) -> Tensor:
-        return self.at(y, lambda law, own: law.cdf(own))
+        """Return each row's P(Y ≤ y), of y's shape."""
+        return self.ask_by_rows(y, lambda law, part: law.cdf(part))
 
     def below(self, y: Tensor) -> Tensor:
-        return self.at(y, lambda law, own: law.below(own))
+        """Return each row's P(Y < y), of y's shape."""
+        return self.ask_by_rows(y, lambda law, part: law.below(part))
 
     def icdf(self, q: Tensor) -> Tensor:
-        return self._each(lambda law: law.icdf(q))
+        """Return each row's quantiles at q (k,): (N, k) or (N, D, k)."""
+        return self.join_answers([law.icdf(q) for law in self.laws])
 
     def interval(self, level: float) -> Tensor:
-        return self._each(lambda law: law.interval(level))
+        """Return each row's central interval (N, 2) or (N, D, 2), or its set of classes (N, C)."""
+        return self.join_answers([law.interval(level) for law in self.laws])
 
     def hdr(self, level: float) -> Any:
-        found = [law.hdr(level) for law in self.laws]
+        """Return each row's smallest region; TypeError for vectors (regions of several forms)."""
+        regions = [law.hdr(level) for law in self.laws]
         if self.kind == "class":
-            return self.put(found)
+            return self.join_answers(regions)
         if self.kind == "vector":
             raise TypeError(
                 "These rows have regions of several forms. Ask them one by one: [part.hdr(level) "
                 "for part in p.parts]."
             )
-        return Regions(
-            self.put([one.lower for one in found]), self.put([one.upper for one in found])
-        )
+        return Regions(*(self.join_answers(ends) for ends in zip(*regions, strict=True)))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        return self.put([law.sample(n, generator) for law in self.laws], 1)
+        """Draw n values for each row: (n, N) or (n, N, D)."""
+        return self.join_answers([law.sample(n, generator) for law in self.laws], 1)
 
     def increments(self, y: Tensor) -> Increments:
+        """Raise TypeError: several predictives have no increments together."""
         raise TypeError(
             "These rows come from several predictives. Ask them one by one: [part.increments(y) "
             "for part in p.parts]."
         )
 
 
-def joined(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
-    """rows: for each part the indices of its inputs; together 0 … N − 1, each once."""
+def join_predictives(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
+    """Join predictives of different inputs into one, in the order of the inputs.
+
+    rows: for each part the indices of its inputs; together 0 … N − 1, each once.
+    """
     if len(parts) == 1:
         return parts[0]
-    found = [part.diagnostics for part in parts]
+    flags = [part.diagnostics for part in parts]
     fallback, unconverged, inaccurate = (
-        _put(rows, [getattr(one, flag) for one in found]) for flag in FLAGS
+        _join_rows(rows, [getattr(part, name) for part in flags]) for name in FLAGS
     )
     law = JoinedLaw(tuple(part.law for part in parts), tuple(rows))
     diagnostics = Diagnostics(
-        ", ".join(dict.fromkeys(one.refit for one in found)),
+        ", ".join(dict.fromkeys(part.refit for part in flags)),
         fallback,
         unconverged,
         inaccurate,
-        found[0].convention,
-        mixed=law if any(one.mixed is not None for one in found) else None,
-    ).with_extreme(_put(rows, [one.extreme_rows for one in found]))
-    return Predictive(law, widest(parts), diagnostics, tuple(parts))
+        flags[0].convention,
+        mixed=law if any(part.mixed is not None for part in flags) else None,
+    ).with_extreme(_join_rows(rows, [part.extreme_rows for part in flags]))
+    return Predictive(law, widest_like(parts), diagnostics, tuple(parts))
 
 
-def _put(index: Sequence[Tensor], answers: Sequence[Tensor], dim: int = 0) -> Tensor:
+def _join_rows(index: Sequence[Tensor], answers: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Join answers along a dimension, in the order of their rows' indices.
+
+    Where the last sizes differ, as of unions of intervals, answers are padded with NaN.
+    """
     if len({part.shape[-1] for part in answers}) > 1 and dim < answers[0].dim() - 1:
         most = max(part.shape[-1] for part in answers)
-        answers = [
-            torch.nn.functional.pad(part, (0, most - part.shape[-1]), value=torch.nan)
-            for part in answers
-        ]
+        answers = [pad(part, (0, most - part.shape[-1]), value=torch.nan) for part in answers]
     return torch.cat(list(answers), dim).index_select(dim, torch.cat(list(index)).argsort())

@@ -1,4 +1,4 @@
-"""What a law is: the distribution of y at each of N inputs, in float64 on the CPU.
+"""Law: the distribution of y at each of N inputs, in float64 on the CPU.
 
 A law has the mathematics only. `Predictive` adds shapes, checks, and the dtype and device of the
 answers.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ssla._checks import finite
+from ssla._checks import check_finite
 from ssla.maths.quadrature import Regions
 from ssla.predictive.spread import split_variance
 from ssla.refit import LogDensity
@@ -29,7 +29,7 @@ OF_CLASSES = (
 
 
 class Law(ABC):
-    """N distributions. y is (N, k) for one target; (N, D) or (N, k, D) for D of them.
+    """The distributions of y at N inputs. y is (N, k) for one target; (N, D) or (N, k, D) for D.
 
     Moments are (N,) for one target and (N, D) for D of them. Classes have no cdf and icdf. Only
     Gaussians and mixtures of D targets have a covariance. Only classes have probs, entropy and
@@ -39,209 +39,240 @@ class Law(ABC):
     @property
     @abstractmethod
     def kind(self) -> str:
-        """ "scalar", "vector", "circular", "count" or "class"."""
+        """Name the kind of target: "scalar", "vector", "circular", "count" or "class"."""
 
     @property
     @abstractmethod
     def rows(self) -> int:
-        """N."""
+        """Return N, the number of inputs."""
 
     @property
     @abstractmethod
-    def mean(self) -> Tensor: ...
+    def mean(self) -> Tensor:
+        """Return E[y], (N,) or (N, D); for classes the mean of the indicators."""
 
     @property
     @abstractmethod
     def variance(self) -> Tensor:
-        """Of y: epistemic + aleatoric."""
+        """Return Var[y] = epistemic + aleatoric, of the shape of the mean."""
 
     @property
     def stddev(self) -> Tensor:
+        """Return the standard deviation of y, of the shape of the mean."""
         return self.variance.sqrt()
 
     @property
     @abstractmethod
-    def mode(self) -> Tensor: ...
+    def mode(self) -> Tensor:
+        """Return the y of highest density, (N,) or (N, D)."""
 
     @property
     @abstractmethod
     def mass(self) -> Tensor:
-        """The integral (or sum) before normalisation (N,)."""
+        """Return the integral (or sum) of the density before normalisation (N,)."""
 
     @property
     @abstractmethod
     def epistemic(self) -> Tensor:
-        """Var_f E[y|f]."""
+        """Return Var_f E[y|f], of the shape of the mean."""
 
     @property
     @abstractmethod
     def aleatoric(self) -> Tensor:
-        """E_f Var[y|f]."""
+        """Return E_f Var[y|f], of the shape of the mean."""
 
     @property
     def entropy(self) -> Tensor:
-        """Of classes, in nats (N,)."""
-        self.lacks("entropy", OF_CLASSES)
+        """Return the entropy of the classes in nats (N,); AttributeError for other targets."""
+        self.refuse_attribute("entropy", OF_CLASSES)
 
     @property
     def mutual_information(self) -> Tensor:
-        """I(y; f) of classes, in nats (N,): H(E p) − E H(p)."""
-        self.lacks("mutual_information", OF_CLASSES)
+        """Return I(y; f) = H(E p) − E H(p) of the classes in nats (N,); AttributeError for other
+        targets.
+        """
+        self.refuse_attribute("mutual_information", OF_CLASSES)
 
     @property
     def covariance(self) -> Tensor:
-        """(N, D, D)."""
-        self.lacks("covariance")
+        """Return Cov[y] (N, D, D); AttributeError unless y is a vector or a Gaussian number."""
+        self.refuse_attribute("covariance")
 
     @property
     def probs(self) -> Tensor:
-        """(N, C)."""
-        self.lacks("probs")
+        """Return the probabilities of the classes (N, C); AttributeError for other targets."""
+        self.refuse_attribute("probs")
 
     def check(self, y: Tensor) -> None:
-        """ValueError where y is outside the support."""
-        finite("y", y, "Ask for finite values only.")
+        """Raise ValueError where y is outside the support."""
+        check_finite("y", y, "Ask for finite values only.")
 
     @abstractmethod
     def log_prob(self, y: Tensor) -> Tensor:
-        """Normalised.  (N, k) -> (N, k); (N, D) -> (N,); (N, k, D) -> (N, k)."""
+        """Return the normalised log density of y.
+
+        (N, k) -> (N, k) for one target; (N, D) -> (N,) and (N, k, D) -> (N, k) for D of them.
+        """
 
     def cdf(self, y: Tensor) -> Tensor:
-        """P(Y ≤ y), of y's shape; for D targets each by itself."""
-        self.lacks("cdf")
+        """Return P(Y ≤ y), of y's shape, for each of D targets separately; AttributeError for
+        classes.
+        """
+        self.refuse_attribute("cdf")
 
     def below(self, y: Tensor) -> Tensor:
-        """P(Y < y), for one continuous target. Less than the cdf at an atom: a value that has a
-        probability of its own."""
+        """Return P(Y < y) for one continuous target, of y's shape.
+
+        It is less than the cdf at an atom: a value that has a probability of its own.
+        """
         return self.cdf(y)
 
     def icdf(self, q: Tensor) -> Tensor:
-        """(k,) -> (N, k) or (N, D, k)."""
-        self.lacks("icdf")
+        """Return the quantiles at q (k,): (N, k) or (N, D, k); AttributeError for classes."""
+        self.refuse_attribute("icdf")
 
     def interval(self, level: float) -> Tensor:
-        """The central interval (N, 2) or (N, D, 2); for classes the smallest set, bool (N, C)."""
+        """Return the central interval (N, 2) or (N, D, 2); for classes the smallest set, bool
+        (N, C).
+        """
         tail = (1 - level) / 2
         return self.icdf(torch.tensor([tail, 1 - tail], dtype=torch.float64))
 
     @abstractmethod
     def hdr(self, level: float) -> Any:
-        """The smallest region of that probability: Regions, an ellipsoid, a region of density,
-        or a set of classes.
+        """Return the smallest region with that probability: Regions, an ellipsoid, a region of
+        density, or a set of classes.
         """
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """(n, N) or (n, N, D)."""
+        """Draw n values of y for each input: (n, N) or (n, N, D)."""
 
     @abstractmethod
     def increments(self, y: Tensor) -> Increments:
-        """The three increments of the un-normalised log density, of log_prob's shape."""
+        """Return the three increments of the un-normalised log density, of log_prob's shape."""
 
-    def lacks(self, name: str, instead: str = "") -> NoReturn:
-        """AttributeError, so that hasattr is False."""
+    def refuse_attribute(self, name: str, hint: str = "") -> NoReturn:
+        """Raise AttributeError (so that `hasattr` is False), with a hint at the end."""
         raise AttributeError(
-            f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).{instead}"
+            f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).{hint}"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class PointwiseLaw(Law):
-    """exp(total(y)) / mass, where the log density is evaluated at y itself, and mass and
-    moments are integrals or sums of it.
+    """The density exp(total(y)) / mass, where total(y) is the log density evaluated at y itself.
+
+    Mass and moments are integrals or sums of it over y.
     """
 
     log_density: LogDensity
 
     @property
     @abstractmethod
-    def _log_mass(self) -> Tensor: ...
+    def _log_mass(self) -> Tensor:
+        """Return the logarithm of the mass (N,)."""
 
     @property
     @abstractmethod
     def _moments(self) -> tuple[Tensor, Tensor]:
-        """Mean and variance."""
+        """Return mean and variance, (N,) each."""
 
     @property
     def rows(self) -> int:
+        """Return N, the number of inputs."""
         return self.log_density.marginal.mean.shape[0]
 
     @property
     def mean(self) -> Tensor:
+        """Return E[y] (N,)."""
         return self._moments[0]
 
     @property
     def variance(self) -> Tensor:
+        """Return Var[y] (N,)."""
         return self._moments[1]
 
     @property
     def mass(self) -> Tensor:
+        """Return the integral (or sum) of the un-normalised density (N,)."""
         return self._log_mass.exp()
 
     @cached_property
-    def _parts(self) -> tuple[Tensor, Tensor]:
+    def _variance_parts(self) -> tuple[Tensor, Tensor]:
+        """Return the epistemic and the aleatoric part of the variance, (N,) each."""
         return split_variance(self.log_density, self.variance)
 
     @property
     def epistemic(self) -> Tensor:
-        return self._parts[0]
+        """Return the epistemic part of the variance (N,)."""
+        return self._variance_parts[0]
 
     @property
     def aleatoric(self) -> Tensor:
-        return self._parts[1]
+        """Return the aleatoric part of the variance (N,)."""
+        return self._variance_parts[1]
 
     def log_prob(self, y: Tensor) -> Tensor:
+        """Evaluate the normalised log density: y (N, k) -> (N, k)."""
         return self.log_density.at(y).log - self._log_mass[:, None]
 
     def increments(self, y: Tensor) -> Increments:
+        """Return the increments of the refit at y (N, k), (N, k) each."""
         return self.log_density(y)
 
 
 class Piece(Protocol):
-    """What was computed together for some of the rows."""
+    """A result that was computed together for some of the rows."""
 
     @property
-    def rows(self) -> Tensor: ...
+    def rows(self) -> Tensor:
+        """Return the indices (m,) of these rows among all rows."""
+        ...
 
 
-def gathered(pieces: Sequence[Piece], values: Sequence[Tensor]) -> Tensor:
-    """One tensor (m, …) for each piece -> all rows (N, …) in their order."""
-    out = torch.empty(
-        sum(len(piece.rows) for piece in pieces), *values[0].shape[1:], dtype=values[0].dtype
-    )
+def gather_rows(pieces: Sequence[Piece], values: Sequence[Tensor]) -> Tensor:
+    """Put one tensor (m, …) of each piece into one tensor (N, …) in the order of the rows."""
+    row_count = sum(len(piece.rows) for piece in pieces)
+    gathered = torch.empty(row_count, *values[0].shape[1:], dtype=values[0].dtype)
     for piece, value in zip(pieces, values, strict=True):
-        out[piece.rows] = value
-    return out
+        gathered[piece.rows] = value
+    return gathered
 
 
-def gathered_regions(pieces: Sequence[Piece], regions: Sequence[Regions]) -> Regions:
-    """The same for unions of intervals: lower, upper (N, R), padded with NaN."""
+def gather_regions(pieces: Sequence[Piece], regions: Sequence[Regions]) -> Regions:
+    """Put the unions of intervals of all pieces into one: lower, upper (N, R), padded with NaN."""
     most = max(region.lower.shape[1] for region in regions)
     lower, upper = (
-        gathered(pieces, [pad(end, (0, most - end.shape[1]), value=torch.nan) for end in ends])
+        gather_rows(pieces, [pad(end, (0, most - end.shape[1]), value=torch.nan) for end in ends])
         for ends in zip(*regions, strict=True)
     )
     return Regions(lower, upper)
 
 
-def highest(heights: Tensor, shares: Tensor, level: float) -> Tensor:
-    """The highest of k atoms whose shares reach the level.  (N, k), (N, k) -> bool (N, k)."""
+def select_highest(heights: Tensor, shares: Tensor, level: float) -> Tensor:
+    """Select the fewest atoms, from the highest down, whose shares together reach the level.
+
+    Heights and shares (N, k) -> selected (N, k) bool.
+    """
     order = heights.argsort(1, descending=True)
+    # An atom is needed if the shares before it do not reach the level; the first one always is.
     needed = pad(shares.gather(1, order).cumsum(1)[:, :-1] < level, (1, 0), value=True)
     return torch.zeros_like(needed).scatter(1, order, needed)
 
 
-def ends_of_runs(inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Where runs of True begin and end: indices (N, R), padded with −1."""
+def find_runs(inside: Tensor) -> tuple[Tensor, Tensor]:
+    """Find the runs of True in each row of `inside` (N, k).
+
+    Returns the indices of their first and of their last entries, (N, R) each, padded with −1.
+    """
     edge = torch.zeros_like(inside[:, :1])
-    starts = inside & ~torch.cat([edge, inside[:, :-1]], 1)
-    stops = inside & ~torch.cat([inside[:, 1:], edge], 1)
-    most = max(int(starts.sum(1).max()), 1) if len(starts) else 1
-    found = []
-    for marks in (starts, stops):
-        rows, at = marks.nonzero(as_tuple=True)
-        rank = marks.cumsum(1)[rows, at] - 1
-        ends = torch.full((inside.shape[0], most), -1, dtype=torch.long)
-        ends[rows, rank] = at
-        found.append(ends)
-    return found[0], found[1]
+    is_first = inside & ~torch.cat([edge, inside[:, :-1]], 1)
+    is_last = inside & ~torch.cat([inside[:, 1:], edge], 1)
+    most = max(int(is_first.sum(1).max()), 1) if len(inside) else 1
+    ends = torch.full((2, len(inside), most), -1, dtype=torch.long)
+    for side, is_end in enumerate((is_first, is_last)):
+        rows, columns = is_end.nonzero(as_tuple=True)
+        run = is_end.cumsum(1)[rows, columns] - 1
+        ends[side, rows, run] = columns
+    return ends[0], ends[1]

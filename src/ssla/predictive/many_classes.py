@@ -23,12 +23,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.maths.roots import Root, ScaledRoot, SharedNodes, shared_nodes
+from ssla.maths.roots import Root, ScaledRoot, SharedNodes, build_shared_nodes
 
 TOLERANCE = 5e-6  # of a scale, relative to its largest entry; rounding in float32 reaches 3e-6
 # rows for each profile from which the shared products are made: each costs as much as a row without
 # them
-WORTH = 2
+ROWS_FOR_A_PROFILE = 2
 # Slabs (rows, nodes, classes), best for 32, 150 and 1,000 classes (benchmarks/predict_scale.py
 # --slabs).
 NODES_AT_ONCE = 16
@@ -43,8 +43,9 @@ LOWEST = -1e30
 
 
 class Sums(NamedTuple):
-    """Of a chunk of rows, in float64: log E p (B, C), not normalised; Var p (B, C); E H(p) in
-    nats (B,).
+    """The integrals of a chunk of rows, in float64.
+
+    log_probs: log E p (B, C), not normalised; spread: Var p (B, C); entropy: E H(p) in nats (B,).
     """
 
     log_probs: Tensor
@@ -53,7 +54,7 @@ class Sums(NamedTuple):
 
 
 class _Nodes(NamedTuple):
-    """Of a block of rows: w (b, C), None for ones, and R z at some nodes (b, s, C)."""
+    """The nodes of a block of rows: w (b, C), None for ones, and R z at some nodes (b, s, C)."""
 
     factors: Tensor | None
     moved: Callable[[slice], Tensor]
@@ -70,27 +71,25 @@ class SoftmaxIntegrals:
     shared: SharedNodes | None = None
 
     def __call__(self, f: Tensor, root: Root) -> Sums:
-        """f̂ (B, C) in float64 and a root of K."""
-        self._prepare(root)
+        """Integrate a chunk: f̂ (B, C) in float64 and a root of K.
+
+        Rows that are combinations of the shared products take them; others take their own product.
+        """
+        self._make_shared_products(root)
         shared = self.shared
         if shared is None or not isinstance(root, ScaledRoot) or not shared.serves(root):
             return self._by_product(f, root)
         covered = shared.covers(root, TOLERANCE)
         if bool(covered.all()):
             return self._by_shared(f, root, shared)
-        found = Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
+        sums = _empty_sums(f)
         near, far = covered.nonzero().squeeze(1), (~covered).nonzero().squeeze(1)
-        parts = (
-            (near, self._by_shared(f[near], root.take(near), shared)),
-            (far, self._by_product(f[far], root.take(far))),
-        )
-        for rows, part in parts:
-            for whole, values in zip(found, part, strict=True):
-                whole[rows] = values
-        return found
+        _put_rows(sums, near, self._by_shared(f[near], root.take(near), shared))
+        _put_rows(sums, far, self._by_product(f[far], root.take(far)))
+        return sums
 
-    def _prepare(self, root: Root) -> None:
-        """Make the shared products where there are enough rows for them."""
+    def _make_shared_products(self, root: Root) -> None:
+        """Make the products that rows of this basis share, where there are enough rows for them."""
         if not isinstance(root, ScaledRoot) or root.basis is None or root.profiles is None:
             return
         if self.shared is not None and self.shared.serves(root):
@@ -98,76 +97,96 @@ class SoftmaxIntegrals:
         # The products have the size of r rows' nodes, and so have to fit the budget.
         count = len(root.profiles())
         fits = COPIES * count * self.half.numel() * root.dtype.itemsize <= self.budget
-        enough = (self.rows or len(root.scale)) >= WORTH * count
-        self.shared = shared_nodes(root, self.half.to(root.dtype)) if fits and enough else None
+        enough = (self.rows or len(root.scale)) >= ROWS_FOR_A_PROFILE * count
+        self.shared = (
+            build_shared_nodes(root, self.half.to(root.dtype)) if fits and enough else None
+        )
 
     def _by_shared(self, f: Tensor, root: ScaledRoot, shared: SharedNodes) -> Sums:
+        """Integrate rows f̂ (B, C) by combinations of shared products, a slab of nodes at a time."""
         coefficients = shared.coefficients(root)
 
-        def at(block: slice) -> _Nodes:
-            own = coefficients[block]
-            factors = self._factors(root.take(block), shared.mean_squares(own))
-            return _Nodes(factors, lambda nodes: shared.at_nodes(own, nodes))
+        def nodes_of_block(block: slice) -> _Nodes:
+            """Return the nodes of some rows, which are combined when a slab asks for them."""
+            combination = coefficients[block]
+            factors = self._factors(root.take(block), shared.mean_squares(combination))
+            return _Nodes(factors, lambda nodes: shared.at_nodes(combination, nodes))
 
-        return self._in_blocks(f, at, NODES_AT_ONCE, root.dtype)
+        return self._in_blocks(f, nodes_of_block, NODES_AT_ONCE, root.dtype)
 
     def _by_product(self, f: Tensor, root: Root) -> Sums:
-        """All nodes of a block of rows at once: a product with each row's own root."""
+        """Integrate rows f̂ (B, C) by a product of all nodes with each row's own root."""
         half = self.half.to(root.dtype)
 
-        def at(block: slice) -> _Nodes:
-            own = root.take(block)
-            moved = own.at_nodes(half)
+        def nodes_of_block(block: slice) -> _Nodes:
+            """Return the nodes of some rows, all computed at once."""
+            roots = root.take(block)
+            moved = roots.at_nodes(half)
             mean_squares = (moved * moved).mean(1) if not self.whitened else moved
-            return _Nodes(self._factors(own, mean_squares), lambda nodes: moved[:, nodes])
+            return _Nodes(self._factors(roots, mean_squares), lambda nodes: moved[:, nodes])
 
-        return self._in_blocks(f, at, len(half), root.dtype)
+        return self._in_blocks(f, nodes_of_block, len(half), root.dtype)
 
     def _factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
-        """w (b, C): each output has its own variance exactly, which many outputs' nodes have
-        only in the mean.
+        """Return w (b, C) with which each output has its own variance exactly; None for ones.
+
+        mean_squares (b, C): of R z over the nodes. Many outputs' nodes have the variance only in
+        the mean over outputs.
         """
         if self.whitened:
             return None
         return torch.where(mean_squares > 0, root.variances() / mean_squares, 1.0).sqrt()
 
     def _rows_at_once(self, nodes: int, dtype: torch.dtype) -> int:
-        """Rows of a block: what the cache holds, but no more than the budget, and at least one."""
+        """Return the rows of a block: as many as the cache and the budget hold, at least one.
+
+        nodes: of a slab; dtype: of the nodes.
+        """
         entries = nodes * self.half.shape[1]
         affordable = self.budget // (COPIES * dtype.itemsize * entries)
         return max(min(ENTRIES_AT_ONCE // entries, affordable), 1)
 
     def _in_blocks(
-        self, f: Tensor, at: Callable[[slice], _Nodes], nodes: int, dtype: torch.dtype
+        self, f: Tensor, nodes_of_block: Callable[[slice], _Nodes], nodes: int, dtype: torch.dtype
     ) -> Sums:
-        """nodes: of a slab."""
+        """Integrate rows f̂ (B, C), a block of rows at a time; nodes: the size of a slab."""
+        # With the largest output at zero nothing overflows; a quarter of the range is left for R z.
         top = (f - f.amax(1, keepdim=True)).clamp_min(torch.finfo(dtype).min / 4).to(dtype)
-        slabs = _blocks(len(self.half), nodes)
-        found = Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
-        for block in _blocks(len(f), self._rows_at_once(nodes, dtype)):
-            part = _Block(top[block], at(block), slabs)
-            for whole, values in zip(found, part.sums(2 * len(self.half)), strict=True):
-                whole[block] = values
-        return found
+        slabs = _split_into_slices(len(self.half), nodes)
+        sums = _empty_sums(f)
+        for block in _split_into_slices(len(f), self._rows_at_once(nodes, dtype)):
+            part = _Block(top[block], nodes_of_block(block), slabs)
+            _put_rows(sums, block, part.integrate(2 * len(self.half)))
+        return sums
+
+
+def _empty_sums(f: Tensor) -> Sums:
+    """Return uninitialised sums for the rows f̂ (B, C)."""
+    return Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
+
+
+def _put_rows(sums: Sums, rows: Tensor | slice, part: Sums) -> None:
+    """Write the sums of some rows into those of all rows."""
+    for target, values in zip(sums, part, strict=True):
+        target[rows] = values
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """Some rows at all nodes, a slab of nodes at a time."""
+    """The integrals of some rows over all nodes, a slab of nodes at a time."""
 
     top: Tensor  # f̂ less its maximum (b, C)
     nodes: _Nodes
     slabs: list[slice]
 
-    def sums(self, count: int) -> Sums:
-        """count: of the nodes."""
+    def integrate(self, count: int) -> Sums:
+        """Sum p, its squares and its entropy over `count` nodes: mirror images are counted."""
         likeliest = self.top.argmax(1)[:, None, None]
-        centre = torch.softmax(self.top, 1).unsqueeze(
-            1
-        )  # near E p, so that Var p is no difference of large numbers
+        # Squares are summed around a point near E p: Var p is then no difference of large numbers.
+        centre = torch.softmax(self.top, 1).unsqueeze(1)
         # Sums over slabs are kept by node (b, s, C): adding to them is faster than a sum over the
         # nodes of each slab.
-        total, squares, entropy = (self._zeros() for _ in range(3))
+        total, squares, entropy = (self._zeros_of_slab() for _ in range(3))
         for logits in self._logits():
             p = torch.softmax(logits, -1)
             total[:, : p.shape[1]].add_(p)
@@ -184,13 +203,15 @@ class _Block:
             log_probs[tiny] = self._log_means(tiny, count)
         return Sums(log_probs, spread, (-entropy.sum((1, 2)).double() / count).clamp_min(0))
 
-    def _zeros(self) -> Tensor:
+    def _zeros_of_slab(self) -> Tensor:
+        """Return zeros for a slab of nodes (b, s, C)."""
         rows, classes = self.top.shape
         return self.top.new_zeros(rows, self.slabs[0].stop, classes)
 
     def _logits(self, rows: Tensor | None = None) -> Iterator[Tensor]:
-        """(b, s, C), a slab of nodes and then their mirror images; only some rows of the block
-        if given.
+        """Yield f̂ ± w ∘ (R z) (b, s, C) for each slab of nodes, and then for their mirror images.
+
+        rows: of the block; None for all.
         """
         top = (self.top if rows is None else self.top[rows]).unsqueeze(1)
         factors = self.nodes.factors
@@ -205,7 +226,7 @@ class _Block:
                     yield torch.addcmul(top, factors.unsqueeze(1), moved, value=sign)
 
     def _log_means(self, rows: Tensor, count: int) -> Tensor:
-        """log E p of some rows, in logarithms (b, C)."""
+        """Return log E p (r, C) of some rows (r,) over `count` nodes, summed in logarithms."""
         total = torch.full((len(rows), self.top.shape[1]), -torch.inf, dtype=torch.float64)
         for logits in self._logits(rows):
             total = torch.logaddexp(total, torch.log_softmax(logits, -1).logsumexp(1).double())
@@ -213,10 +234,9 @@ class _Block:
 
 
 def _log_sum_exp(logits: Tensor, p: Tensor, likeliest: Tensor) -> Tensor:
-    """log Σ_c exp(logits) (b, s, 1), from one class whose probability is known: logit − log p.
+    """Return log Σ_c exp(logits) (b, s, 1) as logit − log p of a class.
 
-    likeliest: of f̂ (b, 1, 1).
-
+    logits, p (b, s, C); likeliest (b, 1, 1): the most probable class at f̂, which is tried first.
     Any class will do unless its probability is tiny. Then it is the most probable class of each
     node, which is slower to find.
     """
@@ -227,5 +247,6 @@ def _log_sum_exp(logits: Tensor, p: Tensor, likeliest: Tensor) -> Tensor:
     return logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log_()
 
 
-def _blocks(count: int, size: int) -> list[slice]:
+def _split_into_slices(count: int, size: int) -> list[slice]:
+    """Split `count` entries into slices of `size`."""
     return [slice(start, start + size) for start in range(0, count, size)]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import finite, in_plain_torch
+from ssla._checks import check_finite, in_plain_torch
 from ssla.data import as_tensor
 from ssla.predictive.mixture_laws import (
     ClassMixtureLaw,
@@ -17,7 +17,7 @@ from ssla.predictive.mixture_laws import (
     ScalarMixtureLaw,
     VectorMixtureLaw,
 )
-from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest
+from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest_like
 
 LAWS: dict[str, type[MixtureLaw]] = {
     "scalar": ScalarMixtureLaw,
@@ -29,8 +29,8 @@ LAWS: dict[str, type[MixtureLaw]] = {
 
 @in_plain_torch
 def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictive:
-    """p(y) = Σ w_m p_m(y): the predictive of several models at the same inputs, for example an
-    ensemble.
+    """Return the mixture p(y) = Σ w_m p_m(y) of the predictives of several models at the same
+    inputs, for example of an ensemble.
 
     All members must describe the same kind of target (a number, D numbers, counts, classes) at the
     same number of inputs. weights: one number ≥ 0 for each member, in any unit; equal if not given.
@@ -57,35 +57,35 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
             "answers yourself (means, probabilities), or predict without differentiable=True."
         )
     _check_alike(predictives)
-    w = _checked_weights(weights, len(predictives), predictives[0].law.rows)
+    w = _normalised_weights(weights, len(predictives), predictives[0].law.rows)
     used = (w > 0).reshape(len(w), -1).any(1)
+    # Members answer in float64, because their averages are rounded only at the end.
     members = [
-        replace(p, like=p.like.double())
-        for p, one in zip(predictives, used.tolist(), strict=True)
-        if one
+        replace(member, like=member.like.double())
+        for member, has_weight in zip(predictives, used.tolist(), strict=True)
+        if has_weight
     ]
     law = LAWS[predictives[0].kind](tuple(member.law for member in members), w[used])
-    diagnostics = replace(
-        _diagnostics(members), mixed=law if isinstance(law, ScalarMixtureLaw) else None
-    )
-    return Predictive(law, widest(predictives), diagnostics, tuple(members))
+    diagnostics = _merge_diagnostics(members)
+    if isinstance(law, ScalarMixtureLaw):
+        diagnostics = replace(diagnostics, mixed=law)
+    return Predictive(law, widest_like(predictives), diagnostics, tuple(members))
 
 
-def _diagnostics(members: Sequence[Predictive]) -> Diagnostics:
-    """A row is flagged where any member's is. Different rungs or conventions are all named."""
-    parts = [member.diagnostics for member in members]
+def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
+    """Flag the rows that any member flags, and name all rungs and conventions of the members."""
+    flags = [member.diagnostics for member in members]
     fallback, unconverged, inaccurate = (
-        torch.stack([getattr(part, flag) for part in parts]).any(0) for flag in FLAGS
+        torch.stack([getattr(part, name) for part in flags]).any(0) for name in FLAGS
     )
-    names, conventions = (
-        ", ".join(dict.fromkeys(getattr(part, what) for part in parts))
-        for what in ("refit", "convention")
-    )
-    found = Diagnostics(names, fallback, unconverged, inaccurate, conventions)
-    return found.with_extreme(torch.stack([part.extreme_rows for part in parts]).any(0))
+    rungs = ", ".join(dict.fromkeys(part.refit for part in flags))
+    conventions = ", ".join(dict.fromkeys(part.convention for part in flags))
+    merged = Diagnostics(rungs, fallback, unconverged, inaccurate, conventions)
+    return merged.with_extreme(torch.stack([part.extreme_rows for part in flags]).any(0))
 
 
 def _check_alike(predictives: Sequence[Predictive]) -> None:
+    """Raise TypeError or ValueError unless targets and inputs of the predictives are alike."""
     kinds = [member.kind for member in predictives]
     if len(set(kinds)) > 1:
         raise ValueError(
@@ -107,7 +107,11 @@ def _check_alike(predictives: Sequence[Predictive]) -> None:
         )
 
 
-def _checked_weights(weights: Any, count: int, rows: int) -> Tensor:
+def _normalised_weights(weights: Any, count: int, rows: int) -> Tensor:
+    """Return the weights of `count` members as (count,) or (count, rows), with sum 1.
+
+    ValueError for other shapes, and for weights that are not finite, negative or all zero.
+    """
     if weights is None:
         return torch.full((count,), 1 / count, dtype=torch.float64)
     w = as_tensor(weights).to("cpu", torch.float64)
@@ -116,7 +120,7 @@ def _checked_weights(weights: Any, count: int, rows: int) -> Tensor:
             f"weights must be one number for each of the {count} predictives, or ({count}, {rows}) "
             f"with one for each input too, but have shape {tuple(w.shape)}."
         )
-    finite("weights", w, "Give finite numbers.")
+    check_finite("weights", w, "Give finite numbers.")
     if bool((w < 0).any()) or bool((w.sum(0) <= 0).any()):
         raise ValueError(
             f"weights must not be negative, and one must be positive, but they are {w.tolist()}."

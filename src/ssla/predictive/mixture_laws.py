@@ -19,26 +19,22 @@ import torch
 from torch import Tensor
 
 from ssla.maths.quadrature import Regions, bracketed_root
-from ssla.predictive.class_integrals import entropy_of
-from ssla.predictive.class_law import (
-    check_classes,
-    draw_classes,
-    most_probable,
-    smallest_set,
-)
+from ssla.predictive.class_law import ClassProbabilities, draw_classes
 from ssla.predictive.count_law import densest_runs
-from ssla.predictive.law import Law, ends_of_runs
+from ssla.predictive.law import Law, find_runs
 from ssla.predictive.predictive import vector_targets
 from ssla.refit.increments import Increments
 
+# How finely a mixture is searched. These numbers are guesses unless a reason is given.
 NODES = 385  # over all members together
+LEAST_NODES = 33  # of one member
 REACH = 5.2  # in normal scores: quantiles from 1e-7 to 1 − 1e-7
 FARTHEST_REACH = 8.1  # beyond, 1 − q is less than the rounding error of q
 DEEPEST = 700.0  # log p below the peak at which a density counts as zero
 COUNT_REACH = 6.2  # in normal scores, for quantiles of counts: 3e-10
-BISECTIONS = 50
-MOST_COUNTS = 4096
-REGION_DRAWS = 4096
+BISECTIONS = 50  # of a difference of log p: to rounding error
+MOST_COUNTS = 4096  # that are looked at one by one
+REGION_DRAWS = 4096  # for the threshold of a region: a level ± 0.01
 ROUNDING = 4 * torch.finfo(torch.float64).eps  # of a cdf, relative to its value
 
 
@@ -53,76 +49,81 @@ class MixtureLaw(Law):
 
     @property
     def rows(self) -> int:
+        """Return N, the number of inputs."""
         return self.laws[0].rows
 
-    def each(self, ask: Callable[[Law], Tensor]) -> Tensor:
-        """One answer of each member, stacked in front: (M, …)."""
+    def stack_members(self, ask: Callable[[Law], Tensor]) -> Tensor:
+        """Stack one answer (N, …) of each member: (M, N, …)."""
         return torch.stack([ask(law) for law in self.laws])
 
     def average(self, ask: Callable[[Law], Tensor]) -> Tensor:
-        """Σ w_m a_m."""
-        return self.weigh(self.each(ask))
+        """Return Σ w_m a_m over the answers a_m (N, …) of the members."""
+        return self._weighted_sum(self.stack_members(ask))
 
-    def weigh(self, values: Tensor) -> Tensor:
-        """(M, N, …) -> (N, …)."""
-        return (self._beside(values) * values).sum(0)
+    def _weighted_sum(self, values: Tensor) -> Tensor:
+        """Return Σ w_m values_m: (M, N, …) -> (N, …)."""
+        return (self._weights_like(values) * values).sum(0)
 
-    def _beside(self, values: Tensor) -> Tensor:
-        """The weights in a shape that broadcasts with values (M, N, …)."""
+    def _weights_like(self, values: Tensor) -> Tensor:
+        """Reshape the weights so that they broadcast with values (M, N, …)."""
         by_row = self.weights if self.weights.dim() == 2 else self.weights[:, None]
         return by_row.reshape(*by_row.shape, *[1] * (values.dim() - 2))
 
     def log_average(self, ask: Callable[[Law], Tensor]) -> Tensor:
-        """log Σ w_m exp(a_m)."""
-        values = self.each(ask)
-        return (values + self._beside(values).log()).logsumexp(0)
+        """Return log Σ w_m exp(a_m) over the answers a_m (N, …) of the members."""
+        values = self.stack_members(ask)
+        return (values + self._weights_like(values).log()).logsumexp(0)
 
     @cached_property
     def mean(self) -> Tensor:
+        """Return Σ w_m E_m[y], of the shape of a member's mean."""
         return self.average(lambda m: m.mean)
 
     @property
     def variance(self) -> Tensor:
+        """Return Var[y] by the law of total variance, of the shape of the mean."""
         return self.epistemic + self.aleatoric
 
     @cached_property
     def epistemic(self) -> Tensor:
-        """E_m of the members' own, and Var_m E_m[y]."""
-        disagreement = self.weigh((self.each(lambda m: m.mean) - self.mean) ** 2)
+        """Return the average of the members' epistemic variances, plus Var_m E_m[y]."""
+        disagreement = self._weighted_sum((self.stack_members(lambda m: m.mean) - self.mean) ** 2)
         return self.average(lambda m: m.epistemic) + disagreement
 
     @cached_property
     def aleatoric(self) -> Tensor:
+        """Return the average of the members' aleatoric variances."""
         return self.average(lambda m: m.aleatoric)
 
     @property
     def mass(self) -> Tensor:
-        """The average of the members' integrals before they were normalised."""
+        """Return the average of the members' integrals before they were normalised (N,)."""
         return self.average(lambda m: m.mass)
 
     def check(self, y: Tensor) -> None:
+        """Raise ValueError where y is outside the support of any member."""
         for law in self.laws:
             law.check(y)
 
     def log_prob(self, y: Tensor) -> Tensor:
+        """Return log Σ w_m p_m(y), of the shape that a member returns."""
         return self.log_average(lambda m: m.log_prob(y))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """n draws for each row, each from a member taken with its weight: (n, N, …)."""
+        """Draw n values for each row, each from a member that is drawn by its weight: (n, N, …)."""
         if self.weights.dim() == 2:
-            picks = draw_classes(self.weights.mT, n, generator)
+            chosen = draw_classes(self.weights.mT, n, generator)
         else:
-            count = n * self.rows
-            picks = torch.multinomial(
-                self.weights, max(count, 1), replacement=True, generator=generator
-            )  # not less than one
-            picks = picks[:count].reshape(n, self.rows)
-        draws = self.each(lambda m: m.sample(n, generator))  # (M, n, N, …)
-        index = picks.reshape(1, n, self.rows, *[1] * (draws.dim() - 3)).expand(1, *draws.shape[1:])
-        return draws.gather(0, index).squeeze(0)
+            chosen = draw_indices(self.weights, n, self.rows, generator)
+        draws = self.stack_members(lambda m: m.sample(n, generator))  # (M, n, N, …)
+        index = chosen.reshape(1, n, self.rows, *[1] * (draws.dim() - 3))
+        return draws.gather(0, index.expand(1, *draws.shape[1:])).squeeze(0)
 
     def increments(self, y: Tensor) -> Increments:
-        """Of the only member with any weight; several have increments each, but not together."""
+        """Return the increments at y if there is a single member; TypeError for several.
+
+        Each of several members has increments, but their mixture has none.
+        """
         if len(self.laws) == 1:
             return self.laws[0].increments(y)
         raise TypeError(
@@ -141,91 +142,110 @@ class ScalarMixtureLaw(MixtureLaw):
 
     @property
     def kind(self) -> str:
+        """Return the kind of the members, "scalar" or "count"."""
         return self.laws[0].kind
 
     def cdf(self, y: Tensor) -> Tensor:
+        """Return Σ w_m P_m(Y ≤ y), (N, k) -> (N, k)."""
         return self.average(lambda m: m.cdf(y))
 
     def below(self, y: Tensor) -> Tensor:
+        """Return Σ w_m P_m(Y < y), (N, k) -> (N, k)."""
         return self.average(lambda m: m.below(y))
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Between the members' own quantiles."""
-        ends = self.each(lambda m: m.icdf(q))
+        """Search for the quantiles at q (k,) between the members' own quantiles: (N, k)."""
+        ends = self.stack_members(lambda m: m.icdf(q))
         if self.kind == "count":
             return _first_count(lambda y: self.cdf(y) - q, ends.amin(0), ends.amax(0))
         return bracketed_root(lambda y: self.cdf(y) - q, ends.amin(0), ends.amax(0), ROUNDING * q)
 
     @cached_property
-    def _nodes(self) -> tuple[Tensor, Tensor]:
-        """Places (N, F) in order and log densities there: quantiles of every member, staggered;
-        or the counts between them.
-        """
-        return self._counts if self.kind == "count" else self._nodes_to(REACH)
+    def _search_nodes(self) -> tuple[Tensor, Tensor]:
+        """Return the y (N, F) at which the mixture is searched, in order, and log p there.
 
-    def _nodes_to(self, reach: float) -> tuple[Tensor, Tensor]:
-        """The nodes of a continuous mixture, between quantiles at ± reach normal scores."""
+        For numbers these are quantiles of all members, for counts the counts between two quantiles.
+        """
+        return self._searched_counts if self.kind == "count" else self._search_nodes_to(REACH)
+
+    def _search_nodes_to(self, reach: float) -> tuple[Tensor, Tensor]:
+        """Return the nodes of a continuous mixture between quantiles at ± reach normal scores."""
+        per_member = max(NODES // len(self.laws), LEAST_NODES)
+        nodes = self._member_quantiles(reach, per_member).sort(1).values
+        return nodes, self.log_prob(nodes)
+
+    def _member_quantiles(self, reach: float, per_member: int) -> Tensor:
+        """Return quantiles of all members (N, M · per_member), not in order.
+
+        Normal scores from −reach to reach are dealt out to the members in turn, so that the
+        quantiles of equal members do not coincide.
+        """
         count = len(self.laws)
-        per_member = max(NODES // count, 33)
-        steps = torch.linspace(-reach, reach, per_member * count, dtype=torch.float64)
-        parts = [m.icdf(torch.special.ndtr(steps[i::count])) for i, m in enumerate(self.laws)]
-        places = torch.cat(parts, 1).sort(1).values
-        return places, self.log_prob(places)
+        scores = torch.linspace(-reach, reach, per_member * count, dtype=torch.float64)
+        return torch.cat(
+            [m.icdf(torch.special.ndtr(scores[i::count])) for i, m in enumerate(self.laws)], 1
+        )
 
     @cached_property
     def mode(self) -> Tensor:
-        """The highest point: of the densest node and its neighbours, by a parabola through log
-        p.
+        """Return the y of highest density (N,).
+
+        For numbers it is the vertex of the parabola of log p through the densest node and its
+        neighbours.
         """
-        places, logs = self._nodes
+        nodes, logs = self._search_nodes
+        densest = nodes.gather(1, logs.argmax(1, keepdim=True))
         if self.kind == "count":
-            return places.gather(1, logs.argmax(1, keepdim=True)).squeeze(1)
-        best = logs.argmax(1, keepdim=True).clamp(1, places.shape[1] - 2)
+            return densest.squeeze(1)
+        centre = logs.argmax(1, keepdim=True).clamp(1, nodes.shape[1] - 2)
         (a, b, c), (fa, fb, fc) = (
-            tuple(t.gather(1, best + s) for s in (-1, 0, 1)) for t in (places, logs)
+            tuple(t.gather(1, centre + s) for s in (-1, 0, 1)) for t in (nodes, logs)
         )
         left, right = (b - a) * (fb - fc), (b - c) * (fb - fa)
-        turn = b - 0.5 * ((b - a) * left - (b - c) * right) / (left - right)
-        good = torch.isfinite(turn) & (turn >= a) & (turn <= c)
-        return torch.where(good, turn, places.gather(1, logs.argmax(1, keepdim=True))).squeeze(1)
+        vertex = b - 0.5 * ((b - a) * left - (b - c) * right) / (left - right)
+        usable = torch.isfinite(vertex) & (vertex >= a) & (vertex <= c)
+        return torch.where(usable, vertex, densest).squeeze(1)
 
     def hdr(self, level: float) -> Regions:
-        """{y: p(y) ≥ c} with that probability: a union of intervals.
+        """Return {y: p(y) ≥ c} with that probability, as a union of intervals.
 
         c is found by bisection on the exact probability of the set; between nodes log p is taken as
         linear. An atom at the lowest value has no length, so it is always inside. Where no interval
         begins there, it is an interval by itself.
         """
         if self.kind == "count":
-            return self._runs(level)
+            return self._count_runs(level)
         reach = _reach_of(level)
-        places, logs = self._nodes if reach == REACH else self._nodes_to(reach)
-        lowest = places[:, :1]
+        nodes, logs = self._search_nodes if reach == REACH else self._search_nodes_to(reach)
+        lowest = nodes[:, :1]
         atom = (self.cdf(lowest) - self.below(lowest)).squeeze(1)
         needed = level - atom
         low, high = torch.maximum(logs[:, 0], logs[:, -1]), logs.amax(1)
-        # a density that is high at an end, as of positive numbers at zero, needs a lower threshold
-        short = self._probability(_above(places, logs, low)) < needed
+        # A density that is high at an end, as of positive numbers at zero, needs a lower threshold.
+        short = self._probability(_region_above(nodes, logs, low)) < needed
         low = torch.where(short, torch.maximum(logs.amin(1), high - DEEPEST), low)
         for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            enough = self._probability(_above(places, logs, middle)) >= needed
-            low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-        region = _above(places, logs, torch.where(needed > 0, low, torch.inf))
+            threshold = (low + high) / 2
+            enough = self._probability(_region_above(nodes, logs, threshold)) >= needed
+            low, high = torch.where(enough, threshold, low), torch.where(enough, high, threshold)
+        region = _region_above(nodes, logs, torch.where(needed > 0, low, torch.inf))
         return _with_atom(region, lowest, (atom > 0)[:, None])
 
     @cached_property
-    def _counts(self) -> tuple[Tensor, Tensor]:
-        """All counts that matter (every second, third, … where they are more than thousands)."""
+    def _searched_counts(self) -> tuple[Tensor, Tensor]:
+        """Return the counts (N, F) that have all but 2e-9 of the probability, and log p there.
+
+        Where there are more than MOST_COUNTS, only every second, third, … of them.
+        """
         ends = self.icdf(torch.tensor([1e-9, 1 - 1e-9], dtype=torch.float64))
         width = ends[:, 1] - ends[:, 0] + 1
         step = (width / MOST_COUNTS).ceil()
         most = int((width / step).max().ceil()) if len(width) else 1
-        places = ends[:, :1] + step[:, None] * torch.arange(most, dtype=torch.float64)
-        return places, self.log_prob(places)
+        counts = ends[:, :1] + step[:, None] * torch.arange(most, dtype=torch.float64)
+        return counts, self.log_prob(counts)
 
-    def _runs(self, level: float) -> Regions:
-        """The smallest set of counts with at least that probability, as runs lower … upper."""
+    def _count_runs(self, level: float) -> Regions:
+        """Return the smallest set of counts with that probability, as runs lower … upper."""
         edges = self._count_edges
         first, last = edges[:, :-1], edges[:, 1:] - 1
         share = self.cdf(last) - self.cdf(first - 1)
@@ -236,19 +256,17 @@ class ScalarMixtureLaw(MixtureLaw):
 
     @property
     def _count_edges(self) -> Tensor:
-        """Ends of blocks of counts (N, k + 1): single counts, or blocks between quantiles where the
-        counts are more than MOST_COUNTS."""
-        places, _ = self._counts
-        step = places[:, 1:2] - places[:, :1] if places.shape[1] > 1 else torch.ones_like(places)
-        edges = torch.cat([places, places[:, -1:] + 1], 1)
+        """Return the ends of blocks of counts (N, k + 1).
+
+        Blocks are single counts; in rows with more than MOST_COUNTS they lie between quantiles.
+        """
+        counts, _ = self._searched_counts
+        step = counts[:, 1:2] - counts[:, :1] if counts.shape[1] > 1 else torch.ones_like(counts)
+        edges = torch.cat([counts, counts[:, -1:] + 1], 1)
         if not bool((step > 1).any()):
             return edges
-        count = len(self.laws)
-        per_member = MOST_COUNTS // (2 * count)
-        scores = torch.linspace(-COUNT_REACH, COUNT_REACH, per_member * count, dtype=torch.float64)
-        starts = torch.cat(
-            [m.icdf(torch.special.ndtr(scores[i::count])) for i, m in enumerate(self.laws)], 1
-        )
+        # Each quantile is a block by itself, so that a peak at one count stays visible.
+        starts = self._member_quantiles(COUNT_REACH, MOST_COUNTS // (2 * len(self.laws)))
         blocks = torch.cat([starts, starts + 1], 1).sort(1).values
         size = max(blocks.shape[1], edges.shape[1])
         blocks, edges = (
@@ -257,6 +275,7 @@ class ScalarMixtureLaw(MixtureLaw):
         return torch.where(step > 1, blocks, edges)
 
     def _probability(self, region: Regions) -> Tensor:
+        """Return the exact probability (N,) of a union of intervals (N, R), padded with NaN."""
         ends = torch.cat([region.lower, region.upper], 1)
         F = torch.where(ends.isnan(), 0.0, self.cdf(torch.nan_to_num(ends)))
         half = region.lower.shape[1]
@@ -265,13 +284,13 @@ class ScalarMixtureLaw(MixtureLaw):
 
 @dataclass(frozen=True, eq=False)
 class DensityRegion:
-    """{y: log p(y) ≥ threshold}, one threshold for each row (N,)."""
+    """The region {y: log p(y) ≥ threshold}, with one threshold for each row (N,)."""
 
     law: Law
     threshold: Tensor
 
     def contains(self, y: Any) -> Tensor:
-        """(N, D) -> (N,) bool."""
+        """Tell for each row whether y (N, D) is inside: (N,) bool. ValueError for other shapes."""
         value = vector_targets(y, *self.law.mean.shape)
         self.law.check(value)
         return self.law.log_prob(value) >= self.threshold
@@ -280,40 +299,43 @@ class DensityRegion:
 @final
 @dataclass(frozen=True, eq=False)
 class VectorMixtureLaw(MixtureLaw):
-    """Σ w_m p_m(y), y (D,). Distribution functions and quantiles are of each target by itself."""
+    """Σ w_m p_m(y) for vectors y (D,). Each target has its own cdf and quantiles."""
 
     kind = "vector"
 
     @cached_property
     def covariance(self) -> Tensor:
-        off = self.each(lambda m: m.mean) - self.mean
-        return self.average(lambda m: m.covariance) + self.weigh(
-            off.unsqueeze(-1) * off.unsqueeze(-2)
-        )
+        """Return the average of the members' covariances, plus that of their means (N, D, D)."""
+        off = self.stack_members(lambda m: m.mean) - self.mean
+        disagreement = self._weighted_sum(off.unsqueeze(-1) * off.unsqueeze(-2))
+        return self.average(lambda m: m.covariance) + disagreement
 
     @property
     def variance(self) -> Tensor:
+        """Return the variance of each target (N, D)."""
         return self.covariance.diagonal(dim1=1, dim2=2)
 
     @property
     def mode(self) -> Tensor:
-        """The densest of the members' modes: exact where they lie apart or coincide, close
-        elsewhere.
+        """Return the densest of the members' modes (N, D): exact where they lie apart or coincide,
+        close elsewhere.
         """
-        modes = self.each(lambda m: m.mode).movedim(0, 1)  # (N, M, D)
+        modes = self.stack_members(lambda m: m.mode).movedim(0, 1)  # (N, M, D)
         return modes[torch.arange(len(modes)), self.log_prob(modes).argmax(1)]
 
     def cdf(self, y: Tensor) -> Tensor:
+        """Return Σ w_m P_m(Y_d ≤ y_d) of each target, of y's shape."""
         return self.average(lambda m: m.cdf(y))
 
     def icdf(self, q: Tensor) -> Tensor:
-        ends = self.each(lambda m: m.icdf(q))
+        """Search for each target's quantiles at q (k,) between the members' own: (N, D, k)."""
+        ends = self.stack_members(lambda m: m.icdf(q))
         return bracketed_root(
             lambda y: self.cdf(y.mT).mT - q, ends.amin(0), ends.amax(0), ROUNDING * q
         )
 
     def hdr(self, level: float) -> DensityRegion:
-        """The densest region; its threshold is a quantile over 4,096 fixed draws (level ± 0.01)."""
+        """Return the densest region; its threshold is a quantile over REGION_DRAWS fixed draws."""
         draws = self.sample(REGION_DRAWS, torch.Generator().manual_seed(0)).movedim(0, 1)
         logs = self.log_prob(draws)
         return DensityRegion(self, logs.quantile(1 - level, dim=1) if len(logs) else logs[:, 0])
@@ -321,98 +343,85 @@ class VectorMixtureLaw(MixtureLaw):
 
 @final
 @dataclass(frozen=True, eq=False)
-class ClassMixtureLaw(MixtureLaw):
+class ClassMixtureLaw(ClassProbabilities, MixtureLaw):
     """P(Y = c) = Σ w_m P_m(Y = c). Mean and variance are of the class indicators."""
 
-    kind = "class"
-
     @cached_property
-    def _log_probs(self) -> Tensor:
-        classes = torch.arange(self.laws[0].probs.shape[1], dtype=torch.float64).expand(
-            self.rows, -1
-        )
-        return self.log_average(lambda m: m.log_prob(classes))
-
-    @property
-    def probs(self) -> Tensor:
-        return self._log_probs.exp()
-
-    @property
-    def mode(self) -> Tensor:
-        return most_probable(self._log_probs)
-
-    @cached_property
-    def entropy(self) -> Tensor:
-        return entropy_of(self._log_probs)
+    def log_probs(self) -> Tensor:
+        """Return log Σ w_m P_m(Y = c) of all classes (N, C)."""
+        classes = torch.arange(self.laws[0].probs.shape[1], dtype=torch.float64)
+        return self.log_average(lambda m: m.log_prob(classes.expand(self.rows, -1)))
 
     @cached_property
     def mutual_information(self) -> Tensor:
-        """H(Σ w_m E_m p) − Σ w_m E_m H(p): the members' own, and their disagreement."""
+        """Return H(Σ w_m E_m p) − Σ w_m E_m H(p) (N,): the members' own, and their disagreement."""
         noise = self.average(lambda m: m.entropy - m.mutual_information)
         return (self.entropy - noise).clamp_min(0)
 
-    def check(self, y: Tensor) -> None:
-        check_classes(y, self._log_probs.shape[1])
 
-    def log_prob(self, y: Tensor) -> Tensor:
-        return self._log_probs.gather(1, y.long())
+def mixture_of_one(law: Law) -> ScalarMixtureLaw:
+    """Return a mixture of a single law, whose mode and regions are found by search."""
+    return ScalarMixtureLaw((law,), torch.ones(1, dtype=torch.float64))
 
-    def interval(self, level: float) -> Tensor:
-        return smallest_set(self.probs, level)
 
-    def hdr(self, level: float) -> Tensor:
-        """The same as `interval`."""
-        return smallest_set(self.probs, level)
-
-    def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        return draw_classes(self.probs, n, generator)
+def draw_indices(weights: Tensor, n: int, rows: int, generator: torch.Generator | None) -> Tensor:
+    """Draw indices (n, rows) of the weights (K,), each with the probability of its weight."""
+    count = n * rows
+    # torch.multinomial refuses to draw nothing.
+    drawn = torch.multinomial(weights, max(count, 1), replacement=True, generator=generator)
+    return drawn[:count].reshape(n, rows)
 
 
 def _first_count(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
-    """The smallest whole number in [low, high] where the rising function is no longer negative.
+    """Find the smallest whole number in [low, high] (N, k) where a rising function is not negative.
 
     From 2⁵³ on, neighbouring floating-point numbers differ by more than one: the search ends at
     neighbours.
     """
     low, high = low - 1, high.clone()
     while True:
-        middle = ((low + high) / 2).floor()
-        if not bool(((middle > low) & (middle < high)).any()):
-            break
-        enough = function(middle) >= -1e-14
-        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    return high
+        count = ((low + high) / 2).floor()
+        if not bool(((count > low) & (count < high)).any()):
+            return high
+        enough = function(count) >= -1e-14
+        low, high = torch.where(enough, low, count), torch.where(enough, count, high)
 
 
 def _reach_of(level: float) -> float:
-    """Normal scores between which nodes must lie for a region of that probability."""
+    """Return the normal score up to which nodes must reach for a region of that probability."""
     tail = torch.tensor((1 - level) / 8, dtype=torch.float64)
     return max(REACH, min(-float(torch.special.ndtri(tail)), FARTHEST_REACH))
 
 
-def _with_atom(region: Regions, place: Tensor, wanted: Tensor) -> Regions:
-    """Add the lowest value (N, 1) in the rows where it is wanted (N, 1) and not inside yet."""
-    alone = wanted & ~(region.lower[:, :1] <= place)
+def _with_atom(region: Regions, lowest: Tensor, wanted: Tensor) -> Regions:
+    """Add the atom at the lowest value (N, 1) to the region, in the rows where that is wanted
+    (N, 1) and the atom is not inside yet.
+    """
+    alone = wanted & ~(region.lower[:, :1] <= lowest)
     if not bool(alone.any()):
         return region
-    nothing = torch.full_like(place, math.nan)
+    padding = torch.full_like(lowest, math.nan)
     ends = (
-        torch.where(alone, torch.cat([place, end], 1), torch.cat([end, nothing], 1))
+        torch.where(alone, torch.cat([lowest, end], 1), torch.cat([end, padding], 1))
         for end in region
     )
     return Regions(*ends)
 
 
-def _above(places: Tensor, logs: Tensor, threshold: Tensor) -> Regions:
-    """Where log p exceeds the threshold (N,), ends by linear interpolation."""
+def _region_above(nodes: Tensor, logs: Tensor, threshold: Tensor) -> Regions:
+    """Return the intervals in which log p exceeds the threshold (N,), (N, R) padded with NaN.
+
+    log p is known at the nodes, (N, F) each; between them it is taken as linear.
+    """
     excess = logs - threshold[:, None]
-    lower, upper = ends_of_runs(excess > 0)
     ends = []
-    for at, step in ((lower, -1), (upper, 1)):
-        here = at.clamp_min(0)
-        other = (here + step).clamp(0, places.shape[1] - 1)
-        a, b = excess.gather(1, here), excess.gather(1, other)
-        x, y = places.gather(1, here), places.gather(1, other)
+    # The first node of a run has its end to the left, the last node to the right.
+    for end_nodes, step in zip(find_runs(excess > 0), (-1, 1), strict=True):
+        inner = end_nodes.clamp_min(0)
+        outer = (inner + step).clamp(0, nodes.shape[1] - 1)
+        # The line from (x, a) inside to (y, b) outside crosses zero at this share of the way.
+        a, b = excess.gather(1, inner), excess.gather(1, outer)
+        x, y = nodes.gather(1, inner), nodes.gather(1, outer)
         share = torch.where(a - b > 0, a / (a - b), torch.zeros_like(a)).clamp(0, 1)
-        ends.append(torch.where(at < 0, math.nan, x + share * (y - x)))
+        ends.append(torch.where(end_nodes < 0, math.nan, x + share * (y - x)))
     return Regions(*ends)

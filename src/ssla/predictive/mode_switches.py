@@ -26,18 +26,17 @@ from ssla._checks import outside_transforms
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.maths.quadrature import Grid
-from ssla.refit.increments import Evaluated, at_mode, follow
+from ssla.refit.increments import Evaluated, evaluate_at_mode, evaluate_at_mode_from
 from ssla.values import Marginal
 
-FINER = (
-    8  # points in a panel at which modes are compared; a guess, as fine as needed to follow a mode
-)
+# points in a panel at which modes are compared; a guess, as fine as needed to follow a mode
+FINER = 8
 BISECTIONS = 45  # of a panel: to rounding error
 APART = 1e-3  # standard deviations of f between two modes; ascents end within 1e-8 of one
 
 
 class Switches(NamedTuple):
-    """Changes from one mode to another, s of them."""
+    """The s places where the refit changes from one mode to another."""
 
     rows: Tensor  # (s,): of the grid
     y: Tensor  # (s,)
@@ -46,50 +45,53 @@ class Switches(NamedTuple):
 
 
 def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Switches | None:
-    """The switches between the nodes of a grid of densities, for outputs N(f̂, K); None where
-    there are none.
+    """Find the switches between the nodes of a grid of densities, for outputs f ~ N(f̂, K).
+
+    None where there are none.
     """
     if not likelihood.several_modes:
         return None
-    f, R = marginal.mean, linalg.root(marginal.covariance)
-    y = _between(grid.nodes)
+    f, R = marginal.mean, linalg.covariance_root(marginal.covariance)
+    y = _refine_nodes(grid.nodes)
     rows, count = y.shape
-    spread = [part.repeat_interleave(count, 0) for part in (f, R)]
-    pulls = at_mode(likelihood, y.flatten(), *spread).pull.view(rows, count, -1)
+    outputs = [part.repeat_interleave(count, 0) for part in (f, R)]
+    pulls = evaluate_at_mode(likelihood, y.flatten(), *outputs).pull.view(rows, count, -1)
     # Each mode is followed to the next y and to the last one. The mode there is another one where
     # the two differ. One way is not enough: close to y* a mode may end between two points.
     switched = torch.zeros(rows, count - 1, dtype=torch.bool)
-    here, there = slice(None, -1), slice(1, None)
-    for start, end in ((here, there), (there, here)):
-        mean, root = (part.repeat_interleave(count - 1, 0) for part in (f, R))
-        followed = follow(
-            likelihood, y[:, end].flatten(), mean, root, pulls[:, start].flatten(0, 1)
+    mean, root = (part.repeat_interleave(count - 1, 0) for part in (f, R))
+    left, right = slice(None, -1), slice(1, None)
+    for start, target in ((left, right), (right, left)):
+        followed = evaluate_at_mode_from(
+            likelihood, y[:, target].flatten(), mean, root, pulls[:, start].flatten(0, 1)
         ).pull
-        gap = _distance(root, followed, pulls[:, end].flatten(0, 1))
+        gap = _distance(root, followed, pulls[:, target].flatten(0, 1))
         switched |= (gap > APART).view(rows, count - 1)
     if not bool(switched.any()):
         return None
     row, panel = switched.nonzero().unbind(1)
-    ends = (y[row, panel], y[row, panel + 1])
-    return _bisected(
-        likelihood, row, ends, (pulls[row, panel], pulls[row, panel + 1]), f[row], R[row]
-    )
+    y_ends = (y[row, panel], y[row, panel + 1])
+    pull_ends = (pulls[row, panel], pulls[row, panel + 1])
+    return _bisect_switches(likelihood, row, y_ends, pull_ends, f[row], R[row])
 
 
-def _distance(R: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """How far two modes f̂ + Ku are from each other, in standard deviations of f (M,)."""
-    gap = linalg.upper_times(R, one - other)
+def _distance(R: Tensor, u: Tensor, other_u: Tensor) -> Tensor:
+    """Return the distance of two modes f̂ + Ku, in standard deviations of f.
+
+    R (M, C, C), u and other_u (M, C) -> (M,).
+    """
+    gap = linalg.multiply_root_transposed(R, u - other_u)
     return linalg.dot(gap, gap).sqrt()
 
 
-def _between(nodes: Tensor) -> Tensor:
-    """The nodes (m, k) and FINER − 1 points inside each panel."""
+def _refine_nodes(nodes: Tensor) -> Tensor:
+    """Add FINER − 1 points inside each panel between the nodes (m, k): (m, FINER·(k − 1) + 1)."""
     part = torch.arange(FINER, dtype=nodes.dtype) / FINER
     inside = nodes[:, :-1, None] + part * nodes.diff(dim=1).unsqueeze(-1)
     return torch.cat([inside.flatten(1), nodes[:, -1:]], 1)
 
 
-def _bisected(
+def _bisect_switches(
     likelihood: Likelihood,
     rows: Tensor,
     ends: tuple[Tensor, Tensor],
@@ -97,77 +99,83 @@ def _bisected(
     f: Tensor,
     R: Tensor,
 ) -> Switches | None:
-    """The y at which the mode of one end and the mode of the other are equally high."""
+    """Find the y at which the modes of both ends of an interval are equally high, by bisection.
+
+    rows (s,): of the grid; ends: y (s,) at both ends; pulls: u (s, C) of the modes there; f (s, C),
+    R (s, C, C). None where nothing jumps.
+    """
     low, high = ends
     first, last = pulls
     for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        before, after = (follow(likelihood, middle, f, R, pull) for pull in (first, last))
+        y = (low + high) / 2
+        before, after = (evaluate_at_mode_from(likelihood, y, f, R, pull) for pull in (first, last))
         higher = before.fit + before.shift >= after.fit + after.shift
-        # one of the two modes may have ended before the middle: then both ascents lead to the other
-        # one
+        # One of the two modes may have ended before y. Then both ascents lead to the other one.
         nearer = _distance(R, before.pull, first) <= _distance(R, before.pull, last)
-        keep = torch.where(_distance(R, before.pull, after.pull) > APART, higher, nearer)
-        low, high = torch.where(keep, middle, low), torch.where(keep, high, middle)
-        first = torch.where(keep.unsqueeze(-1), before.pull, first)
-        last = torch.where(keep.unsqueeze(-1), last, after.pull)
-    before, after = (follow(likelihood, high, f, R, pull) for pull in (first, last))
-    # otherwise an ascent left its mode for a while: nothing jumps
-    two = _distance(R, before.pull, after.pull) > APART
-    if not bool(two.any()):
+        before_wins = torch.where(_distance(R, before.pull, after.pull) > APART, higher, nearer)
+        low, high = torch.where(before_wins, y, low), torch.where(before_wins, high, y)
+        first = torch.where(before_wins.unsqueeze(-1), before.pull, first)
+        last = torch.where(before_wins.unsqueeze(-1), last, after.pull)
+    before, after = (evaluate_at_mode_from(likelihood, high, f, R, pull) for pull in (first, last))
+    # Where both are the same mode, an ascent had left its mode for a while: nothing jumps.
+    differ = _distance(R, before.pull, after.pull) > APART
+    if not bool(differ.any()):
         return None
-    sides = (Evaluated(*(part[two] for part in side)) for side in (before, after))
-    return Switches(rows[two], high[two], *sides)
+    sides = (Evaluated(*(part[differ] for part in side)) for side in (before, after))
+    return Switches(rows[differ], high[differ], *sides)
 
 
 def change_of_jumps(
     likelihood: Likelihood, grid: Grid, plain: Marginal, marginal: Marginal
 ) -> Tensor:
-    """Zero for each log density at the nodes (m, k), with the derivative that moving jumps add to
-    integrals.
+    """Return zeros for the log densities at the nodes (m, k), with the derivative that moving jumps
+    add to integrals.
 
-    plain: f̂ and K without a graph. The mass (p₋ − p₊) dy* is added to the nodes to the left and
-    right of y*.
+    plain: f̂ and K without a graph; marginal: the same with their graph. The mass (p₋ − p₊) dy* is
+    added to the nodes to the left and right of y*.
     """
     with torch.no_grad(), outside_transforms():
-        found = find_switches(likelihood, grid, plain)
+        switches = find_switches(likelihood, grid, plain)
         change = torch.zeros_like(grid.logs)
-        if found is None:
+        if switches is None:
             return change
-        slope = _slope_in_y(likelihood, plain, found)
-        terms, nodes = grid.log_terms[found.rows].exp(), grid.nodes[found.rows]
-    f, K = (part[found.rows] for part in marginal)
+        slope = _slope_in_y(likelihood, plain, switches)
+        terms, nodes = grid.log_terms[switches.rows].exp(), grid.nodes[switches.rows]
+    y = switches.y
+    f, K = (part[switches.rows] for part in marginal)
     before, after = (
-        _objective(likelihood, found.y, f, K, side.pull) for side in (found.before, found.after)
+        _objective(likelihood, y, f, K, side.pull) for side in (switches.before, switches.after)
     )
     difference = before - after
-    move = (difference.detach() - difference) / slope  # dy*
-    gained = (found.before.total.exp() - found.after.total.exp()) * move
-    right = torch.searchsorted(nodes, found.y[:, None]).clamp(1, nodes.shape[1] - 1)
-    start, end = nodes.gather(1, right - 1), nodes.gather(1, right)
-    share = (found.y[:, None] - start) / (end - start)
-    for at, part in ((right - 1, 1 - share), (right, share)):
-        log_change = gained * (part / terms.gather(1, at)).squeeze(1)
-        change = change.index_put((found.rows, at.squeeze(1)), log_change, accumulate=True)
+    # dy*: zero, with the derivative −∂(O₋ − O₊) / slope
+    move = (difference.detach() - difference) / slope
+    gained = (switches.before.total.exp() - switches.after.total.exp()) * move
+    # The mass is divided between the two nodes beside y* by their distances.
+    right = torch.searchsorted(nodes, y[:, None]).clamp(1, nodes.shape[1] - 1)
+    y_left, y_right = nodes.gather(1, right - 1), nodes.gather(1, right)
+    share = (y[:, None] - y_left) / (y_right - y_left)
+    for node, part in ((right - 1, 1 - share), (right, share)):
+        log_change = gained * (part / terms.gather(1, node)).squeeze(1)
+        change = change.index_put((switches.rows, node.squeeze(1)), log_change, accumulate=True)
     return change
 
 
 def _objective(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, u: Tensor) -> Tensor:
-    """O = log p(y|f̂ + Ku) − ½uᵀKu (s,).
+    """Return O = log p(y|f̂ + Ku) − ½uᵀKu (s,) for y (s,), f̂ and u (s, C), K (s, C, C).
 
-    Its derivative at fixed u is that of the mode's own value.
+    At a mode, its derivative at fixed u is that of the mode's own value.
     """
     move = (K @ u.unsqueeze(-1)).squeeze(-1)
     return likelihood.log_prob(y, f + move) - 0.5 * (u * move).sum(-1)
 
 
-def _slope_in_y(likelihood: Likelihood, plain: Marginal, found: Switches) -> Tensor:
-    """d(O₋ − O₊)/dy (s,)."""
-    f, K = (part[found.rows] for part in plain)
+def _slope_in_y(likelihood: Likelihood, plain: Marginal, switches: Switches) -> Tensor:
+    """Return d(O₋ − O₊)/dy (s,) at the switches; plain: f̂ and K of all rows."""
+    f, K = (part[switches.rows] for part in plain)
     with torch.enable_grad():
-        y = found.y.clone().requires_grad_(True)
+        y = switches.y.clone().requires_grad_(True)
         before, after = (
-            _objective(likelihood, y, f, K, side.pull) for side in (found.before, found.after)
+            _objective(likelihood, y, f, K, side.pull) for side in (switches.before, switches.after)
         )
         (slope,) = torch.autograd.grad((before - after).sum(), y)
     return slope

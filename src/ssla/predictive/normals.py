@@ -14,21 +14,28 @@ from torch.special import ndtr, ndtri
 
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.maths.quadrature import Regions, bracketed_root
-from ssla.maths.quadrature.normal import hermite
+from ssla.maths.quadrature.normal import gauss_hermite_rule
 from ssla.predictive.law import Law
-from ssla.predictive.mixture_laws import ROUNDING, ScalarMixtureLaw
+from ssla.predictive.mixture_laws import (
+    ROUNDING,
+    ScalarMixtureLaw,
+    draw_indices,
+    mixture_of_one,
+)
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
 from ssla.refit.increments import Increments
 from ssla.values import Marginal
 
-NODES = 7  # of the log variance
-AT_ONCE = 1 << 21  # numbers of a block of rows
+NODES = 7  # of the log variance; a guess
+ENTRIES_AT_ONCE = 1 << 21  # numbers (rows, k, K) that are held at once; a guess
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class NormalsLaw(Law):
-    """means and scales (N, K), weights (K,) with sum 1, doubt (N,): the epistemic part of the
+    """The law Σ_k w_k N(m_k, s_k²) in each of N rows, with the same weights in all of them.
+
+    means and scales (N, K), weights (K,) with sum 1, doubt (N,): the epistemic part of the
     variance.
     """
 
@@ -37,87 +44,94 @@ class NormalsLaw(Law):
     weights: Tensor
     doubt: Tensor
 
-    @property
-    def kind(self) -> str:
-        return "scalar"
+    kind = "scalar"
 
     @property
     def rows(self) -> int:
+        """Return N, the number of inputs."""
         return len(self.means)
 
     @cached_property
     def mean(self) -> Tensor:
+        """Return Σ w_k m_k (N,)."""
         return self.means @ self.weights
 
     @cached_property
     def variance(self) -> Tensor:
+        """Return Σ w_k (s_k² + (m_k − mean)²) (N,)."""
         return (self.scales**2 + (self.means - self.mean[:, None]) ** 2) @ self.weights
 
     @property
     def epistemic(self) -> Tensor:
+        """Return the epistemic part of the variance (N,)."""
         return self.doubt
 
     @property
     def aleatoric(self) -> Tensor:
+        """Return the part of the variance that is not epistemic (N,)."""
         return self.variance - self.doubt
 
     @property
     def mass(self) -> Tensor:
+        """Return ones (N,): a mixture of normalised densities is normalised."""
         return torch.ones(self.rows, dtype=torch.float64)
 
     def log_prob(self, y: Tensor) -> Tensor:
+        """Return log Σ w_k N(y; m_k, s_k²), (N, k) -> (N, k)."""
         heights = self.weights.log() - 0.5 * LOG_2PI
-        return self._over(y, lambda z, s: (heights - 0.5 * z * z - s.log()).logsumexp(-1))
+        return self._over_normals(y, lambda z, s: (heights - 0.5 * z * z - s.log()).logsumexp(-1))
 
     def cdf(self, y: Tensor) -> Tensor:
-        return self._over(y, lambda z, s: ndtr(z) @ self.weights)
+        """Return Σ w_k Φ((y − m_k)/s_k), (N, k) -> (N, k)."""
+        return self._over_normals(y, lambda z, s: ndtr(z) @ self.weights)
 
-    def _over(self, y: Tensor, ask: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """An answer from z = (y − m)/s and s (n, k, K) for y (N, k), a block of rows at a time."""
-        size = max(AT_ONCE // max(y.shape[1] * self.means.shape[1], 1), 1)
-        parts = [
-            ask(
-                (y[i : i + size, :, None] - self.means[i : i + size, None])
-                / self.scales[i : i + size, None],
-                s,
-            )
-            for i in range(0, len(y), size)
-            for s in (self.scales[i : i + size, None],)
-        ]
+    def _over_normals(self, y: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Apply a function of z = (y − m)/s (n, k, K) and s (n, 1, K) to y (N, k), a block of rows
+        at a time: (N, k).
+        """
+        size = max(ENTRIES_AT_ONCE // max(y.shape[1] * self.means.shape[1], 1), 1)
+        parts = []
+        for start in range(0, len(y), size):
+            block = slice(start, start + size)
+            s = self.scales[block, None]
+            parts.append(function((y[block, :, None] - self.means[block, None]) / s, s))
         return torch.cat(parts) if parts else y.new_empty(y.shape)
 
     def icdf(self, q: Tensor) -> Tensor:
+        """Search for the quantiles at q (k,) between those of the normals: (N, k)."""
         ends = self.means[..., None] + self.scales[..., None] * ndtri(q)  # (N, K, k)
         return bracketed_root(lambda y: self.cdf(y) - q, ends.amin(1), ends.amax(1), ROUNDING * q)
 
     @cached_property
-    def _alone(self) -> ScalarMixtureLaw:
-        return ScalarMixtureLaw((self,), torch.ones(1, dtype=torch.float64))
+    def _as_mixture(self) -> ScalarMixtureLaw:
+        """Return a mixture of this law alone, which finds mode and regions by search."""
+        return mixture_of_one(self)
 
     @property
     def mode(self) -> Tensor:
-        return self._alone.mode
+        """Return the y of highest density (N,)."""
+        return self._as_mixture.mode
 
     def hdr(self, level: float) -> Regions:
-        return self._alone.hdr(level)
+        """Return the smallest region with that probability, a union of intervals."""
+        return self._as_mixture.hdr(level)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        picks = torch.multinomial(
-            self.weights, max(n * self.rows, 1), replacement=True, generator=generator
-        )
-        at = picks[: n * self.rows].reshape(n, self.rows)
-        rows = torch.arange(self.rows).expand_as(at)
+        """Draw n values for each input (n, N), each from a normal that is drawn by its weight."""
+        chosen = draw_indices(self.weights, n, self.rows, generator)
+        rows = torch.arange(self.rows).expand_as(chosen)
         white = torch.randn(n, self.rows, dtype=torch.float64, generator=generator)
-        return self.means[rows, at] + self.scales[rows, at] * white
+        return self.means[rows, chosen] + self.scales[rows, chosen] * white
 
     def increments(self, y: Tensor) -> Increments:
+        """Raise TypeError: an average over posteriors has no increments."""
         raise TypeError(
             "This predictive is an average over the posterior of mean and log variance, not a sum "
             "of increments. For increments ask one posterior: posterior.predict(x).increments(y)."
         )
 
 
-def averaged(
+def average_normals(
     marginals: list[Marginal],
     weights: Tensor,
     factors: Tensor,
@@ -125,53 +139,56 @@ def averaged(
     like: Tensor,
     most: float = math.inf,
 ) -> Predictive:
-    """y ~ N(μ, eˢ) averaged over (μ, s) ~ N(f, K), for several marginals f (N, 2), K (N, 2, 2) with
-    weights (M,), each stretched around its mean by factors (F,) with shares (F,). most: the largest
-    s, because an exponential explodes far from the data.
+    """Return the predictive of y ~ N(μ, eˢ), averaged over several marginals (μ, s) ~ N(f, K).
 
-    Closed in μ: given s, y is normal with mean μ̂ + β(s − ŝ), β = Cov(μ, s)/Var s, and variance eˢ
-    + Var(μ|s). Gauss–Hermite in s.
+    marginals: f (N, 2) and K (N, 2, 2), with weights (M,). Each is stretched around its mean by
+    factors (F,) with shares (F,). most: the largest s, because an exponential explodes far from the
+    data.
+
+    The average over μ is a closed form: given s, y is normal with mean μ̂ + β(s − ŝ),
+    β = Cov(μ, s)/Var s, and variance eˢ + Var(μ|s). The average over s is by Gauss–Hermite.
     """
-    nodes, node_weights = hermite(NODES)
+    nodes, node_weights = gauss_hermite_rule(NODES)
     means, scales = [], []
     for f, K in marginals:
         c = K[:, 1, 1].clamp_min(1e-300)
         slope = (K[:, 0, 1] / c)[:, None]
-        away = c.sqrt()[:, None] * nodes  # s − ŝ (N, J)
-        variance = (f[:, 1:] + away).clamp_max(most).exp() + (
-            K[:, 0, 0, None] - slope * K[:, 0, 1, None]
-        ).clamp_min(0.0)
-        means.append(f[:, :1, None] + (slope * away)[:, :, None] * factors)
+        off = c.sqrt()[:, None] * nodes  # s − ŝ (N, J)
+        remaining = (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)  # Var(μ|s)
+        variance = (f[:, 1:] + off).clamp_max(most).exp() + remaining
+        means.append(f[:, :1, None] + (slope * off)[:, :, None] * factors)
         scales.append(variance.sqrt()[:, :, None] * factors)
+    # The epistemic variance is that of μ in each marginal, and that between the marginals.
     centres = torch.stack([f[:, 0] for f, _ in marginals], 1)
-    own = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)
-    doubt = (own + (centres - (centres @ weights)[:, None]) ** 2) @ weights
-    whole = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
+    within = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)
+    doubt = (within + (centres - (centres @ weights)[:, None]) ** 2) @ weights
+    all_weights = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
     law = NormalsLaw(
-        torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), whole, doubt
+        torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), all_weights, doubt
     )
     extreme = torch.stack([is_extreme(f, K.diagonal(dim1=1, dim2=2)) for f, K in marginals]).any(0)
-    return _predictive(law, like, extreme)
+    return _make_normals_predictive(law, like, extreme)
 
 
-def pooled(one: Predictive, other: Predictive, share: float) -> Predictive:
-    """The mixture of two mixtures of normals, with the share of the other."""
-    parts = [law for law in (one.law, other.law) if isinstance(law, NormalsLaw)]
-    assert len(parts) == 2
+def pool_normals(first: Predictive, second: Predictive, share: float) -> Predictive:
+    """Mix two predictives that are mixtures of normals; share: the weight of the second."""
+    laws = [law for law in (first.law, second.law) if isinstance(law, NormalsLaw)]
+    assert len(laws) == 2
     weights = torch.tensor([1 - share, share], dtype=torch.float64)
-    centres = torch.stack([law.mean for law in parts], 1)
-    doubts = (
-        torch.stack([law.epistemic for law in parts], 1)
-        + (centres - (centres @ weights)[:, None]) ** 2
+    centres = torch.stack([law.mean for law in laws], 1)
+    within = torch.stack([law.epistemic for law in laws], 1)
+    doubts = within + (centres - (centres @ weights)[:, None]) ** 2
+    mixed = NormalsLaw(
+        torch.cat([law.means for law in laws], 1),
+        torch.cat([law.scales for law in laws], 1),
+        torch.cat([weight * law.weights for weight, law in zip(weights, laws, strict=True)]),
+        doubts @ weights,
     )
-    means, scales = (
-        torch.cat([getattr(law, name) for law in parts], 1) for name in ("means", "scales")
-    )
-    whole = torch.cat([weight * law.weights for weight, law in zip(weights, parts, strict=True)])
-    extreme = one.diagnostics.extreme_rows | other.diagnostics.extreme_rows
-    return _predictive(NormalsLaw(means, scales, whole, doubts @ weights), one.like, extreme)
+    extreme = first.diagnostics.extreme_rows | second.diagnostics.extreme_rows
+    return _make_normals_predictive(mixed, first.like, extreme)
 
 
-def _predictive(law: NormalsLaw, like: Tensor, extreme: Tensor) -> Predictive:
+def _make_normals_predictive(law: NormalsLaw, like: Tensor, extreme: Tensor) -> Predictive:
+    """Make the predictive of a law of normals; extreme (N,) bool: the rows flagged as extreme."""
     no = torch.zeros(law.rows, dtype=torch.bool)
     return Predictive(law, like, Diagnostics("output", no, no, no, mixed=law).with_extreme(extreme))

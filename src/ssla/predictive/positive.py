@@ -38,34 +38,41 @@ class Positive:
 
     @property
     def zero(self) -> float:
-        """z₀."""
+        """Return z₀ = low − 1, where T is zero."""
         return self.low - 1
 
     def out(self, z: Tensor) -> Tensor:
+        """Return T(z), zero for z ≤ z₀."""
         inside = z.clamp(self.low, self.high)
         value = inside.exp() * (1 + z - inside).clamp_min(0.0)
-        return torch.where(
-            z > self.zero, value, 0.0
-        )  # 1 + (low − 1) − low is not always zero in floating point
+        # 1 + (low − 1) − low is not always zero in floating point.
+        return torch.where(z > self.zero, value, 0.0)
 
     def into(self, y: Tensor) -> Tensor:
+        """Return T⁻¹(y); on a closed scale z₀ for y ≤ 0."""
         inside = y.clamp(math.exp(self.low), math.exp(self.high))
         return inside.log() + (y.clamp_min(0) if self.closed else y) / inside - 1
 
     def log_slope(self, z: Tensor) -> Tensor:
+        """Return log T′(z), which is constant below `low` and above `high`."""
         return z.clamp(self.low, self.high)
 
     def inside(self, y: Tensor) -> Tensor:
+        """Tell which y are not negative; on an open scale, which are finite."""
         return y >= 0 if self.closed else y.isfinite()
 
     def moments_of_normals(self, means: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s."""
+        """Return E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s.
+
+        They are sums over the lower line, the exponential and the upper line.
+        """
         infinite = torch.full_like(means, torch.inf)
         a, b, c = ((end - means) / scales for end in (self.zero, self.low, self.high))
-        below = _linear(self.low, means, scales, a, b)
-        above = _linear(self.high, means, scales, c, infinite)
+        below = _line_moments(self.low, means, scales, a, b)
+        above = _line_moments(self.high, means, scales, c, infinite)
+        # E[e^{kz}; low ≤ z ≤ high]: a Gaussian whose mean is moved by k s²
         logs = [
-            k * means + 0.5 * (k * scales) ** 2 + log_between(b - k * scales, c - k * scales)
+            k * means + 0.5 * (k * scales) ** 2 + log_normal_between(b - k * scales, c - k * scales)
             for k in (1, 2)
         ]
         return below[0] + logs[0].exp() + above[0], below[1] + logs[1].exp() + above[1]
@@ -80,33 +87,41 @@ class Censored:
     atom: ClassVar[float | None] = 0.0
 
     def out(self, z: Tensor) -> Tensor:
+        """Return max(z, 0)."""
         return z.clamp_min(0.0)
 
     def into(self, y: Tensor) -> Tensor:
+        """Return y, or zero for negative y."""
         return y.clamp_min(0.0)
 
     def log_slope(self, z: Tensor) -> Tensor:
+        """Return zeros: the slope above zero is one."""
         return torch.zeros_like(z)
 
     def inside(self, y: Tensor) -> Tensor:
+        """Tell which y are not negative."""
         return y >= 0
 
     def moments_of_normals(self, means: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s."""
+        """Return E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s."""
         t = means / scales
         share, height = ndtr(t), (-0.5 * t * t - 0.5 * LOG_2PI).exp()
-        return means * share + scales * height, (
-            means**2 + scales**2
-        ) * share + means * scales * height
+        first = means * share + scales * height
+        second = (means**2 + scales**2) * share + means * scales * height
+        return first, second
 
 
-def _linear(
+def _line_moments(
     end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + m + st − end), t ~ N(0, 1)."""
+    """Return E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + m + st − end), t ~ N(0, 1).
+
+    The results have the shape of m, s, a and b.
+    """
     level = 1 + means - end
     share = ndtr(b) - ndtr(a)
     heights = [(-0.5 * t * t - 0.5 * LOG_2PI).exp() for t in (a, b)]
+    # ∫ t φ and ∫ t² φ over [a, b], the second less the share; t φ(t) is 0 at infinity
     fall = heights[0] - heights[1]
     bent = torch.where(a.isinf(), 0.0, a * heights[0]) - torch.where(b.isinf(), 0.0, b * heights[1])
     first = level * share + scales * fall
@@ -114,8 +129,9 @@ def _linear(
     return math.exp(end) * first, math.exp(2 * end) * second
 
 
-def log_between(a: Tensor, b: Tensor) -> Tensor:
-    """log(Φ(b) − Φ(a)) for a < b, without cancellation in either tail."""
+def log_normal_between(a: Tensor, b: Tensor) -> Tensor:
+    """Return log(Φ(b) − Φ(a)) for a < b of any shape, without cancellation in either tail."""
+    # Above zero the interval is mirrored, because Φ is close to one there.
     flip = a > 0
     a, b = torch.where(flip, -b, a), torch.where(flip, -a, b)
     upper = log_ndtr(b)

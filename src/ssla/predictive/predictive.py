@@ -1,4 +1,4 @@
-"""Predictive: what a user asks a distribution of y, in which shapes, and what is checked."""
+"""Predictive: the methods of a distribution of y for users, with their shapes and checks."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ssla._checks import all_in_plain_torch, draw_count, in_plain_torch
-from ssla._checks import level as checked_level
+from ssla._checks import all_in_plain_torch, check_draw_count, in_plain_torch
+from ssla._checks import check_level as checked_level
 from ssla.data import as_tensor
 from ssla.predictive.law import Law
 from ssla.priors import EXACT
 from ssla.refit.increments import Increments
 
 FLAGS = ("fallback", "unconverged", "inaccurate")
-EXTREME = 1e40  # of outputs, or of their standard deviations
+EXTREME = 1e40  # outputs, or their standard deviations; a guess, below features of 1e60
 QUARTILES = (0.25, 0.5, 0.75)
 
 
@@ -35,39 +35,35 @@ class Diagnostics:
     unconverged: Tensor  # (N,) bool: an ascent to the mode ended early
     # (N,) bool: the quadrature (or the interpolation between refits) did not reach its tolerance
     inaccurate: Tensor
-    convention: str = (
-        EXACT  # where the prior enters; a mixture of several names them all: "exact, paper"
-    )
+    # where the prior enters; a mixture of several names them all: "exact, paper"
+    convention: str = EXACT
     refits: Tensor | None = None  # (N,) refits of the weights that were made
     # (N,) standard error of the log probabilities of classes, from estimated determinants: √Σ p e²
     # over classes; zero where exact
     error: Tensor | None = None
-    rung: tuple[str, ...] | None = (
-        None  # which rung answered for each row; "failed": none, by on_failure="nan"
-    )
+    # which rung answered for each row; "failed": none, by on_failure="nan"
+    rung: tuple[str, ...] | None = None
     reason: tuple[str, ...] | None = None  # why "auto" refitted the weights; empty where it did not
-    extreme: Tensor | None = (
-        None  # (N,) bool: outputs beyond EXTREME, very far from the training rows; None: in no row
-    )
-    linearised: Tensor | None = (
-        None  # (N,) bool: refits of the network linearised at θ̂ answered; None: in no row
-    )
+    # (N,) bool: outputs beyond EXTREME, very far from the training rows; None: in no row
+    extreme: Tensor | None = None
+    # (N,) bool: refits of the network linearised at θ̂ answered; None: in no row
+    linearised: Tensor | None = None
     mixed: Law | None = None  # a mixture of laws of numbers or counts, for `off_centre`
 
     @property
     def extreme_rows(self) -> Tensor:
-        """`extreme` as a tensor (N,) bool."""
+        """Return `extreme` as a tensor (N,) bool; False in every row where it is None."""
         return torch.zeros_like(self.fallback) if self.extreme is None else self.extreme
 
     def with_extreme(self, rows: Tensor) -> Diagnostics:
-        """With these rows (N,) bool flagged, too."""
+        """Return the diagnostics with these rows (N,) bool flagged as extreme, too."""
         rows = rows | self.extreme_rows
         return replace(self, extreme=rows) if bool(rows.any()) else self
 
     @property
     def off_centre(self) -> Tensor:
-        """(N,) bool: the mean of a mixture is farther from its median than the quartiles are from
-        each other.
+        """Flag rows (N,) bool where the mean of a mixture is farther from its median than the
+        quartiles are from each other.
 
         A few members with other locations then decide the mean, or a tail does: quantiles describe
         such a row better. Not flagged: predictives that are not mixtures of numbers, and rows with
@@ -76,6 +72,7 @@ class Diagnostics:
         return torch.zeros_like(self.fallback) if self.mixed is None else is_off_centre(self.mixed)
 
     def __str__(self) -> str:
+        """Return one line with the counts of flagged rows; optional facts where they are known."""
         count = self.fallback.numel()
         text = (
             f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in "
@@ -123,124 +120,144 @@ class Predictive:
     law: Law
     like: Tensor
     diagnostics: Diagnostics
-    parts: tuple[
-        Predictive, ...
-    ] = ()  # the members of a mixture, or the predictives whose rows were joined
+    # the members of a mixture, or the predictives whose rows were joined
+    parts: tuple[Predictive, ...] = ()
     differentiable: bool = False  # whether the answers carry gradients in x and y
 
     @property
     def kind(self) -> str:
-        """ "scalar", "vector", "circular", "count" or "class"."""
+        """Name the kind of target: "scalar", "vector", "circular", "count" or "class"."""
         return self.law.kind
 
     @property
     def members(self) -> tuple[Predictive, ...]:
-        """The members of a mixture that have a weight. They answer in float64."""
+        """Return the members of a mixture that have a weight, which answer in float64.
+
+        AttributeError if the predictive is not a mixture.
+        """
         if not self.parts:
             raise AttributeError("Only a mixture has members.")
         return self.parts
 
     @property
     def mean(self) -> Tensor:
-        """(N,), or (N, D). Of classes: the mean of the indicators (N, C)."""
-        return self._out(self.law.mean)
+        """Return the mean of y (N,) or (N, D); of classes: the mean of the indicators (N, C)."""
+        return self._cast(self.law.mean)
 
     @property
     def variance(self) -> Tensor:
-        """Of y: `epistemic + aleatoric`."""
-        return self._out(self.law.variance)
+        """Return the variance of y, `epistemic + aleatoric`, of the shape of the mean."""
+        return self._cast(self.law.variance)
 
     @property
     def stddev(self) -> Tensor:
-        return self._out(self.law.stddev)
+        """Return the standard deviation of y, of the shape of the mean."""
+        return self._cast(self.law.stddev)
 
     @property
     def covariance(self) -> Tensor:
-        """(N, D, D)."""
-        return self._out(self.law.covariance)
+        """Return the covariance of a vector y (N, D, D)."""
+        return self._cast(self.law.covariance)
 
     @property
     def mode(self) -> Tensor:
-        return self._out(self.law.mode)
+        """Return the y of highest density, (N,) or (N, D)."""
+        return self._cast(self.law.mode)
 
     @property
     def mass(self) -> Tensor:
-        """The integral (or sum) before normalisation (N,).
+        """Return the integral (or sum) of the density before normalisation (N,).
 
         The true predictive has 1: the difference measures the error.
         """
-        return self._out(self.law.mass)
+        return self._cast(self.law.mass)
 
     @property
     def epistemic(self) -> Tensor:
-        """The part of the variance that more data would remove: Var_f E[y|f]."""
-        return self._out(self.law.epistemic)
+        """Return the part of the variance that more data would remove: Var_f E[y|f]."""
+        return self._cast(self.law.epistemic)
 
     @property
     def aleatoric(self) -> Tensor:
-        """The part of the variance that is noise: E_f Var[y|f]."""
-        return self._out(self.law.aleatoric)
+        """Return the part of the variance that is noise: E_f Var[y|f]."""
+        return self._cast(self.law.aleatoric)
 
     @property
     def entropy(self) -> Tensor:
-        """Of classes, in nats (N,), from 0 to log C: −Σ p log p. Doubt and noise together."""
-        return self._out(self.law.entropy)
+        """Return the entropy of the classes, −Σ p log p, in nats (N,), from 0 to log C.
+
+        It contains the uncertainty of f and the noise.
+        """
+        return self._cast(self.law.entropy)
 
     @property
     def mutual_information(self) -> Tensor:
-        """Of classes, in nats (N,): the part of `entropy` that more data would remove, H(E_f p) −
-        E_f H(p) ≥ 0.
+        """Return the part of `entropy` that more data would remove: H(E_f p) − E_f H(p) ≥ 0, in
+        nats (N,).
 
         For a refit of the weights (and "newton") it divides that predictive's entropy in the
         proportion under f ~ N(f̂, K). In a mixture the members' disagreement is part of it.
         """
-        return self._out(self.law.mutual_information)
+        return self._cast(self.law.mutual_information)
 
     @property
     def probs(self) -> Tensor:
-        """Of the classes (N, C)."""
-        return self._out(self.law.probs)
+        """Return the probabilities of the classes (N, C)."""
+        return self._cast(self.law.probs)
 
     def log_prob(self, y: Any) -> Tensor:
-        """(N,) -> (N,), (N, k) -> (N, k); D targets: (N, D) -> (N,), (N, k, D) -> (N, k)."""
-        value, single = self._targets(y)
+        """Return the log density (or log probability) of y.
+
+        (N,) -> (N,), (N, k) -> (N, k); D targets: (N, D) -> (N,), (N, k, D) -> (N, k). ValueError
+        where y is outside the support.
+        """
+        value, single = self._as_targets(y)
         self.law.check(value)
-        return self._out(answer(self.law.log_prob(value), single))
+        return self._cast(drop_single_value(self.law.log_prob(value), single))
 
     @property
     def cdf(self) -> Callable[[Any], Tensor]:
-        """cdf(y) = P(Y ≤ y), of y's shape; for D targets each by itself."""
-        return self._cdf if self.kind != "class" else self.law.lacks("cdf")
+        """Return the function cdf(y) = P(Y ≤ y), of y's shape; for each of D targets separately.
+
+        AttributeError for classes, so that `hasattr(predictive, "cdf")` is False.
+        """
+        return self._cdf if self.kind != "class" else self.law.refuse_attribute("cdf")
 
     @in_plain_torch
     def _cdf(self, y: Any) -> Tensor:
-        value, single = self._targets(y)
-        not_nan(value)
-        return self._out(answer(self.law.cdf(value), single))
+        """Evaluate P(Y ≤ y), of y's shape; infinite y are allowed, ValueError where y is NaN."""
+        value, single = self._as_targets(y)
+        check_not_nan(value)
+        return self._cast(drop_single_value(self.law.cdf(value), single))
 
     @property
     def icdf(self) -> Callable[[Any], Tensor]:
-        """Quantiles.
+        """Return the function icdf(q), the quantile at probability q.
 
-        icdf(q): one number -> (N,) or (N, D); a vector (k,) -> (N, k) or (N, D, k).
+        q is one number -> (N,) or (N, D), or a vector (k,) -> (N, k) or (N, D, k). AttributeError
+        for classes.
         """
-        return self._icdf if self.kind != "class" else self.law.lacks("icdf")
+        return self._icdf if self.kind != "class" else self.law.refuse_attribute("icdf")
 
     @in_plain_torch
     def _icdf(self, q: Any) -> Tensor:
-        value, single = probabilities(q)
-        return self._out(answer(self.law.icdf(value), single))
+        """Evaluate the quantiles at q: () -> (N,) or (N, D); (k,) -> (N, k) or (N, D, k).
+
+        ValueError unless 0 ≤ q ≤ 1.
+        """
+        value, single = as_probabilities(q)
+        return self._cast(drop_single_value(self.law.icdf(value), single))
 
     def interval(self, level: float = 0.95) -> Tensor:
-        """The central interval: (N, 2), or (N, D, 2). Ends are included.
+        """Return the central interval (N, 2), or (N, D, 2). Ends are included.
 
         Classes: the smallest set with at least that probability, bool (N, C). Angles: the circle is
         cut opposite the mean. Both ends are within π of the mean, so one may lie outside [−π, π).
         """
-        return self._out(self.law.interval(checked_level(level)))
+        return self._cast(self.law.interval(checked_level(level)))
 
     def hdr(self, level: float = 0.95) -> Any:
-        """The smallest region of that probability.
+        """Return the smallest region with that probability.
 
         One target: a union of intervals, `.lower .upper` (N, R), padded with NaN. D targets: an
         ellipsoid, or a region of density for a mixture. Classes: as `interval`.
@@ -248,24 +265,33 @@ class Predictive:
         region = self.law.hdr(checked_level(level))
         if isinstance(region, tuple):
             return type(region)(
-                *(self._out(part) if isinstance(part, Tensor) else part for part in region)
+                *(self._cast(part) if isinstance(part, Tensor) else part for part in region)
             )
-        return self._out(region) if isinstance(region, Tensor) else region
+        return self._cast(region) if isinstance(region, Tensor) else region
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """(n, N), or (n, N, D)."""
-        return self._out(self.law.sample(draw_count(n), generator))
+        """Draw n values of y for each input: (n, N), or (n, N, D)."""
+        return self._cast(self.law.sample(check_draw_count(n), generator))
 
     def increments(self, y: Any) -> Increments:
-        """The three increments of the un-normalised log density, of log_prob's shape."""
-        value, single = self._targets(y)
-        self.law.check(value)
-        return self.law.increments(value).map(lambda part: self._out(answer(part, single)))
+        """Return the three increments of the un-normalised log density, of log_prob's shape.
 
-    def _out(self, value: Tensor) -> Tensor:
+        TypeError for a mixture of several members.
+        """
+        value, single = self._as_targets(y)
+        self.law.check(value)
+        return self.law.increments(value).map(
+            lambda part: self._cast(drop_single_value(part, single))
+        )
+
+    def _cast(self, value: Tensor) -> Tensor:
+        """Cast numbers to the dtype and device of `like`; booleans and integers to its device."""
         return value.to(self.like) if value.is_floating_point() else value.to(self.like.device)
 
-    def _targets(self, y: Any) -> tuple[Tensor, bool]:
+    def _as_targets(self, y: Any) -> tuple[Tensor, bool]:
+        """Return y as (N, k), (N, D) or (N, k, D) in float64, and whether the last dimension of
+        the answer is an added one. ValueError for other shapes.
+        """
         if self.kind == "vector":
             rows, size = self.law.mean.shape
             return vector_targets(y, rows, size, self.differentiable), False
@@ -273,29 +299,32 @@ class Predictive:
 
 
 def is_extreme(f: Tensor, variances: Tensor) -> Tensor:
-    """Whether an output f (N, C) or its standard deviation exceeds `EXTREME` (N,) bool.
+    """Flag rows (N,) bool in which an output f (N, C) or its standard deviation exceeds `EXTREME`.
 
-    Features beyond 1e60 count as 1e60 (see `ssla.network.bounds`): these rows are among them.
+    variances (N, C): of the outputs. Features beyond 1e60 count as 1e60 (see
+    `ssla.network.bounds`): these rows are among them.
     """
     return (f.detach().abs() > EXTREME).any(1) | (variances.detach() > EXTREME**2).any(1)
 
 
 def is_off_centre(law: Law) -> Tensor:
-    """Whether |mean − median| exceeds the distance of the quartiles, if these differ: (N,) bool."""
+    """Flag rows (N,) bool in which |mean − median| exceeds the distance of the quartiles.
+
+    Rows with equal quartiles are not flagged.
+    """
     mean = law.mean
     below = law.cdf(mean[:, None])[:, 0]
-    if bool(
-        ((below >= QUARTILES[0]) & (below < QUARTILES[2])).all()
-    ):  # the mean is between the quartiles
+    # Where every mean is between its quartiles, the search for quantiles is saved.
+    if bool(((below >= QUARTILES[0]) & (below < QUARTILES[2])).all()):
         return torch.zeros_like(below, dtype=torch.bool)
     low, median, high = law.icdf(torch.tensor(QUARTILES, dtype=torch.float64)).unbind(1)
     return (high > low) & ((mean - median).abs() > high - low)
 
 
 def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:
-    """y as (N, k) float64, and whether it has one value for each row.
+    """Return y as (N, k) in float64, and whether it has one value for each row.
 
-    Accepts a number, (N,), (N, k) and (1, k).
+    Accepts a number, (N,), (N, k) and (1, k); ValueError for other shapes.
     """
     value = as_tensor(y, differentiable).to("cpu", torch.float64)
     if value.dim() == 0:
@@ -312,7 +341,7 @@ def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Ten
 
 
 def vector_targets(y: Any, rows: int, size: int, differentiable: bool = False) -> Tensor:
-    """y (N, D) or (N, k, D) in float64."""
+    """Return y (N, D) or (N, k, D) in float64; ValueError for other shapes."""
     value = as_tensor(y, differentiable).to("cpu", torch.float64)
     if value.dim() not in (2, 3) or value.shape[0] != rows or value.shape[-1] != size:
         raise ValueError(
@@ -322,14 +351,14 @@ def vector_targets(y: Any, rows: int, size: int, differentiable: bool = False) -
     return value
 
 
-def not_nan(y: Tensor) -> None:
-    """The distribution function is defined at infinite values, but not at NaN."""
+def check_not_nan(y: Tensor) -> None:
+    """Raise ValueError where y is NaN. Infinite values are allowed: a cdf is defined there."""
     if bool(y.isnan().any()):
         raise ValueError("y must not be NaN. Ask for numbers (infinite ones are fine).")
 
 
-def probabilities(q: Any) -> tuple[Tensor, bool]:
-    """q as (k,) float64, and whether it is one number."""
+def as_probabilities(q: Any) -> tuple[Tensor, bool]:
+    """Return q as (k,) in float64, and whether it is one number; ValueError unless 0 ≤ q ≤ 1."""
     value = as_tensor(q).to("cpu", torch.float64)
     if value.dim() > 1 or not bool(((value >= 0) & (value <= 1)).all()):
         raise ValueError(
@@ -339,11 +368,11 @@ def probabilities(q: Any) -> tuple[Tensor, bool]:
     return value.reshape(-1), value.dim() == 0
 
 
-def answer(value: Tensor, single: bool) -> Tensor:
-    """(…, k) -> (…) where one value for each row was asked for."""
+def drop_single_value(value: Tensor, single: bool) -> Tensor:
+    """Drop the last dimension of a result (…, 1) if y had a single value for each row."""
     return value.squeeze(-1) if single else value
 
 
-def widest(predictives: Sequence[Predictive]) -> Tensor:
-    """The `like` of the largest dtype."""
-    return max((one.like for one in predictives), key=lambda like: like.dtype.itemsize)
+def widest_like(predictives: Sequence[Predictive]) -> Tensor:
+    """Return the `like` tensor with the largest dtype among the predictives."""
+    return max((part.like for part in predictives), key=lambda like: like.dtype.itemsize)

@@ -17,13 +17,13 @@ from ssla.predictive.interpolation import (
     REGION,
     WIDENINGS,
     Corrected,
-    correct,
-    uncorrected,
-    widened,
+    fit_correction,
+    widen_correction,
+    without_correction,
 )
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.refit import WeightLogDensity
-from ssla.refit.weights.weight_refit import NAN
+from ssla.refit.weights.solved import NAN
 
 VECTOR = (
     "A refit of the weights has no closed form for a vector target here, and no grid in several "
@@ -38,7 +38,7 @@ MARGIN = 1.1  # by which a widened region exceeds the answer's own region
 
 
 def check_refittable(weights: WeightLogDensity) -> None:
-    """ValueError for targets that a refit of the weights has no predictive for."""
+    """Raise ValueError for targets that a refit of the weights has no predictive for."""
     kind = weights.likelihood.support_for(weights.marginal.mean.shape[1]).kind
     if kind == "vector" and not weights.exact:
         raise ValueError(VECTOR)
@@ -46,11 +46,13 @@ def check_refittable(weights: WeightLogDensity) -> None:
         raise ValueError(CIRCULAR)
 
 
-def refitted(
+def make_refitted_predictive(
     weights: WeightLogDensity, output: Predictive, name: str, reasons: list[str] | None = None
 ) -> Predictive:
-    """The predictive of the weights rung in the rows with a reason (all rows if None), of the
-    output rung in the others.
+    """Return the predictive of the weights rung in the rows with a reason (all rows if None), of
+    the output rung in the others.
+
+    output: the predictive of the output rung; name: of the rung that was asked for.
     """
     rows = weights.marginal.mean.shape[0]
     support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
@@ -58,119 +60,131 @@ def refitted(
         [reasons is None or bool(reasons[i]) for i in range(rows)], dtype=torch.bool
     )
     if weights.exact and isinstance(output.law, GaussianLaw):
-        # the two rungs give the same answer; it has the name of the one that was asked for
+        # The two rungs give the same answer. It has the name of the one that was asked for.
         chosen &= reasons is None
-        rungs = _rungs(weights, chosen, torch.zeros_like(chosen))
-        flags = _diagnostics(output.diagnostics, name, rungs, reasons, None)
+        rungs = _name_rungs(weights, chosen, torch.zeros_like(chosen))
+        flags = _with_rungs(output.diagnostics, name, rungs, reasons, None)
         return Predictive(GaussianLaw(weights, output.law.noise, False), weights.like, flags)
     if isinstance(support, Classes):
-        return _classes(weights, output, chosen, name, reasons)
-    log_density, made = _resolved(
-        weights, output.icdf(QUANTILES).to("cpu", torch.float64), chosen, support, name
-    )
+        return _refit_classes(weights, output, chosen, name, reasons)
+    quantiles = output.icdf(QUANTILES).to("cpu", torch.float64)
+    log_density, predictive = _widen_until_covered(weights, quantiles, chosen, support, name)
+    by_quadrature = predictive.diagnostics
+    is_nan = _nan_rows(weights, log_density.failed)
     flags = Diagnostics(
         name,
-        made.diagnostics.fallback | log_density.fallback,
-        made.diagnostics.unconverged | log_density.failed,
-        (made.diagnostics.inaccurate & ~_left_out(weights, log_density.failed))
-        | log_density.inaccurate,
+        by_quadrature.fallback | log_density.fallback,
+        by_quadrature.unconverged | log_density.failed,
+        (by_quadrature.inaccurate & ~is_nan) | log_density.inaccurate,
     )
-    rungs = _rungs(weights, chosen, log_density.failed)
-    flags = _diagnostics(flags, name, rungs, reasons, log_density.refits)
-    return replace(made, diagnostics=_with_linearised(flags, weights))
+    rungs = _name_rungs(weights, chosen, log_density.failed)
+    flags = _with_rungs(flags, name, rungs, reasons, log_density.refits)
+    return replace(predictive, diagnostics=_with_linearised(flags, weights))
 
 
-def _resolved(
+def _widen_until_covered(
     weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor, support: Support, name: str
 ) -> tuple[Corrected, Predictive]:
-    """Correct over the output predictive's region; where the answer's own 99.9% region reaches
-    beyond it, wider.
+    """Interpolate the correction of the chosen rows (N,) bool over the output predictive's region,
+    and over a wider one where the answer's own 99.9% region reaches beyond it.
+
+    quantiles (N, 5): of the output predictive, at QUANTILES. Rows that are still too narrow after
+    WIDENINGS are flagged as inaccurate.
     """
-    log_density = correct(weights, quantiles, chosen)
+    log_density = fit_correction(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
-        made = (
-            grid_predictive(log_density, support, name)
-            if isinstance(support, Continuous)
-            else count_predictive(log_density, name)
-        )
-        ends = made.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
+        predictive = _predictive_by_support(log_density, support, name)
+        ends = predictive.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
         beyond = (ends[:, 0] < quantiles[:, 0]) | (ends[:, 1] > quantiles[:, -1])
-        log_density.inaccurate[
-            chosen & ~log_density.failed & ~torch.isfinite(made.mass.to("cpu"))
-        ] = True
-        beyond &= (
-            chosen & ~log_density.failed & ~log_density.inaccurate & torch.isfinite(ends).all(1)
-        )
+        good = chosen & ~log_density.failed
+        log_density.inaccurate[good & ~torch.isfinite(predictive.mass.to("cpu"))] = True
+        beyond &= good & ~log_density.inaccurate & torch.isfinite(ends).all(1)
         if not bool(beyond.any()):
-            return log_density, made
-        z = support.to_real(ends) if isinstance(support, Continuous) else ends
-        centre = (support.to_real(quantiles) if isinstance(support, Continuous) else quantiles)[
-            :, 2:3
-        ]
-        far = centre + MARGIN * (z - centre)
-        far = support.from_real(far) if isinstance(support, Continuous) else far
-        wider = quantiles.clone()
-        wider[:, 0], wider[:, -1] = (
-            torch.minimum(wider[:, 0], far[:, 0]),
-            torch.maximum(wider[:, -1], far[:, 1]),
-        )
+            return log_density, predictive
+        wider = _widen_quantiles(quantiles, ends, support)
         quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
-        log_density = widened(log_density, quantiles, beyond)
-    made = (
-        grid_predictive(log_density, support, name)
-        if isinstance(support, Continuous)
-        else count_predictive(log_density, name)
-    )
+        log_density = widen_correction(log_density, quantiles, beyond)
+    predictive = _predictive_by_support(log_density, support, name)
     log_density.inaccurate[beyond] = True
-    return log_density, made
+    return log_density, predictive
 
 
-def _classes(
+def _predictive_by_support(log_density: Corrected, support: Support, name: str) -> Predictive:
+    """Make the predictive of a number by a grid, of a count by sums."""
+    if isinstance(support, Continuous):
+        return grid_predictive(log_density, support, name)
+    return count_predictive(log_density, name)
+
+
+def _widen_quantiles(quantiles: Tensor, ends: Tensor, support: Support) -> Tensor:
+    """Move the first and last quantiles (N, 5) outward so that the region contains `ends` (N, 2).
+
+    The ends are first moved away from the centre by MARGIN, in the support's real coordinate.
+    """
+    if isinstance(support, Continuous):
+        z, centre = support.to_real(ends), support.to_real(quantiles)[:, 2:3]
+        far = support.from_real(centre + MARGIN * (z - centre))
+    else:
+        centre = quantiles[:, 2:3]
+        far = centre + MARGIN * (ends - centre)
+    wider = quantiles.clone()
+    wider[:, 0] = torch.minimum(wider[:, 0], far[:, 0])
+    wider[:, -1] = torch.maximum(wider[:, -1], far[:, 1])
+    return wider
+
+
+def _refit_classes(
     weights: WeightLogDensity,
     output: Predictive,
     chosen: Tensor,
     name: str,
     reasons: list[str] | None,
 ) -> Predictive:
-    """A refit for each class of each chosen row that is not rare, unless it is the only one: then
-    no refit changes the answer.
+    """Refit for each class of each chosen row (N,) bool that is not rare, unless it is the only
+    one: then no refit changes the answer.
 
     A row in which a refit fails has the output rung's answer.
     """
     assert isinstance(output.law, ClassLaw)
-    logs, likely = output.law.log_weights.clone(), output.law.probs >= weights.rare
+    logs = output.law.log_weights.clone()
+    likely = output.law.probs >= weights.rare
     likely &= likely.sum(1, keepdim=True) > 1
     rows, y = (chosen.unsqueeze(1) & likely).nonzero().unbind(1)
-    fallback, failed = output.diagnostics.fallback.clone(), torch.zeros_like(chosen)
+    fallback = output.diagnostics.fallback.clone()
+    failed = torch.zeros_like(chosen)
     errors = torch.zeros_like(logs)
     if rows.numel():
         density = weights.at(y.double(), rows)
-        failed[rows[~density.converged]], fallback[chosen] = True, False
+        failed[rows[~density.converged]] = True
+        fallback[chosen] = False
         fallback[rows[density.fallback]] = True
         good = ~failed[rows]
         rows, y, refitted_logs = rows[good], y[good], density.log[good]
-        logs = _with_rare(logs, output.law.probs, rows, y, refitted_logs)
+        logs = _change_rare_classes(logs, output.law.probs, rows, y, refitted_logs)
         logs[rows, y] = refitted_logs
         if density.error is not None:
             errors[rows, y] = density.error[good].to(errors.dtype)
-        logs[_left_out(weights, failed)] = torch.nan
+        logs[_nan_rows(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
     refits = torch.where(chosen, 0 if weights.stopped else likely.sum(1), 0)
-    flags = _diagnostics(flags, name, _rungs(weights, chosen, failed), reasons, refits)
+    flags = _with_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
     error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
     flags = _with_linearised(replace(flags, error=error), weights)
-    law = ClassLaw(uncorrected(weights, chosen & ~failed, failed), logs, output.law.integrals)
+    law = ClassLaw(
+        without_correction(weights, chosen & ~failed, failed), logs, output.law.integrals
+    )
     return Predictive(law, weights.like, flags)
 
 
-def _with_rare(
+def _change_rare_classes(
     logs: Tensor, probs: Tensor, rows: Tensor, y: Tensor, refitted_logs: Tensor
 ) -> Tensor:
-    """Log weights (N, C) in which the classes without a refit change as much as the rarest class of
-    their row that has one.
+    """Change the log weights (N, C) of classes without a refit as much as those of the rarest class
+    of their row that has one.
 
-    The output refit gives rare classes too much: the more, the rarer they are (docs/refits.md).
+    probs (N, C): of the output refit; rows, y, refitted_logs (m,): the refits. The output refit
+    gives rare classes too much: the more, the rarer they are (docs/refits.md).
     """
     changes = torch.full_like(logs, torch.nan)
     changes[rows, y] = refitted_logs - logs[rows, y]
@@ -180,35 +194,41 @@ def _with_rare(
     return torch.where(has.any(1, keepdim=True), logs + torch.nan_to_num(change), logs)
 
 
-def _left_out(weights: WeightLogDensity, failed: Tensor) -> Tensor:
-    """The failed rows that are NaN by on_failure='nan'."""
+def _nan_rows(weights: WeightLogDensity, failed: Tensor) -> Tensor:
+    """Return the failed rows (N,) bool whose answer is NaN, by on_failure='nan'."""
     return failed & (weights.refit.on_failure == NAN)
 
 
-def _rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
-    """The rung that answered for each row: "weights", "output", or none: "failed"."""
-    lost = _left_out(weights, failed)
+def _name_rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
+    """Name the rung that answered for each row: "weights" or "output"; "failed" where none did."""
+    by_weights = (chosen & ~failed).tolist()
+    is_nan = _nan_rows(weights, failed).tolist()
     return tuple(
-        "failed" if no else "weights" if yes else "output"
-        for yes, no in zip((chosen & ~failed).tolist(), lost.tolist(), strict=True)
+        "failed" if row_is_nan else "weights" if row_by_weights else "output"
+        for row_by_weights, row_is_nan in zip(by_weights, is_nan, strict=True)
     )
 
 
 def _with_linearised(flags: Diagnostics, weights: WeightLogDensity) -> Diagnostics:
-    """With the rows that refits of the linearised network answered."""
-    if not weights.linearised or flags.refits is None or flags.rung is None:
+    """Add the rows that were answered by refits of the linearised network, if there are such."""
+    linearised = weights.linearised_inputs
+    if not bool(linearised.any()) or flags.refits is None or flags.rung is None:
         return flags
     answered = torch.tensor([rung == "weights" for rung in flags.rung], dtype=torch.bool)
-    return replace(flags, linearised=answered & (flags.refits.cpu() > 0))
+    return replace(flags, linearised=linearised & answered & (flags.refits.cpu() > 0))
 
 
-def _diagnostics(
+def _with_rungs(
     flags: Diagnostics,
     name: str,
     rungs: tuple[str, ...],
     reasons: list[str] | None,
     refits: Tensor | None,
 ) -> Diagnostics:
+    """Add to the flags which rung answered for each row, why, and the number of refits (N,).
+
+    name: of the rung that was asked for; refits=None: none in any row.
+    """
     none = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(
         name,

@@ -19,8 +19,8 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """θ_i ~ N(m_i, 1/τ): each mean anywhere in its range, and one precision for each layer anywhere
-    in its range.
+    """The priors θ_i ~ N(m_i, 1/τ) whose means m_i, and one precision τ for each layer, lie in
+    ranges.
 
     `mean` and `precision` are (low, high), or a dict of pairs by layer (or, for means, parameter)
     name. A range with low = high fixes that value.
@@ -31,56 +31,69 @@ class Box:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        for what, setting, least in (
-            ("mean", self.mean, -math.inf),
-            ("precision", self.precision, 0.0),
-        ):
-            for pair in setting.values() if isinstance(setting, Mapping) else [setting]:
-                if (
-                    not isinstance(pair, tuple | list)
-                    or len(pair) != 2
-                    or not least < pair[0] <= pair[1] < math.inf
-                ):
-                    condition = "0 < low ≤ high" if what == "precision" else "low ≤ high"
-                    raise ValueError(
-                        f"Box {what} must be (low, high) with {condition}, or a dict of such "
-                        f"pairs, but has {pair!r}."
-                    )
+        """Check the ranges; raise ValueError if one is invalid."""
+        _check_ranges("mean", self.mean, -math.inf, "low ≤ high")
+        _check_ranges("precision", self.precision, 0.0, "0 < low ≤ high")
 
     def means(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Lower and upper means (P,)."""
-        return _ends("mean", self.mean, layout)
+        """Return the lower and upper means (P,)."""
+        return _limits("mean", self.mean, layout)
 
     def precisions(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Lower and upper precisions (P,), equal within a layer."""
-        return _ends("precision", self.precision, layout)
+        """Return the lower and upper precisions (P,), equal within a layer."""
+        return _limits("precision", self.precision, layout)
 
     def centre(self, layout: Layout) -> Gaussian:
-        """The prior in the middle: midpoints of the means, and of the logarithms of the
+        """Return the prior with the midpoints of the means and of the logarithms of the
         precisions.
         """
-        (a, b), (low, high) = self.means(layout), self.precisions(layout)
-        return _member(layout, (a + b) / 2, (low * high).sqrt())
+        low_mean, high_mean = self.means(layout)
+        low, high = self.precisions(layout)
+        return _gaussian_of(layout, (low_mean + high_mean) / 2, (low * high).sqrt())
 
     def sample(self, layout: Layout, generator: torch.Generator | None = None) -> Gaussian:
-        """A random member: means uniform, precisions log-uniform, one for each layer."""
-        (a, b), (low, high) = self.means(layout), self.precisions(layout)
-        share = torch.rand(len(a), dtype=torch.float64, generator=generator)
-        by_layer = torch.zeros_like(a)
+        """Return a random member: means uniform, precisions log-uniform, one for each layer."""
+        low_mean, high_mean = self.means(layout)
+        low, high = self.precisions(layout)
+        # A uniform number for each mean, and one for the precisions of each layer.
+        u_mean = torch.rand(len(low_mean), dtype=torch.float64, generator=generator)
+        u_precision = torch.zeros_like(low_mean)
         for names in layout.layers().values():
-            level = torch.rand((), dtype=torch.float64, generator=generator)
+            u_layer = torch.rand((), dtype=torch.float64, generator=generator)
             for name in names:
-                by_layer[layout.positions[name]] = level
-        return _member(layout, a + share * (b - a), low * (high / low) ** by_layer)
+                u_precision[layout.positions[name]] = u_layer
+        mean = low_mean + u_mean * (high_mean - low_mean)
+        return _gaussian_of(layout, mean, low * (high / low) ** u_precision)
 
 
-def _ends(what: str, setting: Range | Mapping[str, Range], layout: Layout) -> tuple[Tensor, Tensor]:
+def _check_ranges(
+    name: str, setting: Range | Mapping[str, Range], least: float, condition: str
+) -> None:
+    """Raise ValueError unless every range of a setting is (low, high) with least < low ≤
+    high < ∞.
+    """
+    for pair in setting.values() if isinstance(setting, Mapping) else [setting]:
+        if (
+            not isinstance(pair, tuple | list)
+            or len(pair) != 2
+            or not least < pair[0] <= pair[1] < math.inf
+        ):
+            raise ValueError(
+                f"Box {name} must be (low, high) with {condition}, or a dict of such pairs, but "
+                f"has {pair!r}."
+            )
+
+
+def _limits(
+    name: str, setting: Range | Mapping[str, Range], layout: Layout
+) -> tuple[Tensor, Tensor]:
+    """Return the lower and upper values (P,) of a setting."""
     if isinstance(setting, Mapping):
-        low = resolve(what, {key: pair[0] for key, pair in setting.items()}, layout)
-        return low, resolve(what, {key: pair[1] for key, pair in setting.items()}, layout)
-    return resolve(what, setting[0], layout), resolve(what, setting[1], layout)
+        low = resolve(name, {key: pair[0] for key, pair in setting.items()}, layout)
+        return low, resolve(name, {key: pair[1] for key, pair in setting.items()}, layout)
+    return resolve(name, setting[0], layout), resolve(name, setting[1], layout)
 
 
-def _member(layout: Layout, mean: Tensor, precision: Tensor) -> Gaussian:
-    """A Gaussian prior from vectors over θ."""
+def _gaussian_of(layout: Layout, mean: Tensor, precision: Tensor) -> Gaussian:
+    """Return a Gaussian prior from vectors over θ (P,)."""
     return Gaussian(dict(layout.unpack(precision)), dict(layout.unpack(mean)))

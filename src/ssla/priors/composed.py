@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 from torch.distributions import Distribution, biject_to
 
-from ssla._checks import differentiated, finite, in_plain_torch, positive
+from ssla._checks import check_finite, check_positive, in_plain_torch, record_derivatives
 from ssla.network.layout import Layout, contiguous_layout
-from ssla.priors.prior import BoundPrior, Prior, names_of
-from ssla.priors.separable import Separable, slope
+from ssla.priors.prior import BoundPrior, Prior, layers_before_parameters, names_of
+from ssla.priors.separable import Separable, gradient_of, slope, variable
 
 LARGEST_HESSIAN = 4096  # parameters: above it, a dense Hessian of the prior takes more than 128 MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A joint log density of all of θ; derivatives by autograd.
+    """A joint log density of all of θ, with derivatives by autograd.
 
     The curvature is returned as a diagonal if its off-diagonal part is exactly zero, so that every
     structure can use it.
@@ -31,74 +31,84 @@ class Joint:
     function: Callable[[Tensor], Tensor]  # (P,) -> scalar
 
     def log_prob(self, theta: Tensor) -> Tensor:
+        """Return log π(θ), a scalar, for θ (P,)."""
         return self.function(theta)
 
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
-        with differentiated("log_prob of the prior"):
-            free = theta.detach().clone().requires_grad_(True)
-            return slope(self.function(free), free).detach()
+        """Return ∇ log π (P,)."""
+        return gradient_of(self.function, theta)
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
+        """Return −∇² log π: (P,) if it is diagonal, else (P, P).
+
+        Raises ValueError if θ has too many parameters for a dense Hessian.
+        """
         if theta.numel() > LARGEST_HESSIAN:
             raise ValueError(
                 f"A joint prior over {theta.numel():,} parameters would need a dense Hessian. Use "
                 "it for fewer parameters (priors.Product), or custom(log_prob, independent=True) "
                 "if coordinates are independent."
             )
-        with differentiated("log_prob of the prior"):
-            free = theta.detach().clone().requires_grad_(True)
-            first = slope(self.function(free), free, keep=True)
-            H = -torch.stack([slope(g, free, keep=True).detach() for g in first])
+        with record_derivatives("log_prob of the prior"):
+            free = variable(theta)
+            gradient = slope(self.function(free), free, keep=True)
+            H = -torch.stack([slope(entry, free, keep=True).detach() for entry in gradient])
         H = (H + H.mT) / 2
+        # Only some structures can use a full matrix, but all can use a diagonal.
         diagonal = H.diagonal()
         return diagonal.clone() if torch.equal(H, torch.diag(diagonal)) else H
 
 
 @dataclass(frozen=True, eq=False)
 class Custom:
-    """See `custom`."""
+    """A prior that is computed from its log density; see `custom`."""
 
     log_prob_function: Callable[..., Tensor]
     independent: bool
     by_name: bool
 
     def bind(self, layout: Layout) -> BoundPrior:
-        order = named_order(layout)
+        """Return the prior over flat θ."""
         if self.by_name:
             return Joint(
                 lambda theta: self._checked(self.log_prob_function(layout.unpack(theta)), ())
             )
+        order = named_order(layout)
         if not self.independent:
             return Joint(lambda theta: self._checked(self.log_prob_function(theta[order]), ()))
-        back = order.argsort()
+        to_theta = order.argsort()  # from the named order to that of θ
 
+        # The user's function takes and returns values in the named order.
         def log_density(theta: Tensor) -> Tensor:
-            return self._checked(self.log_prob_function(theta[order]), theta.shape)[back]
+            return self._checked(self.log_prob_function(theta[order]), theta.shape)[to_theta]
 
         return Separable(log_density)
 
     def _checked(self, value: Any, shape: tuple[int, ...]) -> Tensor:
+        """Return a value of log_prob unchanged; raise ValueError unless it is a tensor of this
+        shape.
+        """
         if not isinstance(value, Tensor) or value.shape != shape:
             given = (
                 f"a tensor of shape {tuple(value.shape)}"
                 if isinstance(value, Tensor)
                 else f"a {type(value).__name__}"
             )
-            want = (
+            expected = (
                 f"one value for each parameter, shape {tuple(shape)}"
                 if shape
                 else "one number (a tensor of shape ())"
             )
-            raise ValueError(f"The prior's log_prob must return {want}, but returned {given}.")
+            raise ValueError(f"The prior's log_prob must return {expected}, but returned {given}.")
         return value
 
 
 def custom(
     log_prob: Callable[..., Tensor], *, independent: bool = False, by_name: bool = False
 ) -> Custom:
-    """A prior from its log density; gradient and Hessian by automatic differentiation.
+    """Return a prior from its log density, with gradient and Hessian by autograd.
 
     log_prob takes θ (P,) in the order of the parameter names and returns a number. With
     by_name=True it takes a dict of parameters instead. With independent=True it returns one value
@@ -119,7 +129,7 @@ def custom(
 
 @dataclass(frozen=True, eq=False)
 class FromDistribution:
-    """Any torch.distributions distribution over θ.
+    """A prior from any torch.distributions distribution over θ.
 
     A distribution of one number applies to every coordinate independently. A batch or an event of P
     numbers applies to θ in the order of the names. With unconstrained=True, θ is the real
@@ -132,55 +142,61 @@ class FromDistribution:
 
     @in_plain_torch
     def __post_init__(self) -> None:
+        """Replace the distribution by a copy in float64."""
         object.__setattr__(self, "distribution", _in_double(self.distribution))
 
     def bind(self, layout: Layout) -> BoundPrior:
-        d = self.distribution
+        """Return the prior over flat θ; raise ValueError if the distribution is over another
+        number.
+        """
+        distribution = self.distribution
         order = named_order(layout)
-        size = math.prod((*d.batch_shape, *d.event_shape))
+        size = math.prod((*distribution.batch_shape, *distribution.event_shape))
         if size not in (1, layout.size):
             raise ValueError(
-                f"The distribution {type(d).__name__} is over {size} numbers, but there are "
-                f"{layout.size} free parameters. Give one over a single number, one over all of "
-                "them, or priors.Product by parameter group."
+                f"The distribution {type(distribution).__name__} is over {size} numbers, but there "
+                f"are {layout.size} free parameters. Give one over a single number, one over all "
+                "of them, or priors.Product by parameter group."
             )
-        if math.prod(d.event_shape) > 1:
+        if math.prod(distribution.event_shape) > 1:
             return Joint(lambda theta: self._log_prob(theta[order]).sum())
-        back = order.argsort()
-        return Separable(lambda theta: self._log_prob(theta[order])[back])
+        to_theta = order.argsort()  # from the named order to that of θ
+        return Separable(lambda theta: self._log_prob(theta[order])[to_theta])
 
     def _log_prob(self, theta: Tensor) -> Tensor:
-        """(P,) in the named order -> the log densities of the batch, in float64; −∞ outside the
-        support.
+        """Return the log densities of the batch, in float64, for θ (P,) in the named order.
+
+        They are −∞ where a coordinate is outside the support.
         """
-        d, event = self.distribution, tuple(self.distribution.event_shape)
-        value = (
-            theta.reshape(*d.batch_shape, *event)
-            if math.prod(event) > 1
-            else theta.reshape(-1, *event)
-        )
+        distribution = self.distribution
+        event_shape = tuple(distribution.event_shape)
+        # A distribution of one number is evaluated for a batch of all coordinates.
+        batch_shape = tuple(distribution.batch_shape) if math.prod(event_shape) > 1 else (-1,)
+        value = theta.reshape(*batch_shape, *event_shape)
         correction: Tensor | float = 0.0
         if self.unconstrained:
-            transform = biject_to(d.support)
-            real, value = value, transform(value)
-            correction = transform.log_abs_det_jacobian(real, value)
-        if d.support is not None and not bool(d.support.check(value.detach()).all()):
+            transform = biject_to(distribution.support)
+            coordinate, value = value, transform(value)
+            correction = transform.log_abs_det_jacobian(coordinate, value)
+        support = distribution.support
+        if support is not None and not bool(support.check(value.detach()).all()):
             return torch.full_like(theta, -math.inf)
-        logs: Tensor = d.log_prob(value) + correction
-        return logs.reshape(-1).double()
+        log_densities: Tensor = distribution.log_prob(value) + correction
+        return log_densities.reshape(-1).double()
 
 
 def _in_double(distribution: Distribution) -> Distribution:
-    """A copy of the distribution with its numbers in float64: some log densities are rounded to
-    the dtype of their parameters.
+    """Return a copy of the distribution with its numbers in float64.
+
+    Some log densities are rounded to the dtype of their parameters.
     """
-    own = copy(distribution)
+    double = copy(distribution)
     for name, value in vars(distribution).items():
         if isinstance(value, Tensor) and value.is_floating_point():
-            vars(own)[name] = value.detach().to("cpu", torch.float64)
+            vars(double)[name] = value.detach().to("cpu", torch.float64)
         elif isinstance(value, Distribution):
-            vars(own)[name] = _in_double(value)
-    return own
+            vars(double)[name] = _in_double(value)
+    return double
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,61 +211,66 @@ class Product:
 
     @in_plain_torch
     def __post_init__(self) -> None:
+        """Check the dict and its priors; raise TypeError if one is invalid."""
         if not isinstance(self.parts, Mapping) or not self.parts:
             raise TypeError(
                 "Product takes a dict from layer or parameter names to priors, but got "
                 f"{self.parts!r}."
             )
-        object.__setattr__(self, "parts", {key: as_prior(part) for key, part in self.parts.items()})
+        # The dataclass is frozen, so the priors are stored by object.__setattr__.
+        priors = {key: as_prior(prior) for key, prior in self.parts.items()}
+        object.__setattr__(self, "parts", priors)
 
     def bind(self, layout: Layout) -> BoundPrior:
-        owner: dict[str, str] = {}
-        for key in sorted(
-            self.parts, key=lambda name: name in layout.positions
-        ):  # a parameter overrides its layer
-            owner.update(dict.fromkeys(names_of(key, layout), key))
-        missing = [name for name in layout.names if name not in owner]
+        """Return the prior over flat θ; raise ValueError if a parameter has no prior."""
+        key_of: dict[str, str] = {}  # the key of each parameter's prior
+        for key in layers_before_parameters(self.parts, layout):
+            key_of.update(dict.fromkeys(names_of(key, layout), key))
+        missing = [name for name in layout.names if name not in key_of]
         if missing:
             raise ValueError(
                 f"Product has no prior for {', '.join(missing)}. Add those names, or their layers, "
                 "to the dict."
             )
         groups = []
-        for key in dict.fromkeys(owner.values()):
-            names = [name for name in layout.names if owner[name] == key]
+        for key in dict.fromkeys(key_of.values()):
+            names = [name for name in layout.names if key_of[name] == key]
             index = torch.cat([layout.positions[name].flatten() for name in names])
-            own = contiguous_layout({name: layout.positions[name].shape for name in names})
-            groups.append((index, as_prior(self.parts[key]).bind(own)))
+            group = contiguous_layout({name: layout.positions[name].shape for name in names})
+            groups.append((index, as_prior(self.parts[key]).bind(group)))
         return BoundProduct(layout.size, tuple(groups))
 
 
 @dataclass(frozen=True, eq=False)
 class BoundProduct:
-    """The sum over groups; each prior gets only its own coordinates."""
+    """The sum of log densities over groups; each prior gets only the coordinates of its group."""
 
     size: int
     groups: tuple[tuple[Tensor, BoundPrior], ...]
 
     def log_prob(self, theta: Tensor) -> Tensor:
+        """Return log π(θ), a scalar, for θ (P,)."""
         return torch.stack([bound.log_prob(theta[index]) for index, bound in self.groups]).sum()
 
     def gradient(self, theta: Tensor) -> Tensor:
-        out = torch.zeros(self.size, dtype=torch.float64)
+        """Return ∇ log π (P,)."""
+        gradient = torch.zeros(self.size, dtype=torch.float64)
         for index, bound in self.groups:
-            out[index] = bound.gradient(theta[index])
-        return out
+            gradient[index] = bound.gradient(theta[index])
+        return gradient
 
     def precision(self, theta: Tensor) -> Tensor:
-        parts = [(index, bound.precision(theta[index])) for index, bound in self.groups]
-        if all(part.dim() == 1 for _, part in parts):
-            out = torch.zeros(self.size, dtype=torch.float64)
-            for index, part in parts:
-                out[index] = part
-            return out
-        out = torch.zeros(self.size, self.size, dtype=torch.float64)
-        for index, part in parts:
-            out[index[:, None], index] = torch.diag(part) if part.dim() == 1 else part
-        return out
+        """Return −∇² log π: (P,) if that of every group is diagonal, else (P, P)."""
+        blocks = [(index, bound.precision(theta[index])) for index, bound in self.groups]
+        if all(block.dim() == 1 for _, block in blocks):
+            diagonal = torch.zeros(self.size, dtype=torch.float64)
+            for index, block in blocks:
+                diagonal[index] = block
+            return diagonal
+        precision = torch.zeros(self.size, self.size, dtype=torch.float64)
+        for index, block in blocks:
+            precision[index[:, None], index] = torch.diag(block) if block.dim() == 1 else block
+        return precision
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,13 +292,15 @@ class NormalInverseGamma:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        positive(
+        """Check the parameters; raise ValueError if one is invalid."""
+        check_positive(
             "strength, shape and scale",
             torch.tensor([float(self.strength), float(self.shape), float(self.scale)]),
         )
-        finite("prior mean", torch.tensor(float(self.mean)), "Give a finite number.")
+        check_finite("prior mean", torch.tensor(float(self.mean)), "Give a finite number.")
 
     def bind(self, layout: Layout) -> Joint:
+        """Return the prior over flat θ; raise ValueError unless there are two parameters."""
         if layout.size != 2:
             raise ValueError(
                 "NormalInverseGamma is over two parameters, (μ, log σ²), but was given "
@@ -292,6 +315,7 @@ class NormalInverseGamma:
             - 0.5 * math.log(2 * math.pi)
         )
 
+        # The density of (μ, s = log σ²) of the class's docstring.
         def log_density(theta: Tensor) -> Tensor:
             mu, s = theta[order].unbind()
             return (
@@ -304,12 +328,15 @@ class NormalInverseGamma:
 
 
 def named_order(layout: Layout) -> Tensor:
-    """Indices into θ, in the order of the parameter names."""
+    """Return the indices into θ (P,) in the order of the parameter names."""
     return torch.cat([index.flatten() for index in layout.positions.values()])
 
 
 def as_prior(prior: Any) -> Prior:
-    """A prior, or a torch.distributions distribution, as a prior."""
+    """Return a prior unchanged, or a torch.distributions distribution as a prior.
+
+    Raises TypeError for another object.
+    """
     if isinstance(prior, Distribution):
         return FromDistribution(prior)
     if isinstance(prior, type) or not hasattr(prior, "bind"):
@@ -317,5 +344,5 @@ def as_prior(prior: Any) -> Prior:
             "prior must be an object such as ssla.priors.Gaussian(precision=1.0) or a "
             f"torch.distributions distribution, but is {prior!r}."
         )
-    found: Prior = prior
-    return found
+    checked: Prior = prior
+    return checked

@@ -8,36 +8,40 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ssla._checks import finite, in_plain_torch, positive
+from ssla._checks import check_finite, check_positive, in_plain_torch
 from ssla.network.layout import Layout
 from ssla.priors.prior import Setting, resolve, values_of
 
 
 @dataclass(frozen=True)
 class BoundGaussian:
-    """N(mean, diag(1/scale_precision)) over θ; a precision of zero means a flat prior for that
-    coordinate.
+    """The prior N(mean, diag(1/scale_precision)) over flat θ.
+
+    A precision of zero means a flat prior for that coordinate.
     """
 
     mean: Tensor
     scale_precision: Tensor
 
     def log_prob(self, theta: Tensor) -> Tensor:
+        """Return log π(θ), a scalar, for θ (P,); flat coordinates add nothing."""
         tau = self.scale_precision
         proper = tau > 0
         constant = 0.5 * (tau[proper].log() - math.log(2 * math.pi)).sum()
         return constant - 0.5 * (tau * (theta - self.mean) ** 2).sum()
 
     def gradient(self, theta: Tensor) -> Tensor:
+        """Return ∇ log π (P,)."""
         return -self.scale_precision * (theta - self.mean)
 
     def precision(self, theta: Tensor) -> Tensor:
+        """Return the diagonal of −∇² log π (P,)."""
         return self.scale_precision
 
 
 @dataclass(frozen=True, eq=False)
 class Gaussian:
-    """θ ~ N(mean, 1/precision), independent.
+    """A prior of independent θ ~ N(mean, 1/precision).
 
     `precision` and `mean` are each a number for all parameters, a dict by layer ("head") or
     parameter name ("head.weight") whose values are numbers or tensors of the parameter's shape, or
@@ -49,84 +53,102 @@ class Gaussian:
 
     @in_plain_torch
     def __post_init__(self) -> None:
+        """Check the settings; raise ValueError if a precision is not positive or a mean not
+        finite.
+        """
         for value in values_of(self.precision):
-            positive("prior precision", value, "For no prior use priors.Flat().")
+            check_positive("prior precision", value, "For no prior use priors.Flat().")
         for value in values_of(self.mean):
-            finite("prior mean", value, "Give finite numbers.")
+            check_finite("prior mean", value, "Give finite numbers.")
 
     def bind(self, layout: Layout) -> BoundGaussian:
+        """Return the prior over flat θ."""
         return BoundGaussian(
             resolve("mean", self.mean, layout), resolve("precision", self.precision, layout)
         )
 
 
 def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) -> Gaussian:
-    """The prior from which one is chosen by the evidence: each layer's weights have precision 1 /
-    mean(w²) around zero.
+    """Return the prior from which a search by the evidence starts, for θ (P,) as trained.
 
-    A bias has the precision of its layer, around its trained value: it holds the targets' offset,
-    which is no evidence of scale. outputs: the output of a parameter that changes this output only,
-    −1 for others (P,). The parameters of one output are then a group of their own in place of their
-    layer, because another unit of a target changes their scale and no other.
+    Each layer's weights have precision 1 / mean(w²) around zero. A bias has the precision of its
+    layer, around its trained value: it holds the targets' offset, which is no evidence of scale.
+
+    outputs (P,): the output that a parameter changes, and −1 for one that changes several. The
+    parameters of one output are then a group of their own in place of their layer, because another
+    unit of a target changes their scale and no other.
     """
     if outputs is None:
         return _trained_scale_of_layers(layout, theta)
-    precision, mean = torch.empty_like(theta), torch.zeros_like(theta)
-    free = torch.ones_like(theta, dtype=torch.bool)  # of those that have no offset
+    precision = torch.empty_like(theta)
+    mean = torch.zeros_like(theta)
+    is_weight = torch.ones_like(theta, dtype=torch.bool)
     groups = torch.empty_like(theta, dtype=torch.long)
-    for i, names in enumerate(layout.layers().values()):
+    for layer, names in enumerate(layout.layers().values()):
         for name in names:
             index = layout.positions[name]
-            groups[index] = i
+            groups[index] = layer
             if _is_offset(name, names):
-                free[index], mean[index] = False, theta[index]
+                is_weight[index] = False
+                mean[index] = theta[index]
     groups = torch.where(outputs < 0, groups, len(layout.layers()) + outputs)
     for group in groups.unique():
-        own = groups == group
-        precision[own] = _precision_around_zero(theta[own & free])
-    named = {name: precision[index] for name, index in layout.positions.items()}
+        members = groups == group
+        precision[members] = _precision_around_zero(theta[members & is_weight])
+    precisions = {name: _shortened(value) for name, value in layout.unpack(precision).items()}
     return Gaussian(
-        {
-            name: float(v.flatten()[0]) if bool((v == v.flatten()[0]).all()) else v
-            for name, v in named.items()
-        },
-        {
-            name: mean[index] if bool(mean[index].any()) else 0.0
-            for name, index in layout.positions.items()
-        },
+        precisions,
+        {name: value if bool(value.any()) else 0.0 for name, value in layout.unpack(mean).items()},
     )
 
 
+def _shortened(value: Tensor) -> float | Tensor:
+    """Return one number for a tensor of equal values, and any other tensor unchanged."""
+    first = value.flatten()[0]
+    return float(first) if bool((value == first).all()) else value
+
+
 def _trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
-    """The same, one layer after another: with millions of weights each vector (P,) counts."""
+    """Return the prior of `trained_scale` without outputs, one layer after another.
+
+    With millions of weights, each further vector (P,) needs much memory.
+    """
     precision: dict[str, float | Tensor] = {}
     mean: dict[str, float | Tensor] = {}
     for names in layout.layers().values():
-        own = {name: theta[layout.positions[name]] for name in names}
-        weights = [value.flatten() for name, value in own.items() if not _is_offset(name, names)]
-        scale = _precision_around_zero(torch.cat(weights))
-        for name, value in own.items():
-            precision[name] = scale
+        trained = {name: theta[layout.positions[name]] for name in names}
+        weights = [
+            value.flatten() for name, value in trained.items() if not _is_offset(name, names)
+        ]
+        layer_precision = _precision_around_zero(torch.cat(weights))
+        for name, value in trained.items():
+            precision[name] = layer_precision
             mean[name] = value if _is_offset(name, names) and bool(value.any()) else 0.0
     return Gaussian(precision, mean)
 
 
 def _is_offset(name: str, layer: tuple[str, ...]) -> bool:
-    """Whether a parameter is the bias of a layer that has other parameters."""
+    """Return whether a parameter is the bias of a layer that has other parameters."""
     return name.rpartition(".")[2] == "bias" and len(layer) > 1
 
 
 def _precision_around_zero(weights: Tensor) -> float:
-    """1 / mean(w²), in any unit of the weights; 1 where there is no weight that is not zero."""
-    square = float((weights**2).mean()) if weights.numel() else 0.0
+    """Return 1 / mean(w²) of weights (n,), in any unit; 1 where there is no weight that is not
+    zero.
+    """
+    mean_square = float((weights**2).mean()) if weights.numel() else 0.0
     smallest = torch.finfo(torch.float64).tiny  # the inverse of a smaller number is infinite
-    return 1 / min(square, 1 / smallest) if square >= smallest else 1.0
+    return 1 / min(mean_square, 1 / smallest) if mean_square >= smallest else 1.0
 
 
 @dataclass(frozen=True)
 class Flat:
-    """π(θ) ∝ 1: maximum likelihood. log π is 0, so the evidence is undefined up to a constant."""
+    """The flat prior π(θ) ∝ 1: maximum likelihood.
+
+    log π is 0, so the evidence is undefined up to a constant.
+    """
 
     def bind(self, layout: Layout) -> BoundGaussian:
+        """Return the prior over flat θ, with precision zero."""
         zero = torch.zeros(layout.size, dtype=torch.float64)
         return BoundGaussian(zero, zero)

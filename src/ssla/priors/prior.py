@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ssla._checks import recorded, unknown_name
+from ssla._checks import copy_if_inference, unknown_name
 from ssla.network.layout import Layout
 
 Setting = float | Tensor | Mapping[str, "float | Tensor"]
@@ -25,57 +25,60 @@ as an increment.
 
 
 class BoundPrior(Protocol):
-    """π over flat θ (P,)."""
+    """A prior π over flat θ (P,)."""
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """log π(θ), a scalar."""
-        ...
+        """Return log π(θ), a scalar."""
 
     def gradient(self, theta: Tensor) -> Tensor:
-        """∇ log π (P,)."""
-        ...
+        """Return ∇ log π (P,)."""
 
     def precision(self, theta: Tensor) -> Tensor:
-        """−∇² log π: (P,) if diagonal, else (P, P).
+        """Return −∇² log π: (P,) if it is diagonal, else (P, P).
 
-        Positive semi-definite only where log π is concave.
+        It is positive semi-definite only where log π is concave.
         """
-        ...
 
 
 class Prior(Protocol):
     """A prior as the user writes it."""
 
-    def bind(self, layout: Layout) -> BoundPrior: ...
+    def bind(self, layout: Layout) -> BoundPrior:
+        """Return the prior over flat θ with this layout."""
 
 
 def values_of(setting: Setting) -> list[Tensor]:
-    """Every number of a setting, for checks."""
-    items = setting.values() if isinstance(setting, Mapping) else [setting]
-    return [torch.as_tensor(item, dtype=torch.float64) for item in items]
+    """Return every value of a setting as a float64 tensor, for checks."""
+    values = setting.values() if isinstance(setting, Mapping) else [setting]
+    return [torch.as_tensor(value, dtype=torch.float64) for value in values]
 
 
-def resolve(what: str, setting: Setting, layout: Layout) -> Tensor:
-    """A setting -> (P,) in the order of θ."""
+def resolve(setting_name: str, setting: Setting, layout: Layout) -> Tensor:
+    """Return a setting as a vector (P,) in the order of θ.
+
+    setting_name: its name in errors. Raises ValueError if its size or its names do not fit the
+    layout.
+    """
     if isinstance(setting, Mapping):
-        return _resolve_names(what, setting, layout)
-    value = recorded(torch.as_tensor(setting, dtype=torch.float64))
+        return _resolve_names(setting_name, setting, layout)
+    value = copy_if_inference(torch.as_tensor(setting, dtype=torch.float64))
     if value.dim() == 0:
         return value.expand(layout.size).clone()
     if value.numel() != layout.size:
         raise ValueError(
-            f"prior {what} must be one number, a tensor with one value for each of the "
+            f"prior {setting_name} must be one number, a tensor with one value for each of the "
             f"{layout.size} free parameters, or a dict by layer or parameter name, but has "
             f"{value.numel()} values."
         )
     return layout.from_named_order(value.flatten())
 
 
-def _resolve_names(what: str, setting: Mapping[str, float | Tensor], layout: Layout) -> Tensor:
+def _resolve_names(
+    setting_name: str, setting: Mapping[str, float | Tensor], layout: Layout
+) -> Tensor:
+    """Return a setting by names as a vector (P,) in the order of θ; see `resolve`."""
     theta = torch.full((layout.size,), math.nan, dtype=torch.float64)
-    for key in sorted(
-        setting, key=lambda name: name in layout.positions
-    ):  # a parameter overrides its layer
+    for key in layers_before_parameters(setting, layout):
         value = torch.as_tensor(setting[key], dtype=torch.float64)
         for name in names_of(key, layout):
             index = layout.positions[name]
@@ -83,23 +86,30 @@ def _resolve_names(what: str, setting: Mapping[str, float | Tensor], layout: Lay
                 theta[index] = value.expand(index.shape)
             except RuntimeError:
                 raise ValueError(
-                    f"prior {what} for {name!r} must be a number or a tensor of shape "
+                    f"prior {setting_name} for {name!r} must be a number or a tensor of shape "
                     f"{tuple(index.shape)}, but has shape {tuple(value.shape)}."
                 ) from None
     missing = [name for name, index in layout.positions.items() if bool(theta[index].isnan().any())]
     if missing:
         raise ValueError(
-            f"prior {what} has no value for {', '.join(missing)}. Add those names, or their "
-            "layers, to the dict."
+            f"prior {setting_name} has no value for {', '.join(missing)}. Add those names, or "
+            "their layers, to the dict."
         )
     return theta
 
 
+def layers_before_parameters(keys: Iterable[str], layout: Layout) -> list[str]:
+    """Return the keys with those of layers first, so that a parameter can override its layer."""
+    return sorted(keys, key=lambda name: name in layout.positions)
+
+
 def names_of(key: str, layout: Layout) -> tuple[str, ...]:
-    """The parameters of a layer, or the parameter of that name."""
-    layers = layout.layers()
+    """Return the parameters of a layer, or the parameter of that name; raise ValueError if
+    unknown.
+    """
     if key in layout.positions:
         return (key,)
+    layers = layout.layers()
     if key not in layers:
         raise ValueError(
             unknown_name("layer or parameter in the prior", key, [*layers, *layout.names])
@@ -107,37 +117,40 @@ def names_of(key: str, layout: Layout) -> tuple[str, ...]:
     return layers[key]
 
 
-def check_at(prior: Prior, bound: BoundPrior, theta: Tensor) -> None:
-    """ValueError if the prior has no density at θ̂: its gradient is undefined there."""
-    if not bool(torch.isfinite(bound.log_prob(theta))):
+def check_density_at(prior: Prior, bound: BoundPrior, theta: Tensor) -> None:
+    """Raise ValueError if the prior has no density at θ (P,): its gradient is undefined there."""
+    log_prob = bound.log_prob(theta)
+    if not bool(torch.isfinite(log_prob)):
         raise ValueError(
             f"The prior {describe(prior)} has no density at the parameters (log π(θ) is "
-            f"{float(bound.log_prob(theta)):g}). Use a prior whose support contains them, state "
+            f"{float(log_prob):g}). Use a prior whose support contains them, state "
             "the change of variable (priors.Gamma(…, link='log')), or apply it only to the "
             "parameters it is meant for (priors.Product)."
         )
 
 
 def indefinite(precision: Tensor) -> int:
-    """The number of negative eigenvalues of −∇² log π: directions in which log π is not concave."""
-    values = precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)
-    return int((values < -1e-12 * values.abs().max()).sum())
+    """Return the number of negative eigenvalues of −∇² log π, which is (P,) or (P, P).
+
+    These are the directions in which log π is not concave.
+    """
+    eigenvalues = precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)
+    return int((eigenvalues < -1e-12 * eigenvalues.abs().max()).sum())
 
 
 def concavity_notes(precision: Tensor) -> list[str]:
-    """Notes for a report about −∇² log π at θ̂; none if it is positive semi-definite."""
+    """Return notes for a report about −∇² log π at θ̂; none if it is positive semi-definite."""
     count = indefinite(precision)
     if not count:
         return []
-    of = precision.shape[0]
     return [
-        f"the prior is not log-concave in {count} of {of} directions at θ̂: −∇² log π is negative "
-        "there and reduces the curvature of the data"
+        f"the prior is not log-concave in {count} of {len(precision)} directions at θ̂: −∇² log π "
+        "is negative there and reduces the curvature of the data"
     ]
 
 
 def describe(prior: object) -> str:
-    """A prior on one line; long tensors are shown by their shape."""
+    """Return a prior as one line of at most 160 characters."""
     text = " ".join(repr(prior).split())
     if len(text) <= 160:
         return text

@@ -15,7 +15,13 @@ import torch
 from torch import Tensor
 from torch.special import scaled_modified_bessel_k1
 
-from ssla._checks import differentiated, finite, in_plain_torch, one_of, positive
+from ssla._checks import (
+    check_finite,
+    check_name,
+    check_positive,
+    in_plain_torch,
+    record_derivatives,
+)
 from ssla.network.layout import Layout
 from ssla.priors.prior import Setting, resolve, values_of
 
@@ -25,40 +31,58 @@ IDENTITY, LOG = "identity", "log"
 
 @dataclass(frozen=True, eq=False)
 class Separable:
-    """log π(θ) = Σ_i log π_i(θ_i)."""
+    """A prior over flat θ with independent coordinates: log π(θ) = Σ_i log π_i(θ_i)."""
 
     log_density: Callable[[Tensor], Tensor]  # (P,) -> (P,), coordinate by coordinate
 
     def log_prob(self, theta: Tensor) -> Tensor:
+        """Return log π(θ), a scalar, for θ (P,)."""
         return self.log_density(theta).sum()
 
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
-        with differentiated("log_prob of the prior"):
-            free = theta.detach().clone().requires_grad_(True)
-            return slope(self.log_density(free).sum(), free).detach()
+        """Return ∇ log π (P,)."""
+        return gradient_of(self.log_prob, theta)
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
-        with differentiated("log_prob of the prior"):
-            free = theta.detach().clone().requires_grad_(True)
-            first = slope(self.log_density(free).sum(), free, keep=True)
-            return -slope(first.sum(), free).detach()
+        """Return the diagonal of −∇² log π (P,)."""
+        with record_derivatives("log_prob of the prior"):
+            free = variable(theta)
+            gradient = slope(self.log_prob(free), free, keep=True)
+            # Coordinates are independent, so the sum's gradient is the diagonal of the Hessian.
+            return -slope(gradient.sum(), free).detach()
 
 
-def slope(value: Tensor, at: Tensor, keep: bool = False) -> Tensor:
-    """∂ value/∂ at; zero where value does not depend on it."""
+def gradient_of(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+    """Return ∇ log_prob (P,) at θ (P,) by autograd."""
+    with record_derivatives("log_prob of the prior"):
+        free = variable(theta)
+        return slope(log_prob(free), free).detach()
+
+
+def variable(theta: Tensor) -> Tensor:
+    """Return a copy of θ (P,) that autograd can differentiate by."""
+    return theta.detach().clone().requires_grad_(True)
+
+
+def slope(value: Tensor, point: Tensor, keep: bool = False) -> Tensor:
+    """Return ∂ value/∂ point (P,) of a scalar; zero where the scalar does not depend on it.
+
+    keep: keep the graph, for second derivatives.
+    """
     if not value.requires_grad:
-        return torch.zeros_like(at)
-    (found,) = torch.autograd.grad(value, at, create_graph=keep, allow_unused=True)
-    return torch.zeros_like(at) if found is None else found
+        return torch.zeros_like(point)
+    (gradient,) = torch.autograd.grad(value, point, create_graph=keep, allow_unused=True)
+    return torch.zeros_like(point) if gradient is None else gradient
 
 
-def _check(scale: Setting, loc: Setting) -> None:
+def _check_scale_and_loc(scale: Setting, loc: Setting) -> None:
+    """Raise ValueError unless the scale is positive and the location is finite."""
     for value in values_of(scale):
-        positive("prior scale", value)
+        check_positive("prior scale", value)
     for value in values_of(loc):
-        finite("prior loc", value, "Give finite numbers.")
+        check_finite("prior loc", value, "Give finite numbers.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,20 +102,24 @@ class Laplace:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        _check(self.scale, self.loc)
-        positive(
+        """Check the parameters; raise ValueError if one is invalid."""
+        _check_scale_and_loc(self.scale, self.loc)
+        check_positive(
             "smoothing",
             torch.tensor(float(self.smoothing)),
             "It is the width of the smoothed kink, in units of the scale.",
         )
 
     def bind(self, layout: Layout) -> Separable:
+        """Return the prior over flat θ."""
         scale, loc = resolve("scale", self.scale, layout), resolve("loc", self.loc, layout)
-        tip = torch.tensor(float(self.smoothing), dtype=torch.float64)
-        constant = (2 * self.smoothing * scale).log() + scaled_modified_bessel_k1(tip).log() - tip
+        width = torch.tensor(float(self.smoothing), dtype=torch.float64)
+        constant = (
+            (2 * self.smoothing * scale).log() + scaled_modified_bessel_k1(width).log() - width
+        )
 
         def log_density(theta: Tensor) -> Tensor:
-            height: Tensor = -torch.sqrt(tip**2 + ((theta - loc) / scale) ** 2) - constant
+            height: Tensor = -torch.sqrt(width**2 + ((theta - loc) / scale) ** 2) - constant
             return height
 
         return Separable(log_density)
@@ -99,7 +127,9 @@ class Laplace:
 
 @dataclass(frozen=True, eq=False)
 class StudentT:
-    """Heavy tails with df degrees of freedom. Not log-concave beyond |θ − loc| = √df · scale."""
+    """A prior with heavy tails and df degrees of freedom, not log-concave beyond |θ − loc| = √df ·
+    scale.
+    """
 
     df: float = 3.0
     scale: Setting = 1.0
@@ -107,15 +137,14 @@ class StudentT:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        _check(self.scale, self.loc)
-        positive("df", torch.tensor(float(self.df)))
+        """Check the parameters; raise ValueError if one is invalid."""
+        _check_scale_and_loc(self.scale, self.loc)
+        check_positive("df", torch.tensor(float(self.df)))
 
     def bind(self, layout: Layout) -> Separable:
-        scale, loc, df = (
-            resolve("scale", self.scale, layout),
-            resolve("loc", self.loc, layout),
-            float(self.df),
-        )
+        """Return the prior over flat θ."""
+        scale, loc = resolve("scale", self.scale, layout), resolve("loc", self.loc, layout)
+        df = float(self.df)
         constant = (
             math.lgamma((df + 1) / 2)
             - math.lgamma(df / 2)
@@ -145,19 +174,22 @@ class Horseshoe:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        _check(self.scale, 0.0)
-        positive(
+        """Check the parameters; raise ValueError if one is invalid."""
+        _check_scale_and_loc(self.scale, 0.0)
+        check_positive(
             "smoothing",
             torch.tensor(float(self.smoothing)),
             "It is the width of the smoothed pole, in units of the scale.",
         )
 
     def bind(self, layout: Layout) -> Separable:
-        scale, tip = resolve("scale", self.scale, layout), float(self.smoothing)
-        constant = math.log(2 * math.pi * (math.sqrt(1 + tip**2) - tip)) + scale.log()
+        """Return the prior over flat θ."""
+        scale = resolve("scale", self.scale, layout)
+        width = float(self.smoothing)
+        constant = math.log(2 * math.pi * (math.sqrt(1 + width**2) - width)) + scale.log()
 
         def log_density(theta: Tensor) -> Tensor:
-            return torch.log(torch.log1p(1 / ((theta / scale) ** 2 + tip**2))) - constant
+            return torch.log(torch.log1p(1 / ((theta / scale) ** 2 + width**2))) - constant
 
         return Separable(log_density)
 
@@ -166,7 +198,7 @@ class Horseshoe:
 class SpikeSlab:
     """A continuous spike and slab: weight · N(0, slab²) + (1 − weight) · N(0, spike²).
 
-    Not log-concave between the two.
+    It is not log-concave between the two.
     """
 
     spike: float = 0.1
@@ -175,7 +207,8 @@ class SpikeSlab:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        positive(
+        """Check the parameters; raise ValueError if one is invalid."""
+        check_positive(
             "spike and slab",
             torch.tensor([float(self.spike), float(self.slab)]),
             "They are standard deviations.",
@@ -187,17 +220,19 @@ class SpikeSlab:
             )
 
     def bind(self, layout: Layout) -> Separable:
+        """Return the prior over flat θ."""
         scales = torch.tensor([self.slab, self.spike], dtype=torch.float64)
         shares = torch.tensor([self.weight, 1 - self.weight], dtype=torch.float64)
 
+        # The logarithms of both terms of the mixture are (P, 2).
         def log_density(theta: Tensor) -> Tensor:
-            parts = (
+            log_terms = (
                 shares.log()
                 - scales.log()
                 - 0.5 * LOG_2PI
                 - 0.5 * (theta.unsqueeze(-1) / scales) ** 2
             )
-            return torch.logsumexp(parts, -1)
+            return torch.logsumexp(log_terms, -1)
 
         return Separable(log_density)
 
@@ -222,21 +257,26 @@ class Gamma:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        one_of("link", self.link, (LOG, IDENTITY))
-        for what, setting in (("shape", self.shape), ("rate", self.rate)):
+        """Check the link and the parameters; raise ValueError if one is invalid."""
+        check_name("link", self.link, (LOG, IDENTITY))
+        for name, setting in (("shape", self.shape), ("rate", self.rate)):
             for value in values_of(setting):
-                positive(f"prior {what}", value)
+                check_positive(f"prior {name}", value)
 
     def bind(self, layout: Layout) -> Separable:
+        """Return the prior over flat θ."""
         shape, rate = resolve("shape", self.shape, layout), resolve("rate", self.rate, layout)
         constant = shape * rate.log() - torch.lgamma(shape)
 
-        def of_log(theta: Tensor) -> Tensor:
+        def log_density_of_logarithm(theta: Tensor) -> Tensor:
             return constant + shape * theta - rate * theta.exp()
 
-        def of_rate(theta: Tensor) -> Tensor:
-            inside = theta > 0
-            safe = torch.where(inside, theta, torch.ones_like(theta))
-            return torch.where(inside, constant + (shape - 1) * safe.log() - rate * safe, -math.inf)
+        # The density is zero for a rate that is not positive.
+        def log_density_of_rate(theta: Tensor) -> Tensor:
+            # The other branch of `where` must be finite too, or gradients would be NaN.
+            allowed = theta > 0
+            positive_rate = torch.where(allowed, theta, torch.ones_like(theta))
+            value = constant + (shape - 1) * positive_rate.log() - rate * positive_rate
+            return torch.where(allowed, value, -math.inf)
 
-        return Separable(of_log if self.link == LOG else of_rate)
+        return Separable(log_density_of_logarithm if self.link == LOG else log_density_of_rate)

@@ -25,7 +25,8 @@ from ssla.refit.outputs import (
     Refit,
     on_marginal,
 )
-from ssla.refit.weights.weight_refit import WeightLogDensity, WeightRefit
+from ssla.refit.weights.weight_log_density import WeightLogDensity
+from ssla.refit.weights.weight_refit import WeightRefit
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -61,7 +62,7 @@ REFITS: dict[str, Refit] = {
 
 
 def resolve(refit: str | Refit) -> Refit:
-    """The door for names; objects pass."""
+    """Return the refit of a name, or the object itself; TypeError or ValueError otherwise."""
     if not isinstance(refit, str):
         if isinstance(refit, type) or not callable(refit) or not hasattr(refit, "name"):
             raise TypeError(
@@ -75,30 +76,32 @@ def resolve(refit: str | Refit) -> Refit:
 
 
 def increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Increments:
-    """Un-normalised log densities at y by their increments."""
+    """Return the un-normalised log densities at y as increments.
+
+    y has one value for each row of x, or k candidates for each. ValueError where its shape or its
+    values are not those of a target.
+    """
     log_density = rung(posterior, x)
-    f = log_density.marginal.mean
-    support = log_density.likelihood.support_for(f.shape[1])
-    value = _targets(
-        as_tensor(y).to("cpu", torch.float64), f.shape[0], f.shape[1], support.kind == "vector"
-    )
-    support.check(
-        value.reshape(-1, f.shape[1]) if support.kind == "vector" else value.flatten(), f.shape[1]
-    )
-    return log_density(value).map(lambda part: part.to(log_density.like))
+    rows, outputs = log_density.marginal.mean.shape
+    support = log_density.likelihood.support_for(outputs)
+    is_vector = support.kind == "vector"
+    y = as_tensor(y).to("cpu", torch.float64)
+    _check_shape(y, rows, outputs, is_vector)
+    support.check(y.reshape(-1, outputs) if is_vector else y.flatten(), outputs)
+    return log_density(y).map(lambda increment: increment.to(log_density.like))
 
 
-def _targets(y: Tensor, rows: int, outputs: int, vector: bool) -> Tensor:
-    if vector:
-        if y.dim() in (2, 3) and y.shape[0] == rows and y.shape[-1] == outputs:
-            return y
+def _check_shape(y: Tensor, rows: int, outputs: int, is_vector: bool) -> None:
+    """Raise a ValueError unless y has one target, or several candidates, for each row of x."""
+    if is_vector:
+        fits = y.dim() in (2, 3) and y.shape[0] == rows and y.shape[-1] == outputs
         expected = (
             f"({rows}, {outputs}), or ({rows}, k, {outputs}) with k candidates for each input"
         )
     else:
-        if y.dim() in (1, 2) and y.shape[0] == rows:
-            return y
+        fits = y.dim() in (1, 2) and y.shape[0] == rows
         expected = (
             f"({rows},) with one value for each input, or ({rows}, k) with k candidates for each"
         )
-    raise ValueError(f"y must have shape {expected}, but has {tuple(y.shape)}.")
+    if not fits:
+        raise ValueError(f"y must have shape {expected}, but has {tuple(y.shape)}.")

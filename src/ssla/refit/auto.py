@@ -9,20 +9,18 @@ from torch import Tensor
 
 from ssla.data import Inputs
 from ssla.refit.outputs import OutputLogDensity
-from ssla.refit.weights.weight_refit import WeightLogDensity, WeightRefit
+from ssla.refit.weights.weight_log_density import WeightLogDensity
+from ssla.refit.weights.weight_refit import WeightRefit
 from ssla.report import LAPLACE, VARIATIONAL
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-# error in log density for a step of one posterior standard deviation; it grows with the step's
-# square
-STEP_ERROR = 0.2
-MASS_ERROR = 20.0  # error in log density over that of the mass
-CLASS_ERROR = {
-    LAPLACE: 1.2,
-    VARIATIONAL: 0.7,
-}  # error in log probability over that of all classes but the most probable one
+# All measured by benchmarks/doubt.py. The error in log density for a step of one posterior standard
+# deviation, which grows with the square of the step; and over the error of the mass.
+STEP_ERROR, MASS_ERROR = 0.2, 20.0
+# The error in log probability over the probability of all classes but the most probable one.
+CLASS_ERROR = {LAPLACE: 1.2, VARIATIONAL: 0.7}
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +49,7 @@ class AutoRefit:
     level = 0.95  # of the interval whose ends are the plausible y
 
     def __post_init__(self) -> None:
+        """Raise a ValueError or a TypeError for arguments of the wrong kind."""
         if isinstance(self.target, bool | str) or not self.target > 0:
             raise ValueError(
                 f"target must be a number above zero, for example 0.05, but is {self.target!r}."
@@ -62,45 +61,60 @@ class AutoRefit:
             )
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
+        """Return the log density of the refit of the weights at x."""
         return self.weights(posterior, x)
 
     def reasons(
         self, weights: WeightLogDensity, mass: Tensor, flagged: Tensor, likely: Tensor
     ) -> list[str]:
-        """For each row why its output predictive is doubtful; empty where it is not.
+        """Return for each row why its output predictive is doubtful; empty where it is not.
 
-        Of the output predictive: its mass (N,), whether it was flagged (N,), and the probabilities
-        of the classes (N, C) or the ends of an interval (N, 2).
+        mass (N,) of the output predictive; flagged (N,): whether it did not converge or is
+        inaccurate; likely: the probabilities of classes (N, C), or the ends of an interval (N, 2).
         """
-        if _of_classes(weights.output):
-            others, error = (
-                1 - likely.double().cpu().amax(1),
-                CLASS_ERROR[weights.posterior.report.gaussian],
-            )
-            found = [
-                [f"probability of {other:.2g} for other classes"]
-                * (not error * other <= self.target)
-                for other in others.tolist()
+        if _is_for_classes(weights.output):
+            factor = CLASS_ERROR[weights.posterior.report.gaussian]
+            indicated = [
+                self._class_reasons(other, factor)
+                for other in (1 - likely.double().cpu().amax(1)).tolist()
             ]
         else:
-            off, step = (mass.double().cpu() - 1).abs(), largest_step(weights.output, likely)
-            found = [
-                [f"mass off by {m:.2g}"] * (not MASS_ERROR * m <= self.target)
-                + [f"step of {s:.2g} sd"] * (not STEP_ERROR * s**2 <= self.target)
-                for m, s in zip(off.tolist(), step.tolist(), strict=True)
+            mass_errors = (mass.double().cpu() - 1).abs().tolist()
+            steps = largest_step(weights.output, likely).tolist()
+            indicated = [
+                self._density_reasons(mass_error, step)
+                for mass_error, step in zip(mass_errors, steps, strict=True)
             ]
         return [
-            ", ".join(words + ["flagged"] * bad)
-            for words, bad in zip(found, flagged.tolist(), strict=True)
+            ", ".join(reasons + ["flagged"] * is_flagged)
+            for reasons, is_flagged in zip(indicated, flagged.tolist(), strict=True)
         ]
 
+    def _class_reasons(self, other: float, factor: float) -> list[str]:
+        """Return why a row is doubtful, by the probability of all classes but one."""
+        # NaN counts as doubtful, here and for densities.
+        if factor * other <= self.target:
+            return []
+        return [f"probability of {other:.2g} for other classes"]
 
-def _of_classes(output: OutputLogDensity) -> bool:
+    def _density_reasons(self, mass_error: float, step: float) -> list[str]:
+        """Return why a row is doubtful, by the error of its mass and the step of its weights."""
+        reasons = []
+        if not MASS_ERROR * mass_error <= self.target:
+            reasons.append(f"mass off by {mass_error:.2g}")
+        if not STEP_ERROR * step**2 <= self.target:
+            reasons.append(f"step of {step:.2g} sd")
+        return reasons
+
+
+def _is_for_classes(output: OutputLogDensity) -> bool:
+    """Return whether y is a class."""
     return output.likelihood.support_for(output.marginal.mean.shape[1]).kind == "class"
 
 
 def largest_step(output: OutputLogDensity, likely: Tensor) -> Tensor:
-    """How far the ends of an interval (N, 2) move the weights, in posterior standard deviations
-    (N,).
+    """Return how far the ends of an interval (N, 2) move the weights (N,).
+
+    The unit is posterior standard deviations.
     """
     return output.step(likely.double().cpu()).amax(1)

@@ -25,8 +25,9 @@ from ssla.maths import linalg
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
 TOLERANCE = 1e-8  # of the ascent: standard deviations of f from the mode
-STEP_MARGIN = 0.1  # the least pivot of I + RᵀΛR on which a single Newton step is trusted
-PUSH = 0.05  # away from a saddle, in standard deviations of f
+STEP_MARGIN = 0.1  # a guess: the least pivot of I + RᵀΛR on which one Newton step is trusted
+PUSH = 0.05  # a guess: away from a saddle, in standard deviations of f
+HIGHER = 1e-12  # a guess: by which another mode must be higher, so that rounding does not decide
 CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
 
 
@@ -47,10 +48,13 @@ class Increments:
     @property
     @in_plain_torch
     def total(self) -> Tensor:
+        """The un-normalised log predictive density."""
         return self.likelihood + self.prior + self.curvature
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Increments:
-        """Each of the three, reshaped or cast."""
+        """Return increments with a function applied to each of the three, as to reshape or cast
+        them.
+        """
         return replace(
             self,
             likelihood=function(self.likelihood),
@@ -60,7 +64,7 @@ class Increments:
 
 
 class Evaluated(NamedTuple):
-    """One evaluation of M tasks."""
+    """The log densities of M tasks at one point each."""
 
     fit: Tensor  # log p(y|f̃) (M,)
     shift: Tensor  # −½‖v‖²: the loss of data and prior together (M,)
@@ -71,11 +75,12 @@ class Evaluated(NamedTuple):
 
     @property
     def total(self) -> Tensor:
+        """The un-normalised log densities (M,)."""
         return (self.fit + self.shift).add_(self.curvature)
 
 
 class Rule(Protocol):
-    """(likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Evaluated.
+    """A function (likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Evaluated.
 
     D (M, C, C), if given, is a root of the covariance that the determinant takes in place of K = R
     Rᵀ: the paper leaves the prior out of the curvature but not out of the refit.
@@ -83,13 +88,15 @@ class Rule(Protocol):
 
     def __call__(
         self, likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, /
-    ) -> Evaluated: ...
+    ) -> Evaluated:
+        """Evaluate M tasks (see the class)."""
+        ...
 
 
 def plug_in(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None
 ) -> Evaluated:
-    """log p(y|f̂): as if f were known."""
+    """Evaluate log p(y|f̂) as if f were known. R and D are not used."""
     fit = likelihood.log_prob(y, f)
     no = torch.zeros_like(fit, dtype=torch.bool)
     return Evaluated(
@@ -106,203 +113,230 @@ def without_refit(
     *,
     curvature: str,
 ) -> Evaluated:
-    """θ̃ = θ̂ (ASSLA): log p(y|f̂) − ½ log|I + ΛK|."""
-    base = plug_in(likelihood, y, f, R)
+    """Evaluate ASSLA, θ̃ = θ̂: log p(y|f̂) − ½ log|I + ΛK|.
+
+    curvature: the kind of Λ, one of CURVATURES. The other arguments are those of `Rule`.
+    """
+    without_curvature = plug_in(likelihood, y, f, R)
     R = R if D is None else D
     if curvature == EMPIRICAL:  # Λ = g gᵀ has rank one: |I + ΛK| = 1 + gᵀKg
-        white = linalg.upper_times(R, likelihood.score(y, f))
-        return base._replace(curvature=-0.5 * torch.log1p(linalg.dot(white, white)))
-    precision = (
-        likelihood.fisher(f) if curvature == FISHER else _derivatives(likelihood, y, f).precision
-    )
-    factor, fallback, _ = _safe_factor(likelihood, f, R, precision)
-    return base._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
+        white = linalg.multiply_root_transposed(R, likelihood.score(y, f))
+        logdet = torch.log1p(linalg.dot(white, white))
+        return without_curvature._replace(curvature=-0.5 * logdet)
+    if curvature == FISHER:
+        precision = likelihood.fisher(f)
+    else:
+        precision = _derivatives_with_curvature(likelihood, y, f).precision
+    factor, fallback, _ = _factor_with_fallback(likelihood, f, R, precision)
+    return without_curvature._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
 
 
 def one_step(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None
 ) -> Evaluated:
-    """One Newton step from f̂: log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|, the quadratic model's
-    value.
+    """Evaluate the quadratic model after one Newton step from f̂.
 
-    Its gain has a pole where I + RᵀΛR turns singular, so the Fisher takes over before that
-    (STEP_MARGIN), and is counted.
+    Its value is log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|. The gain has a pole where I + RᵀΛR
+    turns singular, so the Fisher information takes over before that (STEP_MARGIN), and is counted.
+    The arguments are those of `Rule`.
     """
-    log_prob, score, precision = _derivatives(likelihood, y, f)
-    factor, fallback, used = _safe_factor(likelihood, f, R, precision, margin=STEP_MARGIN)
-    white = linalg.upper_times(R, score)
+    log_prob, score, precision = _derivatives_with_curvature(likelihood, y, f)
+    factor, fallback, used = _factor_with_fallback(likelihood, f, R, precision, margin=STEP_MARGIN)
+    white = linalg.multiply_root_transposed(R, score)
     v = factor.solve(white)
     gain = linalg.dot(white, v)  # gᵀδ with δ = R v
     shift = -0.5 * linalg.dot(v, v)
-    # the quadratic model of log p at the step: log p + gᵀδ − ½ δᵀΛδ, and δᵀΛδ = gᵀδ − ‖v‖²
+    # The quadratic model of log p at the step: log p + gᵀδ − ½ δᵀΛδ, and δᵀΛδ = gᵀδ − ‖v‖².
     fit = log_prob + 0.5 * gain - shift
-    delta = linalg.lower_times(R, v)
+    delta = linalg.multiply_root(R, v)
     pull = score - (used @ delta.unsqueeze(-1)).squeeze(-1)
-    found = Evaluated(fit, shift, -0.5 * factor.logdet(), pull, fallback, torch.ones_like(fallback))
-    found = found if D is None else _with_determinant(likelihood, y, f, D, found)
-    return _without_steps_outside(likelihood, y, f, R, D, f + delta, found)
+    converged = torch.ones_like(fallback)
+    evaluated = Evaluated(fit, shift, -0.5 * factor.logdet(), pull, fallback, converged)
+    if D is not None:
+        evaluated = _with_determinant(likelihood, y, f, D, evaluated)
+    return _replace_steps_outside(likelihood, y, f, R, D, f + delta, evaluated)
 
 
-def _without_steps_outside(
+def _replace_steps_outside(
     likelihood: Likelihood,
     y: Tensor,
     f: Tensor,
     R: Tensor,
     D: Tensor | None,
-    end: Tensor,
-    found: Evaluated,
+    f_tilde: Tensor,
+    evaluated: Evaluated,
 ) -> Evaluated:
-    """The mode in place of a Newton step whose end is not an allowed output, counted as a fallback.
+    """Take the mode where a Newton step ends at an f̃ (M, C) that is not allowed.
 
-    The quadratic model has no meaning there.
+    The quadratic model has no meaning there. These tasks count as fallbacks.
     """
     if not likelihood.has_boundary:
-        return found
-    rows = (~torch.isfinite(likelihood.log_prob(y, end))).nonzero().squeeze(-1)
-    part = _Tasks(likelihood, y, f, R).take(rows)
-    mode = at_mode(likelihood, *part, None if D is None else D[rows])
-    _overwrite(found, rows, mode._replace(fallback=torch.ones_like(mode.fallback)))
-    return found
+        return evaluated
+    rows = (~torch.isfinite(likelihood.log_prob(y, f_tilde))).nonzero().squeeze(-1)
+    tasks = _Tasks(likelihood, y, f, R).take(rows)
+    mode = evaluate_at_mode(likelihood, *tasks, None if D is None else D[rows])
+    mode = mode._replace(fallback=torch.ones_like(mode.fallback))
+    _overwrite_rows(evaluated, rows, mode)
+    return evaluated
 
 
-def at_mode(
+def evaluate_at_mode(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None
 ) -> Evaluated:
-    """f̃ = the mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂), with the observed precision there.
+    """Evaluate at f̃ = the mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂), with the observed precision.
 
     At a mode I + RᵀΛR is positive semi-definite by the second-order condition. Where the boundary
-    of the allowed outputs cuts the integral that the mode stands for, the likelihood has the
-    answer.
+    of the allowed outputs cuts the integral that the mode stands for, the likelihood computes the
+    increments. The arguments are those of `Rule`.
     """
     boundary = likelihood.refit_at_boundary(y, f, R @ R.mT) if likelihood.has_boundary else None
     if boundary is None:
-        return _inside(likelihood, y, f, R, D)
+        return _mode_inside(likelihood, y, f, R, D)
     no = torch.zeros_like(boundary.cut)
-    fit, shift, curvature, pull = (part.clone() for part in boundary[1:])
-    found = Evaluated(fit, shift, curvature, pull, no, ~no)
+    fit, shift, curvature, pull = (values.clone() for values in boundary[1:])
+    evaluated = Evaluated(fit, shift, curvature, pull, no, ~no)
     rows = (~boundary.cut).nonzero().squeeze(-1)
-    part = _Tasks(likelihood, y, f, R).take(rows)
-    _overwrite(found, rows, _inside(likelihood, *part, None if D is None else D[rows]))
-    return found
+    tasks = _Tasks(likelihood, y, f, R).take(rows)
+    mode = _mode_inside(likelihood, *tasks, None if D is None else D[rows])
+    _overwrite_rows(evaluated, rows, mode)
+    return evaluated
 
 
-def _inside(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None) -> Evaluated:
-    """The refit whose mode is inside the allowed outputs."""
-    found = _highest(likelihood, y, f, R)
+def _mode_inside(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None
+) -> Evaluated:
+    """Evaluate at a mode that is inside the allowed outputs. The arguments are those of `Rule`."""
+    evaluated = _highest_mode(likelihood, y, f, R)
     if D is None:
-        return found
-    end = f + linalg.lower_times(R, linalg.upper_times(R, found.pull))
-    return _with_determinant(likelihood, y, end, D, found)
+        return evaluated
+    f_tilde = f + linalg.multiply_root(R, linalg.multiply_root_transposed(R, evaluated.pull))
+    return _with_determinant(likelihood, y, f_tilde, D, evaluated)
 
 
 def _with_determinant(
-    likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, found: Evaluated
+    likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, evaluated: Evaluated
 ) -> Evaluated:
-    """The curvature increment −½ log|I + DᵀΛ(y, f)D| in place of the refit's own."""
-    factor, fallback, _ = _safe_factor(likelihood, f, D, _derivatives(likelihood, y, f).precision)
-    return found._replace(curvature=-0.5 * factor.logdet(), fallback=found.fallback | fallback)
+    """Put −½ log|I + DᵀΛ(y, f)D| in place of the curvature increment, for D (M, C, C)."""
+    precision = _derivatives_with_curvature(likelihood, y, f).precision
+    factor, fallback, _ = _factor_with_fallback(likelihood, f, D, precision)
+    return evaluated._replace(
+        curvature=-0.5 * factor.logdet(), fallback=evaluated.fallback | fallback
+    )
 
 
-def _highest(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Evaluated:
-    """The highest of the modes that the likelihood's starts lead to."""
+def _highest_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Evaluated:
+    """Evaluate at the highest of the modes that the likelihood's starts lead to."""
     starts = likelihood.starts(y, f, R)
     if not starts:
-        return _climb(likelihood, y, f, R, torch.zeros_like(f))
-    best = _from(likelihood, y, f, R, starts[0])
+        return _climb_to_mode(likelihood, y, f, R, torch.zeros_like(f))
+    best = _mode_from(likelihood, y, f, R, starts[0])
     for start in starts[1:]:
-        other = _from(likelihood, y, f, R, start)
-        rows = (other.fit + other.shift > best.fit + best.shift + 1e-12).nonzero().squeeze(-1)
-        _overwrite(best, rows, Evaluated(*(part[rows] for part in other)))
+        other = _mode_from(likelihood, y, f, R, start)
+        higher = other.fit + other.shift > best.fit + best.shift + HIGHER
+        rows = higher.nonzero().squeeze(-1)
+        _overwrite_rows(best, rows, Evaluated(*(values[rows] for values in other)))
     return best
 
 
-def _from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> Evaluated:
-    """The mode reached from v: v itself where it is one, by ascent elsewhere."""
-    here, gradient = _finish(likelihood, y, f, R, v)
-    done = linalg.dot(gradient, gradient) <= TOLERANCE**2 * (1 + linalg.dot(v, v))
-    rows = (~(done & ~here.fallback)).nonzero().squeeze(-1)
+def _mode_from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> Evaluated:
+    """Evaluate at the mode reached from v (M, C): v itself where it is one, by ascent elsewhere."""
+    evaluated, gradient = _evaluate_at(likelihood, y, f, R, v)
+    is_mode = linalg.dot(gradient, gradient) <= TOLERANCE**2 * (1 + linalg.dot(v, v))
+    rows = (~(is_mode & ~evaluated.fallback)).nonzero().squeeze(-1)
     if rows.numel():
-        part = _Tasks(likelihood, y, f, R).take(rows)
-        _overwrite(here, rows, _climb(likelihood, *part, linalg.take(v, rows)))
-    return here
+        tasks = _Tasks(likelihood, y, f, R).take(rows)
+        mode = _climb_to_mode(likelihood, *tasks, linalg.select_rows(v, rows))
+        _overwrite_rows(evaluated, rows, mode)
+    return evaluated
 
 
-def follow(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, pull: Tensor) -> Evaluated:
-    """The mode that an ascent reaches from f̂ + K·pull, for example from the mode of a y nearby."""
-    return _climb(likelihood, y, f, R, linalg.upper_times(R, pull), push=False)
+def evaluate_at_mode_from(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, pull: Tensor
+) -> Evaluated:
+    """Evaluate at the mode that an ascent reaches from f̂ + K·pull, for example the mode of a y
+    nearby.  pull (M, C).
+    """
+    return _climb_to_mode(likelihood, y, f, R, linalg.multiply_root_transposed(R, pull), push=False)
 
 
-def _overwrite(whole: Evaluated, rows: Tensor, some: Evaluated) -> None:
-    """In place: the tensors are fresh and our own."""
+def _overwrite_rows(target: Evaluated, rows: Tensor, values: Evaluated) -> None:
+    """Write the values of some rows into `target` in place: its tensors are fresh and our own."""
     if rows.numel():
-        for target, values in zip(whole, some, strict=True):
-            target[rows] = values
+        for target_tensor, new_values in zip(target, values, strict=True):
+            target_tensor[rows] = new_values
 
 
-def _climb(
+def _climb_to_mode(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, start: Tensor, push: bool = True
 ) -> Evaluated:
-    """Newton ascent from `start`, which need not be near (nor good: where it is worse than v =
-    0, that is taken).
+    """Evaluate at the mode that Newton ascent reaches from `start` (M, C), in whitened coordinates.
+
+    With `push`, a start that is worse than v = 0 is replaced by it, and an ascent that ends at an
+    indefinite curvature is continued from a point nearby. Without it these tasks fail.
     """
     tasks = _Tasks(likelihood, y, f, R)
-    zero = torch.zeros_like(start)
     if push:
-        value, origin = tasks.value(start), tasks.value(zero)
-        start = torch.where((value >= origin).unsqueeze(-1), start, zero)
+        origin = torch.zeros_like(start)
+        better = tasks.value(start) >= tasks.value(origin)
+        start = torch.where(better.unsqueeze(-1), start, origin)
     ascent = linalg.newton_ascent(tasks.evaluate, start, tolerance=TOLERANCE)
-    found = _finish(likelihood, y, f, R, ascent.point)[0]._replace(converged=ascent.converged)
-    saddle = found.fallback.nonzero().squeeze(-1)
-    if (
-        push and saddle.numel()
-    ):  # the observed curvature there is indefinite: not a maximum. Push off and go on
-        part = tasks.take(saddle)
-        point = linalg.take(ascent.point, saddle)
-        again = _climb(likelihood, *part, point + PUSH * (1 + point.abs()), push=False)
-        _overwrite(found, saddle, again)
-    return found if push else found._replace(converged=found.converged & ~found.fallback)
+    evaluated, _ = _evaluate_at(likelihood, y, f, R, ascent.point)
+    evaluated = evaluated._replace(converged=ascent.converged)
+    if not push:
+        return evaluated._replace(converged=evaluated.converged & ~evaluated.fallback)
+    # An indefinite curvature is not that of a maximum: move away from the saddle and go on.
+    saddle = evaluated.fallback.nonzero().squeeze(-1)
+    if saddle.numel():
+        point = linalg.select_rows(ascent.point, saddle)
+        beside = point + PUSH * (1 + point.abs())
+        mode = _climb_to_mode(likelihood, *tasks.take(saddle), beside, push=False)
+        _overwrite_rows(evaluated, saddle, mode)
+    return evaluated
 
 
-def _finish(
+def _evaluate_at(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor
 ) -> tuple[Evaluated, Tensor]:
-    """The log density at f̂ + Rv and the gradient of the objective there."""
-    end = linalg.lower_times(R, v).add_(f)
-    log_prob, score, precision = _derivatives(likelihood, y, end)
-    factor, fallback, _ = _safe_factor(likelihood, end, R, precision)
-    found = Evaluated(
-        log_prob,
-        -0.5 * linalg.dot(v, v),
-        -0.5 * factor.logdet(),
-        score,
-        fallback,
-        torch.ones_like(fallback),
+    """Evaluate at f̂ + Rv, v (M, C), and return the gradient of the objective there (M, C)."""
+    f_tilde = linalg.multiply_root(R, v).add_(f)
+    log_prob, score, precision = _derivatives_with_curvature(likelihood, y, f_tilde)
+    factor, fallback, _ = _factor_with_fallback(likelihood, f_tilde, R, precision)
+    evaluated = Evaluated(
+        fit=log_prob,
+        shift=-0.5 * linalg.dot(v, v),
+        curvature=-0.5 * factor.logdet(),
+        pull=score,
+        fallback=fallback,
+        converged=torch.ones_like(fallback),
     )
-    return found, linalg.upper_times(R, score).sub_(v)
+    return evaluated, linalg.multiply_root_transposed(R, score).sub_(v)
 
 
-def _derivatives(likelihood: Likelihood, y: Tensor, f: Tensor, step: bool = False) -> Derivatives:
-    """log p, g and Λ.
+def _derivatives_with_curvature(
+    likelihood: Likelihood, y: Tensor, f: Tensor, for_step: bool = False
+) -> Derivatives:
+    """Return log p (M,), g (M, C) and a Λ (M, C, C) that is not zero everywhere.
 
-    Where log p has kinks and no curvature (|y − f|), Λ is the Fisher if it is known, and g gᵀ
-    otherwise.
-
-    Exactly at a kink g may be zero: there the Fisher is found by quadrature, unless the answer is
-    for a step.
+    Where log p has kinks and no curvature (|y − f|), Λ is the Fisher information if it has a closed
+    form, and g gᵀ otherwise. Exactly at a kink g may be zero: there the Fisher information is
+    computed by quadrature, unless the answer is `for_step`.
     """
-    found = likelihood.derivatives(y, f)
-    if not likelihood.may_be_straight or bool(found.precision.any()) or not likelihood.straight(f):
-        return found
+    derivatives = likelihood.derivatives(y, f)
+    if not likelihood.may_be_straight or bool(derivatives.precision.any()):
+        return derivatives
+    if not likelihood.straight(f):
+        return derivatives
     if likelihood.fisher_in_closed_form:
-        return found._replace(precision=likelihood.fisher(f))
-    g, flat = found.score, (found.score == 0).all(-1)
+        return derivatives._replace(precision=likelihood.fisher(f))
+    g = derivatives.score
     stand_in = g.unsqueeze(-1) * g.unsqueeze(-2)
-    if bool(flat.any()) and not step:
-        stand_in[flat] = likelihood.fisher(f[flat])
-    return found._replace(precision=stand_in)
+    at_kink = (g == 0).all(-1)
+    if bool(at_kink.any()) and not for_step:
+        stand_in[at_kink] = likelihood.fisher(f[at_kink])
+    return derivatives._replace(precision=stand_in)
 
 
-def _safe_factor(
+def _factor_with_fallback(
     likelihood: Likelihood,
     f: Tensor,
     R: Tensor,
@@ -310,61 +344,62 @@ def _safe_factor(
     score: Tensor | None = None,
     margin: float = 0.0,
 ) -> tuple[linalg.IdentityPlus, Tensor, Tensor]:
-    """I + RᵀΛR with the Fisher for Λ in the tasks where the given one makes it indefinite; which
-    those are; the Λ used.
+    """Factorise I + RᵀΛR, with the Fisher information where Λ (M, C, C) makes it indefinite.
 
-    For a step (score given) of a likelihood whose Fisher costs a quadrature, g gᵀ stands in: any
-    positive one will do.
+    Returns the factor, which tasks have the Fisher information (M,), and the Λ used (M, C, C).
+    score (M, C): given for a step, where any positive stand-in will do: g gᵀ takes the place of a
+    Fisher information that costs a quadrature. margin: the least pivot that counts as positive.
     """
-    factor = linalg.identity_plus(R, precision, margin)
-    bad = ~factor.positive
-    if bool(bad.any()):
-        rows = bad.nonzero().squeeze(-1)
+    factor = linalg.factorise_identity_plus(R, precision, margin)
+    indefinite = ~factor.positive
+    if bool(indefinite.any()):
+        rows = indefinite.nonzero().squeeze(-1)
         if score is not None and not likelihood.fisher_in_closed_form:
             g = score[rows]
             stand_in = g.unsqueeze(-1) * g.unsqueeze(-2)
         else:
             stand_in = likelihood.fisher(f[rows])
-        major = precision.movedim(0, -1).clone(
-            memory_format=torch.contiguous_format
-        )  # keeps the component-major storage
-        major[..., rows] = stand_in.movedim(0, -1)
-        precision = major.movedim(-1, 0)
-        factor = linalg.identity_plus(R, precision)
-    return factor, bad, precision
+        # A clone in this order keeps the component-major storage.
+        by_component = precision.movedim(0, -1).clone(memory_format=torch.contiguous_format)
+        by_component[..., rows] = stand_in.movedim(0, -1)
+        precision = by_component.movedim(-1, 0)
+        factor = linalg.factorise_identity_plus(R, precision)
+    return factor, indefinite, precision
 
 
 @dataclass(eq=False)
 class _Tasks:
-    """M objectives log p(y|f̂ + Rv) − ½‖v‖² in v, whole or in part."""
+    """M objectives log p(y|f̂ + Rv) − ½‖v‖² in v, all of them or the last rows that were taken."""
 
     likelihood: Likelihood
     y: Tensor
     f: Tensor
     R: Tensor
-    rows: Tensor | None = None
-    part: tuple[Tensor, Tensor, Tensor] | None = None
+    taken_rows: Tensor | None = None
+    taken: tuple[Tensor, Tensor, Tensor] | None = None
 
     def value(self, v: Tensor) -> Tensor:
-        """The objective alone; −∞ where it is not a number."""
-        value = self.likelihood.log_prob(
-            self.y, self.f + linalg.lower_times(self.R, v)
-        ) - 0.5 * linalg.dot(v, v)
-        return torch.nan_to_num(value, nan=-torch.inf)
+        """Return the objectives at v (M, C), −∞ where they are not a number (M,)."""
+        log_prob = self.likelihood.log_prob(self.y, self.f + linalg.multiply_root(self.R, v))
+        return torch.nan_to_num(log_prob - 0.5 * linalg.dot(v, v), nan=-torch.inf)
 
     def take(self, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, f̂ and R of some tasks (None: all), and keep them: an ascent asks again."""
         if rows is None:
             return self.y, self.f, self.R
-        if self.part is None or self.rows is not rows:
+        if self.taken is None or self.taken_rows is not rows:
             R = self.R.movedim(0, -1).index_select(-1, rows).movedim(-1, 0)
-            self.rows, self.part = rows, (self.y[rows], linalg.take(self.f, rows), R)
-        return self.part
+            self.taken_rows = rows
+            self.taken = (self.y[rows], linalg.select_rows(self.f, rows), R)
+        return self.taken
 
     def evaluate(self, v: Tensor, rows: Tensor | None) -> linalg.Evaluation:
+        """Return objective, gradient and Newton's solve of some tasks at v (m, C)."""
         y, f, R = self.take(rows)
-        here = f + linalg.lower_times(R, v)
-        log_prob, score, precision = _derivatives(self.likelihood, y, here, step=True)
-        factor, _, _ = _safe_factor(self.likelihood, here, R, precision, score)
-        return linalg.Evaluation(
-            log_prob - 0.5 * linalg.dot(v, v), linalg.upper_times(R, score) - v, factor.solve
+        f_tilde = f + linalg.multiply_root(R, v)
+        log_prob, score, precision = _derivatives_with_curvature(
+            self.likelihood, y, f_tilde, for_step=True
         )
+        factor, _, _ = _factor_with_fallback(self.likelihood, f_tilde, R, precision, score)
+        value = log_prob - 0.5 * linalg.dot(v, v)
+        return linalg.Evaluation(value, linalg.multiply_root_transposed(R, score) - v, factor.solve)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ssla._checks import one_of
+from ssla._checks import check_name
 from ssla.data import Inputs, row_count, take_rows
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
@@ -23,7 +23,7 @@ from ssla.refit.increments import (
     Evaluated,
     Increments,
     Rule,
-    at_mode,
+    evaluate_at_mode,
     one_step,
     plug_in,
     without_refit,
@@ -34,9 +34,9 @@ from ssla.values import Marginal
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-TASKS_AT_ONCE = 1 << 18
+TASKS_AT_ONCE = 1 << 18  # a guess
 ENTRIES_AT_ONCE = 1 << 24  # numbers in the roots of K of these tasks: 128 MiB, a guess
-MATRICES = 12  # C×C matrices that a task of a refit takes
+MATRICES = 12  # a guess: C×C matrices that a task of a refit takes
 
 
 class Density(NamedTuple):
@@ -56,7 +56,7 @@ class LogDensity(Protocol):
 
     @property
     def likelihood(self) -> Likelihood:
-        """The law of the new observation."""
+        """The likelihood of the new observation."""
         ...
 
     @property
@@ -66,7 +66,9 @@ class LogDensity(Protocol):
 
     @property
     def moves(self) -> bool:
-        """Whether the outputs move with y, so that the predictive includes the uncertainty of f."""
+        """Return whether the outputs move with y, so that the predictive includes the uncertainty
+        of f.
+        """
         ...
 
     @property
@@ -74,10 +76,12 @@ class LogDensity(Protocol):
         """Answers are given in this tensor's dtype and on its device."""
         ...
 
-    def __call__(self, y: Tensor) -> Increments: ...
+    def __call__(self, y: Tensor) -> Increments:
+        """Return the three increments, of y's shape."""
+        ...
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """For some rows only: y (m, …) belongs to rows (m,)."""
+        """Return log densities and flags for some rows only: y (m, …) belongs to rows (m,)."""
         ...
 
 
@@ -85,9 +89,13 @@ class Refit(Protocol):
     """One kind of refit (a rung)."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name by which users choose this refit."""
+        ...
 
-    def __call__(self, posterior: Posterior, x: Inputs) -> LogDensity: ...
+    def __call__(self, posterior: Posterior, x: Inputs) -> LogDensity:
+        """Do what depends on x alone, and return the log density as a function of y."""
+        ...
 
 
 @runtime_checkable
@@ -95,14 +103,18 @@ class OutputRung(Refit, Protocol):
     """A rung that needs f̂ and K only."""
 
     @property
-    def rule(self) -> Rule: ...
+    def rule(self) -> Rule:
+        """The function that evaluates log densities from f̂ and K."""
+        ...
 
     @property
-    def moves(self) -> bool: ...
+    def moves(self) -> bool:
+        """Return whether the outputs move with y."""
+        ...
 
     @property
     def certain(self) -> bool:
-        """Whether f counts as known, so that K is not used."""
+        """Return whether f counts as known, so that K is not used."""
         ...
 
 
@@ -127,116 +139,118 @@ class OutputLogDensity:
 
     @cached_property
     def _root(self) -> Tensor:
-        """R (N, C, C) with R Rᵀ = K; of no columns where K is not used."""
+        """R (N, C, C) with R Rᵀ = K; without columns where K is not used."""
         K = self.marginal.covariance
-        return K[..., :0] if self.certain else linalg.root(K)
+        return K[..., :0] if self.certain else linalg.covariance_root(K)
 
     @cached_property
     def _determinant_root(self) -> Tensor | None:
+        """A root (N, C, C) of the covariance of the determinant; None where that is K."""
         if self.determinant is None or self.certain:
             return None
-        return linalg.root(self.determinant())
+        return linalg.covariance_root(self.determinant())
 
     @cached_property
     def prior_response(self) -> Marginal:
+        """The change of log π by a refit: mean (N, C) and covariance (N, C, C), computed once."""
         return self.prior()
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        parts = self._run(y, rows)
+        """Return log densities and flags of y's shape, for some rows (m,) or all."""
+        evaluated = self._evaluate(y, rows)
         shape = self._shape(y)
-        log = _cat([p.total for p in parts]).reshape(shape)
+        log = evaluated.total.reshape(shape)
         if self.convention == ADDITIVE:
-            log = log + self._prior_increment(
-                _cat([p.pull for p in parts]).reshape(*shape, self._outputs), rows
-            )
-        return Density(
-            log,
-            _cat([p.fallback for p in parts]).reshape(shape),
-            _cat([p.converged for p in parts]).reshape(shape),
-        )
+            pull = evaluated.pull.reshape(*shape, self._outputs)
+            log = log + self._prior_increment(pull, rows)
+        return Density(log, evaluated.fallback.reshape(shape), evaluated.converged.reshape(shape))
 
     def __call__(self, y: Tensor) -> Increments:
-        parts = self._run(y, None)
+        """Return the three increments, of y's shape."""
+        evaluated = self._evaluate(y, None)
         shape = self._shape(y)
-        fit, shift, curvature, pull = (_cat([part[i] for part in parts]) for i in range(4))
-        prior = self._prior_increment(pull.reshape(*shape, self._outputs), None)
-        likelihood = (fit + shift).reshape(shape)
+        prior = self._prior_increment(evaluated.pull.reshape(*shape, self._outputs), None)
+        likelihood = (evaluated.fit + evaluated.shift).reshape(shape)
         # −½‖v‖² is the loss of data and prior together, but under the additive convention the loss
-        # of the data alone
+        # of the data alone.
         likelihood = likelihood if self.convention == ADDITIVE else likelihood - prior
-        return Increments(likelihood, prior, curvature.reshape(shape), self.convention)
+        curvature = evaluated.curvature.reshape(shape)
+        return Increments(likelihood, prior, curvature, self.convention)
 
     def _prior_increment(self, pull: Tensor, rows: Tensor | None) -> Tensor:
-        """log π(θ̃) − log π(θ̂), to second order: bᵀu − ½ uᵀMu.  u (N, …, C) -> (N, …)."""
+        """Return log π(θ̃) − log π(θ̂) to second order, bᵀu − ½ uᵀMu, for u (N, …, C): (N, …)."""
         if not self.moves:
             return torch.zeros(pull.shape[:-1], dtype=pull.dtype)
-        response = (
-            self.prior_response
-            if rows is None
-            else Marginal(*(part[rows] for part in self.prior_response))
-        )
-        b, M = (t.reshape(t.shape[0], *[1] * (pull.dim() - 2), *t.shape[1:]) for t in response)
-        return (b * pull).sum(-1) - 0.5 * (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze(
-            (-2, -1)
-        )
+        b, M = self.prior_response
+        if rows is not None:
+            b, M = b[rows], M[rows]
+        # b and M of a row belong to all of its y.
+        per_row = [1] * (pull.dim() - 2)
+        b, M = (part.reshape(len(part), *per_row, *part.shape[1:]) for part in (b, M))
+        square = (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze((-2, -1))
+        return (b * pull).sum(-1) - 0.5 * square
 
     def take(self, rows: Tensor) -> OutputLogDensity:
-        """Of some rows only."""
+        """Return the log density at some rows only."""
         f, K = self.marginal
-        whole = self.determinant
+        determinant = self.determinant
         return replace(
             self,
             marginal=Marginal(f[rows], K[rows]),
             prior=lambda: Marginal(*(part[rows] for part in self.prior_response)),
-            determinant=None if whole is None else lambda: whole()[rows],
+            determinant=None if determinant is None else lambda: determinant()[rows],
         )
 
     def step(self, y: Tensor) -> Tensor:
-        """√(uᵀKu): how far (x, y) moves the parameters, in posterior standard deviations.
+        """Return √(uᵀKu), of y's shape: how far (x, y) moves the parameters.
 
-        Of y's shape.
+        The unit is posterior standard deviations.
         """
-        parts = self._run(y, None)
-        return (-2 * _cat([p.shift for p in parts])).clamp_min(0).sqrt().reshape(self._shape(y))
+        shift = self._evaluate(y, None).shift  # −½ uᵀKu
+        return (-2 * shift).clamp_min(0).sqrt().reshape(self._shape(y))
 
     def _shape(self, y: Tensor) -> torch.Size:
+        """Return the shape of y without the dimension of a vector target."""
         return y.shape[:-1] if self._vector else y.shape
 
     @property
     def _outputs(self) -> int:
+        """The number of outputs C."""
         return self.marginal.mean.shape[1]
 
     @property
     def _vector(self) -> bool:
+        """Return whether a target is a vector."""
         return self.likelihood.support_for(self._outputs).kind == "vector"
 
-    def _run(self, y: Tensor, rows: Tensor | None) -> list[Evaluated]:
-        """All tasks, component-major, in pieces that bound the memory."""
-        f, R, D = (
-            part if part is None or rows is None else part[rows]
-            for part in (self.marginal.mean, self._root, self._determinant_root)
-        )
-        assert f is not None
-        assert R is not None
+    def _evaluate(self, y: Tensor, rows: Tensor | None) -> Evaluated:
+        """Evaluate all tasks (row, y), flat, in pieces that bound the memory."""
+        f, R, D = self.marginal.mean, self._root, self._determinant_root
+        if rows is not None:
+            f, R, D = f[rows], R[rows], None if D is None else D[rows]
         shape = self._shape(y)
         per_row = shape[1] if len(shape) > 1 else 1
-        most = min(TASKS_AT_ONCE, ENTRIES_AT_ONCE // max(R[0].numel(), 1)) if len(R) else 1
-        size = max(most // per_row, 1)
-        return [
-            self.rule(
-                self.likelihood,
-                y[start : start + size].reshape(-1, *y.shape[len(shape) :]),
-                _spread(f[start : start + size], per_row),
-                _spread(R[start : start + size], per_row),
-                None if D is None else _spread(D[start : start + size], per_row),
+        tasks = min(TASKS_AT_ONCE, ENTRIES_AT_ONCE // max(R[0].numel(), 1)) if len(R) else 1
+        rows_at_once = max(tasks // per_row, 1)
+        pieces = []
+        for first in range(0, max(shape[0], 1), rows_at_once):
+            piece = slice(first, first + rows_at_once)
+            pieces.append(
+                self.rule(
+                    self.likelihood,
+                    y[piece].reshape(-1, *y.shape[len(shape) :]),
+                    _repeat_rows(f[piece], per_row),
+                    _repeat_rows(R[piece], per_row),
+                    None if D is None else _repeat_rows(D[piece], per_row),
+                )
             )
-            for start in range(0, max(shape[0], 1), size)
-        ]
+        return Evaluated(*(_join(list(column)) for column in zip(*pieces, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class ByChunks:
-    """The log density of a rung at x, which is read when y is given, a chunk of rows at a time:
+    """The log density of a rung at x, read a chunk of rows at a time when y is given.
+
     K of all rows is not held.
     """
 
@@ -246,75 +260,94 @@ class ByChunks:
 
     @property
     def likelihood(self) -> Likelihood:
+        """The likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def marginal(self) -> Marginal:
+        """f̂ and K of all rows."""
         return self.posterior.outputs_at(self.x)
 
     @property
     def moves(self) -> bool:
+        """Return whether the outputs move with y."""
         return self.rung.moves
 
     @cached_property
     def like(self) -> Tensor:
+        """An empty tensor of the dtype and device of answers."""
         C = self.posterior.network.outputs
         return self.posterior.like(Marginal(torch.empty(0, C), torch.empty(0, C, C)))
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        parts = [[part.at(own) for own in some] for part, some in self._chunks(y, rows)]
-        names = ("log", "fallback", "converged")
-        return Density(
-            *(_grid([[getattr(own, name) for own in some] for some in parts]) for name in names)
+        """Return log densities and flags of y's shape, for some rows (m,) or all."""
+        chunks = [
+            [log_density.at(portion) for portion in portions]
+            for log_density, portions in self._chunks(y, rows)
+        ]
+        # These refits have no standard error.
+        log, fallback, converged = (
+            _join_portions([[getattr(part, name) for part in parts] for parts in chunks])
+            for name in ("log", "fallback", "converged")
         )
+        return Density(log, fallback, converged)
 
     def __call__(self, y: Tensor) -> Increments:
-        parts = [[part(own) for own in some] for part, some in self._chunks(y, None)]
-        names = ("likelihood", "prior", "curvature")
+        """Return the three increments, of y's shape."""
+        chunks = [
+            [log_density(portion) for portion in portions]
+            for log_density, portions in self._chunks(y, None)
+        ]
         likelihood, prior, curvature = (
-            _grid([[getattr(own, name) for own in some] for some in parts]) for name in names
+            _join_portions([[getattr(part, name) for part in parts] for parts in chunks])
+            for name in ("likelihood", "prior", "curvature")
         )
         return Increments(likelihood, prior, curvature, self.posterior.convention)
 
     def _chunks(
         self, y: Tensor, rows: Tensor | None
     ) -> Iterator[tuple[OutputLogDensity, list[Tensor]]]:
-        """Some rows at a time, and their y in portions (m,) or (m, k): a task for each y takes
-        several C×C matrices.
+        """Yield log densities at some rows, and their y in portions (m,) or (m, k).
+
+        Portions bound the memory: the task of each y takes MATRICES C×C matrices.
         """
         index = torch.arange(row_count(self.x)) if rows is None else rows
-        task = MATRICES * 8 * self.posterior.network.outputs**2
-        tasks = max(self.posterior.memory_budget // task, 1)
-        at_once = max(min(tasks // (y.shape[1] if y.dim() > 1 else 1), TASKS_AT_ONCE), 1)
-        for start in range(0, max(len(index), 1), at_once):
-            some = slice(start, start + at_once)
-            part = on_posterior(self.rung, self.posterior, take_rows(self.x, index[some]))
-            yield part, [y[some]] if y.dim() == 1 else list(y[some].split(tasks, 1))
+        task_bytes = MATRICES * 8 * self.posterior.network.outputs**2
+        tasks = max(self.posterior.memory_budget // task_bytes, 1)
+        per_row = y.shape[1] if y.dim() > 1 else 1
+        rows_at_once = max(min(tasks // per_row, TASKS_AT_ONCE), 1)
+        for first in range(0, max(len(index), 1), rows_at_once):
+            chunk = slice(first, first + rows_at_once)
+            x = take_rows(self.x, index[chunk])
+            portions = [y[chunk]] if y.dim() == 1 else list(y[chunk].split(tasks, 1))
+            yield on_posterior(self.rung, self.posterior, x), portions
 
 
-def _grid(parts: list[list[Tensor]]) -> Tensor:
-    """Chunks of rows, each in portions of columns -> one tensor."""
-    return _cat([some[0] if len(some) == 1 else torch.cat(some, 1) for some in parts])
+def _join_portions(chunks: list[list[Tensor]]) -> Tensor:
+    """Join chunks of rows, each in portions of columns, to one tensor."""
+    return _join([_join(portions, 1) for portions in chunks])
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _join(parts: list[Tensor], dimension: int = 0) -> Tensor:
+    """Join tensors along a dimension, without a copy of a single one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
 
 
 def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLogDensity:
-    """Stage one: f̂ and K at x."""
+    """Compute f̂ and K at x, and return the log density of a rung there."""
     marginal = posterior.outputs_at(x)
+    determinant = None
+    if posterior.convention == PAPER:
+        determinant = partial(data_covariance, posterior, x)
     return OutputLogDensity(
         likelihood=posterior.likelihood.predictive,
         marginal=marginal,
-        prior=lambda: prior_response(posterior, x),
+        prior=partial(prior_response, posterior, x),
         rule=rung.rule,
         moves=rung.moves,
         like=posterior.like(marginal),
         convention=posterior.convention,
-        determinant=(lambda: data_covariance(posterior, x))
-        if posterior.convention == PAPER
-        else None,
+        determinant=determinant,
         certain=rung.certain,
     )
 
@@ -322,23 +355,29 @@ def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLog
 def on_marginal(
     rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor
 ) -> OutputLogDensity:
-    """From a distribution of f that comes from elsewhere.
+    """Return the log density of a rung for a distribution of f from elsewhere.
 
-    The prior increment is then part of the likelihood's.
+    mean (N, C), covariance (N, C, C). The prior increment is part of the likelihood's.
     """
     marginal = Marginal(mean.to("cpu", torch.float64), covariance.to("cpu", torch.float64))
-    nothing = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
-    like = mean.new_empty(0)
-    law = likelihood.predictive
+    zero = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
     return OutputLogDensity(
-        law, marginal, lambda: nothing, rung.rule, rung.moves, like, certain=rung.certain
+        likelihood=likelihood.predictive,
+        marginal=marginal,
+        prior=lambda: zero,
+        rule=rung.rule,
+        moves=rung.moves,
+        like=mean.new_empty(0),
+        certain=rung.certain,
     )
 
 
-def _spread(values: Tensor, times: int) -> Tensor:
-    """(N, …) -> (N·times, …), each row repeated, stored component-major."""
-    major = values.movedim(0, -1).contiguous()
-    return major.repeat_interleave(times, -1).movedim(-1, 0) if times > 1 else major.movedim(-1, 0)
+def _repeat_rows(values: Tensor, times: int) -> Tensor:
+    """Repeat each row: (N, …) -> (N·times, …), stored component-major."""
+    by_component = values.movedim(0, -1).contiguous()
+    if times > 1:
+        by_component = by_component.repeat_interleave(times, -1)
+    return by_component.movedim(-1, 0)
 
 
 @dataclass(frozen=True)
@@ -354,9 +393,11 @@ class PlugIn:
 
     @property
     def rule(self) -> Rule:
+        """The function that evaluates log densities."""
         return plug_in
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
+        """Return the log density at x."""
         return on_posterior(self, posterior, x)
 
 
@@ -378,13 +419,16 @@ class NoRefit:
     certain = False
 
     def __post_init__(self) -> None:
-        one_of("curvature", self.curvature, CURVATURES)
+        """Raise a ValueError for an unknown curvature."""
+        check_name("curvature", self.curvature, CURVATURES)
 
     @property
     def rule(self) -> Rule:
+        """The function that evaluates log densities."""
         return partial(without_refit, curvature=self.curvature)
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
+        """Return the log density at x."""
         return on_posterior(self, posterior, x)
 
 
@@ -403,6 +447,7 @@ class OutputRefit:
     certain = False
 
     def __post_init__(self) -> None:
+        """Raise a ValueError for a number of steps other than one."""
         if self.steps not in (None, 1):
             raise ValueError(
                 f"steps must be None (to the mode) or 1 (one Newton step), but is {self.steps!r}."
@@ -410,11 +455,14 @@ class OutputRefit:
 
     @property
     def name(self) -> str:
+        """The name by which users choose this refit."""
         return "output" if self.steps is None else "newton"
 
     @property
     def rule(self) -> Rule:
-        return at_mode if self.steps is None else one_step
+        """The function that evaluates log densities."""
+        return evaluate_at_mode if self.steps is None else one_step
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
+        """Return the log density at x."""
         return on_posterior(self, posterior, x)

@@ -1,4 +1,7 @@
-"""What a refit does to the log prior, and covariances without it: for the other conventions."""
+"""The change of the log prior by a refit, and covariances without the prior.
+
+Both are for the conventions in which the prior is not part of the curvature.
+"""
 
 from __future__ import annotations
 
@@ -10,49 +13,52 @@ from torch import Tensor
 from ssla.curvature import Operator
 from ssla.curvature.jacobians import Jacobian
 from ssla.data import Inputs
-from ssla.values import Marginal, joined
+from ssla.values import Marginal, join_chunks
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 
 def prior_response(posterior: Posterior, x: Inputs) -> Marginal:
-    """What a refit does to log π, to second order: mean b = J H⁻¹ ∇log π, covariance J H⁻¹ (−∇²
-    log π) H⁻¹ Jᵀ.
+    """Return how a refit at x changes log π, to second order.
 
-    A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu and log π by bᵀu − ½ uᵀ(·)u.
+    A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu and log π by bᵀu − ½ uᵀMu. The mean is
+    b = J H⁻¹ ∇log π (N, C), the covariance M = J H⁻¹ (−∇² log π) H⁻¹ Jᵀ (N, C, C).
     """
-    pull = posterior.covariance.solve(posterior.bound_prior.gradient(posterior.mean))
-    middle = posterior.bound_prior.precision(posterior.mean)
-    return joined(
+    solved = posterior.covariance.solve(posterior.bound_prior.gradient(posterior.mean))
+    precision = posterior.bound_prior.precision(posterior.mean)
+    return join_chunks(
         posterior.network.outputs,
         [
-            (J.push(pull), _response(posterior.covariance, J, middle))
+            (J.push(solved), _response(posterior.covariance, J, precision))
             for _, J in posterior.linearised(x)
         ],
     )
 
 
 def data_covariance(posterior: Posterior, x: Inputs) -> Tensor:
-    """J S⁻¹ Jᵀ (N, C, C) in float64: what the determinant of the paper's convention takes."""
-    return joined(
+    """Return J S⁻¹ Jᵀ (N, C, C) in float64, with S the curvature of the data without the prior.
+
+    It is the covariance in the determinant of the paper's convention.
+    """
+    return join_chunks(
         posterior.network.outputs,
         [(f, posterior.data_operator.covariance(J)) for f, J in posterior.linearised(x)],
     ).covariance
 
 
-def _response(operator: Operator, J: Jacobian, middle: Tensor) -> Tensor:
-    """J H⁻¹ M H⁻¹ Jᵀ for any symmetric M: a diagonal (P,) of either sign, or a full matrix by
-    its eigenvectors.
+def _response(operator: Operator, J: Jacobian, M: Tensor) -> Tensor:
+    """Return J H⁻¹ M H⁻¹ Jᵀ (B, C, C) for any symmetric M.
+
+    M is a diagonal (P,) of either sign, or a full matrix (P, P), used by its eigenvectors.
     """
-    if middle.dim() == 1:
-        plus = operator.response(J, middle.clamp_min(0))
-        return (
-            plus
-            if bool((middle >= 0).all())
-            else plus - operator.response(J, (-middle).clamp_min(0))
-        )
-    values, vectors = torch.linalg.eigh(middle)
+    if M.dim() == 1:
+        # `response` takes a diagonal that is not negative, so the two signs are apart.
+        positive = operator.response(J, M.clamp_min(0))
+        if bool((M >= 0).all()):
+            return positive
+        return positive - operator.response(J, (-M).clamp_min(0))
+    values, vectors = torch.linalg.eigh(M)
     moves = torch.stack([J.push(operator.solve(v)).double() for v in vectors.mT], -1)  # (B, C, P)
-    whole: Tensor = (moves * values) @ moves.mT
-    return whole
+    response: Tensor = (moves * values) @ moves.mT
+    return response

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from ssla import metrics
 from ssla.sklearn import SSLARegressor, load
 from ssla.tables.cli.app import app
-from ssla.tables.cli.train import Request, split
+from ssla.tables.cli.train import Request, split_rows
 from ssla.tables.columns import TableError, make_plan, read_table
 
 RUN = CliRunner()
@@ -349,19 +349,21 @@ def test_every_class_keeps_its_share_and_a_row_for_training():
     sizes = {"a": 400, "b": 60, "c": 30, "d": 2, "e": 1}
     y = np.repeat(list(sizes), list(sizes.values()))
     for seed in range(20):
-        train, test = split(y, "classes", request(seed=seed))
+        train, test = split_rows(y, "classes", request(seed=seed))
         assert sorted([*train, *test]) == list(range(len(y)))
         assert len(test) == round(0.1 * len(y))
         counts = {name: int((y[test] == name).sum()) for name in sizes}
         assert counts == {"a": 40, "b": 6, "c": 3, "d": 0, "e": 0}
         assert all(
             np.array_equal(a, b)
-            for a, b in zip(split(y, "classes", request(seed=seed)), (train, test), strict=True)
+            for a, b in zip(
+                split_rows(y, "classes", request(seed=seed)), (train, test), strict=True
+            )
         )
-    most = split(y, "classes", request(test_fraction=0.99))
+    most = split_rows(y, "classes", request(test_fraction=0.99))
     assert set(y[most[0]]) == set(sizes)
     assert not np.array_equal(
-        split(y, "classes", request(seed=0))[1], split(y, "classes", request(seed=1))[1]
+        split_rows(y, "classes", request(seed=0))[1], split_rows(y, "classes", request(seed=1))[1]
     )
 
 
@@ -574,7 +576,7 @@ def test_an_interruption_leaves_nothing(trained, tmp_path, monkeypatch):
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ssla.tables.networks.building.train", interrupted)
+    monkeypatch.setattr("ssla.tables.networks.building.train_networks", interrupted)
     done = call("train", room / "data.csv", "-t", "price", "-o", tmp_path / "model")
     assert done.exit_code == 130
     assert not list(tmp_path.iterdir())

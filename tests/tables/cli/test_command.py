@@ -20,7 +20,7 @@ from ssla import _checks
 from ssla.sklearn import load
 from ssla.tables.cli.app import app
 from ssla.tables.columns import TableError, read_table
-from ssla.tables.scoring.answer_columns import separator
+from ssla.tables.scoring.answer_columns import choose_separator
 
 RUN = CliRunner()
 COMMANDS = ["train", "predict", "evaluate", "sensitivity", "report", "cost", "demo", "reproduce"]
@@ -218,7 +218,9 @@ def test_sets_of_classes_are_the_smallest_that_hold_the_level(room, tmp_path):
 
 
 def test_the_separator_of_a_set_is_in_no_label():
-    assert [separator(labels) for labels in (["a", "b"], ["a|b", "c"], ["|;", ",/&+~^"])] == [
+    assert [
+        choose_separator(labels) for labels in (["a", "b"], ["a|b", "c"], ["|;", ",/&+~^"])
+    ] == [
         "|",
         ";",
         "\x1f",
@@ -576,7 +578,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(room, tmp_pa
 
     monkeypatch.setattr("ssla.tables.cli.work.read_table", work)
     monkeypatch.setattr("ssla.tables.cli.work.read_parts", work)
-    monkeypatch.setattr("ssla.demo.toy", work)
+    monkeypatch.setattr("ssla.demo.draw_toy_data", work)
     (tmp_path / "file").write_text("")
     for arguments in [
         ("train", room / "data.csv", "-t", "mean", "-o"),
@@ -624,12 +626,12 @@ def test_json_is_one_object_without_colours_or_notes(room, tmp_path, monkeypatch
 
 
 def test_json_has_no_nan_and_text_has_no_markup(capsys):
-    from ssla.tables.cli.console import show
+    from ssla.tables.cli.console import print_values
 
-    show({"a": float("nan"), "b": {"c": [float("inf"), 1.5]}}, as_json=True)
+    print_values({"a": float("nan"), "b": {"c": [float("inf"), 1.5]}}, as_json=True)
     assert json.loads(capsys.readouterr().out, parse_constant=pytest.fail) == {
         "a": None,
         "b": {"c": [None, 1.5]},
     }
-    show({"left_out": {"[bold]size[/bold]": "constant"}}, as_json=False)
+    print_values({"left_out": {"[bold]size[/bold]": "constant"}}, as_json=False)
     assert "[bold]size[/bold]: constant" in capsys.readouterr().out

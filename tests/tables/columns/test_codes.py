@@ -41,8 +41,8 @@ def coded(**cells):
 def test_the_most_frequent_level_has_code_1_and_rare_ones_code_0():
     plan = coded(city=cities(), size=range(len(cities())))
     (city, _) = plan.features
-    assert plan.levels == (80, 0)
-    assert city.names == ["city: code"]
+    assert plan.level_counts == (80, 0)
+    assert city.encoded_names == ["city: code"]
     assert city.codes == tuple(f"city {i}" for i in range(80))
     assert city.levels == ()
     assert city.rare == ("rare 0", "rare 1", "rare 2")
@@ -61,10 +61,10 @@ def test_the_most_frequent_level_has_code_1_and_rare_ones_code_0():
 def test_gaps_have_the_last_code_if_training_had_any():
     names = cities() + [""] * ENOUGH
     plan = coded(city=names, size=range(len(names)))
-    assert plan.levels == (81, 0)
+    assert plan.level_counts == (81, 0)
     found = plan.encode(table(city=["", "city 3"], size=[1, 2]))
     assert found.values[:, 0].tolist() == [81, 4]
-    assert not found.mixed.any()
+    assert not found.mixed_rows.any()
 
 
 def test_enough_rare_rows_teach_what_a_new_level_is():
@@ -73,15 +73,15 @@ def test_enough_rare_rows_teach_what_a_new_level_is():
         table(city=["rare 1", "Rome"], size=[1, 2])
     )
     assert found.values[:, 0].tolist() == [0, 0]
-    assert not found.mixed.any()
+    assert not found.mixed_rows.any()
     assert found.notes.tolist() == ["", "city: unknown category 'Rome', treated as a rare one"]
 
 
 def test_codes_are_a_choice_and_few_levels_have_none():
-    assert make_plan(table(city=cities()), set()).levels == ()
+    assert make_plan(table(city=cities()), set()).level_counts == ()
     assert make_plan(table(city=cities()), set()).width == MOST_LEVELS + 1
     few = coded(city=[f"city {i % MOST_LEVELS}" for i in range(1000)])
-    assert few.levels == ()
+    assert few.level_counts == ()
     assert few.width == MOST_LEVELS
 
 
@@ -89,7 +89,7 @@ def test_texts_are_kept_if_half_of_the_rows_have_a_code():
     often = [f"name {i}" for i in range(30) for _ in range(FEWEST_ROWS)]
     seldom = [f"other {i}" for i in range(len(often))]
     plan = coded(name=often + seldom, size=range(2 * len(often)))
-    assert plan.levels == (30, 0)
+    assert plan.level_counts == (30, 0)
     plan = coded(name=[*often, *seldom, "one more"], size=range(2 * len(often) + 1))
     assert plan.left_out == {
         "name": f"{30 + len(often) + 1} different texts in {2 * len(often) + 1} rows"
@@ -112,7 +112,7 @@ def test_copies_of_rows_have_codes_of_the_training_table():
         city=names, size=rng.normal(size=len(names)).tolist(), old=["", *range(1, len(names))]
     )
     found = plan.encode(table(city=["Rome", "Rome"], size=[1.0, 2.0], old=[3, ""]))
-    copies, shares = np.stack(list(found.copies())), found.shares
+    copies, shares = np.stack(list(found.filled_copies())), found.copy_weights
     assert set(copies[..., 0].ravel()) <= set(range(81))
     assert len(set(copies[:, 0, 0])) == len(copies)
     assert np.allclose(shares.sum(0), 1)
@@ -124,7 +124,7 @@ def test_a_plan_with_codes_is_the_same_after_json():
     plan = coded(city=cities(), size=range(len(cities())))
     content = json.loads(json.dumps(plan.as_json()))
     assert Plan.from_json(content) == plan
-    assert make_plan(table(city=["a", "b"] * 10), set()).levels == ()
+    assert make_plan(table(city=["a", "b"] * 10), set()).level_counts == ()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_the_command_learns_codes_and_every_other_command_reads_them(tmp_path):
     model = tmp_path / "m"
     call("train", data, "--target", "y", "-o", model, "--max-epochs", 20, "--members", 1)
     opened, _ = open_trained(model)
-    assert opened.plan.levels == opened.estimator.ensemble_.architecture.levels == (60, 0)
+    assert opened.plan.level_counts == opened.estimator.ensemble_.architecture.levels == (60, 0)
     call("predict", model, data, "-o", tmp_path / "out.csv")
     with (tmp_path / "out.csv").open() as stream:
         mean = np.array([float(row["mean"]) for row in csv.DictReader(stream)])

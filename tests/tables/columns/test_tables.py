@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from ssla import likelihoods as L
 from ssla import metrics
 from ssla.predictive import from_marginal, mixture
-from ssla.predictive.joined import joined
+from ssla.predictive.joined import join_predictives
 from ssla.tables.cli.app import app
 from ssla.tables.cli.train import Request, prepare
 from ssla.tables.columns import (
@@ -29,13 +29,13 @@ from ssla.tables.columns import (
     Style,
     Table,
     TableError,
-    later_labels,
-    later_numbers,
     make_plan,
+    read_later_labels,
+    read_later_numbers,
     read_table,
     read_target,
 )
-from ssla.tables.columns.kinds import day, interpret, read_as
+from ssla.tables.columns.kinds import interpret_cells, parse_date, read_as_kind
 from ssla.tables.columns.plan import DRAWS, ENOUGH, MOST_LEVELS
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.saving import save
@@ -99,7 +99,7 @@ def test_labels_are_the_texts_of_the_column(name):
     written = WRITTEN[name] * 20
     target = read_target(table(k=written), "k", True)
     assert target.y.tolist() == written
-    again, given = later_labels(table(k=written), "k", sorted(WRITTEN[name]))
+    again, given = read_later_labels(table(k=written), "k", sorted(WRITTEN[name]))
     assert again.tolist() == written
     assert given.all()
 
@@ -159,16 +159,16 @@ def test_one_class_written_in_two_ways_is_refused():
 
 def test_later_labels_are_matched_by_value_where_all_classes_have_one():
     cells = table(k=["1.0", 2, "yes", "3", "", "02"])
-    labels, given = later_labels(cells, "k", ["1", "2"])
+    labels, given = read_later_labels(cells, "k", ["1", "2"])
     assert labels.tolist() == ["1", "2", "yes", "3", "2"]
     assert given.tolist() == [True, True, True, True, False, True]
-    assert later_labels(table(k=[True, "no"]), "k", ["no", "yes"])[0].tolist() == [
+    assert read_later_labels(table(k=[True, "no"]), "k", ["no", "yes"])[0].tolist() == [
         "yes",
         "no",
     ]
-    assert later_labels(table(k=["true"]), "k", ["maybe", "no", "yes"])[0].tolist() == ["true"]
+    assert read_later_labels(table(k=["true"]), "k", ["maybe", "no", "yes"])[0].tolist() == ["true"]
     rounded = ["0.333333", "1.23457e+06"]
-    assert later_labels(table(k=["0.33333333"]), "k", rounded)[0].tolist() == ["0.33333333"]
+    assert read_later_labels(table(k=["0.33333333"]), "k", rounded)[0].tolist() == ["0.33333333"]
 
 
 # --- numbers written as texts
@@ -192,22 +192,22 @@ READINGS = {
 @pytest.mark.parametrize("cells", READINGS)
 def test_numbers_as_texts_have_one_reading_for_the_column(cells):
     values, style = READINGS[cells]
-    column = interpret("c", cells.split("|"))
+    column = interpret_cells("c", cells.split("|"))
     assert column.kind == "number"
     assert column.values.tolist() == values
     assert column.style == style
-    assert read_as("c", cells.split("|"), "number", style).values.tolist() == values
+    assert read_as_kind("c", cells.split("|"), "number", style).values.tolist() == values
 
 
 def test_an_ambiguous_column_is_refused_with_both_options():
     with pytest.raises(
         TableError, match=r"'1,234' is 1234 with --thousands ',', but 1.234 with --decimal ','"
     ):
-        interpret("c", ["950", "1,234"])
-    assert interpret("c", ["950", "1,234"], Style(".", ",")).values.tolist() == [950, 1234]
-    assert interpret("c", ["950", "1,234"], Style(",")).values.tolist() == [950, 1.234]
+        interpret_cells("c", ["950", "1,234"])
+    assert interpret_cells("c", ["950", "1,234"], Style(".", ",")).values.tolist() == [950, 1234]
+    assert interpret_cells("c", ["950", "1,234"], Style(",")).values.tolist() == [950, 1.234]
     with pytest.raises(TableError, match="not in the format --decimal ','"):
-        interpret("c", ["1.5", "2.5"], Style(","))
+        interpret_cells("c", ["1.5", "2.5"], Style(","))
 
 
 def test_several_units_and_single_texts_are_refused():
@@ -218,9 +218,9 @@ def test_several_units_and_single_texts_are_refused():
         ["2024-01-01", "2024-02-30", "2024-01-03"],
     ):
         with pytest.raises(TableError, match="mixes"):
-            interpret("c", cells)
-    assert interpret("c", ["A1", "A2", "B 3"]).kind == "text"
-    assert interpret("c", [Decimal("1.50"), None]).values.tolist()[0] == 1.5
+            interpret_cells("c", cells)
+    assert interpret_cells("c", ["A1", "A2", "B 3"]).kind == "text"
+    assert interpret_cells("c", [Decimal("1.50"), None]).values.tolist()[0] == 1.5
 
 
 def test_a_later_table_is_read_as_at_training():
@@ -235,7 +235,7 @@ def test_a_later_table_is_read_as_at_training():
         plan.encode(table(price=["1,5", "12.5"]))
     stated = Table(Path("b.csv"), {"price": ["1,234.5"]}, 1, Style(".", ","))
     assert plan.encode(stated).values.tolist() == [[1234.5]]
-    assert later_numbers(table(y=["12,5", ""]), "y", Style(","))[0].tolist() == [12.5]
+    assert read_later_numbers(table(y=["12,5", ""]), "y", Style(","))[0].tolist() == [12.5]
 
 
 def test_text_targets_with_too_many_values_are_refused(tmp_path):
@@ -371,12 +371,14 @@ def test_days_of_dates():
     ):
         moment = datetime.datetime.fromisoformat(text.replace("Z", "+00:00").replace(".5", ".500"))
         utc = moment.replace(tzinfo=moment.tzinfo or datetime.timezone.utc)
-        assert day(text) == pytest.approx(utc.timestamp() / 86400, abs=1e-12)
-    assert day("2024-03-01T12:30:15.123456789+0200") == pytest.approx(
-        day("2024-03-01T10:30:15.123456Z"), abs=1e-12
+        assert parse_date(text) == pytest.approx(utc.timestamp() / 86400, abs=1e-12)
+    assert parse_date("2024-03-01T12:30:15.123456789+0200") == pytest.approx(
+        parse_date("2024-03-01T10:30:15.123456Z"), abs=1e-12
     )
-    assert day(datetime.date(1970, 1, 3)) == 2
-    assert [day(text) for text in ("2024-02-30", "20240301", "2024-03", "12:30", 7)] == [None] * 5
+    assert parse_date(datetime.date(1970, 1, 3)) == 2
+    assert [parse_date(text) for text in ("2024-02-30", "20240301", "2024-03", "12:30", 7)] == [
+        None
+    ] * 5
 
 
 def test_dates_are_a_trend_with_the_time_of_the_year():
@@ -431,12 +433,12 @@ def test_rare_categories_are_counted_and_have_a_column_of_their_own():
         "city: unknown category 'Rome', treated as a rare one",
         "city: missing",
     ]
-    assert encoded.mixed.tolist() == [False, False, False, True]
+    assert encoded.mixed_rows.tolist() == [False, False, False, True]
     few = make_plan(table(city=rare_cities(rare=2), y=range(1256)), {"y"}).encode(
         table(city=["rare 1", "Rome"])
     )
     assert few.values[:, -1].tolist() == [1, 0]
-    assert few.mixed.tolist() == [False, True]
+    assert few.mixed_rows.tolist() == [False, True]
 
 
 # --- unknown inputs
@@ -449,7 +451,7 @@ def test_gaps_that_training_had_are_learned_and_others_are_mixed():
     city = ["" if i < ENOUGH else "AB"[i % 2] for i in range(n)]
     plan = make_plan(table(often=often, seldom=seldom, city=city, size=range(n)), set())
     row = {"often": [5], "seldom": [5], "city": ["A"], "size": [5]}
-    assert not plan.encode(table(**row)).mixed.any()
+    assert not plan.encode(table(**row)).mixed_rows.any()
     for name, cell, mixed, note in [
         ("often", "", False, "often: missing"),
         ("seldom", "", True, "seldom: missing"),
@@ -458,7 +460,7 @@ def test_gaps_that_training_had_are_learned_and_others_are_mixed():
         ("size", "NA", True, "size: missing"),
     ]:
         encoded = plan.encode(table(**row | {name: [cell]}))
-        assert encoded.mixed.tolist() == [mixed], name
+        assert encoded.mixed_rows.tolist() == [mixed], name
         assert encoded.notes.tolist() == [note]
         assert encoded.marked == 1
 
@@ -470,8 +472,8 @@ def test_copies_hold_the_training_distribution_of_what_is_missing():
     plan = make_plan(table(size=size.tolist(), city=city.tolist(), twin=(2 * size).tolist()), set())
     cells = table(size=["", 1.0, "", 1.0], city=["B", "Rome", "", "B"], twin=[8.0, 8.0, "", 8.0])
     encoded = plan.encode(cells)
-    assert encoded.mixed.tolist() == [True, True, True, False]
-    copies, shares = np.stack(list(encoded.copies())), encoded.shares
+    assert encoded.mixed_rows.tolist() == [True, True, True, False]
+    copies, shares = np.stack(list(encoded.filled_copies())), encoded.copy_weights
     assert copies.shape == (DRAWS, 3, 5)
     assert np.allclose(shares.sum(0), 1)
     assert np.array_equal(
@@ -488,9 +490,9 @@ def test_copies_hold_the_training_distribution_of_what_is_missing():
     assert 1.5 < joint[:, 0].std() < 2.5
     assert set(joint[:, 1:4].sum(1)) == {1.0}
     again = Plan.from_json(json.loads(json.dumps(plan.as_json()))).encode(cells)
-    assert np.array_equal(np.stack(list(again.copies())), copies)
+    assert np.array_equal(np.stack(list(again.filled_copies())), copies)
     part = encoded[np.array([2, 3])]
-    assert np.array_equal(np.stack(list(part.copies())), copies[:, 2:])
+    assert np.array_equal(np.stack(list(part.filled_copies())), copies[:, 2:])
 
 
 def test_rows_without_a_target_are_not_in_the_plan():
@@ -582,7 +584,7 @@ def test_joined_rows_answer_as_the_predictive_of_all(kind):
     K = 0.1 * torch.eye(outputs, dtype=F64).expand(5, outputs, outputs)
     rows = [torch.tensor([3, 0]), torch.tensor([1, 2, 4])]
     whole = from_marginal(likelihood, f, K)
-    p = joined([from_marginal(likelihood, f[i], K[i]) for i in rows], rows)
+    p = join_predictives([from_marginal(likelihood, f[i], K[i]) for i in rows], rows)
     y = torch.tensor([0.0, 1.0, 2.0, 0.0, 1.0], dtype=F64)
     names = ["mean", "variance", "stddev", "mode", "mass", "epistemic", "aleatoric"] + ["probs"] * (
         kind == "classes"

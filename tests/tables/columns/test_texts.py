@@ -19,13 +19,14 @@ from ssla.tables.columns.kinds import (
     MISSING,
     UNIT,
     WAYS,
-    _boolean,
-    day,
-    interpret,
+    _parse_boolean,
+    distinct_cells,
+    interpret_cells,
     is_missing,
-    read_as,
-    text_of,
-    truth,
+    parse_date,
+    parse_truth,
+    read_as_kind,
+    text_of_cell,
 )
 from ssla.tables.columns.texts import DifferentError, Texts
 
@@ -70,29 +71,29 @@ def finite(name, values):
 def by_cell(name, cells, style):
     """(kind, values, style) of a training column."""
     given = [cell for cell in cells if not is_missing(cell)]
-    if given and all(truth(cell) is not None for cell in given):
-        return "boolean", floats(cells, truth), Style()
-    days = sum(day(cell) is not None for cell in given)
+    if given and all(parse_truth(cell) is not None for cell in given):
+        return "boolean", floats(cells, parse_truth), Style()
+    days = sum(parse_date(cell) is not None for cell in given)
     if days > len(given) / 2:
         return (
-            ("date", floats(cells, day), Style())
+            ("date", floats(cells, parse_date), Style())
             if days == len(given)
-            else mixed(name, cells, day, "dates")
+            else mixed(name, cells, parse_date, "dates")
         )
     chosen = style_by_cell(given, style)
-    wrong = sum(chosen.number(cell) is None for cell in given)
+    wrong = sum(chosen.parse(cell) is None for cell in given)
     if wrong > len(given) / 2:
-        return "text", [None if is_missing(cell) else text_of(cell) for cell in cells], Style()
+        return "text", [None if is_missing(cell) else text_of_cell(cell) for cell in cells], Style()
     return (
-        ("number", finite(name, floats(cells, chosen.number)), chosen)
+        ("number", finite(name, floats(cells, chosen.parse)), chosen)
         if not wrong
-        else mixed(name, cells, chosen.number, "numbers")
+        else mixed(name, cells, chosen.parse, "numbers")
     )
 
 
 def style_by_cell(given, asked):
     stated = asked or Style()
-    if all(stated.number(cell) is not None for cell in given):
+    if all(stated.parse(cell) is not None for cell in given):
         return stated
     unit = next(
         (
@@ -109,14 +110,14 @@ def style_by_cell(given, asked):
     units = (unit[2] or "", (unit[4] or "").strip())
     every = [Style(d, t, *units) for d, t in ((".", ""), *WAYS)]
     styles = every if asked is None else [Style(stated.decimal, stated.thousands, *units)]
-    fits = [(style, [style.number(cell) for cell in given]) for style in styles]
+    fits = [(style, [style.parse(cell) for cell in given]) for style in styles]
     whole = [(style, values) for style, values in fits if None not in values]
     if whole and whole[0] is not fits[0] and any(values != whole[0][1] for _, values in whole):
         raise TableError("ambiguous")
     if (
         asked is not None
         and not whole
-        and any(all(s.number(cell) is not None for cell in given) for s in every)
+        and any(all(s.parse(cell) is not None for cell in given) for s in every)
     ):
         raise TableError("not in the format")
     return max(whole or fits, key=lambda fit: len(fit[1]) - fit[1].count(None))[0]
@@ -124,8 +125,8 @@ def style_by_cell(given, asked):
 
 def later_by_cell(name, cells, kind, style):
     if kind == "text":
-        return [None if is_missing(cell) else text_of(cell) for cell in cells]
-    read = {"number": style.number, "boolean": _boolean, "date": day}[kind]
+        return [None if is_missing(cell) else text_of_cell(cell) for cell in cells]
+    read = {"number": style.parse, "boolean": _parse_boolean, "date": parse_date}[kind]
     found = floats(cells, read)
     if None in found:
         wrong = [i for i, value in enumerate(found) if value is None]
@@ -211,7 +212,7 @@ def test_columns_by_distinct_values_equal_columns_by_cell(style):
     for cells in columns():
         expected = outcome(by_cell, "c", cells, style)
         for given in (cells, arrow(cells)):
-            column = outcome(interpret, "c", given, style)
+            column = outcome(interpret_cells, "c", given, style)
             if isinstance(expected, str):
                 assert isinstance(column, str), cells
                 assert expected in column, cells
@@ -235,7 +236,7 @@ def test_later_columns_by_distinct_values_equal_columns_by_cell(kind):
         for cells in columns(20):
             expected = outcome(later_by_cell, "c", cells, kind, style)
             for given in (cells, arrow(cells)):
-                column = outcome(read_as, "c", given, kind, style, "the table", 7, True)
+                column = outcome(read_as_kind, "c", given, kind, style, "the table", 7, True)
                 if isinstance(expected, str):
                     assert isinstance(column, str), cells
                     assert expected in column, cells
@@ -245,14 +246,19 @@ def test_later_columns_by_distinct_values_equal_columns_by_cell(kind):
 
 def test_cells_of_several_types_are_read_one_by_one():
     cells = [1, 1.0, "1", 2, None, math.nan]
-    assert interpret("c", cells).values.tolist()[:4] == [1, 1, 1, 2]
-    assert read_as("c", [1, 1.0, True, "1"], "text").values.tolist() == ["1", "1.0", "true", "1"]
+    assert interpret_cells("c", cells).values.tolist()[:4] == [1, 1, 1, 2]
+    assert read_as_kind("c", [1, 1.0, True, "1"], "text").values.tolist() == [
+        "1",
+        "1.0",
+        "true",
+        "1",
+    ]
     numbers = np.array([1, 2, 2**53 + 1])
-    assert interpret("c", numbers).values.tolist() == [float(n) for n in numbers.tolist()]
+    assert interpret_cells("c", numbers).values.tolist() == [float(n) for n in numbers.tolist()]
     with pytest.raises(
         TableError, match=r"mixes numbers and texts: row 3 is '\+nan', 1 such cells"
     ):
-        interpret("c", ["1", "2", "+nan"])
+        interpret_cells("c", ["1", "2", "+nan"])
 
 
 def test_numbers_of_texts_equal_float():
@@ -267,19 +273,19 @@ def test_numbers_of_texts_equal_float():
         "9007199254740993",
         "1e-999",
     ]
-    assert same(arrow(cells, 100).numbers(".", MARKS).tolist(), list(map(float, cells)))
+    assert same(arrow(cells, 100).parse_numbers(".", MARKS).tolist(), list(map(float, cells)))
     assert same(
-        arrow([c.replace(".", ",") for c in cells], 100).numbers(",", MARKS).tolist(),
+        arrow([c.replace(".", ",") for c in cells], 100).parse_numbers(",", MARKS).tolist(),
         list(map(float, cells)),
     )
     for wrong in ("1 ", "nan", "inf", "1_0", "١", "0x1", "1e", "1,5"):
-        assert arrow(["1", wrong if wrong != "nan" else "+nan"]).numbers(".", MARKS) is None
+        assert arrow(["1", wrong if wrong != "nan" else "+nan"]).parse_numbers(".", MARKS) is None
     assert {mark.lower() for mark in MARKS} == MISSING
 
 
 def test_all_spaces_are_stripped_as_by_python():
     cells = [f"{chr(c)}a{chr(c)}" for c in range(1, sys.maxunicode + 1) if not 0xD800 <= c < 0xE000]
-    found = texts._stripped(pyarrow.chunked_array([pyarrow.array(cells)])).to_pylist()
+    found = texts._strip_cells(pyarrow.chunked_array([pyarrow.array(cells)])).to_pylist()
     assert found == [cell.strip() for cell in cells]
 
 
@@ -287,9 +293,9 @@ def test_a_column_of_texts_is_a_sequence():
     column = arrow(["a", "b", "a", "c"], 3)
     assert list(column) == ["a", "b", "a", "c"]
     assert (len(column), column[3], column[1:3]) == (4, "c", ["b", "a"])
-    levels, codes = column.distinct()
+    levels, codes = column.find_distinct()
     assert (levels, codes.tolist()) == (["a", "b", "c"], [0, 1, 0, 2])
-    assert Texts(pyarrow.chunked_array([], pyarrow.string())).distinct()[0] == []
+    assert Texts(pyarrow.chunked_array([], pyarrow.string())).find_distinct()[0] == []
 
 
 # --- files
@@ -517,3 +523,18 @@ def test_plans_do_not_depend_on_who_reads(tmp_path, monkeypatch, count):
     assert one.notes.tolist() == other.notes.tolist()
     assert (one.missing, one.unknown) == (other.missing, other.unknown)
     assert set(one.notes) == {"", "gaps: missing", "city: missing", "gaps: missing; city: missing"}
+
+
+@pytest.mark.parametrize(
+    ("cells", "levels", "codes"),
+    [
+        (["b", None, "a", "b"], ["b", None, "a"], [0, 1, 2, 0]),
+        ([1, True, 1.0, "1"], [1, True, 1.0, "1"], [0, 1, 2, 3]),  # equal, but of different types
+        (np.array(["a", "a"], dtype=object), ["a"], [0, 0]),
+        ([], [], []),
+    ],
+)
+def test_only_texts_are_compared_to_find_distinct_cells(cells, levels, codes):
+    found, positions = distinct_cells(cells)
+    assert list(found) == levels
+    assert positions.tolist() == codes

@@ -35,7 +35,7 @@ def predictive(rows, targets):
 
 
 def conformal(y, weights):
-    return Conformal.of(
+    return Conformal.from_rows(
         predictive(len(y), y.shape[1] if y.ndim == 2 else 1),
         y,
         np.asarray(weights, dtype=float),
@@ -93,7 +93,7 @@ def test_weights_of_the_calibration_rows_reach_the_interval():
     light, heavy = (
         SSLARegressor(**QUICK)
         .fit(X, y, sample_weight=np.where(wild, weight, 1.0))
-        .conformal_.factor(0.8)
+        .conformal_.score_quantile(0.8)
         for weight in (0.01, 3.0)
     )
     assert heavy > 2 * light
@@ -109,7 +109,7 @@ def test_integer_weights_equal_repeated_rows(targets):
         conformal(np.repeat(y, weights, axis=0), np.ones(weights.sum())),
     )
     for level in (*np.linspace(0.01, 0.99, 99), 0.5, weights.sum() / (weights.sum() + 1)):
-        assert np.array_equal(once.factor(level), repeated.factor(level))
+        assert np.array_equal(once.score_quantile(level), repeated.score_quantile(level))
 
 
 def test_weighted_quantiles_follow_their_definition():
@@ -120,17 +120,17 @@ def test_weighted_quantiles_follow_their_definition():
         for level in LEVELS:
             expected = by_definition(np.abs(y), weights, level)
             if np.isfinite(expected):
-                assert found.factor(level)[0] == expected
+                assert found.score_quantile(level)[0] == expected
             else:
                 with pytest.warns(UserWarning, match="infinite"):
-                    assert np.isinf(found.factor(level)).all()
+                    assert np.isinf(found.score_quantile(level)).all()
 
 
 def test_unit_weights_give_the_order_statistic():
     """k = ⌈(n + 1)·level⌉. 100·0.55 is 55, although it is more in floating point."""
     assert 100 * 0.55 > 55
     found = conformal(np.arange(1.0, 100.0), np.ones(99))
-    assert [found.factor(level)[0] for level in (0.01, 0.5, 0.501, 0.55, 0.99)] == [
+    assert [found.score_quantile(level)[0] for level in (0.01, 0.5, 0.501, 0.55, 0.99)] == [
         1,
         50,
         51,
@@ -144,7 +144,9 @@ def test_a_small_total_weight_is_few_rows():
         UserWarning,
         match=r"needs at least 9 calibration rows, but there are 100 with a total weight of 1:",
     ):
-        assert np.isinf(conformal(RNG.normal(size=100), np.full(100, 0.01)).factor(0.9)).all()
+        assert np.isinf(
+            conformal(RNG.normal(size=100), np.full(100, 0.01)).score_quantile(0.9)
+        ).all()
 
 
 def test_too_few_rows_for_both_parts_are_refused():

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 import ssla
 from ssla.sklearn import SSLAClassifier, SSLARegressor, TableEncoder, load
 from ssla.tables.cli.app import app
-from ssla.tables.cli.train import shuffled
+from ssla.tables.cli.train import shuffle_rows
 from ssla.tables.columns import TableError, read_table
 from ssla.tables.estimators.loading import load_trained
 
@@ -75,7 +75,7 @@ def test_a_model_of_the_command_is_an_estimator_that_reads_frames_and_tables(tmp
     assert model.plan_.left_out == {"note": "constant"}
     table = read_table(data)
     encoder = TableEncoder(drop=["y"], codes=True).fit(table)
-    order, _ = shuffled(Y, "auto", 0)
+    order, _ = shuffle_rows(Y, "auto", 0)
     y = table.column("y").values
     again = SSLARegressor(**QUICK).fit(encoder.encode(table)[order], y[order])
     assert np.array_equal(again.predict(table), model.predict(table))

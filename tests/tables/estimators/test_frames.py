@@ -8,7 +8,7 @@ import torch
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from ssla.files import FileError, read, write
+from ssla.files import FileError, read_model, write_model
 from ssla.predictive import mixture
 from ssla.sklearn import SSLAClassifier, SSLARegressor, TableEncoder, load
 from ssla.tables.columns import TableError
@@ -269,12 +269,12 @@ def test_files_keep_the_plan(tmp_path):
 @pytest.mark.parametrize(("layout", "words"), [(None, "an earlier"), (99, "a newer")])
 def test_files_of_other_layouts_are_refused_in_words(tmp_path, layout, words):
     model = SSLARegressor(**QUICK).fit(FRAME, Y)
-    content, tensors = read(model.save(tmp_path / "model"), KIND)
+    content, tensors = read_model(model.save(tmp_path / "model"), KIND)
     content["layout"] = layout
     if layout is None:
         del content["layout"]
     with pytest.raises(FileError, match=f"written by {words} version of ssla.*Train the model"):
-        load(write(tmp_path / "other", KIND, content, tensors))
+        load(write_model(tmp_path / "other", KIND, content, tensors))
 
 
 def test_verbose_shows_a_bar(capsys):

@@ -7,8 +7,8 @@ import torch
 
 import ssla
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
-from ssla.tables.networks import Settings, fit_ensemble, updated
-from ssla.tables.networks.folds import folds
+from ssla.tables.networks import Settings, fit_ensemble, update_ensemble
+from ssla.tables.networks.folds import hold_out_rows
 from ssla.tables.networks.training import Schedule
 
 QUICK = {"max_epochs": 15, "hidden": (10,), "random_state": 0}
@@ -118,7 +118,9 @@ def test_an_ensemble_is_a_frozen_value():
     x, y, w = torch.from_numpy(X), torch.from_numpy(Y), torch.ones(240, dtype=torch.float64)
     first = fit_ensemble(x[:100], y[:100], w[:100], Settings(schedule=Schedule(5)))
     before = first.predict(x).mean
-    assert not torch.equal(updated(first, x[100:], y[100:], w[100:]).predict(x).mean, before)
+    assert not torch.equal(
+        update_ensemble(first, x[100:], y[100:], w[100:]).predict(x).mean, before
+    )
     assert torch.equal(first.predict(x).mean, before)
 
 
@@ -127,29 +129,31 @@ def test_an_ensemble_is_a_frozen_value():
 
 def test_whole_groups_are_held_out():
     groups = torch.arange(100) // 7
-    held = folds(100, 4, 0.2, torch.Generator().manual_seed(0), groups=groups)
+    held = hold_out_rows(100, 4, 0.2, torch.Generator().manual_seed(0), groups=groups)
     assert (held.sum(1) >= 20).all()
     assert (held.sum(1) < 27).all()
     for label in groups.unique():
         inside = held[:, groups == label]
         assert (inside.all(1) | ~inside.any(1)).all()
     assert int(held.sum(0).max()) == 1  # disjoint, while there are enough groups
-    two = folds(10, 3, 0.2, torch.Generator().manual_seed(0), groups=torch.arange(10) % 2)
+    two = hold_out_rows(10, 3, 0.2, torch.Generator().manual_seed(0), groups=torch.arange(10) % 2)
     assert two.sum(1).tolist() == [5, 5, 5]  # one of two groups, never both
     with pytest.raises(ValueError, match="one group only"):
-        folds(10, 1, 0.2, torch.Generator(), groups=torch.zeros(10))
+        hold_out_rows(10, 1, 0.2, torch.Generator(), groups=torch.zeros(10))
 
 
 def test_the_latest_rows_are_held_out():
     time = torch.tensor([5.0, 1.0, 4.0, 2.0, 5.0, 3.0, 0.0, 0.0, 0.0, 0.0])
-    held = folds(10, 2, 0.1, torch.Generator(), time=time)
+    held = hold_out_rows(10, 2, 0.1, torch.Generator(), time=time)
     assert (
         held.tolist() == [[value == 5 for value in time.tolist()]] * 2
     )  # equal times are not divided
     flat = torch.tensor([0.0, 1.0, 1.0, 1.0])
-    assert folds(4, 1, 0.9, torch.Generator(), time=flat).tolist() == [[False, True, True, True]]
+    assert hold_out_rows(4, 1, 0.9, torch.Generator(), time=flat).tolist() == [
+        [False, True, True, True]
+    ]
     with pytest.raises(ValueError, match="one value only"):
-        folds(3, 1, 0.2, torch.Generator(), time=torch.ones(3))
+        hold_out_rows(3, 1, 0.2, torch.Generator(), time=torch.ones(3))
 
 
 def test_the_noise_of_a_group_effect_is_found_only_by_whole_groups():
@@ -183,7 +187,7 @@ def test_conformal_rows_are_whole_groups_or_the_latest():
     shifted = SSLARegressor(conformal=True, **QUICK).fit(
         X, np.where(np.arange(240) >= 192, Y + 5, Y), time=np.arange(240)
     )
-    assert shifted.conformal_.factor(0.8) > 5 * late.conformal_.factor(
+    assert shifted.conformal_.score_quantile(0.8) > 5 * late.conformal_.score_quantile(
         0.8
     )  # calibrated on the shifted rows
 

@@ -8,8 +8,8 @@ import ssla
 from ssla import likelihoods as L
 from ssla import metrics, priors
 from ssla.sklearn import PredictiveClassifier, PredictiveRegressor, SSLAClassifier, SSLARegressor
-from ssla.tables.estimators.row_weights import factor_of
-from ssla.tables.report.table_models import fit_of
+from ssla.tables.estimators.row_weights import factor_of, rows_with_weight
+from ssla.tables.report.table_models import describe_estimator
 from support.networks import data, mlp
 
 QUICK = {"members": 1, "max_epochs": 30, "hidden": (8,), "trees": 0, "random_state": 0}
@@ -35,7 +35,7 @@ def test_normalised_weights_are_rescaled_and_reported(name):
     with pytest.warns(UserWarning, match=RESCALED):
         model = make().fit(X, y, sample_weight=NORMALISED)
     assert model.weight_factor_ == pytest.approx(N)
-    assert "multiplied by 200" in fit_of(model)[0][1]
+    assert "multiplied by 200" in describe_estimator(model)[0][1]
     expected = make().fit(X, y, sample_weight=NORMALISED / NORMALISED.mean())
     relative = make(row_weights="relative").fit(X, y, sample_weight=NORMALISED)  # no warning
     for other in (expected, relative):
@@ -155,3 +155,9 @@ def test_fit_of_a_network_warns_and_keeps_frequencies():
         (torch.arange(60) < 10).float(),
     ):
         ssla.fit(mlp(), (x, y, weights), **given)  # no warning
+
+
+def test_a_fit_needs_two_rows_with_a_positive_weight():
+    assert rows_with_weight(np.array([0.0, 2.0, 0.5])).tolist() == [False, True, True]
+    with pytest.raises(ValueError, match="at least two rows with a positive weight, but n_sam"):
+        rows_with_weight(np.array([0.0, 2.0, 0.0]))

@@ -23,9 +23,9 @@ import ssla
 from ssla import metrics
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.tables.networks import Settings, fit_ensemble
-from ssla.tables.networks.folds import folds
-from ssla.tables.networks.held_out_noise import at_noise, held_out_noise
-from ssla.tables.networks.training import Architecture, Rows, Schedule, train
+from ssla.tables.networks.folds import hold_out_rows
+from ssla.tables.networks.held_out_noise import change_noise, held_out_noise
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train_networks
 
 QUICK = {"max_epochs": 25, "hidden": (16,), "random_state": 0}
 RNG = np.random.default_rng(0)
@@ -233,10 +233,10 @@ def test_conformal_intervals_cover_whatever_the_model():
 
 def test_members_train_as_if_alone_and_keep_their_best_epoch():
     x, y = torch.randn(60, 2, dtype=torch.float64), torch.randn(60, dtype=torch.float64)
-    held = folds(60, 3, 0.2, torch.Generator().manual_seed(0))
+    held = hold_out_rows(60, 3, 0.2, torch.Generator().manual_seed(0))
     assert held.sum(1).tolist() == [12, 12, 12]
     assert not (held[0] & held[1]).any()
-    trained = train(
+    trained = train_networks(
         Architecture(2, 1, (8,)),
         None,
         Rows(x, y, torch.ones(60), held),
@@ -246,7 +246,7 @@ def test_members_train_as_if_alone_and_keep_their_best_epoch():
     assert torch.equal(trained.losses.argmin(0) + 1, trained.best_epoch)
     full = Schedule(20, None, precision=2.0)
     nothing = torch.zeros(3, 60, dtype=torch.bool)
-    together = train(
+    together = train_networks(
         Architecture(2, 1, (8,)),
         None,
         Rows(x, y, torch.ones(60, dtype=torch.float64), nothing),
@@ -268,7 +268,7 @@ def test_full_batch_training_reaches_the_mode_of_the_prior_it_names():
     nothing = torch.zeros(1, 50, dtype=torch.bool)
     rows = Rows(x, y, torch.ones(50, dtype=torch.float64), nothing)
     likelihood = ssla.likelihoods.Poisson()
-    trained = train(
+    trained = train_networks(
         Architecture(3, 1, ()), likelihood, rows, Schedule(800, None, 0.1, precision=4.0), 0
     )
     post = ssla.fit(
@@ -306,7 +306,9 @@ def test_another_noise_without_a_pass_equals_another_fit():
     ).double()
     data = torch.from_numpy((X - X.mean(0)) / X.std(0)), torch.from_numpy((Y - Y.mean()) / Y.std())
     first, second = (ssla.likelihoods.Gaussian(noise=s) for s in (0.5, 0.8))
-    moved = at_noise(ssla.fit(module, data, likelihood=first, prior=ssla.priors.Gaussian()), second)
+    moved = change_noise(
+        ssla.fit(module, data, likelihood=first, prior=ssla.priors.Gaussian()), second
+    )
     direct = ssla.fit(module, data, likelihood=second, prior=ssla.priors.Gaussian())
     assert torch.allclose(moved.theta, direct.theta, atol=1e-10)
     assert abs(moved.log_evidence() - direct.log_evidence()) < 1e-8

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ssla.sklearn import PredictiveRegressor, SSLARegressor
-from ssla.tables.networks import scaling_of
+from ssla.tables.networks import fit_scaling
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(70, 3))
@@ -56,7 +56,7 @@ def test_the_regressor_around_other_models_refuses_them_too():
 def test_standardising_neither_overflows_nor_vanishes(c):
     """Mean and standard deviation by NumPy in unit scale."""
     weights = RNG.uniform(0.5, 2.0, size=70)
-    found = scaling_of(torch.from_numpy(c * X), torch.from_numpy(weights))
+    found = fit_scaling(torch.from_numpy(c * X), torch.from_numpy(weights))
     mean = np.average(X, axis=0, weights=weights)
     sd = np.sqrt(np.average((X - mean) ** 2, axis=0, weights=weights))
     np.testing.assert_allclose(found.shift / c, mean, rtol=1e-12, atol=1e-15)

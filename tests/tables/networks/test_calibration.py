@@ -12,8 +12,8 @@ from ssla.curvature.structure import NoFactorError
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.tables.estimators import estimator
 from ssla.tables.networks import building
-from ssla.tables.networks.pieces import Pieces, counts_of, edges_of, place
-from ssla.tables.networks.recalibration import shares, spreads_of, stretched_log_densities
+from ssla.tables.networks.pieces import Pieces, piece_counts, quantile_edges
+from ssla.tables.networks.recalibration import choose_spreads, model_shares, stretched_log_densities
 
 G = torch.Generator().manual_seed(0)
 
@@ -31,7 +31,7 @@ def test_shares_are_the_maximum_of_a_concave_function():
         negative, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10}
     ).x
     expected = torch.softmax(torch.tensor([*best, 0.0], dtype=torch.float64), 0)
-    assert torch.allclose(shares(logs, weights, pseudo), expected, atol=1e-5)
+    assert torch.allclose(model_shares(logs, weights, pseudo), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("truth", [0.5, 1.0, 2.0])
@@ -40,7 +40,7 @@ def test_spreads_find_the_scale_of_the_residuals(truth):
     marginal = Marginal(
         torch.zeros(4000, 2, dtype=torch.float64), torch.zeros(4000, 2, 2, dtype=torch.float64)
     )
-    found = spreads_of(
+    found = choose_spreads(
         stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y)
     )[0]
     assert sum(share for _, share in found) == pytest.approx(1.0)
@@ -57,12 +57,14 @@ def test_heavy_tails_have_several_spreads_and_few_rows_decide_little():
         torch.zeros(4000, 2, dtype=torch.float64), torch.zeros(4000, 2, 2, dtype=torch.float64)
     )
     found = dict(
-        spreads_of(stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y))[0]
+        choose_spreads(
+            stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y)
+        )[0]
     )
     assert max(found) >= 3
     few = Marginal(*(part[:2] for part in marginal))
     two = torch.ones(2, dtype=torch.float64)
-    little = spreads_of(stretched_log_densities(few, 10 * two, 0 * two), two)[0]
+    little = choose_spreads(stretched_log_densities(few, 10 * two, 0 * two), two)[0]
     assert sum(share for factor, share in little if factor <= 2.5) > 0.75
 
 
@@ -73,7 +75,7 @@ def test_disagreement_of_the_members_is_not_counted_twice():
     f = torch.zeros(4000, 2, dtype=torch.float64)
     f[:, 1] = math.log(2.0)
     marginal = Marginal(f, torch.zeros(4000, 2, 2, dtype=torch.float64))
-    found = spreads_of(
+    found = choose_spreads(
         stretched_log_densities(marginal, y, torch.ones_like(y)), torch.ones_like(y)
     )[0]
     assert sum(share * factor**2 for factor, share in found) * 2 == pytest.approx(1.0, rel=0.1)
@@ -94,10 +96,10 @@ def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
     x = torch.stack(
         [torch.arange(101.0, dtype=torch.float64), torch.arange(101.0, dtype=torch.float64) % 2], 1
     )
-    edges = edges_of(x, torch.ones(101, dtype=torch.float64), 4)
-    assert counts_of(edges) == (4, 0)
-    module = Pieces(counts_of(edges)).double()
-    place(module, edges)
+    edges = quantile_edges(x, torch.ones(101, dtype=torch.float64), 4)
+    assert piece_counts(edges) == (4, 0)
+    module = Pieces(piece_counts(edges)).double()
+    module.set_edges(edges)
     new = torch.tensor([[50.0, 1.0], [-25.0, 0.0], [150.0, 0.0]], dtype=torch.float64)
     expected = [[50, 1, 1, 1, 0, 0], [-25, 0, -1, 0, 0, 0], [150, 0, 1, 1, 1, 3]]
     assert torch.allclose(module(new), torch.tensor(expected, dtype=torch.float64))
@@ -106,8 +108,8 @@ def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            edges_of(twice, torch.ones(131, dtype=torch.float64), 4),
-            edges_of(x, weights, 4),
+            quantile_edges(twice, torch.ones(131, dtype=torch.float64), 4),
+            quantile_edges(x, weights, 4),
             strict=True,
         )
     )

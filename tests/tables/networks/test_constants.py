@@ -11,7 +11,7 @@ from torch import nn
 
 from ssla.sklearn import SSLARegressor, load
 from ssla.tables.networks import building
-from ssla.tables.networks.constant_members import constant_network, is_worse_than_constant
+from ssla.tables.networks.constant_members import is_worse_than_constant, make_constant_network
 from ssla.tables.networks.count_targets import gains
 
 ROWS, MEMBERS = 150, 3
@@ -33,7 +33,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, members: tuple[int, ...]) -> None:
     """After training, the given networks have means with 300 times their weights in the last
     layer.
     """
-    honest = building.train
+    honest = building.train_networks
 
     def train(*arguments, **options):
         trained = honest(*arguments, **options)
@@ -42,7 +42,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, members: tuple[int, ...]) -> None:
                 trained.modules[member][-1].weight[0].mul_(300.0)
         return replace(trained, modules=trained.modules)
 
-    monkeypatch.setattr(building, "train", train)
+    monkeypatch.setattr(building, "train_networks", train)
 
 
 def rmse(predicted: np.ndarray, y: np.ndarray) -> float:
@@ -79,8 +79,8 @@ def test_constant_network_predicts_its_bias_and_leaves_the_network_as_it_was():
     before = [p.clone() for p in network.parameters()]
     bias = torch.tensor([1.5, -2.0], dtype=torch.float64)
     x = 100 * torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(constant_network(network, bias)(x), bias.expand(7, 2))
-    assert not constant_network(network, None)(x).any()
+    assert torch.equal(make_constant_network(network, bias)(x), bias.expand(7, 2))
+    assert not make_constant_network(network, None)(x).any()
     assert all(torch.equal(*pair) for pair in zip(before, network.parameters(), strict=True))
 
 

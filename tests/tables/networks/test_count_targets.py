@@ -37,8 +37,8 @@ def ones(y):
 )
 def test_small_counts_are_whole_and_not_spread_wide(y, small):
     y = torch.tensor(y, dtype=F64)
-    assert whole_numbers.small_counts(y, ones(y)) is small
-    assert not whole_numbers.small_counts(y[:, None], ones(y))
+    assert whole_numbers.are_small_counts(y, ones(y)) is small
+    assert not whole_numbers.are_small_counts(y[:, None], ones(y))
 
 
 def test_counts_that_vary_less_than_poisson_counts_are_numbers():
@@ -87,7 +87,7 @@ def ensemble(modules, likelihoods, held, target=UNIT, kept=None):
         kept=tuple(range(len(modules))) if kept is None else kept,
         target=target,
         scale=None,
-        standardised=lambda x: x,
+        standardise=lambda x: x,
     )
 
 
@@ -106,7 +106,7 @@ def poisson(shift=0.0, kept=None, held=HELD):
 
 
 def test_means_are_those_of_the_network():
-    found = counts.means(numbers(), 0, X)
+    found = counts.predicted_means(numbers(), 0, X)
     assert np.allclose(found, RATE)
 
 
@@ -125,7 +125,7 @@ def test_errors_like_those_of_poisson_counts_are_worth_a_fit(factor, worth):
     rate = torch.from_numpy(RATE)
     y = rate + (factor * rate).sqrt() * torch.where(torch.arange(80) % 4 < 2, 1.0, -1.0)
     assert counts.dispersion(numbers(), X, y, ones(y)) == pytest.approx(factor, rel=1e-9)
-    assert counts.worth_counting(numbers(), X, y, ones(y)) is worth
+    assert counts.is_worth_counting(numbers(), X, y, ones(y)) is worth
 
 
 def test_rows_must_have_been_held_out():
@@ -133,8 +133,8 @@ def test_rows_must_have_been_held_out():
     nobody[1] = False
     nobody[1, 3] = True
     nobody[0] = False
-    assert not counts.worth_counting(numbers(held=None), X, Y, W)
-    assert not counts.worth_counting(numbers(held=nobody), X, Y, W)
+    assert not counts.is_worth_counting(numbers(held=None), X, Y, W)
+    assert not counts.is_worth_counting(numbers(held=nobody), X, Y, W)
 
 
 def test_gains_are_differences_of_log_probabilities():

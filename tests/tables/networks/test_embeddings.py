@@ -8,16 +8,21 @@ import pytest
 import torch
 
 import ssla
-from ssla.files import Decoder, Encoder, FileError, read, write
+from ssla.files import Decoder, Encoder, FileError, read_model, write_model
 from ssla.likelihoods import HeteroscedasticGaussian
 from ssla.sklearn import SSLAClassifier, SSLARegressor, TableEncoder, load
 from ssla.tables.columns import plan as plans
 from ssla.tables.columns.plan import ENOUGH
 from ssla.tables.estimators.saving import KIND
 from ssla.tables.networks import training
-from ssla.tables.networks.embeddings import Embeddings, check_codes, dimensions_of, without_codes
-from ssla.tables.networks.scaling import scaling_of
-from ssla.tables.networks.training import Architecture, Rows, Schedule, train
+from ssla.tables.networks.embeddings import (
+    Embeddings,
+    check_codes,
+    embedding_dimensions,
+    without_codes,
+)
+from ssla.tables.networks.scaling import fit_scaling
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train_networks
 
 F64 = torch.float64
 RNG = np.random.default_rng(0)
@@ -37,7 +42,7 @@ def trained(members=3, levels=LEVELS, x=X, epochs=10):
     architecture = Architecture(
         x.shape[1], 2, (8,), levels=levels, dimensions=DIMENSIONS if levels else ()
     )
-    return train(
+    return train_networks(
         architecture,
         HeteroscedasticGaussian(),
         Rows(x, Y, ONES, HELD[:members]),
@@ -79,7 +84,9 @@ def test_members_that_are_trained_together_are_those_of_their_modules():
     theta = torch.stack(
         [torch.cat([p.flatten() for p in m.parameters()]) for m in found.modules]
     ).detach()
-    together = training._forward(list(module.named_children()), shapes, theta, X.expand(3, -1, -1))
+    together = training._compute_outputs(
+        list(module.named_children()), shapes, theta, X.expand(3, -1, -1)
+    )
     assert torch.allclose(together, torch.stack([m(X) for m in found.modules]), atol=1e-12)
 
 
@@ -118,7 +125,7 @@ def test_the_table_is_at_the_mode_of_its_prior_and_the_rows():
     rows = Rows(X, Y, ONES, torch.zeros(1, 90, dtype=torch.bool))
     likelihood = ssla.likelihoods.Gaussian(noise=0.3)
     architecture = Architecture(4, 1, (), levels=LEVELS, dimensions=DIMENSIONS)
-    module = train(
+    module = train_networks(
         architecture, likelihood, rows, Schedule(3000, None, 0.02, precision=2.0), 0
     ).modules[0]
     parameters = list(module.parameters())
@@ -128,7 +135,7 @@ def test_the_table_is_at_the_mode_of_its_prior_and_the_rows():
 
 
 def test_codes_are_not_standardised_and_have_no_pieces():
-    scaling = scaling_of(X, ONES, LEVELS)
+    scaling = fit_scaling(X, ONES, LEVELS)
     assert scaling.shift[[1, 3]].tolist() == [0, 0]
     assert scaling.scale[[1, 3]].tolist() == [1, 1]
     assert torch.allclose(scaling(X)[:, [0, 2]].mean(0), torch.zeros(2, dtype=F64), atol=1e-12)
@@ -138,7 +145,7 @@ def test_codes_are_not_standardised_and_have_no_pieces():
 
 
 def test_more_levels_have_more_dimensions():
-    assert dimensions_of((0, 1, 300, 10**6)) == (0, 2, 5, 33)
+    assert embedding_dimensions((0, 1, 300, 10**6)) == (0, 2, 5, 33)
 
 
 # --- estimators
@@ -165,11 +172,11 @@ def fitted():
 def test_the_estimators_learn_codes_and_the_encoder_does_not(fitted):
     model, frame, _ = fitted
     (codes,) = [feature for feature in model.plan_.features if feature.codes]
-    assert codes.names == ["shop: code"]
-    assert model.ensemble_.architecture.levels == model.plan_.levels == (0, 60)
+    assert codes.encoded_names == ["shop: code"]
+    assert model.ensemble_.architecture.levels == model.plan_.level_counts == (0, 60)
     assert model.ensemble_.architecture.pieces == (8, 0)
     plan = TableEncoder().fit(frame).plan_
-    assert plan.levels == ()
+    assert plan.level_counts == ()
     assert plan.width == 1 + 50 + 1
 
 
@@ -190,14 +197,14 @@ def test_every_refit_predicts_with_codes_and_a_file_gives_the_same_bits(fitted, 
 def test_unknown_shops_are_mixed_over_training_shops_and_rare_ones_share_code_0(fitted):
     model = fitted[0]
     new = pd.DataFrame({"size": [0.0] * 4, "shop": ["shop 3", "shop 61", "new", None]})
-    encoded = model._rows_of(new)
+    encoded = model._encode_if_needed(new)
     assert encoded.values[:, 1].tolist() == [
         1 + model.plan_.features[1].codes.index("shop 3"),
         0,
         0,
         0,
     ]
-    assert encoded.mixed.tolist() == [
+    assert encoded.mixed_rows.tolist() == [
         False,
         True,
         True,
@@ -209,7 +216,7 @@ def test_unknown_shops_are_mixed_over_training_shops_and_rare_ones_share_code_0(
         "shop: unknown category 'new'",
         "shop: missing",
     ]
-    copies = np.stack(list(encoded.copies()))
+    copies = np.stack(list(encoded.filled_copies()))
     assert np.array_equal(copies[..., 1], copies[..., 1].round())
     assert (copies[..., 1] > 0).any()
     p = model.predict_dist(new)
@@ -217,10 +224,10 @@ def test_unknown_shops_are_mixed_over_training_shops_and_rare_ones_share_code_0(
     many, y, _ = shops(rare=ENOUGH)
     many.loc[many["shop"] == "shop 5", "shop"] = None
     learned = SSLARegressor(members=1, max_epochs=5, trees=0, random_state=0).fit(many, y)
-    encoded = learned._rows_of(new)
-    assert learned.plan_.levels == (0, 60)  # 59 shops, and gaps
+    encoded = learned._encode_if_needed(new)
+    assert learned.plan_.level_counts == (0, 60)  # 59 shops, and gaps
     assert encoded.values[1:, 1].tolist() == [0, 0, 60]
-    assert encoded.mixed.tolist() == [False, False, False, True]  # twelve gaps are too few
+    assert encoded.mixed_rows.tolist() == [False, False, False, True]  # twelve gaps are too few
     assert encoded.notes.tolist()[1:3] == [
         "",
         "shop: unknown category 'new', treated as a rare one",
@@ -271,7 +278,7 @@ def test_trees_do_not_split_by_codes(fitted):
 )
 def test_a_file_with_impossible_levels_is_refused_in_words(fitted, tmp_path, name, wrong, words):
     path = fitted[0].save(tmp_path / "m")
-    content, tensors = read(path, KIND)
+    content, tensors = read_model(path, KIND)
     if name == "codes":
         content["plan"]["features"][1]["codes"].pop()
     else:
@@ -279,7 +286,7 @@ def test_a_file_with_impossible_levels_is_refused_in_words(fitted, tmp_path, nam
             name: tuple(wrong)
         }
         content["ensemble"]["architecture"] = Encoder().encode(changed, "architecture")
-    write(tmp_path / "forged", KIND, content, tensors)
+    write_model(tmp_path / "forged", KIND, content, tensors)
     with pytest.raises(FileError, match=words):
         load(tmp_path / "forged")
 
@@ -290,7 +297,7 @@ def test_an_exported_network_has_its_embeddings(fitted, tmp_path):
     frame, y = fitted[1:]
     model = SSLARegressor("gaussian", members=1, max_epochs=3, random_state=0).fit(frame, y)
     posterior = model.ensemble_.components[0].posterior
-    z = model.ensemble_.standardised(torch.from_numpy(model._rows_of(frame[:20]).values))
+    z = model.ensemble_.standardise(torch.from_numpy(model._encode_if_needed(frame[:20]).values))
     posterior.export(tmp_path / "m.onnx", example=z)
     session = runtime.InferenceSession(tmp_path / "m.onnx", providers=["CPUExecutionProvider"])
     mean, *_ = session.run(None, {session.get_inputs()[0].name: z.numpy()})
@@ -299,11 +306,11 @@ def test_an_exported_network_has_its_embeddings(fitted, tmp_path):
 
 def test_a_file_with_standardised_codes_is_refused(fitted, tmp_path):
     path = fitted[0].save(tmp_path / "m")
-    content, tensors = read(path, KIND)
+    content, tensors = read_model(path, KIND)
     for name, wrong in (("inputs.shift", 1.0), ("inputs.scale", 2.0)):
         changed = {key: value.clone() for key, value in tensors.items()}
         changed[name][1] = wrong
-        write(tmp_path / name, KIND, content, changed)
+        write_model(tmp_path / name, KIND, content, changed)
         with pytest.raises(FileError, match="not standardised"):
             load(tmp_path / name)
 

@@ -7,10 +7,11 @@ from scipy import stats
 
 from ssla.likelihoods import HeteroscedasticGaussian
 from ssla.predictive.positive import Positive
-from ssla.tables.networks import building, training
-from ssla.tables.networks.ensemble import scale_of
-from ssla.tables.networks.pieces import counts_of, edges_of
-from ssla.tables.networks.training import Architecture, Rows, Schedule, train
+from ssla.tables.networks import target_scales, training
+from ssla.tables.networks.ensemble import choose_scale
+from ssla.tables.networks.pieces import piece_counts, quantile_edges
+from ssla.tables.networks.training import Architecture, Rows, Schedule, train_networks
+from ssla.tables.networks.training_data import TrainingData
 
 RNG = np.random.default_rng(0)
 X = torch.from_numpy(RNG.normal(size=(120, 2)))
@@ -21,7 +22,9 @@ HELD = torch.arange(120).expand(2, -1) % 10 == torch.tensor([[3], [7]])
 
 def trained(members, by_member=None):
     rows = Rows(X, Y, ONES, HELD.repeat(members // 2, 1), (), by_member)
-    return train(Architecture(2, 2, (8,)), HeteroscedasticGaussian(), rows, Schedule(10, None), 0)
+    return train_networks(
+        Architecture(2, 2, (8,)), HeteroscedasticGaussian(), rows, Schedule(10, None), 0
+    )
 
 
 def test_members_with_targets_of_their_own_are_those_of_the_same_targets():
@@ -34,12 +37,12 @@ def test_members_with_targets_of_their_own_are_those_of_the_same_targets():
 
 
 def test_pieces_are_the_same_once_and_in_every_epoch(monkeypatch):
-    edges = edges_of(X, ONES)
+    edges = quantile_edges(X, ONES)
     rows = Rows(X, Y, ONES, HELD, edges)
 
     def losses():
-        return train(
-            Architecture(2, 2, (8,), "relu", counts_of(edges)),
+        return train_networks(
+            Architecture(2, 2, (8,), "relu", piece_counts(edges)),
             HeteroscedasticGaussian(),
             rows,
             Schedule(5, 16),
@@ -53,9 +56,9 @@ def test_pieces_are_the_same_once_and_in_every_epoch(monkeypatch):
 
 def test_the_scales_of_inputs_become_part_of_the_first_layer():
     """The modules predict held-out rows as well as the losses of the training say."""
-    edges = edges_of(X, ONES)
-    architecture = Architecture(2, 2, (8,), "relu", counts_of(edges))
-    found = train(
+    edges = quantile_edges(X, ONES)
+    architecture = Architecture(2, 2, (8,), "relu", piece_counts(edges))
+    found = train_networks(
         architecture,
         HeteroscedasticGaussian(),
         Rows(X, Y, ONES, HELD, edges),
@@ -75,7 +78,10 @@ def test_the_best_scale_has_the_lowest_nll_of_y():
     """The NLL of y from the losses on the scale of the networks, against log_prob of the
     transformed law by hand.
     """
-    targets = [building._Target.of(Y, ONES, name) for name in ("heteroscedastic", "positive")]
+    targets = [
+        target_scales.ScaledTarget.from_values(Y, ONES, name)
+        for name in ("heteroscedastic", "positive")
+    ]
     found = trained(4, torch.stack([target.y for target in targets]).repeat_interleave(2, 0))
     by_hand = []
     for m, module in enumerate(found.modules):
@@ -91,7 +97,9 @@ def test_the_best_scale_has_the_lowest_nll_of_y():
         (slope,) = torch.autograd.grad(z.sum(), y)
         by_hand.append(float(-(normal.log_prob(z.detach()) + slope.log()).mean()))
     gain = np.array(by_hand[:2]) - np.array(by_hand[2:])
-    found_gain = building._gains(targets, found.losses, building._Data(X, Y, ONES, HELD))
+    found_gain = target_scales.gains_of_densities(
+        targets, found.losses, TrainingData(X, Y, ONES, HELD)
+    )
     assert np.allclose(found_gain, gain, atol=1e-10)
     for gains, chosen in (
         ((0.12, 0.02), 1),
@@ -99,13 +107,16 @@ def test_the_best_scale_has_the_lowest_nll_of_y():
         ((0.009, 0.009), 0),
         ((0.02, 0.02), 1),
     ):  # mean, error, least
-        assert building._best(torch.tensor(gains, dtype=torch.float64)) == chosen
+        assert target_scales.choose_by_gains(torch.tensor(gains, dtype=torch.float64)) == chosen
 
 
 def test_the_best_scale_of_small_counts_has_the_highest_probability_of_what_rounds_to_them():
     """Against the distribution functions of SciPy, on both scales."""
     y = Y.abs().round()
-    targets = [building._Target.of(y, ONES, name) for name in ("heteroscedastic", "positive")]
+    targets = [
+        target_scales.ScaledTarget.from_values(y, ONES, name)
+        for name in ("heteroscedastic", "positive")
+    ]
     found = trained(4, torch.stack([target.y for target in targets]).repeat_interleave(2, 0))
     modules = [found.modules[:2], found.modules[2:]]
     by_hand = np.zeros((2, 2))
@@ -126,14 +137,14 @@ def test_the_best_scale_of_small_counts_has_the_highest_probability_of_what_roun
             by_hand[k, m] = np.log(
                 law.cdf(high) - np.where(rows.numpy() == 0, 0, law.cdf(low))
             ).mean()
-    data = building._Data(X, y, ONES, HELD)
-    gains = building._gains_of_counts(targets, modules, data, HeteroscedasticGaussian())
+    data = TrainingData(X, y, ONES, HELD)
+    gains = target_scales.gains_of_counts(targets, modules, data, HeteroscedasticGaussian())
     assert np.allclose(gains, by_hand[1] - by_hand[0], atol=1e-8)
 
 
 def test_the_scale_of_positive_targets_begins_at_their_five_per_cent_quantile():
     y = torch.cat([torch.zeros(10), torch.arange(1.0, 102.0)]).double()
-    scale = scale_of(y, "positive")
+    scale = choose_scale(y, "positive")
     assert isinstance(scale, Positive)
     assert np.isclose(np.exp(scale.low), 6.0)
     assert np.isclose(np.exp(scale.high), 101.0, rtol=1e-5)

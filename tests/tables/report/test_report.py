@@ -11,8 +11,10 @@ from torch import nn
 import ssla
 from ssla import metrics
 from ssla.tables.report import html_report
-from ssla.tables.report.facts import FACTORS, LEVELS, _inputs, choose
-from ssla.tables.report.short_texts import short
+from ssla.tables.report.facts import FACTORS, choose_rows
+from ssla.tables.report.measures import LEVELS
+from ssla.tables.report.short_texts import shorten
+from ssla.tables.report.shown_rows import shorten_inputs
 
 CLOSE = {"rtol": 2e-5, "atol": 1e-5}
 
@@ -183,18 +185,18 @@ def test_a_hundred_thousand_rows_are_scored_and_two_thousand_are_shown(tmp_path)
 
 
 def test_long_texts_are_cut_until_the_page_has_room_for_them():
-    assert _inputs([["ü" * 70, 1.25, None, True]]) == [["ü" * 59 + "…", 1.25, "", 1]]
-    many = _inputs([["汉" * 80] * 40 for _ in range(2000)])
+    assert shorten_inputs([["ü" * 70, 1.25, None, True]]) == [["ü" * 59 + "…", 1.25, "", 1]]
+    many = shorten_inputs([["汉" * 80] * 40 for _ in range(2000)])
     assert {len(cell) for row in many for cell in row} == {12}
 
 
 def test_shown_rows_are_the_worst_the_most_doubtful_and_evenly_spaced_ones():
     nll, share = torch.rand(1000, generator=generator(1)), torch.rand(1000, generator=generator(2))
-    rows = choose(nll, share, 40)
+    rows = choose_rows(nll, share, 40)
     assert len(rows) == len(set(rows)) == 40
     assert {int(nll.argmax()), int(share.argmax()), 0, 999} <= set(rows.tolist())
-    assert np.array_equal(rows, choose(nll, share, 40))
-    assert np.array_equal(choose(nll, share, 1000), np.arange(1000))
+    assert np.array_equal(rows, choose_rows(nll, share, 40))
+    assert np.array_equal(choose_rows(nll, share, 1000), np.arange(1000))
     assert np.diff(rows).max() < 110
 
 
@@ -289,7 +291,7 @@ def test_a_notebook_shows_the_page_in_a_frame():
     ],
 )
 def test_settings_are_short_texts(value, text):
-    assert short(value) == text
+    assert shorten(value) == text
 
 
 def test_the_prior_has_four_digits_in_the_page_and_all_of_them_in_the_fit():

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import ssla
 from ssla.sklearn import SSLAClassifier, SSLARegressor
 from ssla.tables.cli.app import app
-from ssla.tables.cli.train import shuffled
+from ssla.tables.cli.train import shuffle_rows
 
 TRAINED, TESTED, SEED, EPOCHS = 90, 12, 3, 6
 
@@ -70,7 +70,9 @@ def test_the_page_of_a_frame_has_the_numbers_of_the_command(tmp_path, library, t
     train, test = table(TRAINED, 1), table(TESTED, 2)
     test.loc[2, "colour"] = "violet"
     expected = facts_of_the_command(tmp_path, train, test, target, other)
-    order, _ = shuffled(train[target].to_numpy(), "classes" if target == "kind" else "auto", SEED)
+    order, _ = shuffle_rows(
+        train[target].to_numpy(), "classes" if target == "kind" else "auto", SEED
+    )
     make = SSLAClassifier if target == "kind" else SSLARegressor
     frames = [part.drop(columns=["price", "kind"]) for part in (train.iloc[order], test)]
     if library == "polars":
@@ -98,7 +100,7 @@ def test_the_page_of_a_frame_shows_its_cells_and_explains_doubt_by_whole_columns
     place = facts["doubtful"][0]
     column, fall = facts["why"][str(place)]["inputs"][0]
     rows = model.plan_.encode(model.as_table(test))[np.array([place])]
-    at = model.plan_.places[column]
+    at = model.plan_.column_slices[column]
     doubt = float(model.predict_dist(rows).epistemic)
     rows.values[:, at] = model.ensemble_.inputs.shift.numpy()[at]
     rows.unlearned[:, column] = False

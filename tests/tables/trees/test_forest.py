@@ -14,11 +14,11 @@ from sklearn.ensemble import GradientBoostingRegressor, RandomForestClassifier
 
 from ssla.files import FileError
 from ssla.predictive import mixture
-from ssla.predictive.normals import pooled
+from ssla.predictive.normals import pool_normals
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
-from ssla.tables.trees.beside_networks import pull_of
-from ssla.tables.trees.forest import Forest, joined
-from ssla.tables.trees.growing import BOOSTED, grow
+from ssla.tables.trees.beside_networks import estimate_pull
+from ssla.tables.trees.forest import Forest, join_forests
+from ssla.tables.trees.growing import BOOSTED, grow_forest
 from ssla.tables.trees.out_of_fold import fit_numbers
 
 
@@ -40,7 +40,12 @@ def steps(x):
 def grown():
     x, w = rows(), np.random.default_rng(2).integers(1, 4, 300).astype(float)
     y = steps(x) + 2 * (x[:, 2] > 1)
-    return x, y, w, grow(8, 5, torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(w), 3)
+    return (
+        x,
+        y,
+        w,
+        grow_forest(8, 5, torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(w), 3),
+    )
 
 
 def test_predictions_are_those_of_scikit_learn(grown):
@@ -57,7 +62,7 @@ def test_values_at_a_threshold_go_where_scikit_learn_sends_them():
     x = np.array([[0.0], [0.1], [0.2], [0.3]])
     y = np.array([0, 0, 1, 1])
     own = RandomForestClassifier(20, random_state=0).fit(x, y, sample_weight=np.ones(4))
-    forest = grow(
+    forest = grow_forest(
         20, 2, torch.from_numpy(x), torch.from_numpy(y), torch.ones(4, dtype=torch.float64), 0
     )
     places = np.unique(forest.threshold.numpy())
@@ -70,11 +75,11 @@ def test_values_at_a_threshold_go_where_scikit_learn_sends_them():
 def test_joined_trees_average(grown):
     x = torch.from_numpy(rows(50, seed=6))
     one = grown[3]
-    other = grow(
+    other = grow_forest(
         3, 5, torch.from_numpy(grown[0]), torch.from_numpy(grown[1]), torch.from_numpy(grown[2]), 4
     )
     torch.testing.assert_close(
-        joined([one, other])(x), (8 * one(x) + 3 * other(x)) / 11, atol=1e-14, rtol=0
+        join_forests([one, other])(x), (8 * one(x) + 3 * other(x)) / 11, atol=1e-14, rtol=0
     )
 
 
@@ -102,9 +107,9 @@ def test_rows_at_once_change_nothing(grown, monkeypatch):
 def test_forged_trees_are_refused(change):
     zero = torch.zeros(1, dtype=torch.int64)
     leaf = Forest(zero, zero, zero.double(), zero, zero, torch.ones(1, 2, dtype=torch.float64), 0)
-    leaf.check(1, 2)
+    leaf.check_sizes(1, 2)
     with pytest.raises(ValueError, match="trees do not fit"):
-        replace(leaf, **change).check(1, 2)
+        replace(leaf, **change).check_sizes(1, 2)
 
 
 @pytest.mark.parametrize("trees", [200, 4])
@@ -115,7 +120,7 @@ def test_boosted_predictions_are_those_of_scikit_learn(trees):
         n_estimators=trees, learning_rate=10 / max(trees, 20), random_state=3, **BOOSTED
     )
     own.fit(x, y.round(10), sample_weight=w)
-    forest = grow(trees, 0, torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(w), 3)
+    forest = grow_forest(trees, 0, torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(w), 3)
     new = rows(500, seed=5)
     np.testing.assert_allclose(
         forest(torch.from_numpy(new))[:, 0].numpy(), own.predict(new), atol=1e-10
@@ -127,7 +132,7 @@ def test_large_tables_grow_on_some_rows(classes, monkeypatch):
     monkeypatch.setattr("ssla.tables.trees.growing.MOST_ROWS", 50)
     x = rows()
     y = steps(x) if classes else x[:, 0]
-    forest = grow(
+    forest = grow_forest(
         3,
         classes,
         torch.from_numpy(x),
@@ -135,7 +140,7 @@ def test_large_tables_grow_on_some_rows(classes, monkeypatch):
         torch.ones(300, dtype=torch.float64),
         0,
     )
-    forest.check(4, max(classes, 1))
+    forest.check_sizes(4, max(classes, 1))
     assert len(forest.feature) < 3 * 2 * 50
 
 
@@ -188,7 +193,7 @@ def test_the_mixture_of_numbers_is_that_of_its_parts(regressor):
     )
     networks = moved(replace(ensemble, trees=None, target=None).predict(new), move)
     whole, general = (
-        pooled(networks, own, trees.share),
+        pool_normals(networks, own, trees.share),
         mixture([networks, own], [1 - trees.share, trees.share]),
     )
     y = torch.linspace(-2, 2, 20, dtype=torch.float64)
@@ -226,9 +231,9 @@ def test_the_pull_minimises_the_weighted_squares():
             return c @ (errors - b * d) ** 2 + 10 / w.sum() * (c @ d**2) * b**2
 
         best = minimize_scalar(squares, bounds=(0, 1), method="bounded", options={"xatol": 1e-10}).x
-        found = pull_of(*(torch.from_numpy(part) for part in (d, errors, v, w)))
+        found = estimate_pull(*(torch.from_numpy(part) for part in (d, errors, v, w)))
         assert found == pytest.approx(best, abs=1e-5)
-        twice = pull_of(
+        twice = estimate_pull(
             *(
                 torch.from_numpy(np.repeat(part, w.astype(int)))
                 for part in (d, errors, v, np.ones(80))
@@ -236,7 +241,7 @@ def test_the_pull_minimises_the_weighted_squares():
         )
         assert found == pytest.approx(twice, abs=1e-12)  # a weight is a number of rows
     same = torch.zeros(3, dtype=torch.float64)
-    assert pull_of(same, same + 1, same, same + 1) == 0
+    assert estimate_pull(same, same + 1, same, same + 1) == 0
 
 
 def test_the_closed_form_of_a_layer_is_near_its_refits():
@@ -247,7 +252,7 @@ def test_the_closed_form_of_a_layer_is_near_its_refits():
     m, v = (torch.from_numpy(rng.normal(size=400)) for _ in range(2))
     y = 3 + 2 * (m + torch.exp(0.5 * v) * torch.from_numpy(rng.normal(size=400)))
     layer = fit_numbers(m, v, y, torch.ones(400, dtype=torch.float64))
-    closed, refitted = layer.averaged(m[:30], v[:30]), layer.predict(m[:30], v[:30])
+    closed, refitted = layer.average_predictive(m[:30], v[:30]), layer.predict(m[:30], v[:30])
     torch.testing.assert_close(closed.mean, refitted.mean, atol=1e-2, rtol=0)
     torch.testing.assert_close(closed.stddev, refitted.stddev, atol=0, rtol=2e-2)
 

@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians.jacobian import DenseJacobian
-from ssla.maths.constants import constant
+from ssla.maths.constants import cached_constant
 from ssla.maths.linalg import stack_square, symmetric_product
 
 FEW_OUTPUTS = 4  # up to these many, K entry by entry
 CACHED = 1 << 17  # numbers worked on together: more fall out of the processor's cache
-SEVERAL_OUTPUTS, WIDEST = (
-    6,
-    128,
-)  # from so many outputs on, and up to so many features, sums over pairs are faster
+# Sums over pairs of features are faster from so many outputs on, and up to so many features.
+SEVERAL_OUTPUTS, WIDEST = 6, 128
 
 
-@constant
-def pairs(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The pairs i ≥ j of 0 … size−1 (m,) (m,), and the number of the pair of each i and j
-    (size, size).
+@cached_constant
+def index_pairs(size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the m pairs i ≥ j of 0 … size−1 and the number of the pair of each i and j.
+
+    -> i (m,), j (m,), number (size, size).
     """
     i, j = torch.tril_indices(size, size)
     number = torch.empty(size, size, dtype=torch.long)
@@ -46,176 +45,196 @@ class Features:
 
     @property
     def size(self) -> int:
+        """Return the number of parameters P = C·F."""
         return self.outputs * self.width
 
     @property
     def width(self) -> int:
-        """F."""
+        """Return the number of features F, with the column of ones."""
         return self.phi.shape[1] + self.bias
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of φ."""
         return self.phi.dtype
 
     def with_ones(self) -> Tensor:
-        """φ (B, F), with its column of ones."""
+        """Return φ (B, F), with its column of ones."""
         return torch.cat([self.phi, torch.ones_like(self.phi[:, :1])], 1) if self.bias else self.phi
 
+    def _double_phi(self) -> Tensor:
+        """Return φ (B, F) in float64, with its column of ones."""
+        return Features(self.phi.double(), self.outputs, self.bias).with_ones()
+
     def double(self) -> Features:
-        return Features(
-            Features(self.phi.double(), self.outputs, self.bias).with_ones(), self.outputs
-        )
+        """Return the same J in float64, with a stored column of ones."""
+        return Features(self._double_phi(), self.outputs)
 
     def rotated_squares(self, basis: Tensor) -> Tensor:
-        """(φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F)."""
+        """Compute (φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F)."""
         kept: tuple[Tensor, Tensor] | None = self.__dict__.get("_squares")
         if kept is not None and kept[0] is basis:
-            known: Tensor = kept[1]
-            return known
+            return kept[1]
         squares = (self.with_ones() @ basis.to(self.dtype)).square()
+        # Features between passes meet the same basis in every pass.
         if self.remembers:
             self.__dict__["_squares"] = basis, squares
         return squares
 
     def second_moment(self, weights: Tensor) -> Tensor:
-        """Σ_i w_i φ_i φ_iᵀ (F, F), in float64."""
-        phi = self.double().phi
+        """Compute Σ_i w_i φ_i φ_iᵀ in float64.  (B,) -> (F, F)."""
+        phi = self._double_phi()
         return (phi * weights[:, None]).mT @ phi
 
-    def _times(self, matrix: Tensor) -> Tensor:
-        """φ Mᵀ for M (·, F)."""
-        return (
-            torch.addmm(matrix[:, -1], self.phi, matrix[:, :-1].mT)
-            if self.bias
-            else self.phi @ matrix.mT
-        )
+    def _multiply_phi(self, matrix: Tensor) -> Tensor:
+        """Compute φ Mᵀ.  (m, F) -> (B, m)."""
+        if self.bias:
+            return torch.addmm(matrix[:, -1], self.phi, matrix[:, :-1].mT)
+        return self.phi @ matrix.mT
 
     def push(self, direction: Tensor) -> Tensor:
-        return self._times(direction.view(self.outputs, -1).to(self.phi.dtype))
+        """Compute J d.  (P,) -> (B, C)."""
+        return self._multiply_phi(direction.view(self.outputs, -1).to(self.phi.dtype))
 
     def pull(self, g: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
         weights = g.mT @ self.phi
         return (torch.cat([weights, g.sum(0)[:, None]], 1) if self.bias else weights).flatten()
 
     def push_many(self, directions: Tensor) -> Tensor:
-        # Directions have the shape (C, k, F) here.
+        """Compute J D.  (P, k) -> (B, C, k)."""
+        # D has the shape (C, k, F) here: φ multiplies each of its rows.
         D = directions.to(self.phi.dtype).view(self.outputs, self.width, -1).movedim(1, -1)
-        return self._times(D.reshape(-1, self.width)).view(-1, self.outputs, directions.shape[1])
+        return self._multiply_phi(D.reshape(-1, self.width)).view(
+            -1, self.outputs, directions.shape[1]
+        )
 
     def pull_many(self, g: Tensor) -> Tensor:
-        phi = self.with_ones()
-        return (
-            (phi.mT @ g.flatten(1))
-            .view(self.width, self.outputs, -1)
-            .movedim(0, 1)
-            .reshape(self.size, -1)
-        )
+        """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
+        products = (self.with_ones().mT @ g.flatten(1)).view(self.width, self.outputs, -1)
+        return products.movedim(0, 1).reshape(self.size, -1)
 
     def dense(self) -> DenseJacobian:
+        """Return J with its entries (B, C, P)."""
         phi = self.with_ones()
         eye = torch.eye(self.outputs, dtype=phi.dtype)
-        return DenseJacobian(
-            (eye[None, :, :, None] * phi[:, None, None, :]).reshape(phi.shape[0], self.outputs, -1)
-        )
+        entries = eye[None, :, :, None] * phi[:, None, None, :]  # (B, C, C, F)
+        return DenseJacobian(entries.reshape(phi.shape[0], self.outputs, -1))
 
     @property
     def by_pairs(self) -> bool:
-        """Whether sums over the pairs of features are the fastest: both matrices of outputs and
-        of features are symmetric.
+        """Return whether sums over the pairs of features are the fastest.
+
+        The matrices of outputs and of features are both symmetric, so pairs i ≥ j suffice.
         """
         return self.outputs >= SEVERAL_OUTPUTS and self.width <= WIDEST
 
-    def _products(self) -> Iterator[tuple[slice, Tensor]]:
-        """φ_i φ_j of all pairs i ≥ j, in float64, some rows after others.  -> (rows, (m, b))."""
-        i, j, _ = pairs(self.width)
-        some = max(CACHED // len(i), 1)
-        for start in range(0, len(self.phi), some):
-            rows = slice(start, start + some)
-            phi = Features(self.phi[rows], self.outputs, self.bias).double().phi.mT.contiguous()
+    @property
+    def by_blocks(self) -> bool:
+        """Return whether `form` is faster by the blocks of S than by a factor of it.
+
+        This is so for wide features of several outputs.
+        """
+        return self.outputs > FEW_OUTPUTS and self.width > WIDEST
+
+    def _feature_products(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield φ_i φ_j of all m pairs i ≥ j, in float64, for b rows at a time: (rows, (m, b))."""
+        i, j, _ = index_pairs(self.width)
+        rows_at_once = max(CACHED // len(i), 1)
+        for start in range(0, len(self.phi), rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            some = Features(self.phi[rows], self.outputs, self.bias)
+            phi = some._double_phi().mT.contiguous()
             yield rows, phi[i].mul_(phi[j])
 
-    def _blocks_by_pairs(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """The blocks a ≥ b of `gram`, from sums over pairs of features."""
-        a, b, _ = pairs(self.outputs)
-        i, _, features = pairs(self.width)
-        of_rows = precision[:, a, b].mT.double()
+    def _gram_blocks_by_pairs(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield what `_gram_blocks` does, from sums over pairs of features."""
+        a, b, _ = index_pairs(self.outputs)
+        i, _, features = index_pairs(self.width)
+        precision_pairs = precision[:, a, b].mT.double()
         total = torch.zeros(len(a), len(i), dtype=torch.float64)
-        for rows, products in self._products():
-            total.addmm_(of_rows[:, rows], products.mT)
+        for rows, products in self._feature_products():
+            total.addmm_(precision_pairs[:, rows], products.mT)
         for number, (first, second) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
             yield first, second, total[number, features]
 
-    def _blocks(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """The blocks a ≥ b of `gram`: a, b, Σ Λ_ab φφᵀ (F, F)."""
+    def _gram_blocks(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield the blocks of `gram` for outputs a ≥ b: a, b, Σ_i Λ_iab φ_i φ_iᵀ (F, F).
+
+        precision: Λ (B, C, C).
+        """
         if self.by_pairs:
-            yield from self._blocks_by_pairs(precision)
+            yield from self._gram_blocks_by_pairs(precision)
             return
-        phi = self.double().phi
+        phi = self._double_phi()
         for a in range(self.outputs):
             for b in range(a + 1):
                 yield a, b, (phi * precision[:, a, b, None]).mT @ phi
 
-    @property
-    def by_blocks(self) -> bool:
-        """Whether `form` is faster by the blocks of S than by a factor of it: wide features of
-        several outputs.
-        """
-        return self.outputs > FEW_OUTPUTS and self.width > WIDEST
+    def form(self, S: Tensor) -> Tensor:
+        """Compute J S Jᵀ for a symmetric S (P, P), in float64.  -> (B, C, C)."""
+        return self._form_by_blocks(S) if self.by_blocks else self._form_by_pairs(S)
 
     def _form_by_blocks(self, S: Tensor) -> Tensor:
-        """K_ab = ((φ S_ab) ∘ φ) 1: a product B × F × F for each pair of outputs, where a factor
-        takes C of them.
+        """Compute J S Jᵀ from K_ab = ((φ S_ab) ∘ φ) 1.  (P, P) -> (B, C, C).
+
+        This takes a product B × F × F for each pair of outputs, where a factor of S takes C of
+        them.
         """
         C, F = self.outputs, self.width
-        phi = self.double().phi
+        phi = self._double_phi()
         K = torch.empty(len(phi), C, C, dtype=torch.float64)
         for a in range(C):
             for b in range(a + 1):
-                K[:, a, b] = K[:, b, a] = torch.linalg.vecdot(
-                    phi @ S.view(C, F, C, F)[a, :, b, :], phi
-                )
+                block = S.view(C, F, C, F)[a, :, b, :]  # (F, F)
+                K[:, a, b] = K[:, b, a] = torch.linalg.vecdot(phi @ block, phi)
         return K
 
-    def form(self, S: Tensor) -> Tensor:
-        """J S Jᵀ for a symmetric S (P, P), in float64.  -> (B, C, C)."""
-        if self.by_blocks:
-            return self._form_by_blocks(S)
+    def _form_by_pairs(self, S: Tensor) -> Tensor:
+        """Compute J S Jᵀ from products of pairs of features.  (P, P) -> (B, C, C)."""
         C, F = self.outputs, self.width
-        a, b, outputs = pairs(C)
-        i, j, _ = pairs(F)
-        both = torch.empty(len(a), len(i), dtype=S.dtype)
+        a, b, outputs = index_pairs(C)
+        i, j, _ = index_pairs(F)
+        # A pair i > j stands for (i, j) and (j, i): its coefficient is the sum of both entries.
+        coefficients = torch.empty(len(a), len(i), dtype=S.dtype)
         for number, (first, second) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
             block = S.view(C, F, C, F)[first, :, second, :]  # (F, F)
-            both[number] = (block + block.mT)[i, j]
-        both[:, i == j] /= 2
-        K = torch.cat([both @ products for _, products in self._products()], 1)
+            coefficients[number] = (block + block.mT)[i, j]
+        coefficients[:, i == j] /= 2
+        K = torch.cat([coefficients @ products for _, products in self._feature_products()], 1)
         return K[outputs].movedim(2, 0).contiguous()
 
     def gram(self, precision: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
         return self.add_gram(torch.zeros(self.size, self.size, dtype=torch.float64), precision)
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
-        """Block by block, so that no second matrix (P, P) is held."""
+        """Add `gram` to total (P, P) in place, and return total.
+
+        This goes block by block, so that no second matrix (P, P) is held.
+        """
         C, F = self.outputs, self.width
-        by_outputs = total.view(C, F, C, F)
-        for a, b, block in self._blocks(precision):
-            by_outputs[b, :, a, :] += block.mT
+        total_blocks = total.view(C, F, C, F)
+        for a, b, block in self._gram_blocks(precision):
+            total_blocks[b, :, a, :] += block.mT
             if a != b:
-                by_outputs[a, :, b, :] += block
+                total_blocks[a, :, b, :] += block
         return total
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
-        phi = self.double().phi
+        """Compute the diagonal of `gram`.  (B, C, C) -> (P,)."""
+        phi = self._double_phi()
         return (precision.diagonal(dim1=-2, dim2=-1).mT @ (phi * phi)).flatten()
 
     def quadratic(self, whitener: Tensor) -> Tensor:
-        # Output a's weights are the columns of block a of W, which is lower triangular: rows from
-        # a·F on.
+        """Compute J WᵀW Jᵀ, exactly symmetric, for lower triangular W (P, P).  -> (B, C, C)."""
         C, F = self.outputs, self.width
         W = whitener.to(self.phi.dtype)
         if C > FEW_OUTPUTS:
             return self._quadratic_of_many(W)
-        white = [self._times(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
+        # Output a's weights are the columns of block a of W. W is lower triangular, so only its
+        # rows from a·F on count: white[a] starts there.
+        white = [self._multiply_phi(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
         K: list[list[Tensor]] = [[white[0]] * C for _ in range(C)]
         for a in range(C):
             for b in range(a):
@@ -224,22 +243,29 @@ class Features:
         return stack_square(K)
 
     def _quadratic_of_many(self, W: Tensor) -> Tensor:
-        """Some rows after others, so that L⁻¹Jᵀ of them stays in the processor's cache."""
+        """Compute `quadratic` for many outputs.  W (P, P) -> (B, C, C).
+
+        This takes a few rows at a time, so that L⁻¹Jᵀ of them stays in the processor's cache.
+        """
         C, F = self.outputs, self.width
         columns = W.view(-1, C, F).permute(2, 1, 0).reshape(F, -1)
         phi = self.with_ones()
         # An exported graph takes any number of rows, so it cannot be cut into parts.
-        rows = (phi,) if torch.compiler.is_compiling() else phi.split(max(CACHED // (C * C * F), 1))
-        parts = []
-        for some in rows:
-            white = (some @ columns).view(some.shape[0], C, -1)
-            parts.append(symmetric_product(white, white))
-        return torch.cat(parts)
+        chunks = (
+            (phi,) if torch.compiler.is_compiling() else phi.split(max(CACHED // (C * C * F), 1))
+        )
+        covariances = []
+        for rows in chunks:
+            white = (rows @ columns).view(rows.shape[0], C, -1)
+            covariances.append(symmetric_product(white, white))
+        return torch.cat(covariances)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        """Compute J diag(v) Jᵀ, which is diagonal.  (P,) -> (B, C, C)."""
         return torch.diag_embed(self.weighted_squares(variances))
 
     def weighted_squares(self, variances: Tensor) -> Tensor:
-        """The diagonal of J diag(v) Jᵀ, which has no other entries.  (P,) -> (B, C)."""
+        """Compute the diagonal of J diag(v) Jᵀ.  (P,) -> (B, C)."""
         v = variances.view(self.outputs, -1).to(self.phi.dtype)
-        return Features(self.phi * self.phi, self.outputs, self.bias)._times(v)
+        # The column of ones is its own square, so the bias stays implicit.
+        return Features(self.phi * self.phi, self.outputs, self.bias)._multiply_phi(v)

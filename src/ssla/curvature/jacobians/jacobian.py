@@ -16,60 +16,48 @@ class Jacobian(Protocol):
 
     @property
     def outputs(self) -> int:
-        """C."""
-        ...
+        """Return the number of outputs C."""
 
     @property
     def size(self) -> int:
-        """P."""
-        ...
+        """Return the number of parameters P."""
 
     @property
-    def dtype(self) -> torch.dtype: ...
+    def dtype(self) -> torch.dtype:
+        """Return the dtype of all products."""
 
     def double(self) -> Jacobian:
-        """The same in float64."""
-        ...
+        """Return the same J in float64."""
 
     def push(self, direction: Tensor) -> Tensor:
-        """J d.  (P,) -> (B, C)."""
-        ...
+        """Compute J d.  (P,) -> (B, C)."""
 
     def pull(self, g: Tensor) -> Tensor:
-        """Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
-        ...
+        """Compute Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
 
     def push_many(self, directions: Tensor) -> Tensor:
-        """J D.  (P, k) -> (B, C, k)."""
-        ...
+        """Compute J D.  (P, k) -> (B, C, k)."""
 
     def pull_many(self, g: Tensor) -> Tensor:
-        """Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
-        ...
+        """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
 
     def dense(self) -> DenseJacobian:
-        """J with its entries."""
-        ...
+        """Return J with its entries (B, C, P)."""
 
     def gram(self, precision: Tensor) -> Tensor:
-        """Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
-        ...
+        """Compute Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
-        """`gram` added to total (P, P) in place; returns total."""
-        ...
+        """Add `gram` to total (P, P) in place, and return total."""
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
-        """The diagonal of `gram`.  (B, C, C) -> (P,)."""
-        ...
+        """Compute the diagonal of `gram`.  (B, C, C) -> (P,)."""
 
     def quadratic(self, whitener: Tensor) -> Tensor:
-        """J WᵀW Jᵀ for lower triangular W (P, P), exactly symmetric.  -> (B, C, C)."""
-        ...
+        """Compute J WᵀW Jᵀ, exactly symmetric, for lower triangular W (P, P).  -> (B, C, C)."""
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
-        """J diag(v) Jᵀ, exactly symmetric.  (P,) -> (B, C, C)."""
-        ...
+        """Compute J diag(v) Jᵀ, exactly symmetric.  (P,) -> (B, C, C)."""
 
 
 @dataclass(frozen=True)
@@ -80,47 +68,61 @@ class DenseJacobian:
 
     @property
     def outputs(self) -> int:
+        """Return the number of outputs C."""
         return self.values.shape[1]
 
     @property
     def size(self) -> int:
+        """Return the number of parameters P."""
         return self.values.shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of all products."""
         return self.values.dtype
 
     def double(self) -> DenseJacobian:
+        """Return the same J in float64."""
         return DenseJacobian(self.values.double())
 
     def push(self, direction: Tensor) -> Tensor:
+        """Compute J d.  (P,) -> (B, C)."""
         return self.values @ direction.to(self.values.dtype)
 
     def pull(self, g: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
         return self.values.flatten(0, 1).mT @ g.flatten()
 
     def push_many(self, directions: Tensor) -> Tensor:
+        """Compute J D.  (P, k) -> (B, C, k)."""
         return self.values @ directions.to(self.values.dtype)
 
     def pull_many(self, g: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
         return self.values.flatten(0, 1).mT @ g.flatten(0, 1)
 
     def dense(self) -> DenseJacobian:
+        """Return this J, which has its entries."""
         return self
 
     def gram(self, precision: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
         weighted = precision @ self.values
         return self.values.flatten(0, 1).mT @ weighted.flatten(0, 1)
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
+        """Add `gram` to total (P, P) in place, and return total."""
         return total.add_(self.gram(precision))
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
+        """Compute the diagonal of `gram`.  (B, C, C) -> (P,)."""
         return (self.values * (precision @ self.values)).sum((0, 1))
 
     def quadratic(self, whitener: Tensor) -> Tensor:
+        """Compute J WᵀW Jᵀ, exactly symmetric, for W (P, P).  -> (B, C, C)."""
         white = self.values @ whitener.to(self.values.dtype).mT
         return symmetric_product(white, white)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        """Compute J diag(v) Jᵀ, exactly symmetric.  (P,) -> (B, C, C)."""
         return symmetric_product(self.values * variances.to(self.values.dtype), self.values)

@@ -11,7 +11,8 @@ from torch import Tensor
 from ssla.curvature.jacobians.jacobian import DenseJacobian
 from ssla.maths.linalg import symmetric_product
 
-ENTRIES_AT_ONCE = 1 << 22  # limit for arrays larger than the layer's own inputs and gradients
+# Limit for arrays larger than the layer's own inputs and gradients: 32 MiB in float64. A guess.
+ENTRIES_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -26,93 +27,125 @@ class LayerBlock:
     delta: Tensor  # (B, C, T, out)
 
     @property
-    def single(self) -> bool:
-        """Whether the weight is used once: then J has rank one for each output, and squares
-        factorise.
-        """
+    def used_once(self) -> bool:
+        """Return whether there is one position: J then has rank one for each output."""
         return self.a.shape[1] == 1
 
     def double(self) -> LayerBlock:
+        """Return the same block in float64."""
         return LayerBlock(self.positions, self.a.double(), self.delta.double())
 
-    def values(self) -> Tensor:
-        """J as (B, C, out, in)."""
+    def entries(self) -> Tensor:
+        """Compute J (B, C, out, in)."""
         return torch.einsum("bcto,bti->bcoi", self.delta, self.a)
 
-    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """`values` in blocks of rows of the weight: (rows, (B, C, some, in))."""
+    def entries_by_rows(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield `entries` for a few rows of the weight at a time: (rows, (B, C, some, in))."""
         B, C, _, out = self.delta.shape
-        some = max(ENTRIES_AT_ONCE // (B * C * self.a.shape[2]), 1)
-        for start in range(0, out, some):
-            part = slice(start, start + some)
-            yield part, torch.einsum("bcto,bti->bcoi", self.delta[..., part], self.a)
+        for rows in _bounded_slices(out, B * C * self.a.shape[2]):
+            yield rows, torch.einsum("bcto,bti->bcoi", self.delta[..., rows], self.a)
 
     def push(self, direction: Tensor) -> Tensor:
+        """Compute J d.  (P,) -> (B, C)."""
         D = direction[self.positions].to(self.a.dtype)
         return torch.einsum("bcto,bto->bc", self.delta, self.a @ D.mT)
 
     def pull(self, g: Tensor) -> Tensor:
-        """(out, in)."""
+        """Compute Σ_i J_iᵀ g_i.  (B, C) -> (out, in)."""
         weighted = torch.einsum("bc,bcto->bto", g, self.delta)
         return weighted.flatten(0, 1).mT @ self.a.flatten(0, 1)
 
-    def _columns(self, count: int) -> list[slice]:
-        """Slices of columns; each column takes B·T·out entries."""
-        B, _, T, out = self.delta.shape
-        some = max(ENTRIES_AT_ONCE // (B * T * out), 1)
-        return [slice(start, start + some) for start in range(0, count, some)]
-
     def push_many(self, directions: Tensor) -> Tensor:
-        """(P, k) -> (B, C, k)."""
+        """Compute J D.  (P, k) -> (B, C, k)."""
         B, _, T, out = self.delta.shape
-        parts = []
-        for some in self._columns(directions.shape[1]):
-            D = directions[:, some][self.positions].to(self.a.dtype)  # (out, in, k)
-            moved = self.a.flatten(0, 1) @ D.movedim(1, 0).flatten(1)  # (B·T, out·k)
-            parts.append(self.delta.flatten(2) @ moved.view(B, T * out, -1))
-        return torch.cat(parts, -1)
+        products = []
+        for columns in _bounded_slices(directions.shape[1], B * T * out):
+            D = directions[:, columns][self.positions].to(self.a.dtype)  # (out, in, k)
+            aD = self.a.flatten(0, 1) @ D.movedim(1, 0).flatten(1)  # (B·T, out·k)
+            products.append(self.delta.flatten(2) @ aD.view(B, T * out, -1))
+        return torch.cat(products, -1)
 
     def pull_many(self, g: Tensor) -> Tensor:
-        """(B, C, k) -> (out, in, k)."""
+        """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (out, in, k)."""
         B, _, T, out = self.delta.shape
-        parts = []
-        for some in self._columns(g.shape[-1]):
-            weighted = self.delta.flatten(2).mT @ g[..., some]  # (B, T·out, k)
+        products = []
+        for columns in _bounded_slices(g.shape[-1], B * T * out):
+            weighted = self.delta.flatten(2).mT @ g[..., columns]  # (B, T·out, k)
             pulled = self.a.flatten(0, 1).mT @ weighted.view(B * T, -1)  # (in, out·k)
-            parts.append(pulled.view(self.a.shape[2], out, -1).movedim(1, 0))
-        return torch.cat(parts, -1)
+            products.append(pulled.view(self.a.shape[2], out, -1).movedim(1, 0))
+        return torch.cat(products, -1)
 
     def square_sum(self, precision: Tensor) -> Tensor:
-        """Diagonal of Σ JᵀΛJ as (out, in)."""
-        if self.single:
+        """Compute the diagonal of Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (out, in)."""
+        if self.used_once:
+            # Squares of a matrix of rank one factorise.
             d = self.delta[:, :, 0]
             return torch.einsum("bco,bcd,bdo->bo", d, precision, d).mT @ self.a[:, 0] ** 2
         out = torch.empty(self.positions.shape, dtype=self.a.dtype)
-        for rows, J in self.pieces():
-            out[rows] = (
-                (J.flatten(2) * (precision @ J.flatten(2))).sum((0, 1)).view(-1, out.shape[1])
-            )
+        for rows, J in self.entries_by_rows():
+            flat = J.flatten(2)
+            out[rows] = (flat * (precision @ flat)).sum((0, 1)).view(-1, out.shape[1])
         return out
 
     def weighted_covariance(self, weights: Tensor) -> Tensor:
-        """J diag(w) Jᵀ with w (out, in), exactly symmetric.  -> (B, C, C)."""
+        """Compute J diag(w) Jᵀ with w (out, in), exactly symmetric.  -> (B, C, C)."""
         w = weights.to(self.a.dtype)
-        if self.single:
+        if self.used_once:
             d = self.delta[:, :, 0]
             return symmetric_product(d * (self.a[:, 0] ** 2 @ w.mT).unsqueeze(1), d)
         B, C = self.delta.shape[:2]
         K = torch.zeros(B, C, C, dtype=self.a.dtype)
-        for rows, J in self.pieces():
+        for rows, J in self.entries_by_rows():
             K += symmetric_product((J * w[rows]).flatten(2), J.flatten(2))
         return K
 
 
 @dataclass(frozen=True)
 class RestBlock:
-    """Stored columns of J, for parameters of layers without a Kronecker form."""
+    """Stored columns of J, for parameters of layers without a Kronecker form.
+
+    It has the products of a LayerBlock, with entries (P_r,) in place of (out, in).
+    """
 
     positions: Tensor  # (P_r,)
     values: Tensor  # (B, C, P_r)
+
+    @property
+    def _as_jacobian(self) -> DenseJacobian:
+        """Return the columns as a Jacobian of P_r parameters."""
+        return DenseJacobian(self.values)
+
+    def double(self) -> RestBlock:
+        """Return the same block in float64."""
+        return RestBlock(self.positions, self.values.double())
+
+    def entries(self) -> Tensor:
+        """Return J (B, C, P_r)."""
+        return self.values
+
+    def push(self, direction: Tensor) -> Tensor:
+        """Compute J d.  (P,) -> (B, C)."""
+        return self._as_jacobian.push(direction[self.positions])
+
+    def pull(self, g: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ g_i.  (B, C) -> (P_r,)."""
+        return self._as_jacobian.pull(g)
+
+    def push_many(self, directions: Tensor) -> Tensor:
+        """Compute J D.  (P, k) -> (B, C, k)."""
+        return self._as_jacobian.push_many(directions[self.positions])
+
+    def pull_many(self, g: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (P_r, k)."""
+        return self._as_jacobian.pull_many(g)
+
+    def square_sum(self, precision: Tensor) -> Tensor:
+        """Compute the diagonal of Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P_r,)."""
+        return self._as_jacobian.gram_diagonal(precision)
+
+    def weighted_covariance(self, weights: Tensor) -> Tensor:
+        """Compute J diag(w) Jᵀ with w (P_r,), exactly symmetric.  -> (B, C, C)."""
+        return self._as_jacobian.quadratic_diagonal(weights)
 
 
 @dataclass(frozen=True)
@@ -133,113 +166,110 @@ class LayerJacobian:
 
     @property
     def dtype(self) -> torch.dtype:
+        """Return the dtype of all products."""
         if self.wide:
             return torch.float64
-        return self.layers[0].a.dtype if self.layers else self._rest.values.dtype
+        return self.inputs[0].dtype
 
     def blocks(self) -> Iterator[LayerBlock]:
-        """The layers in `dtype`."""
+        """Yield the layers in `dtype`."""
         for block in self.layers:
             yield block.double() if self.wide else block
 
-    @property
-    def _rest(self) -> RestBlock:
-        assert self.rest is not None
-        return self.rest
+    def _all_blocks(self) -> Iterator[LayerBlock | RestBlock]:
+        """Yield the layers and the columns of the other parameters, in `dtype`."""
+        yield from self.blocks()
+        if self.rest is not None:
+            yield self.rest
 
     def double(self) -> LayerJacobian:
-        rest = (
-            None if self.rest is None else RestBlock(self.rest.positions, self.rest.values.double())
-        )
-        return replace(self, rest=rest, wide=True)
+        """Return the same J with products in float64."""
+        return replace(self, rest=None if self.rest is None else self.rest.double(), wide=True)
 
     @property
     def inputs(self) -> list[Tensor]:
-        """The tensors in which J is linear (B, …): the layers' inputs, and the columns of the
-        others.
-        """
-        return [block.a for block in self.layers] + (
-            [] if self.rest is None else [self.rest.values]
-        )
+        """Return the tensors (B, …) in which J is linear: layer inputs, then other columns."""
+        columns = [] if self.rest is None else [self.rest.values]
+        return [block.a for block in self.layers] + columns
 
     def with_inputs(self, inputs: Iterable[Tensor]) -> LayerJacobian:
-        """J with other `inputs`, in float64."""
-        given = list(inputs)
-        blocks = zip(self.layers, given, strict=False)
+        """Return J with other `inputs`, in float64."""
+        *layer_inputs, last = inputs
+        rest = None if self.rest is None else RestBlock(self.rest.positions, last.double())
+        if rest is None:
+            layer_inputs.append(last)
         layers = tuple(
-            LayerBlock(block.positions, a.double(), block.delta.double()) for block, a in blocks
+            LayerBlock(block.positions, a.double(), block.delta.double())
+            for block, a in zip(self.layers, layer_inputs, strict=True)
         )
-        rest = None if self.rest is None else RestBlock(self.rest.positions, given[-1].double())
         return replace(self, layers=layers, rest=rest)
 
     def dense(self) -> DenseJacobian:
-        """J with its entries."""
+        """Return J with its entries (B, C, P)."""
         J = torch.zeros(self.rows, self.outputs, self.size, dtype=self.dtype)
-        for block in self.blocks():
-            J[:, :, block.positions.flatten()] = block.values().flatten(2)
-        if self.rest is not None:
-            J[:, :, self.rest.positions] = self.rest.values
+        for block in self._all_blocks():
+            J[:, :, block.positions.flatten()] = block.entries().flatten(2)
         return DenseJacobian(J)
 
     def push(self, direction: Tensor) -> Tensor:
+        """Compute J d.  (P,) -> (B, C)."""
         out = torch.zeros(self.rows, self.outputs, dtype=self.dtype)
-        for block in self.blocks():
+        for block in self._all_blocks():
             out = out + block.push(direction)
-        return (
-            out
-            if self.rest is None
-            else out + self.rest.values @ direction[self.rest.positions].to(self.dtype)
-        )
+        return out
 
     def pull(self, g: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
         out = torch.zeros(self.size, dtype=self.dtype)
-        for block in self.blocks():
+        for block in self._all_blocks():
             out[block.positions] = block.pull(g)
-        if self.rest is not None:
-            out[self.rest.positions] = self.rest.values.flatten(0, 1).mT @ g.flatten()
         return out
 
     def push_many(self, directions: Tensor) -> Tensor:
+        """Compute J D.  (P, k) -> (B, C, k)."""
         out = torch.zeros(self.rows, self.outputs, directions.shape[1], dtype=self.dtype)
-        for block in self.blocks():
-            out += block.push_many(directions)
-        return (
-            out
-            if self.rest is None
-            else out + self.rest.values @ directions[self.rest.positions].to(self.dtype)
-        )
+        for block in self._all_blocks():
+            out = out + block.push_many(directions)
+        return out
 
     def pull_many(self, g: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
         out = torch.zeros(self.size, g.shape[-1], dtype=self.dtype)
-        for block in self.blocks():
+        for block in self._all_blocks():
             out[block.positions] = block.pull_many(g)
-        if self.rest is not None:
-            out[self.rest.positions] = self.rest.values.flatten(0, 1).mT @ g.flatten(0, 1)
         return out
 
     def gram(self, precision: Tensor) -> Tensor:
+        """Compute Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
         return self.dense().gram(precision)
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
+        """Add `gram` to total (P, P) in place, and return total."""
         return self.dense().add_gram(total, precision)
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
+        """Compute the diagonal of `gram`.  (B, C, C) -> (P,)."""
         out = torch.zeros(self.size, dtype=self.dtype)
-        for block in self.blocks():
+        for block in self._all_blocks():
             out[block.positions] = block.square_sum(precision)
-        if self.rest is not None:
-            out[self.rest.positions] = DenseJacobian(self.rest.values).gram_diagonal(precision)
         return out
 
     def quadratic(self, whitener: Tensor) -> Tensor:
+        """Compute J WᵀW Jᵀ for a lower triangular W (P, P).  -> (B, C, C)."""
         return self.dense().quadratic(whitener)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
+        """Compute J diag(v) Jᵀ, exactly symmetric.  (P,) -> (B, C, C)."""
         out = torch.zeros(self.rows, self.outputs, self.outputs, dtype=self.dtype)
-        for block in self.blocks():
+        for block in self._all_blocks():
             out = out + block.weighted_covariance(variances[block.positions])
-        if self.rest is not None:
-            out = out + DenseJacobian(self.rest.values).quadratic_diagonal(
-                variances[self.rest.positions]
-            )
         return out
+
+
+def _bounded_slices(count: int, entries: int) -> list[slice]:
+    """Return slices of `count` items that hold at most ENTRIES_AT_ONCE numbers each.
+
+    entries: the numbers of one item.
+    """
+    size = max(ENTRIES_AT_ONCE // entries, 1)
+    return [slice(start, start + size) for start in range(0, count, size)]

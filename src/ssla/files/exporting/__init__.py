@@ -2,7 +2,7 @@
 
 The graph holds the network (in its own dtype), the mean and covariance of the last layer as
 constants, and the predictive of the output refit in float64 with fixed nodes and unrolled steps.
-`files` compares every file with the library before it is kept.
+`exported_files` compares every file with the library before it is kept.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ssla.data import Inputs, as_inputs, row_count
-from ssla.files.exporting.exported_files import Exported, checked_levels, write
-from ssla.files.exporting.graph import Graph, Part, Unit, refuse
+from ssla.files.exporting.exported_files import Exported, checked_levels, write_graph
+from ssla.files.exporting.graph import Graph, check_exportable
 from ssla.predictive import predict
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-__all__ = ["Exported", "Graph", "Part", "Unit", "checked_levels", "export", "refuse", "write"]
+__all__ = ["LEVELS", "Exported", "export"]
 
 LEVELS = (0.05, 0.5, 0.95)
 
@@ -30,15 +30,16 @@ def export(
     levels: Sequence[float] = LEVELS,
     example: Any = None,
 ) -> Exported:
-    """Write the graph of a posterior (see Posterior.export)."""
-    refuse(posterior)
-    x = posterior.network.cast(_example(posterior, example))
-    graph = Graph([Part(posterior, 1.0, 0)], x, checked_levels(levels))
+    """Write the graph of a posterior; see Posterior.export for arguments and errors."""
+    check_exportable(posterior)
+    x = posterior.network.cast(_example_inputs(posterior, example))
+    graph = Graph(posterior, x, checked_levels(levels))
     facts = {"likelihood": posterior.report.likelihood, "rows": posterior.report.n}
-    return write(path, graph, x, lambda: predict(posterior, x), facts)
+    return write_graph(path, graph, x, lambda: predict(posterior, x), facts)
 
 
-def _example(posterior: Posterior, example: Any) -> Inputs:
+def _example_inputs(posterior: Posterior, example: Any) -> Inputs:
+    """Return the given rows, or the first batch of the training data; ValueError for no rows."""
     if example is not None:
         x = as_inputs(example)
     elif posterior.source is not None:

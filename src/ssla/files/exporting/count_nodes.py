@@ -26,12 +26,13 @@ from ssla.predictive.count_law import (
     TAIL,
     WIDER,
     Table,
-    block_totals,
-    tails_of,
+    estimate_tails,
+    sum_blocks,
 )
 
 REACHES = (FIRST_REACH, WIDER * FIRST_REACH, WIDER**2 * FIRST_REACH)
-HIGHEST_GROWING = 1e6  # to which blocks that grow with the count go
+HIGHEST_GROWING = 1e6  # to which blocks that grow with the count go; a guess
+ROUNDING = 1e-14  # of a probability
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,91 +45,96 @@ class CountLaw:
     tables: tuple[Table, ...]
     taken: tuple[Tensor, ...]  # (N,) bool, at most one of them True
 
-    whole = True
+    def _choose_by_row(self, values: list[Tensor]) -> Tensor:
+        """Take the value of each row from the table that it takes; NaN where it takes none.
 
-    def _chosen(self, values: list[Tensor]) -> Tensor:
-        found = torch.full_like(values[0], torch.nan)
+        values: (N,) or (N, k) for each table -> (N,) or (N, k).
+        """
+        chosen = torch.full_like(values[0], torch.nan)
         for value, rows in zip(values, self.taken, strict=True):
-            found = torch.where(rows if value.dim() == 1 else rows.unsqueeze(1), value, found)
-        return found
+            chosen = torch.where(rows if value.dim() == 1 else rows.unsqueeze(1), value, chosen)
+        return chosen
 
     @cached_property
-    def _shares(self) -> list[Tensor]:
+    def _block_probabilities(self) -> list[Tensor]:
+        """The probability of each block, (N, k) for each table."""
         return [torch.softmax(table.logs, 1) for table in self.tables]
 
     @cached_property
-    def _means(self) -> list[Tensor]:
+    def _table_means(self) -> list[Tensor]:
+        """The mean of the counts, (N,) for each table."""
         return [
             (share * table.centres).sum(1)
-            for table, share in zip(self.tables, self._shares, strict=True)
+            for table, share in zip(self.tables, self._block_probabilities, strict=True)
         ]
 
     @cached_property
     def mean(self) -> Tensor:
-        return self._chosen(self._means)
+        """The mean of the counts (N,)."""
+        return self._choose_by_row(self._table_means)
 
     @cached_property
     def variance(self) -> Tensor:
-        parts = []
-        for table, share, mean in zip(self.tables, self._shares, self._means, strict=True):
+        """The variance of the counts (N,): between the blocks, and of equal counts within."""
+        variances = []
+        for table, share, mean in zip(
+            self.tables, self._block_probabilities, self._table_means, strict=True
+        ):
             within = (table.widths**2 - 1).clamp_min(0) / 12
-            parts.append((share * ((table.centres - mean.unsqueeze(1)) ** 2 + within)).sum(1))
-        return self._chosen(parts)
+            between = (table.centres - mean.unsqueeze(1)) ** 2
+            variances.append((share * (between + within)).sum(1))
+        return self._choose_by_row(variances)
 
     @cached_property
-    def _cumulative(self) -> list[Tensor]:
-        """(N, k + 1), from 0."""
-        sums = [share.cumsum(1) for share in self._shares]
-        return [torch.cat([torch.zeros_like(part[:, :1]), part / part[:, -1:]], 1) for part in sums]
-
-    def density(self, y: Tensor) -> Tensor:
-        raise NotImplementedError("counts have no density")
-
-    def cdf(self, y: Tensor) -> Tensor:
-        parts = []
-        for table, cumulative in zip(self.tables, self._cumulative, strict=True):
-            above = torch.minimum(torch.maximum(y + 1, table.edges[:, :1]), table.edges[:, -1:])
-            at = (table.edges.unsqueeze(1) <= above.unsqueeze(-1)).to(torch.int64).sum(-1) - 1
-            at = at.clamp(0, table.logs.shape[1] - 1)
-            low, high = cumulative.gather(1, at), cumulative.gather(1, at + 1)
-            width = table.widths.gather(1, at).clamp_min(1)
-            parts.append(low + (above - table.edges.gather(1, at)) / width * (high - low))
-        return self._chosen(parts)
+    def _cumulative_probabilities(self) -> list[Tensor]:
+        """The probability of all counts below each edge, from 0: (N, k + 1) for each table."""
+        sums = [share.cumsum(1) for share in self._block_probabilities]
+        return [torch.cat([torch.zeros_like(s[:, :1]), s / s[:, -1:]], 1) for s in sums]
 
     def icdf(self, levels: Levels) -> Tensor:
-        """The smallest count y with P(Y ≤ y) ≥ level."""
-        parts = []
-        for table, cumulative in zip(self.tables, self._cumulative, strict=True):
-            target = levels.q * cumulative[:, -1:] - 1e-14
-            at = (cumulative.unsqueeze(1) < target.unsqueeze(-1)).to(torch.int64).sum(-1) - 1
-            at = at.clamp(0, table.logs.shape[1] - 1)
-            low, high = cumulative.gather(1, at), cumulative.gather(1, at + 1)
+        """Compute the smallest counts y with P(Y ≤ y) ≥ level: (N, k)."""
+        values = []
+        for table, cumulative in zip(self.tables, self._cumulative_probabilities, strict=True):
+            target = levels.q * cumulative[:, -1:] - ROUNDING
+            # The block after the last edge below which the probability is too small.
+            block = (cumulative.unsqueeze(1) < target.unsqueeze(-1)).to(torch.int64).sum(-1) - 1
+            block = block.clamp(0, table.logs.shape[1] - 1)
+            low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
-            whole = (inside * table.widths.gather(1, at)).ceil().clamp_min(1) - 1
-            parts.append(table.edges.gather(1, at) + whole)
-        return self._chosen(parts)
+            count_inside = (inside * table.widths.gather(1, block)).ceil().clamp_min(1) - 1
+            values.append(table.edges.gather(1, block) + count_inside)
+        return self._choose_by_row(values)
 
 
 def count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
-    """The law of counts with mean e^f and a known `overdispersion`, for f ~ N(f̂, K)."""
+    """Return the law of counts with mean e^f and a known `overdispersion`, for f ~ N(f̂, K).
+
+    f̂ (N, 1), K (N, 1, 1). A row takes the first reach whose tails are small enough.
+    """
     overdispersion = likelihood.overdispersion
     assert overdispersion is not None
-    mean, scale = _location(overdispersion, f, K)
+    mean, scale = _locate_blocks(overdispersion, f, K)
     tables, taken = [], []
-    open_rows = torch.isfinite(mean)
+    remaining = torch.isfinite(mean)  # rows without a table so far
     for reach in REACHES:
-        table = _table(overdispersion, f, K, mean, scale, reach)
-        left, right = tails_of(table, sum(len(counts) for counts in _patterns(reach)[1:]))
-        done = open_rows & (left <= TAIL) & (right <= TAIL)
+        table = _make_table(overdispersion, f, K, mean, scale, reach)
+        left, right = estimate_tails(
+            table, sum(len(counts) for counts in _edge_patterns(reach)[1:])
+        )
+        done = remaining & (left <= TAIL) & (right <= TAIL)
         tables.append(table)
+        # Growing blocks that begin among the small counts end at HIGHEST_GROWING: not far enough.
         mixed = (table.edges[:, 0] < SINGLE_COUNTS) & (mean > SINGLE_COUNTS)
         taken.append(done & table.accurate & ~(mixed & (table.edges[:, -1] > HIGHEST_GROWING)))
-        open_rows = open_rows & ~done
+        remaining = remaining & ~done
     return CountLaw(tuple(tables), tuple(taken))
 
 
-def _location(overdispersion: float, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the blocks are centred, and their unit: as in `count_predictive`."""
+def _locate_blocks(overdispersion: float, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute where the blocks are centred and their unit, (N,) each, as in `count_predictive`.
+
+    f (N, 1), K (N, 1, 1).
+    """
     nodes, weights = normal_nodes(1)
     points = torch.exp(f + K[:, :, 0].clamp(0, SMALL_DOUBT).sqrt() * nodes[:, 0])
     noise = points if overdispersion == 0 else points + overdispersion * points**2
@@ -137,7 +143,7 @@ def _location(overdispersion: float, f: Tensor, K: Tensor) -> tuple[Tensor, Tens
     return torch.exp(f[:, 0]), variance.sqrt().clamp_min(1.0)
 
 
-def _table(
+def _make_table(
     overdispersion: float,
     f: Tensor,
     K: Tensor,
@@ -145,37 +151,45 @@ def _table(
     scale: Tensor,
     reach: float,
 ) -> Table:
-    edges = _edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
+    """Compute the log probabilities of the blocks that reach so far.
+
+    f (N, 1), K (N, 1, 1), mean and scale (N,): the centre of the blocks and their unit.
+    """
+    edges = _block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
     frame = Table(mean, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(mean, dtype=torch.bool))
     y = frame.middles.clamp_min(0)
     if overdispersion == 0:
-        logs = modes.poisson(y, f, K)
+        logs = modes.poisson_log_density(y, f, K)
     else:
-        logs = modes.negative_binomial(overdispersion, y, f, K)
-    totals, centres, corrections = block_totals(frame, logs)
+        logs = modes.negative_binomial_log_density(overdispersion, y, f, K)
+    totals, centres, corrections = sum_blocks(frame, logs)
     totals = torch.where(frame.widths > 0, totals, NOTHING).clamp_min(NOTHING)
     accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH
     return frame._replace(logs=totals, centres=centres, accurate=accurate)
 
 
-def _edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
-    """As in `ssla.predictive.count_law`.
+def _block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
+    """Return the edges of the blocks (N, k + 1), as in `ssla.predictive.count_law`.
 
-    Edges that a row does not have repeat its first one: blocks without a count.
+    mean and scale (N, 1). Edges that a row does not have repeat its first one: blocks without a
+    count.
     """
-    pattern, single, growing = _patterns(reach)
+    pattern, single, growing = _edge_patterns(reach)
     edges = (mean + scale * pattern).round().clamp(0, LARGEST_COUNT)
     last = edges[:, -1:]
-    low, far = mean - scale * math.sinh(reach) < SINGLE_COUNTS, mean > SINGLE_COUNTS
-    none = torch.where(low, 0.0, edges[:, :1])
-    small = torch.where(low & (single < last), single, none)
-    large = torch.where(low & far & (growing < last), growing, none)
+    has_small = mean - scale * math.sinh(reach) < SINGLE_COUNTS
+    is_far = mean > SINGLE_COUNTS
+    first = torch.where(has_small, 0.0, edges[:, :1])
+    small = torch.where(has_small & (single < last), single, first)
+    large = torch.where(has_small & is_far & (growing < last), growing, first)
     return torch.cat([edges, small, large], 1).sort(1).values
 
 
 @lru_cache(maxsize=8)
-def _patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Constants of the graph: sinh(t), the small counts, and counts that grow by equal factors."""
+def _edge_patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return constants of the graph: sinh(t), the small counts, and counts that grow by equal
+    factors.
+    """
     t = torch.linspace(-reach, reach, 2 * int(reach * BLOCKS_PER_UNIT) + 1, dtype=torch.float64)
     single = torch.arange(SINGLE_COUNTS + 1, dtype=torch.float64)
     steps = int(math.log(HIGHEST_GROWING / SINGLE_COUNTS) * BLOCKS_PER_UNIT) + 1

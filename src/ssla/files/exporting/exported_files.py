@@ -18,14 +18,15 @@ import torch
 from torch import Tensor
 
 from ssla._checks import writable
-from ssla.data import Inputs, leaves
+from ssla.data import Inputs, input_tensors
 from ssla.files.exporting.graph import CLASSES, Graph
 from ssla.files.replacing import new_file
 from ssla.predictive import Predictive
 
 ONNX, TORCH = ".onnx", ".pt2"
-TOLERANCE = 1e-5  # of the larger of an answer and its standard deviation; of a probability
-LEAST_LEVEL = 1e-6
+# of the larger of an answer and its standard deviation; of a probability; a guess
+TOLERANCE = 1e-5
+LEAST_LEVEL = 1e-6  # a guess
 MISSING = (
     "Writing .onnx files needs onnx and onnxscript (and onnxruntime for their check): pip install "
     "'ssla[export]'."
@@ -50,9 +51,10 @@ class Exported:
     differences: Mapping[str, Mapping[str, float]]
 
     def __str__(self) -> str:
+        """Return the file, its inputs and answers, and the differences in one line."""
         checks = "; ".join(
-            f"{program}: " + ", ".join(f"{name} {value:.1e}" for name, value in found.items())
-            for program, found in self.differences.items()
+            f"{program}: " + ", ".join(f"{name} {value:.1e}" for name, value in by_answer.items())
+            for program, by_answer in self.differences.items()
         )
         return (
             f"{self.path}: {', '.join(self.inputs)} -> {', '.join(self.answers)}. Differences on "
@@ -61,25 +63,28 @@ class Exported:
 
 
 def checked_levels(levels: Any) -> tuple[float, ...]:
-    found = tuple(float(level) for level in levels)
-    if not found or not all(LEAST_LEVEL <= level <= 1 - LEAST_LEVEL for level in found):
+    """Return the probabilities of quantiles; ValueError for none, or one too near to 0 or 1."""
+    checked = tuple(float(level) for level in levels)
+    if not checked or not all(LEAST_LEVEL <= level <= 1 - LEAST_LEVEL for level in checked):
         raise ValueError(
             f"levels must be probabilities of quantiles between {LEAST_LEVEL:g} and 1 − "
             f"{LEAST_LEVEL:g}, but are {levels!r}."
         )
-    return found
+    return checked
 
 
-def write(
+def write_graph(
     path: str | os.PathLike[str],
     graph: Graph,
     example: Inputs,
     predict: Callable[[], Predictive],
     facts: Mapping[str, Any],
 ) -> Exported:
-    """The file of a graph.
+    """Trace a graph, write it to a file, run that file, and keep it if its answers are right.
 
-    ValueError if its answers differ from those of `predict`, the library's own for the example.
+    example: the rows that are compared; predict: makes the library's predictive for them; facts:
+    stored in the file. Raises ValueError for another suffix, for a network that cannot be traced,
+    and for answers that differ from the library's; no file is then written.
     """
     target = Path(path)
     if target.suffix not in (ONNX, TORCH):
@@ -88,101 +93,108 @@ def write(
             f"{str(target)!r}."
         )
     writable(target)
-    parts, names = leaves(example), _names(example)
-    expected = reference(predict(), graph)
+    inputs = input_tensors(example)
+    names = _input_names(example)
+    expected = library_answers(predict(), graph)
+    levels = tuple(graph.levels.q.tolist())
+    about = {**facts, "inputs": list(names), "answers": list(graph.names), "levels": list(levels)}
     with torch.no_grad():
-        graph(*parts)  # constants are made before tracing
-    program = _traced(graph, parts)
-    with torch.no_grad():
-        found = {"torch": _compare("torch", graph, program.module()(*parts), expected)}
-        program.module()(*(part[:1] for part in parts))
-    about = {
-        **facts,
-        "inputs": list(names),
-        "answers": list(graph.names),
-        "levels": graph.levels.q.tolist(),
-    }
+        graph(*inputs)  # makes the constants before tracing
+        program = _trace_graph(graph, inputs)
+        differences = {
+            "torch": _compare_answers("torch", graph, program.module()(*inputs), expected)
+        }
+        program.module()(*(tensor[:1] for tensor in inputs))  # fails if the rows are fixed
     with new_file(target) as draft:
         if target.suffix == TORCH:
-            with _quiet():
-                torch.export.save(program, draft, extra_files={"ssla.json": json.dumps(about)})
-                loaded = torch.export.load(draft).module()
-            with torch.no_grad():  # of the file itself
-                found["torch"] = _compare("torch", graph, loaded(*parts), expected)
+            loaded = _write_torch(program, draft, about)
+            with torch.no_grad():
+                differences["torch"] = _compare_answers("torch", graph, loaded(*inputs), expected)
         else:
             _write_onnx(program, graph, names, draft, about)
-            answers = run_onnx(draft, dict(zip(names, parts, strict=True)))
+            answers = run_onnx(draft, dict(zip(names, inputs, strict=True)))
             if answers is not None:
-                found["onnxruntime"] = _compare("onnxruntime", graph, answers, expected)
-    return Exported(
-        target, names, graph.names, tuple(graph.levels.q.tolist()), len(parts[0]), found
-    )
+                differences["onnxruntime"] = _compare_answers(
+                    "onnxruntime", graph, answers, expected
+                )
+    return Exported(target, names, graph.names, levels, len(inputs[0]), differences)
 
 
-def _names(example: Inputs) -> tuple[str, ...]:
+def _input_names(example: Inputs) -> tuple[str, ...]:
+    """Return a name for each tensor of the inputs: its key, its number, or x."""
     if isinstance(example, Tensor):
         return ("x",)
-    return (
-        tuple(str(key) for key in example)
-        if isinstance(example, Mapping)
-        else tuple(f"x{i}" for i in range(len(example)))
-    )
+    if isinstance(example, Mapping):
+        return tuple(str(key) for key in example)
+    return tuple(f"x{i}" for i in range(len(example)))
 
 
-def reference(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
-    """The library's answers, in the order of the graph's."""
+def library_answers(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
+    """Return the library's answers, in the order of the graph's; no label of classes."""
     if graph.names is CLASSES:
         return (predictive.probs,)
     return predictive.mean, predictive.stddev, predictive.icdf(graph.levels.q)
 
 
-def _compare(
+def _compare_answers(
     program: str, graph: Graph, answers: Any, expected: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """The largest difference of each answer; ValueError above the tolerance."""
-    found = {}
-    for name, mine, theirs in zip(
-        graph.names, answers, expected, strict=False
-    ):  # the label follows from the probabilities
-        mine, theirs = mine.double(), theirs.double()
-        unit = torch.ones_like(theirs)
+    """Return the largest difference of each answer; ValueError above the tolerance.
+
+    program: its name, for the error. answers, expected: N rows each.
+    """
+    differences = {}
+    # Classes have one answer more, the label, which follows from the probabilities.
+    for name, answer, reference in zip(graph.names, answers, expected, strict=False):
+        answer, reference = answer.double(), reference.double()
+        unit = torch.ones_like(reference)
         if graph.names is not CLASSES:
             sd = expected[1].double()
-            unit = torch.maximum(theirs.abs(), sd if theirs.dim() == sd.dim() else sd.unsqueeze(-1))
-        gap = (mine - theirs).abs() / unit
-        gap = torch.where((mine == theirs) | (mine.isnan() & theirs.isnan()), 0.0, gap).nan_to_num(
-            nan=torch.inf
-        )
-        found[name] = float(gap.max()) if gap.numel() else 0.0
-        if found[name] > TOLERANCE:
-            rows = gap.flatten(1).amax(1) if gap.dim() > 1 else gap
-            bad = rows > TOLERANCE
-            lost = int(
-                mine.isnan().flatten(1).any(1).sum() if mine.dim() > 1 else mine.isnan().sum()
-            )
-            raise ValueError(
-                f"The exported graph is not exact enough, and no file was written: {name} by "
-                f"{program} differs from posterior.predict by up to {found[name]:.2g} (allowed: "
-                f"{TOLERANCE:g}) in {int(bad.sum())} of {len(bad)} rows, the first is row "
-                f"{int(bad.nonzero()[0])}; {lost} rows are NaN, because fixed nodes do not resolve "
-                "them. Likely causes: (a) inputs far from the training data; (b) a network in "
-                "float32 with large outputs. Remedy: give example rows like those that the graph "
-                "will see, or convert the network with model.double() before the fit."
-            )
-    return found
+            sd = sd if reference.dim() == sd.dim() else sd.unsqueeze(-1)
+            unit = torch.maximum(reference.abs(), sd)
+        gap = (answer - reference).abs() / unit
+        # Equal infinities and equal NaN do not differ.
+        equal = (answer == reference) | (answer.isnan() & reference.isnan())
+        gap = torch.where(equal, 0.0, gap).nan_to_num(nan=torch.inf)
+        differences[name] = float(gap.max()) if gap.numel() else 0.0
+        if differences[name] > TOLERANCE:
+            raise ValueError(_describe_difference(name, program, gap, answer))
+    return differences
 
 
-def _traced(graph: Graph, parts: list[Tensor]) -> torch.export.ExportedProgram:
+def _describe_difference(name: str, program: str, gap: Tensor, answer: Tensor) -> str:
+    """Say which rows of an answer differ, by how much, and what to do.
+
+    gap and answer: N rows, of the same shape.
+    """
+    bad = _largest_by_row(gap) > TOLERANCE
+    lost = int(_largest_by_row(answer.isnan()).sum())
+    return (
+        f"The exported graph is not exact enough, and no file was written: {name} by "
+        f"{program} differs from posterior.predict by up to {float(gap.max()):.2g} (allowed: "
+        f"{TOLERANCE:g}) in {int(bad.sum())} of {len(bad)} rows, the first is row "
+        f"{int(bad.nonzero()[0])}; {lost} rows are NaN, because fixed nodes do not resolve "
+        "them. Likely causes: (a) inputs far from the training data; (b) a network in "
+        "float32 with large outputs. Remedy: give example rows like those that the graph "
+        "will see, or convert the network with model.double() before the fit."
+    )
+
+
+def _largest_by_row(values: Tensor) -> Tensor:
+    """Return the largest value of each row (N, …) -> (N,)."""
+    return values.flatten(1).amax(1) if values.dim() > 1 else values
+
+
+def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedProgram:
+    """Trace a graph for any number of rows; ValueError for a network that cannot be traced."""
     rows = torch.export.Dim("rows", min=1)
-    several = tuple(
-        torch.cat([part[:1], part[:1], part[:2]]) for part in parts
-    )  # one row would be taken as a constant
+    # torch.export would take one row as a constant.
+    several = tuple(torch.cat([tensor[:1], tensor[:1], tensor[:2]]) for tensor in inputs)
+    shapes = (tuple({0: rows} for _ in inputs),)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            return torch.export.export(
-                graph, several, dynamic_shapes=(tuple({0: rows} for _ in parts),), strict=False
-            )
+            return torch.export.export(graph, several, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever the user's module raises while it is traced
         raise ValueError(
             f"torch.export could not trace the network: {error}. Likely causes: (a) steps in its "
@@ -191,17 +203,31 @@ def _traced(graph: Graph, parts: list[Tensor]) -> torch.export.ExportedProgram:
         ) from error
 
 
+def _write_torch(
+    program: torch.export.ExportedProgram, draft: Path, about: Mapping[str, Any]
+) -> torch.nn.Module:
+    """Write a traced program for torch.export, with facts about it; returns the file's module."""
+    with _silence_exporter():
+        torch.export.save(program, draft, extra_files={"ssla.json": json.dumps(about)})
+        return torch.export.load(draft).module()
+
+
 def _write_onnx(
     program: Any, graph: Graph, names: tuple[str, ...], draft: Path, about: Mapping[str, Any]
 ) -> None:
+    """Write a traced program as ONNX, with facts about it.
+
+    names: of the inputs. Raises ImportError without onnx and onnxscript, ValueError for an
+    operation that ONNX lacks.
+    """
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError:
         raise ImportError(MISSING) from None
     try:
-        with _quiet():
-            made = torch.onnx.export(
+        with _silence_exporter():
+            onnx_program = torch.onnx.export(
                 program,
                 (),
                 dynamo=True,
@@ -214,16 +240,15 @@ def _write_onnx(
             f"The graph could not be written as ONNX: {error}. A likely cause: an operation of the "
             f"network that ONNX lacks. Write a {TORCH} file, which holds every operation of torch."
         ) from error
-    assert made is not None
-    made.model.metadata_props.update(
-        {f"ssla.{key}": json.dumps(value) for key, value in about.items()}
-    )
-    made.save(draft)
+    assert onnx_program is not None
+    metadata = {f"ssla.{key}": json.dumps(value) for key, value in about.items()}
+    onnx_program.model.metadata_props.update(metadata)
+    onnx_program.save(draft)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the exporter's warnings, which are about packages that are not needed."""
+def _silence_exporter() -> Iterator[None]:
+    """Hide the exporter's warnings, which are about packages that are not needed."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -236,15 +261,18 @@ def _quiet() -> Iterator[None]:
 
 
 def run_onnx(path: Path, inputs: Mapping[str, Tensor]) -> list[Tensor] | None:
-    """The answers of a file by onnxruntime; None where that is not installed."""
+    """Compute the answers of a file by onnxruntime; None where that is not installed.
+
+    inputs: by name, N rows each. Raises ValueError for a graph that onnxruntime cannot run.
+    """
     try:
         import onnxruntime
     except ImportError:
         return None
     try:
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        session.run(None, {name: part[:1].numpy() for name, part in inputs.items()})
-        answers = session.run(None, {name: part.numpy() for name, part in inputs.items()})
+        session.run(None, {name: tensor[:1].numpy() for name, tensor in inputs.items()})
+        answers = session.run(None, {name: tensor.numpy() for name, tensor in inputs.items()})
     except Exception as error:  # onnxruntime's own classes
         raise ValueError(
             f"onnxruntime cannot run the graph: {error}. A likely cause: an operation of the "

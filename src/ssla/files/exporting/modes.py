@@ -13,64 +13,78 @@ from torch import Tensor
 
 from ssla.maths.portable import log_gamma, softplus
 
-LAMBERT_ROUNDS = 4
-BRACKET_ROUNDS = 16
+LAMBERT_ROUNDS = 4  # a guess: tests compare with the library, to 1e-5
+BRACKET_ROUNDS = 16  # a guess, compared in the same way
 ROUNDING = 1e-7  # relative: after a shorter step only rounding error is left
-SHRINKS = 0.9  # a step of Newton's method is at most that part of the step before
+SHRINKS = 0.9  # a step of Newton's method is at most that part of the step before; a guess
+TINY = 1e-300  # a variance that counts as zero; its logarithm is finite
 
 
-def poisson(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """f̃ = f̂ + K(y − e^f̃): with w = K e^f̃ it is w + log w = log K + f̂ + Ky."""
+def poisson_log_density(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+    """Compute the log density of counts with mean e^f.
+
+    At the mode f̃ = f̂ + K(y − e^f̃), so that with w = K e^f̃ it is w + log w = log K + f̂ + Ky.
+    """
     v = K[:, :, 0]
-    x = v.clamp_min(1e-300).log() + f + v * y
-    w = _lambert(x)
-    u = y - w / v.clamp_min(1e-300)
-    at = f + v * y - w
-    u = torch.where(v > 1e-300, u, y - at.exp())
-    log_prob = y * at - at.exp() - log_gamma(y + 1)
+    w = _solve_lambert(v.clamp_min(TINY).log() + f + v * y)
+    u = y - w / v.clamp_min(TINY)
+    f_mode = f + v * y - w
+    u = torch.where(v > TINY, u, y - f_mode.exp())
+    log_prob = y * f_mode - f_mode.exp() - log_gamma(y + 1)
     return log_prob - 0.5 * v * u * u - 0.5 * torch.log1p(w)
 
 
-def _lambert(x: Tensor) -> Tensor:
-    """w with w + log w = x, by Newton steps in log w, from a start that is never far."""
+def _solve_lambert(x: Tensor) -> Tensor:
+    """Solve w + log w = x for w, in the shape of x, by Newton steps in s = log w."""
+    # The start is near the root on both sides: w ≈ x − log x for large x, w ≈ e^x for small.
     large = x.clamp_min(1.0)
-    s = torch.where(
-        x > 1,
-        (large - large.log() + large.log() / large).log(),
-        x - torch.exp(x.clamp_max(1.0)) * 0.5,
-    )
+    start_large = (large - large.log() + large.log() / large).log()
+    start_small = x - torch.exp(x.clamp_max(1.0)) * 0.5
+    s = torch.where(x > 1, start_large, start_small)
     for _ in range(LAMBERT_ROUNDS):
         w = s.exp()
         s = s - (w + s - x) / (1 + w)
     return s.exp()
 
 
-def negative_binomial(dispersion: float, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), r = 1/α.
+def negative_binomial_log_density(dispersion: float, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+    """Compute the log density of counts with mean e^f and variance e^f + α e^2f.
 
-    The root lies between f̂ and log y, and in [f̂ − Kr, f̂ + Ky].
+    At the mode f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), r = 1/α.
     """
-    v, r, shift = K[:, :, 0], 1 / dispersion, math.log(dispersion)
-    best = y.clamp_min(1e-300).log()
-    low, high = (
-        torch.maximum(torch.minimum(f, best), f - v * r),
-        torch.minimum(torch.maximum(f, best), f + v * y),
-    )
-    at = torch.minimum(torch.maximum(best, low), high)
-    step = 2 * (high - low)
-    for _ in range(BRACKET_ROUNDS):
-        p = torch.sigmoid(at + shift)
-        gap = at - f - v * (y - (y + r) * p)
-        low, high = torch.where(gap <= 0, at, low), torch.where(gap >= 0, at, high)
-        new = at - gap / (1 + v * (y + r) * p * (1 - p))
-        size = (new - at).abs()
-        good = (new >= low) & (new <= high) & (size <= SHRINKS * step)
-        new = torch.where(good | (size <= ROUNDING * (1 + at.abs())), new, (low + high) / 2)
-        at, step = new, (new - at).abs()
-    z = at + shift
+    v = K[:, :, 0]
+    r = 1 / dispersion
+    shift = math.log(dispersion)
+    z = _negative_binomial_mode(r, shift, y, f, v) + shift
     p, q = torch.sigmoid(z), torch.sigmoid(-z)
     u = y * q - r * p
     log_prob = (
         log_gamma(y + r) - math.lgamma(r) - log_gamma(y + 1) - r * softplus(z) - y * softplus(-z)
     )
     return log_prob - 0.5 * v * u * u - 0.5 * torch.log1p(v * (y + r) * p * q)
+
+
+def _negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v: Tensor) -> Tensor:
+    """Solve f̃ = f̂ + v(y − (y + r)σ(f̃ + shift)) for f̃ (N, k), by Newton steps inside a bracket.
+
+    y (N, k), f̂ and v (N, 1). The root lies between f̂ and log y, and in [f̂ − vr, f̂ + vy].
+    """
+    log_y = y.clamp_min(TINY).log()
+    low = torch.maximum(torch.minimum(f, log_y), f - v * r)
+    high = torch.minimum(torch.maximum(f, log_y), f + v * y)
+    f_mode = torch.minimum(torch.maximum(log_y, low), high)
+    step = 2 * (high - low)
+    for _ in range(BRACKET_ROUNDS):
+        p = torch.sigmoid(f_mode + shift)
+        gap = f_mode - f - v * (y - (y + r) * p)
+        low = torch.where(gap <= 0, f_mode, low)
+        high = torch.where(gap >= 0, f_mode, high)
+        new = f_mode - gap / (1 + v * (y + r) * p * (1 - p))
+        size = (new - f_mode).abs()
+        # Bisection where the step leaves the bracket or does not shrink. A step within rounding
+        # error is taken in any case.
+        good = (new >= low) & (new <= high) & (size <= SHRINKS * step)
+        new = torch.where(good | (size <= ROUNDING * (1 + f_mode.abs())), new, (low + high) / 2)
+        step = (new - f_mode).abs()
+        f_mode = new
+    return f_mode

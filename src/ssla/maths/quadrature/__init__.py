@@ -18,25 +18,31 @@ its last slope. Fails for densities with jumps or poles: they are flagged. Momen
 z (a target with a transformed support) have their own rule: see `mapped`.
 """
 
-from ssla.maths.quadrature.circle import Around, Circle, build_circles, wrapped
+from ssla.maths.quadrature.circle import Circle, RowCircle, build_circles, wrap_angles
 from ssla.maths.quadrature.grid import Grid, Regions, Tail
 from ssla.maths.quadrature.mapped import mapped_moments
 from ssla.maths.quadrature.root_finding import bracketed_root
-from ssla.maths.quadrature.search import Accuracy, Built, LogDensity, build, locate
+from ssla.maths.quadrature.search import (
+    Accuracy,
+    LogDensity,
+    RowGrid,
+    build_grids,
+    locate_densities,
+)
 
 __all__ = [
     "Accuracy",
-    "Around",
-    "Built",
     "Circle",
     "Grid",
     "LogDensity",
     "Regions",
+    "RowCircle",
+    "RowGrid",
     "Tail",
     "bracketed_root",
-    "build",
     "build_circles",
-    "locate",
+    "build_grids",
+    "locate_densities",
     "mapped_moments",
-    "wrapped",
+    "wrap_angles",
 ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.maths.quadrature.grid import Regions, regions_above
+from ssla.maths.quadrature.grid import BISECTIONS, Regions, regions_above
 from ssla.maths.quadrature.root_finding import bracketed_root
 
 FIRST_ANGLES = 64
@@ -27,12 +27,11 @@ FINER = 8  # points between two angles at which the series is tabulated
 ANGLES_AT_ONCE = 1 << 18
 
 
-def wrapped(y: Tensor) -> Tensor:
-    """The same angle in [−π, π)."""
+def wrap_angles(y: Tensor) -> Tensor:
+    """Return the same angles in [−π, π), elementwise."""
     turned = torch.remainder(y + math.pi, 2 * math.pi) - math.pi
-    return torch.where(
-        (y >= -math.pi) & (y < math.pi), y, turned
-    )  # angles inside are returned without rounding
+    # Angles that are inside already are returned without rounding.
+    return torch.where((y >= -math.pi) & (y < math.pi), y, turned)
 
 
 @dataclass(frozen=True)
@@ -47,61 +46,68 @@ class Circle:
 
     @property
     def angles(self) -> Tensor:
-        """(k,)."""
-        return _places(self.logs.shape[1])[:-1]
+        """Return the angles −π + 2πj/k (k,)."""
+        return _spaced_points(self.logs.shape[1])[:-1]
 
     @cached_property
     def log_mass(self) -> Tensor:
+        """Return the logarithm of the mass (m,)."""
         return self.logs.logsumexp(1) + math.log(2 * math.pi / self.logs.shape[1])
 
     @cached_property
     def shares(self) -> Tensor:
-        """(m, k); they sum to one."""
+        """Return the normalised mass at each angle (m, k); it sums to one."""
         return torch.softmax(self.logs, 1)
 
     @cached_property
     def _harmonics(self) -> Tensor:
-        """φ_j = E exp(i j (Y + π)), j = 0 … k/2 − 1  (m, k/2)."""
+        """Return the characteristic function φ_j = E exp(i j (Y + π)), j < k/2  (m, k/2)."""
         harmonics: Tensor = torch.fft.rfft(self.shares, dim=1).conj()
         return harmonics[:, : self.logs.shape[1] // 2]
 
     @cached_property
     def mean(self) -> Tensor:
-        """The circular mean: the direction of E exp(iY)  (m,)."""
-        return wrapped(self._harmonics[:, 1].angle() - math.pi)
+        """Return the circular mean: the direction of E exp(iY)  (m,)."""
+        return wrap_angles(self._harmonics[:, 1].angle() - math.pi)
 
     @cached_property
     def variance(self) -> Tensor:
-        """E d², d = Y − mean wrapped to [−π, π): by the Fourier series of d², π²/3 + 4 Σ (−1)ʲ
-        cos(jd)/j².
+        """Return the variance E d² around the mean (m,), with d = Y − mean wrapped to [−π, π).
+
+        By the Fourier series d² = π²/3 + 4 Σ_j (−1)ʲ cos(jd)/j².
         """
         j = torch.arange(1, self._harmonics.shape[1], dtype=torch.float64)
         turn = torch.polar(
             torch.ones_like(self.mean[:, None] * j), -(self.mean[:, None] + math.pi) * j
         )
-        return math.pi**2 / 3 + 4 * (
-            (self._harmonics[:, 1:] * turn).real * (1 - 2 * (j % 2)) / j**2
-        ).sum(1)
+        cosines = (self._harmonics[:, 1:] * turn).real  # E cos(jd)
+        return math.pi**2 / 3 + 4 * (cosines * (1 - 2 * (j % 2)) / j**2).sum(1)
 
     @cached_property
-    def _fine(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Points from −π to π (K + 1,), the density and the distribution function there (m, K +
-        1).
+    def _fine_table(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return K + 1 points from −π to π (K + 1,), and density and cdf there (m, K + 1).
+
+        K is FINER·k, and the Fourier series gives the values.
         """
         count = FINER * self.logs.shape[1]
         phi = self._harmonics.conj()
         j = torch.arange(phi.shape[1], dtype=torch.float64)
         density = torch.fft.irfft(phi, count, dim=1) * count / (2 * math.pi)
-        wave = torch.where(j > 0, phi / (1j * j.clamp_min(1)), 0)
-        waves = torch.fft.irfft(wave, count, dim=1) * count / (2 * math.pi)
-        place = _places(count)
-        density, waves = (torch.cat([part, part[:, :1]], 1) for part in (density, waves))
+        # The distribution function is the integral of the series: a line and periodic waves.
+        integrated = torch.where(j > 0, phi / (1j * j.clamp_min(1)), 0)
+        waves = torch.fft.irfft(integrated, count, dim=1) * count / (2 * math.pi)
+        place = _spaced_points(count)
+        # The value at π is that at −π.
+        density, waves = (torch.cat([values, values[:, :1]], 1) for values in (density, waves))
         below = (place + math.pi) / (2 * math.pi) + waves - waves[:, :1]
         return place, density.clamp_min(0), below.clamp(0, 1).cummax(1).values
 
     def cdf(self, y: Tensor) -> Tensor:
-        """P(−π ≤ Y ≤ y), by a cubic between the fine points.  y (m, q) in [−π, π] -> (m, q)."""
-        place, density, below = self._fine
+        """Compute P(−π ≤ Y ≤ y) by a cubic between the fine points.
+
+        y (m, q) in [−π, π] -> (m, q).
+        """
+        place, density, below = self._fine_table
         panel = (torch.searchsorted(place, y.contiguous()) - 1).clamp(0, place.numel() - 2)
         width = place[1] - place[0]
         t = ((y - place[panel]) / width).clamp(0, 1)
@@ -113,68 +119,73 @@ class Circle:
         return torch.minimum(torch.maximum(cubic, low), high)
 
     def icdf(self, q: Tensor) -> Tensor:
-        """The y with P(−π ≤ Y ≤ y) = q.  (m, k) -> (m, k)."""
-        place, _, below = self._fine
+        """Compute the y with P(−π ≤ Y ≤ y) = q.  (m, k) -> (m, k)."""
+        place, _, below = self._fine_table
         panel = (torch.searchsorted(below, q.contiguous()) - 1).clamp(0, place.numel() - 2)
         return bracketed_root(lambda y: self.cdf(y) - q, place[panel], place[panel + 1])
 
     @property
     def mode(self) -> Tensor:
-        """The highest point (m,): the vertex of the parabola through the best fine point and
-        its neighbours.
+        """Return the highest point (m,).
+
+        It is the vertex of the parabola through the best fine point and its neighbours.
         """
-        place, density, _ = self._fine
+        place, density, _ = self._fine_table
         p = density[:, :-1]
         best = p.argmax(1, keepdim=True)
         left, mid, right = (p.gather(1, (best + d) % p.shape[1]).squeeze(1) for d in (-1, 0, 1))
         curve = left - 2 * mid + right
         shift = torch.where(curve < 0, (left - right) / (2 * curve), torch.zeros_like(curve))
-        return wrapped(place[best.squeeze(1)] + shift.clamp(-1, 1) * (place[1] - place[0]))
+        return wrap_angles(place[best.squeeze(1)] + shift.clamp(-1, 1) * (place[1] - place[0]))
 
     def hdr(self, level: float) -> Regions:
-        """The smallest set of arcs with that probability. An arc across ±π is returned as two."""
-        place, density, _ = self._fine
+        """Return the smallest set of arcs with that probability; an arc across ±π counts as two."""
+        place, density, _ = self._fine_table
         low, high = torch.zeros_like(density[:, 0]), density.amax(1)
-        for _ in range(45):
+        for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            lower, upper = regions_above(density, place, middle)
-            inside = [
+            # NaN pads rows with fewer arcs, and counts as zero at both ends.
+            below_lower, below_upper = (
                 torch.nan_to_num(self.cdf(torch.nan_to_num(ends, nan=-math.pi)), nan=0.0)
-                for ends in (lower, upper)
-            ]
-            enough = (inside[1] - inside[0]).sum(1) >= level
+                for ends in regions_above(density, place, middle)
+            )
+            enough = (below_upper - below_lower).sum(1) >= level
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
         return regions_above(density, place, low)
 
 
-def _places(count: int) -> Tensor:
-    """count + 1 points from −π to π."""
+def _spaced_points(count: int) -> Tensor:
+    """Return count + 1 equally spaced points from −π to π."""
     return torch.linspace(-math.pi, math.pi, count + 1, dtype=torch.float64)
 
 
-class Around(NamedTuple):
-    """Circles, and the rows of each."""
+class RowCircle(NamedTuple):
+    """A circle, and the numbers of its rows (m,)."""
 
     rows: Tensor
     circle: Circle
 
 
-def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) -> list[Around]:
-    """Equally spaced angles for all rows, doubled until they suffice.
+def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) -> list[RowCircle]:
+    """Evaluate densities at equally spaced angles, which are doubled until they suffice.
 
-    log_density as for `build`, over angles.
+    log_density: as for `build`, over angles. rows: how many. Rows that do not pass with the most
+    angles are not accurate.
     """
-    found: list[Around] = []
-    pending, count = torch.arange(rows), FIRST_ANGLES
+    circles: list[RowCircle] = []
+    pending = torch.arange(rows)
+    count = FIRST_ANGLES
     while pending.numel():
         again = []
         for part in pending.split(max(ANGLES_AT_ONCE // count, 1)):
-            logs = log_density(_places(count)[:-1].expand(part.numel(), -1), part).double()
-            half = (logs[:, ::2].logsumexp(1) - logs.logsumexp(1) + math.log(2)).expm1().abs()
-            good = half <= HALF_RULE
+            logs = log_density(_spaced_points(count)[:-1].expand(part.numel(), -1), part).double()
+            # The error of the rule on every second angle, as a share of the mass
+            error = (logs[:, ::2].logsumexp(1) - logs.logsumexp(1) + math.log(2)).expm1().abs()
+            good = error <= HALF_RULE
             kept = good | (count >= MOST_ANGLES)
             if bool(kept.any()):
-                found.append(Around(part[kept], Circle(logs[kept], good[kept])))
+                circles.append(RowCircle(part[kept], Circle(logs[kept], good[kept])))
             again.append(part[~kept])
-        pending, count = torch.cat(again), 2 * count
-    return found
+        pending = torch.cat(again)
+        count *= 2
+    return circles

@@ -23,14 +23,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-LARGE = 4.0  # s from which the logistic nodes are used
+LARGE = 4.0  # s from which the logistic nodes are used: both rules are then right to 1e-8
 NORMAL_REACH, NORMAL_STEP = 12.0, 0.25
 LOGISTIC_REACH, LOGISTIC_STEP = 40.0, 0.8
 FAR = 100.0  # standard deviations from which Φ is taken from its asymptotic series
 
 
 class LogisticNormal(NamedTuple):
-    """All (N,)."""
+    """Expectations of σ(f) under f ~ N(m, s²), all (N,)."""
 
     log_one: Tensor  # log E σ(f)
     log_zero: Tensor  # log E σ(−f)
@@ -40,73 +40,77 @@ class LogisticNormal(NamedTuple):
 def logistic_normal(
     mean: Tensor, sd: Tensor, log_ndtr: Callable[[Tensor], Tensor] = torch.special.log_ndtr
 ) -> LogisticNormal:
-    """mean, sd (N,), in float64.
+    """Compute the expectations of σ(f) for f ~ N(mean, sd²); mean, sd (N,), in float64.
 
     log_ndtr: another implementation, where torch's own cannot be exported.
     """
-    small, large = (
-        _by_normal(mean, sd.clamp_max(LARGE)),
-        _by_logistic(mean, sd.clamp_min(LARGE), log_ndtr),
-    )
+    small = _integrate_by_normal(mean, sd.clamp_max(LARGE))
+    large = _integrate_by_logistic(mean, sd.clamp_min(LARGE), log_ndtr)
     return LogisticNormal(
         *(torch.where(sd <= LARGE, a, b) for a, b in zip(small, large, strict=True))
     )
 
 
 def expected_entropy(mean: Tensor, sd: Tensor) -> Tensor:
-    """E h(σ(f)) in nats for f ~ N(mean, sd²), h(p) = −p log p − (1−p) log(1−p): the noise of a coin
-    with a doubtful logit.
+    """Compute E h(σ(f)) in nats for f ~ N(mean, sd²).  (N,), (N,) -> (N,).
 
-    By the same nodes: of the normal variable for small sd; of f itself, ∫ h(σ(l)) φ((l − m)/s)
-    dl/s, for large ones. Beyond the last node h is below 1e-15.  (N,), (N,) -> (N,).
+    h(p) = −p log p − (1−p) log(1−p) is the entropy of a coin. The nodes are those of the normal
+    variable for small sd, and of f itself for large ones: ∫ h(σ(l)) φ((l − m)/s) dl/s. Beyond the
+    last node h is below 1e-15.
     """
-    z, weights = normal_line()
+    z, weights = normal_trapezoidal_rule()
     near = _entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z) @ weights
-    L, wide = _nodes(LOGISTIC_REACH, LOGISTIC_STEP), sd.clamp_min(LARGE)
+    L = _spaced_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
+    wide = sd.clamp_min(LARGE)
     scores = (L - mean.unsqueeze(1)) / wide.unsqueeze(1)
     far = (-0.5 * scores * scores).exp() @ _entropy_of_logit(L)
     return torch.where(sd <= LARGE, near, far * LOGISTIC_STEP / (wide * math.sqrt(2 * math.pi)))
 
 
 def _entropy_of_logit(f: Tensor) -> Tensor:
-    """h(σ(f)), without cancellation for large |f|."""
+    """Compute h(σ(f)), without cancellation for large |f|, elementwise."""
     return -torch.sigmoid(f) * logsigmoid(f) - torch.sigmoid(-f) * logsigmoid(-f)
 
 
-def normal_line() -> tuple[Tensor, Tensor]:
-    """Nodes z and weights of the trapezoidal rule for E h(Z), Z ~ N(0, 1)."""
-    z = _nodes(NORMAL_REACH, NORMAL_STEP)
+def normal_trapezoidal_rule() -> tuple[Tensor, Tensor]:
+    """Return nodes z and weights, each (J,), of the trapezoidal rule for E h(Z), Z ~ N(0, 1)."""
+    z = _spaced_nodes(NORMAL_REACH, NORMAL_STEP)
     return z, torch.softmax(-0.5 * z * z, 0)
 
 
-def _by_normal(m: Tensor, s: Tensor) -> LogisticNormal:
-    z, weights = normal_line()
+def _integrate_by_normal(m: Tensor, s: Tensor) -> LogisticNormal:
+    """Compute the expectations by nodes of the normal variable, for small s.  m, s (N,)."""
+    z, weights = normal_trapezoidal_rule()
     log_weights = weights.log()
     f = m.unsqueeze(1) + s.unsqueeze(1) * z
-    one, zero = ((log_weights + logsigmoid(part)).logsumexp(1) for part in (f, -f))
+    one, zero = ((log_weights + logsigmoid(signed)).logsumexp(1) for signed in (f, -f))
     return LogisticNormal(one, zero, (torch.sigmoid(f) - one.exp().unsqueeze(1)).square() @ weights)
 
 
-def _by_logistic(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> LogisticNormal:
-    L = _nodes(LOGISTIC_REACH, LOGISTIC_STEP)
+def _integrate_by_logistic(
+    m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]
+) -> LogisticNormal:
+    """Compute the expectations by nodes of a logistic variable, for large s.  m, s (N,)."""
+    L = _spaced_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
     log_weights = torch.log_softmax(logsigmoid(L) + logsigmoid(-L), 0)
     z = (m.unsqueeze(1) - L) / s.unsqueeze(1)
     one, zero = (
         torch.logaddexp(
-            (log_weights + log_ndtr(sign * z)).logsumexp(1), _beyond(sign * m, s, log_ndtr)
+            (log_weights + log_ndtr(sign * z)).logsumexp(1), _log_tail(sign * m, s, log_ndtr)
         )
         for sign in (1, -1)
     )
-    noise = (-0.5 * z * z).exp() @ log_weights.exp() / (s * math.sqrt(2 * math.pi))  # dE σ/dm
-    return LogisticNormal(one, zero, ((one + zero).exp() - noise).clamp_min(0))
+    # Var σ = E σ · E(1 − σ) − E[σ(1 − σ)], and the last term is dE σ/dm.
+    slope = (-0.5 * z * z).exp() @ log_weights.exp() / (s * math.sqrt(2 * math.pi))
+    return LogisticNormal(one, zero, ((one + zero).exp() - slope).clamp_min(0))
 
 
-def _beyond(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Tensor:
-    """log ∫ e^l Φ((m − l)/s) dl over l < end = −LOGISTIC_REACH, where the logistic density is e^l.
+def _log_tail(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Tensor:
+    """Compute log ∫ e^l Φ((m − l)/s) dl over l < end = −LOGISTIC_REACH.  m, s (N,) -> (N,).
 
-    By parts it is e^end Φ((m − end)/s) + e^(m + s²/2) Φ(t), with t = a − s and a = (end − m)/s. For
-    large s the second term is a difference of numbers of size s², which rounding decides. There it
-    is e^(end − a²/2) Φ(t)/φ(t)/√2π, the same number.
+    The logistic density is e^l there. By parts the integral is e^end Φ((m − end)/s) + e^(m + s²/2)
+    Φ(t), with t = a − s and a = (end − m)/s. For large s the second term is a difference of numbers
+    of size s², which rounding decides. There it is e^(end − a²/2) Φ(t)/φ(t)/√2π, the same number.
     """
     end = -LOGISTIC_REACH
     ends = end + log_ndtr((m - end) / s)
@@ -121,10 +125,14 @@ def _beyond(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Tenso
 
 
 def _log_mills(t: Tensor) -> Tensor:
-    """log Φ(t)/(√2π φ(t)) for t ≤ −FAR, by the asymptotic series: relative error 15/t⁶."""
+    """Compute log Φ(t)/(√2π φ(t)) for t ≤ −FAR, elementwise.
+
+    By the asymptotic series, whose relative error is 15/t⁶.
+    """
     inverse = 1 / (t * t)
     return -torch.log(-t) - 0.5 * math.log(2 * math.pi) + torch.log1p(inverse * (3 * inverse - 1))
 
 
-def _nodes(reach: float, step: float) -> Tensor:
+def _spaced_nodes(reach: float, step: float) -> Tensor:
+    """Return equally spaced nodes (J,) from −reach to reach."""
     return torch.linspace(-reach, reach, round(2 * reach / step) + 1, dtype=torch.float64)

@@ -10,26 +10,25 @@ import torch
 from torch import Tensor
 
 from ssla.maths.quadrature.grid import Grid
-from ssla.maths.quadrature.search import Accuracy, Built, LogDensity, build
+from ssla.maths.quadrature.search import Accuracy, LogDensity, RowGrid, build_grids
 
 # of a log integrand from its highest to its last point; with a smaller fall it has no integral
 FALL = 1.0
-LADDER = torch.logspace(
-    0, 6, 241, dtype=torch.float64
-)  # in scales, to either side: where an integrand is evaluated
+# distances in scales, to either side, at which an integrand is evaluated
+LADDER = torch.logspace(0, 6, 241, dtype=torch.float64)
 
 Map = Callable[[Tensor], Tensor]
 
 
 def mapped_moments(
     log_density: LogDensity,
-    pieces: list[Built],
+    pieces: list[RowGrid],
     h: Map,
     accuracy: Accuracy = Accuracy(),  # noqa: B008
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance of h(Z) for the rows of all pieces; infinite where they do not exist.
+    """Compute mean and variance of h(Z), each (N,), for the N rows of all pieces.
 
-    (N,), (N,).
+    They are infinite where they do not exist. h: a monotone function, elementwise.
 
     Nodes that resolve the mass may miss a moment: a log-normal with σ = 3 has its second moment six
     standard deviations out. So the nodes must integrate p·w² as well, w² = 1 + ((h(z) − h(c))/d)²,
@@ -38,75 +37,92 @@ def mapped_moments(
     count = sum(piece.rows.numel() for piece in pieces)
     mean, variance = torch.empty(2, count, dtype=torch.float64).unbind(0)
     for rows, grid in pieces:
-        mean[rows] = _sum(grid, grid.log_mass, h, h(grid.centre), 1)
-        variance[rows] = _sum(grid, grid.log_mass, h, mean[rows], 2)
-        lost = (~_integrated(grid, h, accuracy)).nonzero().squeeze(-1)
-        for order, moment in ((1, mean), (2, variance)) if lost.numel() else ():
-            around = h(grid.centre[lost]) if order == 1 else mean[rows[lost]]
-            moment[rows[lost]] = _sought(
-                log_density, Built(rows[lost], grid.rows(lost)), h, around, order, accuracy
-            )
+        mean[rows] = _moment_from_nodes(grid, grid.log_mass, h, h(grid.centre), 1)
+        variance[rows] = _moment_from_nodes(grid, grid.log_mass, h, mean[rows], 2)
+        lost = (~_resolves_moments(grid, h, accuracy)).nonzero().squeeze(-1)
+        if not lost.numel():
+            continue
+        piece = RowGrid(rows[lost], grid.rows(lost))
+        around = h(piece.grid.centre)
+        mean[piece.rows] = _refined_moment(log_density, piece, h, around, 1, accuracy)
+        around = mean[piece.rows]
+        variance[piece.rows] = _refined_moment(log_density, piece, h, around, 2, accuracy)
     return mean, variance
 
 
-def _sum(grid: Grid, log_mass: Tensor, h: Map, around: Tensor, order: int) -> Tensor:
-    """around + E[y − around], or E[(y − around)²] (m,), from the grid's nodes.
+def _moment_from_nodes(grid: Grid, log_mass: Tensor, h: Map, around: Tensor, order: int) -> Tensor:
+    """Compute around + E[y − around] (order 1), or E[(y − around)²] (order 2), from the nodes.
 
-    By logarithms, for y from 1e-300 to 1e300.
+    log_mass, around (m,) -> (m,). It uses logarithms, for y from 1e-300 to 1e300.
     """
-    off = h(grid.nodes) - around[:, None]
-    terms = torch.exp(grid.log_terms + order * off.abs().log() - log_mass[:, None])
-    return around + (terms * off.sign()).sum(1) if order == 1 else terms.sum(1)
+    offset = h(grid.nodes) - around[:, None]
+    terms = torch.exp(grid.log_terms + order * offset.abs().log() - log_mass[:, None])
+    return around + (terms * offset.sign()).sum(1) if order == 1 else terms.sum(1)
 
 
-def _sought(
-    log_density: LogDensity, piece: Built, h: Map, around: Tensor, order: int, accuracy: Accuracy
+def _refined_moment(
+    log_density: LogDensity, piece: RowGrid, h: Map, around: Tensor, order: int, accuracy: Accuracy
 ) -> Tensor:
-    """The moment of the rows of a piece (m,), from nodes found for p·wᵒʳᵈᵉʳ; infinite where
-    that has no integral.
+    """Compute `_moment_from_nodes` for the rows of a piece (m,), from nodes for p·wᵒʳᵈᵉʳ.
+
+    around (m,). It is infinite where p·wᵒʳᵈᵉʳ has no integral.
     """
     rows, grid = piece
 
-    def tilted(z: Tensor, i: Tensor) -> Tensor:
+    def log_integrand(z: Tensor, i: Tensor) -> Tensor:
+        """Compute log(p·wᵒʳᵈᵉʳ) at z (r, k) for some rows i (r,) of the piece."""
         return log_density(z, rows[i]).double() + order * _log_weight(grid.rows(i), h, z)
 
     moment = torch.full_like(grid.centre, math.inf)
-    keep = _falls(tilted, grid, h).nonzero().squeeze(-1)
-    if keep.numel():
-        for part, built in build(
-            lambda z, i: tilted(z, keep[i]), grid.centre[keep], grid.scale[keep], accuracy
+    finite = _integrand_falls(log_integrand, grid, h).nonzero().squeeze(-1)
+    if finite.numel():
+        for part, refined in build_grids(
+            lambda z, i: log_integrand(z, finite[i]),
+            grid.centre[finite],
+            grid.scale[finite],
+            accuracy,
         ):
-            i = keep[part]
-            plain = replace(
-                built, logs=built.logs - order * _log_weight(grid.rows(i), h, built.nodes)
-            )
-            moment[i] = _sum(plain, grid.log_mass[i], h, around[i], order)
+            i = finite[part]
+            # The nodes hold log(p·wᵒʳᵈᵉʳ); the moment needs log p.
+            log_weights = order * _log_weight(grid.rows(i), h, refined.nodes)
+            density = replace(refined, logs=refined.logs - log_weights)
+            moment[i] = _moment_from_nodes(density, grid.log_mass[i], h, around[i], order)
     return moment
 
 
 def _log_weight(grid: Grid, h: Map, z: Tensor) -> Tensor:
-    """log w at z (m, k)."""
+    """Compute log w at z, w² = 1 + ((h(z) − h(c))/d)².  (m, k) -> (m, k).
+
+    c is the grid's centre, and d the change of h over one scale to either side of it.
+    """
     centre, scale = grid.centre[:, None], grid.scale[:, None]
     d = (h(centre + scale) - h(centre - scale)).clamp_min(1e-300)
     return torch.hypot(h(z) - h(centre), d).log() - d.log()
 
 
-def _integrated(grid: Grid, h: Map, accuracy: Accuracy) -> Tensor:
-    """Whether the grid's own nodes integrate p·w² (m,)."""
+def _resolves_moments(grid: Grid, h: Map, accuracy: Accuracy) -> Tensor:
+    """Return which rows (m,) have nodes that integrate p·w² too.
+
+    The ends must be small, and the rule on every second node must agree.
+    """
     terms = grid.relative * (2 * _log_weight(grid, h, grid.nodes)).exp()
-    whole = terms.sum(1)
-    ends = terms[:, 0] + terms[:, -1] <= accuracy.tail * whole
-    return ends & ((2 * terms[:, ::2].sum(1) / whole - 1).abs() <= accuracy.half_rule)
+    total = terms.sum(1)
+    ends_are_small = terms[:, 0] + terms[:, -1] <= accuracy.tail * total
+    half_rule = 2 * terms[:, ::2].sum(1)
+    return ends_are_small & ((half_rule / total - 1).abs() <= accuracy.half_rule)
 
 
-def _falls(log_density: LogDensity, grid: Grid, h: Map) -> Tensor:
-    """Whether an integrand is lower at the last points at which h changes than somewhere
-    between (m,).
+def _integrand_falls(log_integrand: LogDensity, grid: Grid, h: Map) -> Tensor:
+    """Return for which rows (m,) an integrand falls towards the ends of the ladder.
+
+    Where h is constant at the ends (by rounding, or at a bound), the last points at which it
+    changes count.
     """
     z = grid.centre[:, None] + grid.scale[:, None] * torch.cat([-LADDER.flip(0), LADDER])
-    y, logs, place = h(z), log_density(z, torch.arange(len(z))), torch.arange(z.shape[1])
-    first = torch.where(y > y[:, :1], place, z.shape[1] - 1).amin(1, keepdim=True)
-    last = torch.where(y < y[:, -1:], place, 0).amax(1, keepdim=True)
-    return (
-        logs.amax(1) - torch.maximum(logs.gather(1, first), logs.gather(1, last)).squeeze(1) > FALL
-    )
+    y = h(z)
+    logs = log_integrand(z, torch.arange(len(z)))
+    number = torch.arange(z.shape[1])
+    first = torch.where(y > y[:, :1], number, z.shape[1] - 1).amin(1, keepdim=True)
+    last = torch.where(y < y[:, -1:], number, 0).amax(1, keepdim=True)
+    ends = torch.maximum(logs.gather(1, first), logs.gather(1, last)).squeeze(1)
+    return logs.amax(1) - ends > FALL

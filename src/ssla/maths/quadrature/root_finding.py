@@ -7,31 +7,34 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-MOST_ROUNDS = 100
-RELATIVE = 4e-15
+MOST_ROUNDS = 100  # bisection alone needs about 60
+RELATIVE = 4e-15  # width of a bracket at which it is rounding error
 
 
 def bracketed_root(
     function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, noise: Tensor | float = 0.0
 ) -> Tensor:
-    """x in [low, high] with function(x) = 0, elementwise; function rises from ≤ 0 at low to ≥ 0 at
-    high.
+    """Find x in [low, high] with function(x) = 0, elementwise, for tensors of any one shape.
 
-    Inverse quadratic steps where they are safe, bisection elsewhere (Chandrupatla's rule). Ends
-    when every bracket has the width of rounding error, or a value of at most `noise`, which is the
-    rounding error of the function. Where low = high, or either is infinite, the result is low. An
-    end where the function is zero, or has the other sign by rounding, is the root.
+    function rises from ≤ 0 at low to ≥ 0 at high. Inverse quadratic steps are taken where they are
+    safe, bisection elsewhere (Chandrupatla's rule). It ends when every bracket has the width of
+    rounding error, or a value of at most `noise`, which is the rounding error of the function.
+    Where low = high, or either is infinite, the result is low. An end where the function is zero,
+    or has the other sign by rounding, is the root.
     """
     settled = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
-    anywhere = torch.nan_to_num(low, nan=0.0, posinf=0.0, neginf=0.0)
-    a, b = torch.where(settled, anywhere, high), torch.where(settled, anywhere, low)
+    # Settled rows are evaluated too, at a finite point whose value is not used.
+    finite_low = torch.nan_to_num(low, nan=0.0, posinf=0.0, neginf=0.0)
+    a, b = torch.where(settled, finite_low, high), torch.where(settled, finite_low, low)
     fa, fb = function(a), function(b)
-    end = torch.where((fa <= 0) & (fb < 0) & ~settled, high, low)
+    settled_root = torch.where((fa <= 0) & (fb < 0) & ~settled, high, low)
     settled = settled | (fa <= 0) | (fb >= 0)
-    best, part = a, torch.full_like(a, 0.5)
+    best = a
+    fraction = torch.full_like(a, 0.5)
     for _ in range(MOST_ROUNDS):
-        x = a + part * (b - a)
+        x = a + fraction * (b - a)
         fx = function(x)
+        # The bracket is now (a, b) with the new point a; c is the end that was dropped.
         same = torch.sign(fx) == torch.sign(fa)
         c, fc = torch.where(same, a, b), torch.where(same, fa, fb)
         b, fb = torch.where(same, b, a), torch.where(same, fb, fa)
@@ -41,9 +44,12 @@ def bracketed_root(
         least = RELATIVE * torch.maximum(a.abs(), b.abs()) / width.clamp_min(1e-300)
         if bool((settled | (least > 0.5) | (torch.minimum(fa.abs(), fb.abs()) <= noise)).all()):
             break
+        # Chandrupatla: the inverse quadratic through a, b, c is monotone where place and height of
+        # a between b and c satisfy both inequalities.
         place, height = (a - b) / (c - b), (fa - fb) / (fc - fb)
         safe = (height**2 < place) & ((1 - height) ** 2 < 1 - place)
         step = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
-        part = torch.where(safe & torch.isfinite(step), step, torch.full_like(step, 0.5))
-        part = torch.minimum(torch.maximum(part, least), 1 - least).clamp(0, 1)
-    return torch.where(settled, end, best)
+        bisection = torch.full_like(step, 0.5)
+        fraction = torch.where(safe & torch.isfinite(step), step, bisection)
+        fraction = torch.minimum(torch.maximum(fraction, least), 1 - least).clamp(0, 1)
+    return torch.where(settled, settled_root, best)

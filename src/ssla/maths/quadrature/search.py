@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ssla.maths.quadrature.grid import Grid, pattern_of
 
-FIRST_NODES = 21
+FIRST_NODES = 21  # a guess, as are the other limits here that give no reason
 FIRST_REACH = 2.65  # sinh(2.65) = 7.0: seven scales to either side
 MOST_NODES = 1100
 MOST_ROUNDS = 24
@@ -27,126 +27,163 @@ LogDensity = Callable[[Tensor, Tensor], Tensor]
 """(z (m, k), rows (m,)) -> log density (m, k) of those rows."""
 
 
-class Built(NamedTuple):
-    """Grids, and the rows of each."""
+class RowGrid(NamedTuple):
+    """A grid, and the numbers of its rows (m,)."""
 
     rows: Tensor
     grid: Grid
 
 
 class Accuracy(NamedTuple):
-    """Limits for a row: mass beyond the nodes, difference of the half rule and, if given, of
-    the spline.
-    """
+    """Limits for the errors of a row, as shares of its mass."""
 
-    tail: float = TAIL_MASS
-    half_rule: float = HALF_RULE_TOLERANCE
-    spline: float | None = None
+    tail: float = TAIL_MASS  # mass beyond the nodes
+    half_rule: float = HALF_RULE_TOLERANCE  # difference of the rule on every second node
+    spline: float | None = None  # difference of the spline's mass, if it is checked
 
 
-def build(
+def build_grids(
     log_density: LogDensity,
     centre: Tensor,
     scale: Tensor,
     accuracy: Accuracy = Accuracy(),  # noqa: B008
-) -> list[Built]:
-    """Adaptive grids for all rows, from a first guess of centre and scale (m,).
+) -> list[RowGrid]:
+    """Build adaptive grids for all rows, from a first guess of centre and scale (m,).
 
     A row whose density has no integral (it does not decay, or has a pole) is cut at the minima
     around its first guess and flagged.
     """
-    accepted: dict[tuple[int, float], list[Built]] = defaultdict(list)
-    first_centre, first_scale = centre.double(), scale.double()
-    work = [(torch.arange(centre.numel()), first_centre, first_scale, FIRST_REACH, FIRST_NODES, 0)]
-    while work:
-        rows, c, s, reach, count, round_ = work.pop()
-        last_chance = round_ >= MOST_ROUNDS or count * 2 - 1 > MOST_NODES
-        for part in _chunks(rows.numel(), count):
-            grid = _evaluate(log_density, rows[part], c[part], s[part], reach, count)
-            verdict = _judge(grid, accuracy)
-            ok = torch.ones_like(verdict.good) if last_chance else verdict.good
-            endless = (
-                ok
-                & ~verdict.good
-                & _runaway(grid, verdict, first_centre[rows[part]], first_scale[rows[part]])
-            )
-            if bool(endless.any()):
-                lost = rows[part][endless]
-                cut = _evaluate(
-                    log_density,
-                    lost,
-                    first_centre[lost],
-                    first_scale[lost],
-                    FIRST_REACH,
-                    2 * FIRST_NODES - 1,
-                )
-                accepted[2 * FIRST_NODES - 1, FIRST_REACH].append(Built(lost, _cut_at_valleys(cut)))
-            kept = ok & ~endless
-            if bool(kept.any()):
-                some = grid if bool(kept.all()) else grid.rows(kept)
-                if not bool(verdict.good[kept].all()):
-                    some = replace(some, accurate=verdict.good[kept])
-                accepted[count, reach].append(Built(rows[part][kept], some))
-            for again, new_reach, new_count in (
-                (verdict.off_centre, reach, count),
-                (verdict.coarse, reach, 2 * count - 1),
-                (verdict.heavy, 1.6 * reach, 2 * count - 1),
-            ):
-                again = again & ~ok
-                if bool(again.any()):
-                    moved = verdict.centre[again], verdict.scale[again]
-                    work.append((rows[part][again], *moved, new_reach, new_count, round_ + 1))
-    if not centre.numel():  # no rows: an empty grid
+    if not centre.numel():
         none = torch.arange(0)
-        return [
-            Built(
-                none,
-                _evaluate(log_density, none, first_centre, first_scale, FIRST_REACH, FIRST_NODES),
-            )
-        ]
-    return [_join(parts) for parts in accepted.values()]
+        empty = _Work(none, centre.double(), scale.double(), FIRST_REACH, FIRST_NODES, 0)
+        return [RowGrid(none, _evaluate_grid(log_density, empty))]
+    start = _Start(centre.double(), scale.double())
+    accepted: dict[tuple[int, float], list[RowGrid]] = defaultdict(list)
+    work = [_Work(torch.arange(centre.numel()), *start, FIRST_REACH, FIRST_NODES, 0)]
+    while work:
+        task = work.pop()
+        for chunk in _row_chunks(task.rows.numel(), task.node_count):
+            some = task.take(chunk)
+            grid = _evaluate_grid(log_density, some)
+            verdict = _judge_grid(grid, accuracy)
+            done = torch.ones_like(verdict.good) if some.is_last else verdict.good
+            endless = done & ~verdict.good & _find_runaways(grid, verdict, start.take(some.rows))
+            if bool(endless.any()):
+                cut = _cut_grid(log_density, some.rows[endless], start)
+                accepted[cut.grid.logs.shape[1], FIRST_REACH].append(cut)
+            kept = done & ~endless
+            if bool(kept.any()):
+                accepted[task.node_count, task.reach].append(
+                    _accept_rows(some, grid, verdict, kept)
+                )
+            work += _plan_retries(some, verdict, ~done)
+    return [_join_grids(grids) for grids in accepted.values()]
 
 
-def _runaway(grid: Grid, verdict: _Verdict, first_centre: Tensor, first_scale: Tensor) -> Tensor:
-    """Rows whose grid diverged on a density without integral: to infinity, away from the start,
-    or into a pole.
+class _Start(NamedTuple):
+    """The first guess of centre and scale, each (m,)."""
+
+    centre: Tensor
+    scale: Tensor
+
+    def take(self, rows: Tensor) -> _Start:
+        """Return the guess for rows (k,), by their numbers."""
+        return _Start(self.centre[rows], self.scale[rows])
+
+
+class _Work(NamedTuple):
+    """Rows (m,) that wait for a grid of a given centre (m,), scale (m,), reach and node count."""
+
+    rows: Tensor
+    centre: Tensor
+    scale: Tensor
+    reach: float
+    node_count: int
+    round: int
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the grid is accepted even if it does not pass."""
+        return self.round >= MOST_ROUNDS or self.node_count * 2 - 1 > MOST_NODES
+
+    def take(self, rows: slice) -> _Work:
+        """Return the work for a slice of the rows."""
+        return self._replace(rows=self.rows[rows], centre=self.centre[rows], scale=self.scale[rows])
+
+
+def _accept_rows(work: _Work, grid: Grid, verdict: _Verdict, kept: Tensor) -> RowGrid:
+    """Return the kept rows (m,) bool of a grid; those that did not pass are not accurate."""
+    rows = grid if bool(kept.all()) else grid.rows(kept)
+    if not bool(verdict.good[kept].all()):
+        rows = replace(rows, accurate=verdict.good[kept])
+    return RowGrid(work.rows[kept], rows)
+
+
+def _plan_retries(work: _Work, verdict: _Verdict, pending: Tensor) -> list[_Work]:
+    """Return the next work for the pending rows (m,) bool, by the reason why they did not pass."""
+    finer = 2 * work.node_count - 1
+    retries = []
+    for reason, reach, count in (
+        (verdict.off_centre, work.reach, work.node_count),
+        (verdict.coarse, work.reach, finer),
+        (verdict.heavy, 1.6 * work.reach, finer),
+    ):
+        again = reason & pending
+        if bool(again.any()):
+            moved = verdict.centre[again], verdict.scale[again]
+            retries.append(_Work(work.rows[again], *moved, reach, count, work.round + 1))
+    return retries
+
+
+def _cut_grid(log_density: LogDensity, rows: Tensor, start: _Start) -> RowGrid:
+    """Return a grid at the first guess for rows without an integral, cut at the valleys around."""
+    work = _Work(rows, *start.take(rows), FIRST_REACH, 2 * FIRST_NODES - 1, 0)
+    return RowGrid(rows, _cut_at_valleys(_evaluate_grid(log_density, work)))
+
+
+def _find_runaways(grid: Grid, verdict: _Verdict, start: _Start) -> Tensor:
+    """Return which rows (m,) have a grid that diverged on a density without integral.
+
+    It moved to infinity, away from the first guess of its rows, or into a pole.
     """
-    away = (grid.centre - first_centre).abs() > 3 * first_scale
-    return (
-        ~torch.isfinite(grid.log_mass)
-        | verdict.off_centre
-        | away
-        | (grid.scale < 1e-4 * first_scale)
-    )
+    away = (grid.centre - start.centre).abs() > 3 * start.scale
+    pole = grid.scale < 1e-4 * start.scale
+    return ~torch.isfinite(grid.log_mass) | verdict.off_centre | away | pole
 
 
 def _cut_at_valleys(grid: Grid) -> Grid:
-    """Set the density to zero beyond the first minimum on either side of the middle node."""
+    """Set the density to zero beyond the first minimum on either side of the middle node.
+
+    The rows of the returned grid are not accurate.
+    """
     middle = grid.logs.shape[1] // 2
     left, right = grid.logs[:, : middle + 1].flip(1), grid.logs[:, middle:]
     halves = []
     for half in (left, right):
-        gone = (half > half.cummin(1).values + 1e-9).cumsum(1) > 0  # all nodes after the first rise
-        halves.append(torch.where(gone, half[:, :1] - 1e4, half))
+        after_rise = (half > half.cummin(1).values + 1e-9).cumsum(1) > 0
+        halves.append(torch.where(after_rise, half[:, :1] - 1e4, half))
     logs = torch.cat([halves[0].flip(1)[:, :-1], halves[1]], 1)
     return Grid(grid.centre, grid.scale, grid.reach, logs, torch.zeros_like(grid.accurate))
 
 
-def _chunks(rows: int, count: int) -> Iterator[slice]:
+def _row_chunks(rows: int, count: int) -> Iterator[slice]:
+    """Yield slices of rows whose `count` nodes each are evaluated together; one for zero rows."""
     size = max(TASKS_AT_ONCE // count, 1)
     for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
 
 
-def _evaluate(
-    log_density: LogDensity, rows: Tensor, c: Tensor, s: Tensor, reach: float, count: int
-) -> Grid:
-    x = pattern_of(count, reach)[0]
-    logs = log_density(c[:, None] + s[:, None] * x, rows).double()
-    return Grid(c, s, reach, logs, torch.ones_like(c, dtype=torch.bool))
+def _evaluate_grid(log_density: LogDensity, work: _Work) -> Grid:
+    """Evaluate the density at the nodes of a grid."""
+    x = pattern_of(work.node_count, work.reach)[0]
+    logs = log_density(work.centre[:, None] + work.scale[:, None] * x, work.rows).double()
+    accurate = torch.ones_like(work.centre, dtype=torch.bool)
+    return Grid(work.centre, work.scale, work.reach, logs, accurate)
 
 
 class _Verdict(NamedTuple):
+    """Which rows pass, why the others do not, and where their next grid is; all (m,)."""
+
     good: Tensor
     off_centre: Tensor
     coarse: Tensor
@@ -155,92 +192,102 @@ class _Verdict(NamedTuple):
     scale: Tensor
 
 
-def _judge(grid: Grid, accuracy: Accuracy) -> _Verdict:
-    """Which rows pass, and how to change the grids of the others."""
+def _judge_grid(grid: Grid, accuracy: Accuracy) -> _Verdict:
+    """Decide which rows pass, and how to change the grids of the others."""
     x = grid.pattern
-    share = grid.relative
-    body = share.sum(1)
-    half = 2 * share[:, ::2].sum(1)
+    shares = grid.relative
+    body = shares.sum(1)
+    half_rule = 2 * shares[:, ::2].sum(1)
     left, right = (t.moment(0, grid.peak) / grid.scale for t in grid.tails)
-    moments = share @ torch.stack([x, x * x], 1) / body[:, None]
-    first = moments[:, 0]
-    second = (moments[:, 1] - first * first).clamp_min(0).sqrt()
-    wide = (second > 3.0).nonzero().squeeze(-1)
-    if (
-        wide.numel()
-    ):  # far tails have most of the second moment; the bulk is where most of the mass is
-        first[wide], second[wide] = _bulk(share[wide], x)
-    spacing = float(x[x.numel() // 2 + 1])
-    width = torch.maximum(
-        second, torch.full_like(second, spacing)
-    )  # narrower than the nodes: zoom in
+    mean, spread = _mass_location(shares, x, body)
     edge = (grid.logs[:, 0] == grid.peak) | (grid.logs[:, -1] == grid.peak)
-    off = (first.abs() > 0.4) | (second < 0.4) | (second > 3.0) | edge
-    coarse = ~((half / body - 1).abs() <= accuracy.half_rule) | grid.overshoots()
+    off_centre = (mean.abs() > 0.4) | (spread < 0.4) | (spread > 3.0) | edge
+    coarse = ~((half_rule / body - 1).abs() <= accuracy.half_rule) | grid.overshoots()
     if accuracy.spline is not None:
         coarse |= ~(grid.spline_error() <= accuracy.spline)
     heavy = ~((left + right) / body <= accuracy.tail)
     # a heavy tail shifts mean and spread: widen before moving, unless the peak is at the edge
-    off = off & ~(heavy & (second > 3.0) & ~edge)
-    centre = torch.where(off, grid.centre + grid.scale * first, grid.centre)
-    scale = torch.where(off, grid.scale * width, grid.scale)
-    heavy, coarse = heavy & ~off, coarse & ~off & ~heavy
-    good = ~(off | heavy | coarse)
-    return _Verdict(good, off, coarse, heavy, centre, scale)
+    off_centre = off_centre & ~(heavy & (spread > 3.0) & ~edge)
+    # A density narrower than the nodes is enlarged until they resolve it.
+    spacing = float(x[x.numel() // 2 + 1])
+    width = torch.maximum(spread, torch.full_like(spread, spacing))
+    centre = torch.where(off_centre, grid.centre + grid.scale * mean, grid.centre)
+    scale = torch.where(off_centre, grid.scale * width, grid.scale)
+    # Each row has one reason at most: first it is moved, then widened, then refined.
+    heavy = heavy & ~off_centre
+    coarse = coarse & ~off_centre & ~heavy
+    return _Verdict(~(off_centre | heavy | coarse), off_centre, coarse, heavy, centre, scale)
 
 
-def _bulk(share: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The median and half the distance between the 16% and the 84% quantile, from the mass (m,
-    k) at nodes x.  (m,), (m,).
+def _mass_location(shares: Tensor, x: Tensor, body: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute mean and spread of the mass (m, k) at nodes x (k,), in units of the scale.
+
+    body (m,): the sum of the mass. -> (m,), (m,). Where the spread is large, far tails have most of
+    the second moment, and the location of the bulk is returned.
     """
-    sums = share.cumsum(1)
-    low, middle, high = (
+    moments = shares @ torch.stack([x, x * x], 1) / body[:, None]
+    mean = moments[:, 0]
+    spread = (moments[:, 1] - mean * mean).clamp_min(0).sqrt()
+    wide = (spread > 3.0).nonzero().squeeze(-1)
+    if wide.numel():
+        mean[wide], spread[wide] = _bulk_location(shares[wide], x)
+    return mean, spread
+
+
+def _bulk_location(shares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the median and half the distance between the 16% and the 84% quantile.
+
+    shares (m, k): mass at nodes x (k,). -> (m,), (m,).
+    """
+    sums = shares.cumsum(1)
+    low, median, high = (
         x[(sums < level * sums[:, -1:]).sum(1).clamp_max(x.numel() - 1)]
         for level in (0.16, 0.5, 0.84)
     )
-    return middle, (high - low) / 2
+    return median, (high - low) / 2
 
 
-def _join(parts: list[Built]) -> Built:
+def _join_grids(parts: list[RowGrid]) -> RowGrid:
+    """Join grids of one node pattern."""
     if len(parts) == 1:
         return parts[0]
-    rows = torch.cat([p.rows for p in parts])
-    grids = [p.grid for p in parts]
-    return Built(
-        rows,
-        Grid(
-            torch.cat([g.centre for g in grids]),
-            torch.cat([g.scale for g in grids]),
-            grids[0].reach,
-            torch.cat([g.logs for g in grids]),
-            torch.cat([g.accurate for g in grids]),
-        ),
+    grids = [part.grid for part in parts]
+    joined = Grid(
+        torch.cat([grid.centre for grid in grids]),
+        torch.cat([grid.scale for grid in grids]),
+        grids[0].reach,
+        torch.cat([grid.logs for grid in grids]),
+        torch.cat([grid.accurate for grid in grids]),
     )
+    return RowGrid(torch.cat([part.rows for part in parts]), joined)
 
 
-def locate(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:
-    """A first centre and scale for an unknown density: from 1e-6 to 1e12 around zero.
+def locate_densities(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:
+    """Find a first centre and scale for unknown densities: from 1e-6 to 1e12 around zero.
 
-    Finds the highest of logarithmically spaced nodes, then takes median and spread around it
-    a few times. For two distant modes the result is the higher one, and `build` widens the grid.
+    The highest of logarithmically spaced nodes comes first; then median and spread around it are
+    taken a few times. For two distant modes the result is the higher one, and `build` widens the
+    grid. -> (m,), (m,) for m = rows.
     """
     index = torch.arange(rows)
     centre = torch.zeros(rows, dtype=torch.float64)
     scale = torch.full((rows,), 1e-6, dtype=torch.float64)
     reach, count = 42.0, 513
     for _ in range(12):
-        x = pattern_of(count, reach)[0]
+        x, weights = pattern_of(count, reach)
         logs = torch.cat(
             [
-                log_density(centre[p, None] + scale[p, None] * x, index[p])
-                for p in _chunks(rows, count)
+                log_density(centre[chunk, None] + scale[chunk, None] * x, index[chunk])
+                for chunk in _row_chunks(rows, count)
             ]
         )
         logs = torch.nan_to_num(logs.double(), nan=-math.inf, neginf=-1e300)
         best = logs.argmax(1).clamp(1, count - 2)
-        share = (logs - logs.max(1, keepdim=True).values).exp() * pattern_of(count, reach)[1]
-        middle, spread = _bulk(share, x)
-        near = (x[best + 1] - x[best - 1]) / 2
-        centre, scale = centre + scale * middle, scale * torch.maximum(spread, near)
+        shares = (logs - logs.max(1, keepdim=True).values).exp() * weights
+        median, spread = _bulk_location(shares, x)
+        # The spread is not below the distance of the nodes, which the density may be narrower than.
+        spacing = (x[best + 1] - x[best - 1]) / 2
+        centre = centre + scale * median
+        scale = scale * torch.maximum(spread, spacing)
         reach, count = 6.0, 129
     return centre, scale

@@ -19,6 +19,7 @@ batched products          not measured alone
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,113 +31,143 @@ from torch import Tensor
 from ssla._checks import warn
 from ssla.curvature.jacobians import LayerJacobian
 from ssla.curvature.woodbury import WoodburyOperator
-from ssla.data import Inputs, as_inputs, map_inputs, row_count
+from ssla.data import Inputs, as_inputs, map_inputs, row_count, take_rows
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.network.any_parameters import AnyParameters
-from ssla.network.stacked import ROWS_AT_ONCE, Stacked, stacked
-from ssla.refit.increments import at_mode
+from ssla.network.stacked import ROWS_AT_ONCE, Stacked, open_chain
+from ssla.refit.increments import evaluate_at_mode
 from ssla.refit.interrupts import Interrupted
 from ssla.refit.weights.anderson import (
     SHARED_STEPS,
-    Found,
+    Ascent,
     Progress,
     Slope,
     ascend,
-    finished,
-    saddle_free,
+    finish_with_newton,
+    saddle_free_step,
 )
 from ssla.refit.weights.determinants import SMALL, Determinants
 from ssla.refit.weights.refit_rows import (
     PriorChange,
     TrainingRows,
-    check_seen,
-    leading,
+    as_batch,
+    check_same_data,
     open_rows,
     solve_rows,
-    take,
 )
-from ssla.refit.weights.solved import HESSIAN, Options, Solved, own_pull
+from ssla.refit.weights.solved import HESSIAN, Options, Solved, new_row_pull
 from ssla.report import AS_IS
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 MOST_TASKS = 256
+# Guesses, for the memory of one task: vectors of all weights for each mixed round and besides
+# them, and copies of the activations of all rows.
+VECTORS_OF_HISTORY = 4
+VECTORS_OF_ASCENT = 16
+ACTIVATION_COPIES = 6
 TRIAL_STEPS = 40  # gradients of a trial: twice as many as a refit to 1e-3 takes
-ABOVE_ROUNDING = (
-    5.0  # times the rounding error of float32 gradients: from here on they are in float64
-)
-NEARLY = 0.9  # of the tolerance: where float32 ends, so that float64 confirms it
-# posterior standard deviations from a mode after the shared steps: Newton starts at θ̂ again
+# A guess: below this many times the rounding error of float32, gradients are in float64.
+ABOVE_ROUNDING = 5.0
+NEARLY = 0.9  # a guess, of the tolerance: where float32 ends, so that float64 confirms it
+# A guess: posterior standard deviations from a mode after the shared steps; farther out Newton
+# starts at θ̂ again.
 LOST = 0.1
-PROGRESS = 0.1  # a trial that comes nearer than this part of the way is not stuck
+PROGRESS = 0.1  # a guess: a trial whose distance falls below this part of the first is not stuck
 
 
 @dataclass(frozen=True, eq=False)
 class ManyNetworks:
-    """f_θ for many θ at once on the CPU, in the dtype of θ: by matrix products where the
-    network is a chain, else by `vmap`.
+    """f_θ for many θ at once on the CPU, in the dtype of θ.
+
+    Where the network is a chain of layers it is run by matrix products, else by `vmap`.
     """
 
     network: AnyParameters
     chain: Stacked | None = None
 
-    def one(self, theta: Tensor, x: Inputs) -> Tensor:
-        """θ (P,) -> f (b, C)."""
+    def outputs_of_one(self, theta: Tensor, x: Inputs) -> Tensor:
+        """Return f of one θ (P,) on rows x: (b, C)."""
         return self.network.run(self.network.layout.unpack(theta), x)
 
-    def same_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
-        """Every θ (m, P) on the same rows: (m, b, C)."""
+    def outputs_on_same_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
+        """Return f of every θ (m, P) on the same rows x: (m, b, C)."""
         if self.chain is not None and isinstance(x, Tensor):
             chain, rows = self.chain, x
             return torch.cat(
-                [chain.run(chain.parameters(part), rows) for part in thetas.split(_at_once(rows))]
+                [
+                    chain.run(chain.parameters(part), rows)
+                    for part in thetas.split(_networks_at_once(rows))
+                ]
             )
-        return self._mapped(lambda theta: self.one(theta, x), thetas)
+        return self._mapped(lambda theta: self.outputs_of_one(theta, x), thetas)
 
-    def own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
-        """θ (m, P), each on its own row of x: (m, C)."""
+    def outputs_on_own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
+        """Return f of each θ (m, P) on its own row of x: (m, C)."""
         if self.chain is not None and isinstance(x, Tensor):
             return self.chain.run(self.chain.parameters(thetas), x.unsqueeze(1)).squeeze(1)
-        return self._mapped(lambda theta, row: self.one(theta, leading(row)).squeeze(0), thetas, x)
+        return self._mapped(
+            lambda theta, row: self.outputs_of_one(theta, as_batch(row)).squeeze(0), thetas, x
+        )
 
     @staticmethod
     def _mapped(function: Callable[..., Tensor], *values: Any) -> Tensor:
+        """Map a function over the first dimension of values, at once where all layers allow it."""
         try:
             result: Tensor = torch.func.vmap(function)(*values)
         except RuntimeError:  # a layer without a batching rule (recurrent ones): task by task
             index = torch.arange(len(values[0]))
-            result = torch.stack([function(*(take(value, i) for value in values)) for i in index])
+            result = torch.stack(
+                [function(*(take_rows(value, i) for value in values)) for i in index]
+            )
         return result
 
     def gradient(
-        self, thetas: Tensor, x: Inputs, score: Callable[[Tensor], Tensor], own: bool = False
+        self,
+        thetas: Tensor,
+        x: Inputs,
+        score: Callable[[Tensor], Tensor],
+        one_row_each: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Σ_i J_i(θ)ᵀ score(f_i) for each θ (m, P), and the outputs.
+        """Return Σ_i J_i(θ)ᵀ score(f_i) for each θ (m, P), and the outputs f.
 
-        `score` is elementwise in the θ where x is shared.
+        one_row_each: each θ has its own row of x, and f is (m, C); else all θ have the same rows, f
+        is (m, b, C), and `score` is elementwise in the θ.
         """
         if self.chain is not None and isinstance(x, Tensor):
-            if own:
-                f, total = self.chain.outputs_and_gradient(
-                    thetas, x.unsqueeze(1), lambda f: score(f.squeeze(1)).to(f.dtype).unsqueeze(1)
-                )
-                return total, f.squeeze(1)
-            cast = lambda f: score(f).to(f.dtype)  # noqa: E731
-            parts = [
-                self.chain.outputs_and_gradient(part, x, cast) for part in thetas.split(_at_once(x))
-            ]
-            return torch.cat([part[1] for part in parts]), torch.cat([part[0] for part in parts])
-        run = self.own_rows if own else self.same_rows
+            return self._chain_gradient(self.chain, thetas, x, score, one_row_each)
+        run = self.outputs_on_own_rows if one_row_each else self.outputs_on_same_rows
         with torch.enable_grad():
             free = thetas.detach().clone().requires_grad_(True)
             f = run(free, x)
             (total,) = torch.autograd.grad(f, free, score(f.detach()).to(f.dtype))
         return total, f.detach()
 
+    @staticmethod
+    def _chain_gradient(
+        chain: Stacked,
+        thetas: Tensor,
+        x: Tensor,
+        score: Callable[[Tensor], Tensor],
+        one_row_each: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute `gradient` by the matrix products of a chain of layers."""
+        if one_row_each:
+            f, total = chain.outputs_and_gradient(
+                thetas, x.unsqueeze(1), lambda f: score(f.squeeze(1)).to(f.dtype).unsqueeze(1)
+            )
+            return total, f.squeeze(1)
+        parts = [
+            chain.outputs_and_gradient(part, x, lambda f: score(f).to(f.dtype))
+            for part in thetas.split(_networks_at_once(x))
+        ]
+        return torch.cat([total for _, total in parts]), torch.cat([f for f, _ in parts])
 
-def _at_once(x: Tensor) -> int:
+
+def _networks_at_once(x: Tensor) -> int:
+    """Return how many networks run together on rows x (b, …), at least one."""
     return max(ROWS_AT_ONCE // len(x), 1)
 
 
@@ -159,141 +190,149 @@ class AllWeightsRefit:
     interrupted: Interrupted = field(default_factory=Interrupted)
 
     @property
-    def law(self) -> Likelihood:
+    def new_likelihood(self) -> Likelihood:
+        """The likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @cached_property
     def prior(self) -> PriorChange:
+        """The change of log π with a step from θ̂."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     @property
     def tasks_at_once(self) -> int:
-        frozen = self.many.network.frozen
-        rows = min(
-            self.posterior.network.rows_at_once(self.posterior.memory_budget),
-            self.posterior.statistics.n,
-        )
-        each = (
-            8 * self.gradient.numel() * (4 * self.options.memory + 16)
-            + 6 * frozen.bytes_per_row * rows
-        )
-        return max(min(self.posterior.memory_budget // 2 // each, MOST_TASKS), 1)
+        """The number of tasks that are solved together, within half of the memory budget."""
+        budget = self.posterior.memory_budget
+        row_count = min(self.posterior.network.rows_at_once(budget), self.posterior.statistics.n)
+        vectors = VECTORS_OF_HISTORY * self.options.memory + VECTORS_OF_ASCENT
+        activation_bytes = ACTIVATION_COPIES * self.many.network.frozen.bytes_per_row * row_count
+        task_bytes = 8 * self.gradient.numel() * vectors + activation_bytes
+        return max(min(budget // 2 // task_bytes, MOST_TASKS), 1)
 
-    def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
-        """Tasks (row of x, y): the three increments at each one's own mode.
+    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+        """Compute the three increments of m tasks, each at its own mode.
 
-        Ctrl-C ends the ascent: tasks that have converged keep their answers, the others and all
-        later tasks have not converged.
+        x_rows (m,): the row of x of each task. y (m, …). Ctrl-C ends the ascent: tasks that have
+        converged keep their answers, the others and all later tasks count as not converged.
         """
         if self.interrupted.asked:
-            return Solved.untried(len(where))
+            return Solved.untried(len(x_rows))
         with self.interrupted.listening():
-            group = _Group(self, where, y)
-            found = self._ascend(group, self.options.max_steps, progress)
-            likelihood, prior, own = group.values(found.point)
+            group = _Group(self, x_rows, y)
+            ascent = self._ascend(group, self.options.max_steps, progress)
+            likelihood, prior, f_new = group.likelihood_and_prior(ascent.point)
             curvature, fallback, positive = self.determinants(
-                found.point, own, y, group.x, group.root
+                ascent.point, f_new, y, group.x, group.root
             )
-            converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
+            finite = torch.isfinite(likelihood + prior + curvature)
+            converged = ascent.converged & positive & finite
         if self.interrupted.asked:
             warn(
                 f"Refits of the weights were interrupted: {int(converged.sum()):,} of "
-                f"{len(where):,} under way were finished. The others, and all that had not "
+                f"{len(x_rows):,} under way were finished. The others, and all that had not "
                 "started, count as not converged.",
                 RuntimeWarning,
             )
-        error = torch.zeros_like(curvature)
         return Solved(
-            likelihood, prior, curvature, fallback, converged, found.steps, found.norm, error
+            likelihood,
+            prior,
+            curvature,
+            fallback,
+            converged,
+            ascent.steps,
+            ascent.norm,
+            error=torch.zeros_like(curvature),
         )
 
-    def stuck(self, where: Tensor, y: Tensor) -> Tensor:
-        """Whether √(gᵀP⁻¹g) does not fall to a tenth of its value at θ̂ within TRIAL_STEPS
-        gradients.
+    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return where √(gᵀP⁻¹g) does not fall to PROGRESS of its value at θ̂ (m,).
 
-        At a mode each few gradients bring a digit. At a saddle the objective rises without bound
-        along some direction, or to a mode far away.
+        A trial has TRIAL_STEPS gradients. At a mode each few gradients bring a digit. At a saddle
+        the objective rises without bound along some direction, or to a mode far away.
         """
-        group = _Group(self, where, y)
-        at_start = group.evaluate(
-            torch.zeros(len(where), self.gradient.numel(), dtype=torch.float64),
-            torch.arange(len(where)),
-        )
-        before = (at_start.gradient * at_start.step).sum(-1).clamp_min(0).sqrt()
-        enough = max(PROGRESS * float(before.min()), self.options.tolerance)
-        found = self._ascend(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
-        return ~(found.norm <= (PROGRESS * before).clamp_min(self.options.tolerance))
+        group = _Group(self, x_rows, y)
+        theta_hat = torch.zeros(len(x_rows), self.gradient.numel(), dtype=torch.float64)
+        first = group.evaluate(theta_hat, torch.arange(len(x_rows)))
+        first_norm = (first.gradient * first.step).sum(-1).clamp_min(0).sqrt()
+        enough = max(PROGRESS * float(first_norm.min()), self.options.tolerance)
+        ascent = self._ascend(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
+        return ~(ascent.norm <= (PROGRESS * first_norm).clamp_min(self.options.tolerance))
 
-    def modes(self, where: Tensor, y: Tensor) -> Tensor:
-        return (
-            self.posterior.theta
-            + self._ascend(_Group(self, where, y), self.options.max_steps).point
-        )
+    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return θ̃ of each task (m, P)."""
+        ascent = self._ascend(_Group(self, x_rows, y), self.options.max_steps)
+        return self.posterior.theta + ascent.point
 
     @cached_property
     def rounding(self) -> float:
         """√(eᵀH⁻¹e) of the error e of the data's gradient at θ̂ in float32."""
-        likelihood, theta = self.posterior.likelihood, self.posterior.theta.float().unsqueeze(0)
+        likelihood = self.posterior.likelihood
+        theta = self.posterior.theta.float().unsqueeze(0)
         error = -self.gradient
         for block in self.rows:
             score = lambda f, b=block: b.weighted(likelihood.score(b.y, f[0].double())).unsqueeze(0)  # noqa: E731
-            error = (
-                error
-                + self.single.gradient(theta, map_inputs(_single, block.x), score)[0]
-                .squeeze(0)
-                .double()
-            )
-        size = float(error @ self.precondition(error.unsqueeze(0)).squeeze(0))
-        return max(size, 0.0) ** 0.5 if size == size else float("inf")
+            gradient, _ = self.single.gradient(theta, map_inputs(_to_single, block.x), score)
+            error = error + gradient.squeeze(0).double()
+        square = float(error @ self.precondition(error.unsqueeze(0)).squeeze(0))
+        # A gradient that overflows in float32 gives NaN: it is never exact enough.
+        return float("inf") if math.isnan(square) else max(square, 0.0) ** 0.5
 
     def _ascend(
         self,
         group: _Group,
-        most: int,
+        max_steps: int,
         progress: Progress | None = None,
         tolerance: float | None = None,
-    ) -> Found:
-        """With the shared preconditioner; tasks of few weights that have not converged continue
-        with their own Hessians.
+    ) -> Ascent:
+        """Find the modes of a group's tasks with the shared preconditioner.
+
+        Many weights start with gradients in float32. Tasks of few weights that have not converged
+        continue with their own Hessians. tolerance: that of the options where it is None.
         """
         tolerance = self.options.tolerance if tolerance is None else tolerance
-        small = self.gradient.numel() <= SMALL
-        first = min(most, SHARED_STEPS) if small else most
-        memory = self.options.memory
-        guess: Tensor | None = group.start  # of a linearised network: a direction, perhaps too long
-        earlier, begin = None, torch.zeros(len(group.y), self.gradient.numel(), dtype=torch.float64)
-        if not small and self.rounding * ABOVE_ROUNDING < PROGRESS:
-            earlier = self._in_single(group, group.start, most, tolerance)
-            begin, guess = earlier.point.double(), None
-        found = ascend(
+        few_weights = self.gradient.numel() <= SMALL
+        shared_steps = min(max_steps, SHARED_STEPS) if few_weights else max_steps
+        start = torch.zeros(len(group.y), self.gradient.numel(), dtype=torch.float64)
+        # The refit of the linearised network gives a direction, perhaps too long.
+        toward: Tensor | None = group.linearised_step
+        earlier = None
+        if not few_weights and self.rounding * ABOVE_ROUNDING < PROGRESS:
+            earlier = self._ascend_in_single(group, group.linearised_step, max_steps, tolerance)
+            start, toward = earlier.point.double(), None
+        ascent = ascend(
             group.evaluate,
-            begin,
+            start,
             tolerance=tolerance,
-            max_steps=first,
-            memory=memory,
-            toward=guess,
+            max_steps=shared_steps,
+            memory=self.options.memory,
+            toward=toward,
             progress=progress,
             earlier=earlier,
             stop=self.interrupted,
         )
-        lost = (~found.converged & (found.norm > LOST)).unsqueeze(-1)
-        found = (
-            replace(found, point=torch.where(lost, torch.zeros_like(found.point), found.point))
-            if small
-            else found
+        if few_weights:  # Newton's method is safer from θ̂ than from a point far from any mode
+            lost = (~ascent.converged & (ascent.norm > LOST)).unsqueeze(-1)
+            point = torch.where(lost, torch.zeros_like(ascent.point), ascent.point)
+            ascent = replace(ascent, point=point)
+        return finish_with_newton(
+            ascent,
+            lambda unfinished: group.take(unfinished).evaluate_newton,
+            tolerance=tolerance,
+            max_steps=max_steps - shared_steps,
+            progress=progress,
         )
-        own = lambda rest: group.take(rest).evaluate_newton  # noqa: E731
-        return finished(found, own, tolerance=tolerance, max_steps=most - first, progress=progress)
 
-    def _in_single(self, group: _Group, guess: Tensor, most: int, tolerance: float) -> Found:
-        """The first part of the ascent, with gradients in float32."""
+    def _ascend_in_single(
+        self, group: _Group, toward: Tensor, max_steps: int, tolerance: float
+    ) -> Ascent:
+        """Do the first part of the ascent, with gradients in float32.  toward (m, P)."""
         return ascend(
             group.evaluate,
-            torch.zeros_like(guess, dtype=torch.float32),
+            torch.zeros_like(toward, dtype=torch.float32),
             tolerance=max(NEARLY * tolerance, ABOVE_ROUNDING * self.rounding),
-            max_steps=most,
+            max_steps=max_steps,
             memory=self.options.memory,
-            toward=guess.float(),
+            toward=toward.float(),
             stop=self.interrupted,
         )
 
@@ -303,193 +342,220 @@ class _Group:
     """m tasks that are solved together. Points are θ − θ̂ (m, P)."""
 
     refit: AllWeightsRefit
-    where: Tensor
+    x_rows: Tensor
     y: Tensor
 
     @cached_property
     def x(self) -> Inputs:
-        return take(self.refit.x, self.where)
+        """The input of each task."""
+        return take_rows(self.refit.x, self.x_rows)
 
     @cached_property
     def jacobian(self) -> Tensor:
-        return self.refit.jacobian[self.where]
+        """J at each task's input (m, C, P)."""
+        return self.refit.jacobian[self.x_rows]
 
     @cached_property
     def pulled(self) -> Tensor:
-        """H⁻¹Jᵀ of each task's input (m, C, P)."""
-        places, index = self.where.unique(return_inverse=True)
-        J = self.refit.jacobian[places]
+        """H⁻¹Jᵀ at each task's input (m, C, P), computed once for each distinct input."""
+        distinct, index = self.x_rows.unique(return_inverse=True)
+        J = self.refit.jacobian[distinct]
         return self.refit.precondition(J.flatten(0, 1)).reshape(J.shape)[index]
 
     @cached_property
     def jacobian_single(self) -> Tensor:
+        """J at each task's input in float32 (m, C, P)."""
         return self.jacobian.float()
 
     @cached_property
     def pulled_single(self) -> Tensor:
+        """H⁻¹Jᵀ at each task's input in float32 (m, C, P)."""
         return self.pulled.float()
 
     @cached_property
     def root(self) -> Tensor:
+        """R with R Rᵀ = K = J H⁻¹ Jᵀ at each task's input (m, C, C)."""
         K = self.jacobian @ self.pulled.mT
-        return linalg.root((K + K.mT) / 2)
+        return linalg.covariance_root((K + K.mT) / 2)
 
     @cached_property
-    def start(self) -> Tensor:
-        """The refit of the linearised model: θ̂ + H⁻¹Jᵀu."""
-        f = self.refit.f[self.where]
-        if not self.refit.law.linear_domain:
+    def linearised_step(self) -> Tensor:
+        """H⁻¹Jᵀu (m, P), the step of the refit of the linearised network; zero where some f are not
+        allowed.
+        """
+        f = self.refit.f[self.x_rows]
+        if not self.refit.new_likelihood.linear_domain:
             return torch.zeros(len(f), self.jacobian.shape[-1], dtype=torch.float64)
-        pull = at_mode(self.refit.law, self.y, f, self.root).pull
+        pull = evaluate_at_mode(self.refit.new_likelihood, self.y, f, self.root).pull
         return (pull.unsqueeze(-2) @ self.pulled).squeeze(-2)
 
     def take(self, tasks: Tensor) -> _Group:
+        """Return the group of some of the tasks, with the cached values computed for them."""
         if len(tasks) == len(self.y):
             return self
-        part = _Group(self.refit, self.where[tasks], self.y[tasks])
-        known = (
-            "jacobian",
-            "pulled",
-            "root",
-            "jacobian_single",
-            "pulled_single",
-        )  # computed once for the whole group
+        part = _Group(self.refit, self.x_rows[tasks], self.y[tasks])
+        cached = ("jacobian", "pulled", "root", "jacobian_single", "pulled_single")
         part.__dict__.update(
-            {name: self.__dict__[name][tasks] for name in known if name in self.__dict__}
+            {name: self.__dict__[name][tasks] for name in cached if name in self.__dict__}
         )
         return part
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """The gradient, and (H + JᵀΛJ)⁻¹ of it with H and J at θ̂; in the dtype of the point."""
+        """Compute the gradient of some tasks, and (H + JᵀΛJ)⁻¹ of it with H and J at θ̂.
+
+        point (m, P), tasks (m,); in the dtype of the point.
+        """
         group = self.take(tasks)
-        total, own = group.gradient(point)
-        return Slope(total, group._step(total, own))
+        gradient, f_new = group.gradient(point)
+        return Slope(gradient, group._preconditioned_step(gradient, f_new))
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
-        """The gradient, and |H̃|⁻¹ of it with the task's own Hessian where it stands."""
+        """Compute the gradient of some tasks, and |H̃|⁻¹ of it with their own Hessians at the point.
+
+        point (m, P), tasks (m,).
+        """
         group = self.take(tasks)
-        total, _ = group.gradient(point)
-        H = self.refit.determinants.full(
-            HESSIAN, self.refit.posterior.theta + point, group.y, group.x
-        )
-        return Slope(total, saddle_free(H, total))
+        gradient, _ = group.gradient(point)
+        theta = self.refit.posterior.theta + point
+        H = self.refit.determinants.full(HESSIAN, theta, group.y, group.x)
+        return Slope(gradient, saddle_free_step(H, gradient))
 
     def gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) (m, P), in the dtype of the point; and the
-        outputs at x (m, C).
+        """Compute the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) at points (m, P).
+
+        Returns the gradient (m, P) in the dtype of the point, NaN where an output is not allowed,
+        and the outputs at x (m, C) in float64.
         """
-        refit, law, likelihood = self.refit, self.refit.law, self.refit.posterior.likelihood
+        refit, new_likelihood = self.refit, self.refit.new_likelihood
         if not bool(point.any()):
             return self._gradient_at_start(point)
         double = point.dtype == torch.float64
-        many, cast = (refit.many, _double) if double else (refit.single, _single)
+        many, cast = (refit.many, _to_double) if double else (refit.single, _to_single)
         theta = refit.posterior.theta.to(point.dtype) + point
-        total, own = many.gradient(
-            theta, map_inputs(cast, self.x), lambda f: law.score(self.y, f.double()), own=True
+        x = map_inputs(cast, self.x)
+        total, f_new = many.gradient(
+            theta, x, lambda f: new_likelihood.score(self.y, f.double()), one_row_each=True
         )
-        outside = torch.zeros(len(point), dtype=torch.bool)
-        for block in refit.rows:
-
-            def score(f: Tensor, block: Any = block) -> Tensor:
-                value = likelihood.score(block.y, f.double())
-                return value if block.weights is None else value * block.weights.unsqueeze(-1)
-
-            part, f = many.gradient(theta, map_inputs(cast, block.x), score)
-            total = total + part
-            if not likelihood.linear_domain:
-                outside |= ~torch.isfinite(likelihood.log_prob(block.y, f.double())).all(-1)
+        total, outside = self._add_data_gradient(total, theta, many, cast)
         total = total + refit.prior.gradient(point)
+        # The prior's change leaves ∇log π(θ̂) out, so "as_is" adds it and "tilt" only takes ∇ℓ_D(θ̂).
         if refit.posterior.mode == AS_IS:
             total = total + refit.posterior.bound_prior.gradient(refit.posterior.theta)
         else:
             total = total - refit.gradient
-        own = own.double()
-        if not law.linear_domain:
-            outside |= ~torch.isfinite(law.log_prob(self.y, own))
-        return torch.where(outside.unsqueeze(-1), torch.nan, total).to(point.dtype), own
+        f_new = f_new.double()
+        if not new_likelihood.linear_domain:
+            outside |= ~torch.isfinite(new_likelihood.log_prob(self.y, f_new))
+        return torch.where(outside.unsqueeze(-1), torch.nan, total).to(point.dtype), f_new
+
+    def _add_data_gradient(
+        self,
+        total: Tensor,
+        theta: Tensor,
+        many: ManyNetworks,
+        cast: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """Return total + ∇ℓ_D(θ) for each θ (m, P), and where an output is not allowed (m,)."""
+        likelihood = self.refit.posterior.likelihood
+        outside = torch.zeros(len(theta), dtype=torch.bool)
+        for block in self.refit.rows:
+
+            def score(f: Tensor, block: Any = block) -> Tensor:
+                """Return the weighted scores of a block for outputs f (m, b, C)."""
+                value = likelihood.score(block.y, f.double())
+                return value if block.weights is None else value * block.weights.unsqueeze(-1)
+
+            gradient, f = many.gradient(theta, map_inputs(cast, block.x), score)
+            total = total + gradient
+            if not likelihood.linear_domain:
+                outside |= ~torch.isfinite(likelihood.log_prob(block.y, f.double())).all(-1)
+        return total, outside
 
     def _gradient_at_start(self, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """At θ̂ the gradient is known: that of the new observation, and g₀ where it is left in."""
-        refit = self.refit
-        own = refit.f[self.where]
-        total = (refit.law.score(self.y, own).unsqueeze(-2) @ self.jacobian).squeeze(-2)
-        if refit.posterior.mode == AS_IS:
-            total = (
-                total + refit.gradient + refit.posterior.bound_prior.gradient(refit.posterior.theta)
-            )
-        return total.to(zero.dtype), own
+        """Return the gradient at θ̂ (m, P), which is known, and the outputs at x (m, C).
 
-    def _step(self, gradient: Tensor, own: Tensor) -> Tensor:
-        """z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g: Woodbury."""
-        double = gradient.dtype == torch.float64
-        z = (
-            self.refit.precondition(gradient)
-            if double
-            else self.refit.precondition_single(gradient)
-        )
-        J, pulled = (
-            (self.jacobian, self.pulled) if double else (self.jacobian_single, self.pulled_single)
-        )
-        u = own_pull(
-            self.refit.law, self.y, own, self.root, (J @ z.unsqueeze(-1)).squeeze(-1).double()
-        )
+        It is that of the new observation, and g₀ with mode="as_is". zero (m, P) gives the dtype.
+        """
+        refit = self.refit
+        f_new = refit.f[self.x_rows]
+        score = refit.new_likelihood.score(self.y, f_new)
+        total = (score.unsqueeze(-2) @ self.jacobian).squeeze(-2)
+        if refit.posterior.mode == AS_IS:
+            prior_gradient = refit.posterior.bound_prior.gradient(refit.posterior.theta)
+            total = total + refit.gradient + prior_gradient
+        return total.to(zero.dtype), f_new
+
+    def _preconditioned_step(self, gradient: Tensor, f_new: Tensor) -> Tensor:
+        """Return z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P), by Woodbury's formula.
+
+        f_new (m, C): the outputs at x.
+        """
+        refit = self.refit
+        if gradient.dtype == torch.float64:
+            J, pulled = self.jacobian, self.pulled
+            z = refit.precondition(gradient)
+        else:
+            J, pulled = self.jacobian_single, self.pulled_single
+            z = refit.precondition_single(gradient)
+        Jz = (J @ z.unsqueeze(-1)).squeeze(-1).double()
+        u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, Jz)
         return z - (u.to(z.dtype).unsqueeze(-2) @ pulled).squeeze(-2)
 
-    def values(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Likelihood increment (with the tilt), prior increment (m,), and the outputs at x (m,
-        C).
+    def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the likelihood increments with the tilt (m,), the prior increments (m,), and the
+        outputs at x (m, C), for points (m, P).
         """
         refit, likelihood = self.refit, self.refit.posterior.likelihood
         theta = refit.posterior.theta + point
         with torch.no_grad():
-            own = refit.many.own_rows(theta, self.x)
-            total = refit.law.log_prob(self.y, own)
+            f_new = refit.many.outputs_on_own_rows(theta, self.x)
+            increment = refit.new_likelihood.log_prob(self.y, f_new)
             for block in refit.rows:
-                change = likelihood.log_prob_difference(
-                    block.y, refit.many.same_rows(theta, block.x), block.f
-                )
-                total = total + (change if block.weights is None else change * block.weights).sum(
-                    -1
-                )
+                f = refit.many.outputs_on_same_rows(theta, block.x)
+                change = likelihood.log_prob_difference(block.y, f, block.f)
+                change = change if block.weights is None else change * block.weights
+                increment = increment + change.sum(-1)
         if refit.posterior.mode != AS_IS:
             slope = refit.gradient + refit.posterior.bound_prior.gradient(refit.posterior.theta)
-            total = total - point @ slope
-        return total, refit.prior.value(point), own
+            increment = increment - point @ slope
+        return increment, refit.prior.value(point), f_new
 
 
 def open_all_weights(
     posterior: Posterior, x: Inputs, options: Options, data: Any
 ) -> AllWeightsRefit:
-    """Stage one: a pass over the data for the gradient at θ̂ (and the Hessian of few weights),
-    J at x.
+    """Prepare all refits of any weights at inputs x: everything that does not depend on y.
+
+    A pass over the data sums the gradient at θ̂ (and the Hessian of few weights). TypeError for a
+    network of another kind; ValueError where the data are not those of the fit.
     """
-    network = posterior.network
+    network, theta = posterior.network, posterior.theta
     if not isinstance(network, AnyParameters):
         raise TypeError(
             f"A refit of the weights does not support networks of type {type(network).__name__}. "
             "Use refit='output'."
         )
-    many = ManyNetworks(replace(network, rest=_changed(network.rest, _double)))
+    many = ManyNetworks(replace(network, rest=_changed_values(network.rest, _to_double)))
 
     def prepare(inputs: Inputs) -> tuple[Inputs, Tensor]:
-        wide = map_inputs(_double, inputs)
+        """Return inputs in float64, and f̂ (b, C)."""
+        wide = map_inputs(_to_double, inputs)
         with torch.no_grad():
-            return wide, many.one(posterior.theta, wide)
+            return wide, many.outputs_of_one(theta, wide)
 
     rows = open_rows(posterior, data, prepare)
     wide, f = prepare(network.cast(as_inputs(x)))
-    many = replace(many, chain=stacked(many.network, wide, posterior.theta))
-    single = replace(network, rest=_changed(network.rest, _single))
+    many = replace(many, chain=open_chain(many.network, wide, theta))
+    single = replace(network, rest=_changed_values(network.rest, _to_single))
     chain = None if many.chain is None else replace(many.chain, network=single)
-    n, gradient = 0, torch.zeros_like(posterior.theta)
+    n, gradient = 0, torch.zeros_like(theta)
     for block in rows:
         n += row_count(block.x)
         score = block.weighted(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
-        gradient += many.gradient(posterior.theta.unsqueeze(0), block.x, score.expand_as)[
-            0
-        ].squeeze(0)
-    check_seen(posterior, n, gradient)
-    determinants = Determinants(posterior, options, many.one, rows)
+        block_gradient, _ = many.gradient(theta.unsqueeze(0), block.x, score.expand_as)
+        gradient += block_gradient.squeeze(0)
+    check_same_data(posterior, n, gradient)
+    determinants = Determinants(posterior, options, many.outputs_of_one, rows)
     factor = determinants.start_factor
     parts = [J.double() for _, J in posterior.linearised(x)]
     return AllWeightsRefit(
@@ -503,32 +569,43 @@ def open_all_weights(
         jacobian=torch.cat([J.dense().values for J in parts if isinstance(J, LayerJacobian)]),
         gradient=gradient,
         precondition=lambda v: solve_rows(posterior.operator, factor, v),
-        precondition_single=_in_single(posterior, factor),
+        precondition_single=_precondition_in_single(posterior, factor),
         determinants=determinants,
     )
 
 
-def _in_single(posterior: Posterior, factor: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """H⁻¹ on the rows of (m, P) in float32, where the structure allows it."""
+def _precondition_in_single(
+    posterior: Posterior, factor: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """Return a function that applies H⁻¹ to the rows of (m, P) in float32, where the structure
+    allows it.
+
+    factor: a Cholesky factor of H (P, P), where there is one.
+    """
     operator = posterior.operator
     if isinstance(operator, WoodburyOperator):
-        narrow = WoodburyOperator(
+        single = WoodburyOperator(
             operator.prior.float(), operator.basis.float(), operator.spectrum.float()
         )
-        return lambda v: narrow.solve_many(v.mT).mT
+        return lambda v: single.solve_many(v.mT).mT
     if factor is not None:
-        half = factor.float()
-        return lambda v: torch.cholesky_solve(v.mT, half).mT
+        factor_single = factor.float()
+        return lambda v: torch.cholesky_solve(v.mT, factor_single).mT
     return lambda v: solve_rows(operator, factor, v.double()).float()
 
 
-def _double(part: Tensor) -> Tensor:
+def _to_double(part: Tensor) -> Tensor:
+    """Return a tensor on the CPU, in float64 where it is not of whole numbers."""
     return part.to("cpu", torch.float64) if part.is_floating_point() else part.to("cpu")
 
 
-def _single(part: Tensor) -> Tensor:
+def _to_single(part: Tensor) -> Tensor:
+    """Return a tensor on the CPU, in float32 where it is not of whole numbers."""
     return part.to("cpu", torch.float32) if part.is_floating_point() else part.to("cpu")
 
 
-def _changed(named: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def _changed_values(
+    named: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """Return named tensors with a change made to each of them."""
     return {name: change(value) for name, value in named.items()}

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ssla.data import Inputs
-from ssla.likelihoods import Likelihood
+from ssla.data import Inputs, take_rows
 from ssla.priors import BoundGaussian
-from ssla.refit.increments import FISHER
-from ssla.refit.weights import all_weights_jacobians as jacobians
-from ssla.refit.weights.refit_rows import TrainingRows, take
+from ssla.refit.weights.all_weights_jacobians import jacobians_of_own_rows, jacobians_of_rows
+from ssla.refit.weights.refit_rows import TrainingRows
+from ssla.refit.weights.solved import curvature_of
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -30,8 +29,8 @@ MOST_OUTPUTS = 2000  # n·C up to which nC × nC matrices are formed for each ta
 AT_ONCE = 1 << 27  # bytes, where one task needs less
 
 
-def fits(posterior: Posterior) -> bool:
-    """Whether a posterior has few enough rows, and a proper Gaussian prior with one precision
+def allows_dual(posterior: Posterior) -> bool:
+    """Return whether `Dual` is possible: few rows, and a Gaussian prior with a precision above zero
     for each weight.
     """
     precision = posterior.bound_prior.precision(posterior.theta)
@@ -40,8 +39,9 @@ def fits(posterior: Posterior) -> bool:
 
 
 def bytes_needed(posterior: Posterior) -> int:
-    """Of one task: the Jacobian of all rows (itself, in blocks, and whitened) and six matrices
-    of nC × nC.
+    """Return the bytes that one task needs.
+
+    They are the Jacobian of all rows (itself, in blocks, and whitened) and six matrices of nC × nC.
     """
     outputs = (posterior.statistics.n + 1) * posterior.network.outputs
     return 8 * (3 * outputs * posterior.theta.numel() + 6 * outputs**2)
@@ -57,63 +57,59 @@ class Dual:
     known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # at θ̂, by kind
 
     def __call__(self, point: Tensor, y: Tensor, x: Inputs, kind: str) -> tuple[Tensor, Tensor]:
-        """θ − θ̂ (m, P) and the tasks' y and x -> increments (m,), and where H̃ is positive
-        definite.
+        """Compute the increments of m tasks at points θ − θ̂ (m, P) (m,), and where H̃ is positive
+        definite (m,).
         """
+        theta_hat = self.posterior.theta
         if kind not in self.known:
-            self.known[kind] = self._half_logdet(self.posterior.theta.unsqueeze(0), kind, None)
-        before, exists = self.known[kind]
+            self.known[kind] = self._half_logdet(theta_hat.unsqueeze(0), kind, None)
+        start, start_exists = self.known[kind]
+        at_once = max(AT_ONCE // bytes_needed(self.posterior), 1)
         parts = [
-            self._half_logdet(self.posterior.theta + point[tasks], kind, (y[tasks], take(x, tasks)))
-            for tasks in torch.arange(len(point)).split(
-                max(AT_ONCE // bytes_needed(self.posterior), 1)
-            )
+            self._half_logdet(theta_hat + point[tasks], kind, (y[tasks], take_rows(x, tasks)))
+            for tasks in torch.arange(len(point)).split(at_once)
         ]
-        return before - torch.cat([half for half, _ in parts]), torch.cat(
-            [good for _, good in parts]
-        ) & exists
+        halves, exist = zip(*parts, strict=True)
+        return start - torch.cat(halves), torch.cat(exist) & start_exists
 
     def _half_logdet(
-        self, thetas: Tensor, kind: str, own: tuple[Tensor, Inputs] | None
+        self, thetas: Tensor, kind: str, new_rows: tuple[Tensor, Inputs] | None
     ) -> tuple[Tensor, Tensor]:
-        """½ log|I + RᵀΛR| at each θ (m, P), of the data and the task's own (y, x); and where
-        that is positive definite.
+        """Compute ½ log|I + RᵀΛR| at each θ (m, P) (m,), and where it is positive definite (m,).
+
+        new_rows: (y, x) of each task, which count as the last training row; None: the data alone.
         """
-        likelihood = self.posterior.likelihood
+        likelihood, bound_prior = self.posterior.likelihood, self.posterior.bound_prior
         parts, precisions = [], []
         for block in self.rows:
-            J, f = jacobians.of_rows(self.run, thetas, block.x)
-            precision = _curvature(likelihood, kind, block.y, f)
+            J, f = jacobians_of_rows(self.run, thetas, block.x)
+            precision = curvature_of(likelihood, kind, block.y, f).expand(*f.shape, f.shape[-1])
+            if block.weights is not None:
+                precision = precision * block.weights[:, None, None]
             parts.append(J)
-            precisions.append(
-                precision if block.weights is None else precision * block.weights[:, None, None]
-            )
-        if own is not None:
-            y, x = own
-            J, f = jacobians.of_own(self.run, thetas, x)
+            precisions.append(precision)
+        if new_rows is not None:
+            y, x = new_rows
+            J, f = jacobians_of_own_rows(self.run, thetas, x)
             parts.append(J.unsqueeze(1))
-            precisions.append(_curvature(likelihood.predictive, kind, y, f).unsqueeze(1))
+            precision = curvature_of(likelihood.predictive, kind, y, f)
+            precisions.append(precision.expand(*f.shape, f.shape[-1]).unsqueeze(1))
         J, Lambda = torch.cat(parts, 1), torch.cat(precisions, 1)
-        white = (J / self.posterior.bound_prior.precision(self.posterior.theta).sqrt()).flatten(
-            1, 2
-        )
+        white = (J / bound_prior.precision(self.posterior.theta).sqrt()).flatten(1, 2)
         R = _root(white @ white.mT)
         LR = (Lambda @ R.reshape(*Lambda.shape[:3], -1)).reshape(R.shape)
         factor, info = torch.linalg.cholesky_ex(torch.eye(R.shape[-1], dtype=R.dtype) + R.mT @ LR)
         return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), info == 0
 
 
-def _curvature(likelihood: Likelihood, kind: str, y: Tensor, f: Tensor) -> Tensor:
-    value = likelihood.fisher(f) if kind == FISHER else likelihood.precision(y, f)
-    return value.expand(*f.shape, f.shape[-1])
-
-
 def _root(G: Tensor) -> Tensor:
-    """R with R Rᵀ = G: Cholesky, or by eigenvalues where G is singular (rows that are the same)."""
+    """Return R with R Rᵀ = G (m, k, k): Cholesky, or by eigenvalues where G is singular (equal
+    rows).
+    """
     factor, info = torch.linalg.cholesky_ex(G)
-    bad = info.nonzero().squeeze(-1)
-    if bad.numel():
-        values, vectors = torch.linalg.eigh(G[bad])
-        factor[bad] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
+    singular = info.nonzero().squeeze(-1)
+    if singular.numel():
+        values, vectors = torch.linalg.eigh(G[singular])
+        factor[singular] = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
     root: Tensor = factor
     return root

@@ -1,6 +1,6 @@
 """Jacobians of the outputs in the weights, for many weights at once.
 
-Each row for itself: the work grows with b, not with b².
+Each row is differentiated alone, so the work grows with b, not with b².
 """
 
 from __future__ import annotations
@@ -11,30 +11,33 @@ import torch
 from torch import Tensor
 
 from ssla.data import Inputs
-from ssla.refit.weights.refit_rows import leading
+from ssla.refit.weights.refit_rows import as_batch
 
 Run = Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
 
 
-def of_rows(run: Run, thetas: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
-    """θ (m, P), the same rows x (b, …) for all -> J (m, b, C, P) and f (m, b, C)."""
-    one = torch.func.vmap(_of_row(run), in_dims=(None, 0))
-    J, f = torch.func.vmap(one, in_dims=(0, None))(thetas, x)
+def jacobians_of_rows(run: Run, thetas: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return J (m, b, C, P) and f (m, b, C) of each θ (m, P) on the same rows x (b, …)."""
+    of_one_network = torch.func.vmap(_jacobian_of_row(run), in_dims=(None, 0))
+    J, f = torch.func.vmap(of_one_network, in_dims=(0, None))(thetas, x)
     return J.detach(), f.detach()
 
 
-def of_own(run: Run, thetas: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
-    """θ (m, P), a row of its own for each, x (m, …) -> J (m, C, P) and f (m, C)."""
-    J, f = torch.func.vmap(_of_row(run))(thetas, x)
+def jacobians_of_own_rows(run: Run, thetas: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+    """Return J (m, C, P) and f (m, C) of each θ (m, P) on a row of its own, for x (m, …)."""
+    J, f = torch.func.vmap(_jacobian_of_row(run))(thetas, x)
     return J.detach(), f.detach()
 
 
-def _of_row(run: Run) -> Callable[[Tensor, Inputs], tuple[Tensor, Tensor]]:
-    def both(theta: Tensor, row: Inputs) -> tuple[Tensor, Tensor]:
-        f = run(theta, leading(row)).squeeze(0)
+def _jacobian_of_row(run: Run) -> Callable[[Tensor, Inputs], tuple[Tensor, Tensor]]:
+    """Return the function (θ (P,), a row of x) -> J (C, P) and f (C,)."""
+
+    def f_twice(theta: Tensor, row: Inputs) -> tuple[Tensor, Tensor]:
+        """Return f twice: `jacrev` differentiates the first and returns the second."""
+        f = run(theta, as_batch(row)).squeeze(0)
         return f, f
 
     jacobian: Callable[[Tensor, Inputs], tuple[Tensor, Tensor]] = torch.func.jacrev(
-        both, has_aux=True
+        f_twice, has_aux=True
     )
     return jacobian

@@ -18,17 +18,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# a step may end where the slope along it has turned to at most minus this part of what it was
+# A guess: a step may end where the slope along it is at least minus this part of what it was.
 OVERSHOOT = 0.5
-SHORTEST = 2.0**-24
-RIDGE = 1e-14
-SINGLE_RIDGE = 1e-7  # in single precision
-SHARED_STEPS = (
-    20  # evaluations with a shared preconditioner before a task continues with its own Hessian
-)
-# a mixed step may be this many times as long as the plain one: as weak as a direction of H may be
-# beside P
+SHORTEST = 2.0**-24  # a guess: the shortest part of a step that is tried
+# Guesses: added to the diagonal of the mixing equations, in double and in single precision.
+RIDGE, SINGLE_RIDGE = 1e-14, 1e-7
+# A guess: evaluations with a shared preconditioner before a task continues with its own Hessian.
+SHARED_STEPS = 20
+# A guess: a mixed step may be this many times as long as the plain one, because a direction of H
+# may be this much weaker than P.
 FARTHEST = 1000.0
+LEAST_RISE = 0.01  # a guess: the least slope of a mixed step over that of the plain one
+CROWDED = 0.75  # a guess: the history is copied where fewer of its tasks are still active
 
 
 class Slope(NamedTuple):
@@ -39,36 +40,33 @@ class Slope(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Found:
-    """Where each task ended: point (M, P), √(gᵀP⁻¹g) there, evaluations, and whether the norm
-    is within tolerance.
+class Ascent:
+    """The end of each task's ascent: point (M, P), √(gᵀP⁻¹g) there, evaluations, and whether it
+    converged.
     """
 
     point: Tensor
     norm: Tensor
     steps: Tensor
     converged: Tensor
-    history: History | None = (
-        None  # of the last rounds of each task, for an ascent that continues this one
-    )
+    # Of the last rounds of each task, for an ascent that continues this one.
+    history: History | None = None
 
     @staticmethod
-    def nowhere(point: Tensor) -> Found:
-        """Before the first evaluation."""
+    def not_started(point: Tensor) -> Ascent:
+        """Return an ascent at points (M, P) without an evaluation."""
         no = torch.zeros(len(point), dtype=torch.bool)
-        return Found(point, torch.full((len(point),), torch.inf, dtype=point.dtype), no.long(), no)
+        norm = torch.full((len(point),), torch.inf, dtype=point.dtype)
+        return Ascent(point, norm, no.long(), no)
 
-    def followed_by(self, rows: Tensor, later: Found) -> Found:
-        """With the results of a later ascent of some tasks."""
-        point, norm, steps, converged = (
-            self.point.clone(),
-            self.norm.clone(),
-            self.steps.clone(),
-            self.converged.clone(),
-        )
-        point[rows], norm[rows], converged[rows] = later.point, later.norm, later.converged
-        steps[rows] += later.steps
-        return Found(point, norm, steps, converged)
+    def continued_by(self, tasks: Tensor, later: Ascent) -> Ascent:
+        """Return this ascent with the results of a later one of some tasks (m,)."""
+        point, norm = self.point.clone(), self.norm.clone()
+        steps, converged = self.steps.clone(), self.converged.clone()
+        point[tasks], norm[tasks] = later.point, later.norm
+        steps[tasks] += later.steps
+        converged[tasks] = later.converged
+        return Ascent(point, norm, steps, converged)
 
 
 Evaluate = Callable[[Tensor, Tensor], Slope]
@@ -86,105 +84,113 @@ def ascend(
     memory: int,
     toward: Tensor | None = None,
     progress: Progress | None = None,
-    earlier: Found | None = None,
+    earlier: Ascent | None = None,
     stop: Callable[[], bool] | None = None,
-) -> Found:
-    """Preconditioned ascent with Anderson mixing over `memory` rounds; a task that has converged is
-    not evaluated again.
+) -> Ascent:
+    """Maximise many objectives by preconditioned ascent with Anderson mixing over `memory` rounds.
 
     A trial is taken where the slope along it is still above −½ of what it was, and halved
     otherwise. All tasks advance in the same round, those that halve and those that go on, so no
-    task waits for another's line search. Works in the dtype of `start`.
+    task waits for another's line search. A task that has converged is not evaluated again. Works in
+    the dtype of `start` (M, P).
 
-    toward: a first direction from `start` in place of the preconditioned gradient, for a guess that
-    may be too far. progress: called with the number of tasks that converged (see `Progress`).
-    earlier: an ascent of the same tasks, which this one continues; its evaluations count towards
-    max_steps. stop: asked before each round; the ascent ends where it is when the answer is yes.
+    toward (M, P): a first direction from `start` in place of the preconditioned gradient, for a
+    guess that may be too far. progress: called with the number of tasks that converged (see
+    `Progress`). earlier: an ascent of the same tasks, which this one continues; its evaluations
+    count towards max_steps. stop: asked before each round; the ascent ends where it is when the
+    answer is yes.
 
     Fails (converged = False, the best point is kept) after max_steps evaluations, or where no step
     helps.
     """
     count = start.shape[0]
-    point, norm = start.clone(), torch.full((count,), torch.inf, dtype=start.dtype)
+    point = start.clone()
+    norm = torch.full((count,), torch.inf, dtype=start.dtype)
     steps = torch.zeros(count, dtype=torch.long) if earlier is None else earlier.steps.clone()
-    rows = torch.arange(count)
-    now = evaluate(start, rows)
-    state = _State(start, now.gradient, now.step)
-    alive = _finite(now)
-    norm[:] = torch.where(alive, state.norm, norm)
+    tasks = torch.arange(count)  # those that are still active
+    first = evaluate(start, tasks)
+    state = _State(start, first.gradient, first.step)
+    finite = _finite(first)
+    norm[:] = torch.where(finite, state.norm, norm)
     steps += 1
-    keep = (alive & (norm > tolerance) & (steps < max_steps)).nonzero().squeeze(-1)
+    keep = (finite & (norm > tolerance) & (steps < max_steps)).nonzero().squeeze(-1)
     if progress is not None:
         progress(int((norm <= tolerance).sum()))
-    rows, state = rows[keep], state.take(keep)
-    past = _Past(None if earlier is None else earlier.history, rows, count, memory, state)
-    direction, slope = past.mixed(rows, state)
+    tasks, state = tasks[keep], state.take(keep)
+    stored = None if earlier is None else earlier.history
+    history = _ActiveHistory(stored, tasks, count, memory, state)
+    direction, slope = history.mix(tasks, state)
     if toward is not None:
-        guess = toward[keep]
-        rise = (state.gradient * guess).sum(-1)
-        uphill = torch.isfinite(rise) & (rise > 0)
-        direction, slope = (
-            torch.where(uphill.unsqueeze(-1), guess, direction),
-            torch.where(uphill, rise, slope),
-        )
+        direction, slope = _prefer_uphill(toward[keep], state.gradient, direction, slope)
     factor = torch.ones_like(slope)
-    while rows.numel() and not (stop is not None and stop()):
+    while tasks.numel() and not (stop is not None and stop()):
         trial = state.point + factor.unsqueeze(-1) * direction
-        there = evaluate(trial, rows)
-        steps[rows] += 1
+        there = evaluate(trial, tasks)
+        steps[tasks] += 1
+        # The line search: halve a trial that has gone too far beyond the maximum along its line.
         new_slope = (there.gradient * direction).sum(-1)
-        good = _finite(there) & (new_slope >= -OVERSHOOT * slope)
-        state, change = state.advance(trial, there, good)
-        past.push(rows, change)
-        factor = torch.where(good, torch.ones_like(factor), factor / 2)
-        point[rows], norm[rows] = state.point, state.norm
-        keep = (
-            ((state.norm > tolerance) & (factor >= SHORTEST) & (steps[rows] < max_steps))
-            .nonzero()
-            .squeeze(-1)
-        )
+        taken = _finite(there) & (new_slope >= -OVERSHOOT * slope)
+        state, change = state.advance(trial, there, taken)
+        history.push(tasks, change)
+        factor = torch.where(taken, torch.ones_like(factor), factor / 2)
+        point[tasks], norm[tasks] = state.point, state.norm
+        # Tasks that have ended leave the round.
+        converged = state.norm <= tolerance
+        active = (state.norm > tolerance) & (factor >= SHORTEST) & (steps[tasks] < max_steps)
         if progress is not None:
-            progress(int((state.norm <= tolerance).sum()))
-        rows, state, factor = rows[keep], state.take(keep), factor[keep]
-        fresh, fresh_slope = past.mixed(rows, state)
-        again = good[keep]
-        direction = torch.where(again.unsqueeze(-1), fresh, direction[keep])
-        slope = torch.where(again, fresh_slope, slope[keep])
-    return Found(point, norm, steps, norm <= tolerance, past.finished())
+            progress(int(converged.sum()))
+        keep = active.nonzero().squeeze(-1)
+        tasks, state, factor = tasks[keep], state.take(keep), factor[keep]
+        # Tasks whose trial was taken get a new direction; the others try a shorter step again.
+        new_direction, new_slope = history.mix(tasks, state)
+        advanced = taken[keep]
+        direction = torch.where(advanced.unsqueeze(-1), new_direction, direction[keep])
+        slope = torch.where(advanced, new_slope, slope[keep])
+    return Ascent(point, norm, steps, norm <= tolerance, history.of_all_tasks())
 
 
-def finished(
-    found: Found,
+def _prefer_uphill(
+    guess: Tensor, gradient: Tensor, direction: Tensor, slope: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return guesses (m, P) where they point uphill, else the directions (m, P), and the slopes."""
+    rise = (gradient * guess).sum(-1)
+    uphill = torch.isfinite(rise) & (rise > 0)
+    return torch.where(uphill.unsqueeze(-1), guess, direction), torch.where(uphill, rise, slope)
+
+
+def finish_with_newton(
+    ascent: Ascent,
     newton: Callable[[Tensor], Evaluate],
     *,
     tolerance: float,
     max_steps: int,
     progress: Progress | None = None,
-) -> Found:
-    """Tasks that have not converged continue with their own Hessians: `newton(which tasks)`
-    evaluates them.
+) -> Ascent:
+    """Continue tasks that have not converged with their own Hessians.
+
+    newton: from the numbers of these tasks (m,) to the function that evaluates them.
     """
-    rest = (~found.converged).nonzero().squeeze(-1)
-    if not rest.numel() or max_steps < 1:
-        return found
+    unfinished = (~ascent.converged).nonzero().squeeze(-1)
+    if not unfinished.numel() or max_steps < 1:
+        return ascent
     later = ascend(
-        newton(rest),
-        found.point[rest],
+        newton(unfinished),
+        ascent.point[unfinished],
         tolerance=tolerance,
         max_steps=max_steps,
         memory=0,
         progress=progress,
     )
-    return found.followed_by(rest, later)
+    return ascent.continued_by(unfinished, later)
 
 
-def saddle_free(H: Tensor, gradient: Tensor) -> Tensor:
-    """|H|⁻¹g: Newton's step, uphill also where H is indefinite.  (m, P, P), (m, P) -> (m, P)."""
-    H = torch.where(
-        torch.isfinite(H).all(-1, keepdim=True).all(-2, keepdim=True),
-        H,
-        torch.eye(H.shape[-1], dtype=H.dtype),
-    )
+def saddle_free_step(H: Tensor, gradient: Tensor) -> Tensor:
+    """Return |H|⁻¹g: Newton's step, uphill also where H is indefinite.
+
+    H (m, P, P) and gradient (m, P) -> (m, P). A Hessian that is not finite counts as the identity.
+    """
+    finite = torch.isfinite(H).all(-1, keepdim=True).all(-2, keepdim=True)
+    H = torch.where(finite, H, torch.eye(H.shape[-1], dtype=H.dtype))
     values, vectors = torch.linalg.eigh((H + H.mT) / 2)
     size = values.abs()
     size = torch.maximum(size, 1e-8 * size.amax(-1, keepdim=True))
@@ -194,6 +200,7 @@ def saddle_free(H: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _finite(slope: Slope) -> Tensor:
+    """Return where gradients and steps are finite (m,)."""
     return torch.isfinite(slope.gradient.sum(-1)) & torch.isfinite(slope.step.sum(-1))
 
 
@@ -207,22 +214,24 @@ class _State:
 
     @property
     def norm(self) -> Tensor:
+        """√(gᵀP⁻¹g) (m,), the distance from the mode."""
         return (self.gradient * self.step).sum(-1).clamp_min(0).sqrt()
 
     def take(self, keep: Tensor) -> _State:
+        """Return the state of some tasks."""
         if keep.numel() == self.point.shape[0]:
             return self
         return _State(self.point[keep], self.gradient[keep], self.step[keep])
 
-    def advance(self, trial: Tensor, there: Slope, good: Tensor) -> tuple[_State, _State]:
-        """The trials where they are good; elsewhere nothing changes. And by how much it changed."""
+    def advance(self, trial: Tensor, there: Slope, taken: Tensor) -> tuple[_State, _State]:
+        """Move to the trials where they are taken (m,), and return the new state and its change."""
         new = _State(trial, there.gradient, there.step)
-        if not bool(good.all()):
-            taken = good.unsqueeze(-1)
+        if not bool(taken.all()):
+            at_trial = taken.unsqueeze(-1)
             new = _State(
-                torch.where(taken, trial, self.point),
-                torch.where(taken, there.gradient, self.gradient),
-                torch.where(taken, there.step, self.step),
+                torch.where(at_trial, trial, self.point),
+                torch.where(at_trial, there.gradient, self.gradient),
+                torch.where(at_trial, there.step, self.step),
             )
         return new, _State(
             new.point - self.point, new.gradient - self.gradient, new.step - self.step
@@ -243,117 +252,126 @@ class History:
 
     @staticmethod
     def empty(count: int, memory: int, size: int, dtype: torch.dtype) -> History:
+        """Return a history of no rounds, with room for `memory` of them."""
         past = torch.zeros(count, memory, size, dtype=dtype)
         return History(past, past.clone(), torch.zeros(count, memory, memory, dtype=torch.float64))
 
     def take(self, tasks: Tensor, dtype: torch.dtype) -> History:
+        """Return the history of some tasks, in `dtype`."""
         return History(
             self.mixes[tasks].to(dtype), self.changes[tasks].to(dtype), self.gram[tasks], self.round
         )
 
-    def put(self, tasks: Tensor, part: History) -> None:
-        self.mixes[tasks], self.changes[tasks], self.gram[tasks] = (
-            part.mixes,
-            part.changes,
-            part.gram,
-        )
+    def store(self, tasks: Tensor, part: History) -> None:
+        """Write the history of some tasks into this one, in place."""
+        self.mixes[tasks] = part.mixes
+        self.changes[tasks] = part.changes
+        self.gram[tasks] = part.gram
         self.round = part.round
 
 
-class _Past:
-    """The history of the tasks still under way.
+class _ActiveHistory:
+    """The history of the tasks that are still active.
 
     It is copied only when a quarter of the tasks in it have ended.
     """
 
-    whole: History | None
-    part: History
+    complete: History | None  # of all tasks, where this is not a continuation
+    part: History  # of the tasks `stored`
 
     def __init__(
-        self, earlier: History | None, rows: Tensor, count: int, memory: int, like: _State
+        self, earlier: History | None, tasks: Tensor, count: int, memory: int, state: _State
     ) -> None:
-        """Of the tasks `rows` out of `count`."""
-        size, dtype = like.point.shape[1], like.point.dtype
+        """Start the history of some tasks out of `count`, or continue an earlier one."""
+        size, dtype = state.point.shape[1], state.point.dtype
         if earlier is not None:
-            self.part, self.stored = earlier.take(rows, dtype), rows
-            self.whole = None
+            self.complete = None
+            self.part = earlier.take(tasks, dtype)
+            self.stored = tasks
         else:
-            self.whole = self.part = History.empty(count, memory, size, dtype)
-            self.stored = torch.arange(count)  # tasks in `part`
+            self.complete = self.part = History.empty(count, memory, size, dtype)
+            self.stored = torch.arange(count)
 
-    def push(self, rows: Tensor, change: _State) -> None:
+    def push(self, tasks: Tensor, change: _State) -> None:
+        """Add a round in which the states of some tasks changed; it replaces the oldest one."""
         part, memory = self.part, self.part.gram.shape[-1]
         if not memory:
             return
-        place, j = self._places(rows), part.round % memory
+        positions = self._positions(tasks)
+        j = part.round % memory
         part.round += 1
-        part.mixes[place, j] = change.point + change.step
-        part.changes[place, j] = change.step
-        along = self._along(place, change.gradient)
-        part.gram[place, j] = along
-        part.gram[place, :, j] = along
+        part.mixes[positions, j] = change.point + change.step
+        part.changes[positions, j] = change.step
+        products = self._times_changes(positions, change.gradient)
+        part.gram[positions, j] = products
+        part.gram[positions, :, j] = products
 
-    def mixed(self, rows: Tensor, state: _State) -> tuple[Tensor, Tensor]:
-        """Anderson: d = s − Σ γ_j (Δθ_j + Δs_j), γ minimising ‖s − Σ γ_j Δs_j‖ in the metric of P
-        (⟨s, s'⟩ = sᵀg').
+    def mix(self, tasks: Tensor, state: _State) -> tuple[Tensor, Tensor]:
+        """Return Anderson's directions d = s − Σ γ_j (Δθ_j + Δs_j) (m, P), and their slopes (m,).
 
-        The plain step where d does not point uphill.  -> (d, its slope).
+        γ minimises ‖s − Σ γ_j Δs_j‖ in the metric of P (⟨s, s'⟩ = sᵀg'). The plain step s takes the
+        place of a d that does not point uphill or is far longer.
         """
-        plain = (state.gradient * state.step).sum(-1)
-        if not self.part.round or not self.part.gram.shape[-1] or not rows.numel():
-            return state.step, plain
-        if len(rows) <= 0.75 * len(self.stored):
-            self._shrink(rows)
-        place = self._places(rows)
-        gram, right = self.part.gram[place], self._along(place, state.gradient)
+        plain_slope = (state.gradient * state.step).sum(-1)
+        if not self.part.round or not self.part.gram.shape[-1] or not tasks.numel():
+            return state.step, plain_slope
+        if len(tasks) <= CROWDED * len(self.stored):
+            self._shrink(tasks)
+        positions = self._positions(tasks)
+        gram, right = self.part.gram[positions], self._times_changes(positions, state.gradient)
+        # Scale to a unit diagonal; rounds without a change become equations γ_j = 0.
         size = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
-        idle = size <= 0  # rounds without a change
+        idle = size <= 0
         size = torch.where(idle, torch.ones_like(size), size)
         scaled = gram / size.unsqueeze(-1) / size.unsqueeze(-2)
-        scaled = torch.where(
-            idle.unsqueeze(-1) | idle.unsqueeze(-2), torch.zeros_like(scaled), scaled
-        )
+        either_idle = idle.unsqueeze(-1) | idle.unsqueeze(-2)
+        scaled = torch.where(either_idle, torch.zeros_like(scaled), scaled)
         ridge = RIDGE if state.step.dtype == torch.float64 else SINGLE_RIDGE
         solved, _ = torch.linalg.solve_ex(
             scaled + torch.diag_embed(idle + ridge), (right / size).unsqueeze(-1)
         )
         gamma = (solved.squeeze(-1) / size).to(state.step.dtype)
-        mixed = state.step - self._combined(place, gamma)
+        mixed = state.step - self._combine(positions, gamma)
         slope = (state.gradient * mixed).sum(-1)
-        near = mixed.norm(dim=-1) <= FARTHEST * state.step.norm(
-            dim=-1
-        )  # else the history describes another place
-        uphill = torch.isfinite(slope) & (slope > 0.01 * plain) & near
-        return torch.where(uphill.unsqueeze(-1), mixed, state.step), torch.where(
-            uphill, slope, plain
-        )
+        # Where the mixed step is far longer, the history describes another region.
+        not_far = mixed.norm(dim=-1) <= FARTHEST * state.step.norm(dim=-1)
+        usable = torch.isfinite(slope) & (slope > LEAST_RISE * plain_slope) & not_far
+        direction = torch.where(usable.unsqueeze(-1), mixed, state.step)
+        return direction, torch.where(usable, slope, plain_slope)
 
-    def finished(self) -> History | None:
-        """Of all tasks; None where this continues an earlier history."""
-        if self.whole is not None and self.part is not self.whole:
-            self.whole.put(self.stored, self.part)
-        return self.whole
+    def of_all_tasks(self) -> History | None:
+        """Return the history of all tasks; None where this continues an earlier history."""
+        if self.complete is not None and self.part is not self.complete:
+            self.complete.store(self.stored, self.part)
+        return self.complete
 
-    def _places(self, rows: Tensor) -> Tensor:
-        return torch.searchsorted(self.stored, rows)
+    def _positions(self, tasks: Tensor) -> Tensor:
+        """Return the positions of tasks in `part` (m,)."""
+        return torch.searchsorted(self.stored, tasks)
 
-    def _shrink(self, rows: Tensor) -> None:
-        place = self._places(rows)
-        self.finished()
-        self.part, self.stored = self.part.take(place, self.part.mixes.dtype), rows
+    def _shrink(self, tasks: Tensor) -> None:
+        """Keep the history of these tasks alone."""
+        positions = self._positions(tasks)
+        self.of_all_tasks()
+        self.part = self.part.take(positions, self.part.mixes.dtype)
+        self.stored = tasks
 
-    def _along(self, place: Tensor, gradient: Tensor) -> Tensor:
-        """Δs_jᵀ g of some tasks: (m, k), in float64."""
-        changes = self.part.changes
-        return (changes @ self._spread(place, gradient).unsqueeze(-1)).squeeze(-1)[place].double()
+    def _times_changes(self, positions: Tensor, gradient: Tensor) -> Tensor:
+        """Return Δs_jᵀ g for gradients (m, P) of tasks at `positions`: (m, k), in float64."""
+        spread = self._spread(positions, gradient).unsqueeze(-1)
+        return (self.part.changes @ spread).squeeze(-1)[positions].double()
 
-    def _combined(self, place: Tensor, gamma: Tensor) -> Tensor:
-        """Σ γ_j (Δθ_j + Δs_j) (m, P)."""
-        return (self._spread(place, gamma).unsqueeze(1) @ self.part.mixes).squeeze(1)[place]
+    def _combine(self, positions: Tensor, gamma: Tensor) -> Tensor:
+        """Return Σ γ_j (Δθ_j + Δs_j) (m, P), for gamma (m, k)."""
+        return (self._spread(positions, gamma).unsqueeze(1) @ self.part.mixes).squeeze(1)[positions]
 
-    def _spread(self, place: Tensor, values: Tensor) -> Tensor:
-        if len(place) == len(self.stored):
+    def _spread(self, positions: Tensor, values: Tensor) -> Tensor:
+        """Return values (m, …) in the rows of their tasks, and zero for the other stored tasks.
+
+        So a product needs no copy of the history of the active tasks.
+        """
+        if len(positions) == len(self.stored):
             return values
-        whole = values.new_zeros(len(self.stored), values.shape[1])
-        whole[place] = values
-        return whole
+        spread = values.new_zeros(len(self.stored), values.shape[1])
+        spread[positions] = values
+        return spread

@@ -23,36 +23,36 @@ class Contrasts:
 
     @cached_property
     def matrix(self) -> Tensor:
-        """Helmert's: class k against the mean of those before it."""
+        """Helmert's contrasts Q (C, C − 1): class k against the mean of those before it."""
         k = torch.arange(1, self.classes, dtype=torch.float64)
-        whole = torch.triu(torch.ones(self.classes, self.classes - 1, dtype=torch.float64))
-        whole[torch.arange(1, self.classes), torch.arange(self.classes - 1)] = -k
-        return whole / (k * (k + 1)).sqrt()
+        unscaled = torch.triu(torch.ones(self.classes, self.classes - 1, dtype=torch.float64))
+        unscaled[torch.arange(1, self.classes), torch.arange(self.classes - 1)] = -k
+        return unscaled / (k * (k + 1)).sqrt()
 
     def of_matrices(self, values: Tensor) -> Tensor:
-        """QᵀΛQ of (m, C, C)."""
+        """Return QᵀΛQ of matrices (m, C, C): (m, C − 1, C − 1)."""
         Q = self.matrix.to(values.dtype)
         return Q.mT @ values @ Q
 
     def of_blocks(self, H: Tensor) -> Tensor:
-        """(Q ⊗ I)ᵀ H (Q ⊗ I) of a matrix of C × C blocks."""
+        """Return (Q ⊗ I)ᵀ H (Q ⊗ I) of a matrix of C × C blocks (C·F, C·F)."""
         C, F = self.classes, H.shape[0] // self.classes
         blocks = torch.einsum("afbg,ac,bd->cfdg", H.reshape(C, F, C, F), self.matrix, self.matrix)
         return blocks.reshape((C - 1) * F, (C - 1) * F)
 
     @cached_property
     def _pairs(self) -> tuple[Tensor, Tensor]:
+        """The indices of the pairs a ≤ b, each (pairs,)."""
         return tuple(torch.triu_indices(self.classes - 1, self.classes - 1))
 
     def pairs(self, f: Tensor) -> Tensor:
-        """Of QᵀΛQ with Λ = (diag(p) − ppᵀ)/T², p = softmax(f/T), the pairs a ≤ b: f (C, …) ->
-        (pairs, …).
+        """Return the entries a ≤ b of QᵀΛQ for outputs f (C, …): (pairs, …).
+
+        Λ = (diag(p) − ppᵀ)/T² with p = softmax(f/T), the curvature of a softmax.
         """
         a, b = self._pairs
-        Q, p = (
-            self.matrix.to(f.dtype) / self.temperature,
-            (f / self.temperature).softmax(0).flatten(1),
-        )
-        along = Q.mT @ p
-        found = ((Q[:, a] * Q[:, b]).mT @ p).addcmul_(along[a], along[b], value=-1)
-        return found.reshape(len(a), *f.shape[1:])
+        Q = self.matrix.to(f.dtype) / self.temperature
+        p = (f / self.temperature).softmax(0).flatten(1)
+        Qp = Q.mT @ p
+        entries = ((Q[:, a] * Q[:, b]).mT @ p).addcmul_(Qp[a], Qp[b], value=-1)
+        return entries.reshape(len(a), *f.shape[1:])

@@ -1,5 +1,6 @@
-"""−½[log|H̃(θ̃)| − log|H(θ̂)|] when every weight may move: exact for few of them or few rows,
-frozen, or by the structure.
+"""−½[log|H̃(θ̃)| − log|H(θ̂)|] of refits of any weights.
+
+Determinants are exact (few weights or few rows), frozen at θ̂, or those of the fitted structure.
 """
 
 from __future__ import annotations
@@ -13,18 +14,25 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.dense import DenseOperator
-from ssla.data import Inputs
+from ssla.data import Inputs, take_rows
 from ssla.refit.increments import FISHER
-from ssla.refit.weights import all_weights_jacobians as jacobians
 from ssla.refit.weights.all_weights_dual import Dual
-from ssla.refit.weights.refit_rows import Block, PriorChange, TrainingRows, leading, square, take
-from ssla.refit.weights.solved import FROZEN, HESSIAN, STRUCTURE, Options, own_increment
+from ssla.refit.weights.all_weights_jacobians import jacobians_of_own_rows, jacobians_of_rows
+from ssla.refit.weights.refit_rows import Block, PriorChange, TrainingRows, as_batch, as_matrix
+from ssla.refit.weights.solved import (
+    FROZEN,
+    HESSIAN,
+    STRUCTURE,
+    Options,
+    curvature_of,
+    new_row_increment,
+)
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 SMALL = 500  # weights up to which P×P matrices are formed for each task
-JACOBIANS_AT_ONCE = 1 << 27  # bytes
+JACOBIANS_AT_ONCE = 1 << 27  # a guess: bytes of Jacobians and matrices formed together
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,138 +46,138 @@ class Determinants:
 
     @property
     def size(self) -> int:
+        """The number of weights P."""
         return self.posterior.theta.numel()
 
     @cached_property
     def start_factor(self) -> Tensor | None:
-        """What preconditions the refits: Cholesky of the full Hessian at θ̂ of few weights where it
-        is positive definite, else of the fitted dense curvature; None where there is no P×P matrix.
+        """The Cholesky factor that preconditions the refits (P, P); None where there is no matrix.
+
+        It is that of the full Hessian at θ̂ of few weights where that is positive definite, else
+        that of the fitted dense curvature.
         """
         if self.size <= SMALL:
-            factor, info = torch.linalg.cholesky_ex(
-                self._curvature(HESSIAN, self.posterior.theta.unsqueeze(0))[0]
-            )
-            if int(info) == 0:
-                start: Tensor = factor
-                return start
+            hessian = self._factorise_start(HESSIAN)
+            if hessian is not None:
+                return hessian
         operator = self.posterior.operator
-        if isinstance(operator, DenseOperator):
-            return operator.factor
-        return None
+        return operator.factor if isinstance(operator, DenseOperator) else None
 
     def __call__(
-        self, point: Tensor, own: Tensor, y: Tensor, x: Inputs, root: Tensor
+        self, point: Tensor, f_new: Tensor, y: Tensor, x: Inputs, root: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """θ − θ̂ (m, P), outputs at x (m, C), tasks' y and x, root of K -> increments, Fisher
-        fallbacks, positive definite.
+        """Compute the curvature increments of m tasks at points θ − θ̂ (m, P).
+
+        f_new (m, C): outputs at x. root (m, C, C): R with R Rᵀ = K. Returns the increments, where
+        the Fisher information took the place of an indefinite curvature, and where H̃ is positive
+        definite; all are (m,).
         """
         if self.options.logdet == STRUCTURE:
-            return self._by_structure(point, y, x)
-        kinds = (
-            [self.options.curvature]
-            if self.options.curvature == FISHER
-            else [self.options.curvature, FISHER]
-        )
+            return self._by_structure(point, x)
         value = torch.full((len(point),), torch.nan, dtype=torch.float64)
-        fallback, positive = (
-            torch.zeros(len(point), dtype=torch.bool),
-            torch.zeros(len(point), dtype=torch.bool),
-        )
-        for kind in kinds:
-            todo = (~positive).nonzero().squeeze(-1)
-            if not todo.numel():
+        fallback = torch.zeros(len(point), dtype=torch.bool)
+        positive = torch.zeros(len(point), dtype=torch.bool)
+        for kind in dict.fromkeys((self.options.curvature, FISHER)):
+            tasks = (~positive).nonzero().squeeze(-1)
+            if not tasks.numel():
                 break
-            part = take(x, todo)
             if self.options.logdet == FROZEN:
-                law = self.posterior.likelihood.predictive
-                precision = (
-                    law.fisher(own[todo]) if kind == FISHER else law.precision(y[todo], own[todo])
+                precision = curvature_of(
+                    self.posterior.likelihood.predictive, kind, y[tasks], f_new[tasks]
                 )
-                value[todo], positive[todo] = own_increment(root[todo], precision)
+                increment = new_row_increment(root[tasks], precision)
             else:
-                value[todo], positive[todo] = self._exact(point[todo], y[todo], part, kind)
-            fallback[todo] = kind != self.options.curvature
+                increment = self._exact_increments(
+                    point[tasks], y[tasks], take_rows(x, tasks), kind
+                )
+            value[tasks], positive[tasks] = increment
+            fallback[tasks] = kind != self.options.curvature
         return value, fallback, positive
 
     # --- exact -----------------------------------------------------------------------------
 
     @cached_property
-    def _dual(self) -> Dual:
+    def _dual_determinants(self) -> Dual:
+        """The determinants of many weights, in the space of the outputs."""
         return Dual(self.posterior, self.run, self.rows)
 
     @cached_property
-    def _bases(self) -> dict[str, Tensor | None]:
+    def _start_factors(self) -> dict[str, Tensor | None]:
+        """Results of `_factorise_start`, by kind."""
         return {}
 
-    def _base(self, kind: str) -> Tensor | None:
-        """Cholesky of H(θ̂) of one kind; None where it is not positive definite."""
-        if kind not in self._bases:
-            factor, info = torch.linalg.cholesky_ex(
-                self._curvature(kind, self.posterior.theta.unsqueeze(0))[0]
-            )
-            self._bases[kind] = None if int(info) else factor
-        return self._bases[kind]
+    def _factorise_start(self, kind: str) -> Tensor | None:
+        """Return the Cholesky factor of H(θ̂) of one kind (P, P); None where it is indefinite."""
+        if kind not in self._start_factors:
+            H = self._curvature(kind, self.posterior.theta.unsqueeze(0))[0]
+            factor, info = torch.linalg.cholesky_ex(H)
+            self._start_factors[kind] = None if int(info) else factor
+        return self._start_factors[kind]
 
-    def _exact(self, point: Tensor, y: Tensor, x: Inputs, kind: str) -> tuple[Tensor, Tensor]:
-        """−½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ: no two large determinants are subtracted.
+    def _exact_increments(
+        self, point: Tensor, y: Tensor, x: Inputs, kind: str
+    ) -> tuple[Tensor, Tensor]:
+        """Compute −½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ (m,), and where it exists (m,).
 
-        Many weights: in the dual.
+        No two large determinants are subtracted. Many weights have theirs in the dual.
         """
         if self.size > SMALL:
-            return self._dual(point, y, x, kind)
-        base = self._base(kind)
-        if base is None:
-            return torch.full((len(point),), torch.nan, dtype=torch.float64), torch.zeros(
-                len(point), dtype=torch.bool
-            )
-        rows = min(
-            self.posterior.network.rows_at_once(self.posterior.memory_budget),
-            self.posterior.statistics.n,
-        )
-        each = 8 * self.size * (rows * self.posterior.network.outputs * 2 + 6 * self.size)
-        values, goods = [], []
-        for part in torch.arange(len(point)).split(max(JACOBIANS_AT_ONCE // each, 1)):
+            return self._dual_determinants(point, y, x, kind)
+        L = self._factorise_start(kind)
+        if L is None:
+            nan = torch.full((len(point),), torch.nan, dtype=torch.float64)
+            return nan, torch.zeros(len(point), dtype=torch.bool)
+        values, positive = [], []
+        for part in torch.arange(len(point)).split(self._tasks_at_once):
             thetas = self.posterior.theta + point[part]
-            change = self.full(kind, thetas, y[part], take(x, part)) - base @ base.mT
-            half = torch.linalg.solve_triangular(base, change, upper=False)
-            white = torch.linalg.solve_triangular(base, half.mT, upper=False)
+            change = self.full(kind, thetas, y[part], take_rows(x, part)) - L @ L.mT
+            half = torch.linalg.solve_triangular(L, change, upper=False)
+            white = torch.linalg.solve_triangular(L, half.mT, upper=False)
             eye = torch.eye(self.size, dtype=torch.float64)
             factor, info = torch.linalg.cholesky_ex(eye + (white + white.mT) / 2)
             values.append(-factor.diagonal(dim1=-2, dim2=-1).log().sum(-1))
-            goods.append(info == 0)
-        return torch.cat(values), torch.cat(goods)
+            positive.append(info == 0)
+        return torch.cat(values), torch.cat(positive)
+
+    @property
+    def _tasks_at_once(self) -> int:
+        """The number of tasks whose P×P matrices are formed together, at least one."""
+        network, budget = self.posterior.network, self.posterior.memory_budget
+        rows = min(network.rows_at_once(budget), self.posterior.statistics.n)
+        # J and ΛJ of a block of rows, and six P×P matrices.
+        task_bytes = 8 * self.size * (rows * network.outputs * 2 + 6 * self.size)
+        return max(JACOBIANS_AT_ONCE // task_bytes, 1)
 
     def full(self, kind: str, thetas: Tensor, y: Tensor, x: Inputs) -> Tensor:
-        """H̃ at each task's θ: of the data, the prior and the new observation (m, P, P)."""
-        return self._curvature(kind, thetas) + self._own(kind, thetas, y, x)
+        """Return H̃ of the data, the prior and each task's new row at its θ (m, P): (m, P, P)."""
+        return self._curvature(kind, thetas) + self._new_row_curvature(kind, thetas, y, x)
 
     def _curvature(self, kind: str, thetas: Tensor) -> Tensor:
-        """Of ℓ_D + log π at each θ (m, P): (m, P, P)."""
-        prior = PriorChange(self.posterior.bound_prior, self.posterior.theta)
-        total = square(self.posterior.bound_prior.precision(self.posterior.theta)).expand(
-            len(thetas), -1, -1
-        )
-        change = prior.precision(thetas - self.posterior.theta)
+        """Return −∇²(ℓ_D + log π), of one kind, at each θ (m, P): (m, P, P)."""
+        theta_hat, bound_prior = self.posterior.theta, self.posterior.bound_prior
+        total = as_matrix(bound_prior.precision(theta_hat)).expand(len(thetas), -1, -1)
+        change = PriorChange(bound_prior, theta_hat).precision(thetas - theta_hat)
         total = total if change is None else total + change
         for block in self.rows:
-            total = total + (
-                self._hessian(thetas, block)
-                if kind == HESSIAN
-                else self._gauss_newton(kind, thetas, block)
-            )
+            if kind == HESSIAN:
+                total = total + self._block_hessian(thetas, block)
+            else:
+                total = total + self._block_gauss_newton(kind, thetas, block)
         return total
 
-    def _gauss_newton(self, kind: str, thetas: Tensor, block: Block) -> Tensor:
-        """Σ_i J_i(θ)ᵀ Λ_i J_i(θ)."""
-        likelihood = self.posterior.likelihood
-        J, f = jacobians.of_rows(self.run, thetas, block.x)
-        precision = likelihood.fisher(f) if kind == FISHER else likelihood.precision(block.y, f)
+    def _block_gauss_newton(self, kind: str, thetas: Tensor, block: Block) -> Tensor:
+        """Return Σ_i J_i(θ)ᵀ Λ_i J_i(θ) over a block at each θ (m, P): (m, P, P)."""
+        J, f = jacobians_of_rows(self.run, thetas, block.x)
+        precision = curvature_of(self.posterior.likelihood, kind, block.y, f)
         if block.weights is not None:
             precision = precision * block.weights[:, None, None]
         return J.flatten(1, 2).mT @ (precision @ J).flatten(1, 2)
 
-    def _hessian(self, thetas: Tensor, block: Block) -> Tensor:
-        """−∇² of the block's log likelihood, the network's second derivatives included."""
+    def _block_hessian(self, thetas: Tensor, block: Block) -> Tensor:
+        """Return −∇² of a block's log likelihood at each θ (m, P): (m, P, P).
+
+        The network's second derivatives are included.
+        """
         likelihood = self.posterior.likelihood
 
         def loss(theta: Tensor) -> Tensor:
@@ -178,44 +186,45 @@ class Determinants:
         H: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)), chunk_size=32)(thetas)
         return H.detach()
 
-    def _own(self, kind: str, thetas: Tensor, y: Tensor, x: Inputs) -> Tensor:
-        """The new observation's own curvature at each task's θ: (m, P, P)."""
-        law = self.posterior.likelihood.predictive
-
+    def _new_row_curvature(self, kind: str, thetas: Tensor, y: Tensor, x: Inputs) -> Tensor:
+        """Return the curvature of each task's new observation at its θ (m, P): (m, P, P)."""
+        new_likelihood = self.posterior.likelihood.predictive
         if kind == HESSIAN:
 
             def loss(theta: Tensor, target: Tensor, row: Inputs) -> Tensor:
-                return -law.log_prob(target, self.run(theta, leading(row)).squeeze(0))
+                f = self.run(theta, as_batch(row)).squeeze(0)
+                return -new_likelihood.log_prob(target, f)
 
             H: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)))(thetas, y, x)
             return H.detach()
-        J, f = jacobians.of_own(self.run, thetas, x)
-        precision = law.fisher(f) if kind == FISHER else law.precision(y, f)
-        result: Tensor = J.mT @ precision @ J
-        return result
+        J, f = jacobians_of_own_rows(self.run, thetas, x)
+        curvature: Tensor = J.mT @ curvature_of(new_likelihood, kind, y, f) @ J
+        return curvature
 
     # --- by structure ----------------------------------------------------------------------
 
-    def _by_structure(self, point: Tensor, y: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """The fitted structure, built again at each θ̃ (Fisher; a pass over the data for each
-        task: a structure is for one θ).
+    def _by_structure(self, point: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Fit the structure again at each θ̃, with the Fisher information.
+
+        A structure belongs to one θ, so each task is a pass over the data. Returns what a call
+        does.
         """
+        start = self.posterior.operator.logdet()
+        increments = [
+            -0.5 * (self._logdet_of_structure(theta, take_rows(x, torch.tensor([task]))) - start)
+            for task, theta in enumerate(self.posterior.theta + point)
+        ]
+        always = torch.ones(len(point), dtype=torch.bool)
+        return torch.tensor(increments, dtype=torch.float64), ~always, always
+
+    def _logdet_of_structure(self, theta: Tensor, x: Inputs) -> float:
+        """Return log|S| of the structure fitted at θ (P,) to the data and one new input."""
         network, likelihood = self.posterior.network, self.posterior.likelihood
-        law, before = likelihood.predictive, self.posterior.operator.logdet()
-        values = []
-        for task in range(len(point)):
-            theta = self.posterior.theta + point[task]
-            sums = self.posterior.statistics.curvature.zero(self.size)
-            for block in self.rows:
-                f, J = network.linearise(network.cast(block.x), theta)
-                sums = sums.add(
-                    J.double(), block.weighted(likelihood.fisher(f.double())), block.weights
-                )
-            f, J = network.linearise(network.cast(take(x, torch.tensor([task]))), theta)
-            sums = sums.add(J.double(), law.fisher(f.double()), None)
-            values.append(
-                -0.5
-                * (sums.with_prior(self.posterior.bound_prior.precision(theta)).logdet() - before)
-            )
-        yes = torch.ones(len(point), dtype=torch.bool)
-        return torch.tensor(values, dtype=torch.float64), ~yes, yes
+        sums = self.posterior.statistics.curvature.zero(self.size)
+        for block in self.rows:
+            f, J = network.linearise(network.cast(block.x), theta)
+            precision = block.weighted(likelihood.fisher(f.double()))
+            sums = sums.add(J.double(), precision, block.weights)
+        f, J = network.linearise(network.cast(x), theta)
+        sums = sums.add(J.double(), likelihood.predictive.fisher(f.double()), None)
+        return sums.with_prior(self.posterior.bound_prior.precision(theta)).logdet()

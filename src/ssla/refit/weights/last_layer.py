@@ -25,29 +25,34 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Features
-from ssla.curvature.structure import NoFactorError, no_factor
+from ssla.curvature.structure import NoFactorError, factorisation_error_text
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.refit.increments import FISHER, OBSERVED
-from ssla.refit.weights.anderson import SHARED_STEPS, Found, Progress, ascend, finished
+from ssla.refit.weights.anderson import SHARED_STEPS, Ascent, Progress, ascend, finish_with_newton
 from ssla.refit.weights.contrasts import Contrasts
-from ssla.refit.weights.last_layer_group import Base, Group, congruent, pairs, squared
+from ssla.refit.weights.last_layer_group import (
+    Group,
+    InitialCurvature,
+    in_basis,
+    pairs,
+    pairwise_products,
+)
 from ssla.refit.weights.refit_rows import (
     Block,
     PriorChange,
     TrainingRows,
-    check_seen,
+    as_matrix,
+    check_same_data,
     open_rows,
-    square,
 )
-from ssla.refit.weights.solved import Options, Solved
+from ssla.refit.weights.solved import Options, Solved, curvature_of
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-SINGLE_MODE = (
-    1e-4  # posterior standard deviations from the mode: single precision finds it that well
-)
+# Posterior standard deviations from the mode: single precision finds it that well.
+SINGLE_MODE = 1e-4
 # The limits of single precision: `capped_exp` is exact up to e²², and squares of targets must not
 # overflow.
 SHARPEST_SINGLE, LARGEST_SINGLE = math.exp(22), 1e15
@@ -69,53 +74,63 @@ class LastLayerRefit:
     f: Tensor  # f̂ at x (N, C)
     basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
     gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
-    bases: tuple[Base, ...]  # the kind asked for first; the Fisher after it where they differ
+    initial_curvatures: tuple[
+        InitialCurvature, ...
+    ]  # the kind asked for first; the Fisher after it where they differ
     # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
     fallback: bool
 
     # --- sizes -----------------------------------------------------------------------------
 
     @property
-    def law(self) -> Likelihood:
+    def new_likelihood(self) -> Likelihood:
         """The likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def outputs(self) -> int:
+        """The number of outputs C."""
         return self.f.shape[1]
 
     @property
     def tasks_at_once(self) -> int:
-        size, P = self.posterior.memory_budget, self.gradient.numel()
-        state = 8 * P * (3 * self.options.memory + 12)
+        """The number of tasks that are solved together, by the cache and the memory budget."""
+        P = self.gradient.numel()
+        # Half of the budget is for the ascent, which keeps three vectors for each mixed round.
+        task_bytes = 8 * P * (3 * self.options.memory + 12)
+        most = self.posterior.memory_budget // 2 // task_bytes
         if self.rows.kept is None:  # a pass is expensive: as many tasks as the memory holds
-            return max(size // 2 // state, 1)
+            return max(most, 1)
         largest = max(block.f.shape[0] for block in self.rows)
-        return max(min(CACHE_ELEMENTS // (largest * self.outputs), size // 2 // state), 8)
+        return max(min(CACHE_ELEMENTS // (largest * self.outputs), most), 8)
 
     @cached_property
     def prior(self) -> PriorChange:
+        """The change of log π with a step from θ̂."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
-    def original(self, point: Tensor) -> Tensor:
-        """Steps δ' (m, P) of the basis in the coordinates of θ: δ = L_B⁻ᵀδ' for each output."""
-        m = point.shape[0]
-        parts = point.reshape(-1, self.basis.shape[0])
-        solved: Tensor = torch.linalg.solve_triangular(self.basis.mT, parts.mT, upper=True)
-        return solved.mT.reshape(m, -1)
+    def from_basis(self, point: Tensor) -> Tensor:
+        """Return steps δ' (m, P) in the coordinates of θ (m, P): δ = L_B⁻ᵀδ' for each output."""
+        by_output = point.reshape(-1, self.basis.shape[0])
+        solved: Tensor = torch.linalg.solve_triangular(self.basis.mT, by_output.mT, upper=True)
+        return solved.mT.reshape(point.shape)
 
     def to_basis(self, gradient: Tensor) -> Tensor:
-        """A gradient (m, P) in the coordinates δ'."""
-        parts = gradient.reshape(-1, self.basis.shape[0])
-        solved: Tensor = torch.linalg.solve_triangular(self.basis, parts.mT, upper=False)
+        """Return gradients (m, P) in the coordinates δ' (m, P)."""
+        by_output = gradient.reshape(-1, self.basis.shape[0])
+        solved: Tensor = torch.linalg.solve_triangular(self.basis, by_output.mT, upper=False)
         return solved.mT.reshape(gradient.shape)
 
     def prior_gradient(self, point: Tensor) -> Tensor:
-        """∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P), in the precision of `point`."""
+        """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P), in the precision of
+        `point`.
+        """
         if not self.prior.gaussian:
-            return self.to_basis(self.prior.gradient(self.original(point.double()))).to(point.dtype)
-        parts = point.reshape(len(point), self.outputs, -1).movedim(1, 0)
-        return -(parts @ self._prior_precision[point.dtype]).movedim(0, 1).reshape(point.shape)
+            change = self.prior.gradient(self.from_basis(point.double()))
+            return self.to_basis(change).to(point.dtype)
+        by_output = point.reshape(len(point), self.outputs, -1).movedim(1, 0)
+        change = -(by_output @ self._prior_precision[point.dtype])
+        return change.movedim(0, 1).reshape(point.shape)
 
     @cached_property
     def _prior_precision(self) -> dict[torch.dtype, Tensor]:
@@ -128,44 +143,47 @@ class LastLayerRefit:
         return {torch.float64: in_basis, torch.float32: in_basis.float()}
 
     @cached_property
-    def _memo(self) -> dict[tuple[int, str], Tensor]:
-        """Values of `remember`, by the id of a kept block and a name.
+    def _stored(self) -> dict[tuple[int, str], Tensor]:
+        """Values of `store_for_block`, by the id of a kept block and a name.
 
         A kept block lives as long as this refit, so no other block has its id.
         """
         return {}
 
-    def remember(self, block: Block, what: str, compute: Callable[[], Tensor]) -> Tensor:
-        """A value of a block, computed once where blocks are kept and a quarter of the memory
-        budget holds all such values.
-        """
-        known = self._memo.get((id(block), what))
-        if known is None:
-            known = compute()
-            used = sum(part.numel() * part.element_size() for part in (*self._memo.values(), known))
-            if self.rows.kept is not None and used <= self.posterior.memory_budget // 4:
-                self._memo[id(block), what] = known
-        return known
+    def store_for_block(self, block: Block, name: str, compute: Callable[[], Tensor]) -> Tensor:
+        """Return a value of a block under a name, which is computed once if it can be stored.
 
-    def in_kind(self, block: Block, kind: torch.dtype) -> Block:
-        """A block in single or double precision."""
-        if kind == torch.float64:
+        It is stored for kept blocks, while all such values fit a quarter of the memory budget.
+        """
+        value = self._stored.get((id(block), name))
+        if value is None:
+            value = compute()
+            all_values = (*self._stored.values(), value)
+            used_bytes = sum(kept.numel() * kept.element_size() for kept in all_values)
+            if self.rows.kept is not None and used_bytes <= self.posterior.memory_budget // 4:
+                self._stored[id(block), name] = value
+        return value
+
+    def in_precision(self, block: Block, dtype: torch.dtype) -> Block:
+        """Return a block in single or double precision."""
+        if dtype == torch.float64:
             return block
 
-        def cast(what: str, value: Tensor) -> Tensor:
-            return (
-                self.remember(block, f"{what} {kind}", lambda: value.to(kind))
-                if value.is_floating_point()
-                else value
-            )
+        def cast(name: str, value: Tensor) -> Tensor:
+            """Return a value of the block in `dtype`, or as it is where it holds whole numbers."""
+            if not value.is_floating_point():
+                return value
+            return self.store_for_block(block, f"{name} {dtype}", lambda: value.to(dtype))
 
         weights = None if block.weights is None else cast("weights", block.weights)
         return Block(cast("x", block.x), cast("f", block.f), cast("y", block.y), weights)
 
     @cached_property
     def holds_in_single(self) -> bool:
-        """Whether the likelihood's derivatives fit single precision, which very small or large
-        units of y do not.
+        """Return whether single precision can hold the derivatives of the likelihood on all
+        training rows.
+
+        It cannot where the units of y are very small or very large.
         """
         likelihood = self.posterior.likelihood
         for block in self.rows:
@@ -176,184 +194,214 @@ class LastLayerRefit:
         return True
 
     def squares(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """vech(φφᵀ) of a block's rows (b, F(F + 1)/2)."""
-        return self.remember(block, f"squares {dtype}", lambda: squared(block.x).to(dtype))
+        """Return vech(φφᵀ) of a block's rows (b, F(F + 1)/2), in `dtype`."""
+        return self.store_for_block(
+            block, f"squares {dtype}", lambda: pairwise_products(block.x).to(dtype)
+        )
 
-    def covariances(self, block: Block, base: Base) -> Tensor:
-        """K = J H⁻¹ Jᵀ at a block's rows, its entries a ≤ b (pairs, b).
+    def covariances(self, block: Block, initial: InitialCurvature) -> Tensor:
+        """Return the entries a ≤ b of K = J H⁻¹ Jᵀ at a block's rows (pairs, b).
 
         Entries off the diagonal are doubled: their sum with ΔΛ is tr KΔΛ.
         """
 
-        def compute() -> Tensor:
-            K = base.operator.covariance(Features(block.x, base.outputs))
-            return torch.stack([(1 + (a != b)) * K[:, a, b] for a, b in pairs(base.outputs)])
+        def compute_entries() -> Tensor:
+            """Return the entries, which `store_for_block` keeps."""
+            K = initial.operator.covariance(Features(block.x, initial.outputs))
+            return torch.stack([(1 + (a != b)) * K[:, a, b] for a, b in pairs(initial.outputs)])
 
-        return self.remember(block, f"{base.kind} {base.outputs}", compute)
+        return self.store_for_block(block, f"{initial.kind} {initial.outputs}", compute_entries)
 
     @cached_property
-    def contrasts(self) -> Base | None:
+    def contrasts(self) -> InitialCurvature | None:
         """The curvature in contrasts of classes, which has C − 1 outputs in place of C.
 
         None where the ratio of determinants would not be the same: other likelihoods, the Fisher in
         place of the observed curvature, and priors that differ by class.
         """
-        prior, base, likelihood = self.prior, self.bases[0], self.posterior.likelihood
+        prior, likelihood = self.prior, self.posterior.likelihood
+        initial = self.initial_curvatures[0]
         temperature = likelihood.logit_temperature
         if temperature is None or not likelihood.softmax or likelihood.power != 1:
             return None
-        if not prior.gaussian or base.kind != OBSERVED:
+        if not prior.gaussian or initial.kind != OBSERVED:
             return None
         precision = prior.bound.precision(prior.theta).reshape(self.outputs, -1)
         if not torch.equal(precision, precision[:1].expand_as(precision)):
             return None
         contrasts = Contrasts(self.outputs, temperature)
-        return Base(
-            base.kind,
-            torch.linalg.cholesky(contrasts.of_blocks(base.matrix)),
+        return InitialCurvature(
+            initial.kind,
+            torch.linalg.cholesky(contrasts.of_blocks(initial.matrix)),
             self.outputs - 1,
             contrasts,
         )
 
     # --- one group of tasks ----------------------------------------------------------------
 
-    def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
-        """The three increments of tasks (row of x, y), each at its own mode.
+    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+        """Compute the three increments of m tasks, each at its own mode.
 
-        Tasks whose observed curvature is indefinite at the mode use the Fisher, and are counted.
+        x_rows (m,): the row of x of each task. y (m, …). Tasks whose observed curvature is
+        indefinite at the mode use the Fisher information, and are counted.
         """
-        base = self.bases[0]
-        group = Group(self, base, where, y)
-        found = self._ascend(group, progress)
-        likelihood, prior = group.values(found.point)
-        curvature, positive = group.curvature(found.point, self.contrasts or base)
-        bad = (~positive).nonzero().squeeze(-1)
-        if bad.numel() and base.kind == OBSERVED:
-            curvature[bad], positive[bad] = group.take(bad).curvature(
-                found.point[bad], self.bases[-1]
+        initial = self.initial_curvatures[0]
+        group = Group(self, initial, x_rows, y)
+        ascent = self._ascend(group, progress)
+        likelihood, prior = group.likelihood_and_prior(ascent.point)
+        curvature, positive = group.curvature_increments(ascent.point, self.contrasts or initial)
+        indefinite = (~positive).nonzero().squeeze(-1)
+        if indefinite.numel() and initial.kind == OBSERVED:
+            fisher_group = group.take(indefinite)
+            curvature[indefinite], positive[indefinite] = fisher_group.curvature_increments(
+                ascent.point[indefinite], self.initial_curvatures[-1]
             )
-        fallback = torch.ones_like(positive) if self.fallback else torch.zeros_like(positive)
-        fallback[bad] = True
-        converged = found.converged & positive & torch.isfinite(likelihood + prior + curvature)
-        error = torch.zeros_like(curvature)
+        fallback = torch.full_like(positive, self.fallback)
+        fallback[indefinite] = True
+        finite = torch.isfinite(likelihood + prior + curvature)
         return Solved(
-            likelihood, prior, curvature, fallback, converged, found.steps, found.norm, error
+            likelihood,
+            prior,
+            curvature,
+            fallback,
+            converged=ascent.converged & positive & finite,
+            steps=ascent.steps,
+            norm=ascent.norm,
+            error=torch.zeros_like(curvature),
         )
 
-    def stuck(self, where: Tensor, y: Tensor) -> Tensor:
+    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Never: f is linear in a last layer, and refits of it are quick."""
-        return torch.zeros(len(where), dtype=torch.bool)
+        return torch.zeros(len(x_rows), dtype=torch.bool)
 
-    def modes(self, where: Tensor, y: Tensor) -> Tensor:
-        return self.posterior.theta + self.original(
-            self._ascend(Group(self, self.bases[0], where, y)).point
-        )
+    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return θ̃ of each task (m, P)."""
+        ascent = self._ascend(Group(self, self.initial_curvatures[0], x_rows, y))
+        return self.posterior.theta + self.from_basis(ascent.point)
 
-    def _ascend(self, group: Group, progress: Progress | None = None) -> Found:
-        """The modes of all tasks, in three stages.
+    def _ascend(self, group: Group, progress: Progress | None = None) -> Ascent:
+        """Find the modes of a group's tasks, in three stages.
 
         First the shared preconditioner in single precision, where the rows are in memory; then the
         same in double; then each task's own Hessian, for tasks that have not converged. Classes
         (targets without rounding) may end after the first stage.
         """
-        o = self.options
-        point = group.start()
-        found, rest, left = Found.nowhere(point), torch.arange(len(point)), o.max_steps
+        tolerance, memory = self.options.tolerance, self.options.memory
+        steps_left = self.options.max_steps
+        start = group.start_point()
+        ascent = Ascent.not_started(start)
+        tasks = torch.arange(len(start))
         if self.rows.kept is not None and self.holds_in_single:
-            ends = o.tolerance >= SINGLE_MODE and not group.y.is_floating_point()
-            rough, most = max(o.tolerance, SINGLE_MODE), min(SHARED_STEPS, left // 2)
-            seen = progress if ends else None
-            near = ascend(
+            may_end = tolerance >= SINGLE_MODE and not group.y.is_floating_point()
+            most = min(SHARED_STEPS, steps_left // 2)
+            rough = ascend(
                 group.evaluate,
-                point.float(),
-                tolerance=rough,
+                start.float(),
+                tolerance=max(tolerance, SINGLE_MODE),
                 max_steps=most,
-                memory=o.memory,
-                progress=seen,
+                memory=memory,
+                progress=progress if may_end else None,
             )
-            point = torch.where(torch.isfinite(near.point), near.point.double(), point)
-            found, left = replace(near, point=point, norm=near.norm.double()), left - most
-            rest = (~found.converged).nonzero().squeeze(-1) if ends else rest
-        if rest.numel():
-            most, part = min(SHARED_STEPS, left), group.take(rest)
-            start = found.point[rest]
+            point = torch.where(torch.isfinite(rough.point), rough.point.double(), start)
+            ascent = replace(rough, point=point, norm=rough.norm.double())
+            steps_left -= most
+            if may_end:
+                tasks = (~ascent.converged).nonzero().squeeze(-1)
+        if tasks.numel():
+            most = min(SHARED_STEPS, steps_left)
             later = ascend(
-                part.evaluate,
-                start,
-                tolerance=o.tolerance,
+                group.take(tasks).evaluate,
+                ascent.point[tasks],
+                tolerance=tolerance,
                 max_steps=most,
-                memory=o.memory,
+                memory=memory,
                 progress=progress,
             )
-            found, left = found.followed_by(rest, later), left - most
-        newton = lambda tasks: group.take(tasks).evaluate_newton  # noqa: E731
-        return finished(found, newton, tolerance=o.tolerance, max_steps=left, progress=progress)
+            ascent = ascent.continued_by(tasks, later)
+            steps_left -= most
+        return finish_with_newton(
+            ascent,
+            lambda unfinished: group.take(unfinished).evaluate_newton,
+            tolerance=tolerance,
+            max_steps=steps_left,
+            progress=progress,
+        )
 
 
 def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:
-    """Stage one: a pass over the data for gradient and curvature at θ̂, then everything that
-    does not depend on y.
+    """Prepare all refits of a last layer at inputs x: everything that does not depend on y.
+
+    A pass over the data sums gradient and curvature at θ̂. ValueError where the data are not those
+    of the fit; NoFactorError where no curvature at θ̂ is positive definite.
     """
-    network, likelihood = posterior.network, posterior.likelihood
+    network = posterior.network
     C = network.outputs
 
     def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
+        """Return the features (b, F) and f̂ (b, C) in float64."""
         f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.double().phi, f.double()
 
     rows = open_rows(posterior, data, prepare)
     kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED else (FISHER,)
-    F = posterior.theta.numel() // C
-    n, gradient = 0, torch.zeros(C * F, dtype=torch.float64)
-    sums = {kind: torch.zeros(C * F, C * F, dtype=torch.float64) for kind in kinds}
+    n, gradient, sums = sum_gradient_and_curvature(posterior, rows, kinds)
+    check_same_data(posterior, n, gradient)
+    prior_precision = as_matrix(posterior.bound_prior.precision(posterior.theta))
+    curvatures = {kind: total + prior_precision for kind, total in sums.items()}
+    # The basis makes the average of the diagonal blocks the identity.
+    blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
+    basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
+    factorised = []
+    if not int(info):
+        factorised = [_factorise(kind, in_basis(H, basis), C) for kind, H in curvatures.items()]
+    usable = tuple(initial for initial in factorised if initial is not None)
+    if not usable:
+        raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
+    chunks = network.chunks(as_inputs(x), posterior.memory_budget)
+    parts = [prepare(network.cast(part)) for part in chunks]
+    return LastLayerRefit(
+        posterior=posterior,
+        options=options,
+        rows=rows.changed(lambda block: block._replace(x=whiten(block.x, basis))),
+        features=whiten(torch.cat([phi for phi, _ in parts]), basis),
+        f=torch.cat([f for _, f in parts]),
+        basis=basis,
+        gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
+        initial_curvatures=usable,
+        fallback=usable[0].kind != options.curvature,
+    )
+
+
+def sum_gradient_and_curvature(
+    posterior: Posterior, rows: TrainingRows, kinds: tuple[str, ...]
+) -> tuple[int, Tensor, dict[str, Tensor]]:
+    """Read the training rows at θ̂ once.
+
+    Returns their number, ∇ℓ_D (P,), and the data's curvature of each kind (P, P), in float64.
+    """
+    C, likelihood = posterior.network.outputs, posterior.likelihood
+    P = posterior.theta.numel()
+    n = 0
+    gradient = torch.zeros(P, dtype=torch.float64)
+    sums = {kind: torch.zeros(P, P, dtype=torch.float64) for kind in kinds}
     for block in rows:
         features = Features(block.x, C)
         n += block.y.shape[0]
         gradient += features.pull(block.weighted(likelihood.score(block.y, block.f)))
         for kind, total in sums.items():
-            precision = (
-                likelihood.fisher(block.f)
-                if kind == FISHER
-                else likelihood.precision(block.y, block.f)
-            )
+            precision = curvature_of(likelihood, kind, block.y, block.f)
             total += features.gram(block.weighted(precision))
-    check_seen(posterior, n, gradient)
-    prior_precision = square(posterior.bound_prior.precision(posterior.theta))
-    curvatures = {kind: total + prior_precision for kind, total in sums.items()}
-    # The basis makes the average of the diagonal blocks the identity.
-    mean_block = curvatures[FISHER].reshape(C, F, C, F).diagonal(dim1=0, dim2=2).mean(-1)
-    basis, info = torch.linalg.cholesky_ex(mean_block)
-    bases = []
-    if not int(info):
-        bases = [_factorise(kind, congruent(H, basis), C) for kind, H in curvatures.items()]
-    usable = tuple(base for base in bases if base is not None)
-    if not usable:
-        raise NoFactorError(no_factor(prior_precision, " on the data to refit on"))
-    parts = [
-        prepare(network.cast(part))
-        for part in network.chunks(as_inputs(x), posterior.memory_budget)
-    ]
-    return LastLayerRefit(
-        posterior=posterior,
-        options=options,
-        rows=rows.changed(lambda block: block._replace(x=_whitened(block.x, basis))),
-        features=_whitened(torch.cat([phi for phi, _ in parts]), basis),
-        f=torch.cat([f for _, f in parts]),
-        basis=basis,
-        gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
-        bases=usable,
-        fallback=usable[0].kind != options.curvature,
-    )
+    return n, gradient, sums
 
 
-def _whitened(phi: Tensor, basis: Tensor) -> Tensor:
-    """φ' = L_B⁻¹φ for the rows of phi."""
+def whiten(phi: Tensor, basis: Tensor) -> Tensor:
+    """Return φ' = L_B⁻¹φ for the rows of phi (b, F), as (b, F)."""
     white: Tensor = torch.linalg.solve_triangular(basis, phi.mT, upper=False)
     return white.mT.contiguous()
 
 
-def _factorise(kind: str, H: Tensor, outputs: int) -> Base | None:
-    """H = L Lᵀ as a `Base`; None where it is not positive definite."""
+def _factorise(kind: str, H: Tensor, outputs: int) -> InitialCurvature | None:
+    """Factorise H = L Lᵀ (P, P) of one kind; None where it is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(H)
-    return None if int(info) else Base(kind, factor, outputs)
+    return None if int(info) else InitialCurvature(kind, factor, outputs)

@@ -20,9 +20,10 @@ from ssla.refit.increments import FISHER
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_group import pairs
 from ssla.refit.weights.refit_rows import Block
+from ssla.refit.weights.solved import curvature_of
 
 COPIES = 4  # P×P matrices at the peak: H, its factor, its inverse and what LAPACK needs
-FEW_PROBES = 64  # a guess: of a determinant: as many as any problem may have
+FEW_PROBES = 64  # a guess: the number of probes that any problem may have
 WORK = 3e9  # a guess: rows × parameters × probes of a task
 VECTORS = 64  # a guess: of a sketch
 SEED = 31
@@ -46,42 +47,44 @@ class SharedFactor:
 
     @property
     def outputs(self) -> int:
+        """The number of outputs C."""
         return self.Q.shape[0]
 
     def missing(self, used: int) -> float:
-        """The standard error with `used` probes over that of as many independent ones: all P'
-        of them have none.
+        """Return the standard error with `used` probes over that of as many independent ones.
+
+        It is zero for all P' of them, which have no error.
         """
         return float(max(1 - used / len(self.inverse), 0) ** 0.5)
 
     @cached_property
     def width(self) -> int:
+        """The number of features F."""
         return self.inverse.shape[0] // self.Q.shape[1]
 
     def solve(self, values: Tensor) -> Tensor:
-        """H⁻¹ of each row (m, P)."""
-        inside = self.Q.mT @ values.reshape(len(values), self.outputs, self.width)
-        solved = inside.flatten(1) @ self.inverse
-        return (self.Q @ solved.reshape(inside.shape)).flatten(1)
+        """Return H⁻¹v for each row v of values (m, P): (m, P)."""
+        in_contrasts = self.Q.mT @ values.reshape(len(values), self.outputs, self.width)
+        solved = in_contrasts.flatten(1) @ self.inverse
+        return (self.Q @ solved.reshape(in_contrasts.shape)).flatten(1)
 
     def covariances(self, x: Tensor) -> Tensor:
-        """K = J H⁻¹ Jᵀ of rows with features x (b, F): (b, C, C)."""
+        """Return K = J H⁻¹ Jᵀ of rows with features x (b, F): (b, C, C)."""
         count = self.Q.shape[1]
         blocks = self.inverse.reshape(count, self.width, count, self.width)
-        inside = torch.empty(count, count, len(x), dtype=x.dtype)
+        in_contrasts = torch.empty(count, count, len(x), dtype=x.dtype)
         for a, b in pairs(count):
-            inside[a, b] = inside[b, a] = ((x @ blocks[a, :, b, :]) * x).sum(-1)
-        return self.Q @ inside.movedim(-1, 0) @ self.Q.mT
+            in_contrasts[a, b] = in_contrasts[b, a] = ((x @ blocks[a, :, b, :]) * x).sum(-1)
+        return self.Q @ in_contrasts.movedim(-1, 0) @ self.Q.mT
 
 
 @dataclass(frozen=True, eq=False)
 class SharedStructure:
-    """The fitted structure in place of H⁻¹, where no P×P matrix fits: it steers the steps, and
-    determinants are its own.
+    """The fitted structure S in place of H⁻¹, where no P×P matrix fits: it steers the steps.
 
-    log|H̃| − log|H| is then log|S + ΔH + JᵀΛJ| − log|S| with the structure's S in place of H(θ̂).
-    The mode θ̃ and the increments of likelihood and prior are exact as before. The error of the
-    determinant is that of the structure; it is not known.
+    Determinants are its own too: log|H̃| − log|H| is log|S + ΔH + JᵀΛJ| − log|S|. The mode θ̃ and
+    the increments of likelihood and prior are exact as before. The error of the determinant is that
+    of the structure; it is not known.
     """
 
     operator: Operator
@@ -90,57 +93,46 @@ class SharedStructure:
     kind: str = FISHER
 
     def missing(self, used: int) -> float:
+        """Return one: the probes are independent, so none of their error is missing."""
         return 1.0
 
     def solve(self, values: Tensor) -> Tensor:
+        """Return S⁻¹v for each row v of values (m, P): (m, P)."""
         return self.operator.solve_many(values.double().mT).mT.to(values.dtype)
 
     def covariances(self, x: Tensor) -> Tensor:
+        """Return J S⁻¹ Jᵀ of rows with features x (b, F): (b, C, C)."""
         return self.operator.covariance(Features(x.double(), self.outputs)).to(x.dtype)
 
 
-def shared_structure(
+def sample_structure(
     operator: Operator, outputs: int, kind: str, dtype: torch.dtype
 ) -> SharedStructure:
-    """With few probes: a last layer of this size is expensive."""
+    """Draw few probes for a structure: a last layer of this size is expensive."""
     probes = operator.sample(FEW_PROBES, torch.Generator().manual_seed(SEED))
     return SharedStructure(operator, probes.to(dtype), outputs, kind)
 
 
 def factor_bytes(outputs: int, width: int, dtype: torch.dtype) -> int:
-    """The most bytes that `shared_factor` needs."""
+    """Return the most bytes that `factorise_shared` needs for C outputs and `width` features."""
     return COPIES * dtype.itemsize * (outputs * width) ** 2
 
 
-def shared_factor(
+def factorise_shared(
     rows: Iterable[Block],
     likelihood: Likelihood,
     prior: Tensor,
     kind: str,
     contrasts: Contrasts | None,
 ) -> SharedFactor | None:
-    """Sum H over rows of whitened features, and factorise it; None where it is not positive
-    definite (in this precision).
+    """Sum H over rows of whitened features, factorise it, and draw random vectors.
 
-    prior: its precision in the basis (C, F, F).
+    prior (C, F, F): its precision in the basis. None where H is not positive definite in this
+    precision.
     """
     outputs, width, dtype = prior.shape[0], prior.shape[1], prior.dtype
     Q = torch.eye(outputs, dtype=dtype) if contrasts is None else contrasts.matrix.to(dtype)
-    count = Q.shape[1]
-    H = torch.zeros(count, width, count, width, dtype=dtype)
-    n = 0
-    for block in rows:
-        n += len(block.f)
-        precision = (
-            likelihood.fisher(block.f) if kind == FISHER else likelihood.precision(block.y, block.f)
-        )
-        inside = Q.mT @ block.weighted(precision) @ Q
-        for a, b in pairs(count):  # the lower triangle
-            H[b, :, a, :] += (block.x * inside[:, a, b, None]).mT @ block.x
-    for a in range(count):
-        for b in range(a + 1):
-            H[a, :, b, :] += torch.einsum("c,cfg->fg", Q[:, a] * Q[:, b], prior)
-    H = H.reshape(count * width, -1)
+    H, n = _sum_curvature(rows, likelihood, prior, kind, Q)
     generator = torch.Generator().manual_seed(SEED)
     factor, info = torch.linalg.cholesky_ex(H)
     if int(info):
@@ -152,12 +144,43 @@ def shared_factor(
     draws: Tensor = torch.linalg.solve_triangular(factor.mT, directions, upper=True)
     lower = H.tril_()
     inverse = torch.cholesky_inverse(factor)
-    v = noise[:, 0]
-    w = inverse @ v
-    off = lower @ w + lower.mT @ w - lower.diagonal() * w - v
-    if not float(off.norm()) <= RESIDUAL * float(v.norm()):
+    if not _inverts(lower, inverse, noise[:, 0]):
         return None
     gaussian = torch.randn(len(H), VECTORS, dtype=dtype, generator=generator)
     vectors: Tensor = torch.linalg.solve_triangular(factor.mT, gaussian, upper=True)
-    own = [(Q @ columns.mT.reshape(-1, count, width)).flatten(1) for columns in (draws, vectors)]
-    return SharedFactor(inverse, own[0], own[1], Q, kind)
+    by_row = [
+        (Q @ columns.mT.reshape(-1, Q.shape[1], width)).flatten(1) for columns in (draws, vectors)
+    ]
+    return SharedFactor(inverse, by_row[0], by_row[1], Q, kind)
+
+
+def _sum_curvature(
+    rows: Iterable[Block], likelihood: Likelihood, prior: Tensor, kind: str, Q: Tensor
+) -> tuple[Tensor, int]:
+    """Sum H in the outputs Qᵀf, of which only the lower triangle is correct.
+
+    prior (C, F, F), Q (C, C'). Returns H (P', P') and the number of rows.
+    """
+    width, count = prior.shape[1], Q.shape[1]
+    H = torch.zeros(count, width, count, width, dtype=prior.dtype)
+    n = 0
+    for block in rows:
+        n += len(block.f)
+        precision = curvature_of(likelihood, kind, block.y, block.f)
+        in_contrasts = Q.mT @ block.weighted(precision) @ Q
+        for a, b in pairs(count):
+            H[b, :, a, :] += (block.x * in_contrasts[:, a, b, None]).mT @ block.x
+    for a in range(count):
+        for b in range(a + 1):
+            H[a, :, b, :] += torch.einsum("c,cfg->fg", Q[:, a] * Q[:, b], prior)
+    return H.reshape(count * width, -1), n
+
+
+def _inverts(lower: Tensor, inverse: Tensor, v: Tensor) -> bool:
+    """Return whether `inverse` is H⁻¹ to RESIDUAL, by its product with one vector v (P',).
+
+    lower: the lower triangle of H (P', P').
+    """
+    w = inverse @ v
+    residual = lower @ w + lower.mT @ w - lower.diagonal() * w - v
+    return float(residual.norm()) <= RESIDUAL * float(v.norm())

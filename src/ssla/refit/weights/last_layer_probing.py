@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from ssla.refit.weights.last_layer_products import Group
 
 MOST_NODES = 4  # a guess: of the quadrature over eigenvalues
-FIRST_QUADRATURE, QUADRATURE = (
-    2.0,
-    0.25,
-)  # its error over the change by its last node (measured: at most; 2,000 × 128 × 10)
+# The error of the quadrature over the change by its last node, with two nodes and with more
+# (measured: at most; 2,000 rows, 128 features, 10 classes).
+FIRST_QUADRATURE, QUADRATURE = 2.0, 0.25
 SINGULAR = 1e-6  # a guess: of the pivots of a matrix of moments: smaller ones are rounding
 GROUPS = 16  # a guess: of probes, for the standard error
 AT_ONCE = 1 << 26  # a guess: bytes of the probes of all tasks
@@ -35,8 +34,9 @@ FIRST_PROBES, MORE_PROBES = 2, 6
 
 
 class NewRow(NamedTuple):
-    """How the new row changes H⁻¹, in its outputs: H₁⁻¹ = H⁻¹ − Uᵀ G U, and (I − UᵀBJ) w ~ N(0,
-    H₁⁻¹) for w ~ N(0, H⁻¹).
+    """The change of H⁻¹ by the new row, in the outputs of that row.
+
+    H₁⁻¹ = H⁻¹ − Uᵀ G U, and (I − UᵀBJ) w ~ N(0, H₁⁻¹) for w ~ N(0, H⁻¹).
     """
 
     explained: Tensor  # G = (I + ΛK)⁻¹Λ (m, C, C)
@@ -44,26 +44,34 @@ class NewRow(NamedTuple):
 
     @staticmethod
     def of(K: Tensor, precision: Tensor) -> NewRow:
-        """With K = RRᵀ and RᵀΛR = E diag(μ) Eᵀ: RᵀGR has μ/(1 + μ) and RᵀBR has 1 − (1 +
-        μ)^{-½} in place of μ.
+        """Compute G and B of m new rows from K and Λ (m, C, C).
+
+        With K = RRᵀ and RᵀΛR = E diag(μ) Eᵀ, RᵀGR has μ/(1 + μ) and RᵀBR has 1 − (1 + μ)^{-½} in
+        place of μ.
         """
         values, vectors = torch.linalg.eigh(K)
         size = values.clamp_min(0).sqrt()
         R = vectors * size.unsqueeze(-2)
+        # The pseudo-inverse R⁺ᵀ: K may be singular.
         least = 1e-7 * size.amax(-1, keepdim=True)
-        back = vectors * torch.where(size > least, 1 / size, 0.0).unsqueeze(-2)  # R⁺ᵀ
-        inside = R.mT @ precision @ R
-        mu, E = torch.linalg.eigh((inside + inside.mT) / 2)
-        mu = mu.clamp_min(-0.999)  # not positive definite elsewhere: that task is flagged
-        turned = back @ E
+        inverse_root = vectors * torch.where(size > least, 1 / size, 0.0).unsqueeze(-2)
+        white = R.mT @ precision @ R
+        mu, E = torch.linalg.eigh((white + white.mT) / 2)
+        # Below −1 there is no determinant: that task is flagged elsewhere.
+        mu = mu.clamp_min(-0.999)
+        directions = inverse_root @ E
 
-        def scaled(by: Tensor) -> Tensor:
-            product: Tensor = (turned * by.unsqueeze(-2)) @ turned.mT
+        def with_eigenvalues(eigenvalues: Tensor) -> Tensor:
+            """Return the matrix in the new row's outputs with these eigenvalues in place of μ (m,
+            C).
+            """
+            product: Tensor = (directions * eigenvalues.unsqueeze(-2)) @ directions.mT
             return product
 
-        return NewRow(scaled(mu / (1 + mu)), scaled(1 - (1 + mu).rsqrt()))
+        return NewRow(with_eigenvalues(mu / (1 + mu)), with_eigenvalues(1 - (1 + mu).rsqrt()))
 
     def take(self, tasks: Tensor) -> NewRow:
+        """Return the new rows of some tasks."""
         return NewRow(self.explained[tasks], self.shrink[tasks])
 
 
@@ -78,132 +86,154 @@ class Probing:
     target: Tensor  # the standard error in log density at which probing ends (m,)
 
     def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The estimates (m,), where I + A is positive definite as far as the probes show, and
-        their errors (m,).
+        """Estimate the remainder of all tasks.
+
+        Returns the estimates (m,), where I + A is positive definite as far as the probes show (m,),
+        and the errors (m,).
         """
         shared = self.group.refit.shared
         assert not isinstance(shared, SharedBlocks)
         m, probes = len(self.point), shared.probes
-        value, error = torch.zeros(m, dtype=torch.float64), torch.zeros(m, dtype=torch.float64)
-        active, used = torch.arange(m), 0
-        seen: list[list[Tensor]] = [[] for _ in range(m)]
+        value = torch.zeros(m, dtype=torch.float64)
+        error = torch.zeros(m, dtype=torch.float64)
+        active = torch.arange(m)
+        used = 0
+        rounds: list[list[Tensor]] = [[] for _ in range(m)]  # moments of each task
         while active.numel() and used < len(probes):
             count = {0: FIRST_PROBES, FIRST_PROBES: MORE_PROBES}.get(used, used)
             if len(probes) < FEW_PROBES:  # all there are: no error is left
                 count = len(probes)
             fresh = probes[used : used + count]
-            size = max(AT_ONCE // (6 * fresh.numel() * fresh.element_size()), 1)
-            for tasks in active.split(size):
-                depth = max(
-                    (part.shape[1] // 2 for task in tasks.tolist() for part in seen[task][-1:]),
-                    default=0,
-                )
-                moments = self.moments(fresh, tasks, depth if used > FIRST_PROBES else 0)
-                for k, task in enumerate(tasks.tolist()):
-                    seen[task].append(moments[k])
+            self._add_round(fresh, active, rounds, same_nodes=used > FIRST_PROBES)
             used += len(fresh)
-            found = [estimate(seen[task], float(self.trace[task])) for task in active.tolist()]
-            value[active], spread, quadrature = torch.tensor(found, dtype=torch.float64).unbind(1)
+            estimates = [
+                estimate_from_rounds(rounds[task], float(self.trace[task]))
+                for task in active.tolist()
+            ]
+            by_column = torch.tensor(estimates, dtype=torch.float64).unbind(1)
+            value[active], spread, quadrature = by_column
             if used == FIRST_PROBES < len(probes):
-                spread = pooled(value[active], spread)
+                spread = pool_standard_errors(value[active], spread)
             spread *= shared.missing(used)
             error[active] = (spread**2 + quadrature**2).sqrt()
             active = active[(spread > 2 * self.target[active]) & torch.isfinite(value[active])]
         return value, torch.isfinite(value), error
 
-    def moments(self, probes: Tensor, tasks: Tensor, nodes: int) -> Tensor:
-        """wᵀΔH (H₁⁻¹ΔH)^k w for w ~ N(0, H₁⁻¹), k = 0, 1, …: two of them (m, s, 2), or 2j + 1 for j
-        Gauss nodes.
+    def _add_round(
+        self, probes: Tensor, active: Tensor, rounds: list[list[Tensor]], same_nodes: bool
+    ) -> None:
+        """Append the moments of fresh probes (s, P) to the rounds of the active tasks.
 
-        probes: s vectors w₀ ~ N(0, H⁻¹) (s, P), the same for all tasks. nodes: the number of them;
-        0: as many as it takes.
+        same_nodes: with as many Gauss nodes as the round before, so that moments can be averaged.
+        """
+        probe_bytes = 6 * probes.numel() * probes.element_size()
+        for tasks in active.split(max(AT_ONCE // probe_bytes, 1)):
+            nodes = 0
+            if same_nodes:
+                nodes = max(rounds[task][-1].shape[1] // 2 for task in tasks.tolist())
+            moments = self.moments(probes, tasks, nodes)
+            for task, moments_of_task in zip(tasks.tolist(), moments, strict=True):
+                rounds[task].append(moments_of_task)
+
+    def moments(self, probes: Tensor, tasks: Tensor, nodes: int) -> Tensor:
+        """Compute wᵀΔH (H₁⁻¹ΔH)^k w for w ~ N(0, H₁⁻¹), k = 0, 1, … of some tasks (m,).
+
+        probes: s vectors w₀ ~ N(0, H⁻¹) (s, P), the same for all tasks. nodes: the number j of
+        Gauss nodes; 0: as many as the error needs. Returns moments (m, s, 2) or (m, s, 2j + 1).
         """
         group = self.group.take(tasks)
         s, C = len(probes), group.refit.outputs
         at_x = torch.einsum("scf,mf->msc", probes.reshape(s, C, -1), group.phi)
         shrink = self.new.shrink[tasks].to(at_x.dtype)
         w = probes - torch.einsum("msc,mdc,mdp->msp", at_x, shrink, group.pulled)
-        found: list[Tensor] = []
+        moments: list[Tensor] = []
         for count in range(1, MOST_NODES + 1):
-            form, r = self.changed(tasks, w)
+            form, r = self.times_change(tasks, w)
             assert r is not None
-            w = self.solved(tasks, r)
-            found = [*found[: 2 * count - 2], form, (r * w).sum(-1).double()]
-            if count == 1 and self.enough(tasks, torch.stack(found, -1).mean(1)):
+            w = self.solve(tasks, r)
+            # `form` is the last moment of the round before, computed again with `pull`.
+            moments = [*moments[: 2 * count - 2], form, (r * w).sum(-1).double()]
+            if count == 1 and self.is_enough(tasks, torch.stack(moments, -1).mean(1)):
                 break
             if count < nodes:
                 continue
-            found.append(self.changed(tasks, w, pull=False)[0])
-            if count == nodes or self.enough(tasks, torch.stack(found, -1).mean(1)):
+            moments.append(self.times_change(tasks, w, pull=False)[0])
+            if count == nodes or self.is_enough(tasks, torch.stack(moments, -1).mean(1)):
                 break
-        return torch.stack(found, -1)
+        return torch.stack(moments, -1)
 
-    def enough(self, tasks: Tensor, moments: Tensor) -> bool:
-        """Whether moments of some tasks (m, 2 or 2j + 1) are enough for all of their values."""
-        values = [
-            from_moments(own.tolist(), float(self.trace[task]))
-            for own, task in zip(moments, tasks, strict=True)
+    def is_enough(self, tasks: Tensor, moments: Tensor) -> bool:
+        """Return whether moments of some tasks (m, 2 or 2j + 1) are enough for them."""
+        remainders = [
+            from_moments(moments_of_task.tolist(), float(self.trace[task]))
+            for moments_of_task, task in zip(moments, tasks, strict=True)
         ]
         return all(
-            value.quadrature < 2 * target
-            for value, target in zip(values, self.target[tasks].tolist(), strict=True)
+            result.quadrature < 2 * target
+            for result, target in zip(remainders, self.target[tasks].tolist(), strict=True)
         )
 
-    def solved(self, tasks: Tensor, r: Tensor) -> Tensor:
-        """H₁⁻¹r = H⁻¹r − UᵀG U r.  (m, s, P) -> (m, s, P)."""
+    def solve(self, tasks: Tensor, r: Tensor) -> Tensor:
+        """Return H₁⁻¹r = H⁻¹r − UᵀG U r of some tasks, for r (m, s, P): (m, s, P)."""
         group = self.group.take(tasks)
-        inside = group.refit.shared.solve(r.flatten(0, 1)).reshape(r.shape)
+        solved = group.refit.shared.solve(r.flatten(0, 1)).reshape(r.shape)
         along = torch.einsum("mcp,msp->msc", group.pulled, r)
         explained = self.new.explained[tasks].to(r.dtype)
-        return inside - torch.einsum("msc,mcd,mdp->msp", along, explained, group.pulled)
+        return solved - torch.einsum("msc,mcd,mdp->msp", along, explained, group.pulled)
 
-    def changed(self, tasks: Tensor, w: Tensor, pull: bool = True) -> tuple[Tensor, Tensor | None]:
-        """wᵀΔHw (m, s) in float64, and ΔHw (m, s, P), for w (m, s, P)."""
+    def times_change(
+        self, tasks: Tensor, w: Tensor, pull: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return wᵀΔHw (m, s) in float64 and, with `pull`, ΔHw (m, s, P), for w (m, s, P)."""
         group = self.group.take(tasks)
         refit = group.refit
         likelihood, fisher = refit.posterior.likelihood, refit.fisher
         m, s, C = len(tasks), w.shape[1], refit.outputs
-        step, directions = by_output(self.point[tasks], C), by_output(w.flatten(0, 1), C)
+        step = split_by_output(self.point[tasks], C)
+        directions = split_by_output(w.flatten(0, 1), C)
         form = torch.zeros(m, s, dtype=torch.float64)
         total = torch.zeros(C * m * s, group.phi.shape[1], dtype=refit.dtype)
         for _, part, _ in group.chunks(m * s * C):
-            f = group.moved(part.x, step).add_(part.f).unsqueeze(1)  # (m, 1, b, C)
-            v = group.moved(part.x, directions).unflatten(0, (m, s))
+            f = group.output_changes(part.x, step).add_(part.f).unsqueeze(1)  # (m, 1, b, C)
+            v = group.output_changes(part.x, directions).unflatten(0, (m, s))
             change = likelihood.precision_times(part.y, f, v, fisher)
-            change = weighted(change - likelihood.precision_times(part.y, part.f, v, fisher), part)
+            change = change - likelihood.precision_times(part.y, part.f, v, fisher)
+            change = times_row_weights(change, part)
             form += (v * change).sum(-1).sum(-1, dtype=torch.float64)
             if pull:
-                total += by_component(change).flatten(0, 2) @ part.x
+                total += outputs_first(change).flatten(0, 2) @ part.x
         if not pull:
             return form, None
         return form, total.reshape(C, m, s, -1).permute(1, 2, 0, 3).reshape(m, s, -1)
 
 
-def pooled(value: Tensor, spread: Tensor) -> Tensor:
-    """Standard errors that are as large, relative to the values, as they are over all tasks:
-    two probes do not tell more.
+def pool_standard_errors(value: Tensor, spread: Tensor) -> Tensor:
+    """Return standard errors (m,) that are at least as large, relative to the values, as over all
+    tasks.
+
+    Two probes of one task do not give its standard error.
     """
-    good = torch.isfinite(value) & (value != 0)
-    if not bool(good.any()):
+    usable = torch.isfinite(value) & (value != 0)
+    if not bool(usable.any()):
         return spread
-    relative = (spread[good] / value[good]).square().mean().sqrt()
+    relative = (spread[usable] / value[usable]).square().mean().sqrt()
     return torch.maximum(spread, relative * value.abs())
 
 
 class Remainder(NamedTuple):
-    """tr[log(I + A) − A] (NaN: an eigenvalue of I + A is not positive), and the error of the
-    quadrature that gives it.
+    """tr[log(I + A) − A], NaN where an eigenvalue of I + A is not positive, and the quadrature's
+    error.
     """
 
     value: float
     quadrature: float
 
 
-def estimate(rounds: list[Tensor], trace: float) -> tuple[float, float, float]:
-    """tr[log(I + A) − A] from moments of probes (s, 2j) in rounds; its standard error; the error of
-    the quadrature.
+def estimate_from_rounds(rounds: list[Tensor], trace: float) -> tuple[float, float, float]:
+    """Estimate tr[log(I + A) − A] of a task from moments of probes (s, 2j) in rounds.
 
-    The standard error is a jackknife's over groups of probes.
+    Returns the value, its standard error by a jackknife over groups of probes, and the error of the
+    quadrature.
     """
     least = min(part.shape[1] for part in rounds)
     moments = torch.cat([part[:, :least] for part in rounds])
@@ -211,14 +241,14 @@ def estimate(rounds: list[Tensor], trace: float) -> tuple[float, float, float]:
     groups = moments.tensor_split(min(len(moments), GROUPS))
     total = moments.sum(0)
     without = [(total - part.sum(0)) / (len(moments) - len(part)) for part in groups]
-    left = torch.tensor(
+    jackknife = torch.tensor(
         [from_moments(mean.tolist(), trace).value for mean in without], dtype=torch.float64
     )
-    return value, float((len(left) - 1) * left.var(correction=0)) ** 0.5, quadrature
+    return value, float((len(jackknife) - 1) * jackknife.var(correction=0)) ** 0.5, quadrature
 
 
 def from_moments(moments: list[float], trace: float) -> Remainder:
-    """tr[log(I + A) − A] from estimates of tr A, tr A², …: two of them, or an odd number.
+    """Compute tr[log(I + A) − A] from estimates of tr A, tr A², …: two of them, or an odd number.
 
     With λ the eigenvalues of A it is Σ λ² h(λ), h(λ) = (log(1 + λ) − λ)/λ². Under the weights λ²
     the Gauss nodes of the moments give the mean of h. The first moment, whose expectation tr A is
@@ -243,8 +273,9 @@ def from_moments(moments: list[float], trace: float) -> Remainder:
 
 
 def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
-    """The j Gauss nodes and shares of a distribution from 2j moments (not normalised), fewer
-    where it has fewer atoms.
+    """Return the j Gauss nodes and shares of a distribution from 2j moments (not normalised).
+
+    A distribution with fewer atoms has fewer nodes.
     """
     count = len(moments) // 2
     index = torch.arange(count)
@@ -254,22 +285,22 @@ def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
     if int(info) or float(pivots.min()) < SINGULAR * float(hankel.diagonal().max()) ** 0.5:
         return gauss_nodes(moments[: 2 * (count - 1)])
     shifted = moments[index[:, None] + index + 1]
-    inside = torch.linalg.solve_triangular(factor, shifted, upper=False)
-    inside = torch.linalg.solve_triangular(factor, inside.mT, upper=False)
-    nodes, vectors = torch.linalg.eigh((inside + inside.mT) / 2)
+    white = torch.linalg.solve_triangular(factor, shifted, upper=False)
+    white = torch.linalg.solve_triangular(factor, white.mT, upper=False)
+    nodes, vectors = torch.linalg.eigh((white + white.mT) / 2)
     return nodes, vectors[0].square()
 
 
-def by_output(point: Tensor, outputs: int) -> Tensor:
-    """(m, P) -> (C, m, F), contiguous."""
+def split_by_output(point: Tensor, outputs: int) -> Tensor:
+    """Return vectors of weights (m, P) by output, as (C, m, F), contiguous."""
     return point.reshape(len(point), outputs, -1).movedim(1, 0).contiguous()
 
 
-def by_component(values: Tensor) -> Tensor:
-    """(..., C) -> (C, ...), contiguous: without a copy where they are stored so."""
+def outputs_first(values: Tensor) -> Tensor:
+    """Return values (..., C) as (C, ...), contiguous: without a copy where they are stored so."""
     return values.movedim(-1, 0).contiguous()
 
 
-def weighted(values: Tensor, part: Block) -> Tensor:
-    """values (..., b, C) times the row weights."""
+def times_row_weights(values: Tensor, part: Block) -> Tensor:
+    """Return values (..., b, C) times the weights of the rows."""
     return values if part.weights is None else values * part.weights.unsqueeze(-1)

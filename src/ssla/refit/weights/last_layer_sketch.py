@@ -37,7 +37,7 @@ ROUNDS = 8  # a guess: of dividing what certain rows leave over among the others
 
 
 class Estimate(NamedTuple):
-    """tr[log(I + A) − A], and its standard error."""
+    """An estimated value, and its standard error."""
 
     value: float
     error: float
@@ -45,7 +45,9 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedVectors:
-    """What all tasks share on all training rows."""
+    """The random vectors of a sketch with their outputs on all training rows, which all tasks
+    share.
+    """
 
     f: Tensor  # at θ̂ (n, C)
     y: Tensor
@@ -55,8 +57,14 @@ class SharedVectors:
     K: Tensor  # J_i H⁻¹ J_iᵀ (n, C, C)
 
 
-def shared_vectors(blocks: list[Block], w: Tensor, covariances: list[Tensor]) -> SharedVectors:
-    """w (S, P) on the rows of all blocks, which have features (b, F)."""
+def compute_shared_vectors(
+    blocks: list[Block], w: Tensor, covariances: list[Tensor]
+) -> SharedVectors:
+    """Compute the outputs of vectors w (S, P) on the rows of all blocks, which have features (b,
+    F).
+
+    covariances: J_i H⁻¹ J_iᵀ of the rows of each block (b, C, C).
+    """
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])
     weights = [block.weights for block in blocks if block.weights is not None]
@@ -67,7 +75,7 @@ def shared_vectors(blocks: list[Block], w: Tensor, covariances: list[Tensor]) ->
 
 
 class Sampled(NamedTuple):
-    """Some rows of the data and what one task does to them."""
+    """Some training rows and what one task does to them."""
 
     y: Tensor
     before: Tensor  # f̂ (b, C)
@@ -78,8 +86,8 @@ class Sampled(NamedTuple):
     K: Tensor  # J_i H₁⁻¹ J_iᵀ (b, C, C)
 
 
-def sampling(size: Tensor, count: int) -> Tensor:
-    """Probabilities π (n,) in proportion to sizes (n,), at most one, with the sum `count`."""
+def sampling_probabilities(size: Tensor, count: int) -> Tensor:
+    """Return probabilities π (n,) in proportion to sizes (n,), at most one, of sum `count`."""
     n = len(size)
     if count >= n:
         return torch.ones_like(size)
@@ -89,63 +97,68 @@ def sampling(size: Tensor, count: int) -> Tensor:
         if not bool((pi > 1).any()):
             break
         certain = pi >= 1
-        rest = torch.where(certain, 0.0, pi)
-        pi = torch.where(certain, 1.0, pi * ((count - certain.sum()) / rest.sum()))
+        uncertain = torch.where(certain, 0.0, pi)
+        pi = torch.where(certain, 1.0, pi * ((count - certain.sum()) / uncertain.sum()))
     return pi.clamp(max=1)
 
 
-def systematic(pi: Tensor, offset: float) -> Tensor:
-    """Rows with inclusion probabilities π (n,): where the cumulated sum passes offset + a whole
-    number.
+def sample_systematically(pi: Tensor, offset: float) -> Tensor:
+    """Choose rows (b,) with inclusion probabilities π (n,) by systematic sampling.
+
+    A row is chosen where the cumulated sum passes `offset` plus a whole number.
     """
     after = pi.double().cumsum(0) + offset
     return (after.floor() > (after - pi.double()).floor()).nonzero().squeeze(-1)
 
 
 def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -> Estimate:
-    """tr[log(I + A) − A] of one task from sampled rows."""
+    """Estimate tr[log(I + A) − A] of one task from sampled rows.
+
+    fisher: ΔΛ is the change of the Fisher information, else of the observed curvature.
+    """
     y, before, f, weight, inverse, v, K = sampled
     b, C, S = v.shape
     change = curvatures(likelihood, y, f, fisher) - curvatures(likelihood, y, before, fisher)
     scaled = change * weight[:, None, None]
     pushed = scaled @ v
     Q = (v.reshape(b * C, S).mT @ pushed.reshape(b * C, S)).double()
-    turned = K @ change
-    squares = (turned * turned.mT).sum((-2, -1))  # tr K_iΔΛ_iK_iΔΛ_i, the row weights apart
+    K_change = K @ change
+    squares = (K_change * K_change.mT).sum((-2, -1))  # tr K_iΔΛ_iK_iΔΛ_i, the row weights apart
     added = (weight * weight * (1 - 1 / inverse) * squares).sum(dtype=torch.float64)
-    # Both have the expectation zero, given the rows.
-    first = Q.diagonal() - (weight * turned.diagonal(dim1=-2, dim2=-1).sum(-1)).sum(
+    # Both controls have the expectation zero, given the rows.
+    trace_control = Q.diagonal() - (weight * K_change.diagonal(dim1=-2, dim2=-1).sum(-1)).sum(
         dtype=torch.float64
     )
-    torch.matmul(scaled @ turned, v, out=pushed)  # in the memory of what is not needed any more
-    inside = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)
-    second = inside - (weight * squares).sum(dtype=torch.float64)
-    return from_products(Q, torch.stack([first, second], 1), float(added))
+    # `pushed` is not needed any more, so its memory is used again.
+    torch.matmul(scaled @ K_change, v, out=pushed)
+    quadratic = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)
+    square_control = quadratic - (weight * squares).sum(dtype=torch.float64)
+    return from_products(Q, torch.stack([trace_control, square_control], 1), float(added))
 
 
 def curvatures(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
-    """Λ_i of rows (b, C, C)."""
-    found = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
-    return found.expand(*f.shape, f.shape[-1])
+    """Return Λ_i of rows with outputs f (b, C): (b, C, C)."""
+    precision = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
+    return precision.expand(*f.shape, f.shape[-1])
 
 
 def from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
-    """From products Q (S, S) of the vectors, and controls (S, k) with the expectation zero.
+    """Estimate tr[log(I + A) − A] from products Q (S, S) of the vectors.
 
-    Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹: it need not be symmetric.  added: what sampling adds
-    to E Q_st Q_ts.
+    Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹, need not be symmetric. controls (S, k): control
+    variates with the expectation zero. added: what the sampling of rows adds to E Q_st Q_ts.
     """
     S = len(Q)
-    off = Q - torch.diag(Q.diagonal())
-    squared, pairs = off @ off, off * off.mT
+    off_diagonal = Q - torch.diag(Q.diagonal())
+    squared, pairs = off_diagonal @ off_diagonal, off_diagonal * off_diagonal.mT
     means = pairs.sum(1) / (S - 1) - added  # over the others, of each vector
     centred = controls - controls.mean(0)
     beta = torch.linalg.lstsq(centred, (means - means.mean()).unsqueeze(1)).solution.squeeze(1)
-    left = means - means.mean() - centred @ beta
+    residuals = means - means.mean() - centred @ beta
     # Each pair belongs to two vectors, so a vector's own deviation counts twice.
     second = float(means.mean() - 2 * controls.mean(0) @ beta)
-    error = 2 * float(left.square().sum() / (S - 1 - len(beta)) / S) ** 0.5
-    third = float((squared * off.mT).sum()) / (S * (S - 1) * (S - 2))
+    error = 2 * float(residuals.square().sum() / (S - 1 - len(beta)) / S) ** 0.5
+    third = float((squared * off_diagonal.mT).sum()) / (S * (S - 1) * (S - 2))
     fourth = float(
         (squared * squared.mT).sum() - 2 * squared.diagonal().square().sum() + pairs.square().sum()
     )
@@ -163,7 +176,7 @@ def from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
 
 
 def remainder(t: float) -> float:
-    """(log(1 + t) − t)/t², by its series near zero."""
+    """Return (log(1 + t) − t)/t², by its series near zero."""
     if abs(t) < 1e-3:
         return -0.5 + t / 3 - t * t / 4
     return (math.log1p(t) - t) / t**2

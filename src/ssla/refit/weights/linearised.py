@@ -35,10 +35,10 @@ from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.network.frozen import in_chunks
 from ssla.priors import BoundGaussian
-from ssla.refit.increments import FISHER, OBSERVED, at_mode
+from ssla.refit.increments import FISHER, OBSERVED, evaluate_at_mode
 from ssla.refit.interrupts import Interrupted
 from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS
-from ssla.refit.weights.anderson import SHARED_STEPS, Found, Progress, Slope, ascend
+from ssla.refit.weights.anderson import SHARED_STEPS, Ascent, Progress, Slope, ascend
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_probing import NewRow
 from ssla.refit.weights.linearised_covariance import (
@@ -49,15 +49,16 @@ from ssla.refit.weights.linearised_covariance import (
     output_covariance,
 )
 from ssla.refit.weights.linearised_determinants import CurvatureChange, OwnCurvature
-from ssla.refit.weights.refit_rows import Block, TrainingRows, check_seen, open_rows
+from ssla.refit.weights.refit_rows import Block, TrainingRows, check_same_data, open_rows
 from ssla.refit.weights.solved import (
     EXACT,
     FROZEN,
     TRACES,
     Options,
     Solved,
-    own_increment,
-    own_pull,
+    curvature_of,
+    new_row_increment,
+    new_row_pull,
 )
 from ssla.report import AS_IS
 
@@ -72,7 +73,7 @@ TARGET_ERROR, RARE_ERROR = 2e-3, 10.0
 NEGATIVE = -1e-9  # an eigenvalue of Λ over the largest one, below which it is not rounding
 
 
-class Size(NamedTuple):
+class OutputCounts(NamedTuple):
     """The outputs of all training rows, the weights, and the outputs of the new rows."""
 
     R: int
@@ -80,14 +81,17 @@ class Size(NamedTuple):
     new: int
 
     @staticmethod
-    def of(posterior: Posterior, new_rows: int) -> Size:
+    def of(posterior: Posterior, new_rows: int) -> OutputCounts:
+        """Count the outputs, in contrasts, of a posterior's training rows and of new rows."""
         outputs = contrasts_of(posterior).shape[1]
-        n = posterior.statistics.n
-        return Size(n * outputs, posterior.theta.numel(), new_rows * outputs)
+        training = posterior.statistics.n * outputs
+        return OutputCounts(training, posterior.theta.numel(), new_rows * outputs)
 
 
 def contrasts_of(posterior: Posterior) -> Tensor:
-    """Q (C, c): contrasts of classes where the likelihood does not depend on their sum, else I."""
+    """Return Q (C, c): contrasts of classes where the likelihood does not depend on their sum, else
+    I.
+    """
     C = posterior.network.outputs
     if posterior.likelihood.shift_invariant:
         return Contrasts(C).matrix
@@ -95,7 +99,11 @@ def contrasts_of(posterior: Posterior) -> Tensor:
 
 
 def why_not_linearised(posterior: Posterior, new_rows: int, single: bool) -> str | None:
-    """Why refits of the linearised network are not possible, with a remedy; None where they are."""
+    """Return why refits of the linearised network are not possible, with a remedy; None where they
+    are.
+
+    single: products would be in float32.
+    """
     prior = posterior.bound_prior
     proper = isinstance(prior, BoundGaussian)
     if not (proper and bool((prior.precision(posterior.theta) > 0).all())):
@@ -109,7 +117,7 @@ def why_not_linearised(posterior: Posterior, new_rows: int, single: bool) -> str
             "Refits of the linearised network start from a mode, but this posterior has "
             "mode='as_is'. Use mode='tilt', or refit='output'."
         )
-    size = Size.of(posterior, new_rows)
+    size = OutputCounts.of(posterior, new_rows)
     needed = bytes_needed(*size, itemsize=4 if single else 8)
     if needed > posterior.memory_budget:
         return (
@@ -122,8 +130,8 @@ def why_not_linearised(posterior: Posterior, new_rows: int, single: bool) -> str
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
-    """All training rows, in the dtype of the refits unless stated."""
+class RowsAtMode:
+    """All training rows at θ̂, in the dtype of the refits unless stated."""
 
     f: Tensor  # f̂ (n, C), in float64
     y: Tensor
@@ -132,7 +140,7 @@ class Rows:
     precision: Tensor  # weighted Λ(f̂) in contrasts (n, c, c)
 
     def weighted(self, values: Tensor) -> Tensor:
-        """values (m, n, c) times the weights of rows."""
+        """Return values (m, n, c) times the weights of the rows."""
         return values if self.weights is None else values * self.weights.to(values).unsqueeze(-1)
 
 
@@ -142,7 +150,7 @@ class LinearisedRefit:
 
     posterior: Posterior
     options: Options
-    rows: Rows
+    rows: RowsAtMode
     blocks: TrainingRows  # the rows as they are read, for `modes`
     x: Inputs
     f: Tensor  # f̂ at x (N, C)
@@ -153,102 +161,117 @@ class LinearisedRefit:
     interrupted: Interrupted
 
     @property
-    def law(self) -> Likelihood:
+    def new_likelihood(self) -> Likelihood:
         """The likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def fallback(self) -> bool:
-        """Whether the Fisher takes the place of an observed curvature that is indefinite."""
+        """Return whether the Fisher information takes the place of an observed curvature that is
+        indefinite.
+        """
         return self.kind != self.options.curvature
 
     @property
     def tasks_at_once(self) -> int:
+        """The number of tasks that are solved together, within an eighth of the memory budget."""
         n, C = self.rows.f.shape
-        numbers = 2 * n * self.Q.shape[1]
-        state = self.dtype.itemsize * numbers * (3 * self.options.memory + 8) + 8 * 8 * n * C
-        return max(min(self.posterior.memory_budget // 8 // state, MOST_TASKS), 1)
+        numbers = 2 * n * self.Q.shape[1]  # of a point: a and Jδ
+        # The ascent's history in the dtype of the refits, and eight float64 values of all outputs.
+        history_bytes = self.dtype.itemsize * numbers * (3 * self.options.memory + 8)
+        task_bytes = history_bytes + 8 * 8 * n * C
+        return max(min(self.posterior.memory_budget // 8 // task_bytes, MOST_TASKS), 1)
 
     def in_contrasts(self, precision: Tensor) -> Tensor:
-        """QᵀΛQ (…, c, c)."""
+        """Return QᵀΛQ (…, c, c) for Λ (…, C, C)."""
         Q = self.Q.to(precision.dtype)
         return Q.mT @ precision @ Q
 
-    def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
-        """Tasks (row of x, y): the three increments at each one's mode.
+    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+        """Compute the three increments of m tasks, each at its own mode.
 
-        Ctrl-C ends the ascent: tasks that have not converged count as such.
+        x_rows (m,): the row of x of each task. y (m, …). Ctrl-C ends the ascent: tasks that have
+        not converged count as such.
         """
         if self.interrupted.asked:
-            return Solved.untried(len(where))
+            return Solved.untried(len(x_rows))
         with self.interrupted.listening():
-            group = Group(self, where, y)
-            end = self._ascend(group, progress)
-            likelihood, prior = group.values(end.point)
-            curvature, positive, error = group.curvature(end.point, likelihood + prior)
+            group = Group(self, x_rows, y)
+            ascent = self._ascend(group, progress)
+            likelihood, prior = group.likelihood_and_prior(ascent.point)
+            curvature, positive, error = group.curvature_increments(
+                ascent.point, likelihood + prior
+            )
         finite = torch.isfinite(likelihood + prior + curvature)
         return Solved(
             likelihood,
             prior,
             curvature,
-            torch.full_like(positive, self.fallback),
-            end.converged & positive & finite,
-            end.steps,
-            end.norm.double(),
-            error,
+            fallback=torch.full_like(positive, self.fallback),
+            converged=ascent.converged & positive & finite,
+            steps=ascent.steps,
+            norm=ascent.norm.double(),
+            error=error,
         )
 
-    def stuck(self, where: Tensor, y: Tensor) -> Tensor:
-        """Never: the outputs are linear in the weights."""
-        return torch.zeros(len(where), dtype=torch.bool)
+    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return False for each task (m,): the outputs are linear in the weights."""
+        return torch.zeros(len(x_rows), dtype=torch.bool)
 
-    def modes(self, where: Tensor, y: Tensor) -> Tensor:
-        """θ̃ = θ̂ + T⁻¹(Jᵀ(a − ΛJδ) + J_xᵀb) (m, P), by a pass over the rows."""
-        group = Group(self, where, y)
-        end = group.split(self._ascend(group).point)
-        pulled = (end.a - group.times_precision(end.moved)).double()
-        by_row = pulled.reshape(len(y), *self.rows.precision.shape[:2]) @ self.Q.mT
+    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return θ̃ = θ̂ + T⁻¹(Jᵀ(a − ΛJδ) + J_xᵀb) of each task (m, P), by a pass over the rows."""
+        group = Group(self, x_rows, y)
+        ascent = group.split(self._ascend(group).point)
         network, theta = self.posterior.network, self.posterior.theta
         total = torch.zeros(len(theta), len(y), dtype=torch.float64)
-        place = 0
+        # Jᵀ of the training rows, block by block.
+        pulled = (ascent.a - group.times_precision(ascent.moved)).double()
+        by_row = pulled.reshape(len(y), *self.rows.precision.shape[:2]) @ self.Q.mT
+        first = 0
         for block in self.blocks:
+            last = first + len(block.f)
             _, J = network.linearise(block.x, theta)
-            part = slice(place, place + len(block.f))
-            total += J.double().pull_many(by_row[:, part].permute(1, 2, 0))
-            place += len(block.f)
+            total += J.double().pull_many(by_row[:, first:last].permute(1, 2, 0))
+            first = last
+        # J_xᵀ of the new rows: each task has its b at its own input.
         at_x = torch.zeros(len(self.f), len(self.Q), len(y), dtype=torch.float64)
-        at_x[where, :, torch.arange(len(y))] = end.b.double() @ self.Q.mT
-        place = 0
+        at_x[x_rows, :, torch.arange(len(y))] = ascent.b.double() @ self.Q.mT
+        first = 0
         for inputs in network.chunks(self.x, self.posterior.memory_budget):
+            last = first + row_count(inputs)
             _, J = network.linearise(inputs, theta)
-            total += J.double().pull_many(at_x[place : place + row_count(inputs)])
-            place += row_count(inputs)
-        precision = self.posterior.bound_prior.precision(theta)
-        return theta + total.mT / precision
+            total += J.double().pull_many(at_x[first:last])
+            first = last
+        return theta + total.mT / self.posterior.bound_prior.precision(theta)
 
-    def _ascend(self, group: Group, progress: Progress | None = None) -> Found:
-        """With the curvature at θ̂ first; tasks that have not converged continue with their own."""
+    def _ascend(self, group: Group, progress: Progress | None = None) -> Ascent:
+        """Find the modes of a group's tasks: with the curvature at θ̂ first.
+
+        After SHARED_STEPS the tasks that have not converged continue with their own curvatures.
+        """
         options = self.options
-        start = group.start()
-        end = Found.nowhere(start)
-        rest, left = torch.arange(len(start)), options.max_steps
-        while len(rest) and left > 0 and not self.interrupted.asked:
+        start = group.start_point()
+        ascent = Ascent.not_started(start)
+        tasks = torch.arange(len(start))
+        steps_left = options.max_steps
+        while len(tasks) and steps_left > 0 and not self.interrupted.asked:
             later = ascend(
                 group.evaluate,
                 start,
                 tolerance=options.tolerance,
-                max_steps=min(SHARED_STEPS, left),
+                max_steps=min(SHARED_STEPS, steps_left),
                 memory=options.memory,
                 progress=progress,
                 stop=self.interrupted,
             )
-            end = end.followed_by(rest, later)
+            ascent = ascent.continued_by(tasks, later)
             unfinished = (~later.converged).nonzero().squeeze(-1)
-            rest, left = rest[unfinished], left - SHARED_STEPS
+            tasks = tasks[unfinished]
+            steps_left -= SHARED_STEPS
             start = later.point[unfinished]
-            if len(rest) and left > 0:
+            if len(tasks) and steps_left > 0:
                 group = group.take(unfinished).with_own_curvature(start)
-        return end
+        return ascent
 
 
 class Point(NamedTuple):
@@ -265,37 +288,41 @@ class Group:
     """m tasks that are solved together."""
 
     refit: LinearisedRefit
-    where: Tensor
+    x_rows: Tensor
     y: Tensor
     own: tuple[OwnCurvature, ...] | None = None  # of each task, in its preconditioner
 
     def take(self, tasks: Tensor) -> Group:
-        """Some of the tasks, with what was computed of them."""
+        """Return the group of some of the tasks, with the cached values that were computed for
+        them.
+        """
         if len(tasks) == len(self.y):
             return self
         curvatures = None if self.own is None else tuple(self.own[task] for task in tasks.tolist())
-        part = Group(self.refit, self.where[tasks], self.y[tasks], curvatures)
-        known = ("across", "root")
-        cached = {name: self.__dict__[name][tasks] for name in known if name in self.__dict__}
+        part = Group(self.refit, self.x_rows[tasks], self.y[tasks], curvatures)
+        names = ("across", "root")
+        cached = {name: self.__dict__[name][tasks] for name in names if name in self.__dict__}
         part.__dict__.update(cached)
         return part
 
     def with_own_curvature(self, point: Tensor) -> Group:
-        """With the curvature of the training rows at each task's point in its preconditioner."""
+        """Return the group with each task's curvature at its point (m, …) in its preconditioner."""
         at = self.split(point)
-        precision = self._new_precision(at)
-        changes = self._changes(at, precision, range(len(self.y)))
+        changes = self._curvature_changes(at, self._new_row_precision(at), range(len(self.y)))
         return replace(self, own=tuple(change.own_curvature() for change in changes))
 
-    def _new_precision(self, at: Point) -> Tensor:
-        """Λ of each new row at its outputs (m, C, C)."""
-        law, at_x = self.refit.law, self.f + at.at_x.double() @ self.refit.Q.mT
-        return law.fisher(at_x) if self.refit.kind == FISHER else law.precision(self.y, at_x)
+    def _new_row_precision(self, at: Point) -> Tensor:
+        """Return Λ of each new row at its outputs (m, C, C)."""
+        refit = self.refit
+        return curvature_of(refit.new_likelihood, refit.kind, self.y, self.new_outputs(at))
 
-    def _changes(
+    def _curvature_changes(
         self, at: Point, precision: Tensor, tasks: Iterable[int]
     ) -> Iterator[CurvatureChange]:
-        """How the curvature of the training rows changes in some tasks."""
+        """Yield how the curvature of the training rows changes in some tasks.
+
+        precision (m, C, C): Λ of the new rows.
+        """
         explained = NewRow.of(self.new, self.refit.in_contrasts(precision)).explained
         f = self.outputs(at.moved)
         for task in tasks:
@@ -304,12 +331,12 @@ class Group:
     @cached_property
     def across(self) -> Tensor:
         """J H⁻¹ J_xᵀ of each task's input (m, R, c)."""
-        return self.refit.covariance.across[self.where]
+        return self.refit.covariance.across[self.x_rows]
 
     @property
     def new(self) -> Tensor:
         """K_x in contrasts (m, c, c), in float64."""
-        return self.refit.covariance.new[self.where]
+        return self.refit.covariance.new[self.x_rows]
 
     @property
     def K(self) -> Tensor:
@@ -318,30 +345,37 @@ class Group:
 
     @cached_property
     def root(self) -> Tensor:
-        return linalg.root(self.K)
+        """R with R Rᵀ = K_x (m, C, C)."""
+        return linalg.covariance_root(self.K)
 
     @property
     def f(self) -> Tensor:
-        return self.refit.f[self.where]
+        """f̂ at each task's input (m, C)."""
+        return self.refit.f[self.x_rows]
 
     def split(self, point: Tensor) -> Point:
+        """Return the four parts of points (m, 2R + 2c)."""
         R, c = self.refit.covariance.across.shape[1:]
         return Point(*point.split([R, c, R, c], -1))
 
-    def start(self) -> Tensor:
-        """SHORTER times the step of the output refit: b alone, a = 0."""
+    def start_point(self) -> Tensor:
+        """Return where the ascent starts (m, 2R + 2c): SHORTER times the step of the output refit.
+
+        In that step a = 0. Where some outputs are not allowed the ascent starts at θ̂.
+        """
         refit = self.refit
         m = len(self.y)
         R, c = self.across.shape[1:]
-        if not refit.law.linear_domain:
+        if not refit.new_likelihood.linear_domain:
             return torch.zeros(m, 2 * (R + c), dtype=refit.dtype)
-        pull = SHORTER * at_mode(refit.law, self.y, self.f, self.root).pull @ refit.Q
-        b = pull.to(refit.dtype)
-        moved, at_x = self._moved(torch.zeros(m, R, dtype=refit.dtype), b)
+        output_refit = evaluate_at_mode(refit.new_likelihood, self.y, self.f, self.root)
+        # A shorter step, because the curvature mostly grows on the way (docs/notes/refits.md).
+        b = (SHORTER * output_refit.pull @ refit.Q).to(refit.dtype)
+        moved, at_x = self._output_changes(torch.zeros(m, R, dtype=refit.dtype), b)
         return torch.cat([torch.zeros_like(moved), b, moved, at_x], -1)
 
-    def _moved(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """J δ (m, R) and J_x δ (m, c) for δ = H⁻¹(Jᵀa + J_xᵀb)."""
+    def _output_changes(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """Return J δ (m, R) and J_x δ (m, c) for δ = H⁻¹(Jᵀa + J_xᵀb), a (m, R) and b (m, c)."""
         along = (self.across @ b.unsqueeze(-1)).squeeze(-1)
         at_x = (self.new.to(b.dtype) @ b.unsqueeze(-1)).squeeze(-1)
         if not bool(a.any()):
@@ -350,60 +384,73 @@ class Group:
         return moved, at_x + (a.unsqueeze(-2) @ self.across).squeeze(-2)
 
     def outputs(self, moved: Tensor) -> Tensor:
-        """The outputs of the training rows (m, n, C), in the dtype of `moved`, from Jδ (m, R)."""
+        """Return the outputs of the training rows (m, n, C), in the dtype of `moved`, from Jδ (m,
+        R).
+        """
         rows, Q = self.refit.rows, self.refit.Q.to(moved.dtype)
         by_row = moved.reshape(len(moved), len(rows.f), -1)
         return rows.f.to(moved.dtype) + by_row @ Q.mT
 
+    def new_outputs(self, at: Point) -> Tensor:
+        """Return the outputs of each task's new row (m, C), in float64."""
+        return self.f + at.at_x.double() @ self.refit.Q.mT
+
     def times_precision(self, moved: Tensor) -> Tensor:
-        """Λ Jδ (m, R)."""
+        """Return Λ Jδ (m, R), from Jδ (m, R)."""
         precision = self.refit.rows.precision
         by_row = moved.reshape(len(moved), len(precision), -1)
         product = torch.einsum("ncd,mnd->mnc", precision.to(moved.dtype), by_row)
         return product.reshape(moved.shape)
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """The gradient in (Jδ, J_xδ), and the step with H₁ = H + J_xᵀΛJ_x as the curvature."""
+        """Compute the gradient in (Jδ, J_xδ) of some tasks, and the step with H₁ = H + J_xᵀΛJ_x."""
         return self.take(tasks)._evaluate(point)
 
     def _evaluate(self, point: Tensor) -> Slope:
-        refit, law, likelihood = self.refit, self.refit.law, self.refit.posterior.likelihood
-        Q = refit.Q.to(refit.dtype)
+        """Evaluate all tasks by the formulas of the module's docstring, at points (m, 2R + 2c).
+
+        The gradient is NaN where an output is not allowed.
+        """
+        refit, new_likelihood = self.refit, self.refit.new_likelihood
+        likelihood = refit.posterior.likelihood
         at = self.split(point)
-        f = self.outputs(at.moved)
+        f, f_new = self.outputs(at.moved), self.new_outputs(at)
         y = refit.rows.y
         change = likelihood.score_change(y, f, refit.rows.f.to(f.dtype))
-        change = (refit.rows.weighted(change) @ Q).flatten(1)
+        change = (refit.rows.weighted(change) @ refit.Q.to(refit.dtype)).flatten(1)
         r = change + self.times_precision(at.moved) - at.a
-        at_x = self.f + at.at_x.double() @ refit.Q.mT
-        r_x = (law.score(self.y, at_x) @ refit.Q).to(refit.dtype) - at.b
+        r_x = (new_likelihood.score(self.y, f_new) @ refit.Q).to(refit.dtype) - at.b
         gradient = torch.cat([torch.zeros_like(r), torch.zeros_like(r_x), r, r_x], -1)
-        if not (likelihood.linear_domain and law.linear_domain):
-            inside = torch.isfinite(likelihood.log_prob(y, f)).all(-1)
-            inside &= torch.isfinite(law.log_prob(self.y, at_x))
-            gradient = torch.where(inside.unsqueeze(-1), gradient, torch.nan)
-        step = self._step(r, r_x, at_x)
+        if not (likelihood.linear_domain and new_likelihood.linear_domain):
+            allowed = torch.isfinite(likelihood.log_prob(y, f)).all(-1)
+            allowed &= torch.isfinite(new_likelihood.log_prob(self.y, f_new))
+            gradient = torch.where(allowed.unsqueeze(-1), gradient, torch.nan)
+        step = self._preconditioned_step(r, r_x, f_new)
         if self.own is not None:
+            # Woodbury's formula for a task's own curvature: its r, corrected, and one more step.
             n, c, _ = refit.rows.precision.shape
-            parts = zip(self.own, r.reshape(-1, n, c), step.moved.reshape(-1, n, c), strict=True)
-            shorter = torch.stack([own.corrected(*part) for own, *part in parts])
-            step = self._step(shorter.flatten(1), r_x, at_x)
+            by_row = zip(self.own, r.reshape(-1, n, c), step.moved.reshape(-1, n, c), strict=True)
+            corrected = [
+                curvature.corrected(r_of_task, moved) for curvature, r_of_task, moved in by_row
+            ]
+            step = self._preconditioned_step(torch.stack(corrected).flatten(1), r_x, f_new)
         return Slope(gradient, torch.cat(step, -1))
 
-    def _step(self, r: Tensor, r_x: Tensor, at_x: Tensor) -> Point:
-        """H₁⁻¹(Jᵀr + J_xᵀr_x) with H₁ = H + J_xᵀΛJ_x, Λ of the new row at its outputs (m, C).
+    def _preconditioned_step(self, r: Tensor, r_x: Tensor, f_new: Tensor) -> Point:
+        """Return H₁⁻¹(Jᵀr + J_xᵀr_x) with H₁ = H + J_xᵀΛJ_x, Λ of the new row at f_new (m, C).
 
-        It is z − H⁻¹J_xᵀ(I + ΛK_x)⁻¹ΛJ_xz with z = H⁻¹(Jᵀr + J_xᵀr_x).
+        It is z − H⁻¹J_xᵀ(I + ΛK_x)⁻¹ΛJ_xz with z = H⁻¹(Jᵀr + J_xᵀr_x), r (m, R) and r_x (m, c).
         """
-        Q, law = self.refit.Q, self.refit.law
-        moved, moved_at_x = self._moved(r, r_x)
-        along = moved_at_x.double() @ Q.mT
-        u = (own_pull(law, self.y, at_x, self.root, along) @ Q).to(r.dtype)
-        back, back_at_x = self._moved(torch.zeros_like(r), u)
-        return Point(r, r_x - u, moved - back, moved_at_x - back_at_x)
+        Q = self.refit.Q
+        moved, moved_at_x = self._output_changes(r, r_x)
+        Jz = moved_at_x.double() @ Q.mT
+        pull = new_row_pull(self.refit.new_likelihood, self.y, f_new, self.root, Jz)
+        u = (pull @ Q).to(r.dtype)
+        taken, taken_at_x = self._output_changes(torch.zeros_like(r), u)
+        return Point(r, r_x - u, moved - taken, moved_at_x - taken_at_x)
 
-    def values(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Likelihood increments, with the tilt, and prior increments (m,), in float64.
+    def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the likelihood increments, with the tilt, and prior increments (m,), in float64.
 
         log π(θ̃) − log π(θ̂) = ∇log πᵀδ − ½ δᵀTδ, and δᵀTδ = (Jδ)ᵀ(a − ΛJδ) + (J_xδ)ᵀb.
         """
@@ -413,33 +460,37 @@ class Group:
         change = refit.posterior.likelihood.log_prob_difference(rows.y, f, rows.f)
         if rows.weights is not None:
             change = change * rows.weights
-        at_x = self.f + at.at_x @ refit.Q.mT
-        along_prior = at.a @ covariance.slope + (at.b * covariance.new_slope[self.where]).sum(-1)
+        new_slope = covariance.new_slope[self.x_rows]
+        along_prior = at.a @ covariance.slope + (at.b * new_slope).sum(-1)
         along_data = at.moved @ rows.score.flatten()
-        likelihood = refit.law.log_prob(self.y, at_x) + change.sum(-1) - along_data - along_prior
-        inside = at.a - self.times_precision(at.moved)
-        square = (at.moved * inside).sum(-1) + (at.at_x * at.b).sum(-1)
+        log_prob = refit.new_likelihood.log_prob(self.y, self.new_outputs(at))
+        likelihood = log_prob + change.sum(-1) - along_data - along_prior
+        T_product = at.a - self.times_precision(at.moved)
+        square = (at.moved * T_product).sum(-1) + (at.at_x * at.b).sum(-1)
         return likelihood, along_prior - 0.5 * square
 
     # --- determinants ----------------------------------------------------------------------
 
-    def curvature(self, point: Tensor, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """−½[log|H̃(θ̃)| − log|H(θ̂)|], where H̃ is positive definite, and the standard error. (m,)
+    def curvature_increments(
+        self, point: Tensor, other_increments: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|], where H̃ is positive definite, and the standard error.
 
-        others: the sum of the other increments (m,), which tells how probable a y is.
+        All are (m,). other_increments (m,): the sum of the other increments, which tells how
+        probable a y is and so which error is allowed.
         """
         options = self.refit.options
         at = self.split(point)
-        precision = self._new_precision(at)
-        value, positive = own_increment(self.root, precision)
+        precision = self._new_row_precision(at)
+        value, positive = new_row_increment(self.root, precision)
         error = torch.zeros_like(value)
         if options.logdet == FROZEN:
             return value, positive, error
         tasks = positive.nonzero().squeeze(-1).tolist()
-        for task, change in zip(tasks, self._changes(at, precision, tasks), strict=True):
+        for task, change in zip(tasks, self._curvature_changes(at, precision, tasks), strict=True):
             allowed = 0.0
             if options.logdet != EXACT:
-                probability = float((others[task] + value[task]).clamp(max=0).exp())
+                probability = float((other_increments[task] + value[task]).clamp(max=0).exp())
                 allowed = TARGET_ERROR * max(probability, RARE_ERROR**-2) ** -0.5
             half, error[task], positive[task] = change.half_logdet(allowed)
             value[task] -= half
@@ -447,17 +498,21 @@ class Group:
 
 
 def default_logdet(posterior: Posterior) -> str:
-    """Exact determinants for few outputs, traces and random vectors for more."""
-    from_few = Size.of(posterior, 0).R <= MOST_OUTPUTS
-    return EXACT if from_few else TRACES
+    """Return the logdet option for a posterior: exact determinants for few outputs, traces for
+    more.
+    """
+    has_few_outputs = OutputCounts.of(posterior, 0).R <= MOST_OUTPUTS
+    return EXACT if has_few_outputs else TRACES
 
 
 def open_linearised(
     posterior: Posterior, x: Any, options: Options, data: Any, single: bool
 ) -> LinearisedRefit:
-    """Stage one: passes over the data for the gradient at θ̂ and for the covariance of all outputs.
+    """Prepare all refits of the linearised network at inputs x: what does not depend on y.
 
-    single: products in float32. ValueError where `why_not_linearised` has a reason.
+    Passes over the data give the gradient at θ̂ and the covariance of all outputs. single: products
+    are in float32. ValueError where `why_not_linearised` has a reason, where the inputs do not fit
+    in memory, and where the data are not those of the fit.
     """
     network, theta = posterior.network, posterior.theta
     likelihood = posterior.likelihood
@@ -469,57 +524,26 @@ def open_linearised(
     dtype = torch.float32 if single else torch.float64
 
     def prepare(part: Inputs) -> tuple[Inputs, Tensor]:
+        """Return cast inputs, and f̂ (b, C) in float64."""
         return part, network.evaluate(part, theta).double()
 
     blocks = open_rows(posterior, data, prepare)
-    n, gradient = 0, torch.zeros_like(theta)
-    for block in blocks:
-        n += len(block.f)
-        _, J = network.linearise(block.x, theta)
-        gradient += J.double().pull(block.weighted(likelihood.score(block.y, block.f)))
-    check_seen(posterior, n, gradient)
-    if blocks.kept is None:
-        raise ValueError(
-            "Refits of the linearised network hold the inputs of all training rows, but they do "
-            "not fit in a quarter of the memory budget. Fit with a larger memory_budget, or use "
-            "refit='output'."
-        )
+    _check_rows(posterior, blocks)
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])
-    weights = _all_weights_of_rows(list(blocks))
-    kind, precision = _curvature(likelihood, options.curvature, y, f)
+    weights = join_row_weights(list(blocks))
+    kind, precision = curvature_at_mode(likelihood, options.curvature, y, f)
     score = likelihood.score(y, f) @ Q
     precision = Q.mT @ precision @ Q
     if weights is not None:
         score = score * weights.unsqueeze(-1)
         precision = precision * weights[:, None, None]
-    prior = posterior.bound_prior
-    root = prior.precision(theta).sqrt()
-
-    # Rows whose Jacobians in all weights fit a part of the budget.
-    at_once = max(posterior.memory_budget // SHARE // (8 * len(Q) * len(theta)), 1)
-    at_once = min(at_once, network.rows_at_once(posterior.memory_budget))
-
-    def columns(x: Iterable[Inputs], first: int, last: int) -> Iterator[Tensor]:
-        for part in (part for block in x for part in in_chunks(block, at_once)):
-            _, J = network.linearise(part, theta)
-            values = J.dense().values[:, :, first:last].double() / root[first:last]
-            yield (Q.mT @ values).flatten(0, 1)
-
-    jacobians = Jacobians(
-        training=lambda first, last: columns((block.x for block in blocks), first, last),
-        new=lambda first, last: columns([inputs], first, last),
-        P=len(theta),
-        R=n * Q.shape[1],
-        new_outputs=row_count(inputs) * Q.shape[1],
-        root=_roots(precision),
-        prior_gradient=prior.gradient(theta) / root,
-    )
+    jacobians = _open_jacobians(posterior, blocks, inputs, Q, symmetric_roots(precision))
     chunks = network.chunks(inputs, posterior.memory_budget)
     return LinearisedRefit(
         posterior=posterior,
         options=options,
-        rows=Rows(f, y, weights, score, precision.to(dtype)),
+        rows=RowsAtMode(f, y, weights, score, precision.to(dtype)),
         blocks=blocks,
         x=inputs,
         f=torch.cat([network.evaluate(part, theta).double() for part in chunks]),
@@ -531,8 +555,61 @@ def open_linearised(
     )
 
 
-def _curvature(likelihood: Likelihood, kind: str, y: Tensor, f: Tensor) -> tuple[str, Tensor]:
-    """Λ of all rows (n, C, C): of the kind asked for, or the Fisher where that is indefinite."""
+def _check_rows(posterior: Posterior, blocks: TrainingRows) -> None:
+    """Raise a ValueError unless the rows are those of the fit, and their inputs fit in memory."""
+    network, likelihood, theta = posterior.network, posterior.likelihood, posterior.theta
+    n, gradient = 0, torch.zeros_like(theta)
+    for block in blocks:
+        n += len(block.f)
+        _, J = network.linearise(block.x, theta)
+        gradient += J.double().pull(block.weighted(likelihood.score(block.y, block.f)))
+    check_same_data(posterior, n, gradient)
+    if blocks.kept is None:
+        raise ValueError(
+            "Refits of the linearised network hold the inputs of all training rows, but they do "
+            "not fit in a quarter of the memory budget. Fit with a larger memory_budget, or use "
+            "refit='output'."
+        )
+
+
+def _open_jacobians(
+    posterior: Posterior, blocks: TrainingRows, inputs: Inputs, Q: Tensor, root: Tensor
+) -> Jacobians:
+    """Return the Jacobians of training rows and new inputs, computed when they are read.
+
+    Q (C, c): contrasts of outputs. root (n, c, c): Λ^½ of the training rows.
+    """
+    network, theta, budget = posterior.network, posterior.theta, posterior.memory_budget
+    prior_root = posterior.bound_prior.precision(theta).sqrt()
+    # Rows whose Jacobians in all weights fit a part of the budget.
+    at_once = max(budget // SHARE // (8 * len(Q) * len(theta)), 1)
+    at_once = min(at_once, network.rows_at_once(budget))
+
+    def columns(x: Iterable[Inputs], first: int, last: int) -> Iterator[Tensor]:
+        """Yield QᵀJ T^-½ of blocks of rows in some weights (b·c, last − first)."""
+        for part in (part for block in x for part in in_chunks(block, at_once)):
+            _, J = network.linearise(part, theta)
+            values = J.dense().values[:, :, first:last].double() / prior_root[first:last]
+            yield (Q.mT @ values).flatten(0, 1)
+
+    return Jacobians(
+        training=lambda first, last: columns((block.x for block in blocks), first, last),
+        new=lambda first, last: columns([inputs], first, last),
+        P=len(theta),
+        R=len(root) * Q.shape[1],
+        new_outputs=row_count(inputs) * Q.shape[1],
+        root=root,
+        prior_gradient=posterior.bound_prior.gradient(theta) / prior_root,
+    )
+
+
+def curvature_at_mode(
+    likelihood: Likelihood, kind: str, y: Tensor, f: Tensor
+) -> tuple[str, Tensor]:
+    """Return the kind of curvature that is used, and Λ of all rows at f̂ (n, C, C).
+
+    The Fisher information takes the place of an observed curvature that is indefinite.
+    """
     if kind == OBSERVED:
         precision = likelihood.precision(y, f).expand(*f.shape, f.shape[-1])
         values = torch.linalg.eigvalsh(precision)
@@ -541,19 +618,15 @@ def _curvature(likelihood: Likelihood, kind: str, y: Tensor, f: Tensor) -> tuple
     return FISHER, likelihood.fisher(f).expand(*f.shape, f.shape[-1])
 
 
-def _roots(precision: Tensor) -> Tensor:
-    """Λ^½ of rows (n, c, c), symmetric."""
+def symmetric_roots(precision: Tensor) -> Tensor:
+    """Return the symmetric roots Λ^½ of rows, for Λ (n, c, c): (n, c, c)."""
     values, vectors = torch.linalg.eigh(precision)
     root: Tensor = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT
     return root
 
 
-def _all_weights_of_rows(blocks: list[Block]) -> Tensor | None:
-    """The weights of all rows (n,); None where all are one."""
+def join_row_weights(blocks: list[Block]) -> Tensor | None:
+    """Return the weights of all rows (n,) in float64; None where all are one."""
     if all(block.weights is None for block in blocks):
         return None
-    ones = [torch.ones(len(block.f), dtype=torch.float64) for block in blocks]
-    pairs = zip(blocks, ones, strict=True)
-    return torch.cat(
-        [one if block.weights is None else block.weights.double() for block, one in pairs]
-    )
+    return torch.cat([block.weighted(torch.ones(len(block.f)).double()) for block in blocks])

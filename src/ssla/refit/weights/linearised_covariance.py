@@ -3,8 +3,8 @@
 With the prior's precision T, the curvature H = T + JᵀΛJ at θ̂ and R outputs of all rows there are
 two ways to form it, both in float64:
 
-    from outputs (R ≤ P):  G = J T⁻¹ Jᵀ,  LLᵀ = I + Λ^½ G Λ^½,  W = L⁻¹ Λ^½ G,  K = G − WᵀW  (R ×
-    R); from weights (P < R):  FFᵀ = I + T^-½ JᵀΛJ T^-½,  V = J T^-½ F^-T,  K = VVᵀ,  V (R × P).
+    from outputs (R ≤ P):  G = J T⁻¹ Jᵀ,  LLᵀ = I + Λ^½ G Λ^½,  W = L⁻¹ Λ^½ G,  K = G − WᵀW
+    from weights (P < R):  FFᵀ = I + T^-½ JᵀΛJ T^-½,  V = J T^-½ F^-T,  K = VVᵀ,  V (R × P)
 
 J itself is not kept in the first way: G is a sum over groups of weights, and the Jacobians of a
 group are computed when their turn comes. The assumptions are a Gaussian prior with T > 0 for every
@@ -30,7 +30,7 @@ PANEL = 1024  # a guess: rows of a product whose other triangle is its mirror im
 class OutputCovariance:
     """K of the R = n·c outputs of the training rows, and between them and those of N new rows.
 
-    Large parts are in the dtype of the refits, what belongs to a new row alone is in float64.
+    Large parts are in the dtype of the refits, values of new rows alone are in float64.
     """
 
     matrix: Tensor | None  # K (R, R), or
@@ -42,43 +42,43 @@ class OutputCovariance:
     new_slope: Tensor  # J_x H⁻¹ ∇log π(θ̂) (N, c)
 
     def times(self, values: Tensor) -> Tensor:
-        """K v for each row v of values (m, R)."""
+        """Return K v for each row v of values (m, R): (m, R)."""
         if self.matrix is not None:
             return values @ self.matrix
         assert self.factor is not None
         return (values @ self.factor) @ self.factor.mT
 
     def of_directions(self, rows: Tensor, directions: Tensor) -> Tensor:
-        """Covariances of eᵀf_i, for k rows i (k,) and directions e (k, c), with all outputs (k,
-        R).
+        """Return the covariances of eᵀf_i with all outputs (k, R).
+
+        rows (k,): the rows i; directions (k, c): the vectors e.
         """
         n, c, _ = self.blocks.shape
+        source = self.factor if self.matrix is None else self.matrix
+        assert source is not None
         parts = []
-        for which in torch.arange(len(rows)).split(PANEL // 8):
-            e = directions[which].unsqueeze(1)
-            if self.matrix is not None:
-                parts.append((e @ self.matrix.reshape(n, c, -1)[rows[which]]).squeeze(1))
-            else:
-                assert self.factor is not None
-                at_rows = (e @ self.factor.reshape(n, c, -1)[rows[which]]).squeeze(1)
-                parts.append(at_rows @ self.factor.mT)
+        for chunk in torch.arange(len(rows)).split(PANEL // 8):
+            e = directions[chunk].unsqueeze(1)
+            at_rows = (e @ source.reshape(n, c, -1)[rows[chunk]]).squeeze(1)
+            # With a factor V, eᵀK is eᵀV Vᵀ.
+            parts.append(at_rows if self.matrix is not None else at_rows @ source.mT)
         return torch.cat(parts)
 
 
-def from_outputs(R: int, P: int) -> bool:
-    """Whether K is formed from G, of all outputs, and not from H, of all weights."""
+def is_from_outputs(R: int, P: int) -> bool:
+    """Return whether K is formed from G, of all outputs, and not from H, of all weights."""
     return R <= P
 
 
 def keeps_matrix(R: int, P: int) -> bool:
-    """Whether products with K (R × R) cost less than two with its factor (R × P)."""
+    """Return whether products with K (R × R) cost less than two with its factor (R × P)."""
     return R <= 2 * P
 
 
 def bytes_needed(R: int, P: int, new_outputs: int, itemsize: int) -> int:
-    """Bytes at the peak for R training outputs and the outputs of all new rows."""
+    """Return the bytes at the peak for R training outputs and the outputs of all new rows."""
     sides = 3 * 8 * R * (new_outputs + 1)
-    if from_outputs(R, P):
+    if is_from_outputs(R, P):
         return 8 * (COPIES * R * R + R * min(P, LEAST_WEIGHTS)) + sides
     matrix = itemsize * R * R if keeps_matrix(R, P) else 0
     return max(8 * FACTOR_COPIES * P * P, matrix) + itemsize * R * P + sides
@@ -90,7 +90,7 @@ Columns = Callable[[int, int], Iterable[Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Jacobians:
-    """What K is formed from. Rows are in blocks, in the same order at every pass."""
+    """The Jacobians that K is formed from. Rows are in blocks, in the same order at every pass."""
 
     training: Columns
     new: Columns
@@ -101,7 +101,7 @@ class Jacobians:
     prior_gradient: Tensor  # T^-½ ∇log π(θ̂) (P,)
 
     def times_root(self, values: Tensor) -> Tensor:
-        """Λ^½ of the columns of values (R, k)."""
+        """Return Λ^½ times the columns of values (R, k): (R, k)."""
         by_row = values.reshape(*self.root.shape[:2], values.shape[1])
         return (self.root @ by_row).reshape(values.shape)
 
@@ -111,37 +111,20 @@ def output_covariance(
     dtype: torch.dtype,
     budget: int,
 ) -> OutputCovariance:
-    """K from the Jacobians, by the cheaper way; products with it are in `dtype`."""
-    if from_outputs(jacobians.R, jacobians.P):
+    """Form K from the Jacobians in the cheaper way; products with it are in `dtype`."""
+    if is_from_outputs(jacobians.R, jacobians.P):
         return _from_outputs(jacobians, dtype, budget)
     return _from_weights(jacobians, dtype)
 
 
 def _from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) -> OutputCovariance:
-    """By G = J T⁻¹ Jᵀ, then conditioned on the data."""
-    P, R, root = jacobians.P, jacobians.R, jacobians.root
-    n, c, _ = root.shape
-    N = jacobians.new_outputs // c
-    G = torch.zeros(R, R, dtype=torch.float64)
-    # Columns: the outputs of new rows, then the prior's gradient.
-    sides = torch.zeros(R, jacobians.new_outputs + 1, dtype=torch.float64)
-    new = torch.zeros(N, c, c, dtype=torch.float64)
-    new_slope = torch.zeros(jacobians.new_outputs, dtype=torch.float64)
-    width = min(max(budget // SHARE // (8 * R), LEAST_WEIGHTS), P)
-    for first in range(0, P, width):
-        last = min(first + width, P)
-        J = torch.empty(R, last - first, dtype=torch.float64)
-        fill(J, jacobians.training(first, last))
-        J_new = torch.empty(jacobians.new_outputs, last - first, dtype=torch.float64)
-        fill(J_new, jacobians.new(first, last))
-        gradient = jacobians.prior_gradient[first:last]
-        add_gram(G, J.mT, 1.0)
-        sides[:, :-1] += J @ J_new.mT
-        sides[:, -1] += J @ gradient
-        new_slope += J_new @ gradient
-        by_row = J_new.reshape(N, c, -1)
-        new += by_row @ by_row.mT
-        del J, J_new, by_row
+    """Form K from G = J T⁻¹ Jᵀ of all outputs, then condition on the data.
+
+    Arrays of R × R are deleted as soon as they are not needed: `COPIES` counts them.
+    """
+    n, c, _ = jacobians.root.shape
+    R, N = jacobians.R, jacobians.new_outputs // c
+    G, sides, new, new_slope = _prior_covariance(jacobians, budget)
     W = jacobians.times_root(G)
     B = jacobians.times_root(W.mT)
     B.diagonal().add_(1.0)
@@ -168,31 +151,63 @@ def _from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) -> Outp
     )
 
 
+def _prior_covariance(jacobians: Jacobians, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sum the covariances under the prior alone over groups of weights, in float64.
+
+    Returns G (R, R); those with the new outputs, with J T⁻¹ ∇log π as the last column (R, N·c + 1);
+    those of each new row (N, c, c); and J_x T⁻¹ ∇log π (N·c,).
+    """
+    P, R, c = jacobians.P, jacobians.R, jacobians.root.shape[1]
+    N = jacobians.new_outputs // c
+    G = torch.zeros(R, R, dtype=torch.float64)
+    sides = torch.zeros(R, jacobians.new_outputs + 1, dtype=torch.float64)
+    new = torch.zeros(N, c, c, dtype=torch.float64)
+    new_slope = torch.zeros(jacobians.new_outputs, dtype=torch.float64)
+    width = min(max(budget // SHARE // (8 * R), LEAST_WEIGHTS), P)
+    for first in range(0, P, width):
+        last = min(first + width, P)
+        J = torch.empty(R, last - first, dtype=torch.float64)
+        fill_rows(J, jacobians.training(first, last))
+        J_new = torch.empty(jacobians.new_outputs, last - first, dtype=torch.float64)
+        fill_rows(J_new, jacobians.new(first, last))
+        gradient = jacobians.prior_gradient[first:last]
+        add_gram(G, J.mT, 1.0)
+        sides[:, :-1] += J @ J_new.mT
+        sides[:, -1] += J @ gradient
+        new_slope += J_new @ gradient
+        by_row = J_new.reshape(N, c, -1)
+        new += by_row @ by_row.mT
+        del J, J_new, by_row  # before the next group is computed
+    return G, sides, new, new_slope
+
+
 def _from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovariance:
-    """By the Cholesky factor of H in the weights."""
+    """Form V with K = VVᵀ by the Cholesky factor of H in the weights."""
     P, R, root = jacobians.P, jacobians.R, jacobians.root
     n, c, _ = root.shape
     N = jacobians.new_outputs // c
     H = torch.eye(P, dtype=torch.float64)
     V = torch.empty(R, P, dtype=dtype)
-    place = 0
+    first = 0
     for J in jacobians.training(0, P):
-        V[place : place + len(J)] = J.to(dtype)
-        here = root[place // c : (place + len(J)) // c]
-        scaled = (here @ J.reshape(len(here), c, P)).reshape(J.shape)
+        last = first + len(J)
+        V[first:last] = J.to(dtype)
+        roots = root[first // c : last // c]
+        scaled = (roots @ J.reshape(len(roots), c, P)).reshape(J.shape)
         add_gram(H, scaled, 1.0)
-        place += len(J)
+        first = last
     F = torch.linalg.cholesky(H)
     del H
 
-    def whitened(values: Tensor) -> Tensor:
+    def whiten(values: Tensor) -> Tensor:
+        """Return F⁻¹ of each row of values (k, P)."""
         solved: Tensor = torch.linalg.solve_triangular(F, values.double().mT, upper=False)
         return solved.mT
 
     for part in torch.arange(R).split(PANEL):
-        V[part] = whitened(V[part]).to(dtype)
-    V_new = torch.cat([whitened(J) for J in jacobians.new(0, P)])
-    gradient = whitened(jacobians.prior_gradient.unsqueeze(0)).squeeze(0)
+        V[part] = whiten(V[part]).to(dtype)
+    V_new = torch.cat([whiten(J) for J in jacobians.new(0, P)])
+    gradient = whiten(jacobians.prior_gradient.unsqueeze(0)).squeeze(0)
     by_row = V.reshape(n, c, P)
     new_by_row = V_new.reshape(N, c, P)
     matrix = V @ V.mT if keeps_matrix(R, P) else None
@@ -207,18 +222,18 @@ def _from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovariance:
     )
 
 
-def fill(total: Tensor, blocks: Iterable[Tensor]) -> None:
-    """Blocks of rows, one below the other, into `total`."""
-    place = 0
+def fill_rows(total: Tensor, blocks: Iterable[Tensor]) -> None:
+    """Write blocks of rows into `total`, one below the other."""
+    first = 0
     for block in blocks:
-        total[place : place + len(block)] = block
-        place += len(block)
+        total[first : first + len(block)] = block
+        first += len(block)
 
 
 def add_gram(total: Tensor, factor: Tensor, sign: float) -> None:
-    """total += sign · factorᵀ factor in place, with one triangle computed and the other copied.
+    """Add sign · factorᵀ factor to `total` in place: one triangle is computed and the other copied.
 
-    total (k, k) symmetric, factor (r, k).
+    total (k, k) is symmetric, factor is (r, k).
     """
     for first in range(0, len(total), PANEL):
         last = min(first + PANEL, len(total))

@@ -54,6 +54,8 @@ class Kept(NamedTuple):
 
 
 class _Inverse(NamedTuple):
+    """The inverse of I + S EᵀK₁E, for k directions E with changes S, and its determinant."""
+
     inside: Tensor  # (I + S EᵀK₁E)⁻¹S (k, k), in float64
     half: float  # ½ log|I + S EᵀK₁E|
     exists: bool
@@ -70,7 +72,7 @@ class OwnCurvature(NamedTuple):
     inside: Tensor  # X (k, k)
 
     def corrected(self, r: Tensor, moved: Tensor) -> Tensor:
-        """r − E X Eᵀ(K₁r) from r and K₁r, by rows (n, c) each."""
+        """Return r − E X Eᵀ(K₁r), from r and K₁r by rows (n, c) each: (n, c)."""
         along = (moved[self.rows] * self.directions).sum(-1)
         taken = (self.inside @ along).unsqueeze(-1) * self.directions
         return r.index_add(0, self.rows, taken, alpha=-1)
@@ -78,7 +80,7 @@ class OwnCurvature(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class CurvatureChange:
-    """How the curvature of the training rows changes in one task.
+    """The change of the curvature of the training rows in one task.
 
     K₁ = K − c G cᵀ, with c = J H⁻¹ J_xᵀ and G what the new row explains.
     """
@@ -89,20 +91,20 @@ class CurvatureChange:
     explained: Tensor  # G (c, c), in float64
 
     def half_logdet(self, allowed: float) -> HalfLogdet:
-        """½ log|I + ΔΛ K₁| with an error of about `allowed`; exact where that is zero."""
+        """Compute ½ log|I + ΔΛ K₁| with an error of about `allowed`; exact where that is zero."""
         if allowed == 0:
-            everything = self.sizes.argsort()[int((self.sizes == 0).sum()) :]
-            return self._with(everything, allowed)
+            changing = self.sizes.argsort()[int((self.sizes == 0).sum()) :]
+            return self._keep_directions(changing, allowed)
         for left_out in LEFT_OUT:
             order = self.sizes.argsort()
             few = int((self.sizes[order].cumsum(0) <= left_out).sum())
-            answer = self._with(order[few:], allowed)
-            if answer.error <= allowed:
+            half_logdet = self._keep_directions(order[few:], allowed)
+            if half_logdet.error <= allowed:
                 break
-        return answer
+        return half_logdet
 
     def own_curvature(self) -> OwnCurvature:
-        """Of the directions in which the curvature grows most: H₁ with them is positive
+        """Return the directions in which the curvature grows most: H₁ with them is positive
         definite.
         """
         c = self.eigen[0].shape[1]
@@ -110,10 +112,10 @@ class CurvatureChange:
         order = sizes.argsort()
         kept = order[int((sizes[order].cumsum(0) <= LEFT_OUT[0]).sum()) :]
         e = self.eigen[1].flatten(0, 1)[kept].to(self.refit.dtype)
-        inside = torch.zeros(0, 0, dtype=e.dtype)
+        X = torch.zeros(0, 0, dtype=e.dtype)
         if len(kept):
-            inside = self._inverse(kept, self._products(kept)).inside.to(e.dtype)
-        return OwnCurvature(kept // c, e, inside)
+            X = self._invert_kept(kept, self._covariances_of(kept)).inside.to(e.dtype)
+        return OwnCurvature(kept // c, e, X)
 
     @cached_property
     def change(self) -> Tensor:
@@ -128,7 +130,7 @@ class CurvatureChange:
 
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor]:
-        """s (n, c) and the vectors e as rows (n, c, c) of each ΔΛ_i."""
+        """The eigenvalues s (n, c) of each ΔΛ_i, and its eigenvectors e as rows (n, c, c)."""
         values, vectors = torch.linalg.eigh(self.change)
         return values, vectors.mT.contiguous()
 
@@ -138,106 +140,118 @@ class CurvatureChange:
         n, c = self.eigen[0].shape
         across = self.across.double().reshape(n, c, -1)
         blocks = self.refit.covariance.blocks.double()
-        return self._variances(blocks - across @ self.explained @ across.mT)
+        return self._quadratic_forms(blocks - across @ self.explained @ across.mT)
 
     @cached_property
     def sizes(self) -> Tensor:
         """|s_j| e_jᵀK₁e_j of all directions (n·c,)."""
         return (self.eigen[0].abs() * self.variances.clamp_min(0)).flatten()
 
-    def _variances(self, blocks: Tensor) -> Tensor:
-        """eᵀBe of each direction, for blocks B of rows (n, c, c)."""
+    def _quadratic_forms(self, blocks: Tensor) -> Tensor:
+        """Return eᵀBe of each direction (n, c), for blocks B of rows (n, c, c)."""
         vectors = self.eigen[1]
         return ((vectors @ blocks) * vectors).sum(-1)
 
-    def _products(self, which: Tensor) -> Tensor:
-        """eᵀK₁ of some directions (k, R)."""
+    def _covariances_of(self, chosen: Tensor) -> Tensor:
+        """Return eᵀK₁ of some directions (k,): their covariances with all outputs (k, R)."""
         refit = self.refit
         n, c = self.eigen[0].shape
-        rows = which // c
-        e = self.eigen[1].flatten(0, 1)[which].to(refit.dtype)
+        rows = chosen // c
+        e = self.eigen[1].flatten(0, 1)[chosen].to(refit.dtype)
         along = (e.unsqueeze(1) @ self.across.reshape(n, c, -1)[rows]).squeeze(1)
-        products = refit.covariance.of_directions(rows, e)
-        return products.addmm_(along @ self.explained.to(e.dtype), self.across.mT, alpha=-1)
+        covariances = refit.covariance.of_directions(rows, e)
+        return covariances.addmm_(along @ self.explained.to(e.dtype), self.across.mT, alpha=-1)
 
-    def _of_directions(self, products: Tensor) -> Tensor:
-        """Covariances with all outputs (k, R) -> with all directions (k, n·c)."""
+    def _in_directions(self, products: Tensor) -> Tensor:
+        """Return covariances with all directions (k, n·c), from those with all outputs (k, R)."""
         n, c = self.eigen[0].shape
         vectors = self.eigen[1].to(products.dtype)
         by_row = products.reshape(len(products), n, c).movedim(1, 0) @ vectors.mT
         return by_row.movedim(0, 1).flatten(1)
 
-    def _with(self, kept: Tensor, allowed: float) -> HalfLogdet:
-        """With some directions kept; the others by their trace and random rows."""
+    def _keep_directions(self, kept: Tensor, allowed: float) -> HalfLogdet:
+        """Compute ½ log|I + ΔΛ K₁| with some directions exactly, the others to second order.
+
+        kept (k,): the numbers of these directions. The second order comes from random directions,
+        unless its bound is below `allowed`.
+        """
         s = self.eigen[0].flatten()
-        left = torch.ones(len(s), dtype=torch.bool)
-        left[kept] = False
-        left &= self.sizes > 0
-        changed = self._keep(kept) if len(kept) else None
-        half = changed.half if changed is not None else 0.0
-        exists = changed.exists if changed is not None else True
-        if not bool(left.any()):
+        left_out = torch.ones(len(s), dtype=torch.bool)
+        left_out[kept] = False
+        left_out &= self.sizes > 0
+        condition = self._condition_on(kept) if len(kept) else None
+        half = condition.half if condition is not None else 0.0
+        exists = condition.exists if condition is not None else True
+        if not bool(left_out.any()):
             return HalfLogdet(half, 0.0, exists)
         variances = self.variances
-        if changed is not None:
-            variances = variances - self._taken(changed)
-        diagonal = torch.where(left, s * variances.flatten(), 0.0)
+        if condition is not None:
+            variances = variances - self._explained_variances(condition)
+        diagonal = torch.where(left_out, s * variances.flatten(), 0.0)
         half += 0.5 * float(diagonal.sum())
+        # tr A² is at most the square of this sum: often that is small enough.
         total = float(diagonal.abs().sum())
-        # tr A² is at most this sum's square: often that is small enough.
         if 0.25 * total**2 <= allowed:
             return HalfLogdet(half, 0.25 * total**2, exists)
-        second, deviation = self._second_order(changed, left, diagonal)
+        second, deviation = self._second_order(condition, left_out, diagonal)
         third = max(second, 0.0) ** 1.5 / 6
         return HalfLogdet(half - 0.25 * second, (0.25 * deviation) + third, exists)
 
-    def _inverse(self, kept: Tensor, products: Tensor) -> _Inverse:
-        """(I + S EᵀK₁E)⁻¹S and its determinant, from EᵀK₁ (k, R)."""
+    def _invert_kept(self, kept: Tensor, products: Tensor) -> _Inverse:
+        """Compute (I + S EᵀK₁E)⁻¹S of kept directions (k,) and its determinant, from EᵀK₁ (k, R).
+
+        The determinant exists where it is positive, which an even number of negative pivots shows.
+        """
         s = self.eigen[0].flatten()[kept]
-        matrix = s.unsqueeze(-1) * self._of_directions(products)[:, kept].double()
+        matrix = s.unsqueeze(-1) * self._in_directions(products)[:, kept].double()
         matrix.diagonal().add_(1.0)
         factor, pivots, info = torch.linalg.lu_factor_ex(matrix)
         diagonal = factor.diagonal()
         swaps = int((pivots != torch.arange(1, len(pivots) + 1)).sum())
         negative = int((diagonal < 0).sum()) + swaps
-        inside = torch.linalg.lu_solve(factor, pivots, torch.diag(s))
+        X = torch.linalg.lu_solve(factor, pivots, torch.diag(s))
         half = 0.5 * float(diagonal.abs().log().sum())
-        return _Inverse(inside, half, int(info) == 0 and negative % 2 == 0)
+        return _Inverse(X, half, int(info) == 0 and negative % 2 == 0)
 
-    def _keep(self, kept: Tensor) -> Kept:
-        products = self._products(kept)
-        inside, half, exists = self._inverse(kept, products)
+    def _condition_on(self, kept: Tensor) -> Kept:
+        """Make the changes in some directions (k,) part of the curvature."""
+        products = self._covariances_of(kept)
+        X, half, exists = self._invert_kept(kept, products)
         # A solve of k columns and a product are faster than a solve of all R columns.
-        return Kept(products, inside.to(products.dtype) @ products, half, exists)
+        return Kept(products, X.to(products.dtype) @ products, half, exists)
 
-    def _taken(self, kept: Kept) -> Tensor:
-        """eᵀ(K₁ − K₂)e of each direction (n, c): what the kept changes take off the variances."""
+    def _explained_variances(self, kept: Kept) -> Tensor:
+        """Return eᵀ(K₁ − K₂)e of each direction (n, c): the part of the variances that kept changes
+        explain.
+        """
         n, c = self.eigen[0].shape
         by_row = kept.products.reshape(-1, n, c).permute(1, 2, 0)
-        taken = by_row @ kept.solved.reshape(-1, n, c).movedim(1, 0)
-        return self._variances(taken.double())
+        explained = by_row @ kept.solved.reshape(-1, n, c).movedim(1, 0)
+        return self._quadratic_forms(explained.double())
 
     def _second_order(
         self,
         kept: Kept | None,
-        left: Tensor,
+        left_out: Tensor,
         diagonal: Tensor,
     ) -> tuple[float, float]:
-        """tr A² = Σ_jl s_j s_l (e_jᵀK₂e_l)² and its standard error, from random j.
+        """Estimate tr A² = Σ_jl s_j s_l (e_jᵀK₂e_l)² and its standard error, from random directions
+        j.
 
-        A direction j is drawn with a probability in proportion to |A_jj|.
+        left_out (n·c,): the directions of A. diagonal (n·c,): that of A; a direction j is drawn
+        with a probability in proportion to |A_jj|.
         """
         generator = torch.Generator().manual_seed(SEED)
         share = diagonal.abs() / diagonal.abs().sum()
-        which = torch.multinomial(share, SAMPLES, replacement=True, generator=generator)
-        products = self._products(which)
+        drawn = torch.multinomial(share, SAMPLES, replacement=True, generator=generator)
+        products = self._covariances_of(drawn)
         if kept is not None:
-            vectors = self.eigen[1].flatten(0, 1)[which].to(products.dtype).unsqueeze(-1)
+            vectors = self.eigen[1].flatten(0, 1)[drawn].to(products.dtype).unsqueeze(-1)
             by_row = kept.products.reshape(len(kept.products), *self.eigen[0].shape)
-            rows = which // by_row.shape[2]
+            rows = drawn // by_row.shape[2]
             along = (by_row[:, rows].movedim(1, 0) @ vectors).squeeze(-1)  # (q, k)
             products = products - along @ kept.solved
-        squares = self._of_directions(products).double().square()
+        squares = self._in_directions(products).double().square()
         s = self.eigen[0].flatten()
-        sums = s[which] * (squares * torch.where(left, s, 0.0)).sum(-1) / share[which]
+        sums = s[drawn] * (squares * torch.where(left_out, s, 0.0)).sum(-1) / share[drawn]
         return float(sums.mean()), float(sums.std() / SAMPLES**0.5)

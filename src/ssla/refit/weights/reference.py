@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 from torch.func import grad, jacrev
 
-from ssla.data import Batch, Inputs, as_inputs, checked, map_inputs
+from ssla.data import Batch, Inputs, as_inputs, check_batch, map_inputs
 from ssla.likelihoods import Likelihood
 from ssla.network import AnyParameters
 from ssla.refit.increments import FISHER, OBSERVED
-from ssla.refit.weights.refit_rows import square, training_data
+from ssla.refit.weights.refit_rows import as_matrix, training_data
 from ssla.refit.weights.solved import HESSIAN
 from ssla.report import AS_IS
 
@@ -41,7 +41,7 @@ ROUNDING = 1e-12  # a guess: of the objective's sum; a step may lower it by so m
 
 
 class Observations(NamedTuple):
-    """Rows with one likelihood: a batch of D, or the new (x, y)."""
+    """Some rows with one likelihood: a batch of D, or the new (x, y)."""
 
     f: Callable[[Tensor], Tensor]  # θ (P,) -> f_θ at these rows (b, C)
     y: Tensor  # (b, …)
@@ -49,25 +49,28 @@ class Observations(NamedTuple):
     likelihood: Likelihood
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """ℓ(θ) = Σ_i w_i log p(y_i|f_i)."""
+        """Return ℓ(θ) = Σ_i w_i log p(y_i|f_i), for θ (P,)."""
         return (self.weights * self.likelihood.log_prob(self.y, self.f(theta))).sum()
 
     def change(self, theta: Tensor, start: Tensor) -> Tensor:
-        """ℓ(θ) − ℓ(θ̂), row by row: two large sums are never subtracted [5]."""
+        """Return ℓ(θ) − ℓ(θ̂), row by row: two large sums are never subtracted [5]."""
         rows = self.likelihood.log_prob_difference(self.y, self.f(theta), self.f(start))
         return (self.weights * rows).sum()
 
     def curvature(self, kind: str, theta: Tensor) -> Tensor:
-        """−∇²ℓ(θ), or Σ_i w_i J_iᵀ Λ_i J_i with the observed or the expected Λ [1, 3]: (P, P)."""
+        """Return −∇²ℓ(θ), or Σ_i w_i J_iᵀ Λ_i J_i of the observed or expected Λ [1, 3] (P, P)."""
         if kind == HESSIAN:
             return -jacrev(grad(self.log_prob))(theta)  # type: ignore[no-any-return]
-        f, J, law = self.f(theta), jacrev(self.f)(theta), self.likelihood
-        Lambda = law.fisher(f) if kind == FISHER else law.precision(self.y, f)
+        f, J = self.f(theta), jacrev(self.f)(theta)
+        if kind == FISHER:
+            Lambda = self.likelihood.fisher(f)
+        else:
+            Lambda = self.likelihood.precision(self.y, f)
         return torch.einsum("bcp,b,bcd,bdq->pq", J, self.weights, Lambda.expand(*f.shape, -1), J)
 
 
 class ReferenceRefit(NamedTuple):
-    """The three increments of (1), and how they were found."""
+    """The three increments of (1), with the mode and how it was reached."""
 
     likelihood: Tensor
     prior: Tensor
@@ -80,27 +83,40 @@ class ReferenceRefit(NamedTuple):
 def refit_one(
     posterior: Posterior, x: Inputs, y: Tensor, kind: str = OBSERVED, data: Any = None
 ) -> ReferenceRefit:
-    """(1) for one input x (1, …) and one y. kind: "observed", "fisher" or "hessian" curvature."""
-    law, prior, start = posterior.likelihood, posterior.bound_prior, posterior.theta  # p, π, θ̂
-    D = [observe(posterior, batch, law) for batch in training_data(posterior, data)]
-    new = observe(posterior, Batch(as_inputs(x), y.unsqueeze(0), None), law.predictive)
+    """Compute (1) for one input x (1, …) and one y.
+
+    kind: the curvature of both determinants, "observed", "fisher" or "hessian". data: the training
+    data, where the posterior does not hold them. RuntimeError where Newton's method finds no
+    maximum, or no curvature is positive definite.
+    """
+    prior, start = posterior.bound_prior, posterior.theta  # π, θ̂
+    D = [
+        open_observations(posterior, batch, posterior.likelihood)
+        for batch in training_data(posterior, data)
+    ]
+    new_batch = Batch(as_inputs(x), y.unsqueeze(0), None)
+    new = open_observations(posterior, new_batch, posterior.likelihood.predictive)
     augmented = [*D, new]
 
-    def gradient(rows: list[Observations], theta: Tensor) -> Tensor:  # ∇(ℓ + log π)
+    def gradient(rows: list[Observations], theta: Tensor) -> Tensor:
+        """Return ∇(ℓ + log π) at θ (P,)."""
         return torch.stack([grad(r.log_prob)(theta) for r in rows]).sum(0) + prior.gradient(theta)
 
-    def H(kind: str, rows: list[Observations], theta: Tensor) -> Tensor:  # −∇²(ℓ + log π) [1]
+    def H(kind: str, rows: list[Observations], theta: Tensor) -> Tensor:
+        """Return −∇²(ℓ + log π) at θ, of one kind [1]: (P, P)."""
         total = torch.stack([r.curvature(kind, theta) for r in rows]).sum(0)
-        return total + square(prior.precision(theta))
+        return total + as_matrix(prior.precision(theta))
 
     # g₀ makes θ̂ the mode of the objective without (x, y) [4]; "as_is" takes it for one.
     g0 = torch.zeros_like(start) if posterior.mode == AS_IS else gradient(D, start)
 
-    def likelihood(theta: Tensor) -> Tensor:  # the first bracket of (1), tilted by g₀
+    def likelihood(theta: Tensor) -> Tensor:
+        """Return the first bracket of (1), tilted by g₀."""
         change = torch.stack([rows.change(theta, start) for rows in D]).sum()
         return change + new.log_prob(theta) - g0 @ (theta - start)
 
-    def objective(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # with its gradient and −∇²
+    def objective(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the augmented log posterior, its gradient (P,) and its −∇² (P, P)."""
         value = likelihood(theta) + prior.log_prob(theta)
         return value, gradient(augmented, theta) - g0, H(HESSIAN, augmented, theta)
 
@@ -114,24 +130,31 @@ def refit_one(
     raise RuntimeError("H(θ̂) or H̃(θ̃) is not positive definite. Give a stronger prior.")
 
 
-def observe(posterior: Posterior, batch: Batch, law: Likelihood) -> Observations:
-    """Checked rows, with f as a function of θ in float64."""
+def open_observations(posterior: Posterior, batch: Batch, likelihood: Likelihood) -> Observations:
+    """Check the rows of a batch, and return them with f as a function of θ in float64."""
     network, start = posterior.network, posterior.theta
-    x, y, w = checked(batch, law.support_for(network.outputs), network.outputs)
+    x, y, weights = check_batch(batch, likelihood.support_for(network.outputs), network.outputs)
     if isinstance(network, AnyParameters):
         double = lambda part: part.double() if part.is_floating_point() else part  # noqa: E731
-        wide = replace(network, rest=map_inputs(double, network.rest))
-        x = map_inputs(double, network.cast(x))
-        f = lambda theta: wide.run(wide.layout.unpack(theta), x)  # noqa: E731
+        network_64 = replace(network, rest=map_inputs(double, network.rest))
+        x_64 = map_inputs(double, network.cast(x))
+        f = lambda theta: network_64.run(network_64.layout.unpack(theta), x_64)  # noqa: E731
     else:  # a last layer: f = f̂ + J(θ − θ̂)
         f_hat, J = network.linearise(network.cast(x), start)
         f = lambda theta: f_hat + J.double().dense().values @ (theta - start)  # noqa: E731
-    return Observations(f, y, torch.ones(len(y)).double() if w is None else w, law)
+    if weights is None:
+        weights = torch.ones(len(y)).double()
+    return Observations(f, y, weights, likelihood)
 
 
 def maximise(objective: Callable[[Tensor], Any], theta: Tensor) -> tuple[Tensor, int]:
-    """θ̃ and the number of steps, by θ ← θ + (H + λI)⁻¹g with the least λ that goes uphill."""
-    damping, (value, g, H) = 0.0, objective(theta)
+    """Return the maximum θ̃ that Newton's method reaches from θ (P,), and the number of steps.
+
+    A step is (H + λI)⁻¹g with the least λ that goes uphill. objective: θ -> value, gradient (P,)
+    and −∇² (P, P). RuntimeError where no maximum is reached.
+    """
+    damping = 0.0
+    value, g, H = objective(theta)
     for step in range(MOST_STEPS):
         ridge = damping * H.diagonal().abs().max() * torch.eye(len(H), dtype=H.dtype)
         factor, info = torch.linalg.cholesky_ex(H + ridge)
@@ -140,7 +163,8 @@ def maximise(objective: Callable[[Tensor], Any], theta: Tensor) -> tuple[Tensor,
             return theta, step
         trial = objective(theta + move)
         if not info and trial[0] >= value - ROUNDING:  # false where it is NaN
-            theta, (value, g, H) = theta + move, trial
+            theta = theta + move
+            value, g, H = trial
             damping = damping / 10 if damping > DAMPING else 0.0
         else:
             damping = max(10 * damping, DAMPING)
@@ -148,6 +172,6 @@ def maximise(objective: Callable[[Tensor], Any], theta: Tensor) -> tuple[Tensor,
 
 
 def half_logdet(H: Tensor) -> Tensor:
-    """½ log|H| by a Cholesky factor; NaN where H is not positive definite."""
+    """Return ½ log|H| of H (P, P) by a Cholesky factor; NaN where H is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(H)
     return factor.diagonal().log().sum() if not info else torch.tensor(torch.nan)

@@ -1,4 +1,4 @@
-"""The training data as a refit reads them, and small operations on rows."""
+"""The training data as a refit reads them, the change of the log prior, and operations on rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from ssla.curvature import Operator
-from ssla.data import Batch, Inputs, Rows, Source, checked, leaves, map_inputs, open_source
+from ssla.data import (
+    Batch,
+    Inputs,
+    Rows,
+    Source,
+    check_batch,
+    input_tensors,
+    map_inputs,
+    open_source,
+)
 from ssla.priors import BoundGaussian, BoundPrior
 
 if TYPE_CHECKING:
@@ -18,20 +27,18 @@ if TYPE_CHECKING:
 
 
 class Purpose(NamedTuple):
-    """What the training data are read for, and how a user gives them: the words of an error."""
+    """The words of an error: what the training data are read for, and how a user gives them."""
 
-    task: str
+    task: str  # what needs the data
     data: str  # what the data are called
-    call: str
+    call: str  # how a user gives them, with {} in the place of the data
 
 
 REFIT = Purpose("A refit of the weights", "The data to refit on", "refit=ssla.WeightRefit(data={})")
 
 
 class Block(NamedTuple):
-    """Some rows: what the outputs are computed from, their targets, and their weights (None:
-    all one).
-    """
+    """Some training rows: what outputs are computed from, targets, and weights (None: all one)."""
 
     x: Any  # features (b, F) with their column of ones for a last layer, cast inputs otherwise
     f: Tensor  # outputs at θ̂ (b, C)
@@ -44,20 +51,18 @@ class Block(NamedTuple):
         return self.y.unsqueeze(1)
 
     def weighted(self, values: Tensor) -> Tensor:
-        """values (b, …) times the row weights."""
-        return (
-            values
-            if self.weights is None
-            else values * self.weights.reshape(-1, *[1] * (values.dim() - 1))
-        )
+        """Return values (b, …) times the row weights."""
+        if self.weights is None:
+            return values
+        return values * self.weights.reshape(-1, *[1] * (values.dim() - 1))
 
 
 TrainingRows = Rows[Block]
 
 
 def training_data(posterior: Posterior, data: Any, purpose: Purpose = REFIT) -> Source:
-    """The data behind a posterior, or those the user gives; ValueError if they cannot be read
-    again.
+    """Return the data behind a posterior, or those the user gives; ValueError if they cannot be
+    read twice.
     """
     source = posterior.source if data is None else open_source(data)
     if source is None:
@@ -76,26 +81,38 @@ def training_data(posterior: Posterior, data: Any, purpose: Purpose = REFIT) -> 
 def open_rows(
     posterior: Posterior, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]
 ) -> TrainingRows:
-    """The rows behind a posterior, or those the user gives; `prepare` turns cast inputs into
-    (x, f at θ̂).
+    """Open the rows behind a posterior, or those the user gives.
+
+    prepare: from cast inputs to (x, f at θ̂) of a `Block`. ValueError if the rows cannot be read
+    again.
     """
     source = training_data(posterior, data)
     network, budget = posterior.network, posterior.memory_budget
     support = posterior.likelihood.support_for(network.outputs)
 
-    def block(part: Batch) -> Block:
-        _, y, weights = checked(part, support, network.outputs)
-        return Block(*prepare(network.cast(part.x)), y, weights)
+    def prepare_block(batch: Batch) -> Block:
+        """Check the targets of a batch, and prepare its inputs."""
+        _, y, weights = check_batch(batch, support, network.outputs)
+        return Block(*prepare(network.cast(batch.x)), y, weights)
 
-    return Rows(source, lambda _: network.rows_at_once(budget), block, _bytes, budget // 4)
-
-
-def _bytes(block: Block) -> int:
-    return sum(8 * leaf.numel() for leaf in (*leaves(block.x), block.f, block.y))
+    rows_at_once = lambda _: network.rows_at_once(budget)  # noqa: E731
+    return Rows(source, rows_at_once, prepare_block, _count_bytes, budget // 4)
 
 
-def check_seen(posterior: Posterior, n: int, gradient: Tensor, purpose: Purpose = REFIT) -> None:
-    """ValueError unless these rows are those of the fit: as many, with the same gradient at θ̂."""
+def _count_bytes(block: Block) -> int:
+    """Return the bytes of a block in float64."""
+    return sum(8 * leaf.numel() for leaf in (*input_tensors(block.x), block.f, block.y))
+
+
+def check_same_data(
+    posterior: Posterior, n: int, gradient: Tensor, purpose: Purpose = REFIT
+) -> None:
+    """Raise a ValueError unless these rows are those of the fit: as many, with the same gradient at
+    θ̂.
+
+    n: the number of rows; gradient (P,): ∇ℓ_D(θ̂). A difference of the gradients is measured in
+    posterior standard deviations.
+    """
     call = purpose.call.format("…")
     if n != posterior.statistics.n:
         raise ValueError(
@@ -103,9 +120,9 @@ def check_seen(posterior: Posterior, n: int, gradient: Tensor, purpose: Purpose 
             f"{posterior.statistics.n:,}. Give all of them, in any order: {call}. If a loader "
             "drops or samples rows, take that out."
         )
-    off = gradient - posterior.statistics.gradient
-    distance = float(off @ _by_data(posterior).solve(off)) ** 0.5
-    if not distance <= 0.01 * len(off) ** 0.5:
+    difference = gradient - posterior.statistics.gradient
+    distance = float(difference @ _operator_by_data(posterior).solve(difference)) ** 0.5
+    if not distance <= 0.01 * len(difference) ** 0.5:
         raise ValueError(
             f"{purpose.data} are not those of the fit: the log likelihood's gradient at θ̂ differs "
             f"by {distance:.3g} posterior standard deviations. Likely causes: (a) other data, or "
@@ -114,23 +131,25 @@ def check_seen(posterior: Posterior, n: int, gradient: Tensor, purpose: Purpose 
         )
 
 
-def _by_data(posterior: Posterior) -> Operator:
-    """H⁻¹ with a prior no stronger than the data on average: a strong prior would make every
-    difference of data look small.
+def _operator_by_data(posterior: Posterior) -> Operator:
+    """Return H⁻¹ with a prior that is no stronger than the data on average.
+
+    A strong prior would make every difference of data look small.
     """
+    curvature = posterior.statistics.curvature
     precision = posterior.objective_prior.precision(posterior.theta)
-    v = torch.arange(
-        len(posterior.theta), dtype=torch.float64
-    ).cos()  # a direction that no symmetry of θ singles out
-    level = 2 * float(v @ posterior.statistics.curvature.push(v)) / len(v)
+    # vᵀSv/‖v‖² along a direction v that no symmetry of θ singles out.
+    v = torch.arange(len(posterior.theta), dtype=torch.float64).cos()
+    level = 2 * float(v @ curvature.push(v)) / len(v)
     if precision.dim() == 2 or not 0 < level < float(precision.max()):
         return posterior.operator
-    return posterior.statistics.curvature.with_prior(precision.clamp(max=level))
+    return curvature.with_prior(precision.clamp(max=level))
 
 
-def by_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """function of each row, at once; one by one where it cannot be vectorised (control flow in
-    a user's own code).
+def map_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
+    """Apply a function to each row of values, at once where it can be vectorised.
+
+    A user's own code with control flow cannot: it is called row by row.
     """
     try:
         result: Tensor = torch.func.vmap(function)(values)
@@ -141,7 +160,7 @@ def by_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PriorChange:
-    """How log π changes with a step δ (m, P) from θ̂; exact and without cancellation for a
+    """The change of log π with a step δ (m, P) from θ̂; exact and without cancellation for a
     Gaussian.
     """
 
@@ -150,49 +169,46 @@ class PriorChange:
 
     @property
     def gaussian(self) -> bool:
+        """Return whether the prior is Gaussian, so that its curvature does not change."""
         return isinstance(self.bound, BoundGaussian)
 
     def value(self, step: Tensor) -> Tensor:
-        """log π(θ̂ + δ) − log π(θ̂) (m,)."""
+        """Return log π(θ̂ + δ) − log π(θ̂) (m,)."""
         if self.gaussian:
             return (step * (self.bound.gradient(self.theta) + 0.5 * self.gradient(step))).sum(-1)
-        return by_rows(self.bound.log_prob, self.theta + step) - self.bound.log_prob(self.theta)
+        return map_rows(self.bound.log_prob, self.theta + step) - self.bound.log_prob(self.theta)
 
     def gradient(self, step: Tensor) -> Tensor:
-        """∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P)."""
+        """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P)."""
         if self.gaussian:
             return -self.bound.precision(self.theta) * step
-        return by_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
+        return map_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
 
     def precision(self, step: Tensor) -> Tensor | None:
-        """The change of −∇² log π as (m, P, P); None where there is none."""
+        """Return the change of −∇² log π (m, P, P); None where there is none."""
         if self.gaussian:
             return None
-        change = by_rows(self.bound.precision, self.theta + step) - self.bound.precision(self.theta)
+        change = map_rows(self.bound.precision, self.theta + step) - self.bound.precision(
+            self.theta
+        )
         return torch.diag_embed(change) if change.dim() == 2 else change
 
 
-def take(x: Inputs, rows: Tensor) -> Inputs:
-    """Some rows of an input."""
-    return map_inputs(lambda part: part[rows], x)
-
-
-def leading(row: Inputs) -> Inputs:
-    """One row -> a batch of one."""
+def as_batch(row: Inputs) -> Inputs:
+    """Return one row of an input as a batch of one."""
     return map_inputs(lambda part: part.unsqueeze(0), row)
 
 
-def square(precision: Tensor) -> Tensor:
-    """(P,) or (P, P) -> (P, P)."""
+def as_matrix(precision: Tensor) -> Tensor:
+    """Return a precision as a matrix (P, P), from (P,) or (P, P)."""
     return torch.diag(precision) if precision.dim() == 1 else precision
 
 
 def solve_rows(operator: Operator, factor: Tensor | None, values: Tensor) -> Tensor:
-    """H⁻¹ v for each row of values (m, P): by the factor of H where there is one, else by the
-    structure.
+    """Return H⁻¹v for each row v of values (m, P): (m, P).
+
+    It uses the Cholesky factor of H (P, P) where there is one, else the structure.
     """
-    return (
-        torch.cholesky_solve(values.mT, factor).mT
-        if factor is not None
-        else operator.solve_many(values.mT).mT
-    )
+    if factor is not None:
+        return torch.cholesky_solve(values.mT, factor).mT
+    return operator.solve_many(values.mT).mT

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
+from ssla.refit.increments import FISHER
 from ssla.refit.weights.anderson import Progress
 
 EXACT, TRACES, FROZEN, STRUCTURE = "exact", "traces", "frozen", "structure"
 HESSIAN = "hessian"
 LOGDETS = (EXACT, TRACES, FROZEN, STRUCTURE)
+FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
+FAILURES = (FALLBACK, NAN, RAISE)
 MATRICES_AT_ONCE = 1 << 26  # bytes of P×P matrices formed together
 
 
@@ -30,7 +33,7 @@ class Options:
 
 
 class Solved(NamedTuple):
-    """M tasks, each at its own mode: three increments, and how they were computed. All (M,)."""
+    """The increments of M tasks, each at its own mode, and how they were computed. All are (M,)."""
 
     likelihood: Tensor
     prior: Tensor
@@ -43,75 +46,88 @@ class Solved(NamedTuple):
 
     @property
     def total(self) -> Tensor:
+        """The un-normalised log densities (M,)."""
         return self.likelihood + self.prior + self.curvature
 
     @staticmethod
     def untried(count: int) -> Solved:
-        """Tasks that were not solved."""
-        nothing, no = (
-            torch.full((count,), torch.nan, dtype=torch.float64),
-            torch.zeros(count, dtype=torch.bool),
-        )
-        return Solved(
-            nothing, nothing, nothing, no, no, no.long(), nothing, torch.zeros_like(nothing)
-        )
+        """Return `count` tasks that were not solved: NaN, and not converged."""
+        nan = torch.full((count,), torch.nan, dtype=torch.float64)
+        no = torch.zeros(count, dtype=torch.bool)
+        return Solved(nan, nan, nan, no, no, no.long(), nan, error=torch.zeros_like(nan))
 
-    @staticmethod
-    def joined(parts: list[Solved]) -> Solved:
-        return Solved(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    def with_tasks(self, tasks: Tensor, answers: Solved) -> Solved:
+        """Replace the answers of some tasks (k,)."""
+        columns = zip(self, answers, strict=True)
+        return Solved(*(before.index_copy(0, tasks, after) for before, after in columns))
 
 
 class Engine(Protocol):
     """Refits at fixed inputs for any tasks (row of x (M,), y (M, …))."""
 
     @property
-    def tasks_at_once(self) -> int: ...
-
-    def solve(self, where: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
-        """progress: called with the number of tasks that converged (see `Progress`)."""
+    def tasks_at_once(self) -> int:
+        """The number of tasks that `solve` should get in one call."""
         ...
 
-    def stuck(self, where: Tensor, y: Tensor) -> Tensor:
-        """Which tasks do not approach a mode in a few gradients (M,), because none is near θ̂.
+    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+        """Refit each task at its own mode.
 
-        For a trial before many tasks.
+        progress: called with the number of tasks that converged (see `Progress`).
         """
         ...
 
-    def modes(self, where: Tensor, y: Tensor) -> Tensor:
-        """θ̃ (M, P)."""
+    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return which tasks do not approach a mode in a few gradients (M,), because none is near
+        θ̂.
+
+        It is for a trial before many tasks.
+        """
+        ...
+
+    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return θ̃ of each task (M, P)."""
         ...
 
 
-def own_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-    """−½ log|I + ΛK|, the determinant frozen at θ̂ but for the new point's own curvature; and where
-    it exists.
+def curvature_of(likelihood: Likelihood, kind: str, y: Tensor, f: Tensor) -> Tensor:
+    """Return Λ of one kind at outputs f (…, C): (…, C, C), which may broadcast.
 
-    Leaves out tr H⁻¹(H(θ̃) − H(θ̂)), which is O(1/n).
+    kind: FISHER for the Fisher information; any other kind has the observed curvature.
     """
-    factor = linalg.identity_plus(root, precision)
+    return likelihood.fisher(f) if kind == FISHER else likelihood.precision(y, f)
+
+
+def new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+    """Return −½ log|I + ΛK| (m,), and where it exists (m,): the determinant frozen at θ̂ but for
+    the new row.
+
+    root R (m, C, C) with R Rᵀ = K, precision Λ (m, C, C). It leaves out tr H⁻¹(H(θ̃) − H(θ̂)),
+    which is O(1/n).
+    """
+    factor = linalg.factorise_identity_plus(root, precision)
     return torch.where(factor.positive, -0.5 * factor.logdet(), torch.nan), factor.positive
 
 
-def own_pull(law: Likelihood, y: Tensor, f: Tensor, root: Tensor, along: Tensor) -> Tensor:
-    """u = (I + ΛK)⁻¹Λ Jz at each task's own point: what its curvature takes off a step z by
-    Woodbury.  along Jz (m, C) -> (m, C).
+def new_row_pull(likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz: Tensor) -> Tensor:
+    """Return u = (I + ΛK)⁻¹Λ Jz at each task's new row (m, C), for Jz (m, C).
 
-    Λ is the observed precision, the Fisher where that makes I + RᵀΛR indefinite: it steers a step,
-    not an answer.
+    By Woodbury's formula it is what the curvature of that row takes off a step z. Λ is the observed
+    precision at outputs f (m, C), and the Fisher information where that makes I + RᵀΛR indefinite:
+    it steers a step and is in no answer.
     """
-    precision = law.precision(y, f)
-    factor = linalg.identity_plus(root, precision)
-    bad = (~factor.positive).nonzero().squeeze(-1)
-    if bad.numel():
+    precision = likelihood.precision(y, f)
+    factor = linalg.factorise_identity_plus(root, precision)
+    indefinite = (~factor.positive).nonzero().squeeze(-1)
+    if indefinite.numel():
         precision = precision.clone()
-        precision[bad] = law.fisher(f[bad])
-        factor = linalg.identity_plus(root, precision)
-    v = (precision @ along.unsqueeze(-1)).squeeze(-1)
-    white = factor.solve(linalg.upper_times(root, v))
-    return v - (precision @ linalg.lower_times(root, white).unsqueeze(-1)).squeeze(-1)
+        precision[indefinite] = likelihood.fisher(f[indefinite])
+        factor = linalg.factorise_identity_plus(root, precision)
+    v = (precision @ Jz.unsqueeze(-1)).squeeze(-1)
+    white = factor.solve(linalg.multiply_root_transposed(root, v))
+    return v - (precision @ linalg.multiply_root(root, white).unsqueeze(-1)).squeeze(-1)
 
 
-def at_once(budget: int, size: int) -> int:
-    """How many P×P matrices may be formed together."""
+def matrices_at_once(budget: int, size: int) -> int:
+    """Return how many P×P matrices of `size` may be formed together, at least one."""
     return max(min(MATRICES_AT_ONCE, budget // 4) // (8 * 4 * size * size), 1)

@@ -10,20 +10,21 @@ from typing import Any
 
 
 def main() -> None:
-    """The console script. Ctrl-C prints one line also during the imports."""
+    """Run the console script; Ctrl-C prints one line also during the imports."""
     try:
-        _app()()
-    except (KeyboardInterrupt, SystemExit) as end:
+        _import_app()()
+    except (KeyboardInterrupt, SystemExit) as error:
         # outside of a command typer turns a KeyboardInterrupt into exit code 130 without a message
-        if isinstance(end, SystemExit) and not isinstance(
-            getattr(end.__context__, "__cause__", None), KeyboardInterrupt
+        if isinstance(error, SystemExit) and not isinstance(
+            getattr(error.__context__, "__cause__", None), KeyboardInterrupt
         ):
             raise
         sys.stderr.write("Interrupted. Nothing was written.\n")
         raise SystemExit(130) from None
 
 
-def _app() -> Any:
+def _import_app() -> Any:
+    """Import and return the application; exit with code 1 if typer or rich is not installed."""
     try:
         from ssla.tables.cli.app import app
     except ImportError as error:

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ssla import __version__
-from ssla.tables.cli.console import err, reports_errors, show
+from ssla.tables.cli.console import err, print_values, report_errors
 
 app = typer.Typer(
     help="Predictions with intervals from a table: train, predict, evaluate.",
@@ -50,26 +50,28 @@ OtherThousands = Annotated[
 ]
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(is_wanted: bool) -> None:
+    """Print the version and exit, if --version was given."""
+    if is_wanted:
         typer.echo(f"ssla {__version__}")
         raise typer.Exit
 
 
 @app.callback()
-def _options(
+def _read_common_options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
         ),
     ] = False,
 ) -> None:
+    # A docstring would replace the help of the app. The option has a callback of its own.
     pass
 
 
 @app.command()
-@reports_errors
+@report_errors
 def train(
     data: Data,
     target: Target,
@@ -114,25 +116,25 @@ def train(
     from ssla.tables.cli.work import train_file
 
     request = Request(
-        data,
-        target,
-        output,
-        tuple(drop),
-        likelihood,
-        "auto" if members is None else members,
-        max_epochs,
-        test_fraction,
-        conformal,
-        tune_trials,
-        seed,
-        decimal,
-        thousands,
+        data=data,
+        target=target,
+        output=output,
+        drop=tuple(drop),
+        likelihood=likelihood,
+        members="auto" if members is None else members,
+        max_epochs=max_epochs,
+        test_fraction=test_fraction,
+        conformal=conformal,
+        tune_trials=tune_trials,
+        seed=seed,
+        decimal=decimal,
+        thousands=thousands,
     )
-    show(train_file(request, quiet or as_json), as_json, "trained")
+    print_values(train_file(request, quiet or as_json), as_json, "trained")
 
 
 @app.command()
-@reports_errors
+@report_errors
 def predict(
     model: Model,
     data: Data,
@@ -177,18 +179,15 @@ def predict(
                         --level
     mass, rung, notes   as above
     """
-    from ssla.tables.cli.work import Marks, predict_file
+    from ssla.tables.cli.work import NumberFormat, predict_file
 
-    marks = Marks(decimal, thousands)
-    show(
-        predict_file(model, data, output, tuple(level), refit, tuple(keep), marks),
-        as_json,
-        "predicted",
-    )
+    number_format = NumberFormat(decimal, thousands)
+    summary = predict_file(model, data, output, tuple(level), refit, tuple(keep), number_format)
+    print_values(summary, as_json, "predicted")
 
 
 @app.command()
-@reports_errors
+@report_errors
 def evaluate(
     model: Model,
     data: Data,
@@ -204,13 +203,14 @@ def evaluate(
 
     Example: ssla evaluate model/ test.csv
     """
-    from ssla.tables.cli.work import Marks, evaluate_file
+    from ssla.tables.cli.work import NumberFormat, evaluate_file
 
-    show(evaluate_file(model, data, refit, Marks(decimal, thousands)), as_json, "scores")
+    scores = evaluate_file(model, data, refit, NumberFormat(decimal, thousands))
+    print_values(scores, as_json, "scores")
 
 
 @app.command()
-@reports_errors
+@report_errors
 def sensitivity(
     model: Model,
     data: Data,
@@ -218,19 +218,20 @@ def sensitivity(
     thousands: OtherThousands = None,
     as_json: Json = False,
 ) -> None:
-    """How much the predictions depend on the prior.
+    """Compare the predictions under weaker and stronger priors.
+
+    Prints how far mean, doubt and intervals move with the prior of each network.
 
     Example: ssla sensitivity model/ new.csv
     """
-    from ssla.tables.cli.work import Marks, sensitivity_of
+    from ssla.tables.cli.work import NumberFormat, compare_priors
 
-    show(
-        sensitivity_of(model, data, Marks(decimal, thousands)), as_json, "sensitivity to the prior"
-    )
+    comparisons = compare_priors(model, data, NumberFormat(decimal, thousands))
+    print_values(comparisons, as_json, "sensitivity to the prior")
 
 
 @app.command()
-@reports_errors
+@report_errors
 def report(
     model: Model,
     data: Annotated[
@@ -257,18 +258,19 @@ def report(
             "A page needs a table and a file: ssla report model/ test.csv -o report.html"
         )
     if data is None or output is None:
-        from ssla.tables.cli.work import report_of
+        from ssla.tables.cli.work import describe_model
 
-        show(report_of(model), as_json, "model")
+        print_values(describe_model(model), as_json, "model")
         return
     from ssla.tables.cli.report_command import write_page
-    from ssla.tables.cli.work import Marks
+    from ssla.tables.cli.work import NumberFormat
 
-    show(write_page(model, data, output, Marks(decimal, thousands)), as_json, "report")
+    summary = write_page(model, data, output, NumberFormat(decimal, thousands))
+    print_values(summary, as_json, "report")
 
 
 @app.command()
-@reports_errors
+@report_errors
 def cost(
     data: Data,
     target: Target,
@@ -283,17 +285,15 @@ def cost(
 
     Example: ssla cost houses.csv --target price --weights all --structure kfac
     """
-    from ssla.tables.cli.work import Marks, cost_of
+    from ssla.tables.cli.work import NumberFormat, estimate_file_cost
 
-    show(
-        cost_of(data, target, tuple(drop), weights, structure, Marks(decimal, thousands)),
-        as_json,
-        "cost",
-    )
+    number_format = NumberFormat(decimal, thousands)
+    facts = estimate_file_cost(data, target, tuple(drop), weights, structure, number_format)
+    print_values(facts, as_json, "cost")
 
 
 @app.command()
-@reports_errors
+@report_errors
 def demo(
     output: Annotated[Path, typer.Option("--output", "-o", help="The picture.")] = Path("demo.png"),
 ) -> None:
@@ -301,14 +301,14 @@ def demo(
 
     Example: ssla demo -o demo.png
     """
-    from ssla.demo import run
+    from ssla.demo import run_demo
 
-    run(output)
+    run_demo(output)
     err.print(f"wrote {output}", markup=False)
 
 
 @app.command()
-@reports_errors
+@report_errors
 def reproduce(
     studies: Annotated[
         list[str] | None, typer.Argument(help="Names of studies; an unknown name lists them.")
@@ -333,7 +333,7 @@ def reproduce(
     Example: ssla reproduce --all --quick --folder /tmp/paper
     """
     try:
-        from ssla_paper.__main__ import reproduce as work
+        from ssla_paper.__main__ import reproduce as run_studies
         from ssla_paper.studies import STUDIES
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "ssla_paper":
@@ -347,7 +347,7 @@ def reproduce(
     if not names:
         raise ValueError(f"Name a study ({', '.join(STUDIES)}), or give --all.")
     try:
-        work(names, folder, quick=quick, jobs=jobs, page=page, work=not report)
+        run_studies(names, folder, quick=quick, jobs=jobs, page=page, work=not report)
     except KeyboardInterrupt:
         err.print(
             "Interrupted: finished tasks are kept. Run the command again to continue.", style="red"

@@ -19,20 +19,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-out, err = (
-    Console(highlight=False, soft_wrap=True),
-    Console(stderr=True, highlight=False, soft_wrap=True),
-)
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
 REPORTED = (ValueError, TypeError, OSError, ImportError, FloatingPointError, MemoryError)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def reports_errors(command: Command) -> Command:
-    """Prints errors as one sentence and sets the exit code; prints warnings as notes."""
+def report_errors(command: Command) -> Command:
+    """Return the command with errors printed as one sentence, exit codes, and warnings as notes."""
 
     @functools.wraps(command)
-    def run(*arguments: Any, **options: Any) -> Any:
+    def run_command(*arguments: Any, **options: Any) -> Any:
+        """Run the command; typer.Exit has the exit code 1 for an error, 130 if interrupted."""
         notes: list[warnings.WarningMessage] = []
         try:
             with warnings.catch_warnings(record=True) as notes:
@@ -49,49 +48,54 @@ def reports_errors(command: Command) -> Command:
                 err.print(f"Error: {text}", style="red", markup=False)
             raise typer.Exit(1) from None
         finally:
-            for text in dict.fromkeys(
-                str(w.message) for w in notes if issubclass(w.category, UserWarning)
-            ):
+            # Each text once, in the order of the warnings.
+            texts = [str(note.message) for note in notes if issubclass(note.category, UserWarning)]
+            for text in dict.fromkeys(texts):
                 err.print(f"note: {text}", style="yellow", markup=False)
 
-    return run  # type: ignore[return-value]
+    return run_command  # type: ignore[return-value]
 
 
-def show(values: dict[str, Any], as_json: bool, title: str = "") -> None:
-    """Print values as a table, or as JSON."""
+def print_values(values: dict[str, Any], as_json: bool, title: str = "") -> None:
+    """Print values as a table, or as one JSON object."""
     if as_json:
         _print_json(values)
         return
     table = Table(title=title or None, show_header=False, box=None, title_justify="left")
     for name, value in values.items():
         if isinstance(value, dict):
-            text = ", ".join(f"{k}: {_short(v)}" for k, v in value.items()) or "none"
+            text = ", ".join(f"{k}: {_format_value(v)}" for k, v in value.items()) or "none"
         else:
-            text = _short(value)
+            text = _format_value(value)
         table.add_row(Text(name.replace("_", " ")), Text(text))
     out.print(table)
 
 
 def _print_json(values: dict[str, Any]) -> None:
-    """One object on standard output, without colours; NaN and infinity become null."""
-    typer.echo(json.dumps(_plain(values), indent=2, default=str, allow_nan=False))
+    """Print one object on standard output, without colours; NaN and infinity become null."""
+    typer.echo(json.dumps(_replace_non_finite(values), indent=2, default=str, allow_nan=False))
 
 
-def _plain(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
+    """Return nested values with None for numbers that JSON cannot hold, and texts as keys."""
     if isinstance(value, dict):
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {str(name): _replace_non_finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_replace_non_finite(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _short(value: Any) -> str:
+def _format_value(value: Any) -> str:
+    """Return the text of a value; a float has four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @contextmanager
-def progress(total: int, label: str, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr; call the result with the number of finished steps."""
+def show_progress(total: int, label: str, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on stderr; yield a function of the number of finished steps.
+
+    quiet: without a bar.
+    """
     if quiet:
         yield lambda done: None
         return

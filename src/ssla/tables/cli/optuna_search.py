@@ -14,18 +14,26 @@ from typing import Any
 
 import numpy as np
 
-from ssla.tables.cli.console import progress
-from ssla.tables.cli.train import Request, make, shuffled, smaller, without_mixtures
+from ssla.tables.cli.console import show_progress
+from ssla.tables.cli.train import (
+    Request,
+    make_estimator,
+    one_network_request,
+    shuffle_rows,
+    without_mixtures,
+)
 from ssla.tables.columns import Encoded
 
-STUDY_FRACTION = 0.2
+STUDY_FRACTION = 0.2  # of the training rows, which score the trials: a guess
 
 
-def best_options(
+def search_options(
     request: Request, rows: Encoded, y: np.ndarray, likelihood: str, quiet: bool
 ) -> tuple[dict[str, Any], str]:
-    """The options of the best trial on these training rows, including earlier calls; and
-    whether there were any.
+    """Return the options of the best trial, and a text on whether earlier trials were continued.
+
+    rows, y: training rows and their targets (n,).  quiet: without a progress bar. Raises
+    ImportError if Optuna is not installed.
     """
     try:
         import optuna
@@ -34,55 +42,64 @@ def best_options(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     output = request.output
     output.parent.mkdir(parents=True, exist_ok=True)
-    file = output.with_name(f"{output.name}.study.db")
+    database = output.with_name(f"{output.name}.study.db")
     study = optuna.create_study(
-        storage=f"sqlite:///{file}",
-        study_name=f"{request.target}, {likelihood}, {_fingerprint(request, rows.values, y)}",
+        storage=f"sqlite:///{database}",
+        study_name=f"{request.target}, {likelihood}, {_hash_study(request, rows.values, y)}",
         load_if_exists=True,
         direction="minimize",
     )
     done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
     left = max(request.tune_trials - done, 0)
-    study.sampler = optuna.samplers.TPESampler(
-        seed=request.seed + len(study.trials)
-    )  # do not repeat earlier trials
-    order, most = shuffled(y, likelihood, request.seed + 1)
+    # With the seed of the first call, the sampler would repeat earlier trials.
+    study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))
+    order, most = shuffle_rows(y, likelihood, request.seed + 1)
     count = min(max(round(STUDY_FRACTION * len(y)), 2), most)
-    aside, kept = order[:count], order[count:]
+    held_out = order[:count]
+    kept = order[count:]
 
-    def objective(trial: Any) -> float:
-        estimator = make(smaller(request), likelihood, _suggest(trial))
-        estimator.fit(rows[kept], y[kept])
-        return float(estimator.evaluate(without_mixtures(rows[aside]), y[aside])["nll"])
-
-    with progress(left, "tuning", quiet) as advance:
-        study.optimize(
-            objective, n_trials=left, callbacks=[lambda s, t: advance(t.number + 1 - done)]
+    def score_trial(trial: Any) -> float:
+        """Train one network with the options of a trial, and return its NLL at held-out rows."""
+        estimator = make_estimator(
+            one_network_request(request), likelihood, _suggest_options(trial)
         )
-    return _options(
-        study.best_params
-    ), f"continued with {done} earlier trials" if done else "new study"
+        estimator.fit(rows[kept], y[kept])
+        return float(estimator.evaluate(without_mixtures(rows[held_out]), y[held_out])["nll"])
+
+    # Trials are numbered over all calls, and the bar shows those of this one.
+    with show_progress(left, "tuning", quiet) as advance:
+        study.optimize(
+            score_trial,
+            n_trials=left,
+            callbacks=[lambda study, trial: advance(trial.number + 1 - done)],
+        )
+    history = f"continued with {done} earlier trials" if done else "new study"
+    return _estimator_options(study.best_params), history
 
 
-def _fingerprint(request: Request, X: np.ndarray, y: np.ndarray) -> str:
-    """A digest of what the score of a trial depends on: the rows, and the request without paths
-    and number of trials.
+def _hash_study(request: Request, X: np.ndarray, y: np.ndarray) -> str:
+    """Return a digest of all that the score of a trial depends on.
+
+    That is the rows X (n, d) and y (n,), and the request without paths and number of trials.
     """
-    settings = replace(smaller(request), data=Path(), output=Path(), tune_trials=0)
+    settings = replace(one_network_request(request), data=Path(), output=Path(), tune_trials=0)
     digest = hashlib.sha256(f"{settings} {X.shape} {y.tolist()}".encode())
     digest.update(np.ascontiguousarray(X).tobytes())
     return digest.hexdigest()[:16]
 
 
-def _suggest(trial: Any) -> dict[str, Any]:
+def _suggest_options(trial: Any) -> dict[str, Any]:
+    """Let the sampler choose the parameters of a trial; return them as options of an estimator."""
     trial.suggest_categorical("width", [25, 50, 100])
     trial.suggest_int("layers", 1, 3)
     trial.suggest_categorical("activation", ["silu", "relu", "tanh"])
     trial.suggest_float("learning_rate", 1e-3, 3e-2, log=True)
     trial.suggest_float("prior_precision", 1e-2, 1e2, log=True)
-    return _options(trial.params)
+    return _estimator_options(trial.params)
 
 
-def _options(found: dict[str, Any]) -> dict[str, Any]:
-    rest = {name: value for name, value in found.items() if name not in ("width", "layers")}
-    return {"hidden": (int(found["width"]),) * int(found["layers"]), **rest}
+def _estimator_options(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a trial with width and layers as one option, `hidden`."""
+    options = dict(parameters)
+    width = int(options.pop("width"))
+    return {"hidden": (width,) * int(options.pop("layers")), **options}

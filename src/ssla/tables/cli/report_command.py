@@ -11,14 +11,22 @@ from typing import Any
 import numpy as np
 
 from ssla._checks import writable
-from ssla.tables.cli.work import Marks
-from ssla.tables.columns import TableError
-from ssla.tables.report import page_of
-from ssla.tables.report.table_models import of_table, used
+from ssla.tables.cli.work import NumberFormat
+from ssla.tables.columns import Table, TableError
+from ssla.tables.estimators.training_table import TrainingTable
+from ssla.tables.report import build_page
+from ssla.tables.report.table_models import describe_columns, table_subject
 from ssla.tables.scoring.saved_models import open_trained
 
 
-def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str, Any]:
+def write_page(
+    model: Path, data: Path, output: Path, number_format: NumberFormat
+) -> dict[str, Any]:
+    """Write the page of a model on the rows of a table, and return a summary.
+
+    Raises ValueError for standard input and for another file than HTML, and TableError if no row
+    has a target that the model knows.
+    """
     if output.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"The page must be an .html file, but --output is {output}.")
     if str(data) == "-":
@@ -28,11 +36,39 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
     writable(output)
     opened, training = open_trained(model)
     estimator = opened.estimator
-    table = marks.read(data, training)
+    table = number_format.read(data, training)
+    y, rows, remarks = _select_rows(estimator, training, table)
+    subject = table_subject(estimator, table, y, training.target, rows, remarks=remarks)
+    files = [file for file in sorted(model.iterdir()) if file.is_file()]
+    subject = replace(
+        subject,
+        columns=describe_columns(estimator.plan_, training.target),
+        fit=(*subject.fit, ("Training", list_facts(training.facts))),
+        hashes=(
+            (f"table {data.name}", hash_file(data)),
+            *((f"model file {file.name}", hash_file(file)) for file in files),
+        ),
+    )
+    written = build_page(subject, f"How sure is the prediction of {training.target}?").save(output)
+    return {
+        "output": str(written),
+        "rows": len(rows),
+        "megabytes": round(written.stat().st_size / 1e6, 2),
+    }
+
+
+def _select_rows(
+    estimator: Any, training: TrainingTable, table: Table
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Return targets (m,), codes for classes, and numbers (m,) of the rows that can be scored.
+
+    Also return sentences on the rows that are left out. Raises TableError if no row has a label
+    that the model knows.
+    """
     classes = getattr(estimator, "classes_", None)
-    y, given = training.observed(table, classes)
-    rows = given.nonzero()[0]
-    remarks = []
+    y, has_target = training.observed(table, classes)
+    rows = has_target.nonzero()[0]
+    remarks: list[str] = []
     if classes is not None:
         known = np.isin(y, classes)
         if not known.any():
@@ -42,30 +78,15 @@ def write_page(model: Path, data: Path, output: Path, marks: Marks) -> dict[str,
                 "Left out: rows with a label that is not in the training table "
                 f"({int((~known).sum()):,})."
             )
-        rows, y = rows[known], np.searchsorted(classes, y[known])
-    if not given.all():
-        remarks.append(f"Left out: rows without a target ({int((~given).sum()):,}).")
-    subject = of_table(estimator, table, y, training.target, rows, remarks=remarks)
-    files = [file for file in sorted(model.iterdir()) if file.is_file()]
-    subject = replace(
-        subject,
-        columns=used(estimator.plan_, training.target),
-        fit=(*subject.fit, ("Training", trained(training.facts))),
-        hashes=(
-            (f"table {data.name}", digest(data)),
-            *((f"model file {file.name}", digest(file)) for file in files),
-        ),
-    )
-    written = page_of(subject, f"How sure is the prediction of {training.target}?").save(output)
-    return {
-        "output": str(written),
-        "rows": len(rows),
-        "megabytes": round(written.stat().st_size / 1e6, 2),
-    }
+        rows = rows[known]
+        y = np.searchsorted(classes, y[known])
+    if not has_target.all():
+        remarks.append(f"Left out: rows without a target ({int((~has_target).sum()):,}).")
+    return y, rows, remarks
 
 
-def trained(facts: Mapping[str, Any]) -> str:
-    """Facts that `ssla train` stored, one a line."""
+def list_facts(facts: Mapping[str, Any]) -> str:
+    """Return the facts that `ssla train` stored, one a line; tables of facts are left out."""
     return "\n".join(
         f"{name.replace('_', ' '):<22}  {value}"
         for name, value in facts.items()
@@ -73,10 +94,10 @@ def trained(facts: Mapping[str, Any]) -> str:
     )
 
 
-def digest(path: Path) -> str:
-    """SHA-256 of a file."""
-    found = hashlib.sha256()
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file, read in blocks of a mebibyte."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()

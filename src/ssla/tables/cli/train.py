@@ -1,4 +1,4 @@
-"""Parts of `ssla train`: table -> encoded rows and target -> the estimator of a request."""
+"""The steps of `ssla train`: a table -> encoded rows and target -> the estimator of a request."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 import ssla
-from ssla._checks import one_of, warn
+from ssla._checks import check_name, warn
 from ssla.tables.columns import Encoded, Plan, Table, TableError, Target, read_target
 from ssla.tables.estimators import SSLAClassifier, SSLARegressor, TableEncoder
-from ssla.tables.networks.embeddings import dimensions_of
+from ssla.tables.networks.embeddings import embedding_dimensions
 from ssla.tables.networks.ensemble import CLASSES
 from ssla.tables.networks.training import Architecture
 
@@ -26,8 +26,8 @@ LIKELIHOODS = (
     "logit_normal",
     CLASSES,
 )
-FEWEST_ROWS = 10
-SMALLEST_TEST = 5
+FEWEST_ROWS = 10  # with a target: a guess
+SMALLEST_TEST = 5  # rows: fewer than these are no test, and are used for the training
 LARGEST_TRIED = (100, 100)  # hidden layers, by --tune-trials
 
 
@@ -52,7 +52,7 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A training table as the estimators read it."""
+    """A training table in the form that the estimators read."""
 
     rows: Encoded  # those with a target
     target: Target
@@ -62,10 +62,12 @@ class Prepared:
 
     @property
     def plan(self) -> Plan:
+        """The plan of the encoded rows."""
         return self.rows.plan
 
     @property
     def y(self) -> np.ndarray:
+        """The targets (n,) of the rows; codes for classes."""
         return self.target.y
 
     @property
@@ -75,24 +77,31 @@ class Prepared:
 
 
 def prepare(table: Table, request: Request) -> Prepared:
-    """The rows and the target of a training table, or a TableError."""
-    one_of("likelihood", request.likelihood, LIKELIHOODS)
+    """Return the encoded rows and the target of a training table.
+
+    Raises ValueError for an unknown likelihood, and TableError for unknown columns, too few rows,
+    or a target that cannot be predicted.
+    """
+    check_name("likelihood", request.likelihood, LIKELIHOODS)
     for name in request.drop:
         table.cells_of(name)  # its error names the most similar column
-    asked = None if request.likelihood == "auto" else request.likelihood == CLASSES
-    target = read_target(table, request.target, asked)
+    as_classes = None if request.likelihood == "auto" else request.likelihood == CLASSES
+    target = read_target(table, request.target, as_classes)
     _check_target(table, target, request)
     encoder = TableEncoder(drop=(request.target, *request.drop), codes=True)
     rows = encoder.fit(table, rows=target.given).encode(table)
-    read_as = rows.plan.interpretation | (
-        {f"{request.target} (target)": target.interpretation} if target.interpretation else {}
-    )
+    read_as = dict(rows.plan.interpretation)
+    if target.interpretation:
+        read_as[f"{request.target} (target)"] = target.interpretation
     likelihood = CLASSES if target.classes else request.likelihood
     return Prepared(rows[target.given], target, likelihood, rows.missing, read_as)
 
 
 def _check_target(table: Table, target: Target, request: Request) -> None:
-    """TableError for too few rows and for a constant; a note for 0 and 1 that may be classes."""
+    """Check that a target has enough rows and several values; TableError if not.
+
+    Warns if it has only the values 0 and 1, which may be classes.
+    """
     if len(target.y) < FEWEST_ROWS:
         raise TableError(
             f"{table.path} has {len(target.y)} rows with a target; at least {FEWEST_ROWS} are "
@@ -111,10 +120,11 @@ def _check_target(table: Table, target: Target, request: Request) -> None:
 
 
 def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
-    """ValueError before training if the curvature of the last layer exceeds the memory budget:
-    very many classes.
+    """Check before training that the curvature of the last layer fits into the memory budget.
+
+    Raises TableError if it does not, because of very many classes. hidden: the widths of layers.
     """
-    module = architecture_of(ready, hidden).build()
+    module = table_architecture(ready, hidden).build()
     cost = ssla.estimate_cost(module, len(ready.y), structure="dense")
     if not cost.fits:
         raise TableError(
@@ -124,31 +134,37 @@ def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
         )
 
 
-def architecture_of(ready: Prepared, hidden: tuple[int, ...]) -> Architecture:
-    """A network for the columns and the target of a table, without pieces."""
-    levels = ready.plan.levels
+def table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Architecture:
+    """Return a network for the columns and the target of a table, without pieces."""
+    levels = ready.plan.level_counts
     return Architecture(
         ready.plan.width,
         ready.classes or 1,
         hidden,
         levels=levels,
-        dimensions=dimensions_of(levels),
+        dimensions=embedding_dimensions(levels),
     )
 
 
-def split(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Rows for training, and rows for the scores (none if they would be fewer than five)."""
+def split_rows(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of rows for training, and of rows for the scores, by targets y (n,).
+
+    There are none for the scores if they would be fewer than five. Raises ValueError for a fraction
+    that is not in [0, 1).
+    """
     if not 0 <= request.test_fraction < 1:
         raise ValueError(
             f"--test-fraction must be between 0 and 1, but is {request.test_fraction:g}."
         )
-    order, most = shuffled(y, likelihood, request.seed)
+    order, most = shuffle_rows(y, likelihood, request.seed)
     count = min(round(len(y) * request.test_fraction), most)
-    return (order[count:], order[:count]) if count >= SMALLEST_TEST else (order, order[:0])
+    if count < SMALLEST_TEST:
+        count = 0
+    return order[count:], order[:count]
 
 
-def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
-    """A random order of the rows, and how many of the first may be held out.
+def shuffle_rows(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
+    """Return a random order of the rows y (n,), and how many of the first may be held out.
 
     For classes the order is stratified: the r-th of n rows of a class is at (r + ½)/n. The last row
     of every class comes after all others and is never held out.
@@ -158,14 +174,19 @@ def shuffled(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int
         return order, len(y)
     _, codes, sizes = np.unique(y[order], return_inverse=True, return_counts=True)
     by_class = np.argsort(codes, kind="stable")
+    # the number of each row among those of its class
     rank = np.empty(len(y), dtype=int)
     rank[by_class] = np.arange(len(y)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-    place = np.where(rank == sizes[codes] - 1, 1.0, (rank + 0.5) / sizes[codes])
-    return order[np.argsort(place, kind="stable")], len(y) - len(sizes)
+    # The last row of a class gets the position 1, after all others.
+    position = np.where(rank == sizes[codes] - 1, 1.0, (rank + 0.5) / sizes[codes])
+    return order[np.argsort(position, kind="stable")], len(y) - len(sizes)
 
 
-def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
-    """The estimator of a request, not fitted."""
+def make_estimator(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
+    """Return the estimator of a request, not fitted. options: of the estimator, as its keywords.
+
+    Raises ValueError for conformal intervals of classes.
+    """
     shared = {
         "members": request.members,
         "max_epochs": request.max_epochs,
@@ -180,16 +201,16 @@ def make(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
 
 
 def without_mixtures(rows: Encoded) -> Encoded:
-    """The same numbers, with gaps that stay filled: no row is a mixture over training values.
+    """Return the rows with their gaps as known values, so that none is a mixture over values.
 
-    Calibration rows of --conformal and rows that score a trial have always been read so. It takes a
-    sixteenth of the time, and the scores are those of slightly other predictives.
+    Calibration rows of --conformal and rows that score a trial are read so. It takes a sixteenth of
+    the time, and the scores are those of slightly other predictives.
     """
     return replace(rows, unlearned=np.zeros_like(rows.unlearned))
 
 
-def rows_seen(estimator: Any) -> dict[str, Any]:
-    """The numbers of training and of calibration rows."""
+def count_rows(estimator: Any) -> dict[str, Any]:
+    """Return the numbers of training and of calibration rows, for the summary."""
     conformal = getattr(estimator, "conformal_", None)
     return {
         "rows_trained": estimator.ensemble_.components[0].posterior.report.n,
@@ -198,6 +219,6 @@ def rows_seen(estimator: Any) -> dict[str, Any]:
     }
 
 
-def smaller(request: Request) -> Request:
-    """The estimator of a trial: one network."""
+def one_network_request(request: Request) -> Request:
+    """Return the request of a trial: one network without conformal intervals."""
     return replace(request, members=1, conformal=False)

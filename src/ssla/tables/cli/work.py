@@ -1,4 +1,4 @@
-"""What the commands do: train a model, and use it."""
+"""The work of the commands: train a model, and use it."""
 
 from __future__ import annotations
 
@@ -16,89 +16,103 @@ import numpy as np
 import ssla
 from ssla._checks import warn, writable
 from ssla.files.container import check_target
-from ssla.tables.cli.console import progress
-from ssla.tables.cli.optuna_search import best_options
+from ssla.tables.cli.console import show_progress
+from ssla.tables.cli.optuna_search import search_options
 from ssla.tables.cli.train import (
     LARGEST_TRIED,
     Prepared,
     Request,
-    architecture_of,
     check_memory,
-    make,
+    count_rows,
+    make_estimator,
     prepare,
-    rows_seen,
-    shuffled,
-    split,
+    shuffle_rows,
+    split_rows,
+    table_architecture,
     without_mixtures,
 )
-from ssla.tables.columns import Table, new_table, read_parts, read_table
+from ssla.tables.columns import Table, open_table, read_parts, read_table
 from ssla.tables.columns.writing import check_output
 from ssla.tables.estimators.estimator import auto_batch
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.saving import save
 from ssla.tables.estimators.training_table import TrainingTable
 from ssla.tables.networks import Settings
-from ssla.tables.scoring.answer_columns import separator
-from ssla.tables.scoring.batches import kept_names
-from ssla.tables.scoring.saved_models import BLOCK, Counts, counts_of, open_trained
-from ssla.tables.scoring.scorer import checked_levels
+from ssla.tables.scoring.answer_columns import choose_separator
+from ssla.tables.scoring.batches import name_kept_columns
+from ssla.tables.scoring.saved_models import (
+    BLOCK,
+    Counts,
+    TableModel,
+    count_unusual,
+    open_trained,
+)
+from ssla.tables.scoring.scorer import check_levels
 
-TIMED_EPOCHS = 6
-SMALL_TABLE = 100  # rows below which the intervals of one network undercover
+TIMED_EPOCHS = 6  # from which `ssla cost` estimates the time of a training
+SMALL_TABLE = 100  # rows, below which intervals of one network contain y too rarely
 CAUTION = (
     "on fewer than 100 rows the coverage of a single network's intervals is below their level; use "
     "--members 5"
 )
-COUNTED = re.compile(r"(\d+) of (\d+) (.*)", re.DOTALL)
+COUNTED_WARNING = re.compile(r"(?P<count>[\d,]+) of (?P<rows>[\d,]+) (?P<text>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Marks:
-    """--decimal and --thousands of a command.
+class NumberFormat:
+    """The options --decimal and --thousands of a command: how numbers are written in its table.
 
-    Without them, those of the training command are used.
+    Without both, those of the training command are used.
     """
 
     decimal: str | None = None
     thousands: str | None = None
 
     def read(self, data: Path, training: TrainingTable | None = None) -> Table:
-        return read_table(data, *self._of(training))
+        """Read a table. training: facts of the training command; None: there was none."""
+        return read_table(data, *self._marks(training))
 
     def read_parts(self, data: Path, training: TrainingTable, only: set[str]) -> Iterator[Table]:
-        """In blocks of rows, with these columns."""
-        return read_parts(data, *self._of(training), BLOCK, only)
+        """Read a table in blocks of rows. only: the names of the columns that are read."""
+        return read_parts(data, *self._marks(training), BLOCK, only)
 
-    def _of(self, training: TrainingTable | None) -> tuple[str | None, str | None]:
+    def _marks(self, training: TrainingTable | None) -> tuple[str | None, str | None]:
+        """Return the decimal and the thousands mark; None is detected for each column."""
         if self.decimal is None and self.thousands is None and training is not None:
             return training.decimal, training.thousands
         return self.decimal, self.thousands
 
 
-AS_AT_TRAINING = Marks()
+AS_AT_TRAINING = NumberFormat()
 
 
 def train_file(request: Request, quiet: bool) -> dict[str, Any]:
-    """Train, save, and return the summary."""
+    """Train on a table and save the model; return the summary.
+
+    The model is written at the end. quiet: without a progress bar. Raises ValueError or
+    TableError for options or a table that cannot be used, and OSError if the output cannot be
+    written.
+    """
     started = time.perf_counter()
     check_target(request.output)
     writable(request.output)
     table = read_table(request.data, request.decimal, request.thousands)
     ready = prepare(table, request)
-    train, test = split(ready.y, ready.likelihood, request)
-    rows, y = without_mixtures(ready.rows[train]), ready.y[train]
+    train, test = split_rows(ready.y, ready.likelihood, request)
+    rows = without_mixtures(ready.rows[train])
+    y = ready.y[train]
     check_memory(ready, LARGEST_TRIED if request.tune_trials else Settings().hidden)
     options: dict[str, Any] = {}
     tuned: dict[str, Any] = {}
     if request.tune_trials:
-        options, study = best_options(request, rows, y, ready.likelihood, quiet)
+        options, study = search_options(request, rows, y, ready.likelihood, quiet)
         tuned = {"tuned": options, "study": study}
-    estimator = make(request, ready.likelihood, options)
-    with progress(request.max_epochs, "training", quiet) as advance:
+    estimator = make_estimator(request, ready.likelihood, options)
+    with show_progress(request.max_epochs, "training", quiet) as advance:
         estimator.fit(rows, y, on_epoch=advance)
     facts = {
         "rows": table.rows,
-        **rows_seen(estimator),
+        **count_rows(estimator),
         "rows_test": len(test),
         "rows_without_target": int((~ready.target.given).sum()),
         "columns": len(ready.plan.features),
@@ -132,125 +146,149 @@ def predict_file(
     levels: tuple[float, ...] = (0.95,),
     refit: str = "",
     keep: tuple[str, ...] = (),
-    marks: Marks = AS_AT_TRAINING,
+    number_format: NumberFormat = AS_AT_TRAINING,
 ) -> dict[str, Any]:
-    """Read, predict and write in blocks of rows: memory does not grow with the file."""
+    """Read, predict and write a table in blocks of rows; return a summary.
+
+    Memory does not grow with the file. refit: empty is that of the model.  keep: columns that are
+    copied to the output. Raises ValueError, TableError or FileError for options, a table or a model
+    that cannot be used; no output is left then.
+    """
     check_output(output)
     writable(output)
-    levels = checked_levels(levels)
-    opened, training = open_trained(model)
-    if refit:
-        opened = opened.with_refit(refit)
+    levels = check_levels(levels)
+    opened, training = _open_with_refit(model, refit)
     counts = Counts()
-    places: dict[str, str] = {}
+    output_names: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(summed_warnings())
-        for table in marks.read_parts(data, training, {*opened.inputs, *keep}):
+        stack.enter_context(sum_warnings())
+        for table in number_format.read_parts(data, training, {*opened.inputs, *keep}):
             kept = {name: table.cells_of(name) for name in keep}
-            columns, found = opened.score(table, levels)
+            columns, block_counts = opened.score(table, levels)
+            # The names of the columns are known from the first block on.
             if not counts.rows:
-                places = kept_names(keep, columns)
+                output_names = name_kept_columns(keep, columns)
                 types = {
-                    place: table.types[name]
-                    for name, place in places.items()
+                    output_name: table.types[name]
+                    for name, output_name in output_names.items()
                     if name in table.types
                 }
-                add = stack.enter_context(new_table(output, types))
-            add(
-                {
-                    places[name]: np.fromiter(cells, dtype=object, count=len(cells))
-                    for name, cells in kept.items()
-                }
-                | columns
-            )
-            counts.add(found)
-            del table, kept, columns  # before the next block is read
+                append_rows = stack.enter_context(open_table(output, types))
+            kept_columns = {
+                output_names[name]: np.fromiter(cells, dtype=object, count=len(cells))
+                for name, cells in kept.items()
+            }
+            append_rows(kept_columns | columns)
+            counts.add(block_counts)
+            del table, kept, kept_columns, columns  # before the next block is read
     classes = getattr(opened.estimator, "classes_", None)
+    separator = {}
+    if classes is not None:
+        separator["set_separator"] = choose_separator([str(label) for label in classes])
     return {
         "output": str(output),
         "rows": counts.rows,
         "target": training.target,
         "levels": list(levels),
-        **(
-            {}
-            if classes is None
-            else {"set_separator": separator([str(label) for label in classes])}
-        ),
+        **separator,
         "missing": dict(counts.missing),
         "unknown_categories": dict(counts.unknown),
-        **_gaps(counts),
+        **_gap_counts(counts),
         "rows_flagged": counts.flagged,
     }
 
 
-def _gaps(counts: Counts) -> dict[str, int]:
-    """The numbers of rows with a missing or unknown input, and of rows mixed over training
-    values.
+def _open_with_refit(model: Path, refit: str) -> tuple[TableModel, TrainingTable]:
+    """Open a model of `ssla train`, with another refit unless this is empty.
+
+    Raises FileError for another model, and ValueError for an unknown refit.
     """
+    opened, training = open_trained(model)
+    return (opened.with_refit(refit) if refit else opened), training
+
+
+def _gap_counts(counts: Counts) -> dict[str, int]:
+    """Return how many rows have a missing or unknown input, and how many are mixtures for it."""
     return {"rows_with_unknown_inputs": counts.marked, "rows_mixed": counts.mixed}
 
 
 @contextlib.contextmanager
-def summed_warnings() -> Iterator[None]:
-    """Warnings that count rows ("3 of 100 predictives …") are added up over the blocks, and
-    given once.
+def sum_warnings() -> Iterator[None]:
+    """Collect the warnings inside the block, and give each text once at its end.
+
+    The row counts of user warnings ("3 of 100 predictives …") are added up.
     """
     sums: dict[str, tuple[int, int]] = {}
-    others: dict[str, warnings.WarningMessage] = {}
+    other_warnings: dict[str, warnings.WarningMessage] = {}
     try:
         with warnings.catch_warnings(record=True) as caught:
+            # By default a text that was given before is not recorded again.
             warnings.simplefilter("always", UserWarning)
             yield
     finally:
-        for one in caught:
-            text = str(one.message)
-            counted = COUNTED.match(text)
-            if counted and issubclass(one.category, UserWarning):
-                some, all_rows = sums.get(counted[3], (0, 0))
-                sums[counted[3]] = some + int(counted[1]), all_rows + int(counted[2])
+        for warning in caught:
+            text = str(warning.message)
+            counted = COUNTED_WARNING.match(text)
+            if counted and issubclass(warning.category, UserWarning):
+                count, rows = sums.get(counted["text"], (0, 0))
+                count += int(counted["count"].replace(",", ""))
+                rows += int(counted["rows"].replace(",", ""))
+                sums[counted["text"]] = (count, rows)
             else:
-                others.setdefault(text, one)
-        for one in others.values():
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-        for rest, (some, all_rows) in sums.items():
-            warnings.warn(f"{some} of {all_rows} {rest}", stacklevel=2)
+                other_warnings.setdefault(text, warning)
+        for warning in other_warnings.values():
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+        for ending, (count, rows) in sums.items():
+            warnings.warn(f"{count} of {rows} {ending}", stacklevel=2)
 
 
 def evaluate_file(
-    model: Path, data: Path, refit: str, marks: Marks = AS_AT_TRAINING
+    model: Path, data: Path, refit: str, number_format: NumberFormat = AS_AT_TRAINING
 ) -> dict[str, Any]:
-    opened, training = open_trained(model)
-    if refit:
-        opened = opened.with_refit(refit)
-    table = marks.read(data, training)
-    y, given = training.observed(table, getattr(opened.estimator, "classes_", None))
-    rows = opened.estimator.encode(table)[given]
+    """Return the scores of a model on the rows of a table that have a target.
+
+    refit: empty is that of the model. Raises TableError or FileError for a table or a model that
+    cannot be used.
+    """
+    opened, training = _open_with_refit(model, refit)
+    table = number_format.read(data, training)
+    y, has_target = training.observed(table, getattr(opened.estimator, "classes_", None))
+    rows = opened.estimator.encode(table)[has_target]
     return {
         "rows": len(y),
         **opened.estimator.evaluate(rows, y),
         "unknown_categories": rows.unknown,
-        **_gaps(counts_of(rows)),
+        **_gap_counts(count_unusual(rows)),
     }
 
 
-def sensitivity_of(model: Path, data: Path, marks: Marks = AS_AT_TRAINING) -> dict[str, Any]:
-    """Predictives under weaker and stronger priors, for the main component of every member."""
+def compare_priors(
+    model: Path, data: Path, number_format: NumberFormat = AS_AT_TRAINING
+) -> dict[str, Any]:
+    """Return tables of predictives under weaker and stronger priors, one for each member.
+
+    They are of the member's main component. Warns about rows with missing or unknown inputs.
+    """
     opened, training = open_trained(model)
-    rows = opened.estimator.encode(marks.read(data, training))
+    rows = opened.estimator.encode(number_format.read(data, training))
     if rows.marked:
         warn(
             f"{rows.marked} rows have missing or unknown inputs. This comparison uses the mean "
             "in place of the missing value, not a mixture over training values."
         )
-    compared = opened.estimator.sensitivity(rows)
-    return {f"member {member}": f"\n{table}" for member, table in compared.items()}
+    comparisons = opened.estimator.sensitivity(rows)
+    return {f"member {member}": f"\n{table}" for member, table in comparisons.items()}
 
 
-def report_of(model: Path) -> dict[str, Any]:
+def describe_model(model: Path) -> dict[str, Any]:
+    """Return settings, training data and scores of a saved estimator, and its first posterior."""
     estimator, training = load_trained(model)
-    facts = ({} if training is None else dict(training.facts)) | rows_seen(estimator)
+    facts = ({} if training is None else dict(training.facts)) | count_rows(estimator)
     first = estimator.ensemble_.components[0].posterior
     architecture = estimator.ensemble_.architecture
+    remark = getattr(estimator.ensemble_, "remark", "")
     return {
         "estimator": type(estimator).__name__,
         "target": "unknown" if training is None else training.target,
@@ -258,60 +296,68 @@ def report_of(model: Path) -> dict[str, Any]:
         "network": " - ".join(map(str, (architecture.inputs, *architecture.hidden))),
         "refit": estimator.refit,
         "components": len(estimator.ensemble_.components),
-        **({"networks": remark} if (remark := getattr(estimator.ensemble_, "remark", "")) else {}),
+        **({"networks": remark} if remark else {}),
         "posterior": "\n" + str(first.report),
     }
 
 
-def cost_of(
+def estimate_file_cost(
     data: Path,
     target: str,
     drop: tuple[str, ...],
     weights: str,
     structure: str,
-    marks: Marks = AS_AT_TRAINING,
+    number_format: NumberFormat = AS_AT_TRAINING,
 ) -> dict[str, Any]:
-    table = marks.read(data)
+    """Return memory and time of a training on a table with the default settings.
+
+    The time is measured by a short training, if the memory is within its budget. drop: columns
+    that are left out. Raises TableError for a table that cannot be used.
+    """
+    table = number_format.read(data)
     ready = prepare(table, Request(data, target, Path(), drop))
-    module = architecture_of(ready, Settings().hidden).build()
+    module = table_architecture(ready, Settings().hidden).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
     facts: dict[str, Any] = {
         "rows": len(ready.y),
         "inputs": ready.plan.width,
         "left_out": ready.plan.left_out,
         "read_as": ready.read_as,
+        "cost": f"\n{cost}",
     }
-    facts["cost"] = "\n" + str(cost)
-    return facts | (_seconds(ready, weights, structure) if cost.fits else {})
+    return facts | (_measure_seconds(ready, weights, structure) if cost.fits else {})
 
 
-def _seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
-    """The time of `ssla train` with its defaults, from a fit of a few epochs to at most 16 batches
-    of the table.
+def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
+    """Estimate the time of `ssla train` with its defaults, and say from what.
+
+    A network is fitted to at most 16 batches of the table for a few epochs.
 
     Passes over rows take most of the time, so all of it is scaled by the number of rows: fixed
     costs are overestimated.
     """
     request = Request(Path(), "", Path())
-    rows, batch = len(ready.y), auto_batch(len(ready.y))
-    sample = shuffled(ready.y, ready.likelihood, request.seed)[0][
-        -min(rows, 16 * batch) :
-    ]  # with every class
+    rows = len(ready.y)
+    batch = auto_batch(rows)
+    # The end of the order has rows of every class.
+    order, _ = shuffle_rows(ready.y, ready.likelihood, request.seed)
+    sample = order[-min(rows, 16 * batch) :]
     options = {"weights": weights, "structure": structure, "batch_size": batch}
-    estimator = make(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
+    estimator = make_estimator(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
     ends: list[float] = []
     estimator.fit(
         ready.rows[sample],
         ready.y[sample],
         on_epoch=lambda done: ends.append(time.perf_counter()),
     )
-    epoch = float(np.median(np.diff(ends)))  # "auto" may train a second time, after a fit
-    rest = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch
-    return {
-        "seconds": (request.max_epochs * len(ends) / TIMED_EPOCHS * epoch + rest)
-        * rows
-        / len(sample),
-        "measured": f"{len(ends)} epochs and a fit of {len(sample):,} rows on this machine, "
+    # The median, because "auto" may train a second time, and a fit is then between two epochs.
+    epoch_seconds = float(np.median(np.diff(ends)))
+    fit_seconds = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch_seconds
+    training_seconds = request.max_epochs * len(ends) / TIMED_EPOCHS * epoch_seconds
+    measured = (
+        f"{len(ends)} epochs and a fit of {len(sample):,} rows on this machine, "
         f"scaled to {request.max_epochs} epochs (training may stop earlier), {rows:,} "
-        "rows and one network",
-    }
+        "rows and one network"
+    )
+    seconds = (training_seconds + fit_seconds) * rows / len(sample)
+    return {"seconds": seconds, "measured": measured}

@@ -7,8 +7,8 @@ from __future__ import annotations
 from ssla.tables.columns.kinds import Column, Style, TableError
 from ssla.tables.columns.plan import Encoded, Plan, make_plan
 from ssla.tables.columns.reading import Table, read_parts, read_table
-from ssla.tables.columns.target import Target, later_labels, later_numbers, read_target
-from ssla.tables.columns.writing import new_table, write_table
+from ssla.tables.columns.target import Target, read_later_labels, read_later_numbers, read_target
+from ssla.tables.columns.writing import open_table, write_table
 
 __all__ = [
     "Column",
@@ -18,10 +18,10 @@ __all__ = [
     "Table",
     "TableError",
     "Target",
-    "later_labels",
-    "later_numbers",
     "make_plan",
-    "new_table",
+    "open_table",
+    "read_later_labels",
+    "read_later_numbers",
     "read_parts",
     "read_table",
     "read_target",

@@ -1,6 +1,9 @@
 """The kind of a column: numbers and their format, booleans, dates, or texts.
 
 At training a column is interpreted as a whole. In later tables it must be of the same kind.
+
+The module has, in this order, `Style` (the format of numbers), `Column`, `interpret_cells` (at
+training), `read_as_kind` (later), parsers of one cell, and the detection of a format.
 """
 
 from __future__ import annotations
@@ -21,38 +24,43 @@ import numpy as np
 from ssla.tables.columns.texts import Texts
 
 MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
+# The same in any case, as a set of texts to compare with.
 MARKS = {
     "".join(letters)
     for mark in MISSING
     for letters in product(*zip(mark, mark.upper(), strict=True))
-}  # in any case
+}
 TRUE, FALSE = {"true", "yes"}, {"false", "no"}
 NUMBER, BOOLEAN, TEXT, DATE = "number", "boolean", "text", "date"
 SPACES = " \u00a0\u2009\u202f"
+# Pairs of a decimal mark and a thousands mark, beside the plain (".", "").
 WAYS = (
     (".", ","),
     (",", ""),
     (",", "."),
     *((d, t) for t in (*SPACES, "'", "’") for d in ".,"),
-)  # (decimal, thousands)
+)
 CODES = (
     "EUR|USD|GBP|JPY|CHF|CNY|INR|AUD|CAD|NZD|SEK|NOK|DKK|"
     "PLN|CZK|HUF|RON|TRY|ILS|BRL|MXN|ZAR|KRW|SGD|HKD|THB"
 )
+# Groups: sign, unit before, number, unit after.
 UNIT = re.compile(
     rf"([+-]?)(?:([€$£¥]|{CODES})\s*)?([+-]?[\d.,].*?)(\s*(?:[%‰€$£¥]|{CODES}))?", re.DOTALL
 )
+# Groups: day, clock, seconds, fraction of a second, offset.
 ISO = re.compile(
     r"(\d{4}-\d\d-\d\d)(?:[T ](\d\d:\d\d)(?:(:\d\d)(?:\.(\d{1,9}))?)?(Z|[+-]\d\d:?\d\d)?)?"
 )
 EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
-SECONDS = 86400
+SECONDS = 86400  # of a day
+
+# These limits are guesses: no benchmark compares them with others.
 TRIED = 100  # cells that are examined for a unit
 MOST_MIXED = 20  # different values of a column of numbers and texts that are categories
-ROWS_OF_A_TEXT, SHARE_OF_A_TEXT = (
-    5,
-    0.01,
-)  # rows that each of its texts needs, so that it is not a typing error
+# Rows that each of its texts needs, so that it is not a typing error: a count, and a share.
+ROWS_OF_A_TEXT = 5
+SHARE_OF_A_TEXT = 0.01
 
 
 class TableError(ValueError):
@@ -68,27 +76,26 @@ class Style:
     before: str = ""
     after: str = ""
 
-    def number(self, cell: Any) -> float | None:
-        """The value of a cell, or None.
+    def parse(self, cell: Any) -> float | None:
+        """Return the value of a cell, or None if it is not a number in this format.
 
         A number that is not a text has no unit; a boolean is not a number.
         """
         if isinstance(cell, int | float | Decimal):
             return None if isinstance(cell, bool) or self.before or self.after else float(cell)
+        # Python's `float` would read 1_000 as a thousand.
         if not isinstance(cell, str) or "_" in cell:
             return None
         if self.thousands == " ":
             cell = re.sub(f"[{SPACES}]", " ", cell)
-        if (self.decimal, self.thousands, self.before, self.after) != (".", "", "", ""):
-            parts = UNIT.fullmatch(cell)
-            if parts is None or (parts[2] or "", (parts[4] or "").strip()) != (
-                self.before,
-                self.after,
-            ):
+        if self != PLAIN:
+            groups = UNIT.fullmatch(cell)
+            units = (self.before, self.after)
+            if groups is None or (groups[2] or "", (groups[4] or "").strip()) != units:
                 return None
-            cell = parts[1] + parts[3]
+            cell = groups[1] + groups[3]
             if (self.decimal, self.thousands) != (".", ""):
-                if not _form(self.decimal, self.thousands).fullmatch(cell):
+                if not _number_pattern(self.decimal, self.thousands).fullmatch(cell):
                     return None
                 cell = cell.replace(self.thousands, "").replace(self.decimal, ".")
         try:
@@ -96,27 +103,26 @@ class Style:
         except ValueError:
             return None
 
-    def words(self, cells: Iterable[Any]) -> str:
-        """The format, with a cell as an example; empty for plain numbers."""
-        if self == Style():
+    def describe(self, cells: Iterable[Any]) -> str:
+        """Describe the format, with one of the cells as an example; empty for plain numbers."""
+        if self == PLAIN:
             return ""
-        shown = next(
-            (
-                c
-                for c in cells
-                if isinstance(c, str) and self.number(c) is not None and Style().number(c) is None
-            ),
-            None,
-        )
-        return "numbers" + (
-            f" ({shown!r} is {self.number(shown):.10g})" if shown is not None else ""
-        )
+        for cell in cells:
+            value = self.parse(cell) if isinstance(cell, str) else None
+            # A cell that is also a plain number does not show the format.
+            if value is not None and PLAIN.parse(cell) is None:
+                return f"numbers ({cell!r} is {value:.10g})"
+        return "numbers"
+
+
+PLAIN = Style()  # numbers such as -1234.5 and 1e5
 
 
 @lru_cache
-def _form(decimal: str, thousands: str) -> re.Pattern[str]:
-    """Numbers with these marks, without a unit."""
-    point, group = re.escape(decimal), re.escape(thousands)
+def _number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
+    """Return the pattern of numbers with these marks, without a unit."""
+    point = re.escape(decimal)
+    group = re.escape(thousands)
     grouped = rf"[1-9]\d{{0,2}}(?:{group}\d{{3}})+|" if group else ""
     return re.compile(rf"[+-]?(?:(?:{grouped}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][+-]?\d+)?")
 
@@ -135,7 +141,7 @@ class Column:
 
     @cached_property
     def missing(self) -> np.ndarray:
-        """bool (n,)."""
+        """The rows (n,) bool without a value."""
         gaps: np.ndarray = (
             self.values == np.array(None) if self.kind == TEXT else np.isnan(self.values)
         )
@@ -146,71 +152,75 @@ class Column:
         """The values as cells of a table: whole numbers as int, None where missing."""
         if self.kind == TEXT:
             return list(self.values)
-        make: Callable[[float], Any] = (
-            _shortest if self.kind == NUMBER else bool if self.kind == BOOLEAN else _moment
-        )
-        return [None if math.isnan(value) else make(value) for value in self.values.tolist()]
+        converters: dict[str, Callable[[float], Any]] = {
+            NUMBER: _shortest_number,
+            BOOLEAN: bool,
+            DATE: _date_of_days,
+        }
+        convert = converters[self.kind]
+        return [None if math.isnan(value) else convert(value) for value in self.values.tolist()]
 
     def as_kind(self, kind: str, style: Style) -> Column | None:
-        """The column, if its kind is that of the training column, or booleans for numbers
-        without a unit; else None.
+        """Return the column, if its kind is that of the training column, or booleans for numbers
+        without a unit; otherwise None.
         """
-        right = self.kind == kind or (self.kind, kind) == (BOOLEAN, NUMBER)
-        return replace(self, kind=kind) if right and not (style.before or style.after) else None
+        fits = self.kind == kind or (self.kind, kind) == (BOOLEAN, NUMBER)
+        return replace(self, kind=kind) if fits and not (style.before or style.after) else None
 
 
-def interpret(
+def interpret_cells(
     name: str, cells: Sequence[Any] | np.ndarray, style: Style | None = None, mixed: bool = False
 ) -> Column:
-    """Booleans, dates or numbers if all cells are, else texts.
-
-    Numbers or dates mixed with a few texts are refused.
+    """Return a column of booleans, dates or numbers if all cells are, otherwise of texts.
 
     style: the format of the numbers, if given. Otherwise plain numbers are tried, then the other
     formats (WAYS): one that fits every cell is used, and two that fit with different values are
     refused. mixed: numbers and texts are categories if they have at most MOST_MIXED different
     values and no text is rare.
+
+    Raises TableError for numbers or dates mixed with a few texts, and for infinite numbers.
     """
-    stated = style or Style()
-    if (
-        isinstance(cells, Texts | np.ndarray)
-        and (plain := _plain_numbers(cells, stated)) is not None
-    ):
-        return Column(name, NUMBER, _finite(name, plain), stated)
-    levels, codes = _distinct(cells)
-    there = np.array([not is_missing(cell) for cell in levels], dtype=bool)
-    given = [cell for cell, known in zip(levels, there, strict=True) if known]
-    counts = np.bincount(codes, minlength=len(levels))[there]  # rows of each given value
-    if given and all(truth(cell) is not None for cell in given):
-        return Column(name, BOOLEAN, _floats(levels, truth)[codes])
-    values = _floats(levels, day)
-    days = ~np.isnan(values[there])
-    if counts[days].sum() > counts.sum() / 2:
-        if not days.all():
-            raise _mixed(name, levels, codes, there & np.isnan(values), "dates")
-        return Column(name, DATE, values[codes])
-    chosen = _style(name, given, counts, style)
-    values = _floats(levels, chosen.number)
-    no_number = there & np.isnan(values)
-    wrong = counts[no_number[there]].sum()
-    if wrong > counts.sum() / 2:
-        return read_as(name, cells, TEXT)
-    if wrong:
-        if mixed and (interpretation := _few_values(given, counts, no_number[there])):
-            return replace(read_as(name, cells, TEXT), interpretation=interpretation)
-        raise _mixed(name, levels, codes, no_number, "numbers")
-    return Column(name, NUMBER, _finite(name, values[codes]), chosen)
+    stated = style or PLAIN
+    if isinstance(cells, Texts | np.ndarray):
+        plain = _read_plain_numbers(cells, stated)
+        if plain is not None:
+            return Column(name, NUMBER, _check_finite(name, plain), stated)
+    levels, codes = distinct_cells(cells)
+    is_given = np.array([not is_missing(level) for level in levels], dtype=bool)
+    given = [level for level, known in zip(levels, is_given, strict=True) if known]
+    counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given level
+    if given and all(parse_truth(level) is not None for level in given):
+        return Column(name, BOOLEAN, _parse_cells(levels, parse_truth)[codes])
+    days = _parse_cells(levels, parse_date)
+    no_date = is_given & np.isnan(days)
+    if counts[~no_date[is_given]].sum() > counts.sum() / 2:
+        if no_date.any():
+            raise _mixed_error(name, levels, codes, no_date, "dates")
+        return Column(name, DATE, days[codes])
+    detected = _detect_style(name, given, counts, style)
+    numbers = _parse_cells(levels, detected.parse)
+    no_number = is_given & np.isnan(numbers)
+    rows_of_texts = counts[no_number[is_given]].sum()
+    if rows_of_texts > counts.sum() / 2:
+        return read_as_kind(name, cells, TEXT)
+    if rows_of_texts:
+        categories = _describe_categories(given, counts, no_number[is_given]) if mixed else ""
+        if not categories:
+            raise _mixed_error(name, levels, codes, no_number, "numbers")
+        return replace(read_as_kind(name, cells, TEXT), interpretation=categories)
+    return Column(name, NUMBER, _check_finite(name, numbers[codes]), detected)
 
 
-def _few_values(given: list[Any], counts: np.ndarray, no_number: np.ndarray) -> str:
-    """How numbers and texts are read as categories; empty if they are not.
+def _describe_categories(given: list[Any], counts: np.ndarray, no_number: np.ndarray) -> str:
+    """Describe how numbers and texts are read as categories; empty if they are not.
 
-    A text in few rows may be a typing error.
+    given (L,): the different cells. counts (L,): the rows of each. no_number (L,) bool: which of
+    them are texts. A text in few rows may be a typing error.
     """
     rows: Counter[str] = Counter()
     for cell, count in zip(given, counts.tolist(), strict=True):
-        rows[text_of(cell)] += count
-    texts = {text_of(given[i]) for i in np.flatnonzero(no_number).tolist()}
+        rows[text_of_cell(cell)] += count
+    texts = {text_of_cell(given[i]) for i in np.flatnonzero(no_number).tolist()}
     fewest = max(ROWS_OF_A_TEXT, SHARE_OF_A_TEXT * counts.sum())
     if len(rows) > MOST_MIXED or min(rows[text] for text in texts) < fewest:
         return ""
@@ -218,97 +228,105 @@ def _few_values(given: list[Any], counts: np.ndarray, no_number: np.ndarray) -> 
     return f"{len(rows)} categories, because some values are texts ({shown})"
 
 
-def read_as(
+def read_as_kind(
     name: str,
     cells: Sequence[Any] | np.ndarray,
     kind: str,
-    style: Style = Style(),  # noqa: B008
+    style: Style = PLAIN,
     source: Any = "the table",
     first: int = 0,
     part: bool = False,
 ) -> Column:
-    """The cells, in the kind of the training column; TableError with the first cell of another
-    kind.
+    """Return the column of the cells, in the kind of the training column.
 
-    first: the number of rows of the source before these cells.  part: whether there may be more
-    after them.
+    source: what errors call the table. first: the number of rows of the source before these cells.
+    part: whether there may be more after them.
+
+    Raises TableError with the first cell of another kind, or with the first infinite number.
     """
-    if kind == NUMBER and (plain := _plain_numbers(cells, style)) is not None:
-        return Column(name, kind, _finite(name, plain, first, part), style)
-    levels, codes = _distinct(cells)
+    if kind == NUMBER and (plain := _read_plain_numbers(cells, style)) is not None:
+        return Column(name, kind, _check_finite(name, plain, first, part), style)
+    levels, codes = distinct_cells(cells)
     if kind == TEXT:
-        return Column(
-            name,
-            TEXT,
-            np.array([None if is_missing(c) else text_of(c) for c in levels], dtype=object)[codes],
-        )
-    read: Callable[[Any], float | None] = {NUMBER: style.number, BOOLEAN: _boolean, DATE: day}[kind]
-    found = [math.nan if is_missing(cell) else read(cell) for cell in levels]
-    wrong = np.flatnonzero(np.array([value is None for value in found], dtype=bool)[codes])
+        texts = [None if is_missing(level) else text_of_cell(level) for level in levels]
+        return Column(name, TEXT, np.array(texts, dtype=object)[codes])
+    parsers: dict[str, Callable[[Any], float | None]] = {
+        NUMBER: style.parse,
+        BOOLEAN: _parse_boolean,
+        DATE: parse_date,
+    }
+    parse = parsers[kind]
+    values = [math.nan if is_missing(level) else parse(level) for level in levels]
+    wrong = np.flatnonzero(np.array([value is None for value in values], dtype=bool)[codes])
     if len(wrong):
-        what = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}[kind]
-        if kind == NUMBER and style != Style():
-            written = f"{style.before}1{style.thousands}234{style.decimal}5{style.after}"
-            what += f" written like {written}"
+        expected = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}
+        cell = str(levels[codes[wrong[0]]])[:30]
         raise TableError(
-            f"Column {name!r} held {what} at training, but row {first + wrong[0] + 1} of {source} "
-            f"is {str(levels[codes[wrong[0]]])[:30]!r} ({len(wrong)} such cells "
-            f"{_counted(first + len(cells), part)}). Correct or empty them."
+            f"Column {name!r} held {expected[kind]}{_example_of_style(kind, style)} at training, "
+            f"but row {first + wrong[0] + 1} of {source} is {cell!r} ({len(wrong)} such cells "
+            f"{_describe_extent(first + len(cells), part)}). Correct or empty them."
         )
-    return Column(
-        name, kind, _finite(name, np.array(found, dtype=float)[codes], first, part), style
-    )
+    numbers = np.array(values, dtype=float)[codes]
+    return Column(name, kind, _check_finite(name, numbers, first, part), style)
 
 
-def _distinct(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndarray]:
-    """Different cells in the order of their first rows, and which of them each row has (n,).
+def _example_of_style(kind: str, style: Style) -> str:
+    """Return how numbers of this format are written; empty for plain numbers and other kinds."""
+    if kind != NUMBER or style == PLAIN:
+        return ""
+    return f" written like {style.before}1{style.thousands}234{style.decimal}5{style.after}"
+
+
+def distinct_cells(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndarray]:
+    """Return the different cells in the order of their first rows (L,), and which of them each row
+    has (n,).
 
     Only texts are compared: equal numbers can be of different types, as 1, 1.0 and True.
     """
     if isinstance(cells, Texts):
-        return cells.distinct()
+        return cells.find_distinct()
     cells = cells.tolist() if isinstance(cells, np.ndarray) else cells
     if not set(map(type, cells)) <= {str, type(None)}:
         return cells, np.arange(len(cells))
-    places = {cell: i for i, cell in enumerate(dict.fromkeys(cells))}
-    return list(places), np.fromiter(
-        map(places.__getitem__, cells), dtype=np.intp, count=len(cells)
+    positions = {cell: i for i, cell in enumerate(dict.fromkeys(cells))}
+    return list(positions), np.fromiter(
+        map(positions.__getitem__, cells), dtype=np.intp, count=len(cells)
     )
 
 
-def _plain_numbers(cells: Sequence[Any] | np.ndarray, style: Style) -> np.ndarray | None:
-    """What `Style.number` gives, but faster, if all cells are numbers or texts of plain
-    numbers; else None.
+def _read_plain_numbers(cells: Sequence[Any] | np.ndarray, style: Style) -> np.ndarray | None:
+    """Return the numbers (n,) if all cells are numbers or texts of plain numbers, otherwise None.
+
+    The values are those of `Style.parse`, without its loop over cells.
     """
+    has_unit = bool(style.before or style.after)
     if isinstance(cells, np.ndarray):
-        return (
-            cells.astype(float)
-            if cells.dtype.kind in "iuf" and not (style.before or style.after)
-            else None
-        )
+        return cells.astype(float) if cells.dtype.kind in "iuf" and not has_unit else None
     if isinstance(cells, Texts):
-        return None if style.before or style.after else cells.numbers(style.decimal, MARKS)
+        return None if has_unit else cells.parse_numbers(style.decimal, MARKS)
     if style != Style():
         return None
     try:
+        # `float` would read 1_000 as a thousand. Joining fails for cells that are not texts.
         return np.array(list(map(float, cells)), dtype=float) if "_" not in "".join(cells) else None
     except (TypeError, ValueError):
         return None
 
 
-def _counted(rows: int, part: bool) -> str:
-    """Of which rows a count is: later parts of a file have not been read."""
+def _describe_extent(rows: int, part: bool) -> str:
+    """Describe the rows that a count is about: later parts of a file have not been read."""
     return f"up to row {rows}" if part else "in total"
 
 
-def text_of(cell: Any) -> str:
-    """A cell as text: a string itself, a number in its shortest exact form, a boolean as true
-    or false.
+def text_of_cell(cell: Any) -> str:
+    """Return a cell as text: a string itself, a number in its shortest exact form, a boolean as
+    true or false.
     """
     return str(cell).lower() if isinstance(cell, bool) else str(cell)
 
 
 def is_missing(cell: Any) -> bool:
+    """Return whether a cell is None, NaN, or one of the texts for a missing value."""
     return (
         cell is None
         or (isinstance(cell, str) and cell.lower() in MISSING)
@@ -316,148 +334,184 @@ def is_missing(cell: Any) -> bool:
     )
 
 
-def truth(cell: Any) -> float | None:
+def parse_truth(cell: Any) -> float | None:
+    """Return 1 for true and yes, 0 for false and no, in any case; None for anything else."""
     text = str(cell).lower()
     return 1.0 if text in TRUE else 0.0 if text in FALSE else None
 
 
-def day(cell: Any) -> float | None:
-    """Days since 1970-01-01 of an ISO date or date-time; UTC if it has no offset."""
+def parse_date(cell: Any) -> float | None:
+    """Return the days since 1970-01-01 of a date, or of a text with an ISO date or date-time; UTC
+    if it has no offset. None for anything else.
+    """
     if isinstance(cell, str):
-        parts = ISO.fullmatch(cell) if cell[4:5] == "-" else None
-        if parts is None:
+        # The test of one character is much faster than the pattern, for texts that are no dates.
+        groups = ISO.fullmatch(cell) if cell[4:5] == "-" else None
+        if groups is None:
             return None
-        clock, seconds, fraction, offset = (part or "" for part in parts.groups()[1:])
+        clock, seconds, fraction, offset = (group or "" for group in groups.groups()[1:])
         offset = "+00:00" if offset in ("", "Z") else f"{offset[:3]}:{offset[-2:]}"
         try:
+            # The only form that Python 3.10 reads: seconds with six digits, an offset with a colon.
             cell = datetime.fromisoformat(
-                f"{parts[1]}T{clock or '00:00'}{seconds or ':00'}.{fraction[:6]:0<6}{offset}"
+                f"{groups[1]}T{clock or '00:00'}{seconds or ':00'}.{fraction[:6]:0<6}{offset}"
             )
         except ValueError:
             return None
     elif not isinstance(cell, date):
         return None
     moment = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
-    return (
-        (moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment) - EPOCH
-    ).total_seconds() / SECONDS
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=timezone.utc)
+    return (moment - EPOCH).total_seconds() / SECONDS
 
 
-def _boolean(cell: Any) -> float | None:
-    """true, false, yes, no; also 0 and 1."""
-    number = Style().number(cell)
-    return truth(cell) if number is None else number if number in (0, 1) else None
+def _parse_boolean(cell: Any) -> float | None:
+    """Return 1 or 0 for true, false, yes, no, 1 and 0; None for anything else."""
+    number = PLAIN.parse(cell)
+    if number is None:
+        return parse_truth(cell)
+    return number if number in (0, 1) else None
 
 
-def _floats(cells: Sequence[Any], read: Callable[[Any], float | None]) -> np.ndarray:
-    """NaN for gaps, and for cells that are not numbers."""
-    return np.array([math.nan if is_missing(cell) else read(cell) for cell in cells], dtype=float)
+def _parse_cells(cells: Sequence[Any], parse: Callable[[Any], float | None]) -> np.ndarray:
+    """Return the parsed cells (n,), NaN for gaps and for cells that `parse` refuses."""
+    return np.array([math.nan if is_missing(cell) else parse(cell) for cell in cells], dtype=float)
 
 
-def checked(column: Column) -> Column:
-    """The column; TableError if it has infinite values."""
-    return (
-        column
-        if column.kind == TEXT
-        else replace(column, values=_finite(column.name, column.values))
-    )
+def check_column(column: Column) -> Column:
+    """Return the column unchanged; raise TableError if it has infinite values."""
+    if column.kind != TEXT:
+        _check_finite(column.name, column.values)
+    return column
 
 
-def _shortest(value: float) -> int | float:
+def _shortest_number(value: float) -> int | float:
+    """Return a whole number as int, another number as it is."""
     return int(value) if value.is_integer() else value
 
 
-def _moment(days: float) -> datetime:
+def _date_of_days(days: float) -> datetime:
+    """Return the moment that is so many days after 1970-01-01, in UTC."""
     return EPOCH + timedelta(days=days)
 
 
-def _finite(name: str, values: np.ndarray, first: int = 0, part: bool = False) -> np.ndarray:
-    endless = np.isinf(values).nonzero()[0]
-    if len(endless):
+def _check_finite(name: str, values: np.ndarray, first: int = 0, part: bool = False) -> np.ndarray:
+    """Return the values (n,) unchanged; raise TableError if one is infinite.
+
+    first, part: see `read_as_kind`.
+    """
+    infinite = np.isinf(values).nonzero()[0]
+    if len(infinite):
         raise TableError(
-            f"Column {name!r} has an infinite value in row {first + endless[0] + 1} "
-            f"({len(endless)} {_counted(first + len(values), part)}). Correct or empty them."
+            f"Column {name!r} has an infinite value in row {first + infinite[0] + 1} "
+            f"({len(infinite)} {_describe_extent(first + len(values), part)}). Correct or empty "
+            "them."
         )
     return values
 
 
-def _mixed(
-    name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, what: str
+def _mixed_error(
+    name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, expected: str
 ) -> TableError:
-    """wrong: which of the levels are of another kind."""
+    """Return the error for a column of two kinds.
+
+    levels (L,): the different cells. codes (n,): the level of each row. wrong (L,) bool: which
+    levels are not of the expected kind.
+    """
     rows = np.flatnonzero(wrong[codes])
     return TableError(
-        f"Column {name!r} mixes {what} and texts: row {rows[0] + 1} is "
+        f"Column {name!r} mixes {expected} and texts: row {rows[0] + 1} is "
         f"{str(levels[codes[rows[0]]])[:30]!r}, {len(rows)} such cells in total. Correct them, or "
         f"leave the column out with --drop {name!r}."
     )
 
 
-def _style(name: str, given: list[Any], counts: np.ndarray, asked: Style | None) -> Style:
-    """The format that fits most cells, or all of them if possible.
+def _detect_style(name: str, given: list[Any], counts: np.ndarray, stated: Style | None) -> Style:
+    """Return the format that fits all cells, or most of them if none fits all.
 
-    counts: how often each of the given cells occurs.
+    given: the different cells that are not missing. counts: how often each occurs. stated: the
+    marks of numbers that the user gave; only the unit is detected then.
+
+    Raises TableError where two formats fit with different values, or where another format than the
+    stated one fits.
     """
-    open_to, stated = asked is None, asked or Style()
-    if _all_numbers(stated, given) is not None:
-        return stated
+    plain = stated or PLAIN
+    if _parse_all(plain, given) is not None:
+        return plain
+    # The first cell that looks like a number with a unit decides which unit is expected.
     texts = list(dict.fromkeys(cell for cell in given if isinstance(cell, str)))
-    unit = next((m for m in map(UNIT.fullmatch, texts[:TRIED]) if m), None)
+    unit = next((match for match in map(UNIT.fullmatch, texts[:TRIED]) if match), None)
     if unit is None:
-        return stated
+        return plain
     units = (unit[2] or "", (unit[4] or "").strip())
-    possible = [Style(d, t, *units) for d, t in ((".", ""), *_ways(texts))]
-    styles = possible if open_to else [Style(stated.decimal, stated.thousands, *units)]
-    whole = [
-        (style, values) for style in styles if (values := _all_numbers(style, given)) is not None
-    ]
-    for style, values in (
-        whole[1:] if whole and whole[0][0] is not styles[0] else ()
-    ):  # plain numbers need no other format
-        if values != whole[0][1]:
-            i = next(i for i, (a, b) in enumerate(zip(whole[0][1], values, strict=True)) if a != b)
-            raise TableError(
-                f"Column {name!r} is ambiguous: {given[i]!r} is {whole[0][1][i]:.10g} with "
-                f"{_options(whole[0][0])}, but {values[i]:.10g} with {_options(style)}. Give one "
-                f"of these options. An input can be left out with --drop {name!r}."
-            )
-    if (
-        not open_to
-        and not whole
-        and any(_all_numbers(other, given) is not None for other in possible)
-    ):
+    possible = [Style(*marks, *units) for marks in ((".", ""), *_possible_marks(texts))]
+    candidates = possible if stated is None else [Style(stated.decimal, stated.thousands, *units)]
+    parsed = [(style, _parse_all(style, given)) for style in candidates]
+    fitting = [(style, values) for style, values in parsed if values is not None]
+    if fitting:
+        # Where plain numbers with a unit fit, no other format is considered.
+        if fitting[0][0] is not candidates[0]:
+            _check_unambiguous(name, given, fitting)
+        return fitting[0][0]
+    if stated is not None and any(_parse_all(style, given) is not None for style in possible):
         raise TableError(
-            f"Column {name!r} is not in the format {_options(stated)}: its first value is "
+            f"Column {name!r} is not in the format {_options_of_style(stated)}: its first value is "
             f"{given[0]!r}. Write all columns in one format, or leave it out with --drop {name!r}."
         )
-    if whole:
-        return whole[0][0]
+    # No format fits all cells: the caller decides what the others mean.
     return max(
-        styles, key=lambda style: counts[[style.number(cell) is not None for cell in given]].sum()
+        candidates,
+        key=lambda style: counts[[style.parse(cell) is not None for cell in given]].sum(),
     )
 
 
-def _all_numbers(style: Style, cells: list[Any]) -> list[float] | None:
-    """The values of all cells, or None at the first that has none."""
+def _check_unambiguous(
+    name: str, given: list[Any], fitting: Sequence[tuple[Style, list[float]]]
+) -> None:
+    """Raise TableError if formats that fit all cells give them different values.
+
+    fitting: the formats, each with the values of the cells.
+    """
+    first_style, first_values = fitting[0]
+    for style, values in fitting[1:]:
+        for cell, first_value, value in zip(given, first_values, values, strict=True):
+            if value != first_value:
+                raise TableError(
+                    f"Column {name!r} is ambiguous: {cell!r} is {first_value:.10g} with "
+                    f"{_options_of_style(first_style)}, but {value:.10g} with "
+                    f"{_options_of_style(style)}. Give one of these options. An input can be left "
+                    f"out with --drop {name!r}."
+                )
+
+
+def _parse_all(style: Style, cells: list[Any]) -> list[float] | None:
+    """Return the values of all cells, or None if one is not a number in this format."""
     values = []
     for cell in cells:
-        value = style.number(cell)
-        if value is None:
+        value = style.parse(cell)
+        if value is None:  # the others need not be parsed
             return None
         values.append(value)
     return values
 
 
-def _ways(texts: list[str]) -> list[tuple[str, str]]:
-    """The WAYS whose marks occur.
+def _possible_marks(texts: list[str]) -> list[tuple[str, str]]:
+    """Return the WAYS whose marks occur in the texts.
 
-    Another gives the same values as the way without its thousands mark, or as plain numbers.
+    The other WAYS give the same values as a way without thousands mark, or as plain numbers.
     """
-    found = set("".join(texts))
-    spaces = {" "} if found & set(SPACES) else set()
-    return [(d, t) for d, t in WAYS if (t or d) in found | spaces]
+    characters = set("".join(texts))
+    # A thousands mark " " stands for all kinds of spaces.
+    spaces = {" "} if characters & set(SPACES) else set()
+    return [
+        (decimal, thousands)
+        for decimal, thousands in WAYS
+        if (thousands or decimal) in characters | spaces
+    ]
 
 
-def _options(style: Style) -> str:
+def _options_of_style(style: Style) -> str:
+    """Return the options of the command that give this format."""
     decimal = f"--decimal {style.decimal!r}" if style.decimal != "." or not style.thousands else ""
     return f"{decimal} --thousands {style.thousands!r}".strip() if style.thousands else decimal

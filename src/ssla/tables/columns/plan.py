@@ -4,7 +4,10 @@ reported.
 A later row may lack a value, or have a category that was not in the training table. If training had
 enough such rows, the row is encoded like those. Otherwise the plan gives several copies of the row,
 with values of the training table in the gap, and the prediction is a mixture over them
-(`Encoded.copies`).
+(`Encoded.filled_copies`).
+
+The module has, in this order, `Feature` (one column), `Encoded` (rows as numbers), `Plan` (all
+columns), the checks of a plan that is read from a file, and `make_plan`.
 """
 
 from __future__ import annotations
@@ -18,22 +21,35 @@ from typing import Any
 
 import numpy as np
 
-from ssla.tables.columns.kinds import BOOLEAN, DATE, EPOCH, NUMBER, TEXT, Column, Style, TableError
+from ssla.tables.columns.kinds import (
+    BOOLEAN,
+    DATE,
+    EPOCH,
+    NUMBER,
+    PLAIN,
+    TEXT,
+    Column,
+    Style,
+    TableError,
+    distinct_cells,
+)
 from ssla.tables.columns.reading import Table
 
-MOST_LEVELS = 50  # of a category that has one column for each
+# These limits are guesses: no benchmark compares them with others.
+MOST_LEVELS = 50  # levels of a category that has one column of numbers for each
 # A text column with more than FEW_LEVELS values, in more than this share of the rows, is free text.
 FREE_TEXT = 0.1
 FEW_LEVELS = 20
-LARGEST_FILL = 1e300
-FEWEST_ROWS = 2  # of a level that has a code
+FEWEST_ROWS = 2  # training rows of a level that has a code
 MOST_CODES = 10_000
 # A text column with many values is a category if levels with a code have this share of the rows.
 CODED = 0.5
 ENOUGH = 20  # training rows with a gap, or a rare category, from which a network learns its effect
 DRAWS = 16  # values of a column, and complete rows, that represent the training table
-SETS = 200  # of rows, of which the one closest in means and spreads is kept
-YEAR, DAY = 365.2425, 1.0
+SETS = 200  # random sets of rows, of which the closest in means and spreads is kept
+
+LARGEST_FILL = 1e300  # numbers of a file that are larger are refused
+YEAR, DAY = 365.2425, 1.0  # periods of dates, in days
 KINDS = (NUMBER, BOOLEAN, TEXT, DATE)
 
 
@@ -67,19 +83,15 @@ class Feature:
     @property
     def width(self) -> int:
         """The number of columns of numbers."""
-        if self.codes:
-            return 1
-        if self.kind == TEXT:
-            return len(self.levels) + bool(self.rare)
-        return 1 + self.flag + 2 * len(self.periods)
+        return len(self.encoded_names)
 
     @property
-    def coded(self) -> list[int]:
+    def level_counts(self) -> list[int]:
         """The largest code of each column of numbers (width); 0 for a column that is no code."""
         return [len(self.codes) + (self.gaps > 0)] if self.codes else [0] * self.width
 
     @property
-    def names(self) -> list[str]:
+    def encoded_names(self) -> list[str]:
         """The names of the columns of numbers (width)."""
         if self.codes:
             return [f"{self.name}: code"]
@@ -87,14 +99,14 @@ class Feature:
             by_level = [f"{self.name}={level}" for level in self.levels]
             return by_level + [f"{self.name}: rare"] * bool(self.rare)
         cycles = [
-            f"{self.name}: {wave} of the {'year' if p == YEAR else 'day'}"
-            for p in self.periods
+            f"{self.name}: {wave} of the {'year' if period == YEAR else 'day'}"
+            for period in self.periods
             for wave in ("sine", "cosine")
         ]
         return [self.name] + [f"{self.name}: missing"] * self.flag + cycles
 
     def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers (n, width), and which categories were unknown (n,)."""
+        """Return the numbers (n, width), and which rows have an unknown category (n,) bool."""
         if self.codes:
             return self._encode_codes(column)
         if self.kind == TEXT:
@@ -102,73 +114,80 @@ class Feature:
         return self._encode_numbers(column), np.zeros(len(column.values), dtype=bool)
 
     def _encode_numbers(self, column: Column) -> np.ndarray:
-        """The values with gaps filled, a flag for gaps, and sine and cosine of each period."""
+        """Return the values with gaps filled, a flag for gaps, and the waves of each period
+        (n, width).
+        """
         gaps = column.missing
         values = np.where(gaps, self.fill, column.values.astype(float) - self.start)
-        parts = [values] + [gaps.astype(float)] * self.flag
+        encoded = [values] + [gaps.astype(float)] * self.flag
         for period in self.periods:
+            # Angles count from 1970, so that the same day of two years has the same angle.
             angle = 2 * np.pi * (values + self.start) / period
-            parts += [np.where(gaps, 0.0, np.sin(angle)), np.where(gaps, 0.0, np.cos(angle))]
-        return np.stack(parts, 1)
+            encoded += [np.where(gaps, 0.0, np.sin(angle)), np.where(gaps, 0.0, np.cos(angle))]
+        return np.stack(encoded, 1)
 
     def _encode_levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
-        """One column for each level, one for all rare ones; zeros for a gap."""
-        rare_place = len(self.levels)
-        places = {level: i for i, level in enumerate(self.levels)}
-        places |= dict.fromkeys(self.rare, rare_place)
-        # Each different text is looked up once.
-        distinct = {value: i for i, value in enumerate(dict.fromkeys(column.values.tolist()))}
-        is_new = np.array([v is not None and v not in places for v in distinct], dtype=bool)
-        new_place = rare_place if self.rare_learned else -1
-        place_of = np.array(
+        """Return one column for each level and one for all rare ones (n, width), and which rows
+        have an unknown category (n,) bool. A gap has zeros.
+        """
+        # The position of a text is its column of the block; −1 gives zeros.
+        rare_position = len(self.levels)
+        positions = {level: i for i, level in enumerate(self.levels)}
+        positions |= dict.fromkeys(self.rare, rare_position)
+        unknown_position = rare_position if self.rare_learned else -1
+        # Each different text is looked up once: L texts for n rows.
+        texts, text_of_row = distinct_cells(column.values)  # (L), (n,)
+        unknown = np.array([v is not None and v not in positions for v in texts], dtype=bool)
+        position_of_text = np.array(
             [
-                places.get(value, new_place if new else -1)
-                for value, new in zip(distinct, is_new, strict=True)
+                positions.get(text, unknown_position if is_unknown else -1)
+                for text, is_unknown in zip(texts, unknown, strict=True)
             ],
             dtype=np.intp,
         )
-        index = np.fromiter(
-            map(distinct.__getitem__, column.values.tolist()),
-            dtype=np.intp,
-            count=len(column.values),
-        )
-        block = np.zeros((len(column.values), self.width))
-        rows = np.flatnonzero(place_of[index] >= 0)
-        block[rows, place_of[index[rows]]] = 1.0
-        return block, is_new[index]
+        position = position_of_text[text_of_row]  # (n,)
+        rows = np.flatnonzero(position >= 0)
+        block = np.zeros((len(position), self.width))
+        block[rows, position[rows]] = 1.0
+        return block, unknown[text_of_row]
 
     def _encode_codes(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
-        """The code of each level; 0 for levels without a code, which may be unknown."""
+        """Return the code of each row (n, 1), and which rows have an unknown category (n,) bool.
+
+        Levels without a code have 0, rare and unknown ones alike.
+        """
         codes: dict[str | None, int] = {level: i for i, level in enumerate(self.codes, 1)}
-        known = codes | dict.fromkeys(self.rare, 0) | {None: self.coded[0] * (self.gaps > 0)}
+        code_of_gaps = self.level_counts[0] if self.gaps else 0
+        known = codes | dict.fromkeys(self.rare, 0) | {None: code_of_gaps}
         code = np.array([known.get(v, -1) for v in column.values.tolist()], dtype=float)
         return np.maximum(code, 0.0)[:, None], code < 0
 
     @property
     def rare_learned(self) -> bool:
-        """Whether training had enough rare categories to treat a new category as a rare one."""
+        """Return whether training had enough rare categories to treat a new one as rare."""
         return bool(self.rare) and self.rare_rows >= ENOUGH
 
-    def unlearned(self, column: Column, unknown: np.ndarray, scarce: np.ndarray) -> np.ndarray:
-        """Rows (n,) with a gap, or an unknown or scarce category, if training had too few such
-        rows.
+    def find_unlearned(self, column: Column, unknown: np.ndarray, scarce: np.ndarray) -> np.ndarray:
+        """Find the rows (n,) bool with a gap, or an unknown or scarce category, of which training
+        had too few. unknown, scarce (n,) bool: from `encode` and `find_scarce`.
         """
-        rows: np.ndarray = (
-            (column.missing & (self.gaps < ENOUGH)) | (unknown & (not self.rare_learned)) | scarce
+        too_few_gaps = self.gaps < ENOUGH
+        return np.asarray(
+            (column.missing & too_few_gaps) | (unknown & (not self.rare_learned)) | scarce
         )
-        return rows
 
-    def scarce(self, block: np.ndarray, column: Column, unknown: np.ndarray) -> np.ndarray:
-        """Rows (n,) with a category of so few training rows that it has no code, if all such
-        categories have too few.
+    def find_scarce(self, block: np.ndarray, column: Column, unknown: np.ndarray) -> np.ndarray:
+        """Find the rows (n,) bool with a category of so few training rows that it has no code, if
+        all such categories together have too few.
+
+        block (n, width) and unknown (n,) bool: from `encode`.
         """
         if not self.codes or self.rare_learned:
             return np.zeros(len(unknown), dtype=bool)
-        rows: np.ndarray = (block[:, 0] == 0) & ~column.missing & ~unknown
-        return rows
+        return np.asarray((block[:, 0] == 0) & ~column.missing & ~unknown)
 
-    def of_values(self, values: Sequence[float | str]) -> np.ndarray:
-        """The numbers (k, width) of values without gaps."""
+    def encode_values(self, values: Sequence[float | str]) -> np.ndarray:
+        """Return the numbers (k, width) of k values without gaps."""
         cells = np.array(values, dtype=object if self.kind == TEXT else float)
         return self.encode(Column(self.name, self.kind, cells))[0]
 
@@ -185,54 +204,56 @@ class Encoded:
     plan: Plan
 
     def __getitem__(self, rows: np.ndarray | slice) -> Encoded:
-        return Encoded(
-            self.values[rows],
-            self.missing,
-            self.unknown,
-            self.notes[rows],
-            self.unlearned[rows],
-            self.plan,
+        """Return some of the rows, with the counts of the whole table."""
+        return replace(
+            self,
+            values=self.values[rows],
+            notes=self.notes[rows],
+            unlearned=self.unlearned[rows],
         )
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self.values)
 
     @property
     def marked(self) -> int:
-        """Rows with a missing or unknown input."""
+        """The number of rows with a missing or unknown input."""
         return int((self.notes != "").sum())
 
     @property
-    def mixed(self) -> np.ndarray:
-        """Rows (n,) bool that need a mixture over training values."""
-        rows: np.ndarray = np.asarray(self.unlearned.any(axis=1))
-        return rows
+    def mixed_rows(self) -> np.ndarray:
+        """The rows (n,) bool that need a mixture over training values."""
+        return np.asarray(self.unlearned.any(axis=1))
 
-    def copies(self) -> Iterator[np.ndarray]:
-        """DRAWS versions (A, d) of the A mixed rows: one gap gets values of its column, several
-        get those of complete rows.
+    def filled_copies(self) -> Iterator[np.ndarray]:
+        """Yield DRAWS versions (A, d) of the A mixed rows, with their gaps filled.
+
+        One gap in a row is filled with the draws of its column, several with those of complete
+        rows, so that the values of a version occur together.
         """
-        values = self.values[self.mixed]
-        gaps = self.unlearned[self.mixed]
+        values = self.values[self.mixed_rows]
+        gaps = self.unlearned[self.mixed_rows]
         several = gaps.sum(1) > 1
         for k in range(DRAWS):
             filled = values.copy()
-            for f, place in enumerate(self.plan.places):
-                draws, complete_rows = self.plan.blocks[f]
-                filled[gaps[:, f] & ~several, place] = draws[min(k, len(draws) - 1)]
-                filled[gaps[:, f] & several, place] = complete_rows[k]
+            for f, columns in enumerate(self.plan.column_slices):
+                draws, complete_rows = self.plan.encoded_draws[f]
+                # A column with fewer draws repeats its last one, with weight zero.
+                filled[gaps[:, f] & ~several, columns] = draws[min(k, len(draws) - 1)]
+                filled[gaps[:, f] & several, columns] = complete_rows[k]
             yield filled
 
     @property
-    def shares(self) -> np.ndarray:
-        """Weights (DRAWS, A) of the versions."""
-        gaps = self.unlearned[self.mixed]
-        shares = np.full((DRAWS, len(gaps)), 1 / DRAWS)
+    def copy_weights(self) -> np.ndarray:
+        """The weights (DRAWS, A) of the versions of `filled_copies`; each column sums to one."""
+        gaps = self.unlearned[self.mixed_rows]
+        weights = np.full((DRAWS, len(gaps)), 1 / DRAWS)
         for f, feature in enumerate(self.plan.features):
-            of_column = np.zeros(DRAWS)
-            of_column[: len(feature.shares)] = feature.shares
-            shares[:, gaps[:, f] & (gaps.sum(1) == 1)] = of_column[:, None]
-        return shares
+            shares = np.zeros(DRAWS)
+            shares[: len(feature.shares)] = feature.shares
+            weights[:, gaps[:, f] & (gaps.sum(1) == 1)] = shares[:, None]
+        return weights
 
 
 @dataclass(frozen=True)
@@ -247,18 +268,19 @@ class Plan:
 
     @property
     def width(self) -> int:
+        """The number of columns of numbers."""
         return sum(feature.width for feature in self.features)
 
     @property
-    def plain(self) -> bool:
-        """Whether numbers without gaps are encoded as themselves."""
+    def is_identity(self) -> bool:
+        """Return whether numbers without gaps are encoded as themselves."""
         return not self.left_out and all(
             feature.kind == NUMBER and feature.width == 1 for feature in self.features
         )
 
     @property
     def interpretation(self) -> dict[str, str]:
-        """How columns were interpreted, if that is not obvious."""
+        """Return how columns were interpreted, by name, if that is not obvious."""
         return {
             feature.name: feature.interpretation
             for feature in self.features
@@ -266,15 +288,15 @@ class Plan:
         }
 
     @property
-    def levels(self) -> tuple[int, ...]:
+    def level_counts(self) -> tuple[int, ...]:
         """The number of codes of each column of numbers (width), 0 for a column that is no
         code; () if no column is one.
         """
-        counts = tuple(count for feature in self.features for count in feature.coded)
+        counts = tuple(count for feature in self.features for count in feature.level_counts)
         return counts if any(counts) else ()
 
     @cached_property
-    def places(self) -> list[slice]:
+    def column_slices(self) -> list[slice]:
         """The columns of numbers of each feature."""
         ends = np.cumsum([feature.width for feature in self.features]).tolist()
         return [
@@ -283,33 +305,34 @@ class Plan:
         ]
 
     @cached_property
-    def blocks(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each feature: its draws (k, width), and its part of the rows (DRAWS, width)."""
+    def encoded_draws(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return for each feature its draws (k, width), and its columns (DRAWS, width) of rows."""
         return [
-            (f.of_values(f.draws), f.of_values([row[i] for row in self.rows]))
-            for i, f in enumerate(self.features)
+            (feature.encode_values(feature.draws), feature.encode_values([r[i] for r in self.rows]))
+            for i, feature in enumerate(self.features)
         ]
 
     def encode(self, table: Table) -> Encoded:
-        """The columns of the plan; others are ignored.
+        """Encode the columns of the plan; other columns are ignored.
 
-        TableError for a missing column, or a cell of another kind.
+        Raises TableError for a missing column, or a cell of another kind.
         """
         blocks, unlearned = [], []
         missing: dict[str, int] = {}
         unknown: dict[str, int] = {}
         notes = np.full(table.rows, "", dtype=object)
         for feature in self.features:
-            column = table.column_as(feature.name, feature.kind, feature.style)
-            block, is_new = feature.encode(column)
-            scarce = feature.scarce(block, column, is_new)
+            column = table.column_of_kind(feature.name, feature.kind, feature.style)
+            block, is_unknown = feature.encode(column)
+            scarce = feature.find_scarce(block, column, is_unknown)
             blocks.append(block)
-            unlearned.append(feature.unlearned(column, is_new, scarce))
+            unlearned.append(feature.find_unlearned(column, is_unknown, scarce))
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
-            if is_new.any():
-                unknown[feature.name] = int(is_new.sum())
-            _add_notes(notes, feature, column, is_new, scarce)
+            if is_unknown.any():
+                unknown[feature.name] = int(is_unknown.sum())
+            _add_notes(notes, feature, column, is_unknown, scarce)
+        # Each note begins with a separator, also the first of a row.
         noted = np.flatnonzero(notes)
         notes[noted] = [note.removeprefix("; ") for note in notes[noted].tolist()]
         return Encoded(
@@ -317,6 +340,7 @@ class Plan:
         )
 
     def as_json(self) -> dict[str, Any]:
+        """Return the plan as plain values for a file."""
         return {
             "features": [asdict(feature) for feature in self.features],
             "left_out": self.left_out,
@@ -325,8 +349,8 @@ class Plan:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Plan:
-        """The plan of a file; ValueError if `make_plan` could not have made it."""
-        features = tuple(_feature(f) for f in content["features"])
+        """Return the plan of a file; raise ValueError if `make_plan` could not have made it."""
+        features = tuple(_read_feature(feature) for feature in content["features"])
         left_out = dict(content["left_out"])
         names = [feature.name for feature in features] + list(left_out)
         if not features or len(set(names)) < len(names):
@@ -337,21 +361,24 @@ class Plan:
         if (
             len(rows) != DRAWS
             or any(len(row) != len(features) for row in rows)
-            or not all(f.draws for f in features)
+            or not all(feature.draws for feature in features)
         ):
             raise ValueError("the rows that represent the training table do not fit the columns")
         return Plan(features, left_out, rows)
 
 
 def _add_notes(
-    notes: np.ndarray, feature: Feature, column: Column, is_new: np.ndarray, scarce: np.ndarray
+    notes: np.ndarray, feature: Feature, column: Column, unknown: np.ndarray, scarce: np.ndarray
 ) -> None:
-    """Append to the notes (n,) what is missing or unknown in a column; each begins with "; "."""
+    """Append to the notes (n,) what is missing or unknown in a column; each begins with "; ".
+
+    unknown, scarce (n,) bool: rows with such a category.
+    """
     name = feature.name
     notes[column.missing] += f"; {name}: missing"
-    rare = ", treated as a rare one" if feature.rare_learned else ""
+    treatment = ", treated as a rare one" if feature.rare_learned else ""
     for rows, before, after in (
-        (is_new, "unknown category", rare),
+        (unknown, "unknown category", treatment),
         (scarce, "category", " of too few training rows"),
     ):
         texts = column.values[rows].tolist() if rows.any() else []
@@ -359,56 +386,52 @@ def _add_notes(
         notes[rows] += np.array(added, dtype=object)
 
 
-def _feature(content: dict[str, Any]) -> Feature:
-    """The feature of a file; ValueError for an impossible one."""
-    lists = {
-        part: tuple(_list(content[part]))
-        for part in ("levels", "rare", "periods", "draws", "shares", "codes")
-    }
+def _read_feature(content: dict[str, Any]) -> Feature:
+    """Return the feature of a file; raise ValueError for an impossible one."""
+    names = ("levels", "rare", "periods", "draws", "shares", "codes")
+    if not all(isinstance(content[name], list | tuple) for name in names):
+        raise ValueError("a list of the plan is not a list")
+    lists = {name: tuple(content[name]) for name in names}
     _check_texts(content, lists)
     _check_numbers(content, lists)
     return Feature(
-        content["name"],
-        content["kind"],
-        float(content["fill"]),
-        content["flag"],
-        lists["levels"],
-        lists["rare"],
-        content["rare_rows"],
-        Style(**{str(part): str(mark) for part, mark in content["style"].items()}),
-        float(content["start"]),
-        lists["periods"],
-        content["gaps"],
-        lists["draws"],
-        lists["shares"],
-        content["interpretation"],
-        lists["codes"],
+        name=content["name"],
+        kind=content["kind"],
+        fill=float(content["fill"]),
+        flag=content["flag"],
+        rare_rows=content["rare_rows"],
+        style=Style(**{str(name): str(mark) for name, mark in content["style"].items()}),
+        start=float(content["start"]),
+        gaps=content["gaps"],
+        interpretation=content["interpretation"],
+        **lists,
     )
 
 
 def _check_texts(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
-    """ValueError for an unknown kind, and for categories that do not fit it."""
+    """Raise ValueError for an unknown kind, and for categories that do not fit it."""
     name, kind = content["name"], content["kind"]
     categories = (*lists["levels"], *lists["rare"], *lists["codes"])
     drawn = lists["draws"] if kind == TEXT else ()
     texts = (name, kind, content["interpretation"], *categories, *drawn)
     if not all(isinstance(text, str) for text in texts) or kind not in KINDS:
         raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
-    one_kind = bool(lists["levels"]) + bool(lists["codes"]) == (kind == TEXT)
-    if not one_kind or len(set(categories)) < len(categories):
+    # A text has levels or codes, but not both; another kind has neither.
+    fits_kind = bool(lists["levels"]) + bool(lists["codes"]) == (kind == TEXT)
+    if not fits_kind or len(set(categories)) < len(categories):
         raise ValueError(
             f"the categories of the column {name!r} do not fit its kind, or one occurs twice"
         )
 
 
 def _check_numbers(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
-    """ValueError for numbers that are not finite, and for counts that are not positive."""
+    """Raise ValueError for numbers that are not finite, and for counts that are not positive."""
     name = content["name"]
     drawn = lists["draws"] if content["kind"] != TEXT else ()
     positive = (*lists["periods"], *lists["shares"])
     numbers = (content["fill"], content["start"], *positive, *drawn)
     if type(content["flag"]) is not bool or any(
-        type(n) not in (int, float) or not abs(n) <= LARGEST_FILL for n in numbers
+        type(number) not in (int, float) or not abs(number) <= LARGEST_FILL for number in numbers
     ):
         raise ValueError(f"the column {name!r} has no usable value for gaps")
     counts = (content["rare_rows"], content["gaps"])
@@ -419,12 +442,6 @@ def _check_numbers(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -
         raise ValueError(f"the column {name!r} has counts, periods or shares that are not positive")
 
 
-def _list(value: Any) -> list[Any] | tuple[Any, ...]:
-    if not isinstance(value, list | tuple):
-        raise ValueError("a list of the plan is not a list")
-    return value
-
-
 def make_plan(
     table: Table,
     without: set[str],
@@ -432,10 +449,14 @@ def make_plan(
     constants: bool = False,
     codes: bool = False,
 ) -> Plan:
-    """Make a plan from the given rows (n,) bool, for every column except those named. constants:
-    keep numbers that are constant, so that a table of numbers without gaps is encoded as itself.
-    codes: number the levels of categories that have many, for a model that learns an effect of
-    each; other models would read a code as a number.
+    """Make a plan of how the columns of a table become numbers.
+
+    without: names of columns that are left out. given (n,) bool: the rows that decide the plan; all
+    if not given. constants: keep numbers that are constant, so that a table of numbers without gaps
+    is encoded as itself. codes: number the levels of categories that have many, for a model that
+    learns an effect of each; other models would read a code as a number.
+
+    Raises TableError where no column is usable, or where a column mixes kinds.
     """
     kept = np.ones(table.rows, dtype=bool) if given is None else given
     features: list[Feature] = []
@@ -446,7 +467,7 @@ def make_plan(
             continue
         column = table.column(name, mixed=True)
         column = replace(column, values=column.values[kept])
-        feature = _feature_of(column, table, constants, codes)
+        feature = _plan_column(column, table, constants, codes)
         if isinstance(feature, str):
             left_out[name] = feature
         else:
@@ -457,31 +478,43 @@ def make_plan(
         raise TableError(
             f"{table.path} has no usable input column{f' ({reasons})' if reasons else ''}."
         )
-    return Plan(tuple(features), left_out, _representative_rows(features, columns))
+    return Plan(tuple(features), left_out, _choose_rows(features, columns))
 
 
-def _feature_of(column: Column, table: Table, constants: bool, codes: bool) -> Feature | str:
-    """How a column becomes numbers, or why it is left out."""
-    if bool(column.missing.all()):
+def _plan_column(column: Column, table: Table, constants: bool, codes: bool) -> Feature | str:
+    """Return the feature of a column, or the reason why it is left out.
+
+    constants, codes: see `make_plan`.
+    """
+    gaps = column.missing
+    if bool(gaps.all()):
         return "empty in every row"
+    # A constant column says nothing, unless its gaps do.
+    values = column.values[~gaps]
+    constant = bool((values == values[0]).all()) and not gaps.any()
     if column.kind == TEXT:
-        return _categories(column, codes)
-    plain = column.style == Style()
-    format_used = "" if plain else column.style.words(table.cells_of(column.name))
-    return _numeric(column, format_used, constants)
-
-
-def _numeric(column: Column, interpretation: str, constants: bool) -> Feature | str:
-    """The feature of numbers, booleans or dates, or why it is left out."""
-    gaps = int(column.missing.sum())
-    values = column.values[~column.missing]
-    if bool((values == values[0]).all()) and not gaps and not constants:
+        return "constant" if constant else _plan_texts(column, values, codes)
+    if constant and not constants:
         return "constant"
+    # The cells as they were read are needed for an example of another format only.
+    cells = [] if column.style == PLAIN else table.cells_of(column.name)
+    return _plan_numbers(column, values, column.style.describe(cells))
+
+
+def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Feature:
+    """Return the feature of numbers, booleans or dates.
+
+    values (k,): those that are not missing. format_used: the interpretation of numbers.
+    """
+    gaps = int(column.missing.sum())
+    interpretation = format_used
     start = 0.0
     periods: tuple[float, ...] = ()
     if column.kind == DATE:
         start = float(values.min())
         span = float(np.ptp(values))
+        # The time of the year shows only in tables of more than a year, that of the day only in
+        # dates with a time.
         periods = (YEAR,) * (span > YEAR) + (DAY,) * (span > DAY and bool((values % 1 != 0).any()))
         first = (EPOCH + timedelta(days=start)).date()
         cycles = "".join(
@@ -500,31 +533,29 @@ def _numeric(column: Column, interpretation: str, constants: bool) -> Feature | 
         periods=periods,
         gaps=gaps,
         interpretation=interpretation,
-        **_draws(values),
+        **_choose_draws(values),
     )
 
 
-def _categories(column: Column, codes: bool) -> Feature | str:
-    """The feature of texts, or why it is left out."""
-    gaps = int(column.missing.sum())
-    values = column.values[~column.missing]
-    levels, counts = _frequencies(values)
-    if len(levels) == 1 and not gaps:
-        return "constant"
-    order = np.argsort(-counts, kind="stable")
+def _plan_texts(column: Column, values: np.ndarray, codes: bool) -> Feature | str:
+    """Return the feature of texts, or the reason why they are left out.
+
+    values (k,): those that are not missing. codes: whether categories with many levels have codes.
+    """
+    levels, counts = _count_values(values)
+    most_frequent_first = np.argsort(-counts, kind="stable")
     free_text = len(levels) > FEW_LEVELS and len(levels) > FREE_TEXT * len(column.values)
     if codes and (free_text or len(levels) > MOST_LEVELS):
-        order = order[:MOST_CODES][counts[order[:MOST_CODES]] >= FEWEST_ROWS]
-        coded = int(counts[order].sum())
-        if coded >= CODED * len(values):
-            return _coded(column, levels, order, len(values) - coded)
-        order = np.argsort(-counts, kind="stable")
+        candidates = most_frequent_first[:MOST_CODES]
+        coded = candidates[counts[candidates] >= FEWEST_ROWS]
+        rows_with_code = int(counts[coded].sum())
+        if rows_with_code >= CODED * len(values):
+            return _make_coded(column, values, levels, coded, len(values) - rows_with_code)
     if free_text:
         return f"{len(levels)} different texts in {len(column.values)} rows"
-    kept, rare = (
-        sorted(levels[part].tolist()) for part in (order[:MOST_LEVELS], order[MOST_LEVELS:])
-    )
-    rare_rows = int(counts[order[MOST_LEVELS:]].sum())
+    kept = sorted(levels[most_frequent_first[:MOST_LEVELS]].tolist())
+    rare = sorted(levels[most_frequent_first[MOST_LEVELS:]].tolist())
+    rare_rows = int(counts[most_frequent_first[MOST_LEVELS:]].sum())
     interpretation = (
         f"the {len(kept)} most frequent of {len(levels)} categories; the others ({rare_rows} rows) "
         "share one column"
@@ -537,20 +568,25 @@ def _categories(column: Column, codes: bool) -> Feature | str:
         levels=tuple(kept),
         rare=tuple(rare),
         rare_rows=rare_rows,
-        gaps=gaps,
+        gaps=int(column.missing.sum()),
         interpretation=interpretation,
-        **_draws(values),
+        **_choose_draws(values),
     )
 
 
-def _coded(column: Column, levels: np.ndarray, order: np.ndarray, rare_rows: int) -> Feature:
-    """The category with codes for levels[order]; the others are rare."""
-    rare = np.delete(levels, order).tolist()
+def _make_coded(
+    column: Column, values: np.ndarray, levels: np.ndarray, coded: np.ndarray, rare_rows: int
+) -> Feature:
+    """Return the feature with codes for levels[coded]; the other levels are rare.
+
+    values (k,): those that are not missing. levels (L,): the different ones. rare_rows: the
+    training rows of rare levels.
+    """
+    rare = np.delete(levels, coded).tolist()
     interpretation = (
-        f"{len(order)} of {len(levels)} categories have an effect of their own, which is learned"
+        f"{len(coded)} of {len(levels)} categories have an effect of their own, which is learned"
     )
     interpretation += f"; the others ({rare_rows} rows) share one" if rare else ""
-    values = column.values[~column.missing]
     return Feature(
         column.name,
         TEXT,
@@ -558,16 +594,18 @@ def _coded(column: Column, levels: np.ndarray, order: np.ndarray, rare_rows: int
         rare_rows=rare_rows,
         gaps=int(column.missing.sum()),
         interpretation=interpretation,
-        codes=tuple(levels[order].tolist()),
-        **_draws(values),
+        codes=tuple(levels[coded].tolist()),
+        **_choose_draws(values),
     )
 
 
-def _draws(values: np.ndarray) -> dict[str, Any]:
-    """All values with their frequencies if they are few; else the quantiles at (k + ½)/DRAWS
-    (texts: in alphabetical order).
+def _choose_draws(values: np.ndarray) -> dict[str, Any]:
+    """Return the fields `draws` and `shares` of a feature, from its values (k,) without gaps.
+
+    Few different values are all drawn, with their frequencies; of many the quantiles at
+    (k + ½)/DRAWS are drawn (of texts: in alphabetical order).
     """
-    draws, counts = _frequencies(values)
+    draws, counts = _count_values(values)
     shares = counts / counts.sum()
     if len(draws) > DRAWS:
         draws = draws[np.searchsorted(np.cumsum(shares), (np.arange(DRAWS) + 0.5) / DRAWS)]
@@ -575,34 +613,35 @@ def _draws(values: np.ndarray) -> dict[str, Any]:
     return {"draws": tuple(draws.tolist()), "shares": tuple(shares.tolist())}
 
 
-def _frequencies(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Different values in their order, and how often each occurs."""
+def _count_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the different values, sorted (L,), and how often each occurs (L,)."""
     if values.dtype != object:
         return np.unique(values, return_counts=True)
-    rows = Counter(values.tolist())
-    distinct = sorted(rows)
-    return np.array(distinct, dtype=object), np.array([rows[value] for value in distinct])
+    counts = Counter(values.tolist())
+    distinct = sorted(counts)
+    return np.array(distinct, dtype=object), np.array([counts[value] for value in distinct])
 
 
-def _representative_rows(
+def _choose_rows(
     features: list[Feature], columns: list[Column]
 ) -> tuple[tuple[float | str, ...], ...]:
-    """DRAWS rows: of SETS random sets of complete rows, the one whose means and spreads are closest
-    to those of all rows.
+    """Choose DRAWS rows that represent the table: of SETS random sets of complete rows, the one
+    whose means and spreads are closest to those of all rows.
 
     If no row is complete, gaps are filled with draws of their columns.
     """
-    numbers = np.concatenate([f.encode(c)[0] for f, c in zip(features, columns, strict=True)], 1)
-    gaps = np.stack([column.missing for column in columns], 1)
+    blocks = [feature.encode(column)[0] for feature, column in zip(features, columns, strict=True)]
+    numbers = np.concatenate(blocks, 1)  # (n, width)
+    gaps = np.stack([column.missing for column in columns], 1)  # (n, features)
     complete = np.flatnonzero(~gaps.any(axis=1))
     pool = complete if len(complete) else np.arange(len(numbers))
     # Codes are not numbers: their means and spreads say nothing.
-    z = numbers[:, [not count for feature in features for count in feature.coded]]
+    z = numbers[:, [not count for feature in features for count in feature.level_counts]]
     scale = z.std(0)
     z -= z.mean(0)
     z /= np.where(scale > 0, scale, 1.0)
-    sets = np.random.default_rng(0).choice(pool, (SETS, DRAWS))
     spread = z.std(0)
+    sets = np.random.default_rng(0).choice(pool, (SETS, DRAWS))
     distance = [(z[rows].mean(0) ** 2 + (z[rows].std(0) - spread) ** 2).sum() for rows in sets]
     best = sets[int(np.argmin(distance))]
     values = [column.values[best].tolist() for column in columns]

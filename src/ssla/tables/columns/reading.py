@@ -1,6 +1,9 @@
 """Reading tables, with an error of one sentence for what is wrong.
 
 `read_table` reads a file as a whole, `read_parts` a bounded number of rows at a time.
+
+The module has, in this order, `Table`, these two functions, and a reader for each form of file:
+CSV, Parquet, Excel.
 """
 
 from __future__ import annotations
@@ -15,26 +18,34 @@ import zlib
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ssla._checks import did_you_mean, warn
-from ssla.tables.columns.kinds import Column, Style, TableError, checked, interpret, read_as
-from ssla.tables.columns.texts import DifferentError, arrow_columns, of_equal_size
+from ssla.tables.columns.kinds import (
+    Column,
+    Style,
+    TableError,
+    check_column,
+    interpret_cells,
+    read_as_kind,
+)
+from ssla.tables.columns.texts import DifferentError, arrow_columns, split_batches
 
-MOST_COLUMNS = 10_000
+MOST_COLUMNS = 10_000  # a guess
 STANDARD_INPUT = "-"
 TEXTS, PARQUET, EXCEL = (".csv", ".tsv", ".txt"), (".parquet", ".pq"), (".xlsx", ".xlsm")
-DELIMITERS, SNIFFED_ROWS, SNIFFED_TEXT = ",;\t|", 20, 1 << 20
+DELIMITERS = ",;\t|"
+SNIFFED_ROWS = 20  # rows from which the delimiter is detected; a guess
+SNIFFED_TEXT = 1 << 20  # and their characters at the most
 BYTES_AT_ONCE = 1 << 20
-LARGE = SNIFFED_TEXT  # characters of a CSV file that is worth importing pyarrow
+LARGE = SNIFFED_TEXT  # characters of a CSV file that is worth importing pyarrow; a guess
 THOUSANDS = ("", ".", ",", " ", "'")
-INDEX = re.compile(
-    r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$"
-)  # how pandas names an index that was written as a column
+# How pandas names an index that was written as a column.
+INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,88 +53,97 @@ class Table:
     """Columns of the same length; a column is interpreted when it is requested."""
 
     path: Path
-    cells: Mapping[
-        str, Sequence[Any] | np.ndarray | Column
-    ]  # by column: strings of a CSV, values of other files; or a kind
+    # By column: strings of a CSV, values of other files, or a column whose kind is known.
+    cells: Mapping[str, Sequence[Any] | np.ndarray | Column]
     rows: int
     stated: Style | None = None  # the format of numbers, if given
     first: int = 0  # rows of the file before these
     part: bool = False  # whether the file may have more rows after these
-    types: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the columns of a Parquet file, in pyarrow
+    # The types of the columns of a Parquet file, in pyarrow.
+    types: dict[str, Any] = field(default_factory=dict)
     indexed: bool = True  # whether a column with the name of a pandas index is one
 
     @property
     def names(self) -> list[str]:
-        """Without the row index of pandas, which is recognised by its name."""
+        """The names of the columns, without the row index of pandas."""
         return [name for name in self.cells if not (self.indexed and INDEX.match(name))]
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return self.rows
 
-    def without(self, names: Collection[str]) -> Table:
-        """The other columns; TableError for a name that the table does not have."""
+    def drop_columns(self, names: Collection[str]) -> Table:
+        """Return the table of the other columns.
+
+        Raises TableError for a name that the table does not have.
+        """
         for name in names:
-            self._given(name)  # its error names the most similar column
+            self._stored_cells(name)  # its error names the most similar column
         kept = {name: cells for name, cells in self.cells.items() if name not in names}
         return replace(self, cells=kept)
 
-    def written_with(self, decimal: str | None, thousands: str | None) -> Table:
-        """The same cells, read with these marks of numbers; without marks the table itself."""
-        if decimal is None and thousands is None:
-            return self
-        return replace(self, stated=_stated(decimal or ".", thousands or ""))
+    def with_marks(self, decimal: str | None, thousands: str | None) -> Table:
+        """Return the same cells, read with these marks of numbers; without marks the table itself.
+
+        Raises TableError for marks that are not supported.
+        """
+        stated = _stated_style(decimal, thousands)
+        return self if stated is None else replace(self, stated=stated)
 
     def cells_of(self, name: str) -> Sequence[Any]:
-        """The cells as they were read; TableError if there is no such column."""
-        found = self._given(name)
-        if isinstance(found, Column):
-            return found.cells
-        cells: Sequence[Any] = found.tolist() if isinstance(found, np.ndarray) else list(found)
+        """Return the cells as they were read; raise TableError if there is no such column."""
+        stored = self._stored_cells(name)
+        if isinstance(stored, Column):
+            return stored.cells
+        cells: Sequence[Any] = stored.tolist() if isinstance(stored, np.ndarray) else list(stored)
         return cells
 
     def column(self, name: str, mixed: bool = False) -> Column:
-        """The kind and values of a column, or TableError. mixed: see `interpret`."""
-        found = self._given(name)
-        return (
-            checked(found)
-            if isinstance(found, Column)
-            else interpret(name, found, self.stated, mixed)
-        )
+        """Return the kind and values of a column, or raise TableError. mixed: see
+        `interpret_cells`.
+        """
+        stored = self._stored_cells(name)
+        if isinstance(stored, Column):
+            return check_column(stored)
+        return interpret_cells(name, stored, self.stated, mixed)
 
-    def column_as(self, name: str, kind: str, style: Style) -> Column:
-        """The column in the kind of the training column, or TableError.
+    def column_of_kind(self, name: str, kind: str, style: Style) -> Column:
+        """Return the column in the kind and the format of the training column.
 
-        Marks given for this table take precedence.
+        Marks of numbers that were given for this table take precedence over those of the format.
+        Raises TableError for a missing column, or a cell of another kind.
         """
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
-        found = self._given(name)
-        if isinstance(found, Column):
-            if (same := found.as_kind(kind, style)) is not None:
-                return checked(same)
-            found = found.cells
-        return read_as(name, found, kind, style, self.path, self.first, self.part)
+        stored = self._stored_cells(name)
+        if isinstance(stored, Column):
+            converted = stored.as_kind(kind, style)
+            if converted is not None:
+                return check_column(converted)
+            stored = stored.cells
+        return read_as_kind(name, stored, kind, style, self.path, self.first, self.part)
 
-    def _given(self, name: str) -> Sequence[Any] | np.ndarray | Column:
+    def _stored_cells(self, name: str) -> Sequence[Any] | np.ndarray | Column:
+        """Return what the table holds of a column; raise TableError if there is no such column."""
         if name not in self.cells:
             hint = did_you_mean(name, self.names)
             raise TableError(
-                f"{self.path} has no column {name!r}.{hint} It has: {_some(self.names)}."
+                f"{self.path} has no column {name!r}.{hint} It has: {_list_some(self.names)}."
             )
         return self.cells[name]
 
 
 def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:
-    """A CSV (UTF-8, one header line; also as .csv.gz), Parquet or Excel file, by its ending; "-" is
-    a CSV from standard input.
+    """Read a CSV (UTF-8, one header line; also as .csv.gz), Parquet or Excel file, by its ending;
+    "-" is a CSV from standard input.
 
     decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and
     thousands=".". Without them the format is detected for each column.
+
+    Raises TableError for a file that is missing, empty, damaged or not in one of these formats.
     """
-    (whole,) = read_parts(path, decimal, thousands)
-    return whole
+    (table,) = read_parts(path, decimal, thousands)
+    return table
 
 
 def read_parts(
@@ -133,23 +153,29 @@ def read_parts(
     rows: int | None = None,
     only: Collection[str] | None = None,
 ) -> Iterator[Table]:
-    """The same table in parts of `rows` rows each; the last has the rest. None: in one part.
+    """Yield the table of `read_table` in parts of `rows` rows each; the last part has the remaining
+    rows. None: in one part.
 
     CSV and Parquet files are read part by part, so that memory does not grow with the file; an
     Excel file is read as a whole. only: the columns that are needed. Others of a Parquet file are
     not read: they have names, but no cells.
     """
-    stated = (
-        None if decimal is None and thousands is None else _stated(decimal or ".", thousands or "")
-    )
+    stated = _stated_style(decimal, thousands)
     marks = "" if stated is None else stated.decimal + stated.thousands
-    done = 0
-    for part in _parts(Path(path), marks, rows, only):
-        yield replace(part, stated=stated, first=done, part=part.rows == rows)
-        done += part.rows
+    rows_before = 0
+    for part in _read_file(Path(path), marks, rows, only):
+        yield replace(part, stated=stated, first=rows_before, part=part.rows == rows)
+        rows_before += part.rows
 
 
-def _stated(decimal: str, thousands: str) -> Style:
+def _stated_style(decimal: str | None, thousands: str | None) -> Style | None:
+    """Return the format with these marks of numbers, None if neither is given; raise TableError for
+    marks that are not supported.
+    """
+    if decimal is None and thousands is None:
+        return None
+    decimal = decimal or "."
+    thousands = thousands or ""
     if decimal not in (".", ","):
         raise TableError(f"The decimal mark must be '.' or ',', but is {decimal!r}.")
     if thousands not in THOUSANDS or thousands == decimal:
@@ -161,18 +187,23 @@ def _stated(decimal: str, thousands: str) -> Style:
     return Style(decimal, thousands)
 
 
-def _parts(
+def _read_file(
     file: Path, marks: str, rows: int | None, only: Collection[str] | None
 ) -> Iterator[Table]:
+    """Return the parts of a file, by its ending; raise TableError if it cannot be a table.
+
+    marks: the marks of numbers that were given, which are no delimiters. rows, only: see
+    `read_parts`.
+    """
     if str(file) == STANDARD_INPUT:
-        return _csv_parts(Path("standard input"), sys.stdin.buffer, marks, rows)
+        return _read_csv(Path("standard input"), sys.stdin.buffer, marks, rows)
     if not file.exists():
         raise TableError(f"There is no file {file}.")
     if file.is_dir():
         raise TableError(f"{file} is a directory, but a file with a table was expected.")
     name = file.name.lower()
     if name.endswith(PARQUET):
-        return _parquet_parts(file, rows, only)
+        return _read_parquet(file, rows, only)
     if name.endswith(EXCEL):
         return iter([_read_excel(file)])
     if name.removesuffix(".gz").endswith(TEXTS):
@@ -183,66 +214,93 @@ def _parts(
     )
 
 
+# --- CSV -----------------------------------------------------------------------------------
+
+
 def _open_csv(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
+    """Yield the parts of a CSV file, which may be compressed; raise TableError if gzip fails."""
     with gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb") as stream:
         try:
-            yield from _csv_parts(file, stream, marks, rows)
+            yield from _read_csv(file, stream, marks, rows)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise TableError(
                 f"{file} is not a complete gzip file ({error}). Copy or compress it again."
             ) from None
 
 
-def _csv_parts(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
-    """stream: an open file of bytes. A large file is read by pyarrow, and by csv from the first
-    part that they may split in different ways.
+def _read_csv(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
+    """Yield the parts of a CSV file; raise TableError if it cannot be read.
+
+    A large file is read by pyarrow, and by csv from the first part that they may split in different
+    ways. stream: an open file of bytes.
     """
+    # Only a file that can be read again can be given to pyarrow.
     if rows is None and not stream.seekable():
         stream = io.BytesIO(stream.read())
     start = stream.tell() if stream.seekable() else None
-    texts = _texts(file, stream)
+    texts = _decode(file, stream)
+    head = _read_head(texts)
+    if not head:
+        raise TableError(f"{file} is empty.")
+    has_tabs = file.name.lower().removesuffix(".gz").endswith(".tsv")
+    delimiter = "\t" if has_tabs else _detect_delimiter(head, marks)
+    large = len(head) >= LARGE
+    reader = csv.reader(_split_lines(chain([head], texts)), delimiter=delimiter)
+    del head  # the reader needs it no longer than its first rows
+    parts = 0  # that pyarrow has read
+    try:
+        names = _check_names(file, [name.strip() for name in next(reader)])
+        if large and start is not None:
+            stream.seek(start)
+            try:
+                for columns in arrow_columns(stream, delimiter, len(names), rows):
+                    yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
+                    parts += 1
+                if parts:
+                    return
+            except DifferentError:
+                pass
+            # csv starts again, and skips the header and the rows of the parts that were given.
+            stream.seek(start)
+            reader = csv.reader(_split_lines(_decode(file, stream)), delimiter=delimiter)
+            next(reader)
+            deque(_read_rows(file, reader, len(names), parts * (rows or 0)), maxlen=0)
+        yield from _read_parts_by_csv(file, reader, names, rows, may_be_empty=parts > 0)
+    except csv.Error as error:
+        raise TableError(f"{file} cannot be read as CSV: {error}.") from None
+
+
+def _read_parts_by_csv(
+    file: Path, reader: Any, names: list[str], rows: int | None, may_be_empty: bool
+) -> Iterator[Table]:
+    """Yield the next rows of a csv reader in parts of `rows` rows (None: in one part).
+
+    Raises TableError if there is no row, unless there may be none, and for rows of another width
+    than the header.
+    """
+    while part := list(_read_rows(file, reader, len(names), rows)):
+        may_be_empty = True  # the end of the file, after this part
+        cells = (list(map(str.strip, column)) for column in zip(*part, strict=True))
+        yield Table(file, dict(zip(names, cells, strict=True)), len(part))
+    if not may_be_empty:
+        raise TableError(f"{file} has a header but no rows.")
+
+
+def _read_head(texts: Iterator[str]) -> str:
+    """Return the first blocks of a file, with SNIFFED_TEXT characters or all that there are."""
     head = ""
     for text in texts:
         head += text
         if len(head) >= SNIFFED_TEXT:
             break
-    if not head:
-        raise TableError(f"{file} is empty.")
-    tabs = file.name.lower().removesuffix(".gz").endswith(".tsv")
-    delimiter = "\t" if tabs else _delimiter(head, marks)
-    large = len(head) >= LARGE
-    reader = csv.reader(_lines(chain([head], texts)), delimiter=delimiter)
-    del head
-    done = 0
-    try:
-        names = _checked_names(file, [name.strip() for name in next(reader)])
-        width = len(names)
-        if large and start is not None:
-            stream.seek(start)
-            try:
-                for columns in arrow_columns(stream, delimiter, width, rows):
-                    yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
-                    done += 1
-                if done:
-                    return
-            except DifferentError:
-                pass
-            stream.seek(start)
-            reader = csv.reader(_lines(_texts(file, stream)), delimiter=delimiter)
-            next(reader)
-            deque(_rows(file, reader, width, done * (rows or 0)), maxlen=0)  # rows that were given
-        while (part := list(_rows(file, reader, width, rows))) or not done:
-            if not part:
-                raise TableError(f"{file} has a header but no rows.")
-            done += 1
-            cells = (list(map(str.strip, column)) for column in zip(*part, strict=True))
-            yield Table(file, dict(zip(names, cells, strict=True)), len(part))
-    except csv.Error as error:
-        raise TableError(f"{file} cannot be read as CSV: {error}.") from None
+    return head
 
 
-def _rows(file: Path, reader: Any, width: int, most: int | None) -> Iterator[list[str]]:
-    """At most so many rows that are not empty, each of the width of the header."""
+def _read_rows(file: Path, reader: Any, width: int, most: int | None) -> Iterator[list[str]]:
+    """Yield the next rows of a csv reader that are not empty, at most so many.
+
+    Raises TableError for a row that has not the width of the header.
+    """
     for row in islice(filter(None, reader), most):
         if len(row) != width:
             raise TableError(
@@ -252,26 +310,29 @@ def _rows(file: Path, reader: Any, width: int, most: int | None) -> Iterator[lis
         yield row
 
 
-def _texts(file: Path, stream: Any) -> Iterator[str]:
-    """UTF-8, with or without a byte-order mark, a block at a time; for another encoding the
-    error gives the conversion.
+def _decode(file: Path, stream: Any) -> Iterator[str]:
+    """Yield the text of a file of bytes, a block at a time: UTF-8, with or without a byte-order
+    mark.
+
+    Raises TableError for another encoding, with the command that converts it.
     """
     remedy = "Save the table as CSV in UTF-8, or convert it: iconv -f {} -t UTF-8 old.csv > new.csv"
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
-    lines, data = 1, stream.read(BYTES_AT_ONCE)
+    line = 1  # of the start of the block
+    data = stream.read(BYTES_AT_ONCE)
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise TableError(f"{file} is UTF-16 text. {remedy.format('UTF-16')}")
     while True:
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            line = lines + error.object.count(b"\n", 0, error.start)
+            line += error.object.count(b"\n", 0, error.start)
             raise TableError(
                 f"{file}, line {line}: the byte {error.object[error.start]:#x} is not UTF-8 text. "
                 f"The encoding may be Windows-1252 or Latin-1. {remedy.format('WINDOWS-1252')}"
             ) from None
         if "\0" in text:
-            line = lines + text.count("\n", 0, text.index("\0"))
+            line += text.count("\n", 0, text.index("\0"))
             raise TableError(
                 f"{file}, line {line}: a NUL byte, so this is not plain text. "
                 f"{remedy.format('UTF-16LE')}"
@@ -280,82 +341,84 @@ def _texts(file: Path, stream: Any) -> Iterator[str]:
             yield text
         if not data:
             return
-        lines += data.count(b"\n")
+        line += data.count(b"\n")
         data = stream.read(BYTES_AT_ONCE)
 
 
-def _lines(texts: Iterator[str]) -> Iterator[str]:
-    """Lines with their ends; a line, or the end of a line in two characters, may be in two
-    blocks.
-    """
-    rest = ""
+def _split_lines(texts: Iterator[str]) -> Iterator[str]:
+    """Yield the lines of blocks of text, with their line ends."""
+    # A line, or the end of a line in two characters, may be in two blocks.
+    incomplete = ""
     for text in texts:
-        lines = list(io.StringIO(rest + text, newline=""))
-        rest = "" if lines[-1].endswith("\n") else lines.pop()
+        lines = list(io.StringIO(incomplete + text, newline=""))
+        incomplete = "" if lines[-1].endswith("\n") else lines.pop()
         yield from lines
-    if rest:
-        yield rest
+    if incomplete:
+        yield incomplete
 
 
-def _delimiter(text: str, marks: str) -> str:
-    """The delimiter that splits the header into most cells and the first rows into as many, outside
-    quotes; a mark of numbers only if no other delimiter fits.
+def _detect_delimiter(text: str, marks: str) -> str:
+    """Return the delimiter that splits the header into most cells and the first rows into as many,
+    outside quotes; a mark of numbers only if no other delimiter fits.
     """
 
-    def fit(delimiter: str) -> tuple[bool, bool, int, bool]:
+    def rate_delimiter(delimiter: str) -> tuple[bool, bool, int, bool]:
+        """Return what makes a delimiter likely, the most important first."""
         reader = csv.reader(io.StringIO(text[:SNIFFED_TEXT], newline=""), delimiter=delimiter)
         try:
             widths = [len(row) for row in islice(reader, SNIFFED_ROWS) if row]
         except csv.Error:
             widths = []
-        width, same = (widths[0] if widths else 0), len(set(widths)) == 1
-        return same and width > 1, delimiter not in marks and width > 1, width, same
+        width = widths[0] if widths else 0
+        same_width = len(set(widths)) == 1
+        return same_width and width > 1, delimiter not in marks and width > 1, width, same_width
 
-    return max(DELIMITERS, key=fit)
+    return max(DELIMITERS, key=rate_delimiter)
 
 
-def _parquet_parts(file: Path, rows: int | None, only: Collection[str] | None) -> Iterator[Table]:
+# --- Parquet -------------------------------------------------------------------------------
+
+
+def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) -> Iterator[Table]:
+    """Yield the parts of a Parquet file; raise TableError if it cannot be read. rows, only: see
+    `read_parts`.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise TableError("Parquet files need pyarrow: pip install 'ssla[cli]'.") from None
     try:
-        # a pre-buffered file keeps every row group that was read
+        # A pre-buffered file would keep every row group that was read.
         with pyarrow.parquet.ParquetFile(
             file, pre_buffer=False, buffer_size=BYTES_AT_ONCE
         ) as source:
             stored = [str(name) for name in source.schema_arrow.names]
-            names = _checked_names(file, stored)
-            count = source.metadata.num_rows
-            if not count:
+            names = dict(zip(stored, _check_names(file, stored), strict=True))
+            rows_in_file = source.metadata.num_rows
+            if not rows_in_file:
                 raise TableError(f"{file} has a header but no rows.")
-            wanted = (
-                stored
-                if only is None
-                else [old for old, name in zip(stored, names, strict=True) if name in only]
-            )
-            batches = source.iter_batches(rows or count, columns=wanted or stored[:1])
-            new = dict(zip(stored, names, strict=True))
-            types = {new[one.name]: _decoded(one.type) for one in source.schema_arrow}
-            for table in of_equal_size(batches, rows or count):
-                cells = {new[old]: _arrow_cells(table.column(old)) for old in table.column_names}
-                yield Table(
-                    file, {name: cells.get(name, []) for name in names}, table.num_rows, types=types
-                )
+            needed = [name for name in stored if only is None or names[name] in only]
+            types = {names[column.name]: _value_type(column.type) for column in source.schema_arrow}
+            # Without any column the number of rows would be unknown: the first one is read.
+            batches = source.iter_batches(rows or rows_in_file, columns=needed or stored[:1])
+            for part in split_batches(batches, rows or rows_in_file):
+                read = {names[n]: _cells_of_arrow(part.column(n)) for n in part.column_names}
+                cells = {name: read.get(name, []) for name in names.values()}
+                yield Table(file, cells, part.num_rows, types=types)
     except TableError:
         raise
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise TableError(f"{file} is not a readable Parquet file ({str(error)[:100]}).") from None
 
 
-def _decoded(kind: Any) -> Any:
-    """The type of the values of a dictionary; another type itself."""
-    return kind.value_type if str(kind).startswith("dictionary") else kind
+def _value_type(arrow_type: Any) -> Any:
+    """Return the type of the values of a dictionary; another type itself."""
+    return arrow_type.value_type if str(arrow_type).startswith("dictionary") else arrow_type
 
 
-def _arrow_cells(column: Any) -> Sequence[Any] | np.ndarray:
-    """An array if all cells are integers or floats, else a list."""
+def _cells_of_arrow(column: Any) -> Sequence[Any] | np.ndarray:
+    """Return the cells as an array (n,) if all are integers or floats, otherwise as a list."""
     kind = str(column.type)
     if column.null_count == 0 and kind.startswith(("int", "uint", "float", "double", "halffloat")):
         array: np.ndarray = column.to_numpy()
@@ -364,42 +427,29 @@ def _arrow_cells(column: Any) -> Sequence[Any] | np.ndarray:
     return cells
 
 
+# --- Excel ---------------------------------------------------------------------------------
+
+
 def _read_excel(file: Path) -> Table:
-    """The first sheet: values as they were stored when it was last calculated."""
-    try:
-        import openpyxl
-    except ImportError:
-        raise TableError(
-            "Excel files need openpyxl: pip install 'ssla[excel]'. Or save the sheet as CSV."
-        ) from None
-    try:
-        stored, written = (
-            openpyxl.load_workbook(file, read_only=True, data_only=values)
-            for values in (True, False)
-        )
-        rows, formulas = (
-            [list(row) for row in book.worksheets[0].iter_rows(values_only=True)]
-            for book in (stored, written)
-        )
-        sheets = [sheet.title for sheet in stored.worksheets]
-        stored.close()
-        written.close()
-    except Exception as error:  # a bad file can raise anything
-        raise TableError(
-            f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV."
-        ) from None
+    """Read the first sheet: values as they were stored when it was last calculated.
+
+    Warns of other sheets, and of formulas without a value. Raises TableError if the file cannot be
+    read.
+    """
+    rows, formulas, sheets = _load_first_sheet(file)
     if sheets[1:]:
-        warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_some(sheets[1:])}.")
+        warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_list_some(sheets[1:])}.")
     lost = sum(
-        a is None and b is not None
-        for row, row_ in zip(rows, formulas, strict=True)
-        for a, b in zip(row, row_, strict=True)
+        value is None and formula is not None
+        for row, formulas_of_row in zip(rows, formulas, strict=True)
+        for value, formula in zip(row, formulas_of_row, strict=True)
     )
     if lost:
         warn(
             f"{file}: {lost} formulas have no stored value and count as empty cells. If they "
             "should have one, open the file in a spreadsheet program and save it again."
         )
+    # Rows may be shorter or longer than the columns that have cells.
     width = max(
         (i + 1 for row in rows for i, cell in enumerate(row) if cell is not None), default=0
     )
@@ -410,23 +460,60 @@ def _read_excel(file: Path) -> Table:
         for row in rows
         if any(cell is not None for cell in row)
     )
-    names = _checked_names(file, ["" if name is None else str(name) for name in head])
+    names = _check_names(file, ["" if name is None else str(name) for name in head])
     if not body:
         raise TableError(f"{file} has a header but no rows.")
     return Table(file, {name: [row[i] for row in body] for i, name in enumerate(names)}, len(body))
 
 
-def _checked_names(file: Path, names: list[str]) -> list[str]:
+def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], list[str]]:
+    """Return the rows of the first sheet as values and as formulas, and the titles of all sheets.
+
+    Raises TableError if openpyxl is missing, or cannot read the file.
+    """
+    try:
+        import openpyxl
+    except ImportError:
+        raise TableError(
+            "Excel files need openpyxl: pip install 'ssla[excel]'. Or save the sheet as CSV."
+        ) from None
+    try:
+        with_values, with_formulas = (
+            openpyxl.load_workbook(file, read_only=True, data_only=data_only)
+            for data_only in (True, False)
+        )
+        rows, formulas = (
+            [list(row) for row in book.worksheets[0].iter_rows(values_only=True)]
+            for book in (with_values, with_formulas)
+        )
+        sheets = [sheet.title for sheet in with_values.worksheets]
+        with_values.close()
+        with_formulas.close()
+    except Exception as error:  # a bad file can raise anything
+        raise TableError(
+            f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV."
+        ) from None
+    return rows, formulas, sheets
+
+
+# --- names ---------------------------------------------------------------------------------
+
+
+def _check_names(file: Path, names: list[str]) -> list[str]:
+    """Return the names of the columns, with a name for a first column that has none.
+
+    Warns of columns that are a row index. Raises TableError for too many columns, for columns
+    without a name, and for names that occur twice.
+    """
     if len(names) > MOST_COLUMNS:
         raise TableError(
             f"{file} has {len(names):,} columns; at most {MOST_COLUMNS:,} are supported. Are rows "
             "and columns exchanged?"
         )
+    # pandas writes its index as a first column without a name, and reads it as "Unnamed: 0".
     if names and not names[0]:
-        free = (
-            f"Unnamed: 0{suffix}" for suffix in ("", *(f".{i}" for i in range(1, len(names) + 1)))
-        )
-        names = [next(name for name in free if name not in names), *names[1:]]
+        candidates = chain(["Unnamed: 0"], (f"Unnamed: 0.{i}" for i in count(1)))
+        names = [next(name for name in candidates if name not in names), *names[1:]]
     for index in filter(INDEX.match, names):
         warn(f"{file}: the column {index!r} is treated as a row index and is not an input.")
     if not names or any(not name for name in names):
@@ -434,7 +521,7 @@ def _checked_names(file: Path, names: list[str]) -> list[str]:
             f"{file}: column {names.index('') + 1 if names else 1} has no name. The first line "
             "must name the columns."
         )
-    twice = [name for name, count in Counter(names).items() if count > 1]
+    twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
         raise TableError(
             f"{file} has several columns named {twice[0]!r}. Rename or remove all but one."
@@ -442,5 +529,6 @@ def _checked_names(file: Path, names: list[str]) -> list[str]:
     return names
 
 
-def _some(names: list[str]) -> str:
+def _list_some(names: list[str]) -> str:
+    """Return the names as a text, at most twelve of them."""
     return ", ".join(names[:12]) + (f", … ({len(names)} in total)" if len(names) > 12 else "")

@@ -15,17 +15,19 @@ from ssla.tables.columns.kinds import (
     BOOLEAN,
     DATE,
     NUMBER,
+    PLAIN,
     TEXT,
     Style,
     TableError,
     is_missing,
-    text_of,
-    truth,
+    parse_truth,
+    text_of_cell,
 )
 from ssla.tables.columns.reading import Table
 
+# These limits are guesses: no benchmark compares them with others.
 MOST_CLASSES = 100  # unless classes were requested
-FEW_CLASSES = 10  # always allowed; more classes need five rows each on average
+FEW_CLASSES = 10  # always allowed; more classes need ROWS_A_CLASS rows each on average
 ROWS_A_CLASS = 5
 
 
@@ -42,9 +44,13 @@ class Target:
 
 
 def read_target(table: Table, name: str, classes: bool | None) -> Target:
-    """classes: whether classes were requested; None: decided by the column."""
+    """Return the target column of a training table.
+
+    classes: whether classes were requested; None: decided by the column. Raises TableError for
+    dates, for texts where numbers were requested, and for labels that cannot be classes.
+    """
     cells = table.cells_of(name)
-    column = table.column_as(name, TEXT, Style()) if classes else table.column(name)
+    column = table.column_of_kind(name, TEXT, PLAIN) if classes else table.column(name)
     given = ~column.missing
     if column.kind == DATE:
         raise TableError(
@@ -52,54 +58,70 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
             "numbers, or of classes."
         )
     if column.kind == NUMBER:
-        values = column.values[given].astype(float)
+        y = column.values[given].astype(float)
         return Target(
-            values,
+            y,
             given,
-            False,
-            column.style,
-            column.style.words(cells),
-            set(values.tolist()) == {0.0, 1.0},
+            classes=False,
+            style=column.style,
+            interpretation=column.style.describe(cells),
+            zero_one=set(y.tolist()) == {0.0, 1.0},
         )
     if classes is False:
+        row = int(given.argmax())
         raise TableError(
             f"The target {name!r} holds {'true or false' if column.kind == BOOLEAN else 'texts'} "
-            f"(row {given.argmax() + 1} is {text_of(cells[int(given.argmax())])[:30]!r}), but this "
-            "likelihood needs numbers. Use --likelihood classes."
+            f"(row {row + 1} is {text_of_cell(cells[row])[:30]!r}), but this likelihood needs "
+            "numbers. Use --likelihood classes."
         )
-    labels = [text_of(cell) for cell, there in zip(cells, given, strict=True) if there]
-    _check_labels(name, labels, bool(classes))
-    return Target(np.array(labels, dtype=str), given, True, Style(), f"{len(set(labels))} classes")
+    labels = [text_of_cell(cell) for cell, known in zip(cells, given, strict=True) if known]
+    _check_classes(name, labels, bool(classes))
+    return Target(
+        np.array(labels, dtype=str),
+        given,
+        classes=True,
+        style=PLAIN,
+        interpretation=f"{len(set(labels))} classes",
+    )
 
 
-def later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarray, np.ndarray]:
-    """The target of a later table, read as at training: y of the rows that have one, and a mask
-    of these rows (n,) bool.
+def read_later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarray, np.ndarray]:
+    """Return the target of a later table, read as at training: y (k,) of the rows that have one,
+    and a mask of these rows (n,) bool.
+
+    Raises TableError for a missing column, or a cell that is not a number.
     """
-    column = table.column_as(name, NUMBER, style)
+    column = table.column_of_kind(name, NUMBER, style)
     return column.values[~column.missing].astype(float), ~column.missing
 
 
-def later_labels(table: Table, name: str, classes: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """The same for classes. A label is the class of the same text; else, if all classes are numbers
-    or all are true or false, the one of the same value.
+def read_later_labels(
+    table: Table, name: str, classes: Sequence[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the labels of a later table: texts (k,) of the rows that have one, and a mask of these
+    rows (n,) bool.
+
+    A label is the class of the same text; otherwise, if all classes are numbers or all are true or
+    false, the class of the same value. Raises TableError for a missing column.
     """
     cells = table.cells_of(name)
     given = np.array([not is_missing(cell) for cell in cells], dtype=bool)
-    same = {text: text for text in classes}
-    values = {_value(text): text for text in classes}
-    by_value = (
-        values
-        if len(values) == len(classes) and all(not isinstance(value, str) for value in values)
-        else {}
-    )
-
-    texts = [text_of(cell) for cell in cells if not is_missing(cell)]
-    labels = [same.get(text) or by_value.get(_value(text)) or text for text in texts]
+    known = set(classes)
+    class_of_value = {_value_of_text(text): text for text in classes}
+    if len(class_of_value) < len(classes) or any(isinstance(v, str) for v in class_of_value):
+        class_of_value = {}
+    texts = [text_of_cell(cell) for cell in cells if not is_missing(cell)]
+    labels = [
+        text if text in known else class_of_value.get(_value_of_text(text)) or text
+        for text in texts
+    ]
     return np.array(labels, dtype=str), given
 
 
-def _check_labels(name: str, labels: list[str], asked: bool) -> None:
+def _check_classes(name: str, labels: list[str], requested: bool) -> None:
+    """Raise TableError for labels that cannot be classes: a single one, too many, or one class that
+    is written in two ways. requested: whether the user asked for classes.
+    """
     distinct = list(dict.fromkeys(labels))
     if len(distinct) == 1:
         raise TableError(
@@ -113,31 +135,33 @@ def _check_labels(name: str, labels: list[str], asked: bool) -> None:
             f"{len(labels):,} rows, too many for classes. If they are numbers, write them as "
             "numbers (see --decimal and --thousands); if they are classes, group the rare ones."
         )
-    if len(distinct) > MOST_CLASSES and not asked:
+    if len(distinct) > MOST_CLASSES and not requested:
         raise TableError(
             f"The target {name!r} has {len(distinct):,} different texts ({some}, …). If they are "
             "numbers, write them as numbers (see --decimal and --thousands); if they are classes, "
             "group the rare ones, or give --likelihood classes."
         )
-    written: dict[Any, str] = {}
-    if all(not isinstance(_value(label), str) for label in distinct):
-        for label in distinct:
-            other = written.setdefault(_value(label), label)
-            if other != label:
-                raise TableError(
-                    f"The target {name!r} writes one class in two ways: {other!r} and {label!r}. "
-                    "Write each class in one way."
-                )
+    values = [_value_of_text(label) for label in distinct]
+    if any(isinstance(value, str) for value in values):
+        return  # texts that look like numbers may be different classes, as 1 and 1.0
+    label_of_value: dict[Any, str] = {}
+    for value, label in zip(values, distinct, strict=True):
+        first = label_of_value.setdefault(value, label)
+        if first != label:
+            raise TableError(
+                f"The target {name!r} writes one class in two ways: {first!r} and {label!r}. "
+                "Write each class in one way."
+            )
 
 
-def _value(text: str) -> Decimal | tuple[str, float] | str:
-    """A number or a boolean; the text itself if it is neither.
+def _value_of_text(text: str) -> Decimal | tuple[str, float] | str:
+    """Return the number or the boolean that a text means; the text itself if it is neither.
 
-    Exact: 1 and 1.0 are the same, long integers are not rounded.
+    The value is exact: 1 and 1.0 are the same, and long integers are not rounded.
     """
-    flag = truth(text)
-    if flag is not None:
-        return BOOLEAN, flag  # not equal to a number
+    truth = parse_truth(text)
+    if truth is not None:
+        return BOOLEAN, truth  # not equal to a number
     try:
         return Decimal(text) if "_" not in text else text
     except InvalidOperation:

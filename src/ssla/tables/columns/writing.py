@@ -14,22 +14,16 @@ import numpy as np
 from ssla.files.replacing import new_file
 from ssla.tables.columns.kinds import TableError
 
-FORMULA = (
-    "=",
-    "+",
-    "-",
-    "@",
-    "\t",
-    "\r",
-)  # a spreadsheet executes a text that begins with one of these
-PLAIN_NUMBER = (
-    r"-|[+-]?([0-9][0-9.,]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"  # also 1.234,5, and "-" for a gap
-)
-GROUP = 1 << 17  # rows of a row group in Parquet
+# A spreadsheet executes a text that begins with one of these.
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+# A text of these is harmless: also 1.234,5, and "-" for a gap.
+PLAIN_NUMBER = r"-|[+-]?([0-9][0-9.,]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"
+GROUP = 1 << 17  # rows of a row group in Parquet; a guess
+AddRows = Callable[[Mapping[str, np.ndarray]], None]  # called with columns (n,) by name
 
 
 def check_output(path: Path) -> None:
-    """TableError for an unsupported suffix, before the work starts."""
+    """Raise TableError for an unsupported suffix or a directory, before the work starts."""
     if path.suffix.lower() not in (".csv", ".parquet", ".pq"):
         raise TableError(f"The output {path} must end in .csv or .parquet.")
     if path.is_dir():
@@ -37,21 +31,19 @@ def check_output(path: Path) -> None:
 
 
 def write_table(path: Path, columns: Mapping[str, np.ndarray]) -> None:
-    """CSV or Parquet by the suffix, through a temporary file beside it."""
-    with new_table(path) as add:
-        add(columns)
-
-
-Add = Callable[[Mapping[str, np.ndarray]], None]
+    """Write columns (n,) as CSV or Parquet, by the suffix, through a temporary file beside it."""
+    with open_table(path) as add_rows:
+        add_rows(columns)
 
 
 @contextlib.contextmanager
-def new_table(path: Path, types: Mapping[str, Any] | None = None) -> Iterator[Add]:
-    """A function that appends rows, with the same columns in every call.
+def open_table(path: Path, types: Mapping[str, Any] | None = None) -> Iterator[AddRows]:
+    """Open a new table, and yield the function that appends rows, with the same columns in every
+    call.
 
-    The file appears if the block ends without an error.
-
-    types: pyarrow types of columns of a Parquet file, where the first rows may not show them.
+    The file appears if the block ends without an error. types: pyarrow types of columns of a
+    Parquet file, where the first rows may not show them. Raises TableError for an unsupported
+    suffix.
     """
     check_output(path)
     with new_file(path) as draft:
@@ -60,24 +52,29 @@ def new_table(path: Path, types: Mapping[str, Any] | None = None) -> Iterator[Ad
                 yield _append_csv(stream)
         else:
             with _ParquetRows(draft, dict(types or {})) as rows:
-                yield rows.add
+                yield rows.add_rows
 
 
-def _append_csv(stream: IO[str]) -> Add:
+def _append_csv(stream: IO[str]) -> AddRows:
+    """Return the function that appends rows to an open CSV file; the first call writes the
+    header.
+    """
     writer = csv.writer(stream)
-    headers: list[str] = []
+    has_header = False
 
-    def add(columns: Mapping[str, np.ndarray]) -> None:
-        if not headers:
-            headers.extend(map(harmless, columns))
-            writer.writerow(headers)
+    def add_rows(columns: Mapping[str, np.ndarray]) -> None:
+        """Append rows. Texts that a spreadsheet would execute are made harmless."""
+        nonlocal has_header
+        if not has_header:
+            writer.writerow(map(escape_formula, columns))
+            has_header = True
         cells = (
-            v.tolist() if v.dtype.kind == "f" else map(harmless, v.tolist())
-            for v in columns.values()
+            column.tolist() if column.dtype.kind == "f" else map(escape_formula, column.tolist())
+            for column in columns.values()
         )
         writer.writerows(zip(*cells, strict=True))
 
-    return add
+    return add_rows
 
 
 class _ParquetRows:
@@ -87,23 +84,29 @@ class _ParquetRows:
     """
 
     def __init__(self, draft: Path, types: dict[str, Any]) -> None:
-        self.draft, self.types = draft, types
+        """Prepare a new file. types: pyarrow types of some columns, by name."""
+        self.draft = draft
+        self.types = types
         self.waiting: list[Any] = []
         self.writer: Any = None
 
-    def add(self, columns: Mapping[str, np.ndarray]) -> None:
+    def add_rows(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Append rows; write those that fill a row group."""
         import pyarrow
 
-        made = {
-            name: pyarrow.array(v if v.dtype.kind == "f" else v.tolist(), self.types.get(name))
-            for name, v in columns.items()
+        arrays = {
+            name: pyarrow.array(
+                column if column.dtype.kind == "f" else column.tolist(), self.types.get(name)
+            )
+            for name, column in columns.items()
         }
-        self.types |= {name: array.type for name, array in made.items()}
-        self.waiting.append(pyarrow.table(made))
+        self.types |= {name: array.type for name, array in arrays.items()}
+        self.waiting.append(pyarrow.table(arrays))
         if sum(table.num_rows for table in self.waiting) >= GROUP:
-            self._write()
+            self._write_group()
 
-    def _write(self) -> None:
+    def _write_group(self) -> None:
+        """Write the rows that wait, as one row group. The first group creates the file."""
         import pyarrow
         import pyarrow.parquet
 
@@ -114,21 +117,23 @@ class _ParquetRows:
         self.writer.write_table(table)
 
     def __enter__(self) -> _ParquetRows:
+        """Return the rows themselves."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Write the last rows, unless there was an error, and close the file."""
         if kind is None and self.waiting:
-            self._write()
+            self._write_group()
         if self.writer is not None:
             self.writer.close()
 
 
-def harmless(cell: Any) -> Any:
-    """A text that a spreadsheet would execute as a formula, prefixed with an apostrophe.
+def escape_formula(cell: Any) -> Any:
+    """Return a text that a spreadsheet would execute as a formula with an apostrophe before it.
 
-    Numbers are unchanged, also as texts.
+    Anything else is unchanged, also numbers that are texts.
     """
-    formula = (
+    is_formula = (
         isinstance(cell, str) and cell.startswith(FORMULA) and not re.fullmatch(PLAIN_NUMBER, cell)
     )
-    return f"'{cell}" if formula else cell
+    return f"'{cell}" if is_formula else cell

@@ -1,4 +1,4 @@
-"""Models of other libraries, and their rows and targets, as `wrapped` needs them."""
+"""Models of other libraries, as `wrapped` needs them: checked, fitted and asked."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
-from sklearn.utils import _safe_indexing, assert_all_finite, check_array
-from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, column_or_1d, has_fit_parameter
+from sklearn.utils import _safe_indexing
+from sklearn.utils.validation import check_is_fitted, has_fit_parameter
 
-from ssla.tables.estimators.targets import check_given, check_numeric
 from ssla.tables.networks.scaling import Scaling
 
 
 def is_fitted(base: Any) -> bool:
-    """Whether a model of any library is fitted. CatBoost has a method of its own for it."""
+    """Return whether a model of any library is fitted."""
+    # CatBoost has a method for it, and not the attributes that scikit-learn looks for.
     if callable(getattr(base, "is_fitted", None)):
         return bool(base.is_fitted())
     try:
@@ -29,7 +28,7 @@ def is_fitted(base: Any) -> bool:
 
 
 def check_methods(name: str, base: Any, methods: Sequence[str]) -> None:
-    """Raise TypeError for a base that lacks one of these methods."""
+    """Raise TypeError for a base that lacks one of these methods. name: what the error calls it."""
     missing = [method for method in methods if not hasattr(base, method)]
     if missing:
         raise TypeError(
@@ -38,11 +37,16 @@ def check_methods(name: str, base: Any, methods: Sequence[str]) -> None:
         )
 
 
-def fitted(
+def fit_clone(
     base: Any, X: Any, y: np.ndarray, weights: np.ndarray | None, rows: Any, seeds: Any
 ) -> Any:
-    """A clone of the base, fitted on some rows (None: all)."""
+    """Return a clone of the base, fitted on some rows (None: all).
+
+    X (n, d), y (n,), weights (n,) or None. seeds: a random state, from which every random_state of
+    the base that is not set is drawn. Raises ValueError for weights that the base does not take.
+    """
     model = clone(base)
+    # Parts of a pipeline have their own: "forest__random_state".
     names = [
         name
         for name, value in model.get_params().items()
@@ -59,41 +63,21 @@ def fitted(
             )
         options["sample_weight"] = weights if rows is None else weights[rows]
     if rows is not None:
-        X, y = _safe_indexing(X, rows), y[rows]
+        X = _safe_indexing(X, rows)
+        y = y[rows]
     return model.fit(X, y, **options)
 
 
-def predicted(model: Any, X: Any) -> np.ndarray:
-    found = np.asarray(model.predict(X), dtype=np.float64)
-    return found.reshape(-1) if found.ndim == 2 and found.shape[1] == 1 else found
-
-
-def numbers_of(y: Any) -> np.ndarray:
-    """One target (n,) in float64."""
-    if y is None:
-        raise ValueError("This estimator requires y to be passed, but the target y is None.")
-    check_numeric(y)
-    y = check_array(y, ensure_2d=False, dtype=None, input_name="y", ensure_min_samples=2)
-    if y.ndim == 2 and y.shape[1] > 1:
-        raise ValueError(
-            f"y must be one target, but has {y.shape[1]} columns. Fit one estimator for each."
-        )
-    return np.array(column_or_1d(y, warn=True), dtype=np.float64)
-
-
-def labels_of(y: Any) -> np.ndarray:
-    if y is None:
-        raise ValueError("This estimator requires y to be passed, but the target y is None.")
-    check_given(y)
-    assert_all_finite(y, input_name="y")
-    check_classification_targets(y)
-    labels: np.ndarray = column_or_1d(y, warn=True)
-    return labels
+def predict_numbers(model: Any, X: Any) -> np.ndarray:
+    """Return the predictions (N,) of a regressor at X (N, d); (N, D) for several targets."""
+    predictions = np.asarray(model.predict(X), dtype=np.float64)
+    one_column = predictions.ndim == 2 and predictions.shape[1] == 1
+    return predictions.reshape(-1) if one_column else predictions
 
 
 def column_scaling(X: Any, weights: np.ndarray) -> Scaling | None:
-    """Means and standard deviations of the columns, without gaps; None for a table with other
-    columns than numbers.
+    """Return the weighted means and standard deviations of the columns of X (n, d), without gaps;
+    None for a table with other columns than numbers. weights (n,).
     """
     try:
         table = np.ma.masked_invalid(np.asarray(X, dtype=np.float64))
@@ -101,7 +85,8 @@ def column_scaling(X: Any, weights: np.ndarray) -> Scaling | None:
         return None
     mean = np.ma.average(table, axis=0, weights=weights)
     spread = np.ma.sqrt(np.ma.average((table - mean) ** 2, axis=0, weights=weights))
+    # A column without any value is masked: it gets mean 0, and like a constant one scale 1.
     shift, scale = (
-        torch.from_numpy(np.ma.filled(part, 0.0).astype(np.float64)) for part in (mean, spread)
+        torch.from_numpy(np.ma.filled(moment, 0.0).astype(np.float64)) for moment in (mean, spread)
     )
     return Scaling(shift, torch.where(scale > 0, scale, torch.ones_like(scale)))

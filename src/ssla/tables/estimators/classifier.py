@@ -12,11 +12,11 @@ from sklearn.utils.validation import check_consistent_length, column_or_1d
 
 from ssla import metrics
 from ssla._checks import all_in_plain_torch
-from ssla.tables.columns.frames import is_gap
-from ssla.tables.estimators.estimator import AUTO, OnEpoch, TableEstimator, numbers
+from ssla.tables.estimators.answers import ClassAnswers
+from ssla.tables.estimators.estimator import AUTO, OnEpoch, TableEstimator, numbers_of
 from ssla.tables.estimators.related import Related
-from ssla.tables.estimators.row_weights import factor_of
-from ssla.tables.estimators.targets import check_given
+from ssla.tables.estimators.row_weights import factor_of, rows_with_weight
+from ssla.tables.estimators.targets import check_labels_known, refuse_masked_target
 from ssla.tables.estimators.whole_fits import all_or_nothing
 from ssla.tables.networks.ensemble import CLASSES
 
@@ -25,7 +25,7 @@ SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
 
 
 @all_in_plain_torch
-class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
+class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ignore[misc]
     """A network for tables that predicts class probabilities, including the uncertainty of its
     weights.
 
@@ -63,6 +63,7 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
+        """Store the parameters, which `fit` checks."""
         self.members = members
         self.hidden = hidden
         self.activation = activation
@@ -94,37 +95,39 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         *,
         on_epoch: OnEpoch | None = None,
     ) -> SSLAClassifier:
-        """Train and fit.
+        """Train the networks, fit their posteriors, and return the estimator.
 
         X (n, d), y (n,) labels of any kind, sample_weight (n,); groups, time and on_epoch as for
-        `SSLARegressor.fit`.
+        `SSLARegressor.fit`. Raises ValueError for rows, labels, weights or parameters that cannot
+        be used.
         """
-        check_given(y)
-        _check_labels(y)
+        refuse_masked_target(y)
+        check_labels_known(y)
         self._check_class_weight()
-        given, y = self._read(X, y)
+        given, y = self._read_training_rows(X, y)
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
         self.class_weights_ = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
-        _, weights = self._present(len(y), sample_weight)
-        if self.class_weight is not None:  # later rows have the same factor
+        _, weights = self._read_weights(sample_weight, len(y))
+        # The scale of the product is kept in the weights of the classes, for later rows.
+        if self.class_weight is not None:
             self.class_weights_ = self.class_weights_ * factor_of(
                 weights * self.class_weights_[codes],
                 self.row_weights,
                 "sample_weight times class_weight",
             )
         weights = weights * self.class_weights_[codes]
-        present = self._enough(weights)
-        rows = numbers(self._encode(given, present))
+        present = rows_with_weight(weights)
+        rows = numbers_of(self._make_plan(given, present))
         self.ensemble_ = self._fit_rows(
             rows[present],
             codes[present],
             weights[present],
             CLASSES,
-            Related.of(groups, time, len(y))[present],
+            Related.from_arguments(groups, time, len(y))[present],
             len(self.classes_),
             on_epoch=on_epoch,
         )
@@ -139,22 +142,19 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         The first call is `fit`, and its y must have all classes.
 
         class_weight="balanced" is that of the first call; later rows count with the weight of their
-        class there. The trees stay as they were.
+        class there. The trees stay as they were. Raises ValueError for new classes.
         """
         if not hasattr(self, "ensemble_"):
-            missing = (
-                []
-                if classes is None
-                else sorted(set(np.asarray(classes).tolist()) - set(np.asarray(y).tolist()))
-            )
+            expected = [] if classes is None else np.asarray(classes).tolist()
+            missing = sorted(set(expected) - set(np.asarray(y).tolist()))
             if missing:
                 raise ValueError(
                     f"The first rows must have every class, but have none of {missing}. Start with "
                     "more rows."
                 )
             return self.fit(X, y, sample_weight)
-        rows, present, weights = self._more_rows(X, sample_weight)
-        check_given(y)
+        rows, present, weights = self._read_more_rows(X, sample_weight)
+        refuse_masked_target(y)
         labels = column_or_1d(y, warn=True)
         check_consistent_length(rows, labels)
         new = sorted(set(labels.tolist()) - set(self.classes_.tolist()))
@@ -165,10 +165,11 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
             )
         codes = np.searchsorted(self.classes_, labels)
         weights = weights * self.class_weights_[codes]
-        self._update(rows[present], codes[present], weights[present])
+        self._update_last_layers(rows[present], codes[present], weights[present])
         return self
 
     def _check_class_weight(self) -> None:
+        """Raise ValueError for a class_weight that is no dict, "balanced" or None."""
         given = self.class_weight
         if not (
             given is None
@@ -180,14 +181,8 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
                 f"{given!r}."
             )
 
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """P(class) (N, C), columns as in classes_."""
-        p: Any = self.predict_dist(X)
-        probs: np.ndarray = p.probs.numpy()
-        return probs
-
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """log P(class) (N, C), accurate for very small probabilities too; at least −708, the
+        """Return log P(class) (N, C), accurate for very small probabilities too; at least −708, the
         logarithm of the smallest number.
         """
         predictive = self.predict_dist(X)
@@ -196,15 +191,17 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         return logs
 
     def predict_set(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """The smallest set of classes with at least that probability: bool (N, C), columns as
-        in classes_.
+        """Return the smallest set of classes with at least that probability: (N, C) bool, columns
+        as in classes_.
+
+        Raises ValueError for a level that is not between 0 and 1.
         """
         chosen: np.ndarray = self.predict_dist(X).interval(level).numpy()
         return chosen
 
     def predictive_set(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Approximate conformal sets of classes, without calibration rows: bool (N, C), columns as
-        in classes_.
+        """Return approximate conformal sets of classes, without calibration rows: (N, C) bool,
+        columns as in classes_.
 
         A class is in the set unless its probability is below those that held-out rows have for
         their own class, each by the network that held it out (with its trees). The most probable
@@ -214,14 +211,15 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         better than one. With refit="output". Not for a model from a file, nor for rows with missing
         or unknown inputs.
         """
-        found: np.ndarray = self.ensemble_.class_sets(
-            self._complete_rows(X, "predict_set"), level
-        ).numpy()
-        return found
+        rows = self._complete_rows(X, "predict_set")
+        chosen: np.ndarray = self.ensemble_.class_sets(rows, level).numpy()
+        return chosen
 
     def evaluate(self, X: Any, y: Any) -> dict[str, Any]:
-        """The scores of rows with known labels (n,), as `ssla evaluate` gives them: NLL, Brier,
-        ECE, accuracy. Rows with a label that was not in the training data are only counted.
+        """Return the scores of rows with known labels (n,), as `ssla evaluate` gives them: NLL,
+        Brier, ECE, accuracy. Rows with a label that was not in the training data are only counted.
+
+        Raises ValueError if no label is one of the training data.
         """
         labels = np.asarray(y)
         known = np.isin(labels, self.classes_)
@@ -231,24 +229,3 @@ class SSLAClassifier(ClassifierMixin, TableEstimator):  # type: ignore[misc]
         predictive = self.predict_dist(self.encode(X)[known])
         scores: dict[str, Any] = dict(metrics.summary(predictive, codes).scores)
         return scores | ({} if known.all() else {"unknown labels": float((~known).sum())})
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The most probable class (N,)."""
-        probs = self.predict_proba(X)
-        labels: np.ndarray = self.classes_[probs.argmax(1)]
-        return labels
-
-
-def _check_labels(y: Any) -> None:
-    """ValueError where labels are missing; scikit-learn would compare them first."""
-    labels = np.atleast_1d(np.asarray(y)) if y is not None else np.arange(0)
-    missing = (
-        np.flatnonzero([is_gap(label) for label in labels.ravel()])
-        if labels.dtype == object
-        else np.arange(0)
-    )
-    if len(missing):
-        raise ValueError(
-            f"{len(missing)} labels of y are missing (first: row {missing[0]}). Leave out these "
-            "rows."
-        )

@@ -13,9 +13,9 @@ from sklearn.utils.validation import _check_feature_names_in, check_is_fitted
 from ssla.tables.columns import Encoded, Plan, Table
 from ssla.tables.columns.frames import table_of
 from ssla.tables.estimators.inputs import (
+    add_table_tags,
     column_names,
-    of_tables,
-    plan_of,
+    plan_inputs,
     read_inputs,
     warn_of_unused,
 )
@@ -63,6 +63,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         decimal: str | None = None,
         thousands: str | None = None,
     ) -> None:
+        """Store the parameters, which `fit` checks."""
         self.drop = drop
         self.codes = codes
         self.decimal = decimal
@@ -70,7 +71,9 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     @all_or_nothing
     def fit(self, X: Any, y: Any = None, *, rows: np.ndarray | None = None) -> TableEncoder:
-        """X: a data frame of pandas or polars, an array (n, d), or a `Table`. y is ignored.
+        """Make the plan of a table, and return the encoder.
+
+        X: a data frame of pandas or polars, an array (n, d), or a `Table`. y is ignored.
 
         rows (n,) bool: those that decide the plan, for example the rows with a target; all if not
         given.
@@ -79,40 +82,46 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         if isinstance(given, Encoded):
             raise TypeError("These rows are encoded already. Give the table that they came from.")
         if len(self.drop) or self.decimal is not None or self.thousands is not None:
-            given = self._table(given).without(self.drop)
-        self.plan_ = plan_of(self, given, rows, self.codes)
+            given = self._table_with_marks(given).drop_columns(self.drop)
+        self.plan_ = plan_inputs(self, given, rows, self.codes)
         if not isinstance(X, Table):  # who reads a file also sees what `plan_` left out
             warn_of_unused(self.plan_)
         return self
 
     def encode(self, X: Any) -> Encoded:
-        """The numbers, and for each row which inputs were missing or unknown."""
+        """Return the numbers of the rows, and for each row which inputs were missing or unknown.
+
+        Raises TableError for a missing column, or a cell of another kind.
+        """
         check_is_fitted(self, "plan_")
         given = read_inputs(self, X, reset=False)
-        return given if isinstance(given, Encoded) else self.plan_.encode(self._table(given))
+        if isinstance(given, Encoded):
+            return given
+        return self.plan_.encode(self._table_with_marks(given))
 
-    def _table(self, given: np.ndarray | Table) -> Table:
-        """The table, with the given marks of numbers."""
+    def _table_with_marks(self, given: np.ndarray | Table) -> Table:
+        """Return the table of the rows, read with the marks of numbers of this encoder."""
         table = table_of(given, column_names(self)) if isinstance(given, np.ndarray) else given
-        return table.written_with(self.decimal, self.thousands)
+        return table.with_marks(self.decimal, self.thousands)
 
     def transform(self, X: Any) -> np.ndarray:
-        """(n, width)."""
+        """Return the numbers (n, width) of the rows X; errors are those of `encode`."""
         return self.encode(X).values
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
-        """Names of the columns of numbers: `age`, `age: missing`, `colour=red`, `day: sine of
-        the year`, …
+        """Return the names of the columns of numbers: `age`, `age: missing`, `colour=red`,
+        `day: sine of the year`, …
         """
         check_is_fitted(self, "plan_")
-        given = _check_feature_names_in(self, input_features)
-        new = dict(zip(_check_feature_names_in(self), given, strict=True))
+        new_names = _check_feature_names_in(self, input_features)
+        new_name = dict(zip(_check_feature_names_in(self), new_names, strict=True))
         names = [
             name
             for feature in self.plan_.features
-            for name in replace(feature, name=str(new[feature.name])).names
+            for name in replace(feature, name=str(new_name[feature.name])).encoded_names
         ]
         return np.array(names, dtype=object)
 
     def __sklearn_tags__(self) -> Any:
-        return of_tables(super().__sklearn_tags__())
+        """The tags of an estimator that reads tables."""
+        return add_table_tags(super().__sklearn_tags__())

@@ -12,50 +12,51 @@ from sklearn.utils import check_random_state
 from sklearn.utils.validation import (
     _check_y,
     check_consistent_length,
-    check_is_fitted,
     column_or_1d,
 )
 
 from ssla import metrics
-from ssla._checks import all_in_plain_torch, one_of, warn
-from ssla._checks import level as checked_level
+from ssla._checks import all_in_plain_torch, check_name, warn
+from ssla._checks import check_level as checked_level
 from ssla.curvature.structure import NoFactorError
 from ssla.fitting.mode import NoModeError
 from ssla.likelihoods.support import LARGEST_COUNT, Counts
 from ssla.predictive import Predictive
 from ssla.predictive.positive import Positive
-from ssla.predictive.predictive import probabilities
 from ssla.predictive.transformed import Transform
+from ssla.tables.estimators.answers import NumberAnswers
 from ssla.tables.estimators.estimator import (
     AUTO,
     OnEpoch,
     TableEstimator,
-    flag,
-    numbers,
-    whole_or_real,
+    numbers_of,
+    read_flag,
+    read_number,
+    tensors_of,
 )
-from ssla.tables.estimators.inputs import check_target_size
 from ssla.tables.estimators.related import Related
 from ssla.tables.estimators.split_conformal import Conformal
-from ssla.tables.estimators.targets import check_numeric
+from ssla.tables.estimators.targets import check_target_size, refuse_masked_or_dates
 from ssla.tables.estimators.whole_fits import all_or_nothing
 from ssla.tables.networks import CONTINUOUS, ON_SCALE, Ensemble
 from ssla.tables.networks.count_targets import (
     POISSON,
+    is_worth_counting,
     may_be_poisson,
     prefer_counts,
-    worth_counting,
 )
 from ssla.tables.networks.ensemble import GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 
-FEWEST_ROWS = 60  # for a noise that depends on x
-FACTOR, LARGEST = 3.0, 1e100  # of targets for which a logarithmic scale is tried
+FEWEST_ROWS = 60  # for a noise that depends on x; a guess
+# A logarithmic scale is tried for targets whose largest is more than FACTOR times a small one (a
+# guess), and below LARGEST.
+FACTOR, LARGEST = 3.0, 1e100
 NAMES = (AUTO, *CONTINUOUS, POISSON)
-OF_INTERVALS = ("coverage", "width")  # scores
+OF_INTERVALS = ("coverage", "width")  # how the names of the scores of intervals begin
 
 
 @all_in_plain_torch
-class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
+class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ignore[misc]
     """A network for tables that predicts distributions.
 
     X is an array, or a data frame of pandas or polars with numbers, texts, categories, booleans,
@@ -153,6 +154,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         random_state: Any = None,
         verbose: int = 0,
     ) -> None:
+        """Store the parameters, which `fit` checks."""
         self.likelihood = likelihood
         self.members = members
         self.hidden = hidden
@@ -186,7 +188,7 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         *,
         on_epoch: OnEpoch | None = None,
     ) -> SSLARegressor:
-        """Train, fit and tune.
+        """Train the networks, fit and tune their posteriors, and return the estimator.
 
         X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows. X may
         also be rows that `TableEncoder(codes=True)` has encoded: its plan is kept.
@@ -198,36 +200,44 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         out, and calibrate conformal intervals. time (n,) numbers or dates: the latest rows are held
         out. Either gives the error on new groups or later rows. on_epoch: is called with the number
         of each finished epoch, in place of the bar of `verbose`.
+
+        Raises ValueError for rows, targets, weights or parameters that cannot be used, and
+        TypeError for dates as targets.
         """
-        one_of("likelihood", self.likelihood, NAMES)
-        conformal = flag(self, "conformal")
-        check_numeric(y)
-        given, y = self._read(X, y, multi_output=True, y_numeric=True)
+        check_name("likelihood", self.likelihood, NAMES)
+        conformal = read_flag(self, "conformal")
+        refuse_masked_or_dates(y)
+        given, y = self._read_training_rows(X, y, multi_output=True, y_numeric=True)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         y = np.asarray(y, dtype=np.float64)
-        present, weights = self._present(len(y), sample_weight)
+        present, weights = self._read_weights(sample_weight, len(y))
         self._check_target(y[present])
-        related = Related.of(groups, time, len(y))
-        whole = np.flatnonzero(present)
-        kept, aside = self._set_aside(whole, related[whole]) if conformal else (whole, np.arange(0))
-        rows = self._encode(given, np.isin(np.arange(len(y)), kept))
+        related = Related.from_arguments(groups, time, len(y))
+        # Conformal intervals are calibrated on rows that neither the plan nor the networks see.
+        kept = np.flatnonzero(present)
+        held_out = np.arange(0)
+        if conformal:
+            kept, held_out = self._split_rows(kept, related[kept])
+        rows = self._make_plan(given, np.isin(np.arange(len(y)), kept))
         self.ensemble_ = self._fit_target(
-            numbers(rows)[kept], y[kept], weights[kept], related[kept], on_epoch
+            numbers_of(rows)[kept], y[kept], weights[kept], related[kept], on_epoch
         )
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
         if conformal:
-            predictive = self._predict_rows(rows[aside])
-            self.conformal_ = Conformal.of(
-                predictive, y[aside], weights[aside], self.refit, self.ensemble_.scale
+            predictive = self._predict_rows(rows[held_out])
+            self.conformal_ = Conformal.from_rows(
+                predictive, y[held_out], weights[held_out], self.refit, self.ensemble_.scale
             )
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
-        """Add rows to a fitted model in one pass over them: the networks, the noise and the prior
-        stay, the last layers are those of a fit to all rows (with likelihoods other than Gaussian
-        an approximation). The first call is `fit`.
+        """Add rows to a fitted model in one pass over them, and return it. The networks, the noise
+        and the prior stay; the last layers are those of a fit to all rows (with likelihoods other
+        than Gaussian an approximation). The first call is `fit`.
+
+        Raises ValueError for a conformal model, and for rows or targets that cannot be used.
         """
         if not hasattr(self, "ensemble_"):
             return self.fit(X, y, sample_weight)
@@ -236,8 +246,8 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
                 "The conformal scores hold for the fitted model only. Use conformal=False for "
                 "partial_fit, or fit again."
             )
-        rows, present, weights = self._more_rows(X, sample_weight)
-        check_numeric(y)
+        rows, present, weights = self._read_more_rows(X, sample_weight)
+        refuse_masked_or_dates(y)
         target = np.asarray(
             _check_y(y, multi_output=True, y_numeric=True, estimator=self), dtype=np.float64
         )
@@ -252,18 +262,17 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self._check_support(
             target[present], self.ensemble_.settings.likelihood, self.ensemble_.scale
         )
-        self._update(rows[present], target[present], weights[present])
+        self._update_last_layers(rows[present], target[present], weights[present])
         return self
 
-    def _likelihood(self, y: np.ndarray) -> str:
-        """The likelihood by name; "auto" decides by y, its rows and the weights."""
+    def _choose_likelihood(self, y: np.ndarray) -> str:
+        """Return the name of the likelihood of targets y (n,) or (n, D); "auto" decides by y, its
+        rows and the weights of the network.
+        """
         if self.likelihood != AUTO:
             return str(self.likelihood)
-        return (
-            HETEROSCEDASTIC
-            if y.ndim == 1 and len(y) >= FEWEST_ROWS and self.weights == "last_layer"
-            else GAUSSIAN
-        )
+        varies = y.ndim == 1 and len(y) >= FEWEST_ROWS and self.weights == "last_layer"
+        return HETEROSCEDASTIC if varies else GAUSSIAN
 
     def _fit_target(
         self,
@@ -273,20 +282,23 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         related: Related,
         on_epoch: OnEpoch | None,
     ) -> Ensemble:
-        """The ensemble; "auto" takes the target's own scale, then with a warning constant
-        noise, where a fit is impossible.
+        """Fit the ensemble to rows X (n, d), y (n,) or (n, D), weights (n,).
+
+        "auto" tries a logarithmic scale beside the linear one, the linear one alone where that
+        cannot be fitted, then constant noise with a warning; and counts beside all of them.
         """
-        likelihood = self._likelihood(y)
-        self._settings(likelihood, len(y))  # wrong settings are refused here
-        decides = self.likelihood == AUTO and likelihood == HETEROSCEDASTIC
-        tries: list[tuple[str, str | None]] = (
-            [(likelihood, POSITIVE)] if decides and varies_by_factors(y) else []
-        )
-        tries += [(likelihood, None), (GAUSSIAN, None)] if decides else [(likelihood, None)]
+        likelihood = self._choose_likelihood(y)
+        self._make_settings(likelihood, len(y))  # wrong settings are refused here
+        if not (self.likelihood == AUTO and likelihood == HETEROSCEDASTIC):
+            return self._fit_rows(X, y, weights, likelihood, related, on_epoch=on_epoch)
+        # Each is a likelihood and its rival; the last must succeed.
+        tries: list[tuple[str, str | None]] = [(likelihood, None), (GAUSSIAN, None)]
+        if varies_by_factors(y):
+            tries.insert(0, (likelihood, POSITIVE))
         problem = ""
         for name, rival in tries:
             try:
-                numbers = self._fit_rows(
+                ensemble = self._fit_rows(
                     X, y, weights, name, related, rival=rival, on_epoch=on_epoch
                 )
                 break
@@ -294,45 +306,46 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
                 problem = str(error).split(":")[0]
                 if (name, rival) == tries[-1]:
                     raise
-        counts = self._fit_counts(numbers, X, y, weights, related, on_epoch) if decides else None
-        if counts is None and decides and name == GAUSSIAN:
+        counts = self._fit_counts(ensemble, X, y, weights, related, on_epoch)
+        if counts is not None:
+            return counts
+        if name == GAUSSIAN:
             warn(
                 "A noise that depends on x could not be fitted, as where the networks meet the "
                 "training rows exactly (no noise, or many columns): constant noise was used. Give "
                 f"likelihood='gaussian' to choose it. ({problem})"
             )
-        return numbers if counts is None else counts
+        return ensemble
 
     def _fit_counts(
         self,
-        numbers: Ensemble,
+        ensemble: Ensemble,
         X: np.ndarray,
         y: np.ndarray,
         weights: np.ndarray,
         related: Related,
         on_epoch: OnEpoch | None,
     ) -> Ensemble | None:
-        """A Poisson fit to small counts, if it predicts held-out rows better than the fit to
-        numbers; otherwise None.
+        """Return a Poisson fit to small counts, if it predicts held-out rows better than the
+        ensemble of numbers; otherwise None.
+
+        X (n, d), y (n,), weights (n,).
         """
-        x, target, w = (torch.from_numpy(part.copy()) for part in (X, y, weights))
-        if not (may_be_poisson(target, w) and worth_counting(numbers, x, target, w)):
+        x, target, w = tensors_of(X, y, weights)
+        if not (may_be_poisson(target, w) and is_worth_counting(ensemble, x, target, w)):
             return None
+        # The same seed holds out the same rows, so that both fits can be compared on them.
+        seed = ensemble.settings.seed
         try:
-            counts = self._fit_rows(
-                X,
-                y,
-                weights,
-                POISSON,
-                related,
-                seed=numbers.settings.seed,
-                on_epoch=on_epoch,
-            )
+            counts = self._fit_rows(X, y, weights, POISSON, related, seed=seed, on_epoch=on_epoch)
         except (NoFactorError, NoModeError, FloatingPointError):
             return None
-        return counts if prefer_counts(numbers, counts, x, target, w) else None
+        return counts if prefer_counts(ensemble, counts, x, target, w) else None
 
     def _check_target(self, y: np.ndarray) -> None:
+        """Raise ValueError for targets (n,) or (n, D) that are constant, out of range, or outside
+        the support of the likelihood.
+        """
         if self.likelihood not in (AUTO, GAUSSIAN) and y.ndim == 2:
             raise ValueError(
                 f"likelihood={self.likelihood!r} needs one target, but y has {y.shape[1]} columns. "
@@ -345,6 +358,9 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         self._check_support(y, self.likelihood, scale)
 
     def _check_support(self, y: np.ndarray, likelihood: str, scale: Transform | None) -> None:
+        """Raise ValueError for targets (n,) or (n, D) outside the support of the likelihood, or of
+        the scale of the target.
+        """
         if scale is not None and not bool(scale.inside(torch.from_numpy(y)).all()):
             raise ValueError(
                 f"likelihood={self.likelihood!r} needs targets that are {scale.support}, but y is "
@@ -359,42 +375,42 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         if likelihood == POISSON:  # before the networks are trained
             Counts(LARGEST_COUNT).check(torch.from_numpy(y.flatten()), 1)
 
-    def _set_aside(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
-        whole_or_real(self, "calibration_fraction", float, 0, strict=True)
-        if not self.calibration_fraction < 1:
-            raise ValueError(
-                "calibration_fraction must be between 0 and 1, but is "
-                f"{self.calibration_fraction!r}."
-            )
+    def _split_rows(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
+        """Split row numbers (n,) into those of the fit and those that calibrate conformal
+        intervals, both sorted. related: the groups or times of these rows.
+
+        Raises ValueError for a fraction that is not between 0 and 1, and for too few rows.
+        """
+        read_number(self, "calibration_fraction", float, 0, strict=True)
+        fraction = self.calibration_fraction
+        if not fraction < 1:
+            raise ValueError(f"calibration_fraction must be between 0 and 1, but is {fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         if related.given:
-            chosen = related.aside(self.calibration_fraction, seed)
-            kept, aside = rows[~chosen], rows[chosen]
+            chosen = related.choose_held_out(fraction, seed)
+            kept = rows[~chosen]
+            held_out = rows[chosen]
         else:
-            kept, aside = train_test_split(
-                rows, test_size=self.calibration_fraction, random_state=seed
-            )
+            kept, held_out = train_test_split(rows, test_size=fraction, random_state=seed)
         if len(kept) < 2:
             raise ValueError(
                 f"conformal=True leaves {len(kept)} of n_samples={len(rows)} for the fit, which "
                 "needs at least two. Use more rows or a smaller calibration_fraction."
             )
-        return np.sort(kept), np.sort(aside)
-
-    def predict(self, X: Any, return_std: bool = False) -> Any:
-        """The predictive mean (N,), and with return_std its standard deviation (noise included)."""
-        p = self.predict_dist(X)
-        return (p.mean.numpy(), p.stddev.numpy()) if return_std else p.mean.numpy()
+        return np.sort(kept), np.sort(held_out)
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Central interval (N, 2), or (N, D, 2); with conformal=True its coverage is at least
-        the level.
+        """Return the central interval (N, 2), or (N, D, 2), that holds y with this probability;
+        with conformal=True its coverage is at least the level.
+
+        Raises ValueError for a level that is not between 0 and 1, and where conformal scores were
+        computed with another refit.
         """
         return self.interval_of(self.predict_dist(X), level)
 
     def predictive_set(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Approximate conformal intervals (N, 2) without calibration rows, for one target: see
-        `Posterior.predictive_set`.
+        """Return approximate conformal intervals (N, 2) without calibration rows, for one target:
+        see `Posterior.predictive_set`.
 
         A new row is compared with the rows that each network held out of its training, by the
         network that held them out, with the mean of the networks' outputs at the new row, without
@@ -402,13 +418,16 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         noise and the prior, and one network errs more than the mean of all. Not for a model from a
         file, nor for rows with missing or unknown inputs.
         """
-        found: np.ndarray = self.ensemble_.predictive_set(
-            self._complete_rows(X, "predict_interval"), level
-        ).numpy()
-        return found
+        rows = self._complete_rows(X, "predict_interval")
+        ends: np.ndarray = self.ensemble_.predictive_set(rows, level).numpy()
+        return ends
 
     def interval_of(self, predictive: Predictive, level: float) -> np.ndarray:
-        """`predict_interval` from an existing predictive, for example for several levels."""
+        """Return the intervals of `predict_interval`, (N, 2) or (N, D, 2), from an existing
+        predictive, for example for several levels.
+
+        Raises ValueError where conformal scores were computed with another refit.
+        """
         if self.conformal_ is None:
             return predictive.interval(level).numpy()
         if not self.conformal_.holds_for(self.refit):
@@ -420,45 +439,39 @@ class SSLARegressor(RegressorMixin, TableEstimator):  # type: ignore[misc]
         return self.conformal_.interval(predictive, checked_level(level), self.ensemble_.scale)
 
     def evaluate(self, X: Any, y: Any) -> dict[str, Any]:
-        """The scores of rows with known y (n,), as `ssla evaluate` gives them: NLL, CRPS, RMSE,
-        coverage, width. With conformal=True coverage and width are also those of the conformal
-        intervals.
+        """Return the scores of rows with known y (n,), as `ssla evaluate` gives them: NLL, CRPS,
+        RMSE, coverage, width. With conformal=True coverage and width are also those of the
+        conformal intervals.
         """
         predictive = self.predict_dist(X)
-        scores: dict[str, Any] = dict(metrics.summary(predictive, y).scores)
+        of_predictive: dict[str, Any] = dict(metrics.summary(predictive, y).scores)
         if self.conformal_ is None:
-            return scores
-        found: dict[str, Any] = {name: scores[name] for name in ("nll", "crps", "rmse")}
-        if not self.conformal_.holds_for(self.refit):
-            found["conformal intervals"] = (
+            return of_predictive
+        scores: dict[str, Any] = {name: of_predictive[name] for name in ("nll", "crps", "rmse")}
+        if self.conformal_.holds_for(self.refit):
+            for level in metrics.LEVELS:
+                low, high = self.interval_of(predictive, level).T
+                inside = (low <= y) & (y <= high)
+                width = float((high - low).mean())
+                scores[f"conformal coverage {level:.0%}"] = float(inside.mean())
+                scores[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"
+        else:
+            scores["conformal intervals"] = (
                 f"none: they were calibrated with refit {self.conformal_.refit!r}"
             )
-            return found | _of_predictive(scores)
-        for level in metrics.LEVELS:
-            low, high = self.interval_of(predictive, level).T
-            width = float((high - low).mean())
-            found[f"conformal coverage {level:.0%}"] = float(((low <= y) & (y <= high)).mean())
-            found[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"
-        return found | _of_predictive(scores)
-
-    def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
-        """Quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets: (N, D, k)."""
-        check_is_fitted(self, "ensemble_")
-        probabilities(q)
-        p: Any = self.predict_dist(X)
-        quantiles: np.ndarray = p.icdf(np.asarray(q, dtype=np.float64)).numpy()
-        return quantiles
+        return scores | _label_interval_scores(of_predictive)
 
     def __sklearn_tags__(self) -> Any:
+        """The tags of a table estimator, with the targets that the likelihood takes."""
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = self.likelihood in (AUTO, GAUSSIAN)
         tags.target_tags.positive_only = self.likelihood in (POISSON, POSITIVE, *ON_SCALE)
         return tags
 
 
-def _of_predictive(scores: dict[str, Any]) -> dict[str, Any]:
-    """Scores of a conformal model's predictive, labelled to distinguish them from those of its
-    intervals.
+def _label_interval_scores(scores: dict[str, Any]) -> dict[str, Any]:
+    """Return the scores of the predictive of a conformal model, with names that distinguish its
+    intervals from the conformal ones.
     """
     return {
         f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value
@@ -467,7 +480,7 @@ def _of_predictive(scores: dict[str, Any]) -> dict[str, Any]:
 
 
 def varies_by_factors(y: np.ndarray) -> bool:
-    """Whether targets (n,) are not negative, and some are several times others: a logarithmic
-    scale may fit them better.
+    """Return whether targets (n,) are not negative, and some are several times others: a
+    logarithmic scale may fit them better.
     """
     return bool(y.min() >= 0) and bool(FACTOR * np.quantile(y, 0.05) < y.max() < LARGEST)

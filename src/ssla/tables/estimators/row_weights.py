@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils.validation import _check_sample_weight
 
-from ssla._checks import one_of, refuse_masked, warn
+from ssla._checks import check_name, refuse_masked, warn
 from ssla.fitting.watching import LEAST_SHARE
 
 AUTO, FREQUENCIES, RELATIVE = "auto", "frequencies", "relative"
@@ -23,9 +23,9 @@ MEANINGS = (AUTO, FREQUENCIES, RELATIVE)
 
 
 def checked_weights(sample_weight: Any, rows: int) -> np.ndarray:
-    """The weights (n,) in float64, ones if they are not given.
+    """Return the weights (n,) in float64, ones if they are not given.
 
-    ValueError for wrong shapes, and for masked or negative ones.
+    Raises ValueError for wrong shapes, and for weights that are masked, negative or no numbers.
     """
     refuse_masked("sample_weight", sample_weight)
     given = np.asarray(1.0 if sample_weight is None else sample_weight)
@@ -44,14 +44,27 @@ def checked_weights(sample_weight: Any, rows: int) -> np.ndarray:
     return weights
 
 
-def factor_of(weights: np.ndarray, meaning: str, what: str = "sample_weight") -> float:
-    """The factor that gives row weights (n,) their scale: 1, or one over the mean of the positive
-    ones.
+def rows_with_weight(weights: np.ndarray) -> np.ndarray:
+    """Return which rows have a positive weight (n,) bool; raise ValueError for fewer than two."""
+    present = weights > 0
+    if int(present.sum()) < 2:
+        raise ValueError(
+            "Fitting needs at least two rows with a positive weight, but "
+            f"n_samples={int(present.sum())}."
+        )
+    return present
 
-    meaning "auto": relative where the weights cannot be frequencies, with a warning.
+
+def factor_of(weights: np.ndarray, meaning: str, what: str = "sample_weight") -> float:
+    """Return the factor that gives row weights (n,) their scale: 1, or one over the mean of the
+    positive ones.
+
+    meaning: one of MEANINGS; "auto" is relative where the weights cannot be frequencies, with a
+    warning. what: what the warning calls the weights.
     """
-    one_of("row_weights", meaning, MEANINGS)
-    total, rows = float(weights.sum()), int((weights > 0).sum())
+    check_name("row_weights", meaning, MEANINGS)
+    total = float(weights.sum())
+    rows = int((weights > 0).sum())
     if meaning == FREQUENCIES or not rows:
         return 1.0
     if meaning == AUTO:
@@ -67,8 +80,10 @@ def factor_of(weights: np.ndarray, meaning: str, what: str = "sample_weight") ->
 
 
 @contextmanager
-def decided() -> Iterator[None]:
-    """Fits inside give no warning about row weights: the estimator has decided what they mean."""
+def without_weight_warning() -> Iterator[None]:
+    """Suppress the warning of `ssla.fit` about row weights: the estimator has decided what they
+    mean.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Row weights sum to", UserWarning)
         yield

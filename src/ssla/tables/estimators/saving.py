@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ssla.files import Encoder, FileError, pack, write
+from ssla.files import Encoder, FileError, encode_posterior, write_model
 from ssla.network import module_of
 from ssla.predictive.positive import Censored, Positive
 from ssla.tables.estimators.split_conformal import Conformal
@@ -27,18 +27,29 @@ from ssla.tables.trees.out_of_fold import ClassLayer, NumberLayer
 
 KIND = "estimator"
 LAYOUT = 2  # of the content; files of other layouts are not read
+# The types of class labels, by the kind of their array.
+CLASS_DTYPES = {
+    "b": "bool",
+    "i": "int",
+    "u": "int",
+    "f": "float",
+    "U": "str",
+    "S": "str",
+    "O": "object",
+}
 
 
 def save(
     estimator: Any, path: str | os.PathLike[str], training: TrainingTable | None = None
 ) -> Path:
-    """Write a fitted estimator. training: what the command adds, returned by `load_trained`."""
+    """Write a fitted estimator to a directory, and return its path.
+
+    training: what the command adds, returned by `load_trained`. Raises FileError for classes or
+    parameters that a file cannot hold.
+    """
     encoder = Encoder()
-    parameters = {
-        name: _plain(name, value) for name, value in estimator.get_params(deep=False).items()
-    }
     content = {
-        **_head(estimator, parameters, encoder),
+        **_pack_head(estimator, estimator.get_params(deep=False), encoder),
         "plan": estimator.plan_.as_json(),
         "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
         "training": None if training is None else training.as_json(),
@@ -46,83 +57,90 @@ def save(
     }
     if hasattr(estimator, "class_weights_"):
         content["class_weights"] = estimator.class_weights_.tolist()
-    return write(path, KIND, content, encoder.tensors)
-
-
-def _pack_conformal(conformal: Conformal | None, encoder: Encoder) -> Any:
-    if conformal is None:
-        return None
-    arrays = {
-        name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")
-    }
-    return encoder.encode(arrays | {"refit": _plain("refit", conformal.refit)}, "conformal")
+    return write_model(path, KIND, content, encoder.tensors)
 
 
 def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
     """Write the last layer of a fitted `PredictiveRegressor` or `PredictiveClassifier`, without
-    its models.
+    its models, and return the path of the directory.
+
+    Raises FileError for classes or parameters that a file cannot hold.
     """
     encoder = Encoder()
     layer = estimator.ensemble_
-    given = estimator.get_params(deep=False)
-    parameters = {
-        name: _plain(name, value)
-        for name, value in given.items()
-        if name not in ("base", "noise_base")
-    }
-    if not isinstance(parameters["cv"], int):
+    parameters = estimator.get_params(deep=False)
+    for name in ("base", "noise_base"):
+        parameters.pop(name, None)
+    if not isinstance(parameters["cv"], int | np.integer):
         del parameters["cv"]  # an object that predictions do not need
     for name, value in module_of(layer.posterior.network).state_dict().items():
         encoder.tensors[f"network.0.{name}"] = value
     scalings = {name: getattr(layer, name, None) for name in ("inputs", "target")}
     content = {
-        **_head(estimator, parameters, encoder),
-        "numbers": encoder.encode(_numbers(layer), "numbers"),
-        "scaling": _scalings(scalings, encoder),
-        "posterior": pack(layer.posterior, encoder, "posterior."),
+        **_pack_head(estimator, parameters, encoder),
+        "numbers": encoder.encode(_numbers_of_layer(layer), "numbers"),
+        "scaling": _pack_scalings(scalings, encoder),
+        "posterior": encode_posterior(layer.posterior, encoder, "posterior."),
         "models": {
             kind: [type(model).__name__ for model in models]
             for kind, models in estimator.models_.items()
         },
-        "probe": encoder.encode(estimator.probe(), "probe"),
+        "probe": encoder.encode(estimator.predict_probe(), "probe"),
     }
-    return write(path, KIND, content, encoder.tensors)
+    return write_model(path, KIND, content, encoder.tensors)
 
 
-def _head(estimator: Any, parameters: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
-    """What all estimators have: settings, columns, classes."""
+def _pack_head(estimator: Any, parameters: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
+    """Return the content that the files of all estimators have: settings, columns and classes."""
+    plain = {name: _plain_parameter(name, value) for name, value in parameters.items()}
     return {
         "layout": LAYOUT,
         "estimator": type(estimator).__name__,
-        "parameters": encoder.encode(parameters, "parameters"),
+        "parameters": encoder.encode(plain, "parameters"),
         "columns": int(estimator.n_features_in_),
         "names": [str(name) for name in getattr(estimator, "feature_names_in_", ())],
-        "classes": _labels(getattr(estimator, "classes_", None)),
+        "classes": _pack_classes(getattr(estimator, "classes_", None)),
     }
 
 
-def _scalings(scalings: dict[str, Scaling | None], encoder: Encoder) -> dict[str, Any]:
+def _pack_conformal(conformal: Conformal | None, encoder: Encoder) -> Any:
+    """Return the content for the conformal scores; None if there are none."""
+    if conformal is None:
+        return None
+    arrays = {
+        name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")
+    }
+    refit = _plain_parameter("refit", conformal.refit)
+    return encoder.encode(arrays | {"refit": refit}, "conformal")
+
+
+def _pack_scalings(scalings: dict[str, Scaling | None], encoder: Encoder) -> dict[str, Any]:
+    """Return the content for scalings by name: shift and scale of each, or None."""
     return {
-        name: part
+        name: scaling
         and [
-            encoder.encode(part.shift, f"{name}.shift"),
-            encoder.encode(part.scale, f"{name}.scale"),
+            encoder.encode(scaling.shift, f"{name}.shift"),
+            encoder.encode(scaling.scale, f"{name}.scale"),
         ]
-        for name, part in scalings.items()
+        for name, scaling in scalings.items()
     }
 
 
-def _numbers(layer: ClassLayer | NumberLayer) -> dict[str, Any]:
+def _numbers_of_layer(layer: ClassLayer | NumberLayer) -> dict[str, Any]:
+    """Return what a last layer on predictions has beside its posterior and scalings."""
     return {
         name: getattr(layer, name) for name in ("centre", "shares", "floor") if hasattr(layer, name)
     }
 
 
 def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
+    """Return the content for networks, posteriors and trees; their tensors go to the encoder."""
     for m, module in enumerate(ensemble.modules):
         for name, value in module.state_dict().items():
             encoder.tensors[f"network.{m}.{name}"] = value
     scalings = {"inputs": ensemble.inputs, "target": ensemble.target}
+    # Another scale follows from the likelihood.
+    scale = asdict(ensemble.scale) if isinstance(ensemble.scale, Positive | Censored) else None
     return {
         "settings": encoder.encode(asdict(ensemble.settings), "settings"),
         "architecture": encoder.encode(asdict(ensemble.architecture), "architecture"),
@@ -132,43 +150,42 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
         "trust": ensemble.trust,
         "left_out": list(ensemble.left_out),
         "constant": ensemble.constant,
-        "scale": asdict(ensemble.scale)
-        if isinstance(ensemble.scale, Positive | Censored)
-        else None,
+        "scale": scale,
         "trees": _pack_trees(ensemble.trees, encoder),
-        "scaling": _scalings(scalings, encoder),
+        "scaling": _pack_scalings(scalings, encoder),
         "components": [
             {
-                "member": c.member,
-                "weight": c.weight,
-                "posterior": pack(c.posterior, encoder, f"component.{i}."),
+                "member": component.member,
+                "weight": component.weight,
+                "posterior": encode_posterior(component.posterior, encoder, f"component.{i}."),
             }
-            for i, c in enumerate(ensemble.components)
+            for i, component in enumerate(ensemble.components)
         ],
     }
 
 
 def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
+    """Return the content for the trees beside the networks; None if there are none."""
     if trees is None:
         return None
     layer = module_of(trees.layer.posterior.network).state_dict()
+    scalings = {"trees.target": getattr(trees.layer, "target", None)}
     return {
         "forest": encoder.encode(vars(trees.forest), "forest"),
         "layer": encoder.encode(dict(layer), "trees"),
-        "posterior": pack(trees.layer.posterior, encoder, "trees."),
-        "numbers": encoder.encode(_numbers(trees.layer), "trees.numbers"),
-        "target": _scalings({"trees.target": getattr(trees.layer, "target", None)}, encoder)[
-            "trees.target"
-        ],
+        "posterior": encode_posterior(trees.layer.posterior, encoder, "trees."),
+        "numbers": encoder.encode(_numbers_of_layer(trees.layer), "trees.numbers"),
+        "target": _pack_scalings(scalings, encoder)["trees.target"],
         "share": trees.share,
         "pull": trees.pull,
     }
 
 
-def _plain(name: str, value: Any) -> Any:
-    """A parameter as JSON can hold it.
+def _plain_parameter(name: str, value: Any) -> Any:
+    """Return a parameter as JSON can hold it.
 
-    A random state that is an object is not needed to predict.
+    A random state that is an object is left out, because predictions do not need it. Raises
+    FileError for a refit that is an object.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -184,22 +201,18 @@ def _plain(name: str, value: Any) -> Any:
     return value
 
 
-def _labels(classes: np.ndarray | None) -> dict[str, Any] | None:
+def _pack_classes(classes: np.ndarray | None) -> dict[str, Any] | None:
+    """Return the content for the labels of classes (C,), None if there are none.
+
+    Raises FileError for labels that are not numbers, texts or booleans.
+    """
     if classes is None:
         return None
-    kind = {
-        "b": "bool",
-        "i": "int",
-        "u": "int",
-        "f": "float",
-        "U": "str",
-        "S": "str",
-        "O": "object",
-    }.get(classes.dtype.kind)
-    values = classes.tolist()
-    if kind is None or any(not isinstance(v, bool | int | float | str) for v in values):
+    dtype = CLASS_DTYPES.get(classes.dtype.kind)
+    labels = classes.tolist()
+    if dtype is None or any(not isinstance(label, bool | int | float | str) for label in labels):
         raise FileError(
             "Only classes that are numbers, texts or booleans can be saved. Encode the labels "
             "first."
         )
-    return {"dtype": kind, "values": values}
+    return {"dtype": dtype, "values": labels}

@@ -15,30 +15,31 @@ from sklearn.pipeline import Pipeline
 from torch import Tensor
 
 from ssla import metrics
-from ssla._checks import level as checked_level
+from ssla._checks import check_level as checked_level
 from ssla.predictive import Predictive
 from ssla.tables.estimators.row_weights import checked_weights
-from ssla.tables.estimators.targets import check_given, check_numeric
+from ssla.tables.estimators.targets import refuse_masked_or_dates, refuse_masked_target
 
 
 @final
 @dataclass(frozen=True)
 class Scorer:
-    """−(weighted mean of a score over rows), of estimators with `predict_dist`, also at the end
-    of a pipeline or a search.
+    """The negated weighted mean of a score over rows, for estimators with `predict_dist`, also at
+    the end of a pipeline or a search.
     """
 
     name: str
     score: Callable[[Predictive, Any], Tensor]  # one value for each row
 
     def __call__(self, estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """The negated score of rows X (n, d) with targets y (n,)."""
-        model, inputs = _last_step(estimator, X)
-        values = self.score(model.predict_dist(inputs), _codes(model, y)).double().numpy()
-        values = values.reshape(len(values), -1).mean(1)
+        """Return the negated score of rows X (n, d) with targets y (n,) and weights (n,)."""
+        model, inputs = _find_last_step(estimator, X)
+        values = self.score(model.predict_dist(inputs), _encode_targets(model, y)).double().numpy()
+        values = values.reshape(len(values), -1).mean(1)  # over several targets
         return -float(np.average(values, weights=checked_weights(sample_weight, len(values))))
 
     def __repr__(self) -> str:
+        """Return the name."""
         return self.name
 
 
@@ -47,7 +48,7 @@ crps_scorer = Scorer("neg_crps", lambda predictive, y: metrics.crps(predictive, 
 
 
 def pinball_scorer(q: float) -> Scorer:
-    """The scorer of the quantile at probability q.
+    """Return the scorer of the quantile at probability q.
 
     >>> GridSearchCV(SSLARegressor(), grid, scoring=pinball_scorer(0.9))      # doctest: +SKIP
     """
@@ -58,13 +59,17 @@ def pinball_scorer(q: float) -> Scorer:
     )
 
 
-def _last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
-    """The estimator that predicts distributions, and its inputs."""
+def _find_last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
+    """Return the estimator that predicts distributions inside a search or a pipeline, and its
+    inputs.
+
+    Raises TypeError for an estimator without `predict_dist`.
+    """
     if hasattr(estimator, "best_estimator_"):
-        return _last_step(estimator.best_estimator_, X)
+        return _find_last_step(estimator.best_estimator_, X)
     if isinstance(estimator, Pipeline):
         inputs = estimator[:-1].transform(X) if len(estimator) > 1 else X
-        return _last_step(estimator[-1], inputs)
+        return _find_last_step(estimator[-1], inputs)
     if not hasattr(estimator, "predict_dist"):
         raise TypeError(
             f"This scorer needs a predictive distribution, but a {type(estimator).__name__} has no "
@@ -74,13 +79,16 @@ def _last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
     return estimator, X
 
 
-def _codes(model: Any, y: Any) -> Any:
-    """Labels as the numbers of their classes; other targets as they are."""
+def _encode_targets(model: Any, y: Any) -> Any:
+    """Return labels (n,) as the numbers of their classes, other targets as floats.
+
+    Raises ValueError for labels that the model has not seen, and TypeError for dates.
+    """
     classes = getattr(model, "classes_", None)
     if classes is None:
-        check_numeric(y)
+        refuse_masked_or_dates(y)
         return np.asarray(y).astype(np.float64)
-    check_given(y)
+    refuse_masked_target(y)
     values = np.asarray(y)
     unknown = ~np.isin(values, classes)
     if unknown.any():

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ssla._checks import warn
-from ssla.maths.order_statistics import conformal_quantile, shortage
+from ssla.maths.order_statistics import conformal_quantile, describe_row_shortage
 from ssla.predictive import Predictive
 from ssla.predictive.transformed import Transform, untransformed
 from ssla.refit import resolve
@@ -37,61 +37,69 @@ class Conformal:
     refit: Any  # of the predictives that were scored: the scores are valid only for it
 
     @staticmethod
-    def of(
+    def from_rows(
         predictive: Predictive,
         y: np.ndarray,
         weights: np.ndarray,
         refit: Any,
         transform: Transform | None = None,
     ) -> Conformal:
-        """y (n,) or (n, D), weights (n,).
+        """Return the scores of calibration rows: y (n,) or (n, D), weights (n,).
 
         With a transform the scores are on the scale of the model.
         """
-        mean, spread = _centre(predictive, transform)
+        mean, spread = _mean_and_spread(predictive, transform)
         y = y if transform is None else transform.into(torch.from_numpy(y)).numpy()
-        scores = np.abs(_columns(y) - mean) / spread
+        scores = np.abs(_as_columns(y) - mean) / spread
         order = np.argsort(scores, axis=0, kind="stable")
         return Conformal(np.take_along_axis(scores, order, axis=0), weights[order], refit)
 
     def holds_for(self, refit: Any) -> bool:
-        """Whether the scores were computed with that refit."""
+        """Return whether the scores were computed with that refit."""
         return resolve(refit) == resolve(self.refit)
 
-    def factor(self, level: float) -> np.ndarray:
-        """q for each target; infinite if there are too few rows for the level."""
-        scores, weights = torch.from_numpy(self.scores.T), torch.from_numpy(self.weights.T)
-        short = shortage(weights[0], level, "calibration rows")
+    def score_quantile(self, level: float) -> np.ndarray:
+        """Return q for each target (D,); infinite, with a warning, if there are too few rows for
+        the level.
+        """
+        scores = torch.from_numpy(self.scores.T)
+        weights = torch.from_numpy(self.weights.T)
+        # All targets have the same rows, so the first one decides.
+        short = describe_row_shortage(weights[0], level, "calibration rows")
         if short is not None:
             warn(
                 f"A conformal interval of {level:g} {short}: the interval is infinite. Use a "
                 "larger calibration_fraction or a lower level."
             )
-        factor: np.ndarray = conformal_quantile(scores, weights, level).numpy()
-        return factor
+        q: np.ndarray = conformal_quantile(scores, weights, level).numpy()
+        return q
 
     def interval(
         self, predictive: Any, level: float, transform: Transform | None = None
     ) -> np.ndarray:
-        """mean ± q·stddev: (N, 2), or (N, D, 2).
+        """Return mean ± q·stddev: (N, 2), or (N, D, 2) for several targets.
 
-        With a transform, that of the interval on the scale of the model.
+        With a transform, the interval is computed on the scale of the model and transformed.
         """
-        mean, spread = _centre(predictive, transform)
-        q = self.factor(level)
+        mean, spread = _mean_and_spread(predictive, transform)
+        q = self.score_quantile(level)
         ends = np.stack([mean - q * spread, mean + q * spread], -1)
         if transform is not None:
             ends = transform.out(torch.from_numpy(ends)).numpy()
         if predictive.kind == "count":
+            # The counts inside the interval are the same, and none is negative.
             ends = np.stack([np.maximum(np.ceil(ends[..., 0]), 0), np.floor(ends[..., 1])], -1)
         return ends[:, 0] if predictive.mean.ndim == 1 else ends
 
 
-def _centre(predictive: Predictive, transform: Transform | None) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation (N, D)."""
+def _mean_and_spread(
+    predictive: Predictive, transform: Transform | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return mean and standard deviation (N, D), with a transform on the scale of the model."""
     known = predictive if transform is None else untransformed(predictive)
-    return _columns(known.mean.numpy()), _columns(known.stddev.numpy())
+    return _as_columns(known.mean.numpy()), _as_columns(known.stddev.numpy())
 
 
-def _columns(values: np.ndarray) -> np.ndarray:
+def _as_columns(values: np.ndarray) -> np.ndarray:
+    """Return values (n,) or (n, D) with the shape (n, D)."""
     return values[:, None] if values.ndim == 1 else values

@@ -1,4 +1,4 @@
-"""Targets that no estimator can take: masked values, and dates in place of numbers."""
+"""Targets: which ones no estimator can take, and how they are read."""
 
 from __future__ import annotations
 
@@ -6,42 +6,111 @@ from datetime import date, time, timedelta
 from typing import Any
 
 import numpy as np
+from sklearn.utils import assert_all_finite, check_array
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import column_or_1d
 
 from ssla._checks import refuse_masked
+from ssla.tables.columns.frames import is_gap
 
-DATES = (
-    date,
-    time,
-    timedelta,
-    np.datetime64,
-    np.timedelta64,
-)  # those of pandas are subclasses, but for its periods
+SMALLEST_TARGET, LARGEST_TARGET = 1e-150, 1e150  # whose squares are normal numbers
+# The dates of pandas are subclasses of these, except its periods.
+DATES = (date, time, timedelta, np.datetime64, np.timedelta64)
 
 
-def check_given(y: Any) -> None:
+def refuse_masked_target(y: Any) -> None:
     """Raise ValueError for targets with masked values."""
     refuse_masked("The target y", y)
 
 
-def check_numeric(y: Any) -> None:
+def refuse_masked_or_dates(y: Any) -> None:
     """Raise ValueError for targets with masked values, and TypeError for dates, times and
     durations.
 
     They would be read as whole numbers in a unit that depends on the library, such as nanoseconds
-    since 1970.
+    since 1970. Strings pass here: scikit-learn refuses them.
     """
-    check_given(y)
+    refuse_masked_target(y)
     values = np.asarray(y)
-    found: Any = values.dtype if values.dtype.kind in "mM" else None
+    type_of_dates: Any = values.dtype if values.dtype.kind in "mM" else None
     if values.dtype == object:
-        found = next((type(cell).__name__ for cell in values.ravel() if _is_date(cell)), None)
-    if found is not None:
+        names = (type(cell).__name__ for cell in values.ravel() if _is_date(cell))
+        type_of_dates = next(names, None)
+    if type_of_dates is not None:
         raise TypeError(
-            f"The target y must be numbers, but holds dates, times or durations ({found}). Give a "
-            "number in a unit of your choice, for example the days since a date: (y - y.min()) / "
-            "np.timedelta64(1, 'D')."
+            f"The target y must be numbers, but holds dates, times or durations ({type_of_dates}). "
+            "Give a number in a unit of your choice, for example the days since a date: "
+            "(y - y.min()) / np.timedelta64(1, 'D')."
         )
 
 
 def _is_date(cell: Any) -> bool:
+    """Return whether a cell is a date, a time or a duration of Python, NumPy or pandas."""
     return isinstance(cell, DATES) or type(cell).__name__ == "Period"
+
+
+def check_target_size(y: np.ndarray) -> None:
+    """Raise ValueError for targets (n,) or (n, D) whose variance would be zero or infinite in
+    double precision.
+    """
+    largest = np.atleast_1d(np.abs(y).max(0))
+    wrong = largest[(largest > LARGEST_TARGET) | (largest < SMALLEST_TARGET)]
+    if wrong.size:
+        raise ValueError(
+            f"The target y must have values between {SMALLEST_TARGET:g} and {LARGEST_TARGET:g} in "
+            f"size, but its largest is {wrong.flat[0]:.3g}: its variance would be zero or infinite "
+            "in double precision. Give y in another unit."
+        )
+
+
+def check_labels_known(y: Any) -> None:
+    """Raise ValueError where labels are missing, with their number and the first row.
+
+    scikit-learn would compare the labels first, and fail with another error.
+    """
+    if y is None:
+        return
+    labels = np.atleast_1d(np.asarray(y))
+    if labels.dtype != object:
+        return
+    missing = np.flatnonzero([is_gap(label) for label in labels.ravel()])
+    if len(missing):
+        raise ValueError(
+            f"{len(missing)} labels of y are missing (first: row {missing[0]}). Leave out these "
+            "rows."
+        )
+
+
+def read_numbers(y: Any) -> np.ndarray:
+    """Return one target (n,) in float64.
+
+    Raises ValueError for a target that is missing, masked, not finite or of several columns, and
+    TypeError for dates.
+    """
+    _check_passed(y)
+    refuse_masked_or_dates(y)
+    y = check_array(y, ensure_2d=False, dtype=None, input_name="y", ensure_min_samples=2)
+    if y.ndim == 2 and y.shape[1] > 1:
+        raise ValueError(
+            f"y must be one target, but has {y.shape[1]} columns. Fit one estimator for each."
+        )
+    return np.array(column_or_1d(y, warn=True), dtype=np.float64)
+
+
+def read_labels(y: Any) -> np.ndarray:
+    """Return labels (n,) of any kind.
+
+    Raises ValueError for labels that are missing, masked, or not those of classes.
+    """
+    _check_passed(y)
+    refuse_masked_target(y)
+    assert_all_finite(y, input_name="y")
+    check_classification_targets(y)
+    labels: np.ndarray = column_or_1d(y, warn=True)
+    return labels
+
+
+def _check_passed(y: Any) -> None:
+    """Raise ValueError, in the words of scikit-learn, where there is no target."""
+    if y is None:
+        raise ValueError("This estimator requires y to be passed, but the target y is None.")

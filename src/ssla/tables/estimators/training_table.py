@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ssla.tables.columns import Style, Table, TableError, later_labels, later_numbers
+from ssla.tables.columns import Style, Table, TableError, read_later_labels, read_later_numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,26 +28,29 @@ class TrainingTable:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def observed(self, table: Table, classes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """The target of the rows of a later table that have one, and which rows these are (n,)
-        bool; TableError if there are none. classes: the labels of the estimator, if it has any.
+        """Return the target (k,) of the rows of a later table that have one, and which rows these
+        are (n,) bool.
+
+        classes: the labels of the estimator, if it has any. Raises TableError if no row has a
+        target.
         """
         if classes is None:
-            y, given = later_numbers(table, self.target, self.target_style)
+            y, given = read_later_numbers(table, self.target, self.target_style)
         else:
-            y, given = later_labels(table, self.target, classes.tolist())
+            y, given = read_later_labels(table, self.target, classes.tolist())
         if not given.any():
             raise TableError(f"No row of {table.path} has a value in the target {self.target!r}.")
         return y, given
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for a file."""
+        """Return plain values for a file."""
         return {name: value for name, value in vars(self).items() if name != "target_style"} | {
             "target_style": asdict(self.target_style)
         }
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> TrainingTable:
-        """The values of a file; ValueError for other types than `as_json` writes."""
+        """Return the values of a file; raise ValueError for other types than `as_json` writes."""
         style = {str(name): str(mark) for name, mark in content["target_style"].items()}
         marks = (content["decimal"], content["thousands"])
         if not isinstance(content["target"], str) or not isinstance(content["facts"], dict):

@@ -14,22 +14,21 @@ Result = TypeVar("Result")
 def all_or_nothing(
     fit: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
-    """A `fit` that restores the estimator's attributes where it fails or is interrupted.
+    """Return a `fit` that restores the estimator's attributes where it fails or is interrupted.
 
     Otherwise a second fit that ends early would leave the classes or columns of the new rows beside
     the model of the old ones, and predictions would be wrong without an error.
     """
 
     @wraps(fit)
-    def whole(self: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        before, done = dict(vars(self)), False
+    def fit_or_restore(self: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        """Fit, and restore the attributes after any exception."""
+        before = dict(vars(self))
         try:
-            result = fit(self, *args, **kwargs)
-            done = True
-        finally:
-            if not done:
-                vars(self).clear()
-                vars(self).update(before)
-        return result
+            return fit(self, *args, **kwargs)
+        except BaseException:  # also KeyboardInterrupt
+            vars(self).clear()
+            vars(self).update(before)
+            raise
 
-    return whole
+    return fit_or_restore

@@ -25,25 +25,30 @@ from sklearn.utils import _safe_indexing, check_consistent_length, check_random_
 from sklearn.utils.validation import check_is_fitted, validate_data
 from torch import Tensor
 
-from ssla._checks import all_in_plain_torch, one_of
-from ssla._checks import level as checked_level
+from ssla._checks import all_in_plain_torch, check_name
+from ssla._checks import check_level as checked_level
 from ssla.posterior import Posterior
 from ssla.predictive import Predictive
-from ssla.predictive.predictive import probabilities
 from ssla.refit import resolve
-from ssla.tables.columns.frames import with_gaps
+from ssla.tables.columns.frames import replace_masked
+from ssla.tables.estimators.answers import ClassAnswers, NumberAnswers
 from ssla.tables.estimators.bases import (
     check_methods,
     column_scaling,
-    fitted,
+    fit_clone,
     is_fitted,
-    labels_of,
-    numbers_of,
-    predicted,
+    predict_numbers,
 )
-from ssla.tables.estimators.inputs import check_target_size
-from ssla.tables.estimators.row_weights import AUTO, MEANINGS, checked_weights, decided, factor_of
+from ssla.tables.estimators.row_weights import (
+    AUTO,
+    MEANINGS,
+    checked_weights,
+    factor_of,
+    rows_with_weight,
+    without_weight_warning,
+)
 from ssla.tables.estimators.saving import save_wrapped
+from ssla.tables.estimators.targets import check_target_size, read_labels, read_numbers
 from ssla.tables.estimators.whole_fits import all_or_nothing
 from ssla.tables.trees.out_of_fold import (
     ClassLayer,
@@ -56,11 +61,14 @@ from ssla.tables.trees.out_of_fold import (
 FOLDS, ALL = "folds", "all"
 MEAN, NOISE, CLASSES = "mean", "noise", "classes"
 Predictor = Callable[[Any, Any], np.ndarray]  # model, X -> (N,) or (N, C)
+Folds = list[tuple[np.ndarray, np.ndarray]]  # rows of training, and rows to predict
 
 
 @all_in_plain_torch
 class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
-    """Abstract: folds, clones and features. The two estimators define y."""
+    """Abstract: folds, clones and features. The two estimators define y, by `fit`, `_base` and
+    `_predictions`.
+    """
 
     ensemble_: NumberLayer | ClassLayer
     models_: dict[str, tuple[Any, ...]]
@@ -76,6 +84,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         row_weights: str = AUTO,
         random_state: Any = None,
     ) -> None:
+        """Store the parameters, which `fit` checks."""
         self.base = base
         self.cv = cv
         self.final = final
@@ -86,13 +95,14 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
 
     # --- rows ------------------------------------------------------------------------------
 
-    def _rows(self, X: Any, reset: bool) -> Any:
-        """X as the base takes it: tables with column names as they are, everything else as an array
-        of numbers.
+    def _read_rows(self, X: Any, reset: bool) -> Any:
+        """Return X as the base takes it: tables with column names as they are, everything else as
+        an array of numbers (n, d). Masked cells of an array are gaps.
 
-        Masked cells of an array are gaps.
+        reset: whether names and number of the columns are remembered (at the fit) or compared.
+        Raises ValueError for other columns, no rows, or gaps that the base does not take.
         """
-        X = with_gaps(X)
+        X = replace_masked(X)
         if hasattr(X, "iloc") or type(X).__module__.startswith("polars"):
             validate_data(self, X, reset=reset, skip_check_array=True)
             if not len(X):
@@ -103,33 +113,33 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             self, X, reset=reset, ensure_all_finite=finite, ensure_min_samples=2 if reset else 1
         )
 
-    def _weights(self, y: np.ndarray, sample_weight: Any) -> np.ndarray:
-        weights = checked_weights(sample_weight, len(y))
-        if int((weights > 0).sum()) < 2:
-            raise ValueError(
-                "Fitting needs at least two rows with a positive weight, but "
-                f"n_samples={int((weights > 0).sum())}."
-            )
-        self.weight_factor_ = factor_of(weights, self.row_weights)
-        return weights * self.weight_factor_
-
-    def _prepared(
+    def _prepare_fit(
         self, base: Any, X: Any, y: np.ndarray, sample_weight: Any, generator: Any
-    ) -> tuple[Any, np.ndarray, np.ndarray, list[tuple[np.ndarray, np.ndarray]]]:
-        """The rows of positive weight, their targets, weights and folds."""
+    ) -> tuple[Any, np.ndarray, np.ndarray, Folds]:
+        """Return the m rows of positive weight, their targets (m,), weights (m,) and folds.
+
+        Raises ValueError or TypeError for wrong settings, weights or folds.
+        """
         check_consistent_length(X, y)
         self._check_settings(base)
-        weights = self._weights(y, sample_weight)
-        present = np.flatnonzero(weights > 0)
-        folds = self._folds(X, y, present, generator)
+        weights = checked_weights(sample_weight, len(y))
+        present = np.flatnonzero(rows_with_weight(weights))
+        self.weight_factor_ = factor_of(weights, self.row_weights)
+        weights = weights * self.weight_factor_
+        folds = self._make_folds(X, y, present, generator)
         if len(present) < len(y):
-            X, y, weights = _safe_indexing(X, present), y[present], weights[present]
+            X = _safe_indexing(X, present)
+            y = y[present]
+            weights = weights[present]
         return X, y, weights, folds
 
     def _check_settings(self, base: Any) -> None:
-        """Validated at fit and not in __init__, as scikit-learn requires."""
-        one_of("final", self.final, (FOLDS, ALL))
-        one_of("row_weights", self.row_weights, MEANINGS)
+        """Raise ValueError or TypeError for a setting that is out of range.
+
+        Settings are checked at the fit and not in __init__, as scikit-learn requires.
+        """
+        check_name("final", self.final, (FOLDS, ALL))
+        check_name("row_weights", self.row_weights, MEANINGS)
         resolve(self.refit)
         strength: Any = self.prior_strength
         real = isinstance(strength, numbers.Real) and not isinstance(strength, bool)
@@ -143,90 +153,95 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         if getattr(self, "noise_base", None) is not None:
             check_methods("noise_base", self.noise_base, ("fit", "predict", "get_params"))
 
-    def _folds(
-        self, X: Any, y: np.ndarray, present: np.ndarray, generator: Any
-    ) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(training rows, rows to predict) of each fold, of the present rows.
+    def _make_folds(self, X: Any, y: np.ndarray, present: np.ndarray, generator: Any) -> Folds:
+        """Return the training rows and the rows to predict of each fold, as positions among the m
+        present rows (m,). Each present row is predicted once.
 
-        Each is predicted once.
+        Raises ValueError for a splitter that predicts a row never or more than once.
         """
-        n = len(present)
+        m = len(present)
         if isinstance(self.cv, numbers.Integral):
-            order = np.lexsort(
-                (generator.uniform(size=n), y[present] if self._stratified else np.zeros(n))
-            )
-            fold = np.empty(n, dtype=np.int64)
-            fold[order] = np.arange(n) % min(int(self.cv), n)
+            # Rows in random order, sorted by class, take turns: each fold has its share of a class.
+            strata = y[present] if self._stratified else np.zeros(m)
+            order = np.lexsort((generator.uniform(size=m), strata))
+            fold = np.empty(m, dtype=np.int64)
+            fold[order] = np.arange(m) % min(int(self.cv), m)
             return [
                 (np.flatnonzero(fold != k), np.flatnonzero(fold == k))
                 for k in range(fold.max() + 1)
             ]
-        found = list(check_cv(self.cv, y, classifier=self._stratified).split(X, y))
-        times = np.bincount(np.concatenate([test for _, test in found]), minlength=len(y))
+        pairs = list(check_cv(self.cv, y, classifier=self._stratified).split(X, y))
+        times = np.bincount(np.concatenate([test for _, test in pairs]), minlength=len(y))
         if not bool((times == 1).all()):
             raise ValueError(
                 f"cv must predict every row once, but predicts {int((times == 0).sum())} rows "
                 f"never and {int((times > 1).sum())} more than once. Use KFold, GroupKFold or "
                 "PredefinedSplit."
             )
-        place = np.full(len(y), -1)
-        place[present] = np.arange(n)
-        pairs = [tuple(place[rows][place[rows] >= 0] for rows in pair) for pair in found]
-        return [(train, test) for train, test in pairs if len(test)]
+        position = np.full(len(y), -1)
+        position[present] = np.arange(m)
+        folds = [(position[train], position[test]) for train, test in pairs]
+        folds = [(train[train >= 0], test[test >= 0]) for train, test in folds]
+        return [(train, test) for train, test in folds if len(test)]
 
     # --- models ----------------------------------------------------------------------------
 
-    def _grown(
+    def _fit_models(
         self,
         base: Any,
         X: Any,
         y: np.ndarray,
         weights: np.ndarray | None,
-        folds: Any,
+        folds: Folds,
         seeds: Any,
         predict: Predictor,
     ) -> tuple[np.ndarray, tuple[Any, ...]]:
-        """Out-of-fold predictions (n,) or (n, C), and the models of predictions: those of the
-        folds, or one of all rows.
+        """Fit a clone of the base for each fold, and return the out-of-fold predictions (n,) or
+        (n, C), and the models that will predict new rows.
+
+        y (n,), weights (n,) or None. predict: what is asked of a model. Raises ValueError for
+        predictions that are not finite.
         """
-        found, models = [], []
+        predictions = []
+        models = []
         for train, test in folds:
-            model = fitted(base, X, y, weights, train, seeds)
-            found.append(predict(model, _safe_indexing(X, test)))
+            model = fit_clone(base, X, y, weights, train, seeds)
+            predictions.append(predict(model, _safe_indexing(X, test)))
             models.append(model)
-        out = np.empty((len(y), *found[0].shape[1:]))
-        for (_, test), part in zip(folds, found, strict=True):
-            out[test] = part
-        if not np.isfinite(out).all():
+        out_of_fold = np.empty((len(y), *predictions[0].shape[1:]))
+        for (_, test), prediction in zip(folds, predictions, strict=True):
+            out_of_fold[test] = prediction
+        if not np.isfinite(out_of_fold).all():
             raise ValueError(
                 f"{type(base).__name__} predicts values that are not finite. Check its settings "
                 "and the rows."
             )
-        return out, self._final(base, models, lambda: fitted(base, X, y, weights, None, seeds))
-
-    def _final(
-        self, base: Any, models: list[Any], on_all_rows: Callable[[], Any]
-    ) -> tuple[Any, ...]:
+        # A base that was given fitted makes the predictions itself.
         if base is self.base and is_fitted(base):
-            return (base,)
-        return tuple(models) if self.final == FOLDS else (on_all_rows(),)
+            models = [base]
+        elif self.final == ALL:
+            models = [fit_clone(base, X, y, weights, None, seeds)]
+        return out_of_fold, tuple(models)
 
-    def _mean_of(self, kind: str, X: Any, predict: Predictor) -> Tensor:
-        """The mean prediction of the kept models."""
+    def _mean_prediction(self, kind: str, X: Any, predict: Predictor) -> Tensor:
+        """Return the mean prediction (N,) or (N, C) of the models of a kind at X."""
         return torch.from_numpy(
             np.mean([predict(model, X) for model in self.models_[kind]], axis=0)
         )
 
     def _allows_nan(self) -> bool:
-        base = self._base(None)
+        """Return whether the base takes gaps in X, by its tags."""
+        base = self._make_base(None)
         try:
             return bool(get_tags(base).input_tags.allow_nan)
         except (AttributeError, TypeError):  # a library without tags: the base decides
             return True
 
-    def probe(self) -> list[Tensor] | None:
-        """The predictions of the models at three rows, the means of the columns and one standard
-        deviation off: their identity in a file. None where such rows cannot be predicted (columns
+    def predict_probe(self) -> list[Tensor] | None:
+        """Return the predictions of the models at three rows, the means of the columns and one
+        standard deviation off: a tensor (3,) or (3, C) for each kind of model.
+
+        A file holds them to recognise the models. None where such rows cannot be predicted (columns
         that are not numbers, or are categories).
         """
         inputs = self.ensemble_.inputs
@@ -235,7 +250,6 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         rows: Any = torch.stack([inputs.shift + step * inputs.scale for step in (-1, 0, 1)]).numpy()
         if hasattr(self, "feature_names_in_"):
             pandas = import_module("pandas")
-
             rows = pandas.DataFrame(rows, columns=self.feature_names_in_)
         try:
             return list(self._predictions(rows))
@@ -251,25 +265,26 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         return self.ensemble_.posterior
 
     def features(self, X: Any) -> Tensor:
-        """The inputs of the last layer at X (N, F), for the methods of `posterior_`."""
+        """Return the inputs of the last layer at X (N, F), for the methods of `posterior_`."""
         check_is_fitted(self, "ensemble_")
         layer: Any = self.ensemble_
-        features: Tensor = layer.features(*self._predictions(self._rows(X, reset=False)))
+        features: Tensor = layer.features(*self._predictions(self._read_rows(X, reset=False)))
         return features
 
     def predict_dist(self, X: Any) -> Predictive:
-        """The predictive distribution of y at X (see `ssla.Predictive`): mean, variance, cdf,
-        hdr, mass, sample, …
+        """Return the predictive distribution of y at X (see `ssla.Predictive`): mean, variance,
+        cdf, hdr, mass, sample, …
         """
         check_is_fitted(self, "ensemble_")
         layer: Any = self.ensemble_
         predictive: Predictive = layer.predict(
-            *self._predictions(self._rows(X, reset=False)), self.refit
+            *self._predictions(self._read_rows(X, reset=False)), self.refit
         )
         return predictive
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the last layer to a directory of tensors and JSON. The models are not in it.
+        """Write the last layer to a directory of tensors and JSON, and return its path. The models
+        are not in it.
 
         Trees have no common format that is free of code. Keep `models_` in the format of its
         library (or with skops or joblib), and give it to `ssla.sklearn.load(path, models=…)`.
@@ -278,6 +293,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         return save_wrapped(self, path)
 
     def __sklearn_tags__(self) -> Any:
+        """The tags of an estimator of dense rows, with gaps where the base takes them."""
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = False
         tags.input_tags.allow_nan = self._allows_nan()
@@ -285,7 +301,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
 
 
 @all_in_plain_torch
-class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[misc]
+class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # type: ignore[misc]
     """Predictive distributions for any regressor with the interface of scikit-learn: trees,
     forests, boosters.
 
@@ -350,6 +366,7 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         row_weights: str = AUTO,
         random_state: Any = None,
     ) -> None:
+        """Store the parameters, which `fit` checks."""
         super().__init__(
             base,
             cv=cv,
@@ -361,69 +378,66 @@ class PredictiveRegressor(RegressorMixin, WrappedEstimator):  # type: ignore[mis
         )
         self.noise_base = noise_base
 
-    def _base(self, seed: int | None) -> Any:
+    def _make_base(self, seed: int | None) -> Any:
+        """Return the regressor whose clones are fitted."""
         return HistGradientBoostingRegressor(random_state=seed) if self.base is None else self.base
 
     @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveRegressor:
-        """Grow the models and fit the last layer.
+        """Grow the models, fit the last layer, and return the estimator.
 
-        X (n, d), y (n,), sample_weight (n,): a row of weight 2 counts as two rows.
+        X (n, d), y (n,), sample_weight (n,): a row of weight 2 counts as two rows. Raises
+        ValueError or TypeError for rows, targets, weights or parameters that cannot be used.
         """
-        X = self._rows(X, reset=True)
-        y = numbers_of(y)
+        X = self._read_rows(X, reset=True)
+        y = read_numbers(y)
         generator = check_random_state(self.random_state)
-        base = self._base(generator.randint(2**31 - 1))
-        X, y, weights, folds = self._prepared(base, X, y, sample_weight, generator)
+        base = self._make_base(generator.randint(2**31 - 1))
+        X, y, weights, folds = self._prepare_fit(base, X, y, sample_weight, generator)
         if bool((y == y[0]).all()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
         check_target_size(y)
-        own = None if sample_weight is None else weights
-        m, means = self._grown(base, X, y, own, folds, generator, predicted)
-        w = torch.from_numpy(weights)
-        squares = log_squares(torch.from_numpy(y - m), w).numpy()
-        noise_base = clone(base) if self.noise_base is None else self.noise_base
-        noises: tuple[Any, ...] = ()
-        v = squares
-        if np.ptp(squares) > 0:
-            v, noises = self._grown(noise_base, X, squares, own, folds, generator, predicted)
-        parts = [torch.from_numpy(part) for part in (m, v, y)]
-        with decided():
-            layer = fit_numbers(parts[0], parts[1], parts[2], w, float(self.prior_strength))
-        self.models_ = {MEAN: means, NOISE: noises}
+        # A base without row weights can be fitted where none are given.
+        given = None if sample_weight is None else weights
+        mean, mean_models = self._fit_models(base, X, y, given, folds, generator, predict_numbers)
+        # The second kind of models predicts log (y − m)², unless it is the same in every row.
+        row_weights = torch.from_numpy(weights)
+        log_errors = log_squares(torch.from_numpy(y - mean), row_weights).numpy()
+        noise_models: tuple[Any, ...] = ()
+        noise = log_errors
+        if np.ptp(log_errors) > 0:
+            noise_base = clone(base) if self.noise_base is None else self.noise_base
+            noise, noise_models = self._fit_models(
+                noise_base, X, log_errors, given, folds, generator, predict_numbers
+            )
+        m, v, target = (torch.from_numpy(values) for values in (mean, noise, y))
+        with without_weight_warning():
+            layer = fit_numbers(m, v, target, row_weights, float(self.prior_strength))
+        self.models_ = {MEAN: mean_models, NOISE: noise_models}
         self.ensemble_ = replace(layer, inputs=column_scaling(X, weights))
-        self.oof_log_prob_ = (
-            layer.predict(parts[0], parts[1], self.refit).log_prob(parts[2]).numpy()
-        )
+        self.oof_log_prob_ = layer.predict(m, v, self.refit).log_prob(target).numpy()
         return self
 
     def _predictions(self, X: Any) -> tuple[Tensor, Tensor]:
+        """Return the mean (N,) and the log squared error (N,) that the models predict at X."""
         layer: Any = self.ensemble_
-        m = self._mean_of(MEAN, X, predicted)
-        return m, self._mean_of(NOISE, X, predicted) if self.models_[NOISE] else torch.full_like(
-            m, layer.centre
-        )
-
-    def predict(self, X: Any, return_std: bool = False) -> Any:
-        """The predictive mean (N,), and with return_std its standard deviation (noise included)."""
-        p = self.predict_dist(X)
-        return (p.mean.numpy(), p.stddev.numpy()) if return_std else p.mean.numpy()
+        m = self._mean_prediction(MEAN, X, predict_numbers)
+        if not self.models_[NOISE]:
+            return m, torch.full_like(m, layer.centre)
+        return m, self._mean_prediction(NOISE, X, predict_numbers)
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Central interval (N, 2)."""
-        checked_level(level)
-        return self.predict_dist(X).interval(level).numpy()
+        """Return the central interval (N, 2) that holds y with this probability.
 
-    def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
-        """Quantiles (N, k) for probabilities q (k,); (N,) for one number."""
-        probabilities(q)
-        p: Any = self.predict_dist(X)
-        quantiles: np.ndarray = p.icdf(np.asarray(q, dtype=np.float64)).numpy()
-        return quantiles
+        Raises ValueError for a level that is not between 0 and 1.
+        """
+        checked_level(level)  # before the models predict
+        ends: np.ndarray = self.predict_dist(X).interval(level).numpy()
+        return ends
 
 
 @all_in_plain_torch
-class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[misc]
+class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # type: ignore[misc]
     """Calibrated class probabilities for any classifier with the interface of scikit-learn: trees,
     forests, boosters.
 
@@ -438,23 +452,25 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
     _method = "predict_proba"
     _stratified = True
 
-    def _base(self, seed: int | None) -> Any:
+    def _make_base(self, seed: int | None) -> Any:
+        """Return the classifier whose clones are fitted."""
         return HistGradientBoostingClassifier(random_state=seed) if self.base is None else self.base
 
     @all_or_nothing
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveClassifier:
-        """Grow the models and fit the last layer.
+        """Grow the models, fit the last layer, and return the estimator.
 
-        X (n, d), y (n,) labels of any kind, sample_weight (n,).
+        X (n, d), y (n,) labels of any kind, sample_weight (n,). Raises ValueError or TypeError for
+        rows, labels, weights or parameters that cannot be used.
         """
-        X = self._rows(X, reset=True)
-        y = labels_of(y)
+        X = self._read_rows(X, reset=True)
+        y = read_labels(y)
         self.classes_ = np.unique(y)
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
         generator = check_random_state(self.random_state)
-        base = self._base(generator.randint(2**31 - 1))
-        X, y, weights, folds = self._prepared(base, X, y, sample_weight, generator)
+        base = self._make_base(generator.randint(2**31 - 1))
+        X, y, weights, folds = self._prepare_fit(base, X, y, sample_weight, generator)
         codes = np.searchsorted(self.classes_, y)
         for train, _ in folds:
             if len(np.unique(codes[train])) < 2:
@@ -462,43 +478,34 @@ class PredictiveClassifier(ClassifierMixin, WrappedEstimator):  # type: ignore[m
                     f"A fold leaves rows of one class only for its model (n_samples={len(y)}). Use "
                     "fewer folds, or more rows."
                 )
+        # A base that was fitted on other classes is refused before the work.
         if is_fitted(base):
-            self._probs(base, _safe_indexing(X, [0]))  # refuses other classes before the work
-        p, models = self._grown(
-            base, X, y, None if sample_weight is None else weights, folds, generator, self._probs
-        )
-        parts = [torch.from_numpy(part) for part in (p, codes, weights)]
-        with decided():
-            layer = fit_classes(parts[0], parts[1], parts[2], float(self.prior_strength))
+            self._predict_probs(base, _safe_indexing(X, [0]))
+        given = None if sample_weight is None else weights
+        probs, models = self._fit_models(base, X, y, given, folds, generator, self._predict_probs)
+        p, target, row_weights = (torch.from_numpy(part) for part in (probs, codes, weights))
+        with without_weight_warning():
+            layer = fit_classes(p, target, row_weights, float(self.prior_strength))
         self.models_ = {CLASSES: models}
         self.ensemble_ = replace(layer, inputs=column_scaling(X, weights))
-        self.oof_log_prob_ = layer.predict(parts[0], self.refit).log_prob(parts[1]).numpy()
+        self.oof_log_prob_ = layer.predict(p, self.refit).log_prob(target).numpy()
         return self
 
-    def _probs(self, model: Any, X: Any) -> np.ndarray:
-        """Probabilities (N, C) in the order of classes_; zero for classes that the model has
-        not seen.
+    def _predict_probs(self, model: Any, X: Any) -> np.ndarray:
+        """Return the probabilities (N, C) that a model predicts, in the order of classes_; zero for
+        classes that it has not seen.
+
+        Raises ValueError for a model that was fitted on other classes.
         """
-        found = np.asarray(model.predict_proba(X), dtype=np.float64)
+        probs_of_model = np.asarray(model.predict_proba(X), dtype=np.float64)
         labels = np.asarray(model.classes_).reshape(-1).tolist()
-        places = {label: i for i, label in enumerate(self.classes_.tolist())}
-        if not places.keys() >= set(labels):
-            raise ValueError(f"base was fitted on the classes {labels}, but y has {list(places)}.")
-        probs = np.zeros((len(found), len(places)))
-        probs[:, [places[label] for label in labels]] = found
+        columns = {label: i for i, label in enumerate(self.classes_.tolist())}
+        if not columns.keys() >= set(labels):
+            raise ValueError(f"base was fitted on the classes {labels}, but y has {list(columns)}.")
+        probs = np.zeros((len(probs_of_model), len(columns)))
+        probs[:, [columns[label] for label in labels]] = probs_of_model
         return probs
 
     def _predictions(self, X: Any) -> tuple[Tensor]:
-        return (self._mean_of(CLASSES, X, self._probs),)
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        """P(class) (N, C), columns as in classes_."""
-        p: Any = self.predict_dist(X)
-        probs: np.ndarray = p.probs.numpy()
-        return probs
-
-    def predict(self, X: Any) -> np.ndarray:
-        """The most probable class (N,)."""
-        probs = self.predict_proba(X)
-        labels: np.ndarray = self.classes_[probs.argmax(1)]
-        return labels
+        """Return the probabilities (N, C) that the models predict at X, alone in a tuple."""
+        return (self._mean_prediction(CLASSES, X, self._predict_probs),)

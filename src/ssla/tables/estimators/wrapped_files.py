@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from ssla.files import Decoder, FileError
-from ssla.files.container import guarded
-from ssla.files.load_posterior import unpack
+from ssla.files.container import convert_to_file_error
+from ssla.files.load_posterior import decode_posterior
 from ssla.tables.estimators.bases import is_fitted
-from ssla.tables.estimators.last_layers import check_scaling, open_layer
+from ssla.tables.estimators.file_parts import (
+    check_class_count,
+    check_scaling,
+    open_layer,
+    open_scaling,
+    open_settings,
+)
 from ssla.tables.estimators.wrapped import (
     CLASSES,
     MEAN,
@@ -22,8 +28,7 @@ from ssla.tables.estimators.wrapped import (
     PredictiveClassifier,
     PredictiveRegressor,
 )
-from ssla.tables.networks.scaling import Scaling
-from ssla.tables.trees.out_of_fold import NumberLayer, linear
+from ssla.tables.trees.out_of_fold import NumberLayer, make_linear
 
 TYPES: dict[str, type[Any]] = {
     "PredictiveRegressor": PredictiveRegressor,
@@ -36,68 +41,73 @@ TOLERANCE = 1e-6  # of predictions at the probe: other versions of a library may
 def open_wrapped(
     content: Mapping[str, Any], tensors: Mapping[str, Tensor], models: Any, source: Path
 ) -> Any:
-    """The estimator, with its models.
+    """Return the estimator of a file, with its models.
 
-    Other models than those of the fit are refused, as far as the file can tell.
+    models: the `models_` of the estimator that was saved. Raises FileError for a file that this
+    library did not write, and for other models, as far as the file can tell.
     """
-    with guarded(source):
+    with convert_to_file_error(source):
         decoder = Decoder(dict(tensors))
-        estimator = TYPES[content["estimator"]](**decoder.decode(content["parameters"], dict))
-        estimator.n_features_in_ = content["columns"]
-        if content["names"]:
-            estimator.feature_names_in_ = np.array(
-                [str(name) for name in content["names"]], dtype=object
-            )
-        if content["classes"] is not None:
-            kinds = {"bool": bool, "int": int, "float": float, "str": str, "object": object}
-            estimator.classes_ = np.array(
-                content["classes"]["values"], dtype=kinds[content["classes"]["dtype"]]
-            )
-        estimator.ensemble_ = _layer(content, decoder, tensors, source)
-        _check(estimator)
+        estimator = open_settings(TYPES[content["estimator"]], content, decoder)
+        estimator.ensemble_ = _open_last_layer(content, decoder, tensors, source)
+        _check_estimator(estimator)
         expected = {
             kind: [str(name) for name in names] for kind, names in content["models"].items()
         }
-        if set(expected) != (
-            {MEAN, NOISE} if isinstance(estimator, PredictiveRegressor) else {CLASSES}
-        ):
+        is_regressor = isinstance(estimator, PredictiveRegressor)
+        if set(expected) != ({MEAN, NOISE} if is_regressor else {CLASSES}):
             raise ValueError("the models are not those of the estimator")
-        probe = decoder.decode(content["probe"])
-    estimator.models_ = _checked_models(models, expected, source)
-    found = None if probe is None else estimator.probe()
-    if probe is not None and (
-        found is None or not all(_alike(a, b) for a, b in zip(found, probe, strict=True))
+        saved_probe = decoder.decode(content["probe"])
+    estimator.models_ = _check_models(models, expected, source)
+    _check_probe(estimator, saved_probe, source)
+    return estimator
+
+
+def _check_probe(estimator: Any, saved: Sequence[Tensor] | None, source: Path) -> None:
+    """Raise FileError if the models predict other values at the rows of `probe` than those that
+    were saved. saved: a tensor (3,) or (3, C) for each kind of model; None if there was no probe.
+    """
+    if saved is None:
+        return
+    predictions = estimator.predict_probe()
+    if predictions is None or not all(
+        _are_close(prediction, expected)
+        for prediction, expected in zip(predictions, saved, strict=True)
     ):
         raise FileError(
             f"The models given do not predict what those of {source} did, at the means of the "
             "columns. Give the models_ of the estimator that was saved."
         )
-    return estimator
 
 
-def _alike(a: Tensor, b: Tensor) -> bool:
+def _are_close(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors have the same shape, and the same values up to rounding."""
     return a.shape == b.shape and bool(
         torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * float(b.abs().max())).all()
     )
 
 
-def _checked_models(
+def _check_models(
     models: Any, expected: Mapping[str, Sequence[str]], source: Path
 ) -> dict[str, tuple[Any, ...]]:
-    wanted = ", ".join(
+    """Return the models by what they predict; raise FileError if they are missing, of other classes
+    than those of the fit, or not fitted. expected: the names of their classes.
+    """
+    description = ", ".join(
         f"{kind}: {len(names)} × {names[0]}" for kind, names in expected.items() if names
     )
     if models is None:
         raise FileError(
-            f"{source} holds the last layer, but not the models that it needs ({wanted}): trees "
-            "have no common format that is free of code. Keep model.models_ by other means, and "
-            "give it as load(path, models=…), or Scorer(path, models=…)."
+            f"{source} holds the last layer, but not the models that it needs ({description}): "
+            "trees have no common format that is free of code. Keep model.models_ by other means, "
+            "and give it as load(path, models=…), or Scorer(path, models=…)."
         )
     if not isinstance(models, Mapping) or {
-        k: [type(m).__name__ for m in models.get(k, ())] for k in expected
+        kind: [type(model).__name__ for model in models.get(kind, ())] for kind in expected
     } != dict(expected):
         raise FileError(
-            f"models must be the models_ of the estimator that was saved ({wanted}), but is not."
+            f"models must be the models_ of the estimator that was saved ({description}), but is "
+            "not."
         )
     kept = {kind: tuple(models[kind]) for kind in expected}
     if not all(is_fitted(model) for group in kept.values() for model in group):
@@ -105,25 +115,24 @@ def _checked_models(
     return kept
 
 
-def _layer(
+def _open_last_layer(
     content: Mapping[str, Any], decoder: Decoder, tensors: Mapping[str, Tensor], source: Path
 ) -> Any:
-    module = linear(tensors["network.0.weight"], tensors["network.0.bias"])
-    scalings = {
-        name: None if part is None else Scaling(*(decoder.decode(one, Tensor) for one in part))
-        for name, part in content["scaling"].items()
-    }
+    """Return the last layer of a file; raise ValueError if it is not that of the estimator."""
+    module = make_linear(tensors["network.0.weight"], tensors["network.0.bias"])
+    scalings = {name: open_scaling(part, decoder) for name, part in content["scaling"].items()}
     numbers = decoder.decode(content["numbers"], dict)
     if ("floor" in numbers) != (content["estimator"] == PredictiveClassifier.__name__):
         raise ValueError("the layer is not that of the estimator")
-    posterior = unpack(content["posterior"], tensors, module, source)
+    posterior = decode_posterior(content["posterior"], tensors, module, source)
     return open_layer(posterior, numbers, scalings["target"], scalings["inputs"])
 
 
-def _check(estimator: Any) -> None:
-    """ValueError for a forged file: columns and classes."""
-    layer, columns = estimator.ensemble_, estimator.n_features_in_
-    estimator._check_settings(estimator._base(0))
+def _check_estimator(estimator: Any) -> None:
+    """Raise ValueError for settings, columns or classes that do not fit the last layer."""
+    layer = estimator.ensemble_
+    columns = estimator.n_features_in_
+    estimator._check_settings(estimator._make_base(0))
     if (
         type(columns) is not int
         or columns < 1
@@ -136,8 +145,5 @@ def _check(estimator: Any) -> None:
         if hasattr(estimator, "classes_"):
             raise ValueError("there are classes for numbers")
         return
-    classes, outputs = getattr(estimator, "classes_", np.zeros(0)), layer.posterior.network.outputs
-    if len(classes) != max(outputs, 2) or len(set(classes.tolist())) != len(classes):
-        raise ValueError(
-            f"{len(classes)} classes do not fit {outputs} outputs, or one occurs twice"
-        )
+    classes = getattr(estimator, "classes_", np.zeros(0))
+    check_class_count(classes, layer.posterior.network.outputs)

@@ -11,9 +11,9 @@ from __future__ import annotations
 from ssla.tables.networks.building import fit_ensemble
 from ssla.tables.networks.ensemble import CONTINUOUS, LIKELIHOODS, ON_SCALE, Ensemble, Settings
 from ssla.tables.networks.gaps import predict_with_gaps
-from ssla.tables.networks.scaling import Scaling, scaling_of
+from ssla.tables.networks.scaling import Scaling, fit_scaling
 from ssla.tables.networks.stacking import stacking_weights
-from ssla.tables.networks.updating import updated
+from ssla.tables.networks.updating import update_ensemble
 
 __all__ = [
     "CONTINUOUS",
@@ -23,8 +23,8 @@ __all__ = [
     "Scaling",
     "Settings",
     "fit_ensemble",
+    "fit_scaling",
     "predict_with_gaps",
-    "scaling_of",
     "stacking_weights",
-    "updated",
+    "update_ensemble",
 ]

@@ -28,19 +28,21 @@ from torch import Tensor, nn
 
 
 def is_worse_than_constant(y: Tensor, means: Tensor, weights: Tensor, constant: Tensor) -> bool:
-    """Whether means (n, D) have a clearly larger squared error at held-out rows y (n, D) than a
-    constant (D,), or none.
+    """Check whether means (n, D) have a clearly larger squared error at y (n, D) than a constant.
 
+    It is also so for errors that are not numbers. y are held-out targets, constant is (D,), and
     weights (n,) are frequencies: their sum is the number of rows.
     """
-    errors, allowed = (weights @ ((y - m) ** 2).sum(1) for m in (means, constant))
+    errors = weights @ ((y - means) ** 2).sum(1)
+    constant_errors = weights @ ((y - constant) ** 2).sum(1)
     margin = 1 + math.sqrt(2 / float(weights.sum()))
-    return not bool(errors <= margin * allowed)
+    return not bool(errors <= margin * constant_errors)
 
 
-def constant_network(network: nn.Sequential, bias: Tensor | None) -> nn.Sequential:
-    """A copy of the network without weights: its outputs are the bias of the last layer (C,),
-    zero if not given.
+def make_constant_network(network: nn.Sequential, bias: Tensor | None) -> nn.Sequential:
+    """Return a copy of the network whose weights are zero, so that its outputs are constant.
+
+    bias (C,): these outputs; zero if None.
     """
     copy = deepcopy(network)
     linear = [layer for layer in copy if isinstance(layer, nn.Linear)]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ssla import likelihoods
-from ssla._checks import level as checked_level
+from ssla._checks import check_level as checked_level
 from ssla._checks import warn
-from ssla.diagnostics.conformal import Member, cross_sets
+from ssla.diagnostics.conformal import Member, cross_conformal_sets
 from ssla.likelihoods import Likelihood
-from ssla.maths.order_statistics import conformal_quantile, shortage
-from ssla.network.bounds import shrink_factors, shrunk
+from ssla.maths.order_statistics import conformal_quantile, describe_row_shortage
+from ssla.network.bounds import shrink_factors, shrink_rows
 from ssla.predictive import Predictive, affine, mixture, transformed
-from ssla.predictive.normals import averaged, pooled
+from ssla.predictive.normals import average_normals, pool_normals
 from ssla.predictive.positive import Positive
 from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
@@ -33,25 +33,23 @@ HETEROSCEDASTIC = "heteroscedastic"
 POSITIVE = "positive"
 VARYING = (HETEROSCEDASTIC, POSITIVE)  # the noise depends on x: mean and log variance
 CLASSES = "classes"
-LIKELIHOODS: dict[
-    str, Callable[[int], tuple[Likelihood | None, int]]
-] = {  # targets or classes -> likelihood, outputs
-    GAUSSIAN: lambda count: (None, count),  # unknown noise
+# The number of targets or classes -> the likelihood (None: Gaussian with unknown noise), and the
+# number of outputs.
+LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {
+    GAUSSIAN: lambda count: (None, count),
     HETEROSCEDASTIC: lambda count: (likelihoods.HeteroscedasticGaussian(), 2),
     "poisson": lambda count: (likelihoods.Poisson(), 1),
     CLASSES: lambda count: (
         (likelihoods.Bernoulli(), 1) if count == 2 else (likelihoods.Categorical(), count)
     ),
 }
-ON_SCALE: dict[str, Transform] = {
-    "log_normal": Exponential(),
-    "logit_normal": Logistic(),
-}  # Gaussian on another scale of y
+# Gaussian on another scale of y
+ON_SCALE: dict[str, Transform] = {"log_normal": Exponential(), "logit_normal": Logistic()}
 LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN]) | {
     POSITIVE: LIKELIHOODS[HETEROSCEDASTIC]
 }
 CONTINUOUS = (GAUSSIAN, *VARYING, *ON_SCALE)
-LINEAR_BELOW = 0.05  # of the positive targets
+LINEAR_BELOW = 0.05  # share of the positive targets below which the scale is linear: a guess
 UNKNOWN_ROWS = (
     "predictive_set compares new rows with those that each network held out of its training, but "
     "these are not known: the model was loaded from a file, got more rows by partial_fit, or was "
@@ -59,8 +57,11 @@ UNKNOWN_ROWS = (
 )
 
 
-def scale_of(y: Tensor, likelihood: str) -> Transform | None:
-    """The scale of a likelihood for targets y: logarithmic, for example. None: that of y itself."""
+def choose_scale(y: Tensor, likelihood: str) -> Transform | None:
+    """Return the scale of a likelihood for targets y: logarithmic, for example.
+
+    None: the scale of y itself. Raises ValueError if y (n,) cannot be on a positive scale.
+    """
     if likelihood != POSITIVE:
         return ON_SCALE.get(likelihood)
     if y.dim() != 1 or not bool((y >= 0).all()) or not bool((y > 0).any()):
@@ -73,8 +74,11 @@ def scale_of(y: Tensor, likelihood: str) -> Transform | None:
     return Positive(float(low.log()), float(positive.max().log()) + 1e-6)
 
 
-def on_scale(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor:
-    """y on the scale of the network."""
+def scale_targets(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor:
+    """Return targets y (n,) or (n, D) on the scale of the network.
+
+    Raises ValueError if y is outside the support of the scale.
+    """
     if scale is None:
         return y
     if y.dim() != 1 or not bool(scale.inside(y).all()):
@@ -91,9 +95,8 @@ class Settings:
     likelihood: str = GAUSSIAN
     hidden: tuple[int, ...] = (50, 50)
     activation: str = "silu"
-    piecewise: bool = (
-        False  # numbers also by the pieces of their ranges: see `ssla.tables.networks.pieces`
-    )
+    # numbers also by the pieces of their ranges: see `ssla.tables.networks.pieces`
+    piecewise: bool = False
     members: int = 1
     weights: str = "last_layer"
     structure: str = "dense"
@@ -116,33 +119,29 @@ class Ensemble:
     target: Scaling | None  # None: counts and classes have no unit
     epochs: int
     one_target: bool = True
-    spreads: tuple[tuple[float, float], ...] = (
-        (1.0, 1.0),
-    )  # (factor, share): see `ssla.tables.networks.recalibration`
+    # (factor, share): see `ssla.tables.networks.recalibration`
+    spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     # classes: the share of the posteriors; the rest is that of the networks as they were trained
     trust: float = 1.0
     trees: Trees | None = None  # beside the networks, for classes or mean and log variance
     scale: Transform | None = None  # of the target, beside its unit; None: linear
     # rows that each member held out (M, n) bool; None: not known, after a file or an update
     held: Tensor | None = None
-    scores: tuple[Tensor, Tensor] | None = (
-        None  # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,)
-    )
-    left_out: tuple[
-        int, ...
-        # members without a share: a constant is better, see `ssla.tables.networks.constant_members`
-    ] = ()
+    # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,)
+    scores: tuple[Tensor, Tensor] | None = None
+    # members without a share: a constant is better, see `ssla.tables.networks.constant_members`
+    left_out: tuple[int, ...] = ()
     constant: bool = False  # all members are left out: the networks are constants
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """The number of the member of each network, among all that were trained."""
+        """The numbers of the members whose networks are kept, among all that were trained."""
         members = len(self.modules) + (0 if self.constant else len(self.left_out))
         return tuple(m for m in range(members) if self.constant or m not in self.left_out)
 
     @property
     def remark(self) -> str:
-        """What a report says about members that have no share; empty if all have one."""
+        """The sentence of a report about members without a share; empty if all have one."""
         if self.constant:
             return (
                 f"All {len(self.left_out)} networks predicted their held-out rows worse than the "
@@ -156,10 +155,11 @@ class Ensemble:
             "their held-out rows worse than the mean of y (by squared error) and have no share."
         )
 
-    def standardised(self, x: Tensor) -> Tensor:
-        """The inputs of the networks at x (N, d).
+    def standardise(self, x: Tensor) -> Tensor:
+        """Return the inputs of the networks at x (N, d), (N, d).
 
-        ValueError where codes of levels are impossible.
+        Inputs far outside of the training range are shrunk. Raises ValueError where codes of levels
+        are impossible.
         """
         check_codes(x, self.architecture.levels)
         z = self.inputs(x)
@@ -167,32 +167,44 @@ class Ensemble:
         if factors is None:
             return z
         levels = torch.tensor(self.architecture.levels or [0] * z.shape[1])
-        return torch.where(levels > 0, z, shrunk(z, factors))  # codes of levels stay as they are
+        return torch.where(
+            levels > 0, z, shrink_rows(z, factors)
+        )  # codes of levels stay as they are
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
-        """The predictive of y at x (N, d), in y's own unit."""
-        z = self.standardised(x)
-        average = self._averages(refit)
-        own, move = None, None
+        """Return the predictive of y at x (N, d), in y's own unit."""
+        z = self.standardise(x)
+        averages = self._has_closed_average(refit)
+        tree_predictive = None
+        move = None
         if self.trees is not None:
-            own, move = self.trees.predict(z, self.modules, None if average else refit)
-        whole = self._averaged(z, move) if average else self._mixed(z, refit, move)
-        if self.trees is not None and own is not None:
+            tree_predictive, move = self.trees.predict(z, self.modules, None if averages else refit)
+        predictive = self._average(z, move) if averages else self._mix(z, refit, move)
+        if self.trees is not None and tree_predictive is not None:
             share = self.trees.share
-            whole = (
-                pooled(whole, own, share) if average else mixture([whole, own], [1 - share, share])
-            )
+            if averages:
+                predictive = pool_normals(predictive, tree_predictive, share)
+            else:
+                predictive = mixture([predictive, tree_predictive], [1 - share, share])
+        return self._in_unit_of_target(predictive)
+
+    def _in_unit_of_target(self, predictive: Predictive) -> Predictive:
+        """Return the predictive of standardised targets in y's own unit, and on its own scale."""
         if self.target is None:
-            return whole
-        shift, scale = self.target.shift, self.target.scale
-        whole = (
-            affine(whole, shift[0], scale[0]) if self.one_target else affine(whole, shift, scale)
-        )
-        return whole if self.scale is None else transformed(whole, self.scale)
+            return predictive
+        shift = self.target.shift
+        scale = self.target.scale
+        if self.one_target:
+            predictive = affine(predictive, shift[0], scale[0])
+        else:
+            predictive = affine(predictive, shift, scale)
+        return predictive if self.scale is None else transformed(predictive, self.scale)
 
     def predictive_set(self, x: Tensor, level: float) -> Tensor:
-        """Cross-conformal intervals of one target (N, 2), in y's own unit: each row is compared
-        by members that held it out.
+        """Return cross-conformal intervals of one target at x (N, d), (N, 2), in y's own unit.
+
+        Each row is compared with held-out rows, by the members that held them out. Raises
+        ValueError if these are not known.
         """
         if self.held is None or not bool(self.held.any(1).all()):
             raise ValueError(
@@ -200,24 +212,26 @@ class Ensemble:
                     "early_stopping=False", "early_stopping=True", "predict_interval"
                 )
             )
-        z, first = (
-            self.standardised(x),
-            {component.member: component for component in reversed(self.components)},
-        )
-        # a row counts once, also where several networks held it out
-        shares = 1 / self.held.sum(0).clamp_min(1).double()
+        z = self.standardise(x)
+        # Of several posteriors of a member, for nodes of the noise, the first is the central one.
+        central = {component.member: component for component in reversed(self.components)}
+        # A row counts once, also where several networks held it out.
+        row_shares = 1 / self.held.sum(0).clamp_min(1).double()
         members = [
-            Member(first[m].posterior, z, rows=held, shares=shares)
+            Member(central[m].posterior, z, rows=held, shares=row_shares)
             for m, held in enumerate(self.held)
         ]
-        found = cross_sets(members, level)
+        intervals = cross_conformal_sets(members, level)
         if self.target is not None:
-            found = self.target.shift + self.target.scale * found
-        return found if self.scale is None else self.scale.out(found)
+            intervals = self.target.shift + self.target.scale * intervals
+        return intervals if self.scale is None else self.scale.out(intervals)
 
     def class_sets(self, x: Tensor, level: float) -> Tensor:
-        """Cross-conformal sets of classes, bool (N, C): as probable as held-out rows' own, or
-        the most probable.
+        """Return cross-conformal sets of classes at x (N, d), bool (N, C).
+
+        A set has the classes that are as probable as the observed classes of held-out rows, and
+        the most probable one. Raises ValueError if the scores of these rows are not known, and
+        warns if they are too few.
         """
         if self.scores is None:
             raise ValueError(
@@ -229,29 +243,32 @@ class Ensemble:
             )
         level = checked_level(level)
         scores, weights = self.scores
-        short = shortage(weights, level, "held-out rows")
-        if short is not None:
+        too_few = describe_row_shortage(weights, level, "held-out rows")
+        if too_few is not None:
             warn(
-                f"A predictive set of {level:g} {short}: every set has all classes. Use more rows "
-                "or a lower level."
+                f"A predictive set of {level:g} {too_few}: every set has all classes. Use more "
+                "rows or a lower level."
             )
         probs = self.predict(x).probs.double()
-        return (1 - probs <= conformal_quantile(scores, weights, level)) | (
-            probs == probs.amax(1, keepdim=True)
-        )
+        most_probable = probs == probs.amax(1, keepdim=True)
+        return (1 - probs <= conformal_quantile(scores, weights, level)) | most_probable
 
-    def _averages(self, refit: str | Refit) -> bool:
-        """Whether the average over mean and log variance has a closed form: the default rung of
-        a variational Gaussian.
+    def _has_closed_average(self, refit: str | Refit) -> bool:
+        """Check whether the average over mean and log variance has a closed form.
+
+        It has one for the default refit of variational Gaussians.
         """
-        variational = all(
-            component.posterior.gaussian == "variational" for component in self.components
-        )
         return (
-            self.settings.likelihood in VARYING and variational and resolve(refit) == OutputRefit()
+            self.settings.likelihood in VARYING
+            and all(component.posterior.gaussian == "variational" for component in self.components)
+            and resolve(refit) == OutputRefit()
         )
 
-    def _averaged(self, z: Tensor, move: Tensor | None) -> Predictive:
+    def _average(self, z: Tensor, move: Tensor | None) -> Predictive:
+        """Return the average of all posteriors at z (N, d), for mean and log variance.
+
+        move (N,): by how much the trees move the networks' means; None: not at all.
+        """
         marginals = [component.posterior.outputs_at(z) for component in self.components]
         if move is not None:
             marginals = [
@@ -260,21 +277,25 @@ class Ensemble:
         weights = torch.tensor(
             [component.weight for component in self.components], dtype=torch.float64
         )
-        factors, shares = torch.tensor(self.spreads, dtype=torch.float64).unbind(1)
-        return averaged(marginals, weights, factors, shares, z, LARGEST_LOG_VARIANCE)
+        factors, factor_shares = torch.tensor(self.spreads, dtype=torch.float64).unbind(1)
+        return average_normals(marginals, weights, factors, factor_shares, z, LARGEST_LOG_VARIANCE)
 
-    def _mixed(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
-        parts, weights = [], []
+    def _mix(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
+        """Return the mixture of all posteriors, spreads and networks as trained, at z (N, d).
+
+        move (N,): by how much the trees move the networks' means; None: not at all.
+        """
+        parts = []
+        weights = []
         for component in self.components:
-            own = component.posterior.predict(z, refit)
-            own = own if move is None else affine(own, move, 1.0)
+            predictive = component.posterior.predict(z, refit)
+            if move is not None:
+                predictive = affine(predictive, move, 1.0)
             for factor, share in self.spreads:
-                parts.append(own if factor == 1 else spread_out(own, factor))
+                parts.append(predictive if factor == 1 else spread_out(predictive, factor))
                 weights.append(self.trust * share * component.weight)
         if self.trust < 1:
-            parts += [
-                as_trained(module, self.components[0].posterior.likelihood, z)
-                for module in self.modules
-            ]
+            likelihood = self.components[0].posterior.likelihood
+            parts += [as_trained(module, likelihood, z) for module in self.modules]
             weights += [(1 - self.trust) / len(self.modules)] * len(self.modules)
         return parts[0] if len(parts) == 1 else mixture(parts, weights)

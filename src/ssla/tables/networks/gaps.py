@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ssla.predictive import Predictive, mixture
-from ssla.predictive.joined import joined
+from ssla.predictive.joined import join_predictives
 
 
 def predict_with_gaps(
@@ -26,15 +26,18 @@ def predict_with_gaps(
     copies: Iterable[np.ndarray],
     weights: np.ndarray,
 ) -> Predictive:
-    """The predictive at x (N, d). Rows with gaps (N,) bool, A in all, are predicted at each of the
-    copies (A, d) and mixed with weights (K, A); the others are predicted directly.
+    """Return the predictive at x (N, d), where rows with gaps (N,) bool have unknown inputs.
+
+    These A rows are predicted at each of the copies (A, d), which have other values in the gaps,
+    and mixed with weights (K, A). The other rows are predicted directly.
     """
-    parts, rows = [], []
-    for which, part in (
-        (~gaps, lambda: predict(x[~gaps])),
-        (gaps, lambda: mixture([predict(c) for c in copies], weights)),
-    ):
-        if which.any():
-            parts.append(part())
-            rows.append(torch.from_numpy(which.nonzero()[0]))
-    return joined(parts, rows)
+    parts = []
+    rows = []
+    complete = ~gaps
+    if complete.any():
+        parts.append(predict(x[complete]))
+        rows.append(torch.from_numpy(complete.nonzero()[0]))
+    if gaps.any():
+        parts.append(mixture([predict(copy) for copy in copies], weights))
+        rows.append(torch.from_numpy(gaps.nonzero()[0]))
+    return join_predictives(parts, rows)

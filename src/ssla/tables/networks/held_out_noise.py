@@ -23,37 +23,36 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssla.fitting.noise import at_noise as at_factor
+from ssla.fitting.noise import at_noise
 from ssla.likelihoods import Gaussian
 from ssla.posterior import Posterior
 
-NODES = (
-    (0.0, 2 / 3),
-    (-math.sqrt(3), 1 / 6),
-    (math.sqrt(3), 1 / 6),
-)  # (t, weight); the middle first
-SMALLEST = 1e-6  # of the target's spread
+# t and weight of each Gauss–Hermite node; the central one is first
+NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
+SMALLEST = 1e-6  # noise in units of the target's spread: a guess
 GAUSSIAN_KURTOSIS = 3.0
 
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """σ̂ (D,) and the standard error of its logarithm."""
+    """The noise σ̂ (D,), and the standard error of its logarithm."""
 
     scale: Tensor
     error: float
 
     def at(self, t: float) -> Gaussian:
-        """The likelihood with noise σ̂ e^(t·se)."""
+        """Return the likelihood with noise σ̂ e^(t·se)."""
         scale = self.scale * math.exp(t * self.error)
         return Gaussian(noise=scale if len(scale) > 1 else float(scale))
 
 
 def held_out_noise(
-    squares: Tensor, weights: Tensor, inside: Tensor, disagreement: Tensor | None = None
+    squares: Tensor, weights: Tensor, training_square: Tensor, disagreement: Tensor | None = None
 ) -> Noise:
-    """From s (n, D) of the held-out rows, their weights (n,), the mean square of the training
-    residuals (D,), and V (D,).
+    """Return the noise from squares s (n, D) of held-out rows, with their weights (n,).
+
+    training_square (D,): mean square of the training residuals.  disagreement V (D,) of several
+    members; None: there is only one.
     """
     total = weights.sum()
     variance = (weights[:, None] * squares).sum(0) / total
@@ -61,23 +60,26 @@ def held_out_noise(
     kurtosis = (fourth / variance.clamp_min(1e-300) ** 2).clamp_min(GAUSSIAN_KURTOSIS).mean()
     error = math.sqrt((float(kurtosis) - 1) / (4 * float(total)))
     if disagreement is None:
-        variance = torch.maximum(variance, inside)
+        variance = torch.maximum(variance, training_square)
     else:
-        variance = torch.minimum(variance, torch.maximum(variance - 2 * disagreement, inside))
+        reduced = torch.maximum(variance - 2 * disagreement, training_square)
+        variance = torch.minimum(variance, reduced)
     return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, 1.0))
 
 
-def at_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
-    """The posterior with all noise scaled by one factor, at its new mode, without a pass.
+def change_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
+    """Return the posterior with all noise scaled by one factor, at its new mode, without a pass.
 
-    Needs `Posterior.quadratic`.
+    The posterior must be quadratic (`Posterior.quadratic`). likelihood: has the new noise, which is
+    the same multiple of the old one for all targets.
     """
     assert isinstance(posterior.likelihood, Gaussian)
+    # The ratio of the first target is that of all.
     old, new = (
-        torch.as_tensor(part.noise, dtype=torch.float64).reshape(-1)[0]
-        for part in (posterior.likelihood, likelihood)
+        torch.as_tensor(gaussian.noise, dtype=torch.float64).reshape(-1)[0]
+        for gaussian in (posterior.likelihood, likelihood)
     )
-    scaled = replace(at_factor(posterior, float(new / old)), likelihood=likelihood)
+    scaled = replace(at_noise(posterior, float(new / old)), likelihood=likelihood)
     theta, statistics = scaled.statistics.at_mode(scaled.bound_prior, scaled.theta)
     report = replace(scaled.report, likelihood=repr(likelihood))
     return replace(scaled, theta=theta, statistics=statistics, report=report)

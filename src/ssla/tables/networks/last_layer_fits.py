@@ -10,10 +10,10 @@ from torch import nn
 from ssla.curvature import Structure
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import open_source
-from ssla.fitting.asked import checked_plan
+from ssla.fitting.arguments import checked_plan
 from ssla.fitting.fit import fit_with_prior
 from ssla.fitting.passes import Reader
-from ssla.fitting.ranks import announced, shared
+from ssla.fitting.ranks import data_of_ranks, errors_sent_to_ranks
 from ssla.fitting.variational import ROUGH
 from ssla.likelihoods import Likelihood
 from ssla.network import LAST_LAYER
@@ -30,14 +30,24 @@ def fit_last_layer(
     structure: str | Structure = "dense",
     rough: bool = False,
 ) -> Posterior:
-    """As `ssla.fit` with a prior, but a last layer is polished where it has a mode, trained or not.
+    """Fit as `ssla.fit` does with a prior, but polish a last layer that has a mode in any case.
 
-    For networks of which held-out rows choose the prior afterwards. rough: with a variational
-    Gaussian of a lower accuracy, which is enough to choose a prior.
+    It is for networks of which held-out rows choose the prior afterwards, so the mode is not
+    compared with the trained weights. rough: with a variational Gaussian of a lower accuracy,
+    which is enough to choose a prior.
     """
-    with announced():
+    with errors_sent_to_ranks():
         reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
         plan = checked_plan(
-            Posterior, shared(reader), likelihood, prior, structure, None, None, DEFAULT_BUDGET
+            Posterior,
+            data_of_ranks(reader),
+            likelihood,
+            prior,
+            structure,
+            None,
+            None,
+            DEFAULT_BUDGET,
         )
-    return fit_with_prior(replace(plan, judges=False, tolerance=ROUGH if rough else None))
+    return fit_with_prior(
+        replace(plan, keeps_trained_layer=False, tolerance=ROUGH if rough else None)
+    )

@@ -12,25 +12,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-PIECES = 8
+PIECES = 8  # of a column, at most: a guess
 FAR = 1e30  # beyond every standardised number
 
 
 class Pieces(nn.Module):
-    """x (…, d) -> x and its pieces (…, d + Σ counts).
+    """A layer that appends its pieces to an input: x (…, d) -> (…, d + Σ counts).
 
     The edges are buffers: they are not trained.
     """
 
-    low: Tensor
-    width: Tensor
-    least: Tensor
-    most: Tensor
-    column: Tensor
+    low: Tensor  # b_t of each piece
+    width: Tensor  # b_{t+1} − b_t
+    least: Tensor  # smallest output of each piece
+    most: Tensor  # largest output
+    column: Tensor  # number of the column of each piece
 
     def __init__(self, counts: tuple[int, ...]) -> None:
-        """counts: the number of pieces of each column. The edges are set by `place`, or loaded."""
+        """Create the layer without edges: `set_edges` or a loaded file gives them.
+
+        counts: the number of pieces of each column.
+        """
         super().__init__()
+        # which pieces are the first and the last of their column (Σ counts, 2)
         ends = torch.cat(
             [
                 torch.tensor([[i == 0, i == count - 1] for i in range(count)])
@@ -49,33 +53,35 @@ class Pieces(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        """Append the pieces to x (…, d)."""
         t = (x[..., self.column] - self.low) / self.width
         return torch.cat([x, torch.minimum(torch.maximum(t, self.least), self.most)], -1)
 
+    def set_edges(self, edges: tuple[Tensor, ...]) -> None:
+        """Set the edges of the pieces of each column, in place."""
+        self.low.copy_(torch.cat([column[:-1] for column in edges]))
+        self.width.copy_(torch.cat([column.diff() for column in edges]))
 
-def edges_of(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tuple[Tensor, ...]:
-    """The edges of each column (n, d): its quantiles by weight, without repetition.
 
-    Empty for columns of two values.
+def quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tuple[Tensor, ...]:
+    """Return the edges of each column of x (n, d): its quantiles by weight, without repetition.
+
+    weights (n,) are row weights. There are no edges for columns of two values.
     """
     levels = torch.linspace(0, 1, pieces + 1, dtype=x.dtype)
-    found = []
+    all_edges = []
     for column in x.unbind(1):
-        values, places = column.unique(return_inverse=True)
-        total = torch.zeros_like(values).index_add_(0, places, weights.to(values)).cumsum(0)
-        at = torch.searchsorted(total, (levels * total[-1]).clamp_max(total[-1]) * (1 - 1e-12))
-        edges = values[at.clamp_max(len(values) - 1)].unique()
-        found.append(edges if len(edges) > 2 else edges[:0])
-    return tuple(found)
+        values, codes = column.unique(return_inverse=True)
+        cumulated = torch.zeros_like(values).index_add_(0, codes, weights.to(values)).cumsum(0)
+        # The factor below one keeps rounding from choosing the value above a quantile.
+        wanted = (levels * cumulated[-1]).clamp_max(cumulated[-1]) * (1 - 1e-12)
+        index = torch.searchsorted(cumulated, wanted)
+        edges = values[index.clamp_max(len(values) - 1)].unique()
+        all_edges.append(edges if len(edges) > 2 else edges[:0])
+    return tuple(all_edges)
 
 
-def counts_of(edges: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """The number of pieces of each column; () if no column has any."""
+def piece_counts(edges: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Return the number of pieces of each column; () if no column has any."""
     counts = tuple(max(len(column) - 1, 0) for column in edges)
     return counts if any(counts) else ()
-
-
-def place(module: Pieces, edges: tuple[Tensor, ...]) -> None:
-    """Set the edges."""
-    module.low.copy_(torch.cat([column[:-1] for column in edges]))
-    module.width.copy_(torch.cat([column.diff() for column in edges]))

@@ -14,18 +14,20 @@ SMALLEST_EXPONENT, LARGEST_EXPONENT = -1022, 1023  # of powers of two in double 
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """z = (x − shift) / scale; shift and scale (d,)."""
+    """The map z = (x − shift) / scale of columns, with shift and scale (d,)."""
 
     shift: Tensor
     scale: Tensor
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Scale x (…, d) -> (…, d)."""
         return (x - self.shift) / self.scale
 
 
-def units_of(x: Tensor) -> Tensor:
-    """The power of two at or below the largest |x| of each column (n, d) -> (d,); division by
-    it is exact.
+def column_units(x: Tensor) -> Tensor:
+    """Return the power of two at or below the largest |x| of each column (n, d) -> (d,).
+
+    Division by it is exact.
     """
     exponents = torch.frexp(x.abs().amax(0)).exponent.clamp(
         SMALLEST_EXPONENT + 1, LARGEST_EXPONENT + 1
@@ -33,18 +35,24 @@ def units_of(x: Tensor) -> Tensor:
     return torch.tensor([math.ldexp(1.0, e - 1) for e in exponents.tolist()], dtype=x.dtype)
 
 
-def scaling_of(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scaling:
-    """Weighted mean and standard deviation of each column (n, d); constant columns keep their unit.
-    Codes of levels, where `levels` has their number for a column, stay as they are.
+def fit_scaling(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scaling:
+    """Return the scaling to weighted mean 0 and standard deviation 1 of each column of x (n, d).
+
+    weights (n,) are row weights. Constant columns keep their unit. Codes of levels, where `levels`
+    has their number for a column, stay as they are.
     """
-    total, unit = weights.sum(), units_of(x)
-    part = x / unit  # its squares neither overflow nor vanish
-    middle = (weights[:, None] * part).sum(0) / total
-    spread = unit * ((weights[:, None] * (part - middle) ** 2).sum(0) / total).sqrt()
-    mean = unit * middle
-    flat = spread <= 1e-12 * mean.abs().clamp_min(1e-300)
-    scale = torch.where(flat, torch.ones_like(spread), spread)
+    total = weights.sum()
+    unit = column_units(x)
+    relative = x / unit  # its squares neither overflow nor vanish
+    relative_mean = (weights[:, None] * relative).sum(0) / total
+    variance = (weights[:, None] * (relative - relative_mean) ** 2).sum(0) / total
+    spread = unit * variance.sqrt()
+    mean = unit * relative_mean
+    # A column that differs by rounding only counts as constant.
+    constant = spread <= 1e-12 * mean.abs().clamp_min(1e-300)
+    scale = torch.where(constant, torch.ones_like(spread), spread)
     for i, count in enumerate(levels):
         if count:
-            mean[i], scale[i] = 0.0, 1.0
+            mean[i] = 0.0
+            scale[i] = 1.0
     return Scaling(mean, scale)

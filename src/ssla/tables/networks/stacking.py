@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import positive, warn
+from ssla._checks import check_positive, warn
 from ssla.data import as_tensor
 
-STEPS = 5000
+STEPS = 5000  # at most, a guess
 TOLERANCE = 1e-7  # of F, in nats for each row
-FASTER = 1.3  # growth of η
+FASTER = 1.3  # growth of η in a step: a guess
 
 
 def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = STEPS) -> Tensor:
-    """The weights w (K,), ≥ 0 with sum one, that maximise Σ_i c_i log Σ_k w_k e^(L_ik).
+    """Return the weights w (K,), ≥ 0 with sum one, that maximise Σ_i c_i log Σ_k w_k e^(L_ik).
 
-    Deterministic.
+    The result is deterministic. Raises ValueError for wrong shapes or values.
 
     log_densities: L (n, K), log densities of each model at rows that it was not fitted on
     (out-of-fold, held-out or leave-one-out); −∞ is allowed where another model has a positive
@@ -39,10 +39,8 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
     >>> w = stacking_weights(torch.stack([a.log_prob(y), b.log_prob(y)], 1))      # doctest: +SKIP
     >>> ssla.mixture([a_new, b_new], w)                                           # doctest: +SKIP
     """
-    L, c = _checked(log_densities, row_weights)
-    likelihoods = (
-        L - L.amax(1, keepdim=True)
-    ).exp()  # (n, K): a factor for each row does not change w
+    L, c = _check_rows(log_densities, row_weights)
+    likelihoods = (L - L.amax(1, keepdim=True)).exp()  # a factor for each row does not change w
     w = torch.full((L.shape[1],), 1 / L.shape[1], dtype=torch.float64)
     value, gradient = _objective(likelihoods, c, w)
     power = 1.0
@@ -51,11 +49,13 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
             return w
         proposal = w * gradient**power
         proposal = proposal / proposal.sum()
-        new, new_gradient = _objective(likelihoods, c, proposal)
-        if power > 1 and not new >= value:
+        new_value, new_gradient = _objective(likelihoods, c, proposal)
+        # A step with η > 1 may lower F; an EM step (η = 1) never does.
+        if power > 1 and not new_value >= value:
             power = 1.0
             continue
-        w, value, gradient, power = proposal, new, new_gradient, power * FASTER
+        w, value, gradient = proposal, new_value, new_gradient
+        power *= FASTER
     warn(
         f"The stacking weights did not converge in {steps} steps: the mean log density is up to "
         f"{float(gradient.max()) - 1:.2g} below its maximum. Give more steps, or leave out one of "
@@ -64,11 +64,11 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
     return w
 
 
-def shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
-    """Stacking weights (K,) with prior knowledge: pseudo (K,) > 0 rows that only one model
-    explains, for each model.
+def model_shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
+    """Return stacking weights (K,) with prior knowledge.
 
-    Rows (n, K) that no model explains, or with NaN, do not count.
+    pseudo (K,) > 0: for each model, a number of rows that it alone explains. Rows of log densities
+    (n, K) that no model explains, or with NaN, do not count; weights (n,) are those of the rows.
     """
     known = log_densities.amax(1) > -torch.inf  # False for NaN
     certain = torch.eye(len(pseudo), dtype=torch.float64).log()
@@ -78,12 +78,16 @@ def shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
 
 
 def _objective(likelihoods: Tensor, c: Tensor, w: Tensor) -> tuple[float, Tensor]:
-    """F(w), up to a constant, and its gradient (K,)."""
+    """Return F(w), up to a constant, and its gradient (K,).
+
+    likelihoods (n, K), row weights c (n,), model weights w (K,).
+    """
     p = likelihoods @ w
     return float(c @ p.log()), (c / p) @ likelihoods
 
 
-def _checked(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
+def _check_rows(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
+    """Return log densities (n, K) and row weights (n,) with sum one; ValueError if unusable."""
     L = as_tensor(log_densities).to("cpu", torch.float64)
     if L.dim() != 2 or not L.numel():
         raise ValueError(
@@ -111,5 +115,5 @@ def _checked(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
         )
     if bool((c < 0).any()):
         raise ValueError("row_weights must not be negative. Rows of weight 0 are ignored.")
-    positive("the sum of row_weights", c.sum())
+    check_positive("the sum of row_weights", c.sum())
     return L, c / c.sum()

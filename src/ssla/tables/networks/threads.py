@@ -11,8 +11,8 @@ import torch
 
 
 @contextmanager
-def one_thread_if(small: bool) -> Iterator[None]:
-    """torch uses one thread if the work is small. The number of threads is set back at the end."""
+def limit_threads(small: bool) -> Iterator[None]:
+    """Let torch use one thread while small work is done; then restore the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if small else before)
     try:

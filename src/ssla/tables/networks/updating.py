@@ -8,28 +8,30 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ssla.tables.networks.ensemble import VARYING, Ensemble, on_scale
+from ssla.tables.networks.ensemble import VARYING, Ensemble, scale_targets
 
 
-def updated(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemble:
-    """The ensemble with rows x (n, d), y (n,) or (n, D) and weights (n,) added to every posterior.
+def update_ensemble(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemble:
+    """Return the ensemble with rows added to every posterior, without training.
+
+    x (n, d), y (n,) or (n, D), row weights (n,).
 
     With Gaussian noise each last layer is then that of a fit to all rows; otherwise the variational
     Gaussian keeps its averages over the earlier rows. Features, scaling, noise and prior stay as
-    they were. ValueError where a posterior cannot move.
+    they were. Raises ValueError where a posterior cannot move.
     """
-    fixed = [
-        c
+    movable = (
+        c.posterior.updates_mode_from_sums or c.posterior.gaussian == "variational"
         for c in ensemble.components
-        if not (c.posterior.follows_mode or c.posterior.gaussian == "variational")
-    ]
-    if fixed:
+    )
+    if not all(movable):
         raise ValueError(
             "The mode of these posteriors cannot follow new rows: that needs a last layer "
             "(weights='last_layer') with Gaussian noise and structure 'dense' or 'kfac', or a "
             "variational Gaussian. Fit again on all rows."
         )
-    z, target = ensemble.standardised(x), on_scale(y, ensemble.scale, ensemble.settings.likelihood)
+    z = ensemble.standardise(x)
+    target = scale_targets(y, ensemble.scale, ensemble.settings.likelihood)
     if ensemble.target is not None:
         target = ensemble.target(target.reshape(len(y), -1)).reshape(target.shape)
     try:

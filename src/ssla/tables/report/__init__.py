@@ -17,13 +17,13 @@ from typing import Any
 from ssla._checks import in_plain_torch, writable
 from ssla.posterior import Posterior
 from ssla.refit import Refit
-from ssla.tables.report.facts import collect
-from ssla.tables.report.page import render
-from ssla.tables.report.subject import Subject, of_posterior
-from ssla.tables.report.table_models import of_estimator
+from ssla.tables.report.facts import collect_facts
+from ssla.tables.report.page import render_page
+from ssla.tables.report.subject import Subject, posterior_subject
+from ssla.tables.report.table_models import estimator_subject
 
 MOST_ROWS = 2000
-__all__ = ["HTML", "MOST_ROWS", "html_report", "page_of"]
+__all__ = ["HTML", "MOST_ROWS", "build_page", "html_report"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,15 +37,18 @@ class HTML:
     facts: dict[str, Any] = field(repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the page to a file, and return its path. Raises OSError if that is not possible."""
         target = Path(path)
         writable(target)
         target.write_text(self.text, encoding="utf-8")
         return target
 
     def __str__(self) -> str:
+        """Return the HTML text."""
         return self.text
 
     def _repr_html_(self) -> str:
+        """Return the page in a frame, for a notebook."""
         style = "width:100%;height:46rem;border:1px solid #888"
         return (
             f'<iframe title="ssla report" style="{style}" '
@@ -65,13 +68,11 @@ def html_report(
     title: str | None = None,
     max_rows: int = MOST_ROWS,
 ) -> HTML:
-    """One self-contained page on the predictions for test rows X with observed targets y.
+    """Return one self-contained page on the predictions for test rows X with observed targets y.
 
-    It opens without a network.
-
-    It has the scores beside those of the plug-in, calibration, the rows with the most doubt, a
-    table of rows, and the predictive of each row under weaker and stronger priors, computed by
-    `with_prior`. y has one target.
+    It opens without a network connection. It has the scores beside those of the plug-in,
+    calibration, the rows with the most doubt, a table of rows, and the predictive of each row under
+    weaker and stronger priors, computed by `with_prior`. y has one target.
 
     model: a Posterior, or a fitted estimator of `ssla.sklearn`; its X is an array or a data frame,
     as at its fit.
@@ -79,28 +80,30 @@ def html_report(
     of X.  target: the name of y. max_rows: how many rows the page holds. Of more rows it holds the
     worst predicted, the most doubtful, and evenly spaced ones; scores are of all rows.
 
+    Raises ValueError if the rows do not match the model, and TypeError for another model.
+
     >>> ssla.html_report(posterior, X_test, y_test).save("report.html")      # doctest: +SKIP
     """
     if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 4:
         raise ValueError(f"max_rows must be a whole number from 4, but is {max_rows!r}.")
     if isinstance(model, Posterior):
-        subject = of_posterior(model, X, y, refit, target, names)
+        subject = posterior_subject(model, X, y, refit, target, names)
     elif hasattr(model, "predict_dist"):
         if refit is not None:
             raise ValueError(
                 "refit= is for a Posterior. An estimator uses its own: model.set_params(refit=...)."
             )
-        subject = of_estimator(model, X, y, target, names)
+        subject = estimator_subject(model, X, y, target, names)
     else:
         raise TypeError(
             "html_report needs a Posterior or an estimator of ssla.sklearn, but got a "
             f"{type(model).__name__}. Call ssla.fit(model, data, ...) first."
         )
-    return page_of(subject, title, max_rows)
+    return build_page(subject, title, max_rows)
 
 
-def page_of(subject: Subject, title: str | None = None, max_rows: int = MOST_ROWS) -> HTML:
-    facts = collect(subject, max_rows)
-    return HTML(
-        render(subject, facts, title or f"How sure is the prediction of {subject.target}?"), facts
-    )
+def build_page(subject: Subject, title: str | None = None, max_rows: int = MOST_ROWS) -> HTML:
+    """Return the page of a subject. title: None is a question about the target."""
+    facts = collect_facts(subject, max_rows)
+    heading = title or f"How sure is the prediction of {subject.target}?"
+    return HTML(render_page(subject, facts, heading), facts)

@@ -1,6 +1,6 @@
-"""Numbers -> HTML.
+"""The page of the report, from its numbers.
 
-What needs no script (scores, columns, fit, versions) is written here; page.js draws the rest.
+Scores, columns, fit and versions need no script and are written here; page.js draws the others.
 """
 
 from __future__ import annotations
@@ -27,24 +27,26 @@ LIBRARIES = ("torch", "numpy", "scikit-learn")
 ROWS_OF_COLUMNS = 30  # a longer table of columns scrolls
 
 
-def render(subject: Subject, facts: dict[str, Any], title: str) -> str:
+def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
+    """Return the HTML text of the page. facts: as `collect_facts` returns them."""
+    # "<" is escaped so that no text can close the script element that holds the data.
     data = json.dumps(facts, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
         "<", "\\u003c"
     )
-    here = files("ssla.tables.report")
-    style, script = (
-        here.joinpath(name).read_text(encoding="utf-8") for name in ("page.css", "page.js")
-    )
+    package = files("ssla.tables.report")
+    style = package.joinpath("page.css").read_text(encoding="utf-8")
+    script = package.joinpath("page.js").read_text(encoding="utf-8")
     sections = [
-        _section("scores", "Scores", _summary(facts) + _scores(facts)),
-        _section("calibration", "Calibration", _calibration(facts)),
-        _section("doubt", "Where it is unsure", _doubt(facts)),
-        _section("row", "One row", _row(facts)),
-        _section("rows", "Rows", _rows(facts)),
-        _section("columns", "Columns", _columns(subject)),
-        _section("fit", "How the model was fitted", _fit(subject)),
-        _section("versions", "Versions and data", _versions(subject)),
+        _render_section("scores", "Scores", _render_summary(facts) + _render_scores(facts)),
+        _render_section("calibration", "Calibration", _render_calibration(facts)),
+        _render_section("doubt", "Where it is unsure", _render_doubt(facts)),
+        _render_section("row", "One row", _render_row(facts)),
+        _render_section("rows", "Rows", _render_rows(facts)),
+        _render_section("columns", "Columns", _render_columns(subject)),
+        _render_section("fit", "How the model was fitted", _render_fit(subject)),
+        _render_section("versions", "Versions and data", _render_versions(subject)),
     ]
+    shown_rows = _describe_shown_rows(facts)
     remarks = "".join(f"<p>{escape(text)}</p>" for text in subject.remarks)
     links = " ".join(f'<a href="#{name}">{text}</a>' for name, text, _ in sections)
     body = "\n".join(text for _, _, text in sections)
@@ -62,7 +64,7 @@ def render(subject: Subject, facts: dict[str, Any], title: str) -> str:
 <body>
 <header>
 <h1>{escape(title)}</h1>
-<p>{facts["n"]:,} test rows, target <b>{escape(subject.target)}</b>. {_sampled(facts)}</p>
+<p>{facts["n"]:,} test rows, target <b>{escape(subject.target)}</b>. {shown_rows}</p>
 {remarks}
 <nav aria-label="Sections">{links}</nav>
 </header>
@@ -78,7 +80,8 @@ def render(subject: Subject, facts: dict[str, Any], title: str) -> str:
 """
 
 
-def _section(name: str, title: str, content: str) -> tuple[str, str, str]:
+def _render_section(name: str, title: str, content: str) -> tuple[str, str, str]:
+    """Return the anchor, the title and the HTML of one section."""
     return (
         name,
         title,
@@ -87,7 +90,8 @@ def _section(name: str, title: str, content: str) -> tuple[str, str, str]:
     )
 
 
-def _sampled(facts: dict[str, Any]) -> str:
+def _describe_shown_rows(facts: dict[str, Any]) -> str:
+    """Return the sentence on which rows the page shows."""
     if facts["shown"] == facts["n"]:
         return "All of them are in the table below."
     return (
@@ -97,44 +101,43 @@ def _sampled(facts: dict[str, Any]) -> str:
     )
 
 
-def _summary(facts: dict[str, Any]) -> str:
+def _render_summary(facts: dict[str, Any]) -> str:
+    """Return the paragraph on the coverage of the highest level, and on rows with a flag."""
     level = facts["levels"][-1]
-    what = "set of classes" if facts["kind"] == "class" else "interval"
-    inside = {name: value for name, value, _ in facts["scores"]}[
-        f"share inside the {level:.0%} {'set' if facts['kind'] == 'class' else 'interval'}"
-    ]
+    is_class = facts["kind"] == "class"
+    scores = {name: value for name, value, _ in facts["scores"]}
+    inside = scores[f"share inside the {level:.0%} {'set' if is_class else 'interval'}"]
     low, high = facts["expected"][-1]
-    verdict = (
-        "This agrees with"
-        if low <= inside <= high
-        else "More than"
-        if inside > high
-        else "Fewer than"
-    )
+    if low <= inside <= high:
+        verdict = "This agrees with"
+    elif inside > high:
+        verdict = "More than"
+    else:
+        verdict = "Fewer than"
     closing = f"{verdict} a calibrated model, which would have {low:.1%} to {high:.1%}."
     if facts["kind"] in ("class", "count") and inside > high:
         closing += " Sets and counts are discrete, so they contain more than their level."
-    flagged = (
-        f" In {facts['flagged']:,} rows the computation did not reach its tolerance."
-        if facts["flagged"]
-        else ""
-    )
+    flagged = ""
+    if facts["flagged"]:
+        flagged = f" In {facts['flagged']:,} rows the computation did not reach its tolerance."
     if facts["off_centre"]:
         flagged += (
             f" In {facts['off_centre']:,} rows the mean is farther from the median than the "
             "quartiles are from each other: use quantiles there."
         )
+    region = "set of classes" if is_class else "interval"
     return (
-        f"<p><b>{inside:.1%} of the rows are inside their {level:.0%} {what}.</b> "
+        f"<p><b>{inside:.1%} of the rows are inside their {level:.0%} {region}.</b> "
         f"{closing}{flagged}</p>"
     )
 
 
-def _scores(facts: dict[str, Any]) -> str:
+def _render_scores(facts: dict[str, Any]) -> str:
+    """Return the table of scores, with those of the plug-in."""
     rows = "".join(
         "<tr><th "
-        f'scope="row">{escape(name)}</th><td>{_number(own)}</td><td>{_number(other)}</td></tr>'
-        for name, own, other in facts["scores"]
+        f'scope="row">{escape(name)}</th><td>{_format_number(score)}</td><td>{_format_number(plug_in)}</td></tr>'
+        for name, score, plug_in in facts["scores"]
     )
     return (
         '<div class="wide" tabindex="0" role="region" aria-label="Table of scores">'
@@ -146,7 +149,8 @@ def _scores(facts: dict[str, Any]) -> str:
     )
 
 
-def _calibration(facts: dict[str, Any]) -> str:
+def _render_calibration(facts: dict[str, Any]) -> str:
+    """Return elements that page.js fills with pictures of calibration, and how to read them."""
     if facts["kind"] == "class":
         text = (
             "Below the diagonal the model is too sure. The bars are the range of a calibrated "
@@ -166,7 +170,8 @@ def _calibration(facts: dict[str, Any]) -> str:
     )
 
 
-def _doubt(facts: dict[str, Any]) -> str:
+def _render_doubt(facts: dict[str, Any]) -> str:
+    """Return elements that page.js fills with doubtful rows, and how to read them."""
     text = (
         "Doubt (epistemic) is what more training data would remove; noise (aleatoric) stays. "
         "Doubt as a share of the variance is large for rows that are unlike the training data "
@@ -186,7 +191,8 @@ def _doubt(facts: dict[str, Any]) -> str:
     )
 
 
-def _row(facts: dict[str, Any]) -> str:
+def _render_row(facts: dict[str, Any]) -> str:
+    """Return elements that page.js fills with one row, and the slider of the prior."""
     last = len(facts["factors"]) - 1
     if facts["fixedPrior"]:
         slider = f"<p>{escape(facts['fixedPrior'])}</p>"
@@ -204,7 +210,8 @@ def _row(facts: dict[str, Any]) -> str:
     )
 
 
-def _rows(facts: dict[str, Any]) -> str:
+def _render_rows(facts: dict[str, Any]) -> str:
+    """Return the table of rows that page.js fills, with its search and its pages."""
     return (
         '<p class="tools"><label for="search">Search</label> '
         '<input type="search" id="search" autocomplete="off"> '
@@ -219,7 +226,8 @@ def _rows(facts: dict[str, Any]) -> str:
     )
 
 
-def _columns(subject: Subject) -> str:
+def _render_columns(subject: Subject) -> str:
+    """Return the table of the columns and their uses."""
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(use)}</td></tr>'
         for name, use in subject.columns
@@ -234,31 +242,36 @@ def _columns(subject: Subject) -> str:
     )
 
 
-def _fit(subject: Subject) -> str:
-    return "".join(
-        f'<h3>{escape(name)}</h3><dl class="fit">{"".join(map(_item, text.splitlines()))}</dl>'
-        for name, text in subject.fit
-    )
+def _render_fit(subject: Subject) -> str:
+    """Return the lists of settings and of the report of the fit."""
+    lists = []
+    for name, text in subject.fit:
+        items = "".join(map(_render_item, text.splitlines()))
+        lists.append(f'<h3>{escape(name)}</h3><dl class="fit">{items}</dl>')
+    return "".join(lists)
 
 
-def _item(line: str) -> str:
-    """A line of a report: a name, two spaces or more, and a value."""
+def _render_item(line: str) -> str:
+    """Return the entry of a line of a report: a name, two spaces or more, and a value."""
     name, *value = re.split(r" {2,}", line, maxsplit=1)
     return f"<div><dt>{escape(name)}</dt><dd>{escape(''.join(value))}</dd></div>"
 
 
-def _versions(subject: Subject) -> str:
-    found = [("ssla", __version__), ("Python", platform.python_version())]
+def _render_versions(subject: Subject) -> str:
+    """Return the list of versions, of the time, and of the hashes of the data."""
+    entries = [("ssla", __version__), ("Python", platform.python_version())]
+    # Only libraries that are in use: the report of a posterior needs no scikit-learn.
     for name in LIBRARIES:
         if name.replace("scikit-learn", "sklearn") in sys.modules:
-            found.append((name, metadata.version(name)))
-    found.append(("written", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")))
-    found += [(f"SHA-256 of the {name}", value) for name, value in subject.hashes]
+            entries.append((name, metadata.version(name)))
+    entries.append(("written", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")))
+    entries += [(f"SHA-256 of the {name}", value) for name, value in subject.hashes]
     items = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in found
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in entries
     )
     return f"<dl>{items}</dl>"
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
+    """Return a number with four digits and a minus sign."""
     return f"{value:.4g}".replace("-", "−")

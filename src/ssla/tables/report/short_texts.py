@@ -20,47 +20,47 @@ MOST_ENTRIES = 6  # of a dict
 LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{3,}(?:e[-+]?\d+)?(?![\w.])")
 
 
-def of_fit(posterior: Posterior) -> str:
-    """The report of the fit, with its prior as `short` writes it."""
-    return str(replace(posterior.report, prior=short(posterior.prior)))
+def describe_fit(posterior: Posterior) -> str:
+    """Return the text of the fit's report, with its prior as `shorten` writes it."""
+    return str(replace(posterior.report, prior=shorten(posterior.prior)))
 
 
-def short(value: Any) -> str:
-    """repr for readers. It is not for comparisons: different values can have the same text."""
+def shorten(value: Any) -> str:
+    """Return a short text like repr. Different values can have the same text."""
     if isinstance(value, Tensor | np.ndarray):
-        return _numbers(torch.as_tensor(value))
+        return _shorten_tensor(torch.as_tensor(value))
     if isinstance(value, float):
         return f"{value:.{DIGITS}g}"
     if isinstance(value, Mapping):
-        parts = [f"{key}: {short(part)}" for key, part in value.items()]
-        more = [f"… {len(parts)} entries"] if len(parts) > MOST_ENTRIES else []
-        return f"{{{', '.join(parts[:MOST_ENTRIES] + more)}}}"
-    if type(value) in (tuple, list):
-        parts = [short(part) for part in value]
-        ends = "[]" if isinstance(value, list) else "()"
-        return (
-            ends[0] + ", ".join(parts) + ("," if ends == "()" and len(parts) == 1 else "") + ends[1]
-        )
+        entries = [f"{key}: {shorten(entry)}" for key, entry in value.items()]
+        more = [f"… {len(entries)} entries"] if len(entries) > MOST_ENTRIES else []
+        return f"{{{', '.join(entries[:MOST_ENTRIES] + more)}}}"
+    # By type, not isinstance: a named tuple has a repr of its own.
+    if type(value) is list:
+        return f"[{', '.join(map(shorten, value))}]"
+    if type(value) is tuple:
+        comma = "," if len(value) == 1 else ""
+        return f"({', '.join(map(shorten, value))}{comma})"
     if is_dataclass(value) and not isinstance(value, type):
         named = [
-            f"{field.name}={short(getattr(value, field.name))}"
+            f"{field.name}={shorten(getattr(value, field.name))}"
             for field in fields(value)
             if field.repr
         ]
         return f"{type(value).__name__}({', '.join(named)})"
     text = " ".join(repr(value).split())
-    return (
-        text
-        if isinstance(value, str)
-        else LONG_NUMBER.sub(lambda found: f"{float(found.group()):.{DIGITS}g}", text)
-    )
+    if isinstance(value, str):
+        return text
+    return LONG_NUMBER.sub(lambda number: f"{float(number.group()):.{DIGITS}g}", text)
 
 
-def _numbers(value: Tensor) -> str:
+def _shorten_tensor(value: Tensor) -> str:
+    """Return the shape and the range of a tensor of any shape; the number if it has only one."""
     if value.numel() == 1:
-        return short(float(value))
+        return shorten(float(value))
     shape = "×".join(map(str, value.shape))
     if not value.numel():
         return f"no numbers ({shape})"
-    low, high = (short(float(end)) for end in (value.min(), value.max()))
+    low = shorten(float(value.min()))
+    high = shorten(float(value.max()))
     return f"{shape} numbers, all {low}" if low == high else f"{shape} numbers from {low} to {high}"

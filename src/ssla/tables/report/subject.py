@@ -1,11 +1,9 @@
-"""A model and its test rows, as the report sees them: predictions for chosen rows, refits and
-strengths of the prior.
-"""
+"""A model and its test rows as one value, which is all that the report reads."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,22 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ssla.data import Inputs, as_inputs, as_tensor, column, map_inputs, row_count
+from ssla.data import as_inputs, as_tensor, row_count, squeeze_column, take_rows
 from ssla.posterior import Posterior
 from ssla.predictive import Predictive
 from ssla.priors import BoundGaussian
 from ssla.priors import Gaussian as GaussianPrior
-from ssla.tables.report.short_texts import of_fit, short
+from ssla.tables.report.short_texts import describe_fit, shorten
 
 SHOWN_INPUTS = 40  # columns of the inputs that are embedded
-Predict = Callable[
-    [np.ndarray, str | None, float], Predictive
-]  # rows, refit (None: the model's), factor on the prior precision
+# Rows, refit (None: that of the model) and factor on the prior precision -> predictive.
+Predict = Callable[[np.ndarray, str | None, float], Predictive]
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What the report needs to know of a model and of n rows."""
+    """All that the report reads of a model and of n rows."""
 
     predict: Predict
     y: Tensor  # (n,); classes: codes
@@ -43,97 +40,111 @@ class Subject:
     remarks: tuple[str, ...] = ()
     posterior: Posterior | None = None  # for `ssla.explain`
     x: Any = None
-    at_mean: Callable[[np.ndarray, int], Predictive] | None = (
-        None  # rows with one input at its training mean
-    )
+    # the predictive of rows with one input at its training mean
+    at_mean: Callable[[np.ndarray, int], Predictive] | None = None
     labels: Sequence[int] | None = None  # number of each row in its file; None: 1 … n
 
 
-def of_posterior(
+def posterior_subject(
     posterior: Posterior, X: Any, y: Any, refit: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
+    """Return the subject of a posterior and rows X with observed targets y (n,).
+
+    refit: None is "output".  target: the name of y.  names: of the columns of X, if it is (n, d).
+    Raises ValueError if these do not match, or if y has no finite values for one target.
+    """
     x = as_inputs(X)
-    value = targets(y, row_count(x))
+    observed = check_targets(y, row_count(x))
     strengths = {1.0: posterior}
 
-    def predict(rows: np.ndarray, other: str | None, factor: float) -> Predictive:
+    def predict(rows: np.ndarray, other_refit: str | None, factor: float) -> Predictive:
+        """Predict rows (k,), with the posterior of each factor made once."""
         if factor not in strengths:
             strengths[factor] = with_prior_strength(posterior, factor)
-        return strengths[factor].predict(take(x, rows), other or refit or "output")
+        return strengths[factor].predict(
+            take_rows(x, torch.from_numpy(rows)), other_refit or refit or "output"
+        )
 
-    table = isinstance(x, Tensor) and x.dim() == 2
-    named = checked_names(names, x.shape[1]) if table else ()
+    # Images and nested inputs have no columns that a page could show.
+    is_table = isinstance(x, Tensor) and x.dim() == 2
+    column_names = check_names(names, x.shape[1]) if is_table else ()
+
+    def inputs(rows: np.ndarray) -> list[list[Any]]:
+        """Return the first columns of rows (k,), or nothing for each."""
+        if not is_table:
+            return [[] for _ in rows]
+        cells: list[list[Any]] = x[torch.from_numpy(rows), :SHOWN_INPUTS].tolist()
+        return cells
+
     return Subject(
-        predict,
-        value,
-        None,
-        why_fixed([posterior]),
-        target,
-        named[:SHOWN_INPUTS],
-        (lambda rows: x[torch.from_numpy(rows), :SHOWN_INPUTS].tolist())
-        if table
-        else (lambda rows: [[] for _ in rows]),
-        tuple((name, "given to the network as it is") for name in named)
-        or (("x", "given to the network as it is"),),
-        (("Posterior", of_fit(posterior)),),
-        (("test inputs", digest_of(x)), ("test targets", digest_of(value))),
+        predict=predict,
+        y=observed,
+        classes=None,
+        fixed_prior=why_prior_is_fixed([posterior]),
+        target=target,
+        input_names=column_names[:SHOWN_INPUTS],
+        inputs=inputs,
+        columns=tuple((name, "given to the network as it is") for name in column_names or ("x",)),
+        fit=(("Posterior", describe_fit(posterior)),),
+        hashes=(("test inputs", hash_inputs(x)), ("test targets", hash_inputs(observed))),
         posterior=posterior,
         x=x,
     )
 
 
 def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
-    """The posterior with `factor` times the precision of its Gaussian prior; mean and
-    convention stay.
+    """Return the posterior with `factor` times the precision of its Gaussian prior.
+
+    The mean and the convention stay.
     """
     if factor == 1.0:
         return posterior
     bound = posterior.bound_prior
     assert isinstance(bound, BoundGaussian)
     # by name: tensors (P,) of a prior are not in the order of θ
-    places = posterior.network.layout.positions.items()
+    positions = posterior.network.layout.positions.items()
     precision, mean = (
-        {name: part[index] for name, index in places}
-        for part in (bound.scale_precision * factor, bound.mean)
+        {name: values[index] for name, index in positions}
+        for values in (bound.scale_precision * factor, bound.mean)
     )
     return posterior.with_prior(GaussianPrior(precision, mean), posterior.convention)
 
 
-def why_fixed(posteriors: Any) -> str:
-    """Why the strength of the prior cannot be changed; empty if it can."""
+def why_prior_is_fixed(posteriors: Iterable[Posterior]) -> str:
+    """Return a sentence on why the strength of the prior cannot be changed; empty if it can."""
     for posterior in posteriors:
         bound = posterior.bound_prior
         if not isinstance(bound, BoundGaussian):
-            return f"The prior is {short(posterior.prior)}. The slider is for Gaussian priors."
+            return f"The prior is {shorten(posterior.prior)}. The slider is for Gaussian priors."
         if not bool((bound.scale_precision > 0).all()):
             return "The prior is flat for some parameters, so its strength cannot be changed."
     return ""
 
 
-def take(x: Inputs, rows: np.ndarray) -> Inputs:
-    index = torch.from_numpy(rows)
-    return map_inputs(lambda part: part[index], x)
-
-
-def targets(y: Any, rows: int) -> Tensor:
-    value = column(as_tensor(y)).to("cpu", torch.float64)
-    if value.dim() != 1:
+def check_targets(y: Any, rows: int) -> Tensor:
+    """Return the targets as float64 (n,); raise ValueError unless all n = rows > 0 are finite."""
+    observed = squeeze_column(as_tensor(y)).to("cpu", torch.float64)
+    if observed.dim() != 1:
         raise ValueError(
-            f"The report is for one target, but y has shape {tuple(value.shape)}. Fit and report "
-            "one target at a time."
+            f"The report is for one target, but y has shape {tuple(observed.shape)}. Fit and "
+            "report one target at a time."
         )
-    if len(value) != rows:
+    if len(observed) != rows:
         raise ValueError(
-            f"X has {rows} rows, but y has {len(value)}. Give one target for each row."
+            f"X has {rows} rows, but y has {len(observed)}. Give one target for each row."
         )
     if not rows:
         raise ValueError("The report needs at least one row, but X is empty.")
-    if not bool(torch.isfinite(value).all()):
+    if not bool(torch.isfinite(observed).all()):
         raise ValueError("y has missing or infinite values. Leave out these rows.")
-    return value
+    return observed
 
 
-def checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
+def check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
+    """Return the names of `count` columns, by default "input 0" and so on.
+
+    Raises ValueError if there are more or fewer names.
+    """
     if names is None:
         return tuple(f"input {i}" for i in range(count))
     if len(names) != count:
@@ -143,16 +154,18 @@ def checked_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
     return tuple(map(str, names))
 
 
-def digest_of(x: Any) -> str:
-    """SHA-256 of the numbers, in float64 and the order of rows; of all tensors of nested inputs."""
-    found = hashlib.sha256()
-    parts = (
-        [x]
-        if isinstance(x, Tensor)
-        else [x[key] for key in sorted(x)]
-        if isinstance(x, dict)
-        else list(x)
-    )
-    for part in parts:
-        found.update(part.detach().to("cpu", torch.float64).contiguous().numpy().tobytes())
-    return found.hexdigest()
+def hash_inputs(x: Any) -> str:
+    """Return the SHA-256 of the numbers, in float64 and the order of rows.
+
+    Nested inputs: of all tensors, those of a dictionary in the order of its keys.
+    """
+    if isinstance(x, Tensor):
+        tensors = [x]
+    elif isinstance(x, dict):
+        tensors = [x[key] for key in sorted(x)]
+    else:
+        tensors = list(x)
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor.detach().to("cpu", torch.float64).contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Estimators as the report sees them. `ssla report` and `ssla.html_report` share this code.
+"""Estimators as subjects of the report. `ssla report` and `ssla.html_report` share this code.
 
 An estimator is recognised by what it has, so that the report of a posterior needs no scikit-learn:
 `plan_` reads tables, and without one the models of other libraries take the columns as they are.
@@ -17,48 +17,51 @@ import torch
 from ssla._checks import refuse_masked
 from ssla.predictive import Predictive
 from ssla.tables.columns import Encoded, Plan, Table
-from ssla.tables.report.short_texts import of_fit, short
+from ssla.tables.report.short_texts import describe_fit, shorten
 from ssla.tables.report.subject import (
     SHOWN_INPUTS,
     Predict,
     Subject,
-    checked_names,
-    digest_of,
-    targets,
-    why_fixed,
+    check_names,
+    check_targets,
+    hash_inputs,
+    why_prior_is_fixed,
     with_prior_strength,
 )
 
-KINDS = {"text": "category", "boolean": "yes or no"}
+KIND_NAMES = {"text": "category", "boolean": "yes or no"}
 
 
-def of_estimator(
+def estimator_subject(
     estimator: Any, X: Any, y: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
-    """A fitted estimator of `ssla.sklearn`, and rows X with observed y. names: of the columns."""
+    """Return the subject of a fitted estimator of `ssla.sklearn`, and rows X with observed y (n,).
+
+    target: the name of y.  names: of the columns of X; None: those of the fit. Raises ValueError
+    if the estimator is not fitted, or if X, y or names do not match it.
+    """
     if not hasattr(estimator, "ensemble_"):
         raise ValueError(
             f"This {type(estimator).__name__} is not fitted yet. Call fit before html_report."
         )
     refuse_masked("X", X)
     refuse_masked("y", y)
-    codes = _codes(estimator, y)
+    codes = _encode_labels(estimator, y)
     if not hasattr(estimator, "plan_"):
-        return _of_matrix(estimator, X, codes, target, names)
+        return _matrix_subject(estimator, X, codes, target, names)
     if isinstance(X, Table):
-        return of_table(estimator, X, codes, target)
+        return table_subject(estimator, X, codes, target)
     if not hasattr(X, "columns") and np.ndim(X) != 2:
         raise ValueError(f"X must have shape (n, d), a table, but has {np.shape(X)}.")
     table = estimator.as_table(X)
     if names is None:
         names = getattr(estimator, "feature_names_in_", None)
-    shown = checked_names(names, estimator.n_features_in_)
-    return of_table(
-        estimator, table, codes, target, shown_names=dict(zip(table.cells, shown, strict=True))
-    )
+    page_names = check_names(names, estimator.n_features_in_)
+    shown_names = dict(zip(table.cells, page_names, strict=True))
+    return table_subject(estimator, table, codes, target, shown_names=shown_names)
 
 
-def of_table(
+def table_subject(
     estimator: Any,
     table: Table,
     y: Any,
@@ -67,51 +70,71 @@ def of_table(
     shown_names: dict[str, str] | None = None,
     remarks: Sequence[str] = (),
 ) -> Subject:
-    """An estimator with a plan, and rows of a table with observed y (m,); classes: codes.
+    """Return the subject of an estimator with a plan, and rows of a table with observed y (m,).
 
-    rows (m,): which rows of the table these are; None: all.  shown_names: of columns that the page
-    calls by other names than the table does.  remarks: more sentences for the page.
+    y: codes for classes.  rows (m,): which rows of the table these are; None: all.  shown_names: of
+    columns that the page calls by other names than the table does.  remarks: more sentences for the
+    page. Raises ValueError if y has no finite value for each row.
     """
     plan: Plan = estimator.plan_
     chosen = np.arange(table.rows) if rows is None else rows
     encoded = plan.encode(table)[chosen]
-    value = targets(y, len(encoded))
-    classes = getattr(estimator, "classes_", None)
-    named = shown_names or {}
+    observed = check_targets(y, len(encoded))
+    page_names = shown_names or {}
     shown = plan.features[:SHOWN_INPUTS]
     cells = [table.cells_of(feature.name) for feature in shown]
+
+    def at_mean(positions: np.ndarray, feature: int) -> Predictive:
+        """Predict rows (k,) with one feature at its training mean."""
+        rows_at_mean = _set_to_mean(estimator, encoded[positions], feature)
+        predictive: Predictive = estimator.predict_dist(rows_at_mean)
+        return predictive
+
     return Subject(
-        predictor(estimator, lambda model, part: model.predict_dist(encoded[part])),
-        value,
-        None if classes is None else tuple(map(str, classes)),
-        why_fixed(component.posterior for component in estimator.ensemble_.components),
-        target,
-        tuple(named.get(feature.name, feature.name) for feature in shown),
-        lambda part: [[column[chosen[i]] for column in cells] for i in part],
-        _uses(estimator, target, named),
-        fit_of(estimator),
-        (
-            ("test inputs", digest_of(torch.from_numpy(encoded.values))),
-            ("test targets", digest_of(value)),
+        predict=make_predict(
+            estimator, lambda model, positions: model.predict_dist(encoded[positions])
         ),
-        (*remarks_on(estimator), *remarks, *_remarks_on_gaps(encoded)),
-        at_mean=lambda part, place: estimator.predict_dist(
-            _at_mean(estimator, encoded[part], place)
+        y=observed,
+        classes=_class_names(estimator),
+        fixed_prior=why_prior_is_fixed(
+            component.posterior for component in estimator.ensemble_.components
         ),
+        target=target,
+        input_names=tuple(page_names.get(feature.name, feature.name) for feature in shown),
+        inputs=lambda positions: [[column[chosen[i]] for column in cells] for i in positions],
+        columns=_describe_inputs(estimator, target, page_names),
+        fit=describe_estimator(estimator),
+        hashes=(
+            ("test inputs", hash_inputs(torch.from_numpy(encoded.values))),
+            ("test targets", hash_inputs(observed)),
+        ),
+        remarks=(*estimator_remarks(estimator), *remarks, *_gap_remarks(encoded)),
+        at_mean=at_mean,
         labels=(chosen + 1).tolist(),
     )
 
 
-def _of_matrix(estimator: Any, X: Any, y: Any, target: str, names: Sequence[str] | None) -> Subject:
-    """An estimator around models of other libraries, which take numbers as they are."""
+def _class_names(estimator: Any) -> tuple[str, ...] | None:
+    """Return the labels of the classes as texts; None for numbers."""
+    classes = getattr(estimator, "classes_", None)
+    return None if classes is None else tuple(map(str, classes))
+
+
+def _matrix_subject(
+    estimator: Any, X: Any, y: Any, target: str, names: Sequence[str] | None
+) -> Subject:
+    """Return the subject of an estimator around models of other libraries.
+
+    These take the numbers X (n, d) as they are. y (n,): codes for classes. Raises ValueError if X
+    is no table of numbers, or if y or names do not match it.
+    """
     x = np.asarray(X, dtype=np.float64)
     if x.ndim != 2:
         raise ValueError(f"X must have shape (n, d), a table of numbers, but has {x.shape}.")
     if names is None:
         names = getattr(estimator, "feature_names_in_", None)
-    classes = getattr(estimator, "classes_", None)
-    value = targets(y, len(x))
-    named = checked_names(names, x.shape[1])
+    observed = check_targets(y, len(x))
+    column_names = check_names(names, x.shape[1])
     scaling = estimator.ensemble_.inputs
     if scaling is None:
         raise ValueError(
@@ -119,30 +142,38 @@ def _of_matrix(estimator: Any, X: Any, y: Any, target: str, names: Sequence[str]
             "too."
         )
 
-    def at_mean(rows: np.ndarray, place: int) -> Predictive:
+    def at_mean(rows: np.ndarray, feature: int) -> Predictive:
+        """Predict rows (k,) with one column at its training mean."""
         changed = x[rows].copy()
-        changed[:, place] = float(scaling.shift[place])
-        predictive: Predictive = estimator.predict_dist(_like(X, changed))
+        changed[:, feature] = float(scaling.shift[feature])
+        predictive: Predictive = estimator.predict_dist(_like_input(X, changed))
         return predictive
 
     return Subject(
-        predictor(estimator, lambda model, rows: model.predict_dist(_like(X, x[rows]))),
-        value,
-        None if classes is None else tuple(map(str, classes)),
-        why_fixed(component.posterior for component in estimator.ensemble_.components),
-        target,
-        named[:SHOWN_INPUTS],
-        lambda rows: x[rows, :SHOWN_INPUTS].tolist(),
-        tuple((name, "given to the models as it is") for name in named),
-        fit_of(estimator),
-        (("test inputs", digest_of(torch.from_numpy(x))), ("test targets", digest_of(value))),
-        remarks_on(estimator),
+        predict=make_predict(
+            estimator, lambda model, rows: model.predict_dist(_like_input(X, x[rows]))
+        ),
+        y=observed,
+        classes=_class_names(estimator),
+        fixed_prior=why_prior_is_fixed(
+            component.posterior for component in estimator.ensemble_.components
+        ),
+        target=target,
+        input_names=column_names[:SHOWN_INPUTS],
+        inputs=lambda rows: x[rows, :SHOWN_INPUTS].tolist(),
+        columns=tuple((name, "given to the models as it is") for name in column_names),
+        fit=describe_estimator(estimator),
+        hashes=(
+            ("test inputs", hash_inputs(torch.from_numpy(x))),
+            ("test targets", hash_inputs(observed)),
+        ),
+        remarks=estimator_remarks(estimator),
         at_mean=at_mean,
     )
 
 
-def _codes(estimator: Any, y: Any) -> Any:
-    """The codes of labels (n,); numbers as they are. ValueError for labels that are new."""
+def _encode_labels(estimator: Any, y: Any) -> Any:
+    """Return the codes of labels y (n,); numbers as they are. Raises ValueError for new labels."""
     labels = getattr(estimator, "classes_", None)
     given = np.asarray(y)
     if labels is None:
@@ -156,39 +187,47 @@ def _codes(estimator: Any, y: Any) -> Any:
     return np.searchsorted(labels, given)
 
 
-def _at_mean(estimator: Any, rows: Encoded, feature: int) -> Encoded:
-    """The rows with one column at its training mean, and known."""
-    place = rows.plan.places[feature]
+def _set_to_mean(estimator: Any, rows: Encoded, feature: int) -> Encoded:
+    """Return the rows with one feature at its training mean, and known."""
+    columns = rows.plan.column_slices[feature]
     values = rows.values.copy()
+    values[:, columns] = estimator.ensemble_.inputs.shift.numpy()[columns]
     unlearned = rows.unlearned.copy()
-    values[:, place] = estimator.ensemble_.inputs.shift.numpy()[place]
     unlearned[:, feature] = False
     return replace(rows, values=values, unlearned=unlearned)
 
 
-def _uses(estimator: Any, target: str, named: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """What was done with every column; for numbers that are only scaled, by what."""
+def _describe_inputs(
+    estimator: Any, target: str, page_names: dict[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """Return name and use of every column; for numbers that are only scaled, also the scaling.
+
+    page_names: of columns that the page calls by other names than the plan does.
+    """
     plan: Plan = estimator.plan_
-    if not plan.plain:
-        return used(plan, target, named)
+    if not plan.is_identity:
+        return describe_columns(plan, target, page_names)
     scaling = estimator.ensemble_.inputs
     return tuple(
         (
-            named.get(feature.name, feature.name),
+            page_names.get(feature.name, feature.name),
             f"number, less {float(shift):.4g}, divided by {float(scale):.4g}",
         )
         for feature, shift, scale in zip(plan.features, scaling.shift, scaling.scale, strict=True)
     )
 
 
-def used(
-    plan: Plan, target: str, named: dict[str, str] | None = None
+def describe_columns(
+    plan: Plan, target: str, page_names: dict[str, str] | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """The target, and what was done with every column."""
-    names = named or {}
+    """Return name and use of the target and of every column.
+
+    page_names: of columns that the page calls by other names than the plan does.
+    """
+    names = page_names or {}
     uses = [(target, "the target")]
     for feature in plan.features:
-        text = KINDS.get(feature.kind, feature.kind)
+        text = KIND_NAMES.get(feature.kind, feature.kind)
         if feature.levels:
             text += f": {len(feature.levels)} values, one input for each"
         if feature.codes:
@@ -206,12 +245,16 @@ def used(
     return tuple(uses)
 
 
-def predictor(estimator: Any, predict: Callable[[Any, np.ndarray], Predictive]) -> Predict:
-    """`predict(model, rows)` for the estimator with other refits and strengths of the prior."""
-    made: dict[tuple[str | None, float], Any] = {}
+def make_predict(estimator: Any, predict: Callable[[Any, np.ndarray], Predictive]) -> Predict:
+    """Return `predict` for variants of the estimator, with other refits and strengths of the prior.
 
-    def run(rows: np.ndarray, refit: str | None, factor: float) -> Predictive:
-        if (refit, factor) not in made:
+    predict: estimator and numbers of rows (k,) -> predictive.
+    """
+    variants: dict[tuple[str | None, float], Any] = {}
+
+    def predict_with_variant(rows: np.ndarray, refit: str | None, factor: float) -> Predictive:
+        """Predict rows (k,) with a variant, which is made once."""
+        if (refit, factor) not in variants:
             other = copy.copy(estimator)
             other.refit = refit or estimator.refit
             if factor != 1.0:
@@ -220,18 +263,18 @@ def predictor(estimator: Any, predict: Callable[[Any, np.ndarray], Predictive]) 
                     for c in estimator.ensemble_.components
                 )
                 other.ensemble_ = replace(estimator.ensemble_, components=components)
-            made[refit, factor] = other
-        return predict(made[refit, factor], rows)
+            variants[refit, factor] = other
+        return predict(variants[refit, factor], rows)
 
-    return run
+    return predict_with_variant
 
 
-def fit_of(estimator: Any) -> tuple[tuple[str, str], ...]:
-    """The settings, and the report of the main posterior."""
+def describe_estimator(estimator: Any) -> tuple[tuple[str, str], ...]:
+    """Return headings and texts of the settings, and of the main posterior's report."""
     ensemble = estimator.ensemble_
     main = max(ensemble.components, key=lambda component: component.weight)
     settings = "\n".join(
-        f"{name:<22}  {short(value)}" for name, value in sorted(estimator.get_params().items())
+        f"{name:<22}  {shorten(value)}" for name, value in sorted(estimator.get_params().items())
     )
     count = len(ensemble.components)
     heading = (
@@ -247,12 +290,12 @@ def fit_of(estimator: Any) -> tuple[tuple[str, str], ...]:
         )
     return (
         (f"{type(estimator).__name__}{epochs}", settings),
-        (heading, of_fit(main.posterior)),
+        (heading, describe_fit(main.posterior)),
     )
 
 
-def remarks_on(estimator: Any) -> tuple[str, ...]:
-    """Networks that are left out, and conformal intervals, in words."""
+def estimator_remarks(estimator: Any) -> tuple[str, ...]:
+    """Return sentences on networks that are left out, and on conformal intervals, if any."""
     remarks = [getattr(estimator.ensemble_, "remark", "")]
     if getattr(estimator, "conformal_", None) is not None:
         remarks.append(
@@ -262,8 +305,8 @@ def remarks_on(estimator: Any) -> tuple[str, ...]:
     return tuple(text for text in remarks if text)
 
 
-def _remarks_on_gaps(rows: Encoded) -> tuple[str, ...]:
-    """How many rows have missing or unknown inputs."""
+def _gap_remarks(rows: Encoded) -> tuple[str, ...]:
+    """Return a sentence on the rows with missing or unknown inputs, if there are any."""
     if not rows.marked:
         return ()
     return (
@@ -272,8 +315,11 @@ def _remarks_on_gaps(rows: Encoded) -> tuple[str, ...]:
     )
 
 
-def _like(X: Any, rows: np.ndarray) -> Any:
-    """Rows as a table with the names of X, where it has names: scikit-learn compares them."""
+def _like_input(X: Any, rows: np.ndarray) -> Any:
+    """Return rows (k, d) as a data frame with the names of X, or as they are if X has none.
+
+    scikit-learn compares the names with those of the fit.
+    """
     if hasattr(X, "columns") and hasattr(X, "iloc"):
         return type(X)(rows, columns=X.columns)
     return rows

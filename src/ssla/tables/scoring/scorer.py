@@ -12,7 +12,7 @@ import numpy as np
 from torch import nn
 
 from ssla._checks import all_in_plain_torch
-from ssla._checks import level as checked_level
+from ssla._checks import check_level as checked_level
 from ssla.files import FileError
 from ssla.files.container import kind_of
 from ssla.files.load_posterior import load
@@ -20,7 +20,7 @@ from ssla.files.save_posterior import KIND
 from ssla.refit import resolve
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.wrapped import WrappedEstimator
-from ssla.tables.scoring.batches import batch_of
+from ssla.tables.scoring.batches import read_batch
 from ssla.tables.scoring.saved_models import (
     MatrixModel,
     SavedModel,
@@ -29,7 +29,7 @@ from ssla.tables.scoring.saved_models import (
     replace_refit,
 )
 
-_opening = threading.Lock()
+_opening = threading.Lock()  # threads of one process open a model once
 
 
 @all_in_plain_torch
@@ -87,24 +87,29 @@ class Scorer:
         models: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self.path = Path(path).absolute()
-        self.levels = checked_levels(levels)
+        self.levels = check_levels(levels)
         self.refit = refit
-        self.keep = _names("keep", keep)
-        self.inputs = None if inputs is None else _names("inputs", inputs)
+        self.keep = _check_names("keep", keep)
+        self.inputs = None if inputs is None else _check_names("inputs", inputs)
         self.module = model
-        self.own = {"likelihood": likelihood, "prior": prior, "output": output}
+        self.posterior_options = {"likelihood": likelihood, "prior": prior, "output": output}
         self.models = models
         self._opened: SavedModel | None = None
+        # An unknown refit is an error now, and not in each process at the first batch.
         if refit is not None:
             resolve(refit)
 
     def __call__(self, batch: Any, levels: float | Sequence[float] | None = None) -> Any:
-        """The columns of a batch. levels: instead of those of the scorer."""
-        asked = self.levels if levels is None else checked_levels(levels)
-        rows = batch_of(batch)
+        """Return the columns of a batch. levels: instead of those of the scorer.
+
+        Raises TypeError or ValueError if the batch does not match the model.
+        """
+        asked = self.levels if levels is None else check_levels(levels)
+        rows = read_batch(batch)
+        # A missing column is an error before the prediction, which may take long.
         for name in self.keep:
             rows.column(name)  # its error names the most similar column
-        return rows.returned(self.opened.answer(rows, self.inputs, asked), self.keep)
+        return rows.attach(self.opened.answer(rows, self.inputs, asked), self.keep)
 
     @property
     def opened(self) -> SavedModel:
@@ -115,11 +120,11 @@ class Scorer:
         return self._opened
 
     def _open(self) -> SavedModel:
+        """Open the model; ValueError if options of the scorer are for another kind of model."""
         if kind_of(self.path) == KIND:
             return self._open_posterior()
-        given = [
-            name for name, value in (self.own | {"model": self.module}).items() if value is not None
-        ]
+        options = self.posterior_options | {"model": self.module}
+        given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(
                 f"{self.path} holds an estimator, which contains its networks. Omit {given[0]}=."
@@ -129,16 +134,19 @@ class Scorer:
         )
         if self.refit is not None:
             estimator = replace_refit(estimator, self.refit)
-        wrapped = isinstance(estimator, WrappedEstimator)
+        is_wrapped = isinstance(estimator, WrappedEstimator)
         # An estimator of Python may be given other names for its columns.
-        fixed = training is not None or (wrapped and hasattr(estimator, "feature_names_in_"))
-        if fixed and self.inputs is not None:
+        has_fixed_names = training is not None or (
+            is_wrapped and hasattr(estimator, "feature_names_in_")
+        )
+        if has_fixed_names and self.inputs is not None:
             raise ValueError(f"{self.path} contains the names of its inputs. Omit inputs=.")
-        if wrapped:
+        if is_wrapped:
             return WrappedModel(estimator, self.path)
         return TableModel(estimator, training, self.path)
 
     def _open_posterior(self) -> SavedModel:
+        """Open a posterior; ValueError or FileError if models= is given or model= is missing."""
         if self.models is not None:
             raise ValueError(f"{self.path} holds a posterior. Omit models=; its network is model=.")
         if self.module is None:
@@ -146,30 +154,34 @@ class Scorer:
                 f"{self.path} holds a posterior without its network. Give the module as model=."
             )
         module = self.module if isinstance(self.module, nn.Module) else self.module()
-        posterior = load(self.path, module, **self.own)
+        posterior = load(self.path, module, **self.posterior_options)
         refit = "output" if self.refit is None else self.refit
         return MatrixModel(
             lambda x: posterior.predict(np.ascontiguousarray(x), refit), refit, self.path
         )
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the options without the opened model, which each process opens for itself."""
         return vars(self) | {"_opened": None}
 
     def __repr__(self) -> str:
+        """Return the path and the levels."""
         return f"Scorer({str(self.path)!r}, levels={self.levels})"
 
 
-def checked_levels(levels: float | Sequence[float]) -> tuple[float, ...]:
-    """In their order, each once."""
-    several = np.atleast_1d(np.asarray(levels, dtype=float)).tolist()
-    if not several:
+def check_levels(levels: float | Sequence[float]) -> tuple[float, ...]:
+    """Return the levels in their order, each once; ValueError for none, or for no probability."""
+    level_list = np.atleast_1d(np.asarray(levels, dtype=float)).tolist()
+    if not level_list:
         raise ValueError("levels must have at least one probability, for example (0.95,).")
-    return tuple(dict.fromkeys(map(checked_level, several)))
+    return tuple(dict.fromkeys(map(checked_level, level_list)))
 
 
-def _names(what: str, names: Sequence[str]) -> tuple[str, ...]:
+def _check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the names as a tuple; the TypeError for a single text has the argument's name."""
     if isinstance(names, str):
         raise TypeError(
-            f"{what} must be a list of names, but is the text {names!r}. Write {what}=[{names!r}]."
+            f"{argument} must be a list of names, but is the text {names!r}. Write "
+            f"{argument}=[{names!r}]."
         )
     return tuple(names)

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from ssla.predictive import Predictive
 from ssla.refit import Refit
 from ssla.tables.networks.recalibration import LARGEST_LOG_VARIANCE
-from ssla.tables.trees.forest import Forest, joined
+from ssla.tables.trees.forest import Forest, join_forests
 from ssla.tables.trees.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers
 
-NO_MOVE = 10.0  # κ
-SMALLEST_LOG_VARIANCE = -30.0
+NO_MOVE = 10.0  # κ; a guess
+SMALLEST_LOG_VARIANCE = -30.0  # of a standardised target; a guess
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,57 +46,68 @@ class Trees:
     def predict(
         self, z: Tensor, modules: Sequence[nn.Module], refit: str | Refit | None
     ) -> tuple[Predictive, Tensor | None]:
-        """The trees' predictive at z (N, d), where `modules` are the networks, and the move of the
-        networks' means (N,).
+        """Return the trees' predictive at z (N, d), where `modules` are the networks, and the move
+        of the networks' means (N,), or None for classes.
 
         refit None: the average over the posterior (numbers).
         """
-        found = self.forest(z)
+        outputs = self.forest(z)
         if isinstance(self.layer, ClassLayer):
-            return self.layer.predict(found, refit or "output"), None
-        t, (m, v) = found[:, 0], mean_outputs(modules, z)
-        own = self.layer.averaged(t, v) if refit is None else self.layer.predict(t, v, refit)
-        return own, self.pull * (t - m)
+            return self.layer.predict(outputs, refit or "output"), None
+        # The trees' mean t, the networks' mean m and log variance v.
+        t = outputs[:, 0]
+        m, v = mean_outputs(modules, z)
+        if refit is None:
+            predictive = self.layer.average_predictive(t, v)
+        else:
+            predictive = self.layer.predict(t, v, refit)
+        return predictive, self.pull * (t - m)
 
 
 def mean_outputs(modules: Sequence[nn.Module], z: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean over networks of each output (N,): mean and log variance, which far from the
-    data would have no bound.
+    """Compute the mean over networks of each output at z (N, d): mean and log variance (N,), which
+    far from the data would have no bound.
     """
     with torch.no_grad():
         mean, log_variance = torch.stack([module(z) for module in modules]).mean(0).unbind(1)
     return mean, log_variance.clamp(SMALLEST_LOG_VARIANCE, LARGEST_LOG_VARIANCE)
 
 
-def calibrated_trees(
+def calibrate_trees(
     forests: list[Forest], modules: Sequence[nn.Module], z: list[Tensor], y: Tensor, weights: Tensor
 ) -> tuple[Trees, Tensor, Tensor]:
-    """All trees, with the layer of the rows z that each forest has not seen, the log densities (n,)
-    of their targets, and the move of the networks' means there (n,).
+    """Join all trees and fit their layer to the rows z that each forest has not seen.
 
-    y, weights (n,): of all these rows. The share is still to be chosen.
+    forests, modules and z, (n_k, d) each, of the members; y, weights (n,): of all these rows.
+    Returns the trees, whose share is still to be chosen, the log densities (n,) of the targets, and
+    the move of the networks' means there (n,), zero for classes.
     """
-    found = torch.cat([forest(rows) for forest, rows in zip(forests, z, strict=True)])
-    if found.shape[1] > 1:
-        classes = fit_classes(found, y, weights)
-        return (
-            Trees(joined(forests), classes, 0.0),
-            classes.predict(found).log_prob(y),
-            torch.zeros(()),
-        )
+    trees = join_forests(forests)
+    predictions = torch.cat([forest(rows) for forest, rows in zip(forests, z, strict=True)])
+    if predictions.shape[1] > 1:
+        class_layer = fit_classes(predictions, y, weights)
+        log_prob = class_layer.predict(predictions).log_prob(y)
+        return Trees(trees, class_layer, 0.0), log_prob, torch.zeros(())
+    # The trees' mean t, and each network's mean m and log variance v at its own rows.
+    t = predictions[:, 0]
     outputs = [mean_outputs([module], rows) for module, rows in zip(modules, z, strict=True)]
-    t, m, v = found[:, 0], *(torch.cat(parts) for parts in zip(*outputs, strict=True))
+    m = torch.cat([mean for mean, _ in outputs])
+    v = torch.cat([log_variance for _, log_variance in outputs])
     layer = fit_numbers(t, v, y, weights)
-    pull = pull_of(t - m, y - m, v, weights)
+    pull = estimate_pull(t - m, y - m, v, weights)
     return (
-        Trees(joined(forests), layer, 0.0, pull),
-        layer.averaged(t, v).log_prob(y),
+        Trees(trees, layer, 0.0, pull),
+        layer.average_predictive(t, v).log_prob(y),
         pull * (t - m),
     )
 
 
-def pull_of(d: Tensor, r: Tensor, log_variance: Tensor, weights: Tensor) -> float:
-    """β from the differences d of the trees' and the errors r of the networks' means (n,)."""
+def estimate_pull(d: Tensor, r: Tensor, log_variance: Tensor, weights: Tensor) -> float:
+    """Estimate β from the differences d of the trees' and the errors r of the networks' means.
+
+    d, r, log_variance of the networks and weights: (n,) each.
+    """
+    # Relative to the smallest variance, so that no weight overflows.
     c = weights * (log_variance.amin() - log_variance).exp()
     squares = (c @ d**2) * (1 + NO_MOVE / weights.sum())
     return float((c @ (d * r) / squares.clamp_min(torch.finfo(squares.dtype).tiny)).clamp(0.0, 1.0))

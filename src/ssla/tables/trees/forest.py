@@ -4,12 +4,15 @@ them without code.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-AT_ONCE = 1 << 20  # rows × trees
+TENSORS = ("roots", "feature", "threshold", "left", "right", "value")
+NODE_INDICES = ("roots", "left", "right")
+AT_ONCE = 1 << 20  # rows × trees; a guess
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,33 +33,34 @@ class Forest:
     depth: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (N, d) -> (N, C)."""
+        """Predict the mean over trees: x (N, d) -> (N, C)."""
         rounded = x.float().double()  # as scikit-learn compares
         size = max(AT_ONCE // len(self.roots), 1)
-        parts = [self.value[self._leaves(rows)].mean(1) for rows in rounded.split(size)]
-        return torch.cat(parts)
+        means = [self.value[self._find_leaves(rows)].mean(1) for rows in rounded.split(size)]
+        return torch.cat(means)
 
-    def _leaves(self, x: Tensor) -> Tensor:
-        """(N, T)."""
-        at = self.roots.expand(len(x), -1)
+    def _find_leaves(self, x: Tensor) -> Tensor:
+        """Find the leaf of each row in each tree: x (N, d) -> nodes (N, T)."""
+        node = self.roots.expand(len(x), -1)
         for _ in range(self.depth):
-            at = torch.where(
-                x.gather(1, self.feature[at]) <= self.threshold[at], self.left[at], self.right[at]
-            )
-        return at
+            goes_left = x.gather(1, self.feature[node]) <= self.threshold[node]
+            node = torch.where(goes_left, self.left[node], self.right[node])
+        return node
 
-    def check(self, width: int, outputs: int) -> None:
-        """ValueError for trees that do not fit their inputs and outputs (of a forged file)."""
+    def check_sizes(self, width: int, outputs: int) -> None:
+        """Raise ValueError for trees that do not fit their inputs and outputs (of a forged
+        file).
+        """
         nodes = len(self.feature)
-        one_each = (self.threshold, self.left, self.right)
+        tensors_of_nodes = (self.threshold, self.left, self.right)
         sound = (
             nodes > 0
             and self.value.shape == (nodes, outputs)
-            and all(part.shape == (nodes,) for part in one_each)
+            and all(tensor.shape == (nodes,) for tensor in tensors_of_nodes)
             and len(self.roots.shape) == 1
             and len(self.roots) > 0
-            and all(_inside(part, nodes) for part in (self.roots, self.left, self.right))
-            and _inside(self.feature, width)
+            and all(_is_below(index, nodes) for index in (self.roots, self.left, self.right))
+            and _is_below(self.feature, width)
             and self.threshold.dtype == self.value.dtype == torch.float64
             and bool(torch.isfinite(self.value).all())
             and type(self.depth) is int
@@ -66,25 +70,19 @@ class Forest:
             raise ValueError("the trees do not fit their inputs and outputs")
 
 
-def joined(forests: list[Forest]) -> Forest:
-    """All trees together."""
-    sizes = torch.tensor([0] + [len(forest.feature) for forest in forests]).cumsum(0).tolist()
-    moved = [
-        {name: getattr(forest, name) + start for name in ("roots", "left", "right")}
-        for forest, start in zip(forests, sizes, strict=False)
-    ]
-    tensors = [field.name for field in fields(Forest) if field.name != "depth"]
-    parts = {
-        name: torch.cat(
-            [
-                own.get(name, getattr(forest, name))
-                for forest, own in zip(forests, moved, strict=True)
-            ]
-        )
-        for name in tensors
-    }
-    return Forest(**parts, depth=max(forest.depth for forest in forests))
+def join_forests(forests: list[Forest]) -> Forest:
+    """Put all trees into one forest."""
+    # The nodes of a forest are numbered from the end of those before it.
+    starts = torch.tensor([0] + [len(forest.feature) for forest in forests]).cumsum(0).tolist()
+    values: dict[str, Any] = {"depth": max(forest.depth for forest in forests)}
+    for name in TENSORS:
+        tensors = [getattr(forest, name) for forest in forests]
+        if name in NODE_INDICES:
+            tensors = [t + start for t, start in zip(tensors, starts, strict=False)]
+        values[name] = torch.cat(tensors)
+    return Forest(**values)
 
 
-def _inside(index: Tensor, count: int) -> bool:
+def _is_below(index: Tensor, count: int) -> bool:
+    """Check that an index of any shape holds whole numbers from 0 to count − 1."""
     return index.dtype == torch.int64 and bool(((index >= 0) & (index < count)).all())

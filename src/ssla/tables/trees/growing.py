@@ -9,10 +9,11 @@ import torch
 from sklearn.ensemble import GradientBoostingRegressor, RandomForestClassifier
 from torch import Tensor
 
-from ssla.tables.trees.forest import Forest, joined
+from ssla.tables.trees.forest import Forest, join_forests
 
+# docs/tables.md has the measurements of the trees as a whole; each of these numbers is a guess
 MOST_ROWS = 10_000  # of one tree, or of all boosted trees
-MOST_LEAVES = 2_000
+MOST_LEAVES = 2_000  # of a tree
 FEW_ROWS = 300  # with more, a leaf has two rows at least
 BOOSTED = {"max_depth": None, "max_leaf_nodes": 31, "subsample": 0.5}
 # of standardised targets: splits of a few rows are often equally good, and rounding errors would
@@ -24,21 +25,23 @@ Data = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Rows (n, d), targets (n,), row weights (n,)."""
 
 
-def grow(trees: int, classes: int, x: Tensor, y: Tensor, weights: Tensor, seed: int) -> Forest:
-    """Trees for rows x (n, d), row weights (n,) and y (n,): classes below `classes`, or numbers
-    (classes = 0).
+def grow_forest(
+    trees: int, classes: int, x: Tensor, y: Tensor, weights: Tensor, seed: int
+) -> Forest:
+    """Grow trees for rows x (n, d), row weights (n,) and y (n,): classes below `classes`, or
+    numbers (classes = 0).
 
     Their values are probabilities (nodes, C), or one number (nodes, 1).
     """
-    rows = x.numpy(), y.numpy(), weights.numpy()
-    return (
-        _forest(trees, classes, rows, seed % 2**32)
-        if classes
-        else _boosted(trees, rows, seed % 2**32)
-    )
+    data = x.numpy(), y.numpy(), weights.numpy()
+    seed = seed % 2**32  # as scikit-learn takes it
+    if classes:
+        return _grow_classes(trees, classes, data, seed)
+    return _grow_boosted(trees, data, seed)
 
 
-def _forest(trees: int, classes: int, data: Data, seed: int) -> Forest:
+def _grow_classes(trees: int, classes: int, data: Data, seed: int) -> Forest:
+    """Grow a random forest whose values are class probabilities (nodes, classes)."""
     x, y, weights = data
     rows = min(len(x), MOST_ROWS)
     forest = RandomForestClassifier(
@@ -47,53 +50,52 @@ def _forest(trees: int, classes: int, data: Data, seed: int) -> Forest:
         min_samples_leaf=max(1 + (len(x) > FEW_ROWS), rows // MOST_LEAVES),
         random_state=seed,
     ).fit(x, y, sample_weight=weights)
+    # Classes without a row have probability zero.
     labels = forest.classes_
-    found = []
-    for one in forest.estimators_:
-        tree = one.tree_
+    grown = []
+    for estimator in forest.estimators_:
+        tree = estimator.tree_
         value = np.zeros((tree.node_count, classes))
         value[:, labels] = tree.value[:, 0] / tree.value[:, 0].sum(1, keepdims=True)
-        found.append(_of_tree(tree, value))
-    return joined(found)
+        grown.append(_convert_tree(tree, value))
+    return join_forests(grown)
 
 
-def _boosted(trees: int, data: Data, seed: int) -> Forest:
-    """The mean over trees is start + rate · Σ values."""
+def _grow_boosted(trees: int, data: Data, seed: int) -> Forest:
+    """Grow boosted trees with values (nodes, 1), whose mean is start + rate · Σ values."""
     x, y, weights = data
     y = np.round(y, DECIMALS)
     if len(x) > MOST_ROWS:
-        some = np.random.default_rng(seed).choice(len(x), MOST_ROWS, replace=False)
-        x, y, weights = x[some], y[some], weights[some]
+        kept = np.random.default_rng(seed).choice(len(x), MOST_ROWS, replace=False)
+        x, y, weights = x[kept], y[kept], weights[kept]
     rate = TOTAL_RATE / max(trees, 2 * TOTAL_RATE)
     model = GradientBoostingRegressor(
         n_estimators=trees, learning_rate=rate, random_state=seed, **BOOSTED
     )
     model.fit(x, y, sample_weight=weights)
     start = float(model.init_.constant_.item())
-    return joined(
-        [
-            _of_tree(one.tree_, start + trees * rate * one.tree_.value[:, 0])
-            for one in model.estimators_[:, 0]
-        ]
+    grown = [estimator.tree_ for estimator in model.estimators_[:, 0]]
+    return join_forests(
+        [_convert_tree(tree, start + trees * rate * tree.value[:, 0]) for tree in grown]
     )
 
 
-def _of_tree(tree: Any, value: np.ndarray) -> Forest:
+def _convert_tree(tree: Any, value: np.ndarray) -> Forest:
+    """Convert a tree of scikit-learn, with the values (nodes, C) of its nodes."""
+    # A leaf of scikit-learn has no children; here it leads to itself.
     leaf = tree.children_left < 0
-    own = np.arange(tree.node_count)
-    places = [np.where(leaf, own, child) for child in (tree.children_left, tree.children_right)]
-    index = [
-        torch.from_numpy(part.astype(np.int64))
-        for part in (np.where(leaf, 0, tree.feature), *places)
-    ]
-    threshold = torch.from_numpy(np.array(tree.threshold))
-    root = torch.zeros(1, dtype=torch.int64)
+    node = np.arange(tree.node_count)
     return Forest(
-        root,
-        index[0],
-        threshold,
-        index[1],
-        index[2],
-        torch.from_numpy(np.array(value)),
-        tree.max_depth,
+        roots=torch.zeros(1, dtype=torch.int64),
+        feature=_int64_tensor(np.where(leaf, 0, tree.feature)),
+        threshold=torch.from_numpy(np.array(tree.threshold)),
+        left=_int64_tensor(np.where(leaf, node, tree.children_left)),
+        right=_int64_tensor(np.where(leaf, node, tree.children_right)),
+        value=torch.from_numpy(np.array(value)),
+        depth=tree.max_depth,
     )
+
+
+def _int64_tensor(values: np.ndarray) -> Tensor:
+    """Return whole numbers of any shape as an int64 tensor."""
+    return torch.from_numpy(values.astype(np.int64))

@@ -32,31 +32,28 @@ from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
 from ssla.network.unset import unset_linear
 from ssla.posterior import Posterior
 from ssla.predictive import Predictive, affine, mixture
-from ssla.predictive.normals import averaged
+from ssla.predictive.normals import average_normals
 from ssla.priors import Gaussian
 from ssla.refit import Refit
 from ssla.tables.networks.component import Component
 from ssla.tables.networks.last_layer_fits import fit_last_layer
-from ssla.tables.networks.scaling import Scaling, units_of
-from ssla.tables.networks.stacking import shares
+from ssla.tables.networks.scaling import Scaling, column_units
+from ssla.tables.networks.stacking import model_shares
 from ssla.values import Marginal
 
 OFFSETS = (-3.0, -1.5, 0.0, 1.5, 3.0)  # o, of the log variance
-ONE_ROW = torch.full(
-    (len(OFFSETS),), 1 / len(OFFSETS), dtype=torch.float64
-)  # one more row, spread over all offsets
-LEAST_SHARE = 1e-4  # smaller shares of the mixture are left out
-LEAST_ERROR = 1e-6  # of the target's spread
-FLOOR = 1e-2  # added to squares in units of their mean, before their logarithm
+# one more row, spread over all offsets
+ONE_ROW = torch.full((len(OFFSETS),), 1 / len(OFFSETS), dtype=torch.float64)
+LEAST_SHARE = 1e-4  # smaller shares of the mixture are left out; a guess
+LEAST_ERROR = 1e-6  # of the target's spread; a guess
+FLOOR = 1e-2  # added to squares in units of their mean, before their logarithm; a guess
 # prior precisions, in units of the out-of-fold error; chosen with seeds 0 to 2 (docs/tables.md)
 LINE, ACROSS, LEVEL, SLOPE, KNOWN, OFFSET = 1e3, 1e4, 10.0, 1.0, 1e12, 0.1
 SHRINKAGE = (10.0, 100.0)  # of the least-squares line towards 0 + 1·m, as rows
-OWN, OTHERS = (
-    1.0,
-    100.0,
-)  # of classes: a class's own log probability and bias; those of others, more beyond ten classes
-HIGHEST_FLOOR = 0.01  # of probabilities
-MANY_CLASSES = 16  # more have a diagonal curvature
+# of classes: a class's own log probability and bias; those of others, more beyond ten classes
+OWN_PRECISION, OTHER_PRECISION = 1.0, 100.0
+HIGHEST_FLOOR = 0.01  # of probabilities; a guess
+MANY_CLASSES = 16  # more have a diagonal curvature; a guess
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,39 +64,44 @@ class NumberLayer:
     target: Scaling  # mean of y, out-of-fold error
     centre: float  # of v
     shares: Tensor  # of OFFSETS
-    inputs: Scaling | None = (
-        None  # of the columns that the models take, for reports; None: not all are numbers
-    )
+    # of the columns that the models take, for reports; None: not all are numbers
+    inputs: Scaling | None = None
 
     @property
     def posterior(self) -> Posterior:
+        """The posterior of the layer, in units of the out-of-fold error."""
         return self.components[0].posterior
 
     def features(self, m: Tensor, v: Tensor, offset: float = 0.0) -> Tensor:
-        """Inputs of the layer (N, 3)."""
+        """Compute the inputs of the layer (N, 3) from the predictions m and v (N,)."""
         return torch.stack([self.target(m), v - self.centre, torch.full_like(m, offset)], 1)
 
-    def averaged(self, m: Tensor, v: Tensor) -> Predictive:
-        """The average over the posterior in closed form; `predict` has a refit in its place."""
+    def average_predictive(self, m: Tensor, v: Tensor) -> Predictive:
+        """Average the predictive over the posterior in closed form, where the models predict m (N,)
+        and v (N,); `predict` has a refit in its place.
+        """
         kept = (self.shares > LEAST_SHARE).nonzero().flatten().tolist()
         shift, scale = self.target.shift[0], self.target.scale[0]
-        unit, one = torch.stack([scale, torch.ones_like(scale)]), torch.ones(1, dtype=torch.float64)
+        unit = torch.stack([scale, torch.ones_like(scale)])
         marginals = []
         for k in kept:
             f, K = self.posterior.outputs_at(self.features(m, v, OFFSETS[k]))
-            own = torch.stack([shift + scale * f[:, 0], f[:, 1] + 2 * scale.log()], 1)
-            marginals.append(Marginal(own, unit[:, None] * K * unit))
-        return averaged(marginals, self.shares[kept] / self.shares[kept].sum(), one, one, m)
+            # Mean and log variance in the unit of y.
+            outputs = torch.stack([shift + scale * f[:, 0], f[:, 1] + 2 * scale.log()], 1)
+            marginals.append(Marginal(outputs, unit[:, None] * K * unit))
+        no_factor = torch.ones(1, dtype=torch.float64)
+        shares = self.shares[kept] / self.shares[kept].sum()
+        return average_normals(marginals, shares, no_factor, no_factor, m)
 
     def predict(self, m: Tensor, v: Tensor, refit: str | Refit = "output") -> Predictive:
-        """The predictive of y where the models predict m (N,) and v (N,)."""
-        parts, shares = [], []
+        """Return the predictive of y where the models predict m (N,) and v (N,)."""
+        predictives, shares = [], []
         for offset, share in zip(OFFSETS, self.shares.tolist(), strict=True):
             if share > LEAST_SHARE:
-                parts.append(self.posterior.predict(self.features(m, v, offset), refit))
+                predictives.append(self.posterior.predict(self.features(m, v, offset), refit))
                 shares.append(share)
-        whole = parts[0] if len(parts) == 1 else mixture(parts, shares)
-        return affine(whole, self.target.shift[0], self.target.scale[0])
+        combined = predictives[0] if len(predictives) == 1 else mixture(predictives, shares)
+        return affine(combined, self.target.shift[0], self.target.scale[0])
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,99 +114,111 @@ class ClassLayer:
 
     @property
     def posterior(self) -> Posterior:
+        """The posterior of the layer."""
         return self.components[0].posterior
 
     def features(self, p: Tensor) -> Tensor:
-        """Inputs of the layer (N, C), or (N, 1) for two classes."""
+        """Compute the inputs of the layer (N, C), or (N, 1) for two classes, from p (N, C)."""
         return log_features(p, self.floor)
 
     def predict(self, p: Tensor, refit: str | Refit = "output") -> Predictive:
-        """The predictive of the class where the models give probabilities p (N, C)."""
+        """Return the predictive of the class where the models give probabilities p (N, C)."""
         return self.posterior.predict(self.features(p), refit)
 
 
 def log_squares(errors: Tensor, weights: Tensor) -> Tensor:
-    """log (r²/mean r² + 0.01) (n,): what the noise model is grown on.
+    """Compute log (r²/mean r² + 0.01) (n,), the target of the noise model.
 
-    The second term bounds the logarithm of small errors.
+    errors r and weights (n,). The second term bounds the logarithm of small errors.
     """
-    squares = (errors / units_of(errors[:, None])) ** 2  # which neither overflow nor vanish
+    # In units in which squares neither overflow nor vanish.
+    squares = (errors / column_units(errors[:, None])) ** 2
     mean = weights @ squares / weights.sum()
     return (squares / mean.clamp_min(torch.finfo(mean.dtype).tiny) + FLOOR).log()
 
 
 def log_features(p: Tensor, floor: float) -> Tensor:
-    """log p, centred over classes (N, C); for two classes the logit (N, 1).
+    """Compute log p, centred over classes: p (N, C) -> (N, C); for two classes the logit (N, 1).
 
     Probabilities below the floor are raised to it.
     """
     logs = p.clamp_min(floor).log()
-    return (
-        (logs[:, 1] - logs[:, 0])[:, None] if p.shape[1] == 2 else logs - logs.mean(1, keepdim=True)
-    )
+    if p.shape[1] == 2:
+        return (logs[:, 1] - logs[:, 0])[:, None]
+    return logs - logs.mean(1, keepdim=True)
 
 
 def fit_numbers(
     m: Tensor, v: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0
 ) -> NumberLayer:
-    """From out-of-fold predictions m and v (n,), targets y (n,) and row weights (n,).
+    """Fit the layer of numbers to out-of-fold predictions m and v (n,), targets y (n,) and row
+    weights (n,).
 
     strength: a factor on the prior.
     """
-    total, unit = weights.sum(), units_of(y[:, None])
-    part, predicted = y / unit, m / unit  # whose squares neither overflow nor vanish
-    shift = weights @ part / total
-    spread = (weights @ (part - shift) ** 2 / total).sqrt()
-    error = (weights @ (part - predicted) ** 2 / total).sqrt().clamp_min(LEAST_ERROR * spread)
-    target, centre = Scaling(unit * shift, unit * error), float(weights @ v / total)
+    total = weights.sum()
+    # In these units squares neither overflow nor vanish.
+    unit = column_units(y[:, None])
+    y_scaled, m_scaled = y / unit, m / unit
+    shift = weights @ y_scaled / total
+    spread = (weights @ (y_scaled - shift) ** 2 / total).sqrt()
+    error = (weights @ (y_scaled - m_scaled) ** 2 / total).sqrt().clamp_min(LEAST_ERROR * spread)
+    target = Scaling(unit * shift, unit * error)
+    centre = float(weights @ v / total)
     z = target(y)
-    bare = NumberLayer((), target, centre, torch.ones(0, dtype=torch.float32))
-    x = bare.features(m, v)
-    a, b = _line(x[:, 0], z, weights)
+    # A layer without a posterior has the features that the fit needs.
+    x = NumberLayer((), target, centre, torch.ones(0, dtype=torch.float32)).features(m, v)
+    a, b = _shrunken_line(x[:, 0], z, weights)
     start = torch.tensor([[b, 0, 0], [0, 1, 1]], dtype=torch.float64)
     bias = torch.tensor([a, 0], dtype=torch.float64)
+    weight_precision = [[LINE, ACROSS, KNOWN], [LEVEL, SLOPE, KNOWN]]
     precision = {
-        "weight": strength
-        * torch.tensor([[LINE, ACROSS, KNOWN], [LEVEL, SLOPE, KNOWN]], dtype=torch.float64),
+        "weight": strength * torch.tensor(weight_precision, dtype=torch.float64),
         "bias": strength * torch.tensor([LINE, OFFSET], dtype=torch.float64),
     }
-    posterior = _fitted(start, bias, (x, z, weights), HeteroscedasticGaussian(), precision)
+    posterior = _fit_layer(start, bias, (x, z, weights), HeteroscedasticGaussian(), precision)
+    mixture_shares = model_shares(_densities_by_offset(posterior, x, z), weights, ONE_ROW)
+    return NumberLayer((Component(posterior, 0, 1.0),), target, centre, mixture_shares)
+
+
+def _densities_by_offset(posterior: Posterior, x: Tensor, z: Tensor) -> Tensor:
+    """Compute the log densities of standardised targets z (n,) for each offset of the log variance
+    (n, offsets), with the uncertainty of the mean added to the variance.
+
+    x (n, 3): the layer's inputs.
+    """
     f, K = posterior.marginal(x)
-    logs = f[:, 1:] + torch.tensor(OFFSETS, dtype=torch.float64)
-    variance = logs.exp() + K[:, :1, 0]
-    densities = -0.5 * (
-        variance.log() + (z[:, None] - f[:, :1]) ** 2 / variance + math.log(2 * math.pi)
-    )
-    return NumberLayer(
-        (Component(posterior, 0, 1.0),), target, centre, shares(densities, weights, ONE_ROW)
-    )
+    log_variances = f[:, 1:] + torch.tensor(OFFSETS, dtype=torch.float64)
+    variance = log_variances.exp() + K[:, :1, 0]
+    squares = (z[:, None] - f[:, :1]) ** 2 / variance
+    return -0.5 * (variance.log() + squares + math.log(2 * math.pi))
 
 
 def fit_classes(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) -> ClassLayer:
-    """From out-of-fold probabilities p (n, C), classes y (n,) and row weights (n,)."""
+    """Fit the layer of classes to out-of-fold probabilities p (n, C), classes y (n,) and row
+    weights (n,).
+
+    strength: a factor on the prior.
+    """
+    # Half a row of probability; more would change what the models say.
     floor = min(0.5 / float(weights.sum()), HIGHEST_FLOOR)
     x = log_features(p, floor)
     size = x.shape[1]
-    identity, others = torch.eye(size, dtype=torch.float64), OTHERS * max(1.0, (size / 10) ** 2)
+    identity = torch.eye(size, dtype=torch.float64)
+    other_precision = OTHER_PRECISION * max(1.0, (size / 10) ** 2)
     precision = {
-        "weight": strength * (others + (OWN - others) * identity),
-        "bias": torch.full((size,), strength * OWN, dtype=torch.float64),
+        "weight": strength * (other_precision + (OWN_PRECISION - other_precision) * identity),
+        "bias": torch.full((size,), strength * OWN_PRECISION, dtype=torch.float64),
     }
     likelihood = Bernoulli() if size == 1 else Categorical()
     structure = "diag" if size > MANY_CLASSES else "dense"
-    posterior = _fitted(
-        identity,
-        torch.zeros(size, dtype=torch.float64),
-        (x, y, weights),
-        likelihood,
-        precision,
-        structure,
-    )
+    bias = torch.zeros(size, dtype=torch.float64)
+    posterior = _fit_layer(identity, bias, (x, y, weights), likelihood, precision, structure)
     return ClassLayer((Component(posterior, 0, 1.0),), floor)
 
 
-def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """The network: x ↦ weight·x + bias, in float64."""
+def make_linear(weight: Tensor, bias: Tensor) -> nn.Linear:
+    """Make the network x ↦ weight·x + bias in float64, for weight (C, d) and bias (C,)."""
     module = unset_linear(weight.shape[1], weight.shape[0], torch.float64)
     with torch.no_grad():
         module.weight.copy_(weight)
@@ -212,7 +226,7 @@ def linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     return module.eval()
 
 
-def _fitted(
+def _fit_layer(
     weight: Tensor,
     bias: Tensor,
     data: Any,
@@ -220,20 +234,25 @@ def _fitted(
     precision: Any,
     structure: str = "dense",
 ) -> Posterior:
-    """The prior is centred on the start."""
+    """Fit a linear layer that starts at weight (C, d) and bias (C,), where the prior is centred.
+
+    data: x (n, d), y (n,) and row weights (n,); precision: of the prior, for weight and bias.
+    """
     prior = Gaussian(precision, {"weight": weight, "bias": bias})
     with warnings.catch_warnings():  # the start is the prior's mean, which the fit may leave
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
-        return fit_last_layer(linear(weight, bias), data, likelihood, prior, structure=structure)
+        return fit_last_layer(
+            make_linear(weight, bias), data, likelihood, prior, structure=structure
+        )
 
 
-def _line(m: Tensor, z: Tensor, weights: Tensor) -> tuple[float, float]:
-    """Least squares of z on a + b m, shrunk towards a = 0, b = 1."""
+def _shrunken_line(m: Tensor, z: Tensor, weights: Tensor) -> tuple[float, float]:
+    """Solve least squares of z on a + b m, shrunk towards a = 0, b = 1.  (n,) each -> a, b."""
     A = torch.stack([torch.ones_like(m), m], 1)
-    towards = torch.diag(torch.tensor(SHRINKAGE, dtype=torch.float64))
-    wanted = torch.tensor([0, 1], dtype=torch.float64)
-    a, b = torch.linalg.solve(
-        A.mT @ (weights[:, None] * A) + towards, A.mT @ (weights * z) + towards @ wanted
-    ).tolist()
+    shrinkage = torch.diag(torch.tensor(SHRINKAGE, dtype=torch.float64))
+    centre = torch.tensor([0, 1], dtype=torch.float64)
+    left = A.mT @ (weights[:, None] * A) + shrinkage
+    right = A.mT @ (weights * z) + shrinkage @ centre
+    a, b = torch.linalg.solve(left, right).tolist()
     return a, b

@@ -1,0 +1,398 @@
+"""The log density of y by refits of the weights at fixed inputs.
+
+The network itself is refitted where it has a mode near θ̂. A trained network need not have one: its
+Hessian under the prior may be indefinite, and then the objective rises without bound or to a mode
+far away. Where that is so, the network linearised at θ̂ takes its place, which has a mode for every
+concave likelihood:
+
+at all inputs     where refits that are tried before many make no progress, or where most of the
+                  refits so far failed
+at one input      where one of its refits failed. All y of an input are then refitted by the
+                  linearised network, so that its predictive is of one model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ssla._checks import warn
+from ssla.data import Inputs
+from ssla.likelihoods import Likelihood
+from ssla.maths.progress import bar_delay, is_progress_wanted, tqdm_class
+from ssla.priors import BoundGaussian
+from ssla.refit.increments import Increments
+from ssla.refit.outputs import Density, OutputLogDensity
+from ssla.refit.weights.anderson import Progress
+from ssla.refit.weights.solved import FALLBACK, NAN, RAISE, Engine, Solved
+from ssla.report import POLISH
+from ssla.values import Marginal
+
+if TYPE_CHECKING:
+    from ssla.posterior import Posterior
+    from ssla.refit.weights.weight_refit import WeightRefit
+
+# A guess: posterior standard deviations per parameter; nearer to the mode, more training is no
+# remedy.
+AT_MODE = 0.01
+RARE = 1e-3  # a guess: the probability of a class below which it is not refitted
+TRIALS = 3  # refits that are tried before many: the easiest ones, then as many at the median
+MANY = 30  # a guess: refits from which on those at the median are tried too
+MOST = 0.5  # a guess: the share of failed refits above which all inputs are linearised
+
+
+@dataclass(frozen=True, eq=False)
+class WeightLogDensity:
+    """Log densities at fixed inputs, each by a refit of the weights with (x, y) added.
+
+    Every y costs a refit; `ssla.predictive.interpolation` needs few for a density.
+    """
+
+    refit: WeightRefit
+    posterior: Posterior
+    x: Inputs
+    # the output refit: where refits start from, and the fallback of failures
+    output: OutputLogDensity
+
+    moves = True
+
+    @property
+    def likelihood(self) -> Likelihood:
+        """The likelihood of the new observation."""
+        return self.output.likelihood
+
+    @property
+    def marginal(self) -> Marginal:
+        """f̂ (N, C) and K (N, C, C) in float64."""
+        return self.output.marginal
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and the device of the answers."""
+        return self.output.like
+
+    @property
+    def exact(self) -> bool:
+        """Return whether the output refit gives the same answer.
+
+        It does for Gaussian noise, a linear model, a dense structure and a Gaussian prior.
+        """
+        return self.posterior.quadratic and isinstance(self.posterior.bound_prior, BoundGaussian)
+
+    @property
+    def rare(self) -> float:
+        """The probability below which a class is not refitted."""
+        return RARE if self.refit.rare is None else self.refit.rare
+
+    # --- which engine ------------------------------------------------------------------------
+
+    @cached_property
+    def _engine(self) -> Engine:
+        """The engine of the network itself."""
+        return self.refit.engine(self.posterior, self.x)
+
+    @cached_property
+    def _linearised_engine(self) -> Engine:
+        """The engine of the network linearised at θ̂; ValueError where there is none."""
+        if bool(self.linearised_inputs.all()):
+            self.__dict__.pop("_engine", None)  # it holds the Jacobians at x
+        return self.refit.linearised_engine(self.posterior, self.x)
+
+    @cached_property
+    def linearised_inputs(self) -> Tensor:
+        """A mask of the inputs where the linearised network is refitted (N,); refits add to it."""
+        asked = self.refit.linearised is True and not self.posterior.network.linear
+        return torch.full((len(self.marginal.mean),), asked, dtype=torch.bool)
+
+    @cached_property
+    def _why_not_linearised(self) -> str | None:
+        """Why the linearised network cannot take the place of the network; None where it can."""
+        return self.refit.why_not_linearised(self.posterior, self.x)
+
+    @cached_property
+    def _findings(self) -> dict[str, bool]:
+        """Findings of the refits so far, by name; a missing name counts as False.
+
+        tried: the easiest ones were tried. no_mode: they all made no progress. most_fail: most of
+        those at the median made none, or most of the refits failed.
+        """
+        return {}
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether the easiest refits made no progress and nothing can take their place."""
+        no_mode = self._findings.get("no_mode", False)
+        return no_mode and not bool(self.linearised_inputs.all())
+
+    def _linearise(self, inputs: Tensor) -> None:
+        """Refit the linearised network at these inputs (k,) from now on, where that is possible."""
+        # A last layer is linear already: a refit of it that failed would fail again.
+        if not self.posterior.network.linear and self._why_not_linearised is None:
+            self.linearised_inputs[inputs] = True
+
+    def _linearise_all(self, finding: str) -> None:
+        """Refit the linearised network at all inputs from now on, for the reason `finding`."""
+        self._findings[finding] = True
+        self._linearise(torch.arange(len(self.linearised_inputs)))
+
+    def _try_some_refits(self, x_rows: Tensor, y: Tensor, steps: Tensor) -> None:
+        """Try refits of a network before many: a trial costs less than an hour of failures.
+
+        The task that moves the weights least is tried first (steps (M,): by how much), then the
+        next ones of other inputs. If all are stuck, no refit has a mode near θ̂. Of many tasks,
+        those at the median are tried too: easy refits say little of the others.
+        """
+        self._findings["tried"] = True
+        order = torch.nan_to_num(steps, nan=math.inf).argsort(stable=True)
+        first, later = order[:1], order[1:]
+        elsewhere = later[x_rows[later] != x_rows[first]]
+        few = (elsewhere if len(elsewhere) else later)[: TRIALS - 1]
+        if all(bool(self._engine.stuck(x_rows[part], y[part]).all()) for part in (first, few)):
+            self._linearise_all("no_mode")
+        elif len(order) >= MANY:
+            at_median = order[len(order) // 2 :][:TRIALS]
+            stuck = self._engine.stuck(x_rows[at_median], y[at_median])
+            if float(stuck.double().mean()) > MOST:
+                self._linearise_all("most_fail")
+
+    # --- refits ------------------------------------------------------------------------------
+
+    def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
+        """Refit with y (m, …) or (m, k, …) added at rows (m,): the refits (M,), in y's order.
+
+        Tasks that failed are returned as they ended.
+        """
+        x_rows, flat = self._tasks(y, rows)
+        if not len(x_rows):
+            return Solved.untried(0)
+        untried = "tried" not in self._findings and not bool(self.linearised_inputs.all())
+        if untried and len(x_rows) > TRIALS and not self.posterior.network.linear:
+            output = self.output if rows is None else self.output.take(rows)
+            self._try_some_refits(x_rows, flat, output.step(y).flatten())
+        if self.stopped:
+            return Solved.untried(len(x_rows))
+        solved = self._solve_network(x_rows, flat)
+        again = self.linearised_inputs[x_rows].nonzero().squeeze(-1)
+        with _progress_bar(len(again), self.refit.progress) as progress:
+            for tasks in split_tasks(again, self._linearised_engine if len(again) else None):
+                part = self._linearised_engine.solve(x_rows[tasks], flat[tasks], progress)
+                solved = solved.with_tasks(tasks, part)
+        return solved
+
+    def _solve_network(self, x_rows: Tensor, y: Tensor) -> Solved:
+        """Refit the network itself with y (M, …) added at inputs (M,), but where it is linearised.
+
+        An input with a failed refit is linearised from then on; all inputs are, once most refits
+        failed.
+        """
+        solved = Solved.untried(len(x_rows))
+        tasks_left = (~self.linearised_inputs[x_rows]).nonzero().squeeze(-1)
+        tried = failed = 0
+        with _progress_bar(len(tasks_left), self.refit.progress) as progress:
+            while len(tasks_left):
+                tasks = split_tasks(tasks_left, self._engine)[0]
+                part = self._engine.solve(x_rows[tasks], y[tasks], progress)
+                solved = solved.with_tasks(tasks, part)
+                tried += len(tasks)
+                failed += int((~part.converged).sum())
+                self._linearise(x_rows[tasks[~part.converged]])
+                tasks_left = tasks_left[len(tasks) :]
+                if tried >= MANY and failed > MOST * tried:
+                    self._linearise_all("most_fail")
+                tasks_left = tasks_left[~self.linearised_inputs[x_rows[tasks_left]]]
+        return solved
+
+    def modes(self, y: Tensor) -> Tensor:
+        """Return θ̃(y), where each refit ends: of y's shape, and P."""
+        x_rows, flat = self._tasks(y, None)
+        modes = torch.empty(len(x_rows), len(self.posterior.theta), dtype=torch.float64)
+        linearised = self.linearised_inputs[x_rows]
+        for chosen, name in ((~linearised, "_engine"), (linearised, "_linearised_engine")):
+            tasks = chosen.nonzero().squeeze(-1)
+            if len(tasks):
+                engine: Engine = getattr(self, name)
+                for part in split_tasks(tasks, engine):
+                    modes[part] = engine.modes(x_rows[part], flat[part])
+        return modes.reshape(*self._shape(y), -1)
+
+    def _tasks(self, y: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the row of x of each task (M,), and its y (M, …)."""
+        per_row = y.shape[1] if y.dim() > 1 + self._target_dimensions else 1
+        index = torch.arange(len(y)) if rows is None else rows
+        flat = y.reshape(-1, *y.shape[y.dim() - self._target_dimensions :])
+        classes = self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "class"
+        return index.repeat_interleave(per_row), flat.long() if classes else flat
+
+    @property
+    def _target_dimensions(self) -> int:
+        """The number of dimensions of one target: 1 where y is a vector, else 0."""
+        return int(self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector")
+
+    def _shape(self, y: Tensor) -> torch.Size:
+        """Return the shape of the answers for y."""
+        return y.shape[:-1] if self._target_dimensions else y.shape
+
+    # --- what refits that failed come to -----------------------------------------------------
+
+    def check(self, solved: Solved) -> Tensor:
+        """Return which tasks failed (M,); RuntimeError if some did and on_failure is "raise"."""
+        failed = ~solved.converged
+        if self.refit.on_failure == RAISE and bool(failed.any()):
+            worst = float(torch.nan_to_num(solved.norm[failed], nan=math.inf).max())
+            raise RuntimeError(
+                f"{int(failed.sum())} of {failed.numel()} refits did not reach their mode in "
+                f"{self.refit.max_steps} steps (the worst is {worst:.2g} posterior standard "
+                f"deviations from it). {self._failure_cause} Or use on_failure='fallback', which "
+                "takes the output refit's answer there."
+            )
+        return failed
+
+    @property
+    def _failure_cause(self) -> str:
+        """The part of a message that says why refits fail, with the figure of the report."""
+        report = self.posterior.report
+        per_parameter = report.residual_after / math.sqrt(report.parameters)
+        context = ""
+        if self.stopped:
+            context += f"The {TRIALS} easiest made no progress, so the others were not tried. "
+        may_linearise = not self.posterior.network.linear and self.refit.linearised is None
+        if may_linearise and self._why_not_linearised is not None:
+            context += f"{self._why_not_linearised} "
+        training = ""
+        if per_parameter > AT_MODE:
+            polish = "mode='polish', " if report.mode != POLISH else ""
+            training = f"train the network to convergence under this prior, {polish}"
+        return (
+            f"{context}The weights are {report.residual_after:.3g} posterior standard deviations "
+            f"from the mode ({per_parameter:.2g} per parameter). Likely causes: (a) they are no "
+            "maximum under this prior (not trained to the end, or a saddle); (b) y is far outside "
+            f"what the model expects. Remedy: {training}a stronger prior, more max_steps or a "
+            "larger tolerance in ssla.WeightRefit, or refit='output'."
+        )
+
+    def warn_of_failures(self, failed: int, count: int, answers: str) -> None:
+        """Warn where the linearised network took the network's place, and of refits that failed.
+
+        failed: how many of `count` answers are NaN or those of the output refit. answers: what
+        they are called.
+        """
+        linearised = int(self.linearised_inputs.sum())
+        if linearised and self.refit.linearised is None:
+            self._warn_of_linearised(linearised)
+        if failed and (self.refit.on_failure == FALLBACK or self.stopped):
+            answer = "are NaN" if self.refit.on_failure == NAN else "use the output rung"
+            message = (
+                f"{failed:,} of {count:,} {answers} did not converge and {answer}. "
+                f"{self._failure_cause}"
+            )
+            warn(message, RuntimeWarning)
+
+    def _warn_of_linearised(self, count: int) -> None:
+        """Warn that the linearised network was refitted at `count` inputs."""
+        if self._findings.get("no_mode", False):
+            reason = (
+                f"The {TRIALS} easiest refits of the weights made no progress: the trained "
+                "weights are no maximum under this prior."
+            )
+        elif self._findings.get("most_fail", False):
+            reason = "Most of the refits of the weights that were tried found no mode."
+        else:
+            reason = (
+                f"At {count:,} of {len(self.linearised_inputs):,} inputs a refit of the "
+                "weights found no mode."
+            )
+        warn(
+            f"{reason} The network linearised at the trained weights was refitted in its place "
+            "(`diagnostics.linearised` marks the inputs). ssla.WeightRefit(linearised=True) "
+            "asks for this without a trial; linearised=False takes the output refit.",
+            RuntimeWarning,
+        )
+
+    # --- answers -----------------------------------------------------------------------------
+
+    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        """Return un-normalised log densities of y (m, …) at rows (m,).
+
+        Those of refits that failed are as `on_failure` sets.
+        """
+        solved = self.solve(y, rows)
+        failed = self.check(solved)
+        total = solved.total
+        if bool(failed.any()):
+            replacement: Tensor | float = torch.nan
+            if self.refit.on_failure == FALLBACK:
+                replacement = self.output.at(y, rows).log.reshape(-1)
+            total = torch.where(failed, replacement, total)
+        shape = self._shape(y)
+        return Density(
+            total.reshape(shape),
+            solved.fallback.reshape(shape),
+            solved.converged.reshape(shape),
+            error=torch.where(failed, 0.0, solved.error).reshape(shape),
+        )
+
+    def __call__(self, y: Tensor) -> Increments:
+        """Return the three increments of y (N, …) at all inputs."""
+        return self.increments(y)
+
+    def increments(self, y: Tensor, rows: Tensor | None = None) -> Increments:
+        """Return the three increments of y (m, …) at rows (m,), by default at all inputs.
+
+        Each has the shape of y. Where a refit failed they are those of the output refit, or NaN,
+        with a warning, or a RuntimeError is raised, as `on_failure` sets.
+        """
+        solved = self.solve(y, rows)
+        failed = self.check(solved)
+        self.warn_of_failures(int(failed.sum()), failed.numel(), "refits of the weights")
+        parts = [solved.likelihood, solved.prior, solved.curvature]
+        if bool(failed.any()):
+            if self.refit.on_failure == FALLBACK:
+                output_refit = self.output if rows is None else self.output.take(rows)
+                instead = output_refit(y)
+                replacement = [
+                    part.reshape(-1)
+                    for part in (instead.likelihood, instead.prior, instead.curvature)
+                ]
+            else:
+                replacement = [torch.full_like(parts[0], torch.nan)] * 3
+            parts = [
+                torch.where(failed, replaced, part)
+                for part, replaced in zip(parts, replacement, strict=True)
+            ]
+        likelihood, prior, curvature = (part.reshape(self._shape(y)) for part in parts)
+        return Increments(likelihood, prior, curvature)
+
+
+def split_tasks(tasks: Tensor, engine: Engine | None) -> list[Tensor]:
+    """Return the tasks (M,) in groups that the engine solves together; none without an engine."""
+    return [] if engine is None else list(tasks.split(engine.tasks_at_once))
+
+
+@contextmanager
+def _progress_bar(count: int, show: bool | None) -> Iterator[Progress | None]:
+    """Show a bar over `count` tasks where that is wanted, and yield the function that moves it.
+
+    The bar counts the tasks that converged, and says how many gradients were taken.
+    """
+    tqdm = tqdm_class(required=show is True) if count and is_progress_wanted(show) else None
+    if tqdm is None:
+        yield None
+        return
+    with tqdm(total=count, desc=f"{count:,} refits", unit="refit", delay=bar_delay(show)) as bar:
+        rounds = 0
+
+        def move_bar(done: int) -> None:
+            """Move the bar by the tasks that converged in a round."""
+            nonlocal rounds
+            rounds += 1
+            bar.set_postfix_str(f"{rounds:,} gradients", refresh=False)
+            bar.update(done)
+
+        yield move_bar

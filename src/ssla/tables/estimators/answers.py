@@ -1,0 +1,57 @@
+"""What the predictive distributions of an estimator answer in the words of scikit-learn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.utils.validation import check_is_fitted
+
+from ssla._checks import all_in_plain_torch
+from ssla.predictive.predictive import as_probabilities
+
+
+@all_in_plain_torch
+class NumberAnswers:
+    """The methods of a regressor with `predict_dist`."""
+
+    predict_dist: Any
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Return the predictive mean (N,), and with return_std also the standard deviation (N,),
+        noise included. D targets: (N, D).
+        """
+        predictive = self.predict_dist(X)
+        mean = predictive.mean.numpy()
+        return (mean, predictive.stddev.numpy()) if return_std else mean
+
+    def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
+        """Return quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets:
+        (N, D, k).
+
+        Raises ValueError for probabilities that are not between 0 and 1.
+        """
+        check_is_fitted(self, "ensemble_")
+        as_probabilities(q)
+        quantiles: np.ndarray = self.predict_dist(X).icdf(np.asarray(q, dtype=np.float64)).numpy()
+        return quantiles
+
+
+@all_in_plain_torch
+class ClassAnswers:
+    """The methods of a classifier with `predict_dist`."""
+
+    predict_dist: Any
+    classes_: np.ndarray
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return P(class) (N, C), columns as in classes_."""
+        probs: np.ndarray = self.predict_dist(X).probs.numpy()
+        return probs
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the most probable class (N,)."""
+        # An estimator that is not fitted has no classes_: `predict_proba` says so.
+        probs = self.predict_proba(X)
+        labels: np.ndarray = self.classes_[probs.argmax(1)]
+        return labels

@@ -1,0 +1,201 @@
+"""Scores and calibration of a model, from a few numbers of each row.
+
+Predictions of all rows are made in blocks, and only these numbers are kept, so memory is bounded.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssla import metrics
+from ssla.maths.quadrature import wrap_angles
+from ssla.plots.calibration import Ranks, binomial_range
+from ssla.predictive.cavities import rank_targets
+from ssla.tables.report.subject import Subject
+
+LEVELS = (0.5, 0.9, 0.95)
+BLOCK = 4096  # rows that are predicted together
+CURVE_LEVELS = 19
+BINS = 10  # of the PIT histogram and of the reliability picture
+ECE_BINS = 15  # of the calibration error of classes
+CONFIDENCE = 0.95  # of the range in which a calibrated model would be
+BOOLEAN = ("flagged", "off_centre", "hit")  # names of measures that are yes or no
+SCORE_NAMES = {"nll": "negative log-likelihood", "crps": "CRPS", "brier": "Brier score"}
+
+
+def measure_subject(subject: Subject, refit: str | None) -> dict[str, Any]:
+    """Return the measures of all rows, (n,) or (n, L) for levels, and the kind of predictive.
+
+    refit None: that of the model. Raises ValueError for a model of several targets.
+    """
+    blocks = []
+    for rows in np.array_split(np.arange(len(subject.y)), math.ceil(len(subject.y) / BLOCK)):
+        predictive = subject.predict(rows, refit, 1.0)
+        if predictive.kind == "vector":
+            raise ValueError(
+                "The report is for one target, but the model has several. Fit and report one "
+                "target at a time."
+            )
+        blocks.append(measure_rows(predictive, subject.y[torch.from_numpy(rows)]))
+    return {"kind": predictive.kind} | {
+        name: torch.cat([block[name] for block in blocks]) for name in blocks[0]
+    }
+
+
+def measure_rows(predictive: Any, y: Tensor) -> dict[str, Tensor]:
+    """Return the numbers of rows with targets y (n,), of which scores and pictures are made."""
+    diagnostics = predictive.diagnostics
+    measures = {
+        "nll": metrics.nll(predictive, y, reduce=False),
+        "flagged": diagnostics.inaccurate | diagnostics.unconverged,
+        "off_centre": diagnostics.off_centre,
+        "mass": predictive.mass,
+    }
+    if predictive.kind == "class":
+        measures |= _measure_classes(predictive, y)
+    else:
+        measures |= _measure_numbers(predictive, y)
+    return {
+        name: value.to("cpu", torch.bool if name in BOOLEAN else torch.float64)
+        for name, value in measures.items()
+    }
+
+
+def _measure_classes(p: Any, y: Tensor) -> dict[str, Tensor]:
+    """Return the measures that only predictives of classes have; y (n,) are codes."""
+    codes = y.long()
+    largest, guess = p.probs.max(1)
+    sets = [p.interval(level) for level in LEVELS]
+    return {
+        "sure": largest,
+        "hit": guess == codes,
+        "brier": metrics.brier(p, y, reduce=False),
+        "inside": torch.stack([members.gather(1, codes[:, None])[:, 0] for members in sets], 1),
+        "width": torch.stack([members.sum(1) for members in sets], 1),
+        "epistemic": p.epistemic.reshape(len(y), -1).sum(1),
+        "aleatoric": p.aleatoric.reshape(len(y), -1).sum(1),
+        "classes": torch.full((len(y),), p.probs.shape[1]),
+    }
+
+
+def _measure_numbers(p: Any, y: Tensor) -> dict[str, Tensor]:
+    """Return the measures that predictives of numbers, counts and angles y (n,) have."""
+    intervals = [p.interval(level) for level in LEVELS]
+    # An angle is taken in the turn that is nearest to the mean.
+    near = p.mean + wrap_angles(y - p.mean) if p.kind == "circular" else y
+    lower, upper = rank_targets(p, y)
+    measures = {
+        "square": (p.mean - near) ** 2,
+        "inside": torch.stack(
+            [(near >= ends[:, 0]) & (near <= ends[:, 1]) for ends in intervals], 1
+        ),
+        "width": torch.stack([ends[:, 1] - ends[:, 0] for ends in intervals], 1),
+        "lower": lower,
+        "upper": upper,
+        "epistemic": p.epistemic,
+        "aleatoric": p.aleatoric,
+    }
+    if p.kind != "circular":
+        measures["crps"] = metrics.crps(p, y, reduce=False)
+    return measures
+
+
+def score_measures(measures: dict[str, Any]) -> dict[str, float]:
+    """Return the scores of all rows by their names on the page."""
+    scores = {
+        text: float(measures[name].mean()) for name, text in SCORE_NAMES.items() if name in measures
+    }
+    if measures["kind"] == "class":
+        scores["accuracy"] = float(measures["hit"].double().mean())
+        scores["calibration error (ECE)"] = _expected_calibration_error(measures)
+        region = "set"
+        size = "mean size of the"
+    else:
+        scores["RMSE of the mean"] = float(measures["square"].mean().sqrt())
+        scores["calibration error"] = _calibration_error(measures)
+        region = "interval"
+        size = "mean width of the"
+    for i, level in enumerate(LEVELS):
+        scores[f"share inside the {level:.0%} {region}"] = float(measures["inside"][:, i].mean())
+    for i, level in enumerate(LEVELS):
+        scores[f"{size} {level:.0%} {region}"] = float(measures["width"][:, i].mean())
+    return scores | {"mean mass (1 is exact)": float(measures["mass"].mean())}
+
+
+def _calibration_error(measures: dict[str, Any]) -> float:
+    """Return the mean distance of the distribution of P(Y ≤ y) from a uniform one, for numbers."""
+    q = torch.arange(1, 20, dtype=torch.float64) / 20
+    # The mid-rank: a count is at the centre of its probability.
+    pit = (measures["lower"] + measures["upper"]) / 2
+    return float(((pit[:, None] <= q).double().mean(0) - q).abs().mean())
+
+
+def _expected_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) -> float:
+    """Return the mean of |accuracy − probability| over bins of the largest probability."""
+    bin_of_row = (measures["sure"] * bins).long().clamp(0, bins - 1)
+    gap = torch.zeros(bins, dtype=torch.float64).index_add(
+        0, bin_of_row, measures["hit"].double() - measures["sure"]
+    )
+    return float(gap.abs().sum() / len(bin_of_row))
+
+
+def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
+    """Return the curve of coverage by level, and the PIT histogram, of the model and its plug-in.
+
+    Both have the ranges in which a calibrated model would be.
+    """
+    n = len(model["nll"])
+    levels = np.linspace(0, 1, CURVE_LEVELS + 2)[1:-1]
+    ones = torch.ones(n, dtype=torch.float64)
+    model_ranks, plug_in_ranks = (
+        Ranks(measures["lower"], measures["upper"], ones) for measures in (model, plug_in)
+    )
+    level_ranges = [binomial_range(n, float(level), CONFIDENCE) for level in levels]
+    low, high = (np.array(level_ranges).T / n).tolist()
+    bin_low, bin_high = (end * BINS / n for end in binomial_range(n, 1 / BINS, CONFIDENCE))
+    curve = {
+        "level": levels.tolist(),
+        "inside": model_ranks.inside(levels),
+        "plugIn": plug_in_ranks.inside(levels),
+        "low": low,
+        "high": high,
+    }
+    pit = {
+        "heights": model_ranks.heights(BINS).tolist(),
+        "plugIn": plug_in_ranks.heights(BINS).tolist(),
+        "low": bin_low,
+        "high": bin_high,
+    }
+    return {"calibration": curve, "pit": pit, "expected": _expected_coverage(n)}
+
+
+def calibration_of_classes(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
+    """Return accuracy by the probability of the predicted class, of the model and its plug-in."""
+    return {
+        "reliability": {"own": _reliability(model), "plugIn": _reliability(plug_in)},
+        "expected": _expected_coverage(len(model["nll"])),
+    }
+
+
+def _reliability(measures: dict[str, Any]) -> list[list[float]]:
+    """Return mean probability, accuracy, number of rows, and expected range, for each used bin."""
+    bin_of_row = (measures["sure"] * BINS).long().clamp(0, BINS - 1)
+    bins = []
+    for number in bin_of_row.unique().tolist():
+        chosen = bin_of_row == number
+        count = int(chosen.sum())
+        probability = float(measures["sure"][chosen].mean())
+        accuracy = float(measures["hit"][chosen].double().mean())
+        low, high = (end / count for end in binomial_range(count, probability, CONFIDENCE))
+        bins.append([probability, accuracy, count, low, high])
+    return bins
+
+
+def _expected_coverage(n: int) -> list[list[float]]:
+    """Return the range in which the coverage of each level would be for n rows, if calibrated."""
+    return [[end / n for end in binomial_range(n, level, CONFIDENCE)] for level in LEVELS]

@@ -1,0 +1,167 @@
+"""The rows that the page shows, as plain values: each under several strengths of the prior."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ssla.maths.quadrature import wrap_angles
+from ssla.tables.report.measures import BLOCK, LEVELS
+from ssla.tables.report.subject import Subject
+
+# How much the page draws of a row: guesses, for a page of a few megabytes.
+GRID = 45  # points of a density
+GRID_TAIL = 0.002  # probability beyond each end of the grid
+MOST_BARS = 60  # counts in a picture
+MOST_CLASSES = 12  # of one row; the others are added up
+HEIGHT = 1000  # densities are whole numbers up to this
+CELL_LENGTHS = (60, 24, 12)  # characters of an input that is a text
+INPUT_BYTES = 2_000_000  # of all inputs together
+
+
+def describe_rows(
+    subject: Subject, row_numbers: np.ndarray, factors: tuple[float, ...], kind: str
+) -> dict[str, Any]:
+    """Return a dict of lists, each with an entry for each of the rows (k,), with k ≥ 1.
+
+    For numbers and counts it has the keys of `_number_rows`, for classes those of `_class_rows`.
+    factors multiply the precision of the prior. kind is that of the predictives, such as "class".
+    """
+    blocks = []
+    for rows in np.array_split(row_numbers, math.ceil(len(row_numbers) / BLOCK)):
+        predictives = [subject.predict(rows, None, factor) for factor in factors]
+        if kind == "class":
+            blocks.append(_class_rows(predictives, subject.y[torch.from_numpy(rows)]))
+        else:
+            blocks.append(_number_rows(predictives, kind))
+    return {name: [value for block in blocks for value in block[name]] for name in blocks[0]}
+
+
+def _number_rows(predictives: list[Any], kind: str) -> dict[str, Any]:
+    """Return means, standard deviations, intervals and densities of k rows, under each factor."""
+    rows = {
+        "mean": _stack_factors(predictives, lambda p: p.mean),
+        "doubt": _stack_factors(predictives, lambda p: p.epistemic.clamp_min(0).sqrt()),
+        "noise": _stack_factors(predictives, lambda p: p.aleatoric.clamp_min(0).sqrt()),
+        # of shape (k, factors, levels, 2)
+        "interval": _stack_factors(
+            predictives, lambda p: torch.stack([p.interval(level) for level in LEVELS], 1)
+        ),
+    }
+    plain = {name: plain_numbers(values) for name, values in rows.items()}
+    return plain | _draw_densities(predictives, kind)
+
+
+def _stack_factors(predictives: list[Any], measure: Callable[[Any], Tensor]) -> Tensor:
+    """Return a measure (k, …) of the predictives under each factor, (k, factors, …)."""
+    return torch.stack([measure(p) for p in predictives], 1).double().cpu()
+
+
+def _draw_densities(predictives: list[Any], kind: str) -> dict[str, Any]:
+    """Return the densities of k rows on one grid for all factors: its start and step, and heights.
+
+    Heights are whole numbers, and `HEIGHT` is the largest of a row.
+    """
+    low, high = _density_range(predictives, kind)
+    # Counts have a whole step of their own in each row, so that at most MOST_BARS are drawn.
+    if kind == "count":
+        step = ((high - low + 1) / MOST_BARS).ceil().clamp_min(1)
+        points = int(((high - low) / step).ceil().max()) + 1
+    else:
+        points = GRID
+        step = (high - low) / (points - 1)
+    grid = low[:, None] + step[:, None] * torch.arange(points, dtype=torch.float64)
+    y = wrap_angles(grid) if kind == "circular" else grid
+    # heights of shape (k, factors, points)
+    heights = torch.stack([p.log_prob(y).double().cpu().exp() for p in predictives], 1)
+    # One scale for all factors of a row, because they are drawn in one picture.
+    top = heights.amax((1, 2)).clamp_min(1e-300)
+    scaled = (heights / top[:, None, None] * HEIGHT).round().int().tolist()
+    # Rows of counts have different numbers of bars: those beyond their range are cut.
+    if kind == "count":
+        lengths = (((high - low) / step).floor().int() + 1).tolist()
+        scaled = [
+            [bars[:length] for bars in row] for row, length in zip(scaled, lengths, strict=True)
+        ]
+    return {"start": plain_numbers(low, 8), "step": plain_numbers(step, 8), "heights": scaled}
+
+
+def _density_range(predictives: list[Any], kind: str) -> tuple[Tensor, Tensor]:
+    """Return the first and the last point (k,) of the grid of each row, for all factors."""
+    if kind == "circular":
+        low = predictives[0].mean.double().cpu() - math.pi
+        return low, low + 2 * math.pi
+    q = torch.tensor([GRID_TAIL, 1 - GRID_TAIL], dtype=torch.float64)
+    ends = torch.stack([p.icdf(q).double().cpu() for p in predictives])
+    return ends[..., 0].amin(0), ends[..., 1].amax(0)
+
+
+def _class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
+    """Return the most probable classes of k rows under any factor, and always the observed one.
+
+    y (k,) are the codes of the observed classes.
+    """
+    probs = _stack_factors(predictives, lambda p: p.probs)  # (k, factors, C)
+    # The observed class has the rank 2, above every probability.
+    rank = probs.amax(1).scatter(1, y.long()[:, None], 2.0)
+    top = rank.topk(min(MOST_CLASSES, probs.shape[2]), 1).indices.sort(1).values
+    chosen = probs.gather(2, top[:, None].expand(-1, probs.shape[1], -1))
+    sizes = torch.stack(
+        [torch.stack([p.interval(level).sum(1) for level in LEVELS], 1) for p in predictives], 1
+    )
+    return {
+        "classes": top.tolist(),
+        "probs": plain_numbers(chosen),
+        "label": probs.argmax(2).tolist(),
+        "sure": plain_numbers(probs.amax(2)),
+        "sizes": sizes.int().cpu().tolist(),
+        "doubt": plain_numbers(_stack_factors(predictives, lambda p: _total_sd(p.epistemic))),
+        "noise": plain_numbers(_stack_factors(predictives, lambda p: _total_sd(p.aleatoric))),
+    }
+
+
+def _total_sd(variances: Tensor) -> Tensor:
+    """Return the root of the total variance (k,) of the classes, (k, C)."""
+    return variances.reshape(len(variances), -1).sum(1).clamp_min(0).sqrt()
+
+
+def plain_numbers(values: Tensor, digits: int = 6) -> Any:
+    """Return nested lists of numbers with few digits; None for what JSON cannot hold."""
+    if values.dim() == 1:
+        return [short_number(value, digits) for value in values.tolist()]
+    return [plain_numbers(row, digits) for row in values]
+
+
+def short_number(value: float, digits: int = 6) -> float | int | None:
+    """Return a number with few digits, as an int if it is whole; None if it is not finite."""
+    if not math.isfinite(value):
+        return None
+    rounded = float(f"{value:.{digits}g}")
+    return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
+
+
+def shorten_inputs(rows: list[list[Any]]) -> list[list[Any]]:
+    """Return the cells of rows with long texts cut.
+
+    They are cut shorter if all cells together exceed the bytes that a page has for them.
+    """
+    cut: list[list[Any]] = []
+    for length in CELL_LENGTHS:
+        cut = [[_shorten_cell(cell, length) for cell in row] for row in rows]
+        if len(json.dumps(cut, ensure_ascii=False).encode()) <= INPUT_BYTES:
+            break
+    return cut
+
+
+def _shorten_cell(value: Any, length: int) -> Any:
+    """Return a number with few digits, or the text of another value, at most `length` long."""
+    if isinstance(value, int | float):
+        return short_number(float(value), 5)
+    text = "" if value is None else str(value)
+    return text if len(text) <= length else text[: length - 1] + "…"
