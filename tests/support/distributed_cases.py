@@ -1,6 +1,8 @@
 """What the processes of test_distributed.py fit; run as a script it is one rank of a gloo group."""
 
+import contextlib
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -242,12 +244,19 @@ def main(script, folder, rank, count):
         for name, work in unlike(rank).items():
             attempt(work, f"{name}: ")
     torch.distributed.destroy_process_group()
-    left = [
-        name
-        for task in Path("/proc/self/task").glob("*/comm")
-        if "gloo" in (name := task.read_text())
-    ]
+    deadline = time.monotonic() + 30  # on a busy machine threads take a while to end
+    while (left := gloo_threads()) and time.monotonic() < deadline:
+        time.sleep(0.05)
     assert not left, f"threads that would abort this rank at its end: {left}"
+
+
+def gloo_threads():
+    """The names of this process's threads of gloo; a thread may end while it is read."""
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(OSError):
+            names.append(task.read_text().strip())
+    return [name for name in names if "gloo" in name]
 
 
 if __name__ == "__main__":
