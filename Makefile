@@ -39,12 +39,12 @@ wheels:
 	$(DOWNLOAD) --no-deps skpro scikit-base
 
 bench: $(VENV)/.ready-peers
-	$(BIN)/python -m pytest -q -p no:cacheprovider benchmarks/test_agreement.py
-	$(BIN)/python benchmarks/predict_speed.py
-	$(BIN)/python benchmarks/curvature_speed.py --quick
-	$(BIN)/python benchmarks/growth.py --quick
-	$(BIN)/python benchmarks/prior_speed.py
-	$(BIN)/python benchmarks/refit_speed.py --rounds 1 --one-by-one 50
+	$(BIN)/python -m pytest -q -p no:cacheprovider benchmarks/accuracy/test_agreement.py
+	$(BIN)/python benchmarks/speed/predict_speed.py
+	$(BIN)/python benchmarks/speed/curvature_speed.py --quick
+	$(BIN)/python benchmarks/speed/growth.py --quick
+	$(BIN)/python benchmarks/speed/prior_speed.py
+	$(BIN)/python benchmarks/speed/refit_speed.py --rounds 1 --one-by-one 50
 
 # every table, figure and claim of the paper; a killed run goes on where it stopped
 paper: $(VENV)/.ready-peers
@@ -80,7 +80,7 @@ $(VENV)/.ready-peers: $(VENV)/.ready-paper benchmarks/requirements-peers.txt ben
 	$(PIP) --no-deps -r benchmarks/requirements-peers-nodeps.txt
 	@touch $@
 
-# what benchmarks/tables.py and trees.py compare with
+# what benchmarks/tables/tables.py and trees.py compare with
 $(VENV)/.ready-tables: $(VENV)/.ready-peers benchmarks/requirements-tables.txt
 	$(PIP) -r benchmarks/requirements-tables.txt
 	@touch $@

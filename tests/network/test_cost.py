@@ -144,7 +144,7 @@ def test_the_nodes_of_an_estimate_are_those_of_the_fit(rows, classes):
 
 
 def test_the_seconds_of_an_estimate_are_those_that_were_measured():
-    """CPU seconds of benchmarks/head_speed.py on one thread (2026-11-18), within a factor of
+    """CPU seconds of benchmarks/speed/head_speed.py on one thread (2026-11-18), within a factor of
     two.
     """
     measured = {

@@ -1,7 +1,7 @@
 """The rule of "auto": the error of the output refit's log density beside its indicators, over many
 models and inputs.
 
-    python benchmarks/doubt.py [--classes]
+    python benchmarks/accuracy/auto_rule.py [--classes]
 
 The error of an input is the mean over y ~ weights of |log p_weights(y) − log p_output(y)|. Prints
 how it relates to s², the square of the largest step that a plausible y makes (in posterior standard
@@ -72,7 +72,7 @@ def cases() -> Iterator[tuple[str, ssla.Posterior, Tensor]]:
             model, (x, y), likelihood=LAWS[0], prior=prior, gaussian="laplace", weights="all"
         )
         yield (
-            f"all weights of benchmarks/truth.py, seed {seed}",
+            f"all weights of benchmarks/accuracy/truth.py, seed {seed}",
             post,
             torch.linspace(-4, 4, 17, dtype=torch.float64)[:, None],
         )

@@ -1,10 +1,10 @@
 """Class probabilities of ssla beside those of the network itself, on six sets and, if asked for, on
 the class tables.
 
-    python benchmarks/class_sets.py [--sets digits wine …] [--gaussian laplace variational] [--prior
+    python benchmarks/accuracy/class_sets.py [--sets digits wine …] [--gaussian laplace variational] [--prior
     default held_out …]
                                     [--seeds 3] [--estimators 5] [--json FILE] [--quick]
-    SSLA_TABLES=…/tables python benchmarks/class_sets.py --sets --estimators 0 --tables [heart_c …]
+    SSLA_TABLES=…/tables python benchmarks/accuracy/class_sets.py --sets --estimators 0 --tables [heart_c …]
 
 Each seed splits the rows into training, early-stopping and test rows and trains one network. ssla
 takes its last layer. Prints log-loss, ECE (15 bins, of the most probable class), accuracy and the

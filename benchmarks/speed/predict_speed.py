@@ -5,7 +5,7 @@ and K) in under 4 forward passes, the whole predictive density in under 30. Ever
 candidates one after the other, so that they have the same load; the table gives the median over
 rounds of the ratio to the forward pass of that round, and the best time.
 
-    python benchmarks/predict_speed.py [--rounds 40] [--points 10000]
+    python benchmarks/speed/predict_speed.py [--rounds 40] [--points 10000]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Coverage and mean size of sets of classes on three tables of scikit-learn: `predictive_set`
 beside `predict_set`.
 
-    python benchmarks/conformal_classes.py [--sets digits,…] [--splits 5] [--first 300] [--rows 800]
+    python benchmarks/accuracy/conformal_classes.py [--sets digits,…] [--splits 5] [--first 300] [--rows 800]
     [--level 0.9] [--flip 0.2]
 
 Seven tenths of the rows for training, at most --rows of them; the others for testing. --flip: that

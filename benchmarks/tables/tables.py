@@ -2,7 +2,7 @@
 of the same splits.
 
     make .venv/.ready-tables
-    SSLA_TABLES=…/tables SSLA_DATA=…/uci .venv/bin/python benchmarks/tables.py [--task
+    SSLA_TABLES=…/tables SSLA_DATA=…/uci .venv/bin/python benchmarks/tables/tables.py [--task
     regression|classes] [--tables stock,…]
         [--splits 2] [--first 100] [--rows 1000] [--out results.jsonl] [--plot ranks.png]
         [--only-folder]

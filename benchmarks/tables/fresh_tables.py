@@ -2,8 +2,8 @@
 folder for tables.py.
 
     make .venv/.ready-tables
-    .venv/bin/python benchmarks/fresh_tables.py /tmp/fresh
-    SSLA_TABLES=/tmp/fresh .venv/bin/python benchmarks/tables.py --only-folder [--task classes]
+    .venv/bin/python benchmarks/tables/fresh_tables.py /tmp/fresh
+    SSLA_TABLES=/tmp/fresh .venv/bin/python benchmarks/tables/tables.py --only-folder [--task classes]
     [--splits 1]
 
 The tables and their targets were listed before any of them was fitted: at least 150 rows and four

@@ -1,7 +1,7 @@
 """Exported graphs in onnxruntime against the library: ten models (likelihood × structure of the
 last layer), many inputs each.
 
-    python benchmarks/export.py [--rows 10000] [--only "counts, dense"]
+    python benchmarks/accuracy/export.py [--rows 10000] [--only "counts, dense"]
 
 Differences are in units of the larger of an answer and its standard deviation; of probabilities as
 they are. Inputs are drawn twice as wide as those of the training, so that many are outside of it;

@@ -1,7 +1,7 @@
 """Which prior serves a user who gives none: last layers on the UCI tables and on sets of classes,
 in raw and standardised units.
 
-    SSLA_DATA=… SSLA_TABLES=… python benchmarks/default_prior.py [--seeds 3] [--doubt 1.0] [--quick]
+    SSLA_DATA=… SSLA_TABLES=… python benchmarks/accuracy/default_prior.py [--seeds 3] [--doubt 1.0] [--quick]
     [--json FILE]
 
 One network of 2 × 50 units for each table and seed, trained with early stopping on standardised

@@ -1,7 +1,7 @@
 """Distance of each refit from the truth: small heteroscedastic networks whose true predictives come
 from importance sampling.
 
-    python benchmarks/truth.py [--seeds 6] [--rows 150] [--draws 400000]
+    python benchmarks/accuracy/truth.py [--seeds 6] [--rows 150] [--draws 400000]
 
 Each seed has its own data and network, trained to its mode. Prints the mean ± standard deviation
 over seeds of the KL divergence from the truth to each predictive, at test inputs inside and outside

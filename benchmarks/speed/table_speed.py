@@ -6,7 +6,7 @@ booleans, dates. Goals: `read_table` in at most 1.5 times the time of pandas; `m
 have the same load; the table gives the median over rounds of the ratio to pandas of that round, and
 the best time. `quoted`: the same table with all texts in quotes. `numbers`: ten columns of numbers.
 
-    python benchmarks/table_speed.py [--rounds 5] [--rows 1000000]
+    python benchmarks/speed/table_speed.py [--rounds 5] [--rows 1000000]
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Predictions of many rows: memory and rate of `ssla predict`, of `ssla.Scorer` with Dask and Ray,
 and of the forward pass.
 
-    python benchmarks/many_rows.py --rows 10000000 --folder /tmp/many_rows [--only parquet forward
+    python benchmarks/speed/many_rows.py --rows 10000000 --folder /tmp/many_rows [--only parquet forward
     dask ray csv]
 
 The table has eight numbers and a category; the model is one network of `ssla train` with its

@@ -1,9 +1,9 @@
 """SSLA (refit="weights") of large last layers: seconds and memory, and the distance from the dense
 engine.
 
-    OMP_NUM_THREADS=1 python benchmarks/ssla_speed.py                  # the whole table
-    OMP_NUM_THREADS=1 python benchmarks/ssla_speed.py --only agreement # (2k, 128, 10) against the
-    dense engine OMP_NUM_THREADS=1 python benchmarks/ssla_speed.py --only speed --classes 100 --rows
+    OMP_NUM_THREADS=1 python benchmarks/speed/ssla_speed.py                  # the whole table
+    OMP_NUM_THREADS=1 python benchmarks/speed/ssla_speed.py --only agreement # (2k, 128, 10) against the
+    dense engine OMP_NUM_THREADS=1 python benchmarks/speed/ssla_speed.py --only speed --classes 100 --rows
     2
 
 Features are generated, the head is trained by L-BFGS. No setting of the engine was chosen on the

@@ -1,7 +1,7 @@
 """Refits of the weights: thousands together, beside one-by-one Newton and beside a fresh optimiser
 for each.
 
-    python benchmarks/refit_speed.py [--rounds 3] [--one-by-one 200] [--against DIRECTORY] [--only
+    python benchmarks/speed/refit_speed.py [--rounds 3] [--one-by-one 200] [--against DIRECTORY] [--only
     all_weights]
 
 --against: another checkout of this repository. Its refits of all weights and of ten classes run in
@@ -29,11 +29,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import small_networks as networks
 import torch
 from torch import Tensor, nn
 
 import ssla
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks" / "accuracy"))
+
+import small_networks as networks  # noqa: E402
 
 
 def one_by_one(
@@ -286,7 +290,7 @@ def _elsewhere(root: Path, *arguments: str) -> str:
 def classes(other: Path | None) -> None:
     """1,000 rows of ten classes here, NUTS, and 40 rows of another checkout."""
     here, saved = (
-        Path(__file__).parents[1],
+        ROOT,
         {name: Path(tempfile.mkdtemp()) / name for name in ("this", "other")},
     )
     each = float(
@@ -329,7 +333,7 @@ def against(other: Path, rounds: int) -> None:
     """The refits of all weights of this checkout and of another one, in turn."""
     found: dict[str, list[list[list[float]]]] = {"this": [], "other": []}
     for _ in range(rounds):
-        for name, root in (("other", other), ("this", Path(__file__).parents[1])):
+        for name, root in (("other", other), ("this", ROOT)):
             text = _elsewhere(root, "--only", "processor_times")
             found[name].append(
                 [[float(part) for part in line.split()] for line in text.splitlines()]

@@ -6,7 +6,7 @@ last layer with Kronecker factors and the prior precision by its marginal likeli
 process of its own with one thread: processor seconds, and peak memory above that of a process that
 only made the data.
 
-    python benchmarks/head_speed.py [--case 10000x512x10 …] [--structure auto]
+    python benchmarks/speed/head_speed.py [--case 10000x512x10 …] [--structure auto]
 """
 
 from __future__ import annotations

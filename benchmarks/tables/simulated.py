@@ -2,7 +2,7 @@
 there.
 
     make .venv/.ready-tables
-    .venv/bin/python benchmarks/simulated.py [--only categories|counts] [--first 100] [--seeds 2]
+    .venv/bin/python benchmarks/tables/simulated.py [--only categories|counts] [--first 100] [--seeds 2]
 
 As many test rows as training rows. Seeds below 100 were looked at while the defaults were chosen,
 those from 100 on were not.

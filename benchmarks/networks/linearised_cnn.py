@@ -3,7 +3,7 @@
 Prints test log-loss of the network, of the output refit and of the linearised weight refit for some
 prior precisions, with the processor time, the share that converged and the peak memory.
 
-    python benchmarks/linearised_cnn.py [--rows 100] [--precisions 10 100 1000] [--structure kfac]
+    python -m benchmarks.networks.linearised_cnn [--rows 100] [--precisions 10 100 1000] [--structure kfac]
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 import warnings
 
 import torch
-from networks.tasks import TASKS
+from benchmarks.networks.tasks import TASKS
 from torch import nn
 
 import ssla

@@ -5,7 +5,7 @@ Goals: all weights, KFAC: predict ≥ 100× faster, fit ≥ 3×; dense fit ≥ 2
 layer fit and predict ≥ 3×. laplace-torch predicts the variance of f only (`la(x)`); ours here is
 `marginal`, the same quantity.
 
-    python benchmarks/curvature_speed.py [--rows 10000] [--points 2000] [--quick]
+    python benchmarks/speed/curvature_speed.py [--rows 10000] [--points 2000] [--quick]
 """
 
 from __future__ import annotations

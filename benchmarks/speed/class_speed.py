@@ -1,8 +1,8 @@
 """The cost of a predictive of classes: in forward passes for 10 classes, in seconds and memory for
 more.
 
-    python benchmarks/class_speed.py [--classes 10 100 1000] [--rows 1000] [--features 50]
-    [--structure kfac] python benchmarks/class_speed.py --classes 10000 --structure kfac --fitted
+    python benchmarks/speed/class_speed.py [--classes 10 100 1000] [--rows 1000] [--features 50]
+    [--structure kfac] python benchmarks/speed/class_speed.py --classes 10000 --structure kfac --fitted
     5000 --features 64 --rows 1000
 
 Memory is that of the whole process, torch included (about 0.2 GiB before the fit). With more than

@@ -1,7 +1,7 @@
 """The default mode of a classifier beside polish and tilt, for last layers that are trained, hardly
 trained, and not trained.
 
-    SSLA_TABLES=… python benchmarks/class_heads.py [--sets wine heart_c …] [--seeds 1] [--noisy 3]
+    SSLA_TABLES=… python benchmarks/accuracy/class_heads.py [--sets wine heart_c …] [--seeds 1] [--noisy 3]
     [--json FILE]
 
 Each seed trains one network as class_sets.py does, and then replaces or weakens its last layer (see

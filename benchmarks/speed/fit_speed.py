@@ -4,7 +4,7 @@ Ten columns of numbers; y is a smooth function of them with noise that depends o
 three thirds). The goal is at most ten times the booster's time for a million rows. Each fit is a
 process of its own, so that its peak memory is its own.
 
-    python benchmarks/fit_speed.py [--rows 1000000] [--task regression|classes]
+    python benchmarks/speed/fit_speed.py [--rows 1000000] [--task regression|classes]
 """
 
 from __future__ import annotations

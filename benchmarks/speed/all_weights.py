@@ -1,10 +1,10 @@
 """Cost of all weights of residual networks: CPU seconds beside one pass of training, and peak
 memory.
 
-    OMP_NUM_THREADS=1 python benchmarks/all_weights.py                  # ResNet-20, 2,000 rows
-    OMP_NUM_THREADS=1 python benchmarks/all_weights.py --rows 200
-    OMP_NUM_THREADS=1 python benchmarks/all_weights.py --network resnet18 --structure diag --rows 8
-    OMP_NUM_THREADS=1 python benchmarks/all_weights.py --network resnet18 --structure kfac    # refused
+    OMP_NUM_THREADS=1 python benchmarks/speed/all_weights.py                  # ResNet-20, 2,000 rows
+    OMP_NUM_THREADS=1 python benchmarks/speed/all_weights.py --rows 200
+    OMP_NUM_THREADS=1 python benchmarks/speed/all_weights.py --network resnet18 --structure diag --rows 8
+    OMP_NUM_THREADS=1 python benchmarks/speed/all_weights.py --network resnet18 --structure kfac    # refused
 
 A pass of training is one forward and backward pass over the rows, in batches of 100. Images are
 generated: costs do not depend on what they show. Each run is a process of its own, whose peak

@@ -2,7 +2,7 @@
 
 The truth is a long NUTS run.
 
-    python benchmarks/last_layers.py [--cases digits poisson …] [--gaussian laplace variational]
+    python benchmarks/accuracy/last_layers.py [--cases digits poisson …] [--gaussian laplace variational]
     [--seeds 3] [--draws 1500]
                                      [--weights 20] [--precision 1.0] [--activation tanh] [--decay
                                      1.0] [--json FILE] [--quick]

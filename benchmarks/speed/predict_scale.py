@@ -1,10 +1,10 @@
 """Predictives of many classes: CPU milliseconds a row, peak memory, and errors of the integrals.
 
-    python benchmarks/predict_scale.py                       times, one thread: goals 0.02, 0.4 and 4 ms a row
-    python benchmarks/predict_scale.py --memory              100,000 rows × 1,000 classes in a process of its own
-    python benchmarks/predict_scale.py --errors [--truth 17] mean KL error of the nodes against 2¹⁷
+    python benchmarks/speed/predict_scale.py                       times, one thread: goals 0.02, 0.4 and 4 ms a row
+    python benchmarks/speed/predict_scale.py --memory              100,000 rows × 1,000 classes in a process of its own
+    python benchmarks/speed/predict_scale.py --errors [--truth 17] mean KL error of the nodes against 2¹⁷
     of them
-    python benchmarks/predict_scale.py --slabs               times by the size of the slabs of the integrals
+    python benchmarks/speed/predict_scale.py --slabs               times by the size of the slabs of the integrals
 
 A head of 512 features is trained on clusters, and has Kronecker factors at the trained weights
 ("laplace", mode="tilt"). Its prior precision gives outputs the variances that are printed. Run it

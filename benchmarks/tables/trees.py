@@ -1,7 +1,7 @@
 """Trees with a predictive: `PredictiveRegressor` and `PredictiveClassifier` beside the plain
 models, on public tables.
 
-    SSLA_TABLES=…/tables python benchmarks/trees.py [--first 100] [--splits 3] [--rows 2000]
+    SSLA_TABLES=…/tables python benchmarks/tables/trees.py [--first 100] [--splits 3] [--rows 2000]
         [--bases hgb,forest,lightgbm,catboost] [--tables stock,…] [--final folds|all]
 
 Random splits of at most --rows rows, three quarters for training. Texts are codes. Regression, NLL

@@ -1,7 +1,7 @@
 """Bayesian optimisation with a small network beside a Gaussian process: Branin, Hartmann-6, and a
 problem with categories.
 
-    python benchmarks/bayesian_optimisation.py [--problems branin hartmann categories] [--methods
+    python benchmarks/accuracy/bayesian_optimisation.py [--problems branin hartmann categories] [--methods
     ssla gp random] [--seeds 5]
                                                [--first 0] [--json FILE] [--picture FILE] [--from
                                                FILE]

@@ -1,6 +1,6 @@
 """`posterior.loo()` against fits without each row, for three last layers.
 
-    python benchmarks/leave_one_out.py [--every 4] [--gaussian variational laplace]
+    python benchmarks/accuracy/leave_one_out.py [--every 4] [--gaussian variational laplace]
 
 Prints the mean absolute difference of the log densities, by cavities alone (refits=0) and with
 refits of influential rows, the mean log densities, and the time of loo() and of the fits without a

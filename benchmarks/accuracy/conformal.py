@@ -1,7 +1,7 @@
 """Coverage and mean width of 90% intervals on the eight UCI tables: `predictive_set` beside split
 conformal and CV+.
 
-    SSLA_DATA=…/uci python benchmarks/conformal.py [--sets auto_mpg,…] [--splits 5] [--rows 800]
+    SSLA_DATA=…/uci python benchmarks/accuracy/conformal.py [--sets auto_mpg,…] [--splits 5] [--rows 800]
     [--level 0.9]
         [--methods networks,…] [--out FILE]
 

@@ -2,7 +2,7 @@
 
 Goal: with_prior ≥ 50× faster than a fit at n = 100,000.
 
-python benchmarks/prior_speed.py [--rows 100000]
+python benchmarks/speed/prior_speed.py [--rows 100000]
 """
 
 from __future__ import annotations

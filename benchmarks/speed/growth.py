@@ -5,7 +5,7 @@ Each line runs in its own process, so that peak memory is measured separately; t
 ssla` is subtracted. Rows are generated when they are read and not stored. Goals: time per row and
 memory constant in n; memory by widths and not by parameters.
 
-    python benchmarks/growth.py [--quick] [--only rows|rows_all|widths|outputs|convolution]
+    python benchmarks/speed/growth.py [--quick] [--only rows|rows_all|widths|outputs|convolution]
 """
 
 from __future__ import annotations
