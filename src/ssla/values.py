@@ -14,7 +14,8 @@ from ssla.likelihoods import Likelihood
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.priors import BoundPrior
 
-# Standard deviations: a dtype whose steps are larger cannot hold the answers.
+# Standard deviations of y: a dtype with larger steps is too coarse for answers. The rounding error
+# is half a step, a twentieth of a standard deviation. A guess.
 COARSE = 0.1
 
 
