@@ -354,7 +354,8 @@ class Posterior:
 
     @cached_property
     def operator(self) -> Operator:
-        """Return H⁻¹ at θ̂, with H = Σ JᵀΛJ − ∇² log π; the additive convention leaves out the prior.
+        """Return H⁻¹ at θ̂, with H = Σ JᵀΛJ − ∇² log π; under the additive convention without the
+        prior.
 
         Raises ValueError where H is not positive definite.
         """
@@ -389,7 +390,7 @@ class Posterior:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Return a copy of θ̂ by parameter name; after `polish` it differs from the module's values."""
+        """Return a copy of θ̂ by parameter name; after `polish` it is not what the module holds."""
         return self.network.layout.unpack(self.theta.clone())
 
     @property
@@ -476,8 +477,8 @@ class Posterior:
         """Return an empty tensor with the dtype and the device that answers for `marginal` have.
 
         These are the model's. The dtype is float64 where the model's is too coarse: where its steps
-        at a mean exceed COARSE standard deviations of y (float32 has steps of about 0.1 at 10⁶), where
-        it cannot hold a variance, and always inside vmap.
+        at a mean exceed COARSE standard deviations of y (float32 has steps of about 0.1 at 10⁶),
+        where it cannot hold a variance, and always inside vmap.
         """
         f, K = marginal
         dtype, device = self.network.dtype, self.network.device

@@ -40,14 +40,14 @@ class Note(str):
         return str(self), self.subject
 
 
-def subject(note: str) -> str:
+def subject_of(note: str) -> str:
     """Return the subject of a note; FIT for a plain text."""
     return note.subject if isinstance(note, Note) else FIT
 
 
-def without(notes: Iterable[str], *subjects: str) -> list[str]:
+def without_subjects(notes: Iterable[str], *subjects: str) -> list[str]:
     """Return the notes on other subjects."""
-    return [note for note in notes if subject(note) not in subjects]
+    return [note for note in notes if subject_of(note) not in subjects]
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class Statistics:
             self.curvature.merge(other.curvature),
         )
 
-    def moved(self, step: Tensor, curvature: Structure | None = None) -> Statistics:
+    def with_theta_moved(self, step: Tensor, curvature: Structure | None = None) -> Statistics:
         """Return the sums at θ + step (P,) where ℓ_D is quadratic with exactly this curvature (by
         default the one of the sums).
         """
@@ -56,7 +56,7 @@ class Statistics:
             self, log_likelihood=self.log_likelihood + gain, gradient=self.gradient - push
         )
 
-    def at_noise(self, noise: float | Tensor, log_likelihood: float) -> Statistics:
+    def with_noise_scaled(self, noise: float | Tensor, log_likelihood: float) -> Statistics:
         """Return the sums of a Gaussian at `noise` times the noise, with its log likelihood there.
 
         noise: one factor, or one for each parameter (P,).
@@ -68,7 +68,7 @@ class Statistics:
             curvature=self.curvature.scaled(torch.ones_like(self.gradient) / noise),
         )
 
-    def at_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
+    def move_to_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
         """Return θ (P,) and the sums after one Newton step, which is exact where ℓ_D + log π is
         quadratic.
 
@@ -76,7 +76,7 @@ class Statistics:
         """
         operator = self.curvature.with_prior(prior.precision(theta))
         step = operator.solve(self.gradient + prior.gradient(theta))
-        return theta + step, self.moved(step)
+        return theta + step, self.with_theta_moved(step)
 
 
 @dataclass(frozen=True, eq=False)

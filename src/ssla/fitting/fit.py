@@ -50,13 +50,13 @@ def fit(plan: FitPlan) -> Posterior:
     """
     if plan.prior is not None:
         posterior = fit_with_prior(plan)
-        rows = TrainingRows.of(posterior)
+        rows = TrainingRows.sample_from(posterior)
     else:
         learned_plan, posterior = fit_at_mode(plan)
         posterior = choose_prior(learned_plan, posterior, plan.estimates_noise)
         # Training rows that the network has memorised cannot tell how much doubt is right. So the
         # price of doubt on them has a limit.
-        rows = TrainingRows.of(posterior)
+        rows = TrainingRows.sample_from(posterior)
         posterior = limit_price(posterior, learned_plan, rows)
     # A predictive that is far worse than the network itself is never returned without a warning.
     warn_on_training_rows(posterior, rows)

@@ -19,7 +19,7 @@ from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Batch, input_tensors, open_source, pick_batch_rows, squeeze_column
 from ssla.fitting.further_passes import collect_sums
-from ssla.fitting.noise import at_noise
+from ssla.fitting.noise import scale_noise
 from ssla.fitting.tuning_space import NLL, Space
 from ssla.fitting.variational import with_sums
 from ssla.likelihoods import Likelihood
@@ -47,7 +47,9 @@ class HeldOutRows(NamedTuple):
     moves: bool  # whether θ̂ follows the sums by a Newton step
 
     @staticmethod
-    def of(posterior: Posterior, batch: Batch, statistics: Statistics, moves: bool) -> HeldOutRows:
+    def from_batch(
+        posterior: Posterior, batch: Batch, statistics: Statistics, moves: bool
+    ) -> HeldOutRows:
         """Linearise held-out rows at a posterior."""
         y = squeeze_column(batch.y).to("cpu")
         targets = y.double() if y.is_floating_point() else y
@@ -77,7 +79,9 @@ class HeldOutScore:
     notes: list[str]
 
     @staticmethod
-    def of(posterior: Posterior, data: Any, objective: str, folds: int | None) -> HeldOutScore:
+    def from_data(
+        posterior: Posterior, data: Any, objective: str, folds: int | None
+    ) -> HeldOutScore:
         """Return the score of a validation set, or of the training data in folds.
 
         Raises ValueError for a number of folds or of rows that does not suit the data.
@@ -85,7 +89,7 @@ class HeldOutScore:
         batch = _join_batches(data)
         loss = negative_log_densities if objective == NLL else crps_of_rows
         if folds is None:
-            part = HeldOutRows.of(posterior, batch, posterior.sums, posterior.follows_prior)
+            part = HeldOutRows.from_batch(posterior, batch, posterior.sums, posterior.follows_prior)
             return HeldOutScore(posterior, (part,), loss, [])
         _check_folds(posterior, len(batch.y), folds)
         # a refit of each fold by one Newton step: exact for a quadratic, first order for other
@@ -102,7 +106,7 @@ class HeldOutScore:
         parts = []
         for k, piece in enumerate(pieces):
             remaining = reduce(Statistics.merge, sums[:k] + sums[k + 1 :])
-            parts.append(HeldOutRows.of(posterior, piece, remaining, moves))
+            parts.append(HeldOutRows.from_batch(posterior, piece, remaining, moves))
         return HeldOutScore(posterior, tuple(parts), loss, notes)
 
     @property
@@ -123,7 +127,7 @@ class HeldOutScore:
         precision = space.precision(point)
         total = 0.0
         for part in self.parts:
-            state = at_noise(with_sums(self.posterior, part.statistics), factor)
+            state = scale_noise(with_sums(self.posterior, part.statistics), factor)
             operator = self._operator(state.sums.curvature, precision)
             step = torch.zeros_like(state.theta)
             if part.moves:
@@ -184,7 +188,7 @@ class LeaveOneOutScore:
     notes: list[str]
 
     @staticmethod
-    def of(posterior: Posterior) -> LeaveOneOutScore:
+    def from_posterior(posterior: Posterior) -> LeaveOneOutScore:
         """Return the score of a posterior's training rows, which are read once."""
         note = (
             "leave-one-out is optimistic where the network's features were trained on the same rows"

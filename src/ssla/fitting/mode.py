@@ -91,7 +91,7 @@ class Polish:
             if decrement <= limit**2 or decrement <= rounding * abs(height):
                 return theta, sums, step_count
             if quadratic and isinstance(bound, BoundGaussian):
-                return theta + step, sums.moved(step), 1
+                return theta + step, sums.with_theta_moved(step), 1
 
             # Halve the step until it raises the log posterior by a share of what is expected.
             trusted = self.linear and decrement <= TRUSTED_DECREMENT**2
@@ -101,7 +101,9 @@ class Polish:
                 trials += 1
                 size = 0.5**halvings
                 trial_theta = theta + size * step
-                trial = sums.moved(size * step) if quadratic else self.collect(trial_theta)
+                trial = (
+                    sums.with_theta_moved(size * step) if quadratic else self.collect(trial_theta)
+                )
                 trial_height = trial.statistics.log_likelihood + float(bound.log_prob(trial_theta))
                 enough = height + SUFFICIENT * size * decrement - 1e-13 * abs(height)
                 if trial_height >= enough or trusted:

@@ -12,7 +12,7 @@ from ssla.fitting.variational import with_recentred_mean
 from ssla.maths.digests import digest
 from ssla.network import difference, fingerprint, merge_digests, module_of
 from ssla.priors import describe
-from ssla.report import ADDED, DATA, MOVED, RANK, Note, subject, without
+from ssla.report import ADDED, DATA, MOVED, RANK, Note, subject_of, without_subjects
 from ssla.values import Statistics, Variational
 
 if TYPE_CHECKING:
@@ -32,14 +32,16 @@ def merge_posteriors(posterior: Posterior, other: Posterior) -> Posterior:
                 "The two posteriors are at different modes, and their statistics cannot be "
                 "moved. Fit every shard with mode='tilt'."
             )
-        statistics = statistics.moved(posterior.theta - other.theta)
+        statistics = statistics.with_theta_moved(posterior.theta - other.theta)
     merged = add_statistics(
         posterior, statistics, other.source, other.report.passes, other.report.notes
     )
     if posterior.variational is None:
         return merged
     # Both sums are taken at θ̂, so that the order does not matter.
-    ours, theirs = (each.sums.moved(each.theta - each.mean) for each in (posterior, other))
+    ours, theirs = (
+        each.sums.with_theta_moved(each.theta - each.mean) for each in (posterior, other)
+    )
     variational = Variational(posterior.theta, ours.merge(theirs), posterior.tilted)
     return with_recentred_mean(replace(merged, variational=variational))
 
@@ -86,7 +88,7 @@ def add_statistics(
     """
     theta, merged = posterior.theta, posterior.statistics.merge(statistics)
     if posterior.updates_mode_from_sums:
-        theta, merged = merged.at_mode(posterior.objective_prior, theta)
+        theta, merged = merged.move_to_mode(posterior.objective_prior, theta)
         note = "data were added: moved to the mode of all of them"
     elif posterior.variational is None:
         note = "data were added: θ̂ was kept, and is no longer the mode of all of them"
@@ -100,9 +102,10 @@ def add_statistics(
     both = None if posterior.source is None or source is None else posterior.source.then(source)
     moved = replace(posterior, theta=theta, statistics=merged, source=both)
     # Notes of both, once each. What was noted of the data then still holds for a part of them.
-    earlier = without(dict.fromkeys((*posterior.report.notes, *notes)), ADDED)
+    earlier = without_subjects(dict.fromkeys((*posterior.report.notes, *notes)), ADDED)
     kept = [
-        Note(f"before data were added: {n}") if subject(n) in (DATA, MOVED) else n for n in earlier
+        Note(f"before data were added: {n}") if subject_of(n) in (DATA, MOVED) else n
+        for n in earlier
     ]
     report = replace(
         posterior.report,
@@ -120,6 +123,6 @@ def with_sketch_note(notes: list[str], posterior: Posterior) -> list[str]:
     of a posterior.
     """
     least = float(posterior.bound_prior.precision(posterior.theta).min())
-    kept = without(notes, RANK)
+    kept = without_subjects(notes, RANK)
     note = posterior.statistics.curvature.note(least) if least > 0 else ""
     return [*kept, Note(note, RANK)] if note else kept

@@ -50,7 +50,7 @@ class _NoiseProblem:
 
         Raises ValueError where no degrees of freedom are left, or no residuals.
         """
-        scaled = self.sums.at_noise(noise[self.groups])
+        scaled = self.sums.with_noise_scaled(noise[self.groups])
         precision = self.bound.precision(self.theta)
         operator = uphill_operator(scaled.newton_curvature, precision)
         used = torch.zeros_like(self.unit).index_add(
@@ -126,7 +126,7 @@ def estimate_noise(
     # A common factor is relative to the raw residuals; otherwise each output has its own noise.
     value = noise if unit.numel() == outputs else noise * raw
     likelihood = Gaussian(noise=float(value) if outputs == 1 else value)
-    return sums.at_noise(noise[groups]), likelihood
+    return sums.with_noise_scaled(noise[groups]), likelihood
 
 
 def _check_residuals(raw: Tensor, sums: Sums) -> None:
@@ -147,7 +147,7 @@ def _refuse_estimate(why: str) -> NoReturn:
     )
 
 
-def at_noise(posterior: Posterior, factor: float) -> Posterior:
+def scale_noise(posterior: Posterior, factor: float) -> Posterior:
     """Return the posterior at the same θ̂ with `factor` times the noise: the sums rescale
     exactly.
     """
@@ -164,5 +164,5 @@ def at_noise(posterior: Posterior, factor: float) -> Posterior:
     return replace(
         posterior,
         likelihood=with_dispersion(old, factor),
-        statistics=stats.at_noise(factor, log_likelihood),
+        statistics=stats.with_noise_scaled(factor, log_likelihood),
     )

@@ -331,11 +331,13 @@ class Reader:
         if likelihood.quadratic:
             eps = torch.finfo(self.network.dtype).eps
             rounding = eps * self._rounded_size(chunk, f, linear.theta)
-            spread = Spread.of(chunk.y, f, chunk.weights, chunk.rounding, rounding)
+            spread = Spread.from_chunk(chunk.y, f, chunk.weights, chunk.rounding, rounding)
         outputs = self.network.outputs
-        classes = Classes.of(likelihood, chunk.y, outputs, chunk.features, chunk.weights)
-        numbers = Numbers.of(likelihood, chunk.y, f, chunk.features, chunk.weights)
-        return TargetRange.of(chunk.y, linear.inputs, spread, classes, numbers, chunk.weights)
+        classes = Classes.from_chunk(likelihood, chunk.y, outputs, chunk.features, chunk.weights)
+        numbers = Numbers.from_chunk(likelihood, chunk.y, f, chunk.features, chunk.weights)
+        return TargetRange.from_chunk(
+            chunk.y, linear.inputs, spread, classes, numbers, chunk.weights
+        )
 
     def _linear_chunks(self, order: Order) -> Iterator[LinearChunk]:
         """Yield the chunks with θ, f and J.

@@ -164,7 +164,7 @@ def find_mode_from_sums(
             if size < SHORTEST:
                 return theta, statistics  # no step rises: the mode to rounding
         theta = theta + size * step
-        statistics = statistics.moved(size * step)
+        statistics = statistics.with_theta_moved(size * step)
         height = new_height
     raise ValueError(
         f"The mode under this prior was not found in {MOST_STEPS} Newton steps: log π may have "

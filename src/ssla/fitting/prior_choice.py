@@ -23,7 +23,7 @@ from ssla.fitting.tuning_space import EVIDENCE, LOO, NOISE, PRIOR, Space
 from ssla.fitting.variational import with_sums
 from ssla.maths.bfgs import Maximum, Value, maximise_in_box
 from ssla.priors import Prior, concavity_notes, describe
-from ssla.report import CONCAVITY, MOVED, TUNING, Note, TuningHistory, without
+from ssla.report import CONCAVITY, MOVED, TUNING, Note, TuningHistory, without_subjects
 from ssla.report import PRIOR as PRIOR_NOTE
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
         posterior.network, posterior.likelihood, posterior.sums.curvature
     )
     over = (PRIOR, NOISE) if estimated else (PRIOR,)
-    space, notes = Space.of(posterior, over, not dense, own_units is not None)
+    space, notes = Space.around(posterior, over, not dense, own_units is not None)
     space = replace(space, expected_levels=space.levels, doubt=DOUBT)
     if plan.finds_variational:
         return alternate_averages_and_prior(space, notes, plan, quiet=True)
@@ -275,7 +275,7 @@ def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = Fa
         change += "precision was tuned"
     tuned = describe_change(posterior, change, posterior.mode)
     summary = Note("tuned by " + str(history).replace("\n", "; "), TUNING)
-    notes = (*without(tuned.report.notes, TUNING), summary)
+    notes = (*without_subjects(tuned.report.notes, TUNING), summary)
     return replace(tuned, tuning_history=history, report=replace(tuned.report, notes=notes))
 
 
@@ -289,7 +289,7 @@ def describe_change(posterior: Posterior, change: str, mode: str) -> Posterior:
     residual = posterior.residual
     each = residual / math.sqrt(posterior.theta.numel())
     precision = posterior.bound_prior.precision(posterior.theta)
-    notes = without(posterior.report.notes, PRIOR_NOTE, CONCAVITY, MOVED)
+    notes = without_subjects(posterior.report.notes, PRIOR_NOTE, CONCAVITY, MOVED)
     notes = with_sketch_note(notes, posterior)
     notes.append(Note(f"prior: {change.format(residual=residual, each=each)}", PRIOR_NOTE))
     notes.extend(Note(note, CONCAVITY) for note in concavity_notes(precision))

@@ -307,7 +307,7 @@ class Sums:
         statistics = replace(self.statistics, curvature=curvature)
         return replace(self, statistics=statistics, has_input_factor=True)
 
-    def at_noise(self, noise: Tensor) -> Sums:
+    def with_noise_scaled(self, noise: Tensor) -> Sums:
         """Return the sums at `noise` (P,) times their noise: one factor for each parameter's
         output.
 
@@ -327,7 +327,10 @@ class Sums:
         log_likelihood = -0.5 * float((self.squares / scale**2).sum()) - s.weight * float(constant)
         newton = None if self.newton is None else self.newton.scaled(1 / noise)
         return replace(
-            self, statistics=s.at_noise(noise, log_likelihood), newton=newton, reference=scale
+            self,
+            statistics=s.with_noise_scaled(noise, log_likelihood),
+            newton=newton,
+            reference=scale,
         )
 
     def residual_squares(self, start: Sums, moved: Tensor) -> Tensor:
@@ -345,9 +348,11 @@ class Sums:
         # The gain of several outputs is known in total only: each gets its share.
         return self.squares * (1 - 2 * gain / (self.squares / noise).sum())
 
-    def moved(self, step: Tensor) -> Sums:
+    def with_theta_moved(self, step: Tensor) -> Sums:
         """Return the sums at θ + step (P,), exact where ℓ is quadratic (a Gaussian last layer)."""
-        return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
+        return replace(
+            self, statistics=self.statistics.with_theta_moved(step, self.newton_curvature)
+        )
 
 
 def uphill_operator(curvature: Structure, prior_precision: Tensor) -> Operator:

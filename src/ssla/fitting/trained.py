@@ -52,7 +52,7 @@ class Classes:
     squares: float  # Σ w |φ|²
 
     @staticmethod
-    def of(
+    def from_chunk(
         likelihood: Likelihood,
         y: Tensor,
         outputs: int,
@@ -95,7 +95,7 @@ class Numbers:
     f: Tensor  # outputs there (m, C)
 
     @staticmethod
-    def of(
+    def from_chunk(
         likelihood: Likelihood,
         y: Tensor,
         f: Tensor,
@@ -209,7 +209,7 @@ def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
         learned = float(((numbers.spread - residuals) / (2 * noise**2)).sum())
         return Verdict(learned, _gain_beyond_noise(sums, precision, lambda gain: gain))
     noise = (residuals / n).sqrt()
-    scaled = sums.at_noise(noise.repeat_interleave(size // len(noise)))
+    scaled = sums.with_noise_scaled(noise.repeat_interleave(size // len(noise)))
     count = n * len(noise)  # the squared residuals, in units of the noise
     learned = 0.5 * n * float((numbers.spread / residuals).log().sum())
 

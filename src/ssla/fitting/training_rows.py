@@ -33,7 +33,7 @@ class TrainingRows:
     kept: tuple[tuple[Tensor, Jacobian], ...] | None  # f in float64 and J of some rows each
 
     @staticmethod
-    def of(posterior: Posterior) -> TrainingRows | None:
+    def sample_from(posterior: Posterior) -> TrainingRows | None:
         """Return some rows of a posterior that can read its data again; None for others."""
         source = posterior.source
         if source is None or not source.repeatable:

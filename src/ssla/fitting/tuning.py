@@ -90,7 +90,7 @@ def tune(
     is nothing to tune.
     """
     chosen = _check_request(posterior, objective, data, over, folds)
-    space, notes = Space.of(posterior, chosen, per_layer, per_output)
+    space, notes = Space.around(posterior, chosen, per_layer, per_output)
     expected = space.levels if doubt < math.inf else None
     space = replace(space, within=within, expected_levels=expected, doubt=doubt)
     if not space.names:
@@ -102,8 +102,8 @@ def tune(
     def score_of(state: Posterior) -> Score:
         """Return the score of the objective around a posterior."""
         if objective == LOO:
-            return LeaveOneOutScore.of(state)
-        return HeldOutScore.of(state, data, objective, folds)
+            return LeaveOneOutScore.from_posterior(state)
+        return HeldOutScore.from_data(state, data, objective, folds)
 
     def find_best(space: Space) -> Maximum:
         """Find the best point of a space without passes for averages."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ssla.fitting.evidence import Problem
 from ssla.fitting.fit_plan import outputs_with_own_units
-from ssla.fitting.noise import at_noise
+from ssla.fitting.noise import scale_noise
 from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import BoundGaussian, Flat, trained_scale
 from ssla.priors import Gaussian as GaussianPrior
@@ -56,7 +56,7 @@ class Space:
     doubt: float = math.inf  # standard deviation of a log precision around those
 
     @staticmethod
-    def of(
+    def around(
         posterior: Posterior, over: Sequence[str], per_layer: bool, per_output: bool = False
     ) -> tuple[Space, list[str]]:
         """Return the space around a posterior, and notes of what cannot be tuned.
@@ -253,7 +253,7 @@ class Space:
         """Return the posterior with the prior and the noise of a point (d,), at its mode where it
         moves with them.
         """
-        rescaled = at_noise(self.posterior, self.noise_factor(point))
+        rescaled = scale_noise(self.posterior, self.noise_factor(point))
         prior = prior_with_precision(rescaled, self.precision(point))
         changed = replace(rescaled, prior=prior)
         if not self.mean_moves:
@@ -261,7 +261,7 @@ class Space:
         if changed.variational is not None:
             # With a limited reach passes follow, which move the mean.
             return with_recentred_mean(changed) if self.reach == math.inf else changed
-        theta, statistics = changed.statistics.at_mode(changed.bound_prior, changed.theta)
+        theta, statistics = changed.statistics.move_to_mode(changed.bound_prior, changed.theta)
         return replace(changed, theta=theta, statistics=statistics)
 
 

@@ -35,7 +35,7 @@ from ssla.fitting.fit import fit_at_mode, fit_with_prior
 from ssla.fitting.fit_plan import FitPlan, InputFactors
 from ssla.fitting.guard import warn_on_validation_rows
 from ssla.fitting.network_itself import best_spread_without_doubt, choose_row_scale
-from ssla.fitting.noise import at_noise
+from ssla.fitting.noise import scale_noise
 from ssla.fitting.passes import Reader, thin_reader
 from ssla.fitting.ranks import read_same_rows
 from ssla.fitting.score_table import ScoreTable, SettingWithGaussian
@@ -345,7 +345,7 @@ class Search:
         known = self._known_statistics
         if spread not in known:
             if self.start.likelihood.quadratic:
-                known[spread] = at_noise(self.start, spread).statistics
+                known[spread] = scale_noise(self.start, spread).statistics
             else:
                 plan = replace(self.plan, likelihood=self.likelihood_at(spread), mode=self.mode)
                 known[spread] = plan.collect_statistics(self.start.theta)
@@ -397,7 +397,7 @@ class Search:
         from the sums, whatever the noise is.
         """
         prior = prior_with_precision(self.start, self.precision_at(setting))
-        theta, _ = self.start.statistics.at_mode(
+        theta, _ = self.start.statistics.move_to_mode(
             prior.bind(self.start.network.layout), self.start.theta
         )
         return theta - self.start.theta

@@ -103,7 +103,7 @@ class KeptAverages:
 
         The quadratic's own average is lower than at the mean by ½ tr(Λ S).
         """
-        moved = self.statistics.moved(mean - self.mean)
+        moved = self.statistics.with_theta_moved(mean - self.mean)
         spread = self.statistics.curvature.trace(covariance) - self._trace
         return replace(moved, log_likelihood=moved.log_likelihood - 0.5 * spread)
 
@@ -381,6 +381,8 @@ def with_recentred_mean(posterior: Posterior) -> Posterior:
     gradient = posterior.sums.gradient + posterior.bound_prior.gradient(posterior.mean)
     step = posterior.covariance.solve(gradient)
     moved = replace(
-        variational, mean=variational.mean + step, statistics=variational.statistics.moved(step)
+        variational,
+        mean=variational.mean + step,
+        statistics=variational.statistics.with_theta_moved(step),
     )
     return replace(posterior, variational=moved)

@@ -38,7 +38,7 @@ class Spread:
     rounding_f: Tensor
 
     @staticmethod
-    def of(
+    def from_chunk(
         y: Tensor, f: Tensor, weights: Tensor | None, epsilon_y: float, rounding_f: Tensor
     ) -> Spread:
         """Return the spread of one chunk: targets y, outputs f (B, C), row weights (B,).
@@ -129,7 +129,7 @@ class TargetRange:
     weight: float = 0.0  # of all rows
 
     @staticmethod
-    def of(
+    def from_chunk(
         y: Tensor,
         x: Any,
         spread: Spread | None,
