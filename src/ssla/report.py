@@ -183,7 +183,7 @@ class Report:
     def __str__(self) -> str:
         """Return the report as lines of text, each with its label in the first 13 columns."""
         weighted = "" if math.isclose(self.weight, self.n) else f" (total weight {self.weight:g})"
-        # A network that is one layer has the empty name.
+        # The network's own parameters have the empty layer name.
         blocks = ", ".join(f"{name or 'network'}: {block}" for name, block in self.blocks.items())
         lines = [
             f"n seen       {self.n:,} rows{weighted}, {self.passes} "

@@ -239,7 +239,7 @@ def bound_ascent(
     # On the network of benchmarks/networks (clinc, 150 classes) half of the new averages took 18
     # rounds, all of them 32.
     new = NEW if by_row_nodes else None
-    average = plan.averages_at(posterior.theta, not posterior.tilted)
+    average = plan.average_passes_at(posterior.theta, not posterior.tilted)
     ascent = BoundAscent(posterior, average, choose_prior, new=new)
     return ascent if plan.tolerance is None else replace(ascent, tolerance=plan.tolerance)
 
@@ -251,9 +251,9 @@ def refit_last_layer(plan: FitPlan, posterior: Posterior) -> Posterior:
     its tilt. Raises ValueError where the refit does not converge.
     """
     if posterior.variational is not None:
-        return refit_to_similar_rows(posterior, plan.averages_at(posterior.theta))
+        return refit_to_similar_rows(posterior, plan.average_passes_at(posterior.theta))
     sums = plan.collect_sums(posterior.theta)
-    theta, sums, _ = plan.polish([]).find_mode(posterior.theta, sums, posterior.bound_prior)
+    theta, sums, _ = plan.make_polish([]).find_mode(posterior.theta, sums, posterior.bound_prior)
     return replace(posterior, theta=theta, statistics=sums.statistics)
 
 
@@ -263,7 +263,7 @@ def move_theta_to_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
     The prior may have changed. Where there is no mode nearby θ̂ stays, with a note.
     """
     plan = replace(plan, mode=POLISH)
-    polish = replace(plan.polish([]), refuses=not plan.likelihood.concave)
+    polish = replace(plan.make_polish([]), refuses=not plan.likelihood.concave)
     try:
         sums = plan.collect_sums(posterior.theta)
         theta, sums, steps = polish.find_mode(posterior.theta, sums, posterior.bound_prior)
@@ -349,7 +349,7 @@ def _take_newton_steps(draft: Draft) -> Draft:
     plan, notes = draft.plan, list(draft.notes)
     optional = plan.mode != POLISH and plan.finds_variational
     unsure = not plan.likelihood.concave
-    polish = replace(plan.polish(notes), refuses=optional and unsure)
+    polish = replace(plan.make_polish(notes), refuses=optional and unsure)
     # A prior is still to be chosen, or a rough Gaussian is enough: near the mode will do.
     rough = plan.prior is None or (plan.tolerance is not None and unsure)
     nearly = rough and plan.wants_variational
@@ -381,7 +381,7 @@ def _alternate_noise_and_mode(draft: Draft) -> Draft:
             theta,
         )
         plan = replace(plan, likelihood=likelihood)
-        theta, sums, more = plan.polish(notes).find_mode(theta, sums, draft.bound)
+        theta, sums, more = plan.make_polish(notes).find_mode(theta, sums, draft.bound)
         steps += more
         if bool(((sums.reference / before - 1).abs() <= SETTLED_NOISE).all()):
             break

@@ -157,7 +157,7 @@ def _search_by_passes(
     notes: for the history. plan: the passes over the training rows. quiet, rough: as in `tune`.
     """
     posterior = space.posterior
-    average = plan.averages_at(posterior.theta, not posterior.tilted)
+    average = plan.average_passes_at(posterior.theta, not posterior.tilted)
     start = torch.zeros(len(space.free), dtype=torch.float64)
     search = PriorSearch(space, average, score, posterior, start)
     search.search_all_directions(ROUGH_PARABOLAS if rough else PARABOLAS)
