@@ -85,7 +85,7 @@ def alternate_averages_and_prior(
     more, its gradient is that of the bound. notes: for the history. plan: the passes. quiet:
     whether a poor solution is only noted, without a warning.
     """
-    points = [space.in_units(torch.zeros(1, len(space.free)).double())]
+    points = [space.precisions_and_noise(torch.zeros(1, len(space.free)).double())]
     values: list[float] = []
     maxima: list[Maximum] = []
 
@@ -100,7 +100,7 @@ def alternate_averages_and_prior(
         if not maxima:
             values.append(state.log_evidence())
         maxima.append(best)
-        points.append(kept.in_units(point[None]))
+        points.append(kept.precisions_and_noise(point[None]))
         values.append(best.value)
         still = bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
         return None if still or len(maxima) == ALTERNATIONS else chosen.prior
@@ -189,7 +189,8 @@ def maximise_evidence(space: Space) -> Maximum:
         )
 
     low, high = space.box
-    # The size of the evidence's rounding errors grows with the number of observations.
+    # Rounding errors of the evidence grow with the number of observations. A slope of 1e-10 of this
+    # level ends an ascent, and only a gain above 1e-9 of it counts: both are guesses.
     level = 1 + space.posterior.sums.weight * space.posterior.network.outputs
 
     def ascend(start: Tensor) -> Maximum:
@@ -239,7 +240,7 @@ def make_history(
     return TuningHistory(
         labels.get(objective, f"held-out −{objective}"),
         names,
-        space.in_units(best.points),
+        space.precisions_and_noise(best.points),
         best.values,
         best.gradient,
         best.converged,

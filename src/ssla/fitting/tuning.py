@@ -164,7 +164,7 @@ def _search_by_passes(
     # The Gaussians on the way were rough: the best one is found again, to its end.
     tolerance = ROUGH if rough else TOLERANCE
     tuned = BoundAscent(search.best, average, tolerance=tolerance).maximise_bound()
-    points = [space.in_units(point[None]) for point in search.points]
+    points = [space.precisions_and_noise(point[None]) for point in search.points]
     history = history_of_visits(
         objective, space, search.as_maximum(), notes, points, search.values, settled=True
     )

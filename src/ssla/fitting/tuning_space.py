@@ -164,7 +164,7 @@ class Space:
         rows = self.posterior.sums.weight * self.posterior.network.outputs
         return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
 
-    def in_units(self, points: Tensor) -> Tensor:
+    def precisions_and_noise(self, points: Tensor) -> Tensor:
         """Return the precisions (the mean over a group) and the noise (of the first output) at
         points (R, d).
         """
