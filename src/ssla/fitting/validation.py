@@ -104,7 +104,7 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
     with _ignored_warnings():
         search.score_families()
     table = search.table
-    spread = refined_spread(table.settings, table.scores, rows.weights, table.choice)
+    spread = refined_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
     setting = table.chosen._replace(spread=spread)
     posterior = fit_with_prior(search.plan_at(setting))
     return _with_report(posterior, search, original_rows, setting, held_out)
@@ -540,7 +540,7 @@ def _make_history(table: ScoreTable, chosen: Setting) -> TuningHistory:
         "log density of validation rows",
         names,
         torch.tensor(points, dtype=torch.float64),
-        torch.cat([means, means[table.choice, None]]),
+        torch.cat([means, means[table.index_of_chosen, None]]),
         torch.zeros(len(names), dtype=torch.float64),
         True,
         (),
