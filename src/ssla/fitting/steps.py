@@ -223,7 +223,7 @@ def with_variational_gaussian(
             f"structure={structure.name!r} needs it"
         )
         posterior = _add_note(posterior, note)
-    averaged = bound_ascent(plan, posterior, choose_prior).maximise_bound()
+    averaged = make_bound_ascent(plan, posterior, choose_prior).maximise_bound()
     # Factorised now, as at the mode.
     _ = averaged.covariance
     return replace(averaged, report=replace(averaged.report, passes=plan.data.passes))
@@ -232,7 +232,7 @@ def with_variational_gaussian(
 # --- other rows, other priors --------------------------------------------------------------------
 
 
-def bound_ascent(
+def make_bound_ascent(
     plan: FitPlan, posterior: Posterior, choose_prior: ChoosePrior | None = None
 ) -> BoundAscent:
     """Return the ascent to the variational Gaussian of a plan, which has not begun.
@@ -354,7 +354,7 @@ def _judge_last_layer(draft: Draft) -> Verdict | None:
 
 
 def _make_collect_at_noise(plan: FitPlan) -> CollectAtNoise:
-    """Return a function of a likelihood and θ (P,) that reads the data once, and returns its sums."""
+    """Return a function of a likelihood and θ (P,) that runs a pass and returns its sums."""
     return lambda likelihood, theta: replace(plan, likelihood=likelihood).collect_sums(theta)
 
 

@@ -39,7 +39,7 @@ from ssla.fitting.noise import scale_noise
 from ssla.fitting.passes import Reader, thin_reader
 from ssla.fitting.ranks import read_same_rows
 from ssla.fitting.score_table import ScoreTable, SettingWithGaussian
-from ssla.fitting.steps import bound_ascent
+from ssla.fitting.steps import make_bound_ascent
 from ssla.fitting.tuning_space import prior_with_precision
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 from ssla.fitting.variational import ROUGH
@@ -459,7 +459,7 @@ class Search:
         """Yield the variational Gaussian of each setting, each found from the one before it."""
         for setting in settings:
             state = self.state_at(setting, self._statistics_at(setting.spread))
-            ascent = replace(bound_ascent(plan, state), most=SEARCH_ROUNDS)
+            ascent = replace(make_bound_ascent(plan, state), most=SEARCH_ROUNDS)
             posterior = ascent.maximise_bound()
             plan = replace(plan, start=posterior.variational)
             yield [(setting, Candidate(state.likelihood, posterior.covariance, None))]
