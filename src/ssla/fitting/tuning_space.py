@@ -156,8 +156,8 @@ class Space:
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
 
     def scan_points(self, steps: Tensor) -> Tensor:
-        """Return points (k, d) to start a search from: all precisions move together by `steps` (k,),
-        which are logarithms.
+        """Return points (k, d) to start a search from: at each, all precisions have moved together
+        by one of `steps` (k,), which are logarithms.
 
         They move from where they are. Where the trained weights' scale is farther away than the
         largest step, they move from that scale.
@@ -209,19 +209,20 @@ class Space:
         )
 
     def expected_log_density(self, point: Tensor) -> float:
-        """Return the log density that the precisions at a point (d,) are expected to have, less its
-        maximum; zero where none are expected.
+        """Return the log density of the precisions at a point (d,), less its maximum.
+
+        Their logarithms are normal around the expected ones. Zero where none are expected.
         """
         if self.expected_levels is None:
             return 0.0
-        return -0.5 * float((self._deviation(point) ** 2).sum())
+        return -0.5 * float((self._deviations(point) ** 2).sum())
 
     def expected_slope(self, point: Tensor) -> Tensor:
         """Return the gradient (d,) of `expected_log_density`."""
         if self.expected_levels is None:
             return torch.zeros_like(point)
         noise = torch.zeros(1, dtype=torch.float64)
-        return torch.cat([-self._deviation(point) / self.doubt, noise])[self.free]
+        return torch.cat([-self._deviations(point) / self.doubt, noise])[self.free]
 
     @property
     def expected_curvature(self) -> Tensor:
@@ -229,7 +230,7 @@ class Space:
         each = 0.0 if self.expected_levels is None else self.doubt**-2
         return torch.where(self._is_precision, each, 0.0).double()
 
-    def _deviation(self, point: Tensor) -> Tensor:
+    def _deviations(self, point: Tensor) -> Tensor:
         """Return how far the log precisions (G,) at a point (d,) are from those that are expected,
         in standard deviations.
         """
@@ -323,8 +324,7 @@ def prior_with_precision(posterior: Posterior, precision: Tensor) -> GaussianPri
     """Return a Gaussian prior with this precision (P,) and the mean of the posterior's prior.
 
     Equal precisions are written as one number, for all parameters or for those of one name, so that
-    the prior prints well and fits structures by layers. A prior that is not Gaussian counts as one
-    with mean zero.
+    the prior prints well. The new mean is zero if the posterior's prior is flat.
     """
     mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
     if bool((precision == precision[0]).all()):
