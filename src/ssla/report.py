@@ -69,7 +69,7 @@ class Validation:
     predictive: float
     gain: float  # plug_in − predictive
     gain_error: float  # its standard error
-    # factor on the dispersion (noise, temperature, …) that is best without doubt
+    # factor on the dispersion (noise, temperature, …) that is best for the network itself
     network_spread: float
     words: str  # what that says of the network
     spread: float  # factor on the dispersion that was chosen beside the doubt

@@ -30,7 +30,7 @@ CLEARLY = 3.0
 SHORTEST = 0.05
 
 
-def best_spread_without_doubt(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
+def best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
     """Find the factor on the dispersion with which the network's outputs f (n, C) predict the rows
     best; 1 where the likelihood has no dispersion.
 
@@ -77,7 +77,7 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
 
     def scores(f: Tensor) -> Tensor:
         """Compute log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
-        spread = best_spread_without_doubt(rows, likelihood, f)
+        spread = best_network_spread(rows, likelihood, f)
         return rows.plug_in(with_dispersion(likelihood, spread), f)
 
     # Every scale takes the mean of the features' squared lengths, and a small quantile of them.

@@ -34,7 +34,7 @@ from ssla.fitting.choice import Setting, cross_fitted_scores, mean_and_error, re
 from ssla.fitting.fit import fit_at_mode, fit_with_prior
 from ssla.fitting.fit_plan import FitPlan, InputFactors
 from ssla.fitting.guard import warn_on_validation_rows
-from ssla.fitting.network_itself import best_spread_without_doubt, choose_row_scale
+from ssla.fitting.network_itself import best_network_spread, choose_row_scale
 from ssla.fitting.noise import scale_noise
 from ssla.fitting.passes import Reader, thin_reader
 from ssla.fitting.ranks import read_same_rows
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 # The numbers below were not measured: they are guesses, unless a comment says otherwise.
 # The doubt explains a part of the errors: the dispersion beside it lies between one and the best
-# one without doubt. A parabola through three of the steps refines the choice.
+# one of the network itself. A parabola through three of the steps refines the choice.
 SPREAD_STEP, FEWEST_SPREADS, MARGIN = 1.3, 3, 1.15
 # Factors on the prior precision, from a strong prior to a weak one, that some of the rows locate;
 # then finer around the best. On clinc (benchmarks/networks), by 64 nodes, half a decade below the
@@ -76,7 +76,7 @@ SEARCH_ROUNDS = 8  # passes for each of them
 POLISH_WORK = 1e9
 POLISH_PRECISIONS = tuple(8.0**k for k in range(3, -5, -1))
 POLISH_FINER = (2 * math.sqrt(2), math.sqrt(2) / 4)
-POLISH_SPREADS = (1 / 1.2, 1.0, 1.2)  # around the best one without doubt
+POLISH_SPREADS = (1 / 1.2, 1.0, 1.2)  # around the best one for the head itself
 COVERAGE_ROWS = 1000
 LEVELS = (0.5, 0.9, 0.95)
 
@@ -170,7 +170,7 @@ class Search:
     def score_families(self) -> None:
         """Score settings family by family, and add them to `all_settings`.
 
-        The cheapest family comes first: the next ones are searched around its best setting.
+        The cheapest family comes first; variational Gaussians are searched around its choice.
         """
         if self.mode != POLISH:
             self._score_tilted_heads()
@@ -214,16 +214,16 @@ class Search:
 
     @cached_property
     def network_spread(self) -> float:
-        """Return the best factor on the dispersion of the network itself, without doubt."""
-        return self._spread_without_doubt(None)
+        """Return the best factor on the dispersion of the network itself, as it came."""
+        return self._network_spread_after(None)
 
-    def _spread_without_doubt(self, step: Tensor | None) -> float:
-        """Return the best factor on the dispersion of the network itself, without doubt.
+    def _network_spread_after(self, step: Tensor | None) -> float:
+        """Return the best factor on the dispersion of the network with its free weights moved.
 
-        step: (P,), by which its free weights are moved; None: they are not.
+        step: (P,), by which they are moved; None: they are not. The uncertainty of θ is left out.
         """
         f = self.rows.outputs(step)
-        return best_spread_without_doubt(self.rows, self.start.likelihood, f)
+        return best_network_spread(self.rows, self.start.likelihood, f)
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
@@ -411,14 +411,14 @@ class Search:
         first = Setting(POLISH, gaussian, 1.0, level)
         if self.start.quadratic and self._scales_with_noise:
             step = self._quadratic_step(first)
-            best_spread = self._spread_without_doubt(step)
+            best_spread = self._network_spread_after(step)
             group = [first._replace(spread=best_spread * factor) for factor in POLISH_SPREADS]
             return [(setting, self._quadratic_candidate(setting, step)) for setting in group]
         candidate = self._polished_candidate(first)
         classes = self.start.likelihood.support_for(self.start.network.outputs).kind == "class"
         if candidate is None or classes:
             return [(first, candidate)]
-        second = first._replace(spread=self._spread_without_doubt(candidate.step))
+        second = first._replace(spread=self._network_spread_after(candidate.step))
         return [(first, candidate), (second, self._polished_candidate(second))]
 
     def _quadratic_step(self, setting: Setting) -> Tensor:
@@ -525,7 +525,7 @@ def _with_report(
     table, weights = search.table, rows.weights
     # The network itself, as it came and with the dispersion that suits it.
     plug_in = original_rows.plug_in(start.likelihood)
-    network_spread = best_spread_without_doubt(original_rows, start.likelihood, original_rows.f)
+    network_spread = best_network_spread(original_rows, start.likelihood, original_rows.f)
     scaled = original_rows.plug_in(search.likelihood_at(network_spread))
     predictive = cross_fitted_scores(table.settings, table.scores, weights)
     gain = mean_and_error(predictive - plug_in, weights)
