@@ -224,7 +224,8 @@ class LeaveOneOutScore:
 
         Raises ValueError where the curvature cannot be factorised.
         """
-        precision, sums = space.precision(point), self.posterior.sums
+        precision = space.precision(point)
+        sums = self.posterior.sums
         operator = sums.curvature.with_prior(precision)
         step = torch.zeros_like(self.posterior.mean)
         if space.mean_moves:

@@ -349,7 +349,8 @@ class Reader:
 
     def _watch_targets(self, linear: LinearChunk, likelihood: Likelihood) -> TargetRange:
         """Return what later warnings and the choice of the mode need to know of a chunk."""
-        chunk, f = linear.chunk, linear.f
+        chunk = linear.chunk
+        f = linear.f
         spread = None
         if likelihood.quadratic:
             eps = torch.finfo(self.network.dtype).eps
@@ -469,7 +470,8 @@ class Reader:
         if network.linear:
             _, J = network.linearise(x, network.theta)
             assert isinstance(J, Features)
-            features, offset = _features_to_keep(J), network.offset
+            features = _features_to_keep(J)
+            offset = network.offset
             x = None
         rounding = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
         return Chunk(x, y, weights, rounding, features, offset)
@@ -603,5 +605,5 @@ def reader_of_chunks(
 
     weights: which weights of the network are free, for the record.
     """
-    nothing_more = Source(lambda: iter(()), True, 0)
-    return Reader(nothing_more, None, weights, budget, opened=network, kept=chunks)
+    no_batches = Source(lambda: iter(()), repeatable=True, length=0)
+    return Reader(no_batches, None, weights, budget, opened=network, kept=chunks)

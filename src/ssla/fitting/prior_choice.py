@@ -111,8 +111,18 @@ def alternate_averages_and_prior(
         start = torch.zeros(len(space.free), dtype=torch.float64)
         at_edge = torch.zeros_like(start, dtype=torch.bool)
         value = tuned.log_evidence()
-        visited = start[None], torch.tensor([value])
-        maxima.append(Maximum(start, value, start, at_edge, False, *visited, 0))
+        maxima.append(
+            Maximum(
+                start,
+                value,
+                gradient=start,  # zero
+                at_bound=at_edge,
+                converged=False,
+                points=start[None],
+                values=torch.tensor([value]),
+                evaluations=0,
+            )
+        )
         values.append(value)
     values[-1] = tuned.log_evidence()
     best = replace(maxima[-1], evaluations=sum(each.evaluations for each in maxima))

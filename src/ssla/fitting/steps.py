@@ -345,7 +345,8 @@ def _judge_last_layer(draft: Draft) -> Verdict | None:
 
     None where the targets do not allow a verdict.
     """
-    likelihood, target = draft.plan.likelihood, draft.target
+    likelihood = draft.plan.likelihood
+    target = draft.target
     if target.classes is not None:
         return judge_classes(draft.sums, target.classes, likelihood)
     if target.numbers is not None:
@@ -421,7 +422,8 @@ def _warn_if_worse(draft: Draft) -> Draft:
     The likely cause is a prior that is too strong. Nothing is done where validation rows chose the
     mode.
     """
-    plan, before, after = draft.plan, draft.trained_sums, draft.sums
+    plan = draft.plan
+    before, after = draft.trained_sums, draft.sums
     if plan.validated:
         return draft
     if plan.likelihood.quadratic:
@@ -482,7 +484,8 @@ def _sketch_notes(plan: FitPlan, sums: Sums) -> list[str]:
 
     Warns where it leaves out more than its tail allows, because no wider sketch was possible.
     """
-    sketch, least = sums.statistics.curvature, plan.least_precision
+    sketch = sums.statistics.curvature
+    least = plan.least_precision
     if not isinstance(sketch, LowRank) or least <= 0:
         return []
     note = sketch.note(least)

@@ -175,7 +175,8 @@ class Sums:
         f (B, C), y, weights (B,): the outputs, targets and weights of these rows.
         """
         squares = torch.zeros(f.shape[1], dtype=torch.float64)
-        largest, reference = self.largest, self.reference
+        largest = self.largest
+        reference = self.reference
         if likelihood.quadratic:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             targets = y.reshape(f.shape)

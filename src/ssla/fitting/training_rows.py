@@ -84,7 +84,8 @@ class TrainingRows:
         It must have the same mean of θ; its covariance and its likelihood may be others.
         """
         candidate = Candidate(posterior.likelihood, posterior.covariance, None)
-        scores, start = [], 0
+        scores = []
+        start = 0
         for f, J in self.kept if self.kept is not None else self._linearise():
             scores.append(log_densities(candidate, self.y[start : start + len(f)], f, J))
             start += len(f)

@@ -243,7 +243,8 @@ def keep_higher_bound(before: Posterior, tuned: Posterior) -> Posterior:
     The bound may fall: the tuned prior is that of the exact bound for a dense curvature only, and
     of an approximate one for other structures.
     """
-    history, height = tuned.tuning_history, before.log_evidence()
+    history = tuned.tuning_history
+    height = before.log_evidence()
     if history is None or tuned.log_evidence() >= height - BOUND_ERROR * (1 + abs(height)):
         return tuned
     note = (

@@ -249,7 +249,8 @@ class Space:
     def problem(self) -> Problem:
         """Return what the evidence at any point follows from: the sums, and the prior's pattern."""
         posterior = self.posterior
-        sums, outputs = posterior.sums, posterior.network.outputs
+        sums = posterior.sums
+        outputs = posterior.network.outputs
         has_noise = posterior.likelihood.quadratic
         squares = residual_squares(sums, posterior.likelihood, outputs) if has_noise else 0.0
         return Problem(

@@ -145,7 +145,8 @@ class ValidationRows:
         assert network.row_scale is not None
         assert self.squares is not None
         s = network.row_scale.of_squares(self.squares)[:, None]
-        kept, start = [], 0
+        kept = []
+        start = 0
         for f, J in self.kept or ():
             assert isinstance(J, Features)
             kept.append((f / s[start : start + len(f)].to(f.dtype), network.scaled(J)))
@@ -162,7 +163,8 @@ class ValidationRows:
         stride = -(-self.count // most)  # rounded up
         if stride == 1 or self.kept is None or not self.posterior.network.linear:
             return self
-        kept, start = [], 0
+        kept = []
+        start = 0
         for f, J in self.kept:
             assert isinstance(J, Features)
             # Every stride-th row of all chunks together, not of each chunk.

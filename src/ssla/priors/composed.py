@@ -178,7 +178,8 @@ class FromDistribution:
         correction: Tensor | float = 0.0  # log|dv/dθ| of the change of variable
         if self.unconstrained:
             transform = biject_to(distribution.support)
-            coordinate, value = value, transform(value)
+            coordinate = value
+            value = transform(coordinate)
             correction = transform.log_abs_det_jacobian(coordinate, value)
         support = distribution.support
         if support is not None and not bool(support.check(value.detach()).all()):
