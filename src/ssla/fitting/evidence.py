@@ -63,7 +63,7 @@ class ThinBasis:
     """S = E diag(λ) Eᵀ with fewer directions k than parameters P, for one precision on all of them.
 
     A vector has k coordinates along E, with eigenvalues λ, then the P entries of its rest, with
-    eigenvalue zero: products of vectors are those of their coordinates, and nothing of size P×P is
+    eigenvalue zero. The product of two vectors is that of their coordinates. Nothing of size P×P is
     built.
     """
 

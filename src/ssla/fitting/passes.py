@@ -151,7 +151,7 @@ class Order:
         averaging = self.averaging
         if self.direction is not None:  # a pass for one product
             return False
-        if averaging is not None and averaging.row_nodes is not None:
+        if averaging is not None and averaging.row_nodes is not None:  # of very many rows
             return False
         steps_follow = self.polishes(network) if averaging is None else averaging.moves
         held = self.structure.exact and (self.likelihood.quadratic or averaging is not None)
@@ -383,6 +383,7 @@ class Reader:
             if size > self.budget // KEPT_SHARE:
                 kept = None
             if kept is not None:
+                # Passes for averages use neither the inputs nor θ.
                 kept.append(LinearChunk(chunk, None, self.network.theta, f, J))
             yield LinearChunk(chunk, inputs, theta, f, J)
         self.linearised = kept
@@ -428,10 +429,10 @@ class Reader:
         label = f"pass {self.passes}"
         rows = Rows(
             progress_bar(self.source, self.source.length, self.progress, label, "batch"),
-            lambda batch: self._rows_at_once(batch, order),
-            lambda batch: self._prepare_chunk(batch, order),
-            lambda chunk: self._bytes_to_keep(chunk, order),
-            self.budget // KEPT_SHARE,
+            rows_at_once=lambda batch: self._rows_at_once(batch, order),
+            prepare=lambda batch: self._prepare_chunk(batch, order),
+            size=lambda chunk: self._bytes_to_keep(chunk, order),
+            budget=self.budget // KEPT_SHARE,
         )
         yield from rows.read()
         self.kept = rows.kept
@@ -485,7 +486,7 @@ class Reader:
             return None
         if not self._with_structure(order).needs_more_passes(self.network, self.budget):
             return None
-        return tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()
+        return tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()  # 8 bytes a target
 
 
 def _features_to_keep(J: Features) -> Features:

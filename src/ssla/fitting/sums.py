@@ -58,8 +58,8 @@ class Averaging(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Statistics with what fitting needs besides: the observed curvature for Newton steps,
-    squared residuals.
+    """Statistics with what fitting needs besides: the observed curvature for Newton steps, and
+    squared residuals for the noise.
     """
 
     statistics: Statistics
@@ -156,6 +156,7 @@ class Sums:
         if newton is not None and observed is not None:
             newton = newton.accumulate(J, observed)
         elif newton is not None and statistics.curvature.exact:
+            # The same matrix as that of the statistics, without a copy.
             matrix = statistics.curvature.as_matrix()
             newton = Dense(dual=False, matrix=matrix, rows=(), size=len(statistics.gradient))
         return self._with_residuals(f, y, weights, likelihood, statistics, newton)
@@ -224,8 +225,9 @@ class Sums:
         """Return the sums with more rows, as `add` does, but with averages over a Gaussian of θ in
         place of values.
 
-        chunk: its number in the pass, which decides its nodes. Where the averages do not exist, the
-        result has a log likelihood of −∞, and its other sums do not count.
+        Matrices are changed in place, too. chunk: its number in the pass, which decides its nodes.
+        Where the averages do not exist, the result has a log likelihood of −∞, and its other sums
+        do not count.
         """
         pooling = self._pooling_weights(f, J, weights) if self.newton is None else None
         log_prob, score, precision = averages(
@@ -233,10 +235,10 @@ class Sums:
             y,
             averaging.mean_outputs(f, J),
             averaging.output_root(J),
-            averaging.fisher,
-            pooling,
-            pooling is not None and self._pools_diagonal,
-            averaging.nodes_of_chunk(chunk),
+            fisher=averaging.fisher,
+            pool=pooling,
+            diagonal=pooling is not None and self._pools_diagonal,
+            row_nodes=averaging.nodes_of_chunk(chunk),
         )
         if weights is not None:
             log_prob = log_prob * weights
@@ -281,8 +283,8 @@ class Sums:
                 averaging.mean_outputs(f, J),
                 u,
                 averaging.output_root(J),
-                averaging.fisher,
-                averaging.nodes_of_chunk(chunk),
+                fisher=averaging.fisher,
+                row_nodes=averaging.nodes_of_chunk(chunk),
             )
         if weights is not None:
             product = product * weights[:, None]
@@ -300,7 +302,7 @@ class Sums:
 
     @property
     def _pools_diagonal(self) -> bool:
-        """Return whether the curvature needs only the diagonal of that sum of precisions."""
+        """Return whether the curvature needs only the diagonal of the rows' summed precisions."""
         return self.statistics.curvature.diagonal_outputs
 
     def merge(self, other: Sums) -> Sums:
