@@ -60,9 +60,10 @@ def _check_same_model(posterior: Posterior, other: Posterior) -> None:
     unequal = [name for name in our_digests if our_digests[name] != their_digests[name]]
     if unequal:
         why = difference(*(fingerprint(module_of(each.network)) for each in (posterior, other)))
+        reason = f": {why}" if why else ""
         raise ValueError(
             "Only posteriors of the same trained network can be merged, but their "
-            f"{' and '.join(unequal)} differ{why and ': '}{why}."
+            f"{' and '.join(unequal)} differ{reason}."
         )
     same_likelihood = digest(posterior.likelihood) == digest(other.likelihood)
     if not same_likelihood or digest(posterior.bound_prior) != digest(other.bound_prior):

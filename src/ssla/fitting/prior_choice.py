@@ -108,26 +108,28 @@ def alternate_averages_and_prior(
     tuned = with_variational_gaussian(plan, space.posterior, choose_next_prior)
     settled = bool(maxima) and len(maxima) < ALTERNATIONS
     if not maxima:  # the Gaussian did not come near convergence, so no prior was chosen
-        start = torch.zeros(len(space.free), dtype=torch.float64)
-        at_edge = torch.zeros_like(start, dtype=torch.bool)
         value = tuned.log_evidence()
-        maxima.append(
-            Maximum(
-                start,
-                value,
-                gradient=start,  # zero
-                at_bound=at_edge,
-                converged=False,
-                points=start[None],
-                values=torch.tensor([value]),
-                evaluations=0,
-            )
-        )
+        maxima.append(_maximum_at_start(space, value))
         values.append(value)
     values[-1] = tuned.log_evidence()
     best = replace(maxima[-1], evaluations=sum(each.evaluations for each in maxima))
     history = history_of_visits(EVIDENCE, space, best, notes, points, values, settled)
     return finish_variational(tuned, history, plan, quiet)
+
+
+def _maximum_at_start(space: Space, value: float) -> Maximum:
+    """Return the result of a search that tried no point but the start, and has not converged."""
+    start = torch.zeros(len(space.free), dtype=torch.float64)
+    return Maximum(
+        start,
+        value,
+        gradient=torch.zeros_like(start),  # not known
+        at_bound=torch.zeros_like(start, dtype=torch.bool),
+        converged=False,
+        points=start[None],
+        values=torch.tensor([value]),
+        evaluations=0,
+    )
 
 
 def finish_variational(

@@ -124,6 +124,7 @@ def choose_mode(draft: Draft) -> Draft:
     """
     plan = draft.plan
     if plan.likelihood.predictive.may_be_straight and draft.sums.has_kinks:
+        # The observed curvature is useless, so the Fisher information takes its place.
         draft = _replace_polish_by_tilt(replace(draft, sums=replace(draft.sums, newton=None)))
     if not plan.keeps_trained_layer or plan.mode is not None or draft.mode != POLISH:
         return draft
@@ -248,8 +249,8 @@ def make_bound_ascent(
         )
     if start is not None:
         posterior = replace(posterior, variational=replace(start, tilted=posterior.tilted))
-    # On the network of benchmarks/networks (clinc, 150 classes) half of the new averages took 18
-    # rounds, all of them 32.
+    # The weight of new averages in the precision. On the network of benchmarks/networks (clinc, 150
+    # classes) a half took 18 rounds, one took 32.
     new = NEW if by_row_nodes else None
     average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
     ascent = BoundAscent(posterior, average, choose_prior, new=new)
@@ -310,8 +311,9 @@ def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, 
         # In the sums' units, the precision is multiplied by the noise's square: about that of the
         # residuals, as the noise is not known yet.
         least *= float((sums.squares / sums.statistics.weight).min())
-    bytes_of_one = sketch.memory(Extent(plan.network.layout.size, 1))
-    most = max(plan.budget // bytes_of_one * sketch.sketch.shape[1], 1)
+    # The budget allows as many sketches of this width, or one that is as much wider.
+    bytes_of_sketch = sketch.memory(Extent(plan.network.layout.size, 1))
+    most = max(plan.budget // bytes_of_sketch * sketch.sketch.shape[1], 1)
     while least > 0 and plan.repeatable and (wider := sketch.wider(least, most)) is not None:
         plan = replace(plan, structure=wider)
         sums = plan.collect_sums(None)
@@ -368,11 +370,11 @@ def _take_newton_steps(draft: Draft) -> Draft:
     plan = draft.plan
     notes = list(draft.notes)
     optional = plan.mode != POLISH and plan.finds_variational
-    unsure = not plan.likelihood.concave
-    polish = replace(plan.make_polish(notes), refuses=optional and unsure)
+    may_lack_mode = not plan.likelihood.concave
+    polish = replace(plan.make_polish(notes), refuses=optional and may_lack_mode)
     # Near the mode is enough where a variational Gaussian follows, and either its prior is still to
     # be chosen, or it may be rough.
-    rough = plan.prior is None or (plan.tolerance is not None and unsure)
+    rough = plan.prior is None or (plan.tolerance is not None and may_lack_mode)
     nearly = rough and plan.wants_variational
     try:
         theta, sums, steps = polish.find_mode(draft.theta, draft.sums, draft.bound, nearly=nearly)

@@ -83,7 +83,7 @@ class TrainingRows:
 
         It must have the same mean of θ; its covariance and its likelihood may be others.
         """
-        candidate = Candidate(posterior.likelihood, posterior.covariance, None)
+        candidate = Candidate(posterior.likelihood, posterior.covariance, step=None)
         scores = []
         start = 0
         for f, J in self.kept if self.kept is not None else self._linearise():

@@ -306,7 +306,8 @@ class Search:
         coarse = ScoreTable(self.rows.thinned(COARSE_ROWS))
         for spread in self.spreads:
             self._score_tilted_heads_at(coarse, spread, self.precisions)
-        # Around the choice and not the very best: the rule looks for doubt, which costs a little.
+        # The fine grid is around the choice, not around the best: the rule prefers a weaker prior,
+        # which costs a little.
         chosen = coarse.chosen
         index = self.spreads.index(chosen.spread)
         for spread in self.spreads[max(index - 1, 0) : index + 2]:
@@ -340,15 +341,16 @@ class Search:
         likelihood = self.likelihood_at(setting.spread)
         if self._scales_with_noise:
             operator = self._operator_at(setting.precision)
-            return Candidate(likelihood, operator, None, setting.spread)
+            return Candidate(likelihood, operator, step=None, scale=setting.spread)
         curvature = self._statistics_at(setting.spread).curvature
-        return Candidate(likelihood, curvature.with_prior(self.precision_at(setting)), None)
+        operator = curvature.with_prior(self.precision_at(setting))
+        return Candidate(likelihood, operator, step=None)
 
     def _operator_at(self, level: float) -> Operator:
         """Return H⁻¹ at the start's noise under a prior precision; computed once, and stored."""
         known = self._known_operators
         if level not in known:
-            setting = Setting(self.mode, LAPLACE, 1.0, level)
+            setting = Setting(self.mode, LAPLACE, spread=1.0, precision=level)
             known[level] = self.start.statistics.curvature.with_prior(self.precision_at(setting))
         return known[level]
 
@@ -405,10 +407,12 @@ class Search:
     def _polished_group(self, level: float) -> list[SettingWithGaussian]:
         """Return the polished head of a prior precision, with a few dispersions.
 
-        Classes have one: another temperature is the same as another prior precision.
+        Classes have one: another temperature is the same as another prior precision. The head is
+        None where it cannot be polished.
         """
         gaussian = VARIATIONAL if self._tries_variational else LAPLACE
-        first = Setting(POLISH, gaussian, 1.0, level)
+        first = Setting(POLISH, gaussian, spread=1.0, precision=level)
+        # For Gaussian noise the sums give every head, without a pass.
         if self.start.quadratic and self._scales_with_noise:
             step = self._quadratic_step(first)
             best_spread = self._network_spread_after(step)
@@ -454,9 +458,7 @@ class Search:
     @property
     def _tries_variational(self) -> bool:
         """Return whether variational Gaussians are allowed and possible."""
-        gaussian = None if self.plan.gaussian is None else VARIATIONAL
-        allowed = self.plan.gaussian != LAPLACE
-        return allowed and replace(self.plan, gaussian=gaussian).finds_variational
+        return self.plan.finds_variational
 
     def _score_variational_gaussians(self) -> None:
         """Score variational Gaussians of the trained head, around the chosen setting of those with
@@ -502,7 +504,7 @@ class Search:
             ascent = replace(make_bound_ascent(plan, state), most=SEARCH_ROUNDS)
             posterior = ascent.maximise_bound()
             plan = replace(plan, start=posterior.variational)
-            yield [(setting, Candidate(state.likelihood, posterior.covariance, None))]
+            yield [(setting, Candidate(state.likelihood, posterior.covariance, step=None))]
 
 
 # --- what the rows say ---------------------------------------------------------------------------
