@@ -311,7 +311,7 @@ def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, 
         # In the sums' units, the precision is multiplied by the noise's square: about that of the
         # residuals, as the noise is not known yet.
         least *= float((sums.squares / sums.statistics.weight).min())
-    # The budget allows as many sketches of this width, or one that is as much wider.
+    # The widest sketch that the budget allows: its memory grows in proportion to its width.
     bytes_of_sketch = sketch.memory(Extent(plan.network.layout.size, 1))
     most = max(plan.budget // bytes_of_sketch * sketch.sketch.shape[1], 1)
     while least > 0 and plan.repeatable and (wider := sketch.wider(least, most)) is not None:
