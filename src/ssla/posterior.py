@@ -1,9 +1,10 @@
 """`Posterior`, what `ssla.fit` returns; and the functions `fit`, `ssla`, `assla`, `explain`,
 `label_next`.
 
-One frozen value: the network, the likelihood, the prior, θ̂, and sums over the data. The first part
-of the class is what users call; each method names the package that does the work. The second part
-is the mathematics that those packages share: the Gaussian of θ, and the outputs at x under it.
+A posterior is one frozen value: it holds the network, the likelihood, the prior, θ̂, and sums over
+the data. The first part of the class is what users call; each method calls the package that does
+the work. The second part is the mathematics that those packages share: the Gaussian of θ, and the
+outputs at x under it.
 """
 
 from __future__ import annotations
@@ -53,13 +54,13 @@ from ssla.values import COARSE, Marginal, Statistics, Variational, evidence_boun
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """p(θ | D) by a Gaussian, ready to predict. Made by `ssla.fit`; every change is a new value.
+    """A Gaussian approximation of p(θ | D), ready to predict.
 
-    θ̂ is the mode (or the trained weights), where the network is linearised and from which weights
-    are refitted, and `statistics` are the sums there. `mean`, `sums` and `covariance` are of the
-    Gaussian that predictions use: the one at the mode (Laplace), or the variational one. It holds a
-    private copy of the network, so that the user's module is neither needed unchanged nor ever
-    written to.
+    `ssla.fit` makes it; every change is a new value. θ̂ is the mode (or the trained weights): the
+    network is linearised there, refits of the weights start there, and `statistics` are the sums
+    there. `mean`, `sums` and `covariance` are of the Gaussian that predictions use: the one at the
+    mode (Laplace), or the variational one. The posterior holds a private copy of the network, so it
+    never writes to the user's module, and later changes of that module have no effect.
     """
 
     network: Network
@@ -86,9 +87,11 @@ class Posterior:
         refit: "output" (default: the mode in the outputs), "newton" (one step), "none" (ASSLA),
         "weights" (SSLA: a real refit on all of the data), "auto" (output, and weights where that is
         doubtful), or an object such as `ssla.NoRefit(curvature="fisher")`. differentiable: the
-        answers carry gradients in x and y (backward, torch.autograd.grad). For Gaussian noise, and
-        with refit="output" for the library's other likelihoods; answers without a gradient are
-        refused (see docs/models.md). The graph of all rows is held in memory.
+        answers carry gradients in x and y (backward, torch.autograd.grad). It works for Gaussian
+        noise, and with refit="output" for the library's other likelihoods; answers without a
+        gradient are refused (see docs/models.md). The graph of all rows is held in memory.
+
+        Raises ValueError for a refit that does not suit the convention or the targets.
 
         >>> post.predict(x).interval(0.95)      # doctest: +SKIP
         """
@@ -101,7 +104,7 @@ class Posterior:
         weights.
         """
         marginal = self.outputs_at(x, differentiable)
-        template = self.like(marginal)
+        template = self.answer_template(marginal)
         return Marginal(marginal.mean.to(template), marginal.covariance.to(template))
 
     def joint(self, x: Inputs, differentiable: bool = False) -> Joint:
@@ -109,18 +112,18 @@ class Posterior:
 
         Entry i·C + c is output c at input i.
 
-        The diagonal blocks are those of `marginal`. A matrix beyond the memory budget is refused:
-        see `draw_functions`. differentiable: both carry gradients in x.
+        The diagonal blocks are those of `marginal`. differentiable: both carry gradients in x.
+        Raises ValueError for a matrix beyond the memory budget: `draw_functions` needs none.
         """
         return functions.joint(self, x, differentiable)
 
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> Functions:
-        """Draw the function f n times, with the covariance of `joint`, to be evaluated at any x:
-        (n, N, C).
+        """Draw the function f n times, with the covariance of `joint`.
 
-        Each is one draw of the weights, in the network linearised at θ̂, so its values in different
-        calls belong together (Thompson sampling). Needs no matrix over the inputs. `draws(x,
-        differentiable=True)` carries gradients in x.
+        The draws can be evaluated at any N inputs x, which gives (n, N, C). Each is one draw of the
+        weights, in the network linearised at θ̂, so its values in different calls belong together
+        (Thompson sampling). No matrix over the inputs is needed. `draws(x, differentiable=True)`
+        carries gradients in x.
 
         >>> draws = post.draw_functions(16, generator)      # doctest: +SKIP
         >>> draws(x).std(0), draws[3](x)                    # doctest: +SKIP
@@ -134,7 +137,7 @@ class Posterior:
         Exact for a linear model with Gaussian noise, otherwise an approximation. Influential rows
         of a last layer, for which the approximation is poor, are refitted and counted, at most
         `refits` of them (by default fewer, the more rows there are). Prior, noise and features are
-        kept, so the figures are optimistic where the features have seen the rows. data: the
+        kept, so the figures are optimistic where the features were trained on the rows. data: the
         training data, where the posterior does not hold them.
 
         >>> print(post.loo())      # doctest: +SKIP
@@ -205,8 +208,9 @@ class Posterior:
         objective: "evidence" (from the statistics, no pass over data; of a variational Gaussian the
         bound, by a few passes), "loo" (leave-one-out log densities of the training rows), or "nll"
         or "crps" of predictions for `data`: a validation set, or the training data with folds=k.
-        One factor on the precision for each layer (or for all with per_layer=False), one on the
-        noise of a Gaussian likelihood; the prior's means and the pattern of its precisions stay.
+        over: which of "prior" and "noise" are chosen. There is one factor on the precision for each
+        layer (or for all with per_layer=False), and one on the noise of a Gaussian likelihood. The
+        prior's means and the pattern of its precisions stay.
 
         >>> tuned = post.tune(); print(tuned.tuning_history)      # doctest: +SKIP
         """
@@ -220,10 +224,12 @@ class Posterior:
 
         A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode,
         as if all data had been fitted at once. Otherwise θ̂ stays where it is, and the report says
-        so. A variational Gaussian keeps its averages over the earlier rows, and is found again with
-        those of the new ones: its mean moves after mode="polish", as well as the structure knows
-        the earlier rows (dense and low_rank nearly as a fit of all rows), and stays at the trained
-        weights otherwise.
+        so.
+
+        A variational Gaussian keeps its averages over the earlier rows, and is found again with
+        those of the new ones. After mode="polish" its mean moves: with dense and low_rank curvature
+        nearly to that of a fit of all rows, with others only approximately. Otherwise the mean
+        stays at the trained weights.
         """
         return update_posterior(self, data)
 
@@ -231,8 +237,8 @@ class Posterior:
         """Return the posterior of both data sets (the prior counts once), in any order.
 
         Both must come from the same network, likelihood, prior, structure and mode, bit by bit, and
-        stand at the same θ̂ (fit shards with mode="tilt"), unless the statistics determine the log
-        likelihood exactly, when θ̂ is moved.
+        stand at the same θ̂ (fit shards with mode="tilt"). Only where the statistics determine the
+        log likelihood exactly may θ̂ differ: it is then moved. Raises ValueError for other pairs.
         """
         return more_data.merge_posteriors(self, other)
 
@@ -255,9 +261,9 @@ class Posterior:
         """Write one graph from x to the answers of `predict`, to be run without ssla: .onnx, or
         .pt2 (torch.export).
 
-        The answers are mean, sd and the quantiles at `levels`, or of classes probabilities and
-        label. They are float64; the network computes in its own dtype. For posteriors of a last
-        layer; others are refused. The number of rows is free.
+        The answers are mean, sd and the quantiles at `levels`; for classes they are probabilities
+        and label. They are float64; the network computes in its own dtype. The number of rows is
+        free. Posteriors of other weights than a last layer are refused.
 
         example: inputs like those that the graph will see (by default the first batch of the
         training data). The file is compared with the library on them, and it is not written if an
@@ -272,7 +278,7 @@ class Posterior:
         """Compute ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|, the Laplace evidence.
 
         It is exact for linear Gaussian models. H holds the prior's curvature under the exact
-        convention only. Of a variational Gaussian it is the evidence bound
+        convention only. For a variational Gaussian the result is the evidence bound
         Σ E log p + E log π + ½ log|S| + (P/2)(1 + log 2π), with the prior to second order around m.
         """
         if self.variational is not None:
@@ -294,17 +300,22 @@ class Posterior:
 
     @property
     def mean(self) -> Tensor:
-        """The mean of θ (P,): m of a variational Gaussian, or θ̂."""
+        """Return the mean of θ (P,): m of a variational Gaussian, or θ̂."""
         return self.theta if self.variational is None else self.variational.mean
 
     @property
     def sums(self) -> Statistics:
-        """The sums over the data behind `covariance`."""
+        """Return the sums over the data behind `covariance`: those at θ̂, or a variational
+        Gaussian's averages.
+        """
         return self.statistics if self.variational is None else self.variational.statistics
 
     @cached_property
     def covariance(self) -> Operator:
-        """The covariance of θ: S of a variational Gaussian, or H⁻¹."""
+        """Return the covariance of θ: S of a variational Gaussian, or H⁻¹.
+
+        Raises ValueError where its inverse is not positive definite.
+        """
         if self.variational is None:
             return self.operator
         return self.sums.curvature.with_prior(self.bound_prior.precision(self.mean))
@@ -313,14 +324,14 @@ class Posterior:
     def tilted(self) -> bool:
         """Return whether θ̂ counts as the mode, though it is not one.
 
-        A variational Gaussian keeps what it was fitted with.
+        A variational Gaussian keeps the value that it was fitted with, also if `mode` changes.
         """
         return self.mode != POLISH if self.variational is None else self.variational.tilted
 
     @property
     def tilt(self) -> Tensor:
-        """The vector (P,) that is subtracted from the gradient of the objective, so that the mean
-        of θ is stationary; zero at a mode.
+        """Return the vector (P,) that is subtracted from the gradient of the objective, so that the
+        mean of θ is stationary; zero at a mode.
 
         The gradient is that of the Gaussian at hand: at θ̂, or averaged over the variational one,
         whose mean then is θ̂.
@@ -331,20 +342,20 @@ class Posterior:
 
     @cached_property
     def bound_prior(self) -> BoundPrior:
-        """The prior over the flat θ (P,)."""
+        """Return the prior over the flat θ (P,)."""
         return self.prior.bind(self.network.layout)
 
     @property
     def objective_prior(self) -> BoundPrior:
-        """The prior in the objective of θ̂ and of every refit: none under the additive
+        """Return the prior in the objective of θ̂ and of every refit: a flat one under the additive
         convention.
         """
         return Flat().bind(self.network.layout) if self.convention == ADDITIVE else self.bound_prior
 
     @cached_property
     def operator(self) -> Operator:
-        """H⁻¹ of a refit, H = Σ JᵀΛJ − ∇² log π (without the prior under the additive
-        convention).
+        """Return H⁻¹ at θ̂, with H = Σ JᵀΛJ − ∇² log π; under the additive convention without the
+        prior.
 
         Raises ValueError where H is not positive definite.
         """
@@ -364,8 +375,8 @@ class Posterior:
 
     @cached_property
     def data_operator(self) -> Operator:
-        """S⁻¹, S = Σ JᵀΛJ alone: the curvature of the conventions that leave the prior out of
-        it.
+        """Return S⁻¹ at θ̂, with S = Σ JᵀΛJ alone: for the conventions that leave the prior out of
+        the curvature.
 
         Raises ValueError where the data do not determine every parameter.
         """
@@ -379,27 +390,29 @@ class Posterior:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """θ̂ by name (after `polish` not the module's own values)."""
+        """Return a copy of θ̂ by parameter name; after `polish` it is not what the module holds."""
         return self.network.layout.unpack(self.theta.clone())
 
     @property
     def residual(self) -> float:
-        """The distance √(gᵀH⁻¹g) of θ̂ from the mode of the objective, in posterior standard
+        """Return the distance √(gᵀH⁻¹g) of θ̂ from the mode of the objective, in posterior standard
         deviations.
         """
         gradient = self.statistics.gradient + self.objective_prior.gradient(self.theta)
         return math.sqrt(max(float(gradient @ self.operator.solve(gradient)), 0.0))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a pickled copy has: all but the training data, so that a refit of the
-        weights needs WeightRefit(data=…).
+        """Return the state of a pickled copy: everything but the training data.
+
+        A refit of the copy's weights needs WeightRefit(data=…).
         """
         return {**self.__dict__, "source": None}
 
     @property
     def follows_prior(self) -> bool:
-        """Return whether the mean of θ can follow when the prior changes, from the sums alone (to
-        first order if they are averages).
+        """Return whether the sums alone give the new mean of θ when the prior changes.
+
+        For a variational Gaussian, whose sums are averages, it is right to first order only.
         """
         return (
             self.updates_mode_from_sums if self.variational is None else not self.variational.tilted
@@ -407,11 +420,10 @@ class Posterior:
 
     @property
     def quadratic(self) -> bool:
-        """Return whether the statistics determine ℓ_D exactly (a quadratic), so that the mode can
-        move without another pass.
+        """Return whether ℓ_D is a quadratic that the statistics determine exactly.
 
-        They do for Gaussian noise on a last layer, dense or by Kronecker factors: one Λ for all
-        rows makes A ⊗ G/n exact.
+        The mode can then move without another pass. It is so for Gaussian noise on a last layer
+        with dense curvature, or with Kronecker factors: one Λ for all rows makes A ⊗ G/n exact.
         """
         exact = self.statistics.curvature.exact_for_one_precision
         return self.network.linear and self.likelihood.quadratic and exact
@@ -433,8 +445,8 @@ class Posterior:
         """Yield f (B, C) at the mean of θ, and J at θ̂, for inputs x, a chunk at a time.
 
         differentiable: with the graph of x, if x requires a gradient. The graph of all chunks is
-        then held. Raises ValueError where an output is not finite, is outside the likelihood's
-        domain, or has no derivative that was asked for.
+        then held. progress: as in `fit`. Raises ValueError where an output is not finite, is
+        outside the likelihood's domain, or has no derivative that was asked for.
         """
         inputs = self.network.cast(as_inputs(x, differentiable))
         graph = (
@@ -449,22 +461,24 @@ class Posterior:
         for chunk in progress_bar(chunks, None, progress, "predict", "chunk"):
             f, J = self.network.linearise(chunk, theta, graph)
             if graph:
-                _refuse_disconnected(f, chunk)
+                _refuse_disconnected_outputs(f, chunk)
             check_finite(
                 "The network's output",
                 f,
                 "Its own layers overflow there, or have no value: leave out these inputs.",
             )
+            # Other weights: the outputs of the network linearised at θ̂, taken at the mean.
             if self.variational is not None and not linear:
                 f = f.double() + J.double().push(self.mean - self.theta)
             self.likelihood.check_outputs(f)
             yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
 
-    def like(self, marginal: Marginal) -> Tensor:
-        """Return an empty tensor with the dtype and the device of answers: the model's.
+    def answer_template(self, marginal: Marginal) -> Tensor:
+        """Return an empty tensor with the dtype and the device that answers for `marginal` have.
 
-        Float64 where the model's dtype would round a mean by more than a twentieth of the noise: a
-        noise of 0.01 at outputs of 10⁶ has no place in float32.
+        These are the model's. The dtype is float64 where the model's is too coarse: where its steps
+        at a mean exceed COARSE standard deviations of y (float32 has steps of about 0.1 at 10⁶),
+        where it cannot hold a variance, and always inside vmap.
         """
         f, K = marginal
         dtype, device = self.network.dtype, self.network.device
@@ -480,31 +494,36 @@ class Posterior:
         return torch.empty(0, dtype=dtype, device=device)
 
     def outputs_at(self, x: Inputs, differentiable: bool = False) -> Marginal:
-        """Compute `marginal` in float64 on the CPU, where everything else is computed."""
+        """Compute f̂ (N, C) and K (N, C, C) as `marginal` does, but keep them in float64 on the CPU,
+        where the library computes.
+        """
         return join_chunks(
             self.network.outputs,
             [(f, self.covariance.covariance(J)) for f, J in self.linearised(x, differentiable)],
         )
 
     def roots_at(self, x: Inputs, differentiable: bool = False) -> Iterator[tuple[Tensor, Root]]:
-        """Yield f̂ (B, C) in float64 and R with R Rᵀ = K, a chunk at a time: K of all rows is
-        never held.
+        """Yield f̂ (B, C) in float64 and R with R Rᵀ = K (B, C, C), a chunk at a time.
+
+        K of all rows is never held. Raises as `linearised`.
         """
         for f, J in self.linearised(x, differentiable):
             yield f.double(), self.covariance.root(J)
 
     def __repr__(self) -> str:
         """Return one line with the size of the fit and how it was done."""
-        r = self.report
+        report = self.report
         return (
-            f"Posterior(n={r.n}, parameters={r.parameters}, likelihood={r.likelihood}, "
-            f"structure={r.structure!r}, mode={r.mode!r})"
+            f"Posterior(n={report.n}, parameters={report.parameters}, "
+            f"likelihood={report.likelihood}, structure={report.structure!r}, "
+            f"mode={report.mode!r})"
         )
 
 
-def _refuse_disconnected(f: Tensor, x: Inputs) -> None:
-    """Raise ValueError if the network's outputs f (B, C) have no derivative in x, which a zero
-    gradient would hide.
+def _refuse_disconnected_outputs(f: Tensor, x: Inputs) -> None:
+    """Raise ValueError if the network's outputs f (B, C) have no derivative in x.
+
+    Without the error the user would get a gradient of zero, which looks like an answer.
     """
     free = [part for part in input_tensors(x) if part.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
@@ -605,7 +624,8 @@ def fit(
         )
     if unseen is None:
         return fitting.fit(plan)
-    return choose_by_validation(plan, unseen, isinstance(validation, float))
+    # A number is the share of the training data that was held out.
+    return choose_by_validation(plan, unseen, held_out=isinstance(validation, float))
 
 
 @in_plain_torch
@@ -614,7 +634,8 @@ def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = No
     y.
 
     Their sum is an un-normalised log density. y is (N,), or (N, k) for k candidates at each input;
-    D targets (N, D) or (N, k, D). One refit for each y; options in `refit`.
+    of D targets it is (N, D) or (N, k, D). There is one refit for each y. refit: its options; None:
+    the defaults of WeightRefit.
 
     >>> ssla.ssla(posterior, x, y).total                     # doctest: +SKIP
     """
@@ -627,8 +648,9 @@ def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = No
 def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
     """Compute the increments of ASSLA, without a refit (θ̃ = θ̂): log p(y|f̂) − ½ log|I + ΛK|.
 
-    Shapes as for `ssla`. With Gaussian noise it is the plug-in times a constant: it does not
-    include the uncertainty of the network.
+    y has the shapes that `ssla` takes. refit: which curvature Λ is; None: the observed one. With
+    Gaussian noise the result is the plug-in times a constant: it does not include the uncertainty
+    of the network.
     """
     return increments_at(NoRefit() if refit is None else refit, _checked_posterior(posterior), x, y)
 
@@ -687,7 +709,9 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
 
 
 def _checked_posterior(posterior: Posterior) -> Posterior:
-    """Return the first argument of a public function; TypeError if it is no posterior."""
+    """Return the first argument of a public function unchanged; raise TypeError if it is no
+    posterior.
+    """
     if not isinstance(posterior, Posterior):
         raise TypeError(
             "The first argument must be a Posterior, as ssla.fit returns it, but is a "

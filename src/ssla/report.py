@@ -22,39 +22,44 @@ NO_VALIDATION = (
 
 
 class Note(str):
-    """A line of a report, with its subject, by which a later change replaces or keeps it.
+    """A line of a report with its subject, by which a later change replaces or keeps the line.
 
-    Notes of old files have none.
+    Notes of old files are plain texts without a subject.
     """
 
     subject: str
 
     def __new__(cls, text: str, subject: str = FIT) -> Note:
-        """Make a note of a text on a subject."""
+        """Return a note with this text and subject."""
         note = super().__new__(cls, text)
         note.subject = subject
         return note
 
     def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
-        """Return what a pickled note is made of again."""
+        """Return the arguments from which pickle makes the note again."""
         return str(self), self.subject
 
 
-def subject(note: str) -> str:
+def subject_of(note: str) -> str:
     """Return the subject of a note; FIT for a plain text."""
     return note.subject if isinstance(note, Note) else FIT
 
 
-def without(notes: Iterable[str], *subjects: str) -> list[str]:
-    """Return the notes on other subjects."""
-    return [note for note in notes if subject(note) not in subjects]
+def without_subjects(notes: Iterable[str], *subjects: str) -> list[str]:
+    """Return the notes whose subject is none of these."""
+    return [note for note in notes if subject_of(note) not in subjects]
+
+
+def _plural_ending(count: int, ending: str = "s") -> str:
+    """Return the ending of a plural after a count; the empty text after 1."""
+    return "" if count == 1 else ending
 
 
 @dataclass(frozen=True)
 class Validation:
-    """What rows that the network has not seen say, and what they chose.
+    """Figures of rows that the network has not seen, and the setting that they chose.
 
-    Log densities are means a row, in nats.
+    Log densities are means over rows, in nats.
     """
 
     rows: int
@@ -64,7 +69,7 @@ class Validation:
     predictive: float
     gain: float  # plug_in − predictive
     gain_error: float  # its standard error
-    # factor on the dispersion (noise, temperature, …) that is best without doubt
+    # factor on the dispersion (noise, temperature, …) that is best for the network itself
     network_spread: float
     words: str  # what that says of the network
     spread: float  # factor on the dispersion that was chosen beside the doubt
@@ -78,17 +83,19 @@ class Validation:
     row_scales: tuple[float, float] | None = None
 
     def lines(self) -> list[str]:
-        """Return the lines of the report."""
-        seen = ""
+        """Return what the report says of the validation rows, line by line."""
+        caveat = ""
         if self.held_out:
-            seen = "; the network may have seen them in its training, then they are too optimistic"
-        words = self.words or "the likelihood has no dispersion to choose"
+            caveat = (
+                "; the network may have seen them in its training, then they are too optimistic"
+            )
+        dispersion = self.words or "the likelihood has no dispersion to choose"
         lines = [
-            f"validation   {self.rows:,} rows chose between {self.settings} settings{seen}",
+            f"validation   {self.rows:,} rows chose between {self.settings} settings{caveat}",
             f"             negative log density a row: network {self.plug_in:.4g}, rescaled "
             f"{self.scaled_plug_in:.4g}, predictive {self.predictive:.4g} (cross-fitted; gain "
             f"{self.gain:.3g} ± {self.gain_error:.1g})",
-            f"             {words}; {self._choice}",
+            f"             {dispersion}; {self._choice_in_words}",
         ]
         if self.row_scales is not None:
             low, high = self.row_scales
@@ -105,8 +112,8 @@ class Validation:
         return lines
 
     @property
-    def _choice(self) -> str:
-        """The words for what was chosen in the end."""
+    def _choice_in_words(self) -> str:
+        """Return the words for the chosen mode and dispersion."""
         if self.mode == POLISH:
             return (
                 "these rows prefer the last layer fitted again on the training rows (polish), "
@@ -145,14 +152,14 @@ class Report:
 
     @property
     def residual_per_parameter(self) -> float:
-        """`residual` / √P, about how many posterior standard deviations each parameter is off
-        its mode.
+        """Return `residual` / √P: about how many posterior standard deviations each parameter is
+        off its mode.
         """
         return self.residual / math.sqrt(self.parameters)
 
     @property
     def _gaussian_in_words(self) -> str:
-        """The words for the Gaussian of θ."""
+        """Return the words for the Gaussian of θ."""
         if self.gaussian == VARIATIONAL:
             return (
                 f"variational: nearest to the posterior in KL divergence, found in {self.rounds} "
@@ -162,27 +169,29 @@ class Report:
 
     @property
     def _mode_in_words(self) -> str:
-        """The words for what was done to θ̂."""
+        """Return the words for what was done to θ̂."""
         if self.mode == TILT:
             return "tilted: θ̂ is taken as the mode, the point prediction is your network's own"
         if self.mode == AS_IS:
             return "taken as it is"
         return (
-            f"polished in {self.steps} Newton step{'s' * (self.steps != 1)}: residual now "
+            f"polished in {self.steps} Newton step{_plural_ending(self.steps)}: residual now "
             f"{self.residual_after:.2g}, training outputs moved by "
             f"{self.output_shift:.2g} noise units (rms); your module is unchanged"
         )
 
     def __str__(self) -> str:
-        """Return the report as lines of text."""
+        """Return the report as lines of text, each with its label in the first 13 columns."""
         weighted = "" if math.isclose(self.weight, self.n) else f" (total weight {self.weight:g})"
+        # The network's own parameters have the empty layer name.
         blocks = ", ".join(f"{name or 'network'}: {block}" for name, block in self.blocks.items())
         lines = [
             f"n seen       {self.n:,} rows{weighted}, {self.passes} "
-            f"pass{'es' * (self.passes != 1)} over the data",
+            f"pass{_plural_ending(self.passes, 'es')} over the data",
             f"parameters   {self.parameters:,} free "
             f"({', '.join(self.names[:4])}{', …' if len(self.names) > 4 else ''})",
-            f"likelihood   {self.likelihood} on {self.outputs} output{'s' * (self.outputs != 1)}",
+            f"likelihood   {self.likelihood} on {self.outputs} "
+            f"output{_plural_ending(self.outputs)}",
             f"structure    {self.structure} "
             f"({blocks}{f'; chosen: {self.choice}' if self.choice else ''})",
             f"prior        {self.prior or 'not described'} (convention: {self.convention})",
@@ -217,16 +226,16 @@ class TuningHistory:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return the first and the last point, in a few lines."""
-        ends = ", ".join(
-            f"{name} {float(a):.4g} → {float(b):.4g}"
-            for name, a, b in zip(self.names, self.points[0], self.points[-1], strict=True)
+        """Return the first and the last point with their values, in a few lines."""
+        changes = ", ".join(
+            f"{name} {float(first):.4g} → {float(last):.4g}"
+            for name, first, last in zip(self.names, self.points[0], self.points[-1], strict=True)
         )
         lines = [
             f"{self.objective}  {float(self.values[0]):.6g} → {float(self.values[-1]):.6g} in "
             f"{len(self.values) - 1} rounds, {self.evaluations} evaluations"
             + ("" if self.converged else "; NOT converged"),
-            ends,
+            changes,
         ]
         if self.at_bound:
             lines.append(f"at the edge of their range: {', '.join(self.at_bound)}")

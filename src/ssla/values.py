@@ -14,7 +14,8 @@ from ssla.likelihoods import Likelihood
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.priors import BoundPrior
 
-# Standard deviations: a dtype whose steps are larger cannot hold the answers.
+# Standard deviations of y: a dtype with larger steps is too coarse for answers. The rounding error
+# is half a step, a twentieth of a standard deviation. A guess.
 COARSE = 0.1
 
 
@@ -27,7 +28,7 @@ class Marginal(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Sums over the data at one θ. `merge` adds them."""
+    """Sums over the data at one θ."""
 
     n: int  # rows seen
     weight: float  # sum of the row weights (= n without weights)
@@ -36,7 +37,7 @@ class Statistics:
     curvature: Structure  # Σ JᵀΛJ
 
     def merge(self, other: Statistics) -> Statistics:
-        """Return the sums over both data sets, at the same θ."""
+        """Return the sums over both data sets, which must be taken at the same θ."""
         return Statistics(
             self.n + other.n,
             self.weight + other.weight,
@@ -45,9 +46,11 @@ class Statistics:
             self.curvature.merge(other.curvature),
         )
 
-    def moved(self, step: Tensor, curvature: Structure | None = None) -> Statistics:
-        """Return the sums at θ + step (P,) where ℓ_D is quadratic with exactly this curvature (by
-        default the one of the sums).
+    def with_theta_moved(self, step: Tensor, curvature: Structure | None = None) -> Statistics:
+        """Return the sums at θ + step, for a step (P,), without a pass over the data.
+
+        Right where ℓ_D is a quadratic with this curvature S; None: the curvature of the sums. ℓ_D
+        changes by gᵀδ − ½ δᵀSδ and its gradient g by −Sδ.
         """
         push = (curvature or self.curvature).push(step)
         gain = float(step @ self.gradient) - 0.5 * float(step @ push)
@@ -55,11 +58,13 @@ class Statistics:
             self, log_likelihood=self.log_likelihood + gain, gradient=self.gradient - push
         )
 
-    def at_noise(self, noise: float | Tensor, log_likelihood: float) -> Statistics:
-        """Return the sums of a Gaussian at `noise` times the noise, with its log likelihood there.
+    def with_noise_scaled(self, noise: float | Tensor, log_likelihood: float) -> Statistics:
+        """Return the sums of a Gaussian likelihood at `noise` times its noise.
 
-        noise: one factor, or one for each parameter (P,).
+        noise: one factor, or one for each parameter (P,). log_likelihood: ℓ_D at that noise, which
+        these sums alone do not determine.
         """
+        # Score and precision of a Gaussian carry 1/σ²; `scaled` takes the factor 1/σ on both sides.
         return replace(
             self,
             log_likelihood=log_likelihood,
@@ -67,15 +72,15 @@ class Statistics:
             curvature=self.curvature.scaled(torch.ones_like(self.gradient) / noise),
         )
 
-    def at_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
-        """Return θ (P,) and the sums after one Newton step, which is exact where ℓ_D + log π is
-        quadratic.
+    def move_to_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
+        """Move θ (P,) by one Newton step; return the new θ and the sums there.
 
-        Raises ValueError where the curvature is not positive definite.
+        It is the mode where ℓ_D + log π is quadratic. Raises ValueError where the curvature is not
+        positive definite.
         """
         operator = self.curvature.with_prior(prior.precision(theta))
         step = operator.solve(self.gradient + prior.gradient(theta))
-        return theta + step, self.moved(step)
+        return theta + step, self.with_theta_moved(step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,21 +101,21 @@ class Variational:
 def evidence_bound(
     prior: BoundPrior, mean: Tensor, covariance: Operator, log_likelihood: float
 ) -> float:
-    """Compute the evidence bound of N(mean, covariance) of θ under a prior.
+    """Compute the evidence bound E ℓ_D + E log π + entropy of a Gaussian N(mean, covariance) of θ.
 
-    mean: (P,). log_likelihood: its average over that Gaussian.
+    mean: (P,). log_likelihood: E ℓ_D, the log likelihood averaged over that Gaussian.
     """
-    # E log π to second order around the mean.
-    spread = float(prior_share(covariance, prior.precision(mean)).sum())
-    expected = float(prior.log_prob(mean)) - 0.5 * spread
+    # E log π to second order around the mean: log π(m) − ½ tr(T S), with T = −∇² log π.
+    trace = float(prior_share(covariance, prior.precision(mean)).sum())
+    expected = float(prior.log_prob(mean)) - 0.5 * trace
     entropy = 0.5 * (len(mean) * (1 + math.log(2 * math.pi)) - covariance.logdet())
     return log_likelihood + expected + entropy
 
 
 def prior_share(operator: Operator, precision: Tensor) -> Tensor:
-    """Compute diag(T H⁻¹) (P,): how much of each parameter the prior decides.
+    """Compute diag(T H⁻¹) (P,): the share of each parameter that the prior determines.
 
-    precision: T (P,) or (P, P).
+    operator: H⁻¹. precision: the prior's T (P,) or (P, P).
     """
     if precision.dim() == 1:
         return precision * operator.variances()
@@ -118,7 +123,10 @@ def prior_share(operator: Operator, precision: Tensor) -> Tensor:
 
 
 def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
-    """Compute Σ w rᵀΣ⁻¹r from ℓ: a Gaussian's log likelihood is −½ of it plus constants."""
+    """Compute Σ w rᵀΣ⁻¹r, the whitened squared residuals of a Gaussian likelihood with C outputs.
+
+    They follow from ℓ_D = −½ Σ w (rᵀΣ⁻¹r + log|Σ| + C log 2π), without a pass.
+    """
     sigma = likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))
     logdet = 2 * float(torch.linalg.cholesky(sigma).diagonal().log().sum())
     constants = statistics.weight * (outputs * LOG_2PI + logdet)
@@ -126,8 +134,9 @@ def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: in
 
 
 def join_chunks(outputs: int, chunks: list[tuple[Tensor, Tensor]]) -> Marginal:
-    """Join means (B, C) and covariances (B, C, C) of chunks into those of all rows, in float64; no
-    chunk gives no rows.
+    """Join means (B, C) and covariances (B, C, C) of chunks into those of all rows, in float64.
+
+    Without chunks the result has no rows.
     """
     if not chunks:
         return Marginal(

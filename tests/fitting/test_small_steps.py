@@ -62,7 +62,7 @@ def test_spreads_of_two_chunks_merge_to_that_of_all_rows():
     y, f = torch.randn(2, 9, 1, dtype=torch.float64, generator=generator)
 
     def spread_of(rows: slice) -> Spread:
-        return Spread.of(y[rows], f[rows], None, 1e-16, 1e-16 * f[rows].abs())
+        return Spread.from_chunk(y[rows], f[rows], None, 1e-16, 1e-16 * f[rows].abs())
 
     merged = spread_of(slice(0, 4)).merge(spread_of(slice(4, None)))
     expected = spread_of(slice(None))

@@ -22,7 +22,7 @@ from ssla import priors
 from ssla.fitting.evidence import OperatorEvidence, SpectralEvidence, evidence_of
 from ssla.fitting.held_out_scores import HeldOutScore
 from ssla.fitting.mode import NoModeError, Polish
-from ssla.fitting.noise import at_noise
+from ssla.fitting.noise import scale_noise
 from ssla.fitting.tuning import keep_higher_bound, tune
 from ssla.fitting.tuning_space import Space
 from ssla.fitting.variational import with_recentred_mean
@@ -122,7 +122,7 @@ def test_value_and_gradient_are_the_posteriors_own_evidence(
         structure=structure,
         weights=weights,
     )
-    space, _ = Space.of(post, ("prior", "noise"), per_layer)
+    space, _ = Space.around(post, ("prior", "noise"), per_layer)
     evidence = evidence_of(space.problem)
     assert isinstance(evidence, kind)
     other = OperatorEvidence(space.problem)
@@ -165,14 +165,14 @@ def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     tuned = quiet(post.tune, per_layer=per_layer)
     assert tuned.tuning_history.converged
     assert tuned.log_evidence() >= post.log_evidence()
-    space, _ = Space.of(post, ("prior", "noise"), per_layer)
+    space, _ = Space.around(post, ("prior", "noise"), per_layer)
     low, high = space.box
     free = ~torch.tensor(
         [name in tuned.tuning_history.at_bound for name in tuned.tuning_history.names]
     )
     start = (
         tuned.tuning_history.points[-1]
-        / space.in_units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]
+        / space.precisions_and_noise(torch.zeros(1, len(space.free), dtype=torch.float64))[0]
     ).log()
 
     def negative(v):
@@ -329,8 +329,8 @@ def test_validation_scores_are_minimised(objective):
 
 def test_folds_are_scored_as_if_each_had_been_fitted():
     post = line()
-    space, _ = Space.of(post, ("prior", "noise"), True)
-    held = HeldOutScore.of(post, (X, Y), "nll", 5)
+    space, _ = Space.around(post, ("prior", "noise"), True)
+    held = HeldOutScore.from_data(post, (X, Y), "nll", 5)
     point = torch.tensor([0.7, -0.9], dtype=torch.float64)
     total = 0.0
     for k in range(5):
@@ -394,7 +394,7 @@ def test_another_noise_rescales_the_sums_exactly():
         weights="all",
         structure="kfac",
     )
-    other = at_noise(post, 1.7)
+    other = scale_noise(post, 1.7)
     fresh = quiet(
         ssla.fit,
         net(),

@@ -76,7 +76,7 @@ def test_the_spread_of_shards_is_that_of_all_rows():
     )
     w = torch.rand(50, dtype=torch.float64)
     parts = [
-        Spread.of(y[s], f[s], w[s], 1e-16, f[s].abs())
+        Spread.from_chunk(y[s], f[s], w[s], 1e-16, f[s].abs())
         for s in (slice(0, 7), slice(7, 30), slice(30, 50))
     ]
     merged, mean = parts[0].merge(parts[1].merge(parts[2])), (w @ y) / w.sum()

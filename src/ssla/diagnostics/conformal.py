@@ -101,7 +101,7 @@ def predictive_set(
     sets = cross_conformal_sets([Member(posterior, as_inputs(x), data, rows)], level)
     if sets.dtype == torch.bool:
         return sets
-    return sets.to(posterior.like(posterior.outputs_at(x)))
+    return sets.to(posterior.answer_template(posterior.outputs_at(x)))
 
 
 def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:

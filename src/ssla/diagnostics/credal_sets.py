@@ -36,7 +36,7 @@ from ssla.predictive.expectation import Event, expect, probability
 from ssla.predictive.predictive import as_probabilities, drop_single_value, scalar_targets
 from ssla.priors import EXACT, Box, Prior
 from ssla.refit import Refit
-from ssla.report import PRIOR, subject
+from ssla.report import PRIOR, subject_of
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -225,7 +225,7 @@ def credal(
         for moved in posteriors
         if not moved.updates_mode_from_sums
         for note in moved.report.notes
-        if subject(note) == PRIOR
+        if subject_of(note) == PRIOR
     )
     predictives = tuple(moved.predict(x, refit) for moved in posteriors)
     return Credal(FiniteMembers(predictives), tuple(chosen), convention, tuple(notes))

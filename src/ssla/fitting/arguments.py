@@ -30,10 +30,12 @@ def checked_plan(
     gaussian: str | None,
     budget: int,
 ) -> FitPlan:
-    """Return the plan of a fit, if its arguments are what they should be.
+    """Check the arguments of a fit, and return its plan.
 
-    Raises TypeError for something else than a likelihood, a prior or a structure, and ValueError
-    for unknown names and for arguments that exclude each other.
+    result_class: the class that the fit returns. prior, mode, gaussian: None where the fit chooses.
+    budget: bytes for intermediate results. Raises TypeError for something else than a likelihood, a
+    prior or a structure, and ValueError for unknown names and for arguments that exclude each
+    other.
     """
     _check_likelihood(likelihood)
     if mode is not None:
@@ -46,6 +48,7 @@ def checked_plan(
             "does not allow every output. Use gaussian='laplace', or a likelihood on the "
             "logarithmic scale."
         )
+    # "auto" stands for dense until the first batch opens the network; then the fit chooses.
     automatic = isinstance(structure, str) and structure == AUTO
     return FitPlan(
         result_class,
@@ -83,7 +86,10 @@ def _check_likelihood(likelihood: Likelihood) -> None:
 
 
 def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
-    """Return the argument weights=; TypeError if it is no name and no list of names."""
+    """Return the argument weights= unchanged; raise TypeError unless it is a name or a list.
+
+    Whether the names exist is checked when the network is opened.
+    """
     if not isinstance(weights, str | list | tuple):
         raise TypeError(
             "weights must be 'last_layer', 'all', a module's name or a list of parameter names, "
@@ -93,7 +99,9 @@ def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
 
 
 def checked_budget(memory_budget: Any) -> int:
-    """Return the memory budget in bytes, by default 1 GiB; ValueError if it is not positive."""
+    """Return the memory budget in bytes, by default 1 GiB; raise ValueError if it is not a positive
+    number.
+    """
     if memory_budget is None:
         return DEFAULT_BUDGET
     if isinstance(memory_budget, str) or memory_budget <= 0:

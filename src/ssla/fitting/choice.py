@@ -38,7 +38,7 @@ class Setting(NamedTuple):
 
     @property
     def family(self) -> tuple[str, str]:
-        """The mode and the Gaussian."""
+        """Return the mode and the Gaussian: settings that share both are of one family."""
         return self.mode, self.gaussian
 
 
@@ -52,13 +52,13 @@ class Difference(NamedTuple):
 def mean_and_error(values: Tensor, weights: Tensor) -> Difference:
     """Compute the weighted mean of values (n,) and its standard error; infinite for a single row.
 
-    weights: (n,).
+    weights: (n,), not all zero.
     """
     total = weights.sum()
     mean = (weights * values).sum() / total
-    rows = float(total**2 / (weights**2).sum())  # Kish's effective number
+    effective_rows = float(total**2 / (weights**2).sum())  # Kish's effective sample size
     variance = (weights * (values - mean) ** 2).sum() / total
-    error = math.sqrt(float(variance) / (rows - 1)) if rows > 1 else math.inf
+    error = math.sqrt(float(variance) / (effective_rows - 1)) if effective_rows > 1 else math.inf
     return Difference(float(mean), error)
 
 
@@ -66,21 +66,23 @@ def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor)
     """Return the index of the setting that rows with these log densities (k, n) and weights (n,)
     choose.
 
-    First the mode and the Gaussian: those of the best setting, unless the trained head (tilt) is
-    within two standard errors of it, or the variational Gaussian within one. Then the prior, then
-    the dispersion.
+    First the mode and the Gaussian are chosen: those of the best setting, unless the trained head
+    (tilt) is within two standard errors of it, or the variational Gaussian within one. Then the
+    prior is chosen, then the dispersion.
     """
     means = scores @ weights / weights.sum()
-    best = _highest(range(len(settings)), means)
+    best = _index_of_highest_mean(range(len(settings)), means)
+    # The trained head keeps the network's predictions, so a polished one must be clearly better.
     trained = [i for i, setting in enumerate(settings) if setting.mode == TILT]
-    best = _prefer_rivals(best, trained, scores, weights, CLEARLY)
+    best = _prefer_rivals(best, trained, scores, weights, standard_errors=CLEARLY)
     mode = settings[best].mode
     variational = [i for i, setting in enumerate(settings) if setting.family == (mode, VARIATIONAL)]
     best = _prefer_rivals(best, variational, scores, weights)
+    # In that family: the weakest prior that is as good as the best, at its best dispersion.
     family = [i for i, setting in enumerate(settings) if setting.family == settings[best].family]
     near = [i for i in family if _is_as_good(scores[best], scores[i], weights)]
     weakest = min(settings[i].precision for i in near)
-    return _highest([i for i in family if settings[i].precision == weakest], means)
+    return _index_of_highest_mean([i for i in family if settings[i].precision == weakest], means)
 
 
 def cross_fitted_scores(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> Tensor:
@@ -88,7 +90,7 @@ def cross_fitted_scores(settings: Sequence[Setting], scores: Tensor, weights: Te
     chooses.
 
     scores: log densities (k, n) under each setting. The halves are the rows with even and with odd
-    numbers.
+    numbers. A single row has no other half, and is scored under its own choice.
     """
     even = torch.arange(len(weights)) % 2 == 0
     cross_fitted = torch.empty_like(scores[0])
@@ -104,8 +106,9 @@ def refined_spread(
 ) -> float:
     """Return the best dispersion between the settings that were tried, beside the chosen one.
 
-    It is where a parabola through the three nearest logarithms of the spread is highest; the chosen
-    setting's own if it is at the edge. scores: log densities (k, n).
+    It is where a parabola through the three nearest logarithms of the spread is highest, or the
+    chosen setting's own spread if that is at the edge. scores: log densities (k, n). weights: of
+    the rows (n,). chosen: the index of the chosen setting.
     """
     setting = settings[chosen]
     # Mean log densities of the settings that differ in the spread alone.
@@ -126,7 +129,10 @@ def refined_spread(
 
 
 def parabola_top(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float | None:
-    """Return where the parabola through three points is extreme; None where it is a line."""
+    """Return where the parabola through (a, fa), (b, fb) and (c, fc) has its maximum or minimum.
+
+    None where the points are on a line. The formula is that of Brent's parabolic interpolation.
+    """
     up = (b - a) * (fb - fc)
     down = (b - c) * (fb - fa)
     if up == down:
@@ -134,30 +140,33 @@ def parabola_top(a: float, b: float, c: float, fa: float, fb: float, fc: float) 
     return b - 0.5 * ((b - a) * up - (b - c) * down) / (up - down)
 
 
-def _highest(indices: Sequence[int] | range, means: Tensor) -> int:
-    """Return the index with the highest mean, of means (k,)."""
+def _index_of_highest_mean(indices: Sequence[int] | range, means: Tensor) -> int:
+    """Return the one of some indices whose mean, of means (k,), is highest; the first of equals."""
     return max(indices, key=lambda i: float(means[i]))
 
 
 def _prefer_rivals(
-    best: int, rivals: list[int], scores: Tensor, weights: Tensor, errors: float = 0.0
+    best: int, rivals: list[int], scores: Tensor, weights: Tensor, standard_errors: float = 0.0
 ) -> int:
     """Return the best of the rivals if it is as good as `best`, or within so many standard errors
     of it; else `best` itself.
 
-    scores: log densities (k, n).
+    best, rivals: indices of settings. scores: their log densities (k, n). weights: of the rows
+    (n,).
     """
     if not rivals or best in rivals:
         return best
-    rival = _highest(rivals, scores @ weights / weights.sum())
+    rival = _index_of_highest_mean(rivals, scores @ weights / weights.sum())
     loss = mean_and_error(scores[best] - scores[rival], weights)
-    near = loss.mean <= errors * loss.error
+    near = loss.mean <= standard_errors * loss.error
     return rival if near or _is_as_good(scores[best], scores[rival], weights) else best
 
 
 def _is_as_good(best: Tensor, other: Tensor, weights: Tensor) -> bool:
-    """Return whether the mean of best − other (n,) is at most its standard error, within two
-    limits.
+    """Return whether the mean loss best − other is at most its standard error.
+
+    best, other: log densities (n,) of rows with weights (n,). A loss up to LEAST_LOSS always
+    passes, and one above MOST_LOSS never does.
     """
     loss = mean_and_error(best - other, weights)
     return loss.mean <= min(max(loss.error, LEAST_LOSS), MOST_LOSS)

@@ -8,10 +8,10 @@ was, H = S/e^2t + diag(τ) and
     ∂/∂a_g = ½ [P_g − Σ_g τ (θ̂ − m)² − Σ_g τ diag(H⁻¹)]
     ∂/∂t   = RSS/e^2t − nC + tr(S/e^2t H⁻¹)
 
-in both cases: where θ̂ moves with the prior (a Gaussian last layer, where log Z is exact) its own
-derivative vanishes at the mode, and where it stays there is none. In an eigenbasis of S whose
-blocks share one τ everything is a sum over P eigenvalues. Where moreover θ̂ stays, those between
-groups are zero and, with h = λ/e^2t + τ,
+These derivatives hold in two cases: where θ̂ moves with the prior (a Gaussian last layer, where
+log Z is exact), because log Z is stationary in θ̂ at the mode; and where θ̂ stays. In an eigenbasis
+of S whose blocks share one τ, everything is a sum over P eigenvalues λ. If θ̂ stays as well, the
+second derivatives between groups are zero and, with h = λ/e^2t + τ,
 
     −∂²/∂a_g² = ½ Σ_g [τ (θ̂ − m)² + (τ/h) (1 − τ/h)]
     −∂²/∂t²   = 2 RSS/e^2t + 2 Σ (τ/h) (1 − τ/h)
@@ -34,8 +34,8 @@ ENTRIES_AT_ONCE = 1 << 18
 
 
 class Problem(NamedTuple):
-    """The statistics as functions of θ and noise, with the θ and the noise at which they were
-    summed.
+    """What the evidence is computed from: the sums, the θ and noise at which they were taken, and
+    the prior's pattern.
     """
 
     curvature: Structure  # S
@@ -63,7 +63,7 @@ class ThinBasis:
     """S = E diag(λ) Eᵀ with fewer directions k than parameters P, for one precision on all of them.
 
     A vector has k coordinates along E, with eigenvalues λ, then the P entries of its rest, with
-    eigenvalue zero: products of vectors are those of their coordinates, and nothing of size P×P is
+    eigenvalue zero. The product of two vectors is that of their coordinates. Nothing of size P×P is
     built.
     """
 
@@ -71,7 +71,7 @@ class ThinBasis:
     directions: Tensor  # E (P, k)
 
     def rotated(self, v: Tensor) -> Tensor:
-        """Return the coordinates (…, k + P) of vectors (…, P)."""
+        """Return the coordinates (…, k + P) of vectors (…, P): those along E, then the rest."""
         along = v @ self.directions
         return torch.cat([along, v - along @ self.directions.mT], -1)
 
@@ -82,9 +82,11 @@ class ThinBasis:
 
 
 def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
-    """Return the thin basis of a structure that holds fewer directions than its `size` parameters
-    (rows in place of a matrix, low rank); None for another.
+    """Return the thin basis of a structure that holds fewer directions than its `size` parameters.
+
+    Such structures hold rows in place of a matrix, or have a low rank. None for another structure.
     """
+    # Under a prior of precision one, such a structure is factorised by the Woodbury identity.
     unit = structure.with_prior(torch.ones(size, dtype=torch.float64))
     if not isinstance(unit, WoodburyOperator):
         return None
@@ -92,15 +94,17 @@ def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
 
 
 def eigenbasis(structure: Structure, pattern: Tensor, groups: Tensor) -> Eigenbasis | None:
-    """Return the kept eigenbasis of S, if every block of it has one precision; None otherwise.
+    """Return the eigenbasis of S that a structure keeps; None without one, or unless all parameters
+    of each of its blocks have one precision at every point.
 
-    pattern: precisions (P,). groups: those that one factor scales (P,).
+    pattern: precisions (P,). groups: the group (P,) of each parameter, which one factor scales.
     """
+    # Precisions at any point are equal inside a block if patterns and groups are.
     return structure.eigenbasis(torch.stack([pattern, groups.double()]))
 
 
 class _Contribution(NamedTuple):
-    """What some entries of θ in the eigenbasis, b of them, add to the evidence."""
+    """What b entries of θ in the eigenbasis add to the evidence."""
 
     gain: float  # of the log likelihood, where θ̂ moves
     terms: Tensor  # of prior and determinant, summed
@@ -112,60 +116,70 @@ class _Contribution(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SpectralEvidence:
-    """The evidence by eigenvalues: O(P) for each evaluation, in parts, so that its memory does not
-    grow with P.
+    """The evidence by eigenvalues, in O(P) for each evaluation.
+
+    Entries of θ are summed in parts, so that an evaluation needs no further vectors of size P.
     """
 
     problem: Problem
-    values: Tensor  # λ
-    gradient: Tensor  # Qᵀ∇ℓ
-    offset: Tensor  # Qᵀ(θ − m)
+    values: Tensor  # λ (P,)
+    gradient: Tensor  # Qᵀ∇ℓ (P,)
+    offset: Tensor  # Qᵀ(θ − m) (P,)
 
     def __call__(self, point: Tensor) -> Value:
-        """Compute log Z at a point (G + 1,), and its derivatives."""
+        """Compute log Z at a point (G + 1,), and its derivatives; second ones where θ̂ stays."""
         p = self.problem
-        gain, determined, bend_of_noise = 0.0, 0.0, 0.0
+        gain = 0.0
+        determined = 0.0
+        bend_of_noise = 0.0
         terms = torch.zeros((), dtype=torch.float64)
         slopes = torch.zeros(len(point) - 1, dtype=torch.float64)
         bends = torch.zeros_like(slopes)
         for start in range(0, len(self.values), ENTRIES_AT_ONCE):
             entries = slice(start, start + ENTRIES_AT_ONCE)
-            more = self._sum_entries(point, entries)
-            gain += more.gain
-            terms = terms + more.terms
-            determined += more.determined
-            slopes = slopes.index_add(0, p.groups[entries], more.slopes)
-            bends = bends.index_add(0, p.groups[entries], more.bends)
-            bend_of_noise += more.bend_of_noise
-        value = _assemble(p, point, p.squares - 2 * gain, gain, terms, slopes, determined)
+            part = self._sum_entries(point, entries)
+            gain += part.gain
+            terms = terms + part.terms
+            determined += part.determined
+            slopes = slopes.index_add(0, p.groups[entries], part.slopes)
+            bends = bends.index_add(0, p.groups[entries], part.bends)
+            bend_of_noise += part.bend_of_noise
+        # ℓ is −½ of the squares plus constants, so a gain of ℓ takes twice as much off the squares.
+        squares = p.squares - 2 * gain
+        value = _evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
         if p.moves:  # θ̂ then adds second derivatives between groups
             return value
-        of_noise = 0.0
+        curvature_of_noise = 0.0
         if p.rows:
-            of_noise = 2 * float((-2 * point[-1]).exp()) * p.squares + 2 * bend_of_noise
-        curvature = torch.cat([bends, torch.tensor([of_noise], dtype=torch.float64)])
+            curvature_of_noise = 2 * float((-2 * point[-1]).exp()) * p.squares + 2 * bend_of_noise
+        curvature = torch.cat([bends, torch.tensor([curvature_of_noise], dtype=torch.float64)])
         return value._replace(curvature=curvature)
 
     def _sum_entries(self, point: Tensor, entries: slice) -> _Contribution:
-        """Compute what some of the entries contribute at a point (G + 1,)."""
-        p, values = self.problem, self.values[entries]
+        """Compute what some of the entries contribute at a point (G + 1,).
+
+        The letters are those of the module's docstring; q is an entry of θ̂ − m.
+        """
+        p = self.problem
+        values = self.values[entries]
         tau = p.pattern[entries] * point[:-1].exp()[p.groups[entries]]
-        c = float((-2 * point[-1]).exp())  # S is at another noise: S/e^2t
+        c = float((-2 * point[-1]).exp())  # e^−2t: the sums are those at t = 0
         data = c * values
         h = data + tau
-        q, gain = self.offset[entries], 0.0
-        if p.moves:
+        q = self.offset[entries]
+        gain = 0.0
+        if p.moves:  # by a Newton step, entry by entry
             gradient = self.gradient[entries]
             step = (c * gradient - tau * q) / h
             gain = float((step * gradient).sum() - 0.5 * (values * step * step).sum())
             q = q + step
-        both = (tau / h) * (data / h)
+        share_product = (tau / h) * (data / h)  # (τ/h) (1 − τ/h)
         return _Contribution(
             gain,
             (0.5 * (tau.log() - tau * q * q - h.log())).sum(),
             slopes=0.5 * (1 - tau * q * q - tau / h),
-            bends=0.5 * (tau * q * q + both),
-            bend_of_noise=float(both.sum()),
+            bends=0.5 * (tau * q * q + share_product),
+            bend_of_noise=float(share_product.sum()),
             determined=float((data / h).sum()),
         )
 
@@ -177,13 +191,17 @@ class OperatorEvidence:
     problem: Problem
 
     def __call__(self, point: Tensor) -> Value:
-        """Compute log Z at a point (G + 1,), and its gradient."""
+        """Compute log Z at a point (G + 1,), and its gradient; ValueError where H is not positive
+        definite.
+        """
         p = self.problem
         tau = p.pattern * point[:-1].exp()[p.groups]
-        c = float((-2 * point[-1]).exp())
+        c = float((-2 * point[-1]).exp())  # e^−2t: the sums are those at t = 0
         operator = p.curvature.scaled(torch.full_like(tau, c**0.5)).with_prior(tau)
-        q, squares, gain = p.offset, p.squares, 0.0
-        if p.moves:
+        q = p.offset
+        squares = p.squares
+        gain = 0.0
+        if p.moves:  # θ̂ is one Newton step away
             step = operator.solve(c * p.gradient - tau * q)
             gain = float(step @ p.gradient) - 0.5 * float(step @ p.curvature.push(step))
             q = q + step
@@ -193,10 +211,10 @@ class OperatorEvidence:
         each = 0.5 * (1 - tau * q * q - prior_share)
         slopes = torch.zeros(len(point) - 1, dtype=torch.float64).index_add(0, p.groups, each)
         determined = len(tau) - float(prior_share.sum())
-        return _assemble(p, point, squares, gain, terms, slopes, determined)
+        return _evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
 
 
-def _assemble(
+def _evidence_at_noise(
     p: Problem,
     point: Tensor,
     squares: float,
@@ -205,25 +223,28 @@ def _assemble(
     slopes: Tensor,
     determined: float,
 ) -> Value:
-    """Add ℓ at the noise e^t to the prior's and the determinant's terms, and the derivative by t to
-    the slopes (G,) by log precision.
+    """Return log Z and its gradient (G + 1,) at a point (G + 1,), from its parts.
 
-    squares, gain: of θ̂ at the point. determined: how many parameters the data determine.
+    squares: the residual squares of θ̂ at the point. gain: of ℓ there, at the noise of the sums.
+    terms: what prior and determinant add to log Z. slopes: derivatives by log precision (G,).
+    determined: how many parameters the data determine.
     """
-    if not p.rows:
-        log_likelihood, of_noise = p.log_likelihood + gain, 0.0
+    if not p.rows:  # there is no noise to tune
+        log_likelihood = p.log_likelihood + gain
+        slope_of_noise = 0.0
     else:
         t = float(point[-1])
         c = float((-2 * point[-1]).exp())
         log_likelihood = p.log_likelihood + 0.5 * (p.squares - c * squares) - p.rows * t
-        of_noise = c * squares - p.rows + determined
-    gradient = torch.cat([slopes, torch.tensor([of_noise], dtype=torch.float64)])
+        slope_of_noise = c * squares - p.rows + determined
+    gradient = torch.cat([slopes, torch.tensor([slope_of_noise], dtype=torch.float64)])
     return Value(log_likelihood + float(terms), gradient)
 
 
 def evidence_of(problem: Problem) -> Evidence:
-    """Return the evidence by eigenvalues where the structure has them under this pattern, else by
-    factorisation.
+    """Return the evidence of a problem as a function of the point.
+
+    By eigenvalues where the structure keeps them under this pattern, else by factorisation.
     """
     basis = eigenbasis(problem.curvature, problem.pattern, problem.groups)
     if basis is None:

@@ -44,19 +44,20 @@ if TYPE_CHECKING:
 
 
 def fit(plan: FitPlan) -> Posterior:
-    """Fit a posterior as a plan asks for it; a prior that nobody gave is chosen by the evidence.
+    """Fit the posterior that a plan asks for; a prior that nobody gave is chosen by the evidence.
 
-    Raises ValueError for data, a network or a prior that cannot be fitted.
+    Raises ValueError for data, a network or a prior that cannot be fitted. Warns where the
+    predictive is far worse than the network itself on training rows.
     """
     if plan.prior is not None:
         posterior = fit_with_prior(plan)
-        rows = TrainingRows.of(posterior)
+        rows = TrainingRows.sample_from(posterior)
     else:
         learned_plan, posterior = fit_at_mode(plan)
         posterior = choose_prior(learned_plan, posterior, plan.estimates_noise)
         # Training rows that the network has memorised cannot tell how much doubt is right. So the
         # price of doubt on them has a limit.
-        rows = TrainingRows.of(posterior)
+        rows = TrainingRows.sample_from(posterior)
         posterior = limit_price(posterior, learned_plan, rows)
     # A predictive that is far worse than the network itself is never returned without a warning.
     warn_on_training_rows(posterior, rows)
@@ -64,7 +65,10 @@ def fit(plan: FitPlan) -> Posterior:
 
 
 def fit_with_prior(plan: FitPlan) -> Posterior:
-    """Fit a posterior under the prior that the plan has, however well it predicts."""
+    """Fit a posterior under the plan's prior, without a comparison with the network itself.
+
+    A plan without a prior takes that of the trained weights' scale. Raises as `fit`.
+    """
     plan, posterior = fit_at_mode(plan)
     if plan.finds_variational:
         # The factorisation at the mode is kept by its posterior. A copy has none, so that the
@@ -76,7 +80,8 @@ def fit_with_prior(plan: FitPlan) -> Posterior:
 def fit_at_mode(plan: FitPlan) -> tuple[FitPlan, Posterior]:
     """Fit the Gaussian at θ̂, under the prior that was given or that of the trained weights' scale.
 
-    Also returns the plan with what its passes found out: structure, noise, number of rows.
+    Also returns the plan with what its passes found out: structure, noise, number of rows. Raises
+    as `fit`.
     """
     draft = read_data(plan)
     draft = choose_mode(draft)

@@ -36,9 +36,10 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class InputFactors:
-    """Σ φφᵀ of a last layer with Kronecker factors: the first pass sums it, later ones share it.
+    """The input factor Σ φφᵀ of a last layer with Kronecker factors.
 
-    All plans that read the same rows hold the same object.
+    The first pass sums it and stores it here; later passes use it again. All plans that read the
+    same rows hold the same object.
     """
 
     known: Kfac | None = None
@@ -74,7 +75,7 @@ class FitPlan:
 
     @property
     def network(self) -> Network:
-        """The network, as it was opened on the first rows."""
+        """Return the network, as it was opened on the first rows."""
         return self.data.network
 
     @property
@@ -84,7 +85,7 @@ class FitPlan:
 
     @property
     def starting_prior(self) -> Prior:
-        """The prior that was given, or the one of the trained weights' scale."""
+        """Return the prior that was given, or the one of the trained weights' scale."""
         if self.prior is not None:
             return self.prior
         network = self.network
@@ -93,65 +94,71 @@ class FitPlan:
 
     @property
     def least_precision(self) -> float:
-        """The weakest precision of the starting prior."""
+        """Return the smallest precision that the starting prior has at the trained weights."""
         network = self.network
         return float(self.starting_prior.bind(network.layout).precision(network.theta).min())
 
     @property
     def summed_structure(self) -> Structure:
-        """The structure that passes sum: `structure`, or its form for very many classes."""
+        """Return the structure that passes sum: `structure`, or its form for very many classes."""
         return self.order_at(None).structure_for(self.network)
 
     @property
     def wants_variational(self) -> bool:
-        """Return whether a variational Gaussian is asked for, or is the default.
+        """Return whether a variational Gaussian is asked for or is the default, and differs from
+        the one at the mode.
 
-        It is the default wherever the likelihood's averages differ from its values and exist.
+        It is the default wherever the likelihood's averages exist and differ from its values.
         """
         return self.gaussian != LAPLACE and self.likelihood.averages_differ
 
     @property
     def finds_variational(self) -> bool:
-        """Return whether the fit ends with a variational Gaussian, found by passes."""
+        """Return whether the fit ends with a variational Gaussian, found by passes.
+
+        Not where the data can be read only once, or where a default would cost too much.
+        """
         costly = self.variational_takes_long or self.variational_is_large
         return self.wants_variational and self.repeatable and not costly
 
     @property
     def variational_takes_long(self) -> bool:
-        """Return whether a default would take rounds of C backward passes through the network each.
+        """Return whether a default variational Gaussian would take too long.
 
-        It would for many weights without a curvature between layers, whose Jacobians cannot be
-        kept.
+        It does where the Jacobians of all rows cannot be kept: each round then takes C backward
+        passes through the network.
         """
         return self._may_leave_variational and self.bytes_of_jacobians > self.budget // KEPT_SHARE
 
     @property
     def variational_is_large(self) -> bool:
-        """Return whether a default would need more vectors than the memory budget has."""
+        """Return whether a default variational Gaussian would need more than the memory budget."""
         return self._may_leave_variational and self.bytes_of_averages > self.budget
 
     @property
     def bytes_of_jacobians(self) -> int:
-        """The memory of the Jacobians of all rows."""
+        """Return the memory of the Jacobians of all rows, in bytes."""
         return self.rows * self.network.jacobian_per_row
 
     @property
     def bytes_of_averages(self) -> int:
-        """The memory of the sums and the factorisation of a variational Gaussian."""
+        """Return the memory of a variational Gaussian's sums and factorisation, in bytes."""
         return self.summed_structure.memory(extent_of(self.network, self.rows, averages=True))
 
     @property
     def _may_leave_variational(self) -> bool:
-        """Return whether a variational Gaussian, if it is costly, is replaced by the one at the
-        mode.
+        """Return whether the Gaussian at the mode replaces a variational one that is costly.
+
+        Only where nobody asked for one, and where other weights than a last layer have no curvature
+        between layers.
         """
         by_layers = not self.network.linear and not self.structure.whole
         return self.gaussian is None and by_layers
 
     @property
     def row_nodes(self) -> RowNodes | None:
-        """Different nodes in each row, for many rows of a last layer with Kronecker factors; None
-        where all rows share their nodes.
+        """Return nodes that differ in each row, for many rows of a last layer with Kronecker
+        factors and a softmax; None where all rows share their nodes.
         """
         pooled = self.network.linear and self.structure.by_layers
         if not pooled or not self.likelihood.softmax:
@@ -159,9 +166,11 @@ class FitPlan:
         return RowNodes.for_rows(self.rows, self.network.outputs)
 
     def structure_for_averages(self) -> tuple[Structure, bool]:
-        """Return the structure for averages, and whether it sums the expected Fisher information.
+        """Return an empty structure for averages, and whether it sums the expected Fisher
+        information in place of the averaged curvature.
 
-        Averages of a likelihood that is not log-concave may be indefinite.
+        The averaged curvature of a likelihood that is not log-concave may be indefinite, which a
+        dense matrix can hold and other exact structures cannot.
         """
         structure = self.structure.zero(self.network.layout.size)
         if self.likelihood.concave or not structure.whole:
@@ -177,7 +186,7 @@ class FitPlan:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """Digests of what was asked for, which all ranks of a group must share."""
+        """Return digests of what was asked for, which all ranks of a group must share."""
         if self.first_digests is not None:
             return self.first_digests
         # The budget decides how wide a sketch may grow, and which structure is chosen.
@@ -192,7 +201,8 @@ class FitPlan:
     def _automatic_structure(self) -> AutomaticStructure | None:
         """Return what decides the structure; None where it is known.
 
-        Ranks and workers know the rows of their own shards only, so that none is used there.
+        Ranks and workers know only the rows of their own shards. There the number of rows is left
+        out, so that all of them choose the same.
         """
         if not self.automatic:
             return None
@@ -200,7 +210,7 @@ class FitPlan:
         return AutomaticStructure(None if source is None else source.rows, self.prior)
 
     def order_at(self, theta: Tensor | None) -> Order:
-        """Return what a pass at θ (P,) is to sum; None: at the trained weights."""
+        """Return what a pass at θ (P,) is to sum. theta: None for the trained weights."""
         return Order(
             theta,
             self.likelihood,
@@ -215,16 +225,19 @@ class FitPlan:
 
     def run_pass(self, theta: Tensor | None) -> tuple[FitPlan, Sums, TargetRange]:
         """Read the data once: return the plan with what the pass found out, the sums at θ (P,),
-        and what targets it saw.
+        and the range of the targets.
 
-        theta: None for the trained weights. Raises ValueError if the data are empty, or if all
-        weights are zero.
+        theta: None for the trained weights. The first pass also stores the input factor that all
+        plans of these rows share. Raises ValueError if the data are empty, or if all weights are
+        zero.
         """
         sums_factor = self.input_factors.known is None
-        result = self.data.run_pass(replace(self.order_at(theta), sums_input_factor=sums_factor))
+        order = replace(self.order_at(theta), sums_input_factor=sums_factor)
+        result = self.data.run_pass(order)
         plan = replace(self, repeatable=result.repeatable)
         if result.sums is None:
             raise ValueError(EMPTY)
+        # The pass has opened the network. It chose the same structure by the same rule.
         automatic = plan._automatic_structure
         if automatic is not None:
             choice = automatic.choose(plan.network, plan.budget, plan.wants_variational)
@@ -237,25 +250,30 @@ class FitPlan:
         return plan, sums, result.target
 
     def collect_sums(self, theta: Tensor | None) -> Sums:
-        """Read the data once, and return the sums at θ (P,); None: at the trained weights."""
+        """Read the data once, and return the sums at θ (P,). Raises as `run_pass`.
+
+        theta: None for the trained weights.
+        """
         return self.run_pass(theta)[1]
 
     def collect_statistics(self, theta: Tensor) -> Statistics:
         """Read the data once, and return the statistics at θ (P,)."""
         return self.collect_sums(theta).statistics
 
-    def averages_at(self, theta: Tensor, moves: bool = True) -> Average:
+    def average_passes_at(self, theta: Tensor, moves: bool = True) -> Average:
         """Return passes for averages over Gaussians, with the network linearised at θ (P,).
 
-        moves: whether the means of the Gaussians move.
+        moves: whether the means of the Gaussians will move, so that passes also sum what a step of
+        the mean needs.
         """
         structure, fisher = self.structure_for_averages()
         return AveragePasses(self, theta, structure, fisher, moves, self.row_nodes)
 
     def products_at(self, theta: Tensor, averaging: Averaging | None = None) -> Product:
-        """Return products with Σ JᵀΛJ at θ (P,), or with its averages over a Gaussian.
+        """Return the function v -> Σ JᵀΛJ v for vectors (P,), with J and Λ at θ (P,).
 
-        Each is a pass, over features that are kept if they fit in memory.
+        averaging: Λ is averaged over this Gaussian. Each product is a pass over the data, or over
+        their features where these fit in memory.
         """
         order = Order(
             theta,
@@ -275,17 +293,24 @@ class FitPlan:
 
         return product
 
-    def polish(self, notes: list[str]) -> Polish:
-        """Return the Newton steps to the mode; they append to `notes` what the report says."""
-        quadratic = self.likelihood.quadratic
-        network = self.network
+    def make_polish(self, notes: list[str]) -> Polish:
+        """Return the ascent to the mode, which reads the plan's data.
+
+        The ascent appends to `notes` what the report is to say.
+        """
         return Polish(
-            self.collect_sums, network.linear, quadratic, notes, products_at=self.products_at
+            self.collect_sums,
+            linear=self.network.linear,
+            gaussian=self.likelihood.quadratic,
+            notes=notes,
+            products_at=self.products_at,
         )
 
     def _with_input_factors(self, sums: Sums) -> Sums:
-        """Return the sums of a pass with the input factors of the first one, which this call
-        stores.
+        """Return the sums of a pass with the input factor of the first pass.
+
+        If this is the first pass, its factor is stored for the later ones. Sums of other structures
+        than Kronecker factors of a last layer are returned unchanged.
         """
         curvature = sums.statistics.curvature
         if not self.network.linear or not isinstance(curvature, Kfac):
@@ -299,19 +324,23 @@ class FitPlan:
 
 @dataclass(frozen=True, eq=False)
 class AveragePasses:
-    """The passes of a plan for averages over Gaussians, with the network linearised at θ: an
-    `Average`.
+    """The passes of a plan for averages over Gaussians, with the network linearised at θ.
+
+    They implement the protocol `ssla.fitting.variational.Average`.
     """
 
     plan: FitPlan
     theta: Tensor  # (P,)
     structure: Structure
-    fisher: bool  # the expected Fisher in place of the averaged curvature
-    moves: bool
+    fisher: bool  # whether the expected Fisher is summed in place of the averaged curvature
+    moves: bool  # whether the means of the Gaussians will move
     row_nodes: RowNodes | None
 
     def __call__(self, mean: Tensor, covariance: Operator) -> Sums:
-        """Sum the averages over N(mean, covariance) of θ in one pass."""
+        """Sum the averages over N(mean, covariance) of θ in one pass, with a mean (P,).
+
+        What a dense covariance has stored for its products is dropped afterwards.
+        """
         plan = self.plan
         order = Order(
             self.theta,
@@ -329,27 +358,28 @@ class AveragePasses:
         return plan._with_input_factors(sums)
 
     def products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
-        """Return products for a last layer, whose features are cheap to read again.
+        """Return products with the averaged curvature, a pass each, for a mean (P,).
 
-        None where the structure is the whole curvature already.
+        None for other weights than a last layer, whose passes are slow, and where the structure
+        already is the exact curvature.
         """
         if self.structure.exact or not self.plan.network.linear:
             return None
         return self.plan.products_at(self.theta, self._averaging(mean, covariance))
 
     def _averaging(self, mean: Tensor, covariance: Operator) -> Averaging:
-        """Return the Gaussian N(mean, covariance), as a pass reads it."""
+        """Return what a pass needs to average over N(mean, covariance), with a mean (P,)."""
         return Averaging(mean - self.theta, covariance, self.fisher, self.moves, self.row_nodes)
 
 
 def outputs_with_own_units(
     network: Network, likelihood: Likelihood, structure: Structure
 ) -> Tensor | None:
-    """Return the output of each parameter (P,) of a last layer with outputs of different units, −1
-    for others.
+    """Return the number of the output that each parameter changes (P,), for priors by output.
 
-    None where there are no such outputs, and for Kronecker factors, which take one precision for
-    each layer.
+    It is −1 for parameters that change several. None where the outputs have one unit, where no
+    parameter belongs to one output, and for Kronecker factors, which take one precision for each
+    layer.
     """
     unequal = likelihood.unequal_units and network.outputs > 1
     if not unequal or structure.by_layers:

@@ -1,4 +1,4 @@
-"""Further passes of a posterior that exists: over its own rows, over more of them, over others."""
+"""Passes of a posterior that is already fitted: over its own rows again, or over other rows."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 
-def _plan_for(posterior: Posterior, data: Data, mode: str) -> FitPlan:
-    """Return the plan of a fit of other rows with a posterior's likelihood, prior and Gaussian."""
+def _plan_like_posterior(posterior: Posterior, data: Data, mode: str) -> FitPlan:
+    """Return the plan of a fit of `data` with a posterior's likelihood, prior, structure and
+    Gaussian.
+    """
     return FitPlan(
         type(posterior),
         data,
@@ -37,31 +39,43 @@ def _plan_for(posterior: Posterior, data: Data, mode: str) -> FitPlan:
 
 
 def _open_reader(posterior: Posterior, data: Any) -> Reader:
-    """Open other rows, to be read for a posterior's network."""
+    """Return a reader of `data`, in any form that `ssla.fit` takes, for a posterior's network.
+
+    Raises ValueError or TypeError for data that cannot be opened, on all ranks of a group.
+    """
     with errors_sent_to_ranks():
         source = open_source(data)
-    budget = posterior.memory_budget
-    return Reader(source, None, LAST_LAYER, budget, opened=posterior.network)
+    # The network is open already: the reader needs no model, and does not use `weights`.
+    return Reader(
+        source,
+        model=None,
+        weights=LAST_LAYER,
+        budget=posterior.memory_budget,
+        opened=posterior.network,
+    )
 
 
 def _plan_to_read(posterior: Posterior, data: Any, mode: str) -> FitPlan:
-    """Return the plan of a fit of data, which this process or all ranks of its group read."""
-    return _plan_for(posterior, data_of_ranks(_open_reader(posterior, data)), mode)
+    """Return the plan of a fit of `data` with a posterior's settings.
+
+    This process reads the data; in a group every rank reads its own.
+    """
+    return _plan_like_posterior(posterior, data_of_ranks(_open_reader(posterior, data)), mode)
 
 
 def collect_sums(posterior: Posterior, data: Any) -> Statistics:
-    """Sum other data under a posterior's Gaussian (at θ̂, or averages), in one pass."""
+    """Sum other data in one pass: values at θ̂, or averages over a variational Gaussian."""
     plan = _plan_to_read(posterior, data, AS_IS)
     if posterior.variational is None:
         return plan.collect_statistics(posterior.theta)
-    average = plan.averages_at(posterior.theta, moves=False)
+    average = plan.average_passes_at(posterior.theta, moves=False)
     return average(posterior.mean, posterior.covariance).statistics
 
 
 def plan_to_reread(posterior: Posterior) -> FitPlan | None:
     """Return the plan of further passes over the data that a posterior was fitted on.
 
-    None where it cannot read them again.
+    None where the posterior does not hold the data, or they can be read only once.
     """
     source: Source | None = posterior.source
     if source is None or not source.repeatable:
@@ -70,12 +84,12 @@ def plan_to_reread(posterior: Posterior) -> FitPlan | None:
 
 
 def update_posterior(posterior: Posterior, data: Any) -> Posterior:
-    """Add data to a posterior, by passes over them alone: see Posterior.update.
+    """Return the posterior with more data, by passes over them alone: see Posterior.update.
 
     Raises ValueError where the Gaussian is variational and the new data can be read only once.
     """
     reader = _open_reader(posterior, data)
-    plan = _plan_for(posterior, data_of_ranks(reader), AS_IS)
+    plan = _plan_like_posterior(posterior, data_of_ranks(reader), AS_IS)
     plan, sums, _ = plan.run_pass(posterior.theta)
     updated = add_statistics(posterior, sums.statistics, reader.source, passes=1)
     if posterior.variational is None:
@@ -86,32 +100,33 @@ def update_posterior(posterior: Posterior, data: Any) -> Posterior:
             "they can be read only once (a generator). Give a DataLoader, a list of batches or "
             "arrays, or fit with gaussian='laplace'."
         )
-    return add_rows(posterior, updated, plan.averages_at(posterior.theta, not posterior.tilted))
+    average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
+    return add_rows(posterior, updated, average)
 
 
 def polish_again(
-    posterior: Posterior, prior: Prior, data: Any, from_there: bool = False
+    posterior: Posterior, prior: Prior, data: Any, warm_start: bool = False
 ) -> Posterior:
-    """Polish the same network and likelihood under another prior, or on other rows.
+    """Polish the network from the trained weights again, with the same likelihood, under a prior
+    and on data that may be others.
 
-    from_there: a variational Gaussian starts from the posterior's own, which saves passes. It is
-    then another point within the tolerance than that of a fit from the mode.
+    warm_start: a variational Gaussian starts from the posterior's own, which saves passes. The
+    result then differs from that of a fit from the mode, within the tolerance of the rounds.
     """
     plan = _plan_to_read(posterior, data, POLISH)
     structure = posterior.statistics.curvature.zero(posterior.theta.numel())
-    start = posterior.variational if from_there else None
+    start = posterior.variational if warm_start else None
     return fit_with_prior(replace(plan, prior=prior, structure=structure, start=start))
 
 
 def refit_to_chunks(posterior: Posterior, chunks: list[Chunk]) -> Posterior:
-    """Refit the Gaussian of a last layer to other rows, with a warm start; its prior and noise
-    stay.
+    """Refit the Gaussian of a last layer to other rows, from where it is; its prior and noise stay.
 
-    For a last layer that was polished, or that has a variational Gaussian. Raises ValueError where
-    the refit does not converge.
+    Right for a last layer that was polished, or that has a variational Gaussian. chunks: the rows
+    with their features. Raises ValueError where the refit does not converge.
     """
     budget = posterior.memory_budget
     reader = reader_of_chunks(posterior.network, chunks, LAST_LAYER, budget)
     structure = posterior.statistics.curvature.zero(posterior.theta.numel())
-    plan = replace(_plan_for(posterior, reader, POLISH), structure=structure)
+    plan = replace(_plan_like_posterior(posterior, reader, POLISH), structure=structure)
     return refit_last_layer(plan, posterior)

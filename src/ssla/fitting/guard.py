@@ -27,10 +27,11 @@ CAUSES = (
 
 
 def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
-    """Warn where log densities (n,) of validation rows are lower than the network's own by two
-    standard errors.
+    """Warn where a predictive's mean log density of validation rows is below the network's own by
+    more than two standard errors.
 
-    plug_in: those of the network (n,). weights: of the rows (n,).
+    scores: log densities (n,) of the predictive. plug_in: those of the network (n,). weights: of
+    the rows (n,).
     """
     loss = mean_and_error(plug_in - scores, weights)
     if loss.mean > 2 * loss.error:
@@ -40,9 +41,8 @@ def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) ->
 def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> None:
     """Warn where the mean log density of some training rows is far below the network's own.
 
-    rows: a sample of them; None: there is nothing to compare with.
-
-    A comparison on rows that the network has seen favours the network: only a large loss counts.
+    rows: a sample of them; None: there is nothing to compare with, and nothing is done. A
+    comparison on rows that the network has seen favours the network, so only a large loss counts.
     """
     if rows is None:
         return
@@ -53,10 +53,15 @@ def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> No
         _warn_worse("training rows", scores, rows.plug_in, rows.weights)
 
 
-def _warn_worse(rows: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
-    """Warn with the mean log densities of a predictive (n,) and of the network (n,)."""
-    predictive, network = (-mean_and_error(each, weights).mean for each in (scores, plug_in))
+def _warn_worse(sample: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
+    """Warn that a predictive is worse than the network, with the mean negative log density of each.
+
+    sample: which rows these are, in words. scores, plug_in: log densities (n,) of the predictive
+    and of the network, for rows with weights (n,).
+    """
+    predictive = -mean_and_error(scores, weights).mean
+    network = -mean_and_error(plug_in, weights).mean
     warn(
-        f"On the {rows} the predictive is worse than the network itself: a negative log density "
+        f"On the {sample} the predictive is worse than the network itself: a negative log density "
         f"of {predictive:.4g} against {network:.4g} a row. {CAUSES}",
     )

@@ -1,4 +1,4 @@
-"""Held-out scores at any precision and noise, from sums and Jacobians that are taken once."""
+"""Held-out scores at any prior precision and noise, from sums and Jacobians that are taken once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ssla.curvature.jacobians import Jacobian
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Batch, input_tensors, open_source, pick_batch_rows, squeeze_column
 from ssla.fitting.further_passes import collect_sums
-from ssla.fitting.noise import at_noise
+from ssla.fitting.noise import scale_noise
 from ssla.fitting.tuning_space import NLL, Space
 from ssla.fitting.variational import with_sums
 from ssla.likelihoods import Likelihood
@@ -47,8 +47,13 @@ class HeldOutRows(NamedTuple):
     moves: bool  # whether θ̂ follows the sums by a Newton step
 
     @staticmethod
-    def of(posterior: Posterior, batch: Batch, statistics: Statistics, moves: bool) -> HeldOutRows:
-        """Linearise held-out rows at a posterior."""
+    def from_batch(
+        posterior: Posterior, batch: Batch, statistics: Statistics, moves: bool
+    ) -> HeldOutRows:
+        """Linearise the held-out rows of a batch at a posterior; their weights are not used.
+
+        statistics: the sums of the rows that are not held out. moves: whether θ̂ follows them.
+        """
         y = squeeze_column(batch.y).to("cpu")
         targets = y.double() if y.is_floating_point() else y
         return HeldOutRows(list(posterior.linearised(batch.x)), targets, statistics, moves)
@@ -56,9 +61,9 @@ class HeldOutRows(NamedTuple):
     def outputs(self, operator: Operator, step: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield f (b, C) and K (b, C, C) at θ̂ + step (P,), with y (b,), a chunk at a time.
 
-        In float64 for every network. The search takes differences of scores over steps of 1e-4:
-        rounding errors of float32 would be errors of 1e-3 in its slopes, and it would look for
-        better points in them without an end.
+        operator: the covariance of θ. All values are float64 for every network: the search takes
+        differences of scores over steps of 1e-4, so rounding errors of float32 would be errors of
+        1e-3 in its slopes, and it would not end.
         """
         start = 0
         for f, J in self.chunks:
@@ -69,76 +74,84 @@ class HeldOutRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class HeldOutScore:
-    """−score of predictions for held-out rows, at any precision and noise."""
+    """The negative mean loss of predictions for held-out rows, at any prior precision and noise."""
 
     posterior: Posterior
-    parts: tuple[HeldOutRows, ...]
+    parts: tuple[HeldOutRows, ...]  # one for each fold; a validation set is one part
     loss: Callable[[Predictive, Tensor], Tensor]  # of each row (n,)
-    notes: list[str]
+    notes: list[str]  # for the history; the calls append to it
 
     @staticmethod
-    def of(posterior: Posterior, data: Any, objective: str, folds: int | None) -> HeldOutScore:
+    def from_data(
+        posterior: Posterior, data: Any, objective: str, folds: int | None
+    ) -> HeldOutScore:
         """Return the score of a validation set, or of the training data in folds.
 
-        Raises ValueError for a number of folds or of rows that does not suit the data.
+        objective: NLL or CRPS. folds: their number; None: `data` are a validation set. Raises
+        ValueError for a number of folds or of rows that does not suit the data.
         """
         batch = _join_batches(data)
         loss = negative_log_densities if objective == NLL else crps_of_rows
         if folds is None:
-            part = HeldOutRows.of(posterior, batch, posterior.sums, posterior.follows_prior)
+            part = HeldOutRows.from_batch(posterior, batch, posterior.sums, posterior.follows_prior)
             return HeldOutScore(posterior, (part,), loss, [])
         _check_folds(posterior, len(batch.y), folds)
-        # a refit of each fold by one Newton step: exact for a quadratic, first order for other
-        # likelihoods of a last layer
+        # Each fold is refitted by one Newton step: that is exact for a quadratic, and right to
+        # first order for other likelihoods of a last layer.
         moves = posterior.network.linear and posterior.mode == POLISH
         notes = [] if moves else ["θ̂ was kept in every fold: the held-out rows have a share in it"]
         pieces = [
             pick_batch_rows(batch, torch.arange(k, len(batch.y), folds)) for k in range(folds)
         ]
+        # As data, a batch is (x, y) or (x, y, weights).
         sums = [
-            collect_sums(posterior, tuple(part for part in piece if part is not None))
+            collect_sums(posterior, tuple(column for column in piece if column is not None))
             for piece in pieces
         ]
         parts = []
         for k, piece in enumerate(pieces):
             remaining = reduce(Statistics.merge, sums[:k] + sums[k + 1 :])
-            parts.append(HeldOutRows.of(posterior, piece, remaining, moves))
+            parts.append(HeldOutRows.from_batch(posterior, piece, remaining, moves))
         return HeldOutScore(posterior, tuple(parts), loss, notes)
 
     @property
     def rows(self) -> int:
-        """The number of held-out rows."""
+        """Return the number of held-out rows."""
         return sum(len(part.y) for part in self.parts)
 
     @property
     def in_target_units(self) -> bool:
-        """Return whether the score is in the unit of the targets; a log density is only shifted by
-        it.
+        """Return whether the score is in the unit of the targets, as the CRPS is.
+
+        Another unit only adds a constant to a log density.
         """
         return self.loss is crps_of_rows
 
     def __call__(self, space: Space, point: Tensor) -> float:
-        """Compute the mean score at a point (d,) of the space."""
+        """Compute the negative mean loss at a point (d,) of the space: larger is better.
+
+        Raises ValueError where the curvature cannot be factorised.
+        """
         factor = space.noise_factor(point)
         precision = space.precision(point)
         total = 0.0
         for part in self.parts:
-            state = at_noise(with_sums(self.posterior, part.statistics), factor)
-            operator = self._operator(state.sums.curvature, precision)
+            state = scale_noise(with_sums(self.posterior, part.statistics), factor)
+            operator = self._factorise(state.sums.curvature, precision)
             step = torch.zeros_like(state.theta)
-            if part.moves:
+            if part.moves:  # one Newton step to the mode of the rows that are not held out
                 step = operator.solve(
                     state.sums.gradient - precision * (state.mean - space.bound.mean)
                 )
             for f, K, y in part.outputs(operator, step):
-                total += float(self._losses(state.likelihood, f, K, y).double().sum())
+                total += float(self._losses_of_rows(state.likelihood, f, K, y).double().sum())
         return -total / self.rows
 
-    def _operator(self, curvature: Structure, precision: Tensor) -> Operator:
+    def _factorise(self, curvature: Structure, precision: Tensor) -> Operator:
         """Factorise H⁻¹ of the rows that are not held out, with a prior precision (P,).
 
         Averages of an indefinite Λ over some of the rows may be indefinite where those over all
-        rows are not.
+        rows are not. Then the positive part is taken, and noted once.
         """
         try:
             return curvature.with_prior(precision)
@@ -147,19 +160,23 @@ class HeldOutScore:
                 self.notes.append(INDEFINITE)
             return curvature.positive_part().with_prior(precision)
 
-    def _losses(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
-        """Compute the loss (b,) of rows with outputs f (b, C) and their covariance K (b, C, C)."""
+    def _losses_of_rows(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
+        """Compute the loss (b,) of rows with outputs f (b, C), their covariance K (b, C, C), and
+        targets y.
+        """
+        # Where refits in the outputs would need many steps, the average density scores the rows.
         if self.loss is negative_log_densities and likelihood.scored_by_average:
             return -likelihood.log_average(y, f, K)
-        # Far from the optimum predictives may be rough; the last one is asked again.
+        # Far from the optimum predictives may be inaccurate and warn. They are not kept, and the
+        # predictions of the tuned posterior warn themselves.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             return self.loss(predictive_of_outputs(likelihood, f, K), y)
 
 
 def _check_folds(posterior: Posterior, count: int, folds: int) -> None:
-    """Raise ValueError for a number of folds that is no whole number from 2 on, or for a number of
-    rows that is not that of the fit.
+    """Raise ValueError unless `folds` is a whole number from 2 to `count`, and `count`, the number
+    of rows in the data, is the number of rows in the fit.
     """
     if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
         raise ValueError(
@@ -175,8 +192,9 @@ def _check_folds(posterior: Posterior, count: int, folds: int) -> None:
 
 @dataclass(frozen=True, eq=False)
 class LeaveOneOutScore:
-    """The mean leave-one-out log density of the training rows, at any precision, with the sites
-    of the rows kept.
+    """The mean leave-one-out log density of the training rows, at any prior precision.
+
+    The sites (the Gaussian factor of each row) are kept as they are under the posterior at hand.
     """
 
     posterior: Posterior
@@ -184,8 +202,11 @@ class LeaveOneOutScore:
     notes: list[str]
 
     @staticmethod
-    def of(posterior: Posterior) -> LeaveOneOutScore:
-        """Return the score of a posterior's training rows, which are read once."""
+    def from_posterior(posterior: Posterior) -> LeaveOneOutScore:
+        """Return the score of a posterior's training rows, which are read once.
+
+        Raises ValueError where the posterior cannot read them.
+        """
         note = (
             "leave-one-out is optimistic where the network's features were trained on the same rows"
         )
@@ -193,14 +214,18 @@ class LeaveOneOutScore:
 
     @property
     def rows(self) -> int:
-        """The number of training rows."""
+        """Return the number of training rows."""
         return self.posterior.sums.n
 
-    in_target_units = False
+    in_target_units = False  # see HeldOutScore: another unit only adds a constant
 
     def __call__(self, space: Space, point: Tensor) -> float:
-        """Compute the mean log density at a point (d,) of the space."""
-        precision, sums = space.precision(point), self.posterior.sums
+        """Compute the mean log density at a point (d,) of the space, whose noise stays.
+
+        Raises ValueError where the curvature cannot be factorised.
+        """
+        precision = space.precision(point)
+        sums = self.posterior.sums
         operator = sums.curvature.with_prior(precision)
         step = torch.zeros_like(self.posterior.mean)
         if space.mean_moves:
@@ -216,7 +241,10 @@ def negative_log_densities(predictive: Predictive, y: Tensor) -> Tensor:
 
 
 def crps_of_rows(predictive: Predictive, y: Tensor) -> Tensor:
-    """Compute the CRPS (n,) of each row; for a Gaussian by σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π]."""
+    """Compute the CRPS (n,) of each row, in the unit of the targets y (n,).
+
+    For a Gaussian it is σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π] with z = (y − μ)/σ.
+    """
     if not isinstance(predictive.law, GaussianLaw):
         return metrics.crps(predictive, y, reduce=False)
     scale = predictive.stddev.double()
@@ -227,12 +255,16 @@ def crps_of_rows(predictive: Predictive, y: Tensor) -> Tensor:
 
 
 def _join_batches(data: Any) -> Batch:
-    """Read all batches of data as one; ValueError if they have no row."""
+    """Read all batches of data, and return them as one.
+
+    Either every batch must have row weights, or none. Raises ValueError where there is no batch.
+    """
     batches = list(open_source(data))
     if not batches:
         raise ValueError("The data are empty: no batch with a row came.")
     if len(batches) == 1:
         return batches[0]
+    # Inputs are a tensor, a dict of tensors, or a tuple of tensors.
     x = batches[0].x
     if isinstance(x, Tensor):
         x = torch.cat([batch.x for batch in batches])

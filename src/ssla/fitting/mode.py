@@ -51,25 +51,29 @@ class NoModeError(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Polish:
-    """Newton steps to the mode."""
+    """The ascent to the mode of ℓ_D + log π by Newton steps."""
 
     collect: Callable[[Tensor], Sums]  # a pass: the sums at θ
     linear: bool  # whether the outputs are linear in θ
-    gaussian: bool  # whether the noise is Gaussian
+    gaussian: bool  # whether the noise is Gaussian, so that ℓ_D is quadratic in the outputs
     notes: list[str]  # for the report; the ascent appends to it
-    refuses: bool = False  # where no mode is reached: NoModeError in place of a warning
-    # θ -> products with Σ JᵀΛJ there, a pass each
+    refuses: bool = (
+        False  # whether an ascent without a mode raises NoModeError, in place of warning
+    )
+    # θ -> products with Σ JᵀΛJ there, a pass each; None: steps by the structure alone
     products_at: Callable[[Tensor], Product] | None = None
 
     def find_mode(
         self, theta: Tensor, sums: Sums, bound: BoundPrior, nearly: bool = False
     ) -> tuple[Tensor, Sums, int]:
-        """Climb ℓ_D + log π from θ (P,) by safeguarded Newton steps.
+        """Climb ℓ_D + log π from θ (P,), where the sums were taken, by safeguarded Newton steps.
 
         Returns θ (P,), the sums there, and the number of steps. nearly: whether to stop near the
-        mode, which is enough where a prior is still to be chosen. Raises NoModeError where the
-        curvature cannot be factorised after the first step, and, if `refuses`, where the ascent
-        ends far from a mode; otherwise the latter is a warning.
+        mode, which is enough where a prior is still to be chosen.
+
+        Raises ValueError where the curvature at the start cannot be factorised, and NoModeError
+        where it cannot be later. An ascent that ends far from a mode warns, or raises NoModeError
+        if `refuses`.
         """
         limit = self._distance_limit(theta, sums, nearly)
         # With Gaussian noise and the exact curvature the sums at any θ follow without a pass.
@@ -91,17 +95,22 @@ class Polish:
             if decrement <= limit**2 or decrement <= rounding * abs(height):
                 return theta, sums, step_count
             if quadratic and isinstance(bound, BoundGaussian):
-                return theta + step, sums.moved(step), 1
+                # The objective is quadratic: this step ends at its mode.
+                return theta + step, sums.with_theta_moved(step), 1
 
-            # Halve the step until it raises the log posterior by a share of what is expected.
+            # Halve the step until it raises the log posterior by a share of what is expected. Close
+            # to the mode that gain is below rounding error, and the full step is taken.
             trusted = self.linear and decrement <= TRUSTED_DECREMENT**2
             for halvings in range(HALVINGS + 1):
                 if trials == MOST_TRIALS:
-                    return theta, sums, self._report_no_convergence(step_count)
+                    self._report_no_convergence(step_count)
+                    return theta, sums, step_count
                 trials += 1
                 size = 0.5**halvings
                 trial_theta = theta + size * step
-                trial = sums.moved(size * step) if quadratic else self.collect(trial_theta)
+                trial = (
+                    sums.with_theta_moved(size * step) if quadratic else self.collect(trial_theta)
+                )
                 trial_height = trial.statistics.log_likelihood + float(bound.log_prob(trial_theta))
                 enough = height + SUFFICIENT * size * decrement - 1e-13 * abs(height)
                 if trial_height >= enough or trusted:
@@ -110,19 +119,20 @@ class Polish:
                 self._report_stop(step_count, decrement)
                 return theta, sums, step_count
             theta, sums, height = trial_theta, trial, trial_height
-        return theta, sums, self._report_no_convergence(MOST_NEWTON_STEPS)
+        self._report_no_convergence(MOST_NEWTON_STEPS)
+        return theta, sums, MOST_NEWTON_STEPS
 
-    def _approximate(self, sums: Sums) -> bool:
-        """Return whether a last layer has only an approximate curvature."""
+    def _has_approximate_curvature(self, sums: Sums) -> bool:
+        """Return whether these are sums of a last layer with only an approximate curvature."""
         return self.linear and not sums.newton_curvature.exact
 
     def _distance_limit(self, theta: Tensor, sums: Sums, nearly: bool) -> float:
         """Return the distance to the mode, in posterior standard deviations, at which the ascent
-        from θ (P,) ends.
+        from θ (P,) ends. nearly: as in `find_mode`.
         """
         if nearly:
             return NEARLY * math.sqrt(len(theta))
-        if self._approximate(sums) and not self.gaussian:
+        if self._has_approximate_curvature(sums) and not self.gaussian:
             return APPROXIMATE * math.sqrt(len(theta))
         return DECREMENT_LINEAR if self.linear else DECREMENT_OTHER
 
@@ -131,9 +141,11 @@ class Polish:
     ) -> Tensor:
         """Compute the Newton step (P,) at θ (P,) for a gradient (P,).
 
-        Raises ValueError where the curvature cannot be factorised.
+        prior_precision: (P,) or (P, P). A last layer with an approximate curvature takes conjugate
+        gradients, a pass for each product. Raises ValueError where the curvature cannot be
+        factorised.
         """
-        if not self._approximate(sums) or self.products_at is None:
+        if not self._has_approximate_curvature(sums) or self.products_at is None:
             return sums.newton_step(gradient, prior_precision)
         preconditioner = uphill_operator(sums.statistics.curvature, prior_precision)
         return newton_step_by_products(
@@ -141,14 +153,15 @@ class Polish:
             gradient,
             prior_precision,
             preconditioner,
-            PRECISE,
-            MOST_PRODUCTS,
+            tolerance=PRECISE,
+            most=MOST_PRODUCTS,
         )
 
     def _report_stop(self, steps: int, decrement: float) -> None:
-        """Note that no shorter step raises the log posterior.
+        """Note that no shorter step raises the log posterior after this number of steps.
 
-        Far from a mode this is also a warning, or NoModeError if `refuses`.
+        decrement: the squared distance to the mode. Far from it this is also a warning, or
+        NoModeError if `refuses`.
         """
         note = f"polish stopped after {steps} steps: no smaller step raises the log posterior"
         far = decrement > VISIBLE_DECREMENT**2
@@ -164,8 +177,8 @@ class Polish:
                 RuntimeWarning,
             )
 
-    def _report_no_convergence(self, steps: int) -> int:
-        """Note and warn that the mode was not reached, and return the number of steps.
+    def _report_no_convergence(self, steps: int) -> None:
+        """Note and warn that this number of steps did not reach the mode.
 
         Raises NoModeError in place of the warning if `refuses`.
         """
@@ -178,4 +191,3 @@ class Polish:
             "the network further, use a stronger prior, or mode='tilt'.",
             RuntimeWarning,
         )
-        return steps

@@ -12,7 +12,7 @@ from ssla.fitting.variational import with_recentred_mean
 from ssla.maths.digests import digest
 from ssla.network import difference, fingerprint, merge_digests, module_of
 from ssla.priors import describe
-from ssla.report import ADDED, DATA, MOVED, RANK, Note, subject, without
+from ssla.report import ADDED, DATA, MOVED, RANK, Note, subject_of, without_subjects
 from ssla.values import Statistics, Variational
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def merge_posteriors(posterior: Posterior, other: Posterior) -> Posterior:
     """Return the posterior of both data sets: see Posterior.merge.
 
-    Raises ValueError unless both are of one model, at one θ̂ or at one that the sums can reach.
+    Raises ValueError unless both are of one model, and at one θ̂ or at two that their quadratic sums
+    can be moved between.
     """
     _check_same_model(posterior, other)
     statistics = other.statistics
@@ -32,20 +33,22 @@ def merge_posteriors(posterior: Posterior, other: Posterior) -> Posterior:
                 "The two posteriors are at different modes, and their statistics cannot be "
                 "moved. Fit every shard with mode='tilt'."
             )
-        statistics = statistics.moved(posterior.theta - other.theta)
+        statistics = statistics.with_theta_moved(posterior.theta - other.theta)
     merged = add_statistics(
         posterior, statistics, other.source, other.report.passes, other.report.notes
     )
     if posterior.variational is None:
         return merged
     # Both sums are taken at θ̂, so that the order does not matter.
-    ours, theirs = (each.sums.moved(each.theta - each.mean) for each in (posterior, other))
+    ours, theirs = (
+        each.sums.with_theta_moved(each.theta - each.mean) for each in (posterior, other)
+    )
     variational = Variational(posterior.theta, ours.merge(theirs), posterior.tilted)
     return with_recentred_mean(replace(merged, variational=variational))
 
 
 def _check_same_model(posterior: Posterior, other: Posterior) -> None:
-    """Raise ValueError unless the sums of both are of one model, so that they may be added."""
+    """Raise ValueError unless both posteriors are of one model, so that their sums may be added."""
     for name in ("names", "outputs", "output", "structure", "mode", "convention", "gaussian"):
         ours, theirs = getattr(posterior.report, name), getattr(other.report, name)
         if ours != theirs:
@@ -54,17 +57,19 @@ def _check_same_model(posterior: Posterior, other: Posterior) -> None:
                 f"{theirs}."
             )
     our_digests, their_digests = merge_digests(posterior.network), merge_digests(other.network)
-    odd = [name for name in our_digests if our_digests[name] != their_digests[name]]
-    if odd:
+    unequal = [name for name in our_digests if our_digests[name] != their_digests[name]]
+    if unequal:
         why = difference(*(fingerprint(module_of(each.network)) for each in (posterior, other)))
+        reason = f": {why}" if why else ""
         raise ValueError(
             "Only posteriors of the same trained network can be merged, but their "
-            f"{' and '.join(odd)} differ{why and ': '}{why}."
+            f"{' and '.join(unequal)} differ{reason}."
         )
     same_likelihood = digest(posterior.likelihood) == digest(other.likelihood)
     if not same_likelihood or digest(posterior.bound_prior) != digest(other.bound_prior):
-        name = "priors" if same_likelihood else "likelihoods"
-        ours, theirs = (describe(getattr(each, name[:-1])) for each in (posterior, other))
+        attribute = "prior" if same_likelihood else "likelihood"
+        name = f"{attribute}s"
+        ours, theirs = (describe(getattr(each, attribute)) for each in (posterior, other))
         raise ValueError(
             f"Only posteriors with the same {name} can be merged, but the {name} differ, "
             f"if only in digits that are not shown: {ours} and {theirs}. Fit every shard with the "
@@ -79,14 +84,16 @@ def add_statistics(
     passes: int,
     notes: tuple[str, ...] = (),
 ) -> Posterior:
-    """Add the sums of more data at θ̂ to a posterior.
+    """Return the posterior with the sums of more data, which were taken at its θ̂.
 
-    It is then at the new mode where the statistics determine it, else at θ̂. source, passes, notes:
-    of the data that are added.
+    θ̂ moves to the new mode where the sums determine it; elsewhere it stays. A variational Gaussian
+    is not changed here: the caller adds the new averages. source, passes, notes: of the data that
+    are added. source is None where they are not at hand; nor are then all data of the result.
     """
-    theta, merged = posterior.theta, posterior.statistics.merge(statistics)
+    theta = posterior.theta
+    merged = posterior.statistics.merge(statistics)
     if posterior.updates_mode_from_sums:
-        theta, merged = merged.at_mode(posterior.objective_prior, theta)
+        theta, merged = merged.move_to_mode(posterior.objective_prior, theta)
         note = "data were added: moved to the mode of all of them"
     elif posterior.variational is None:
         note = "data were added: θ̂ was kept, and is no longer the mode of all of them"
@@ -97,12 +104,15 @@ def add_statistics(
             else "the Gaussian has moved"
         )
         note = f"data were added: {change}, the averages over the earlier rows and θ̂ were kept"
-    both = None if posterior.source is None or source is None else posterior.source.then(source)
-    moved = replace(posterior, theta=theta, statistics=merged, source=both)
-    # Notes of both, once each. What was noted of the data then still holds for a part of them.
-    earlier = without(dict.fromkeys((*posterior.report.notes, *notes)), ADDED)
+    joint_source = None
+    if posterior.source is not None and source is not None:
+        joint_source = posterior.source.then(source)
+    moved = replace(posterior, theta=theta, statistics=merged, source=joint_source)
+    # Notes of both data sets, once each. A note on earlier data holds for a part of the rows only.
+    earlier = without_subjects(dict.fromkeys((*posterior.report.notes, *notes)), ADDED)
     kept = [
-        Note(f"before data were added: {n}") if subject(n) in (DATA, MOVED) else n for n in earlier
+        Note(f"before data were added: {each}") if subject_of(each) in (DATA, MOVED) else each
+        for each in earlier
     ]
     report = replace(
         posterior.report,
@@ -116,10 +126,11 @@ def add_statistics(
 
 
 def with_sketch_note(notes: list[str], posterior: Posterior) -> list[str]:
-    """Return the notes with what a low-rank curvature leaves out under the present data and prior
-    of a posterior.
+    """Return the notes with a new one on what a low-rank curvature leaves out.
+
+    The note is that of the posterior's present data and prior. Other structures have none.
     """
     least = float(posterior.bound_prior.precision(posterior.theta).min())
-    kept = without(notes, RANK)
+    kept = without_subjects(notes, RANK)
     note = posterior.statistics.curvature.note(least) if least > 0 else ""
     return [*kept, Note(note, RANK)] if note else kept

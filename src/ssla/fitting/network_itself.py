@@ -1,5 +1,5 @@
-"""What rows that it has not seen say of the network itself, without any doubt: its spread, and
-its scale of rows.
+"""What validation rows show about the network itself, without epistemic uncertainty ("doubt"): its
+best dispersion, and a scale of rows.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ssla.likelihoods import Likelihood
 from ssla.likelihoods.likelihood import Dispersed, with_dispersion
 from ssla.network import LastLayer, RowScale
 
-# Factors on the dispersion at which the network is scored: some of them first, then those around
-# the best. A guess.
+# Factors on the dispersion at which the network is scored: every COARSE-th of them first, then
+# those around the best. A guess.
 SPREADS = torch.logspace(-1.5, 1.5, 121, base=8.0, dtype=torch.float64)
 COARSE = 10
 # Strengths of a scale of rows. On networks of benchmarks/networks larger ones gained nothing: T(x)
@@ -30,32 +30,37 @@ CLEARLY = 3.0
 SHORTEST = 0.05
 
 
-def best_spread_without_doubt(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
+def best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
     """Find the factor on the dispersion with which the network's outputs f (n, C) predict the rows
-    best; 1 where there is no dispersion.
+    best; 1 where the likelihood has no dispersion.
+
+    The factor is one of SPREADS. Log densities are assumed to have one maximum over it.
     """
     if not isinstance(likelihood, Dispersed):
         return 1.0
 
     def height(index: int) -> float:
-        """Return the log density of all rows at one of SPREADS, with a standard normal prior of its
-        logarithm.
+        """Return the log density of all rows at SPREADS[index], with a standard normal log prior of
+        the spread's logarithm.
 
-        The prior is for rows that set no limit: if the network classifies all of them right, a
+        Without the prior there may be no maximum: if the network classifies all rows right, a
         smaller temperature is always better.
         """
         spread = float(SPREADS[index])
         log_density = rows.plug_in(with_dispersion(likelihood, spread), f) @ rows.weights
         return float(log_density) - 0.5 * math.log(spread) ** 2
 
-    near = max(range(0, len(SPREADS), COARSE), key=height)
-    around = range(max(near - COARSE + 1, 0), min(near + COARSE, len(SPREADS)))
-    return float(SPREADS[max(around, key=height)])
+    nearest = max(range(0, len(SPREADS), COARSE), key=height)
+    neighbours = range(max(nearest - COARSE + 1, 0), min(nearest + COARSE, len(SPREADS)))
+    return float(SPREADS[max(neighbours, key=height)])
 
 
 def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale | None:
-    """Choose a scale of rows with which the network predicts clearly better, at the best
-    temperature of each; None: there is none.
+    """Choose a scale of rows with which a classifier predicts the rows clearly better, each at its
+    best temperature.
+
+    None where no scale is clearly better, for other targets than classes, for other weights than a
+    last layer, and where all features have one length.
     """
     network = rows.posterior.network
     classes = likelihood.support_for(network.outputs).kind == "class"
@@ -71,10 +76,11 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
         return None
 
     def scores(f: Tensor) -> Tensor:
-        """Return log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
-        spread = best_spread_without_doubt(rows, likelihood, f)
+        """Compute log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
+        spread = best_network_spread(rows, likelihood, f)
         return rows.plug_in(with_dispersion(likelihood, spread), f)
 
+    # Every scale takes the mean of the features' squared lengths, and a small quantile of them.
     mean = float(rows.squares @ rows.weights / rows.weights.sum())
     least = float(counted.kthvalue(max(int(SHORTEST * len(counted)), 1)).values)
     scales = [RowScale(strength, mean, least) for strength in STRENGTHS]

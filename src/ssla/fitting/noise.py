@@ -32,8 +32,9 @@ SETTLED = 1e-10  # relative change of the noise at which the rounds end
 
 @dataclass(frozen=True, eq=False)
 class _NoiseProblem:
-    """The quantities of which the noise is a fixed point: one noise for each of G groups of
-    outputs.
+    """What the next noise follows from. The estimate is the fixed point of `next_noise`.
+
+    There is one noise for each of G groups of outputs.
     """
 
     sums: Sums
@@ -42,15 +43,17 @@ class _NoiseProblem:
     polish: bool  # whether the residuals are those at the mode
     unit: Tensor  # the noise to start from (G,)
     groups: Tensor  # the group of each parameter (P,)
-    squares: Tensor  # squared residuals (G,)
-    rows: float  # weighted rows of a group
+    squares: Tensor  # squared residuals, in units of the sums' noise (G,)
+    rows: float  # residuals in a group, by weight
 
     def next_noise(self, noise: Tensor) -> Tensor:
-        """Compute the noise (G,) from the degrees of freedom and the residuals at a noise (G,).
+        """Compute the next noise (G,): from the residuals and the degrees of freedom that the fit
+        has at a noise (G,).
 
-        Raises ValueError where no degrees of freedom are left, or no residuals.
+        Both are in units of the noise at which the sums were taken. Raises ValueError where no
+        degrees of freedom are left, or no residuals.
         """
-        scaled = self.sums.at_noise(noise[self.groups])
+        scaled = self.sums.with_noise_scaled(noise[self.groups])
         precision = self.bound.precision(self.theta)
         operator = uphill_operator(scaled.newton_curvature, precision)
         used = torch.zeros_like(self.unit).index_add(
@@ -58,7 +61,8 @@ class _NoiseProblem:
         )
         squares = self.squares
         if self.polish:
-            # The mode at this noise is one Newton step away, and its residuals follow.
+            # The mode at this noise is one Newton step δ away. The squares are −2ℓ plus a constant,
+            # so they change by δᵀSδ − 2gᵀδ; each parameter's part belongs to its output's group.
             step = operator.solve(scaled.statistics.gradient + self.bound.gradient(self.theta))
             push = self.sums.newton_curvature.push(step)
             change = step * (push - 2 * self.sums.statistics.gradient)
@@ -87,13 +91,15 @@ def estimate_noise(
     theta: Tensor | None = None,
 ) -> tuple[Sums, Gaussian]:
     """Estimate σ_d² = RSS_d / (n − γ_d), where γ_d = tr(S H⁻¹)_d are the degrees of freedom that
-    output d's weights use up.
+    output d's weights use up; return the sums at that noise, and the likelihood.
 
     For a last layer (or one output) everything follows from the sums at unit noise, by a fixed
     point. Several outputs with all weights take one more pass at the raw residual scale, then a
-    common correction. Returns the sums at the estimated noise, and the likelihood. theta: where
-    the sums were taken (P,); None: at the trained weights. Raises ValueError where the rows do
-    not determine the noise.
+    common correction.
+
+    sums: at a noise of one. polish: whether the residuals are those at the mode, not at θ.
+    collect_at_noise: for the further pass. theta: where the sums were taken (P,); None: at the
+    trained weights. Raises ValueError where the rows do not determine the noise.
     """
     outputs = network.outputs
     raw = (sums.squares / sums.statistics.weight).sqrt()
@@ -126,11 +132,13 @@ def estimate_noise(
     # A common factor is relative to the raw residuals; otherwise each output has its own noise.
     value = noise if unit.numel() == outputs else noise * raw
     likelihood = Gaussian(noise=float(value) if outputs == 1 else value)
-    return sums.at_noise(noise[groups]), likelihood
+    return sums.with_noise_scaled(noise[groups]), likelihood
 
 
 def _check_residuals(raw: Tensor, sums: Sums) -> None:
-    """Raise ValueError for a single row, or where root mean square residuals (C,) are zero."""
+    """Raise ValueError for a single row, or where the root mean square residuals `raw` (C,) are
+    zero beside the targets.
+    """
     if sums.statistics.n < 2:
         _refuse_estimate("there is only one row")
     if bool((raw <= 1e-10 * sums.largest).any()):
@@ -141,28 +149,30 @@ def _check_residuals(raw: Tensor, sums: Sums) -> None:
 
 
 def _refuse_estimate(why: str) -> NoReturn:
-    """Raise the ValueError of a noise that cannot be estimated."""
+    """Raise ValueError, because the noise cannot be estimated. why: the reason, for the message."""
     raise ValueError(
         f"The noise cannot be estimated: {why}. Give it as a number, likelihoods.Gaussian(noise=…)."
     )
 
 
-def at_noise(posterior: Posterior, factor: float) -> Posterior:
-    """Return the posterior at the same θ̂ with `factor` times the noise: the sums rescale
-    exactly.
+def scale_noise(posterior: Posterior, factor: float) -> Posterior:
+    """Return the posterior at the same θ̂ with `factor` times the noise of its Gaussian likelihood.
+
+    The sums rescale exactly. A posterior with another likelihood is returned unchanged.
     """
     old = posterior.likelihood
     if factor == 1.0 or not old.quadratic:
         return posterior
-    stats, outputs = posterior.statistics, posterior.network.outputs
-    squares = residual_squares(stats, old, outputs)
+    statistics = posterior.statistics
+    outputs = posterior.network.outputs
+    squares = residual_squares(statistics, old, outputs)
     log_likelihood = (
-        stats.log_likelihood
+        statistics.log_likelihood
         + 0.5 * squares * (1 - factor**-2)
-        - stats.weight * outputs * math.log(factor)
+        - statistics.weight * outputs * math.log(factor)
     )
     return replace(
         posterior,
         likelihood=with_dispersion(old, factor),
-        statistics=stats.at_noise(factor, log_likelihood),
+        statistics=statistics.with_noise_scaled(factor, log_likelihood),
     )

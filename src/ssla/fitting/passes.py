@@ -1,4 +1,8 @@
-"""Passes over the data: chunks that fit the budget, checked and cast, summed at one θ."""
+"""Passes over the data: batches are checked, cast, and split into chunks that fit the memory
+budget; their sums are taken at one θ.
+
+`Order` says what a pass sums, `Pass` is its result, and `Reader` reads the data of one process.
+"""
 
 from __future__ import annotations
 
@@ -50,24 +54,28 @@ EMPTY = "The data are empty: no batch with a row came. Check the loader, its sam
 
 @dataclass(frozen=True, eq=False)
 class AutomaticStructure:
-    """What decides the structure of a fit without one, before its first pass: the same on every
-    rank and worker.
+    """What decides the structure of a fit for which none was asked.
+
+    It is the same on every rank and worker, so that all of them choose the same structure.
     """
 
     rows: int | None  # of all data, if every process knows them
     prior: Prior | None
 
     def choose(self, network: Network, budget: int, averages: bool) -> Choice:
-        """Choose the structure for a network and a budget of bytes.
+        """Choose the structure for a network and a budget of bytes, and say why.
 
         averages: whether passes for a variational Gaussian will follow.
         """
-        uneven = self.prior is not None and _varies_inside_layers(self.prior, network)
+        uneven = self.prior is not None and _precision_varies_inside_layers(self.prior, network)
         return choose_structure(extent_of(network, self.rows, averages), budget, uneven)
 
 
-def _varies_inside_layers(prior: Prior, network: Network) -> bool:
-    """Return whether a prior's precision varies inside a layer with a Kronecker form."""
+def _precision_varies_inside_layers(prior: Prior, network: Network) -> bool:
+    """Return whether a prior's precision varies inside a layer with a Kronecker form.
+
+    A precision that is a full matrix (P, P) counts as one that varies.
+    """
     precision = prior.bind(network.layout).precision(network.theta)
     diagonal = precision if precision.dim() == 1 else precision.diagonal()
     positions = network.layout.positions
@@ -103,8 +111,9 @@ class Order:
     automatic: AutomaticStructure | None = None
 
     def with_chosen_structure(self, network: Network, budget: int) -> Order:
-        """Return the order with the structure that is chosen for the network, where none was asked
-        for.
+        """Return the order with the structure that is chosen for the network.
+
+        budget: in bytes. Where a structure was asked for, the order is returned unchanged.
         """
         if self.automatic is None:
             return self
@@ -114,37 +123,41 @@ class Order:
     def mode_for(self, network: Network) -> str:
         """Return the mode that was asked for; by default polish for a last layer, tilt otherwise.
 
-        See `trained` for the last layer of a classifier.
+        After the first pass a default of polish may become tilt: see `ssla.fitting.trained`.
         """
         return self.mode or (POLISH if network.linear else TILT)
 
     def polishes(self, network: Network) -> bool:
-        """Return whether the pass belongs to a fit that polishes."""
+        """Return whether the pass belongs to the polish of a fit: one for averages does not."""
         return self.averaging is None and self.mode_for(network) == POLISH
 
     def structure_for(self, network: Network) -> Structure:
-        """Return the structure that was asked for; the Kronecker factors of a last layer of very
-        many classes have a diagonal output factor by default.
+        """Return the structure that passes over the data of a network sum.
+
+        It is the one that was asked for. Only the Kronecker factors of a last layer of very many
+        classes have a diagonal output factor by default.
         """
         many = network.linear and network.outputs > MANY_CLASSES and self.likelihood.softmax
         return self.structure.for_many_classes() if many else self.structure
 
     def has_newton_curvature(self, network: Network, budget: int) -> bool:
-        """Return whether steps of the mean have a dense curvature of their own.
+        """Return whether the pass sums a dense curvature (P, P) besides the statistics, for Newton
+        steps of θ or of a variational mean.
 
-        They do while P² is small, unless the statistics are it. Where they have none, they take
-        products with the curvature, a pass each.
+        It does where such steps follow and P² is small beside the budget (in bytes), unless the
+        statistics already hold that curvature. Steps without it take products with the curvature, a
+        pass each.
         """
         averaging = self.averaging
-        if self.direction is not None:
+        if self.direction is not None:  # a pass for one product
             return False
-        if averaging is not None and averaging.row_nodes is not None:
+        if averaging is not None and averaging.row_nodes is not None:  # of very many rows
             return False
-        steps = self.polishes(network) if averaging is None else averaging.moves
-        same = self.structure.exact and (self.likelihood.quadratic or averaging is not None)
+        steps_follow = self.polishes(network) if averaging is None else averaging.moves
+        held = self.structure.exact and (self.likelihood.quadratic or averaging is not None)
         by_layers = self.structure.by_layers
         slow = network.linear and by_layers and network.layout.size > MOST_FOR_NEWTON
-        if not steps or same or slow:
+        if not steps_follow or held or slow:
             return False
         share = NEWTON_SHARE_OF_OTHERS
         if self.likelihood.softmax and self.structure.exact:
@@ -154,8 +167,10 @@ class Order:
         return Dense(dual=False).memory(extent_of(network)) <= budget // share
 
     def needs_more_passes(self, network: Network, budget: int) -> bool:
-        """Return whether the data will be read again: for averages, or by polish unless the sums
-        determine a Gaussian's quadratic.
+        """Return whether the data will be read again after this pass.
+
+        They will for averages and for other settings, and by polish, unless the noise is Gaussian
+        and the sums hold the exact curvature: then the mode follows from them. budget: in bytes.
         """
         exact = self.structure.exact or self.has_newton_curvature(network, budget)
         determined = self.likelihood.quadratic and exact
@@ -164,14 +179,14 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """What a pass found. Those of shards merge."""
+    """The result of a pass over some rows. Those of shards merge."""
 
-    sums: Sums | None  # of no row: None
+    sums: Sums | None  # None where there was no row
     target: TargetRange
-    repeatable: bool
+    repeatable: bool  # whether the rows can be read again
 
     def merge(self, other: Pass) -> Pass:
-        """Return what both passes found, over other rows each."""
+        """Return the result of one pass over the rows of both."""
         sums = self.sums or other.sums
         if self.sums is not None and other.sums is not None:
             sums = self.sums.merge(other.sums)
@@ -183,17 +198,17 @@ class Data(Protocol):
 
     @property
     def network(self) -> Network:
-        """The network, as opened on the first rows."""
+        """Return the network, as it was opened on the first rows; ValueError before that."""
         ...
 
     @property
     def passes(self) -> int:
-        """The number of passes begun."""
+        """Return the number of passes over the data that have begun."""
         ...
 
     @property
     def source(self) -> Source | None:
-        """All of the data, if this process can read them again."""
+        """Return all of the data, if this process reads them; None if others read parts."""
         ...
 
     def run_pass(self, order: Order) -> Pass:
@@ -201,7 +216,7 @@ class Data(Protocol):
         ...
 
     def scale_rows(self, scale: RowScale) -> None:
-        """Give the last layer a scale of rows, for all passes from now on."""
+        """Give the last layer, which has none, a scale of rows for all later passes."""
         ...
 
 
@@ -218,21 +233,23 @@ class Chunk:
     outputs: tuple[Tensor, Tensor] | None = None  # the last θ of passes for averages, and f there
 
     def linearise(self, theta: Tensor, many_rows: bool) -> tuple[Tensor, Features]:
-        """Return f (B, C) at θ (P,) in float64, and the features.
+        """Return f (B, C) at θ (P,) in float64, and the features, which stand for J.
 
-        The features are in float64, too, unless the rows are of very many, whose f is then kept.
+        many_rows: whether the data have very many rows. Then the features stay in the dtype in
+        which they are kept, and f is stored for the next pass at the same θ. Otherwise both are in
+        float64. Only for chunks with features.
         """
         assert self.features is not None
         if not many_rows:
             J = self.features.double()
-            return self._with_offset(J.push(theta)), J
+            return self._add_offset(J.push(theta)), J
         if self.outputs is None or self.outputs[0] is not theta:
             f = self.features.double().push(theta)
-            self.outputs = theta, self._with_offset(f)
+            self.outputs = theta, self._add_offset(f)
         return self.outputs[1], self.features
 
-    def _with_offset(self, f: Tensor) -> Tensor:
-        """Add the offset to outputs (B, C)."""
+    def _add_offset(self, f: Tensor) -> Tensor:
+        """Return outputs (B, C) plus the offset, if there is one."""
         return f if self.offset is None else f + self.offset
 
 
@@ -240,7 +257,7 @@ class LinearChunk(NamedTuple):
     """A chunk with the outputs and the Jacobian at θ."""
 
     chunk: Chunk
-    inputs: Any  # as they came; None: the chunk was kept from the first pass
+    inputs: Any  # as they came; None: the chunk was kept from an earlier pass
     theta: Tensor  # (P,)
     f: Tensor  # (B, C), float64
     J: Jacobian
@@ -248,7 +265,7 @@ class LinearChunk(NamedTuple):
 
 @dataclass(eq=False)
 class Reader:
-    """The data that this process reads."""
+    """The data that this process reads, with what it keeps of them between passes."""
 
     source: Source
     model: nn.Module | None  # None: the network is open
@@ -268,7 +285,7 @@ class Reader:
 
     @property
     def network(self) -> Network:
-        """The network; ValueError before a row has come."""
+        """Return the network; raise ValueError before a row has come."""
         if self.opened is None:
             raise ValueError(EMPTY)
         return self.opened
@@ -276,7 +293,9 @@ class Reader:
     def run_pass(self, order: Order) -> Pass:
         """Read the data once, and return the sums that are ordered.
 
-        Raises ValueError where data that can be read only once are to be read again.
+        Chunks that are kept are read in place of the data. Raises ValueError for data that do not
+        suit the network or the likelihood, and where data that can be read only once are to be read
+        again.
         """
         self.reads += 1
         if self.progress is None and self.kept:
@@ -287,7 +306,7 @@ class Reader:
             self.text.close()
 
     def scale_rows(self, scale: RowScale) -> None:
-        """Give the last layer a scale of rows, and the features that are kept."""
+        """Give the last layer a scale of rows, and scale the features that are kept."""
         self.opened = with_row_scale(self.network, scale)
         self.linearised = None
         for chunk in self.kept or ():
@@ -296,7 +315,11 @@ class Reader:
             chunk.outputs = None
 
     def _sum_chunks(self, order: Order) -> Pass:
-        """Sum all chunks: values at θ, averages over a Gaussian, or products with a direction."""
+        """Sum all chunks, and return the result of the pass.
+
+        The sums are products with a direction, averages over a Gaussian, or values at θ. A product
+        may be one of averages, so the direction is asked for first.
+        """
         total: Sums | None = None
         target = TargetRange()
         for number, linear in enumerate(self._linear_chunks(order)):
@@ -316,7 +339,7 @@ class Reader:
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
     def _zero_sums(self, order: Order) -> Sums:
-        """Return the sums of no row, with what the order asks for."""
+        """Return the sums over no row, for an order whose structure is known."""
         return Sums.zero(
             self.network.layout.size,
             order.structure_for(self.network),
@@ -325,27 +348,33 @@ class Reader:
         )
 
     def _watch_targets(self, linear: LinearChunk, likelihood: Likelihood) -> TargetRange:
-        """Collect what later warnings and the choice of the mode need of a chunk's targets."""
-        chunk, f = linear.chunk, linear.f
+        """Return what later warnings and the choice of the mode need to know of a chunk."""
+        chunk = linear.chunk
+        f = linear.f
         spread = None
         if likelihood.quadratic:
             eps = torch.finfo(self.network.dtype).eps
-            rounding = eps * self._rounded_size(chunk, f, linear.theta)
-            spread = Spread.of(chunk.y, f, chunk.weights, chunk.rounding, rounding)
+            rounding = eps * self._size_before_rounding(chunk, f, linear.theta)
+            spread = Spread.from_chunk(chunk.y, f, chunk.weights, chunk.rounding, rounding)
         outputs = self.network.outputs
-        classes = Classes.of(likelihood, chunk.y, outputs, chunk.features, chunk.weights)
-        numbers = Numbers.of(likelihood, chunk.y, f, chunk.features, chunk.weights)
-        return TargetRange.of(chunk.y, linear.inputs, spread, classes, numbers, chunk.weights)
+        classes = Classes.from_chunk(likelihood, chunk.y, outputs, chunk.features, chunk.weights)
+        numbers = Numbers.from_chunk(likelihood, chunk.y, f, chunk.features, chunk.weights)
+        return TargetRange.from_chunk(
+            chunk.y, linear.inputs, spread, classes, numbers, chunk.weights
+        )
 
     def _linear_chunks(self, order: Order) -> Iterator[LinearChunk]:
         """Yield the chunks with θ, f and J.
 
-        Passes for averages share one θ: f and J are kept while they take little memory.
+        Passes for averages share one θ. So after the first of them f and J are kept for the next,
+        if they take little memory and features are not kept already.
         """
         if order.averaging is not None and self.linearised:
             yield from self.linearised
             return
-        kept: list[LinearChunk] | None = None if order.averaging is None or self.kept else []
+        kept: list[LinearChunk] | None = None  # None: nothing is kept
+        if order.averaging is not None and not self.kept:
+            kept = []
         size = 0
         for chunk, inputs in self._chunks(order):
             theta = self.network.theta if order.theta is None else order.theta
@@ -354,21 +383,27 @@ class Reader:
             if size > self.budget // KEPT_SHARE:
                 kept = None
             if kept is not None:
+                # Passes for averages use neither the inputs nor θ.
                 kept.append(LinearChunk(chunk, None, self.network.theta, f, J))
             yield LinearChunk(chunk, inputs, theta, f, J)
         self.linearised = kept
 
     def _linearise(self, chunk: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
-        """Return f (B, C) at θ (P,) in float64, and J."""
+        """Return f (B, C) at θ (P,) in float64, and J.
+
+        J is in float64 as well, but for the features of very many rows: see `Chunk.linearise`.
+        """
         if chunk.features is None:
             f, J = self.network.linearise(chunk.x, theta)
             return f.double(), J.double()
         many_rows = order.averaging is not None and order.averaging.row_nodes is not None
         return chunk.linearise(theta, many_rows)
 
-    def _rounded_size(self, chunk: Chunk, f: Tensor, theta: Tensor) -> Tensor:
-        """Return the size (B, C) of what was rounded on the way to f (B, C): f itself, or of a last
-        layer, multiplied in float64, |φ| |W|ᵀ.
+    def _size_before_rounding(self, chunk: Chunk, f: Tensor, theta: Tensor) -> Tensor:
+        """Return the size (B, C) of the numbers whose rounding decides the error of f (B, C).
+
+        It is |f| where the network computes f in its own dtype. A last layer is multiplied in
+        float64 at θ (P,), so only its features φ are rounded: the size is |φ| |W|ᵀ.
         """
         if chunk.features is None:
             return f.abs()
@@ -377,10 +412,10 @@ class Reader:
         return chunk.features.double().phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
 
     def _chunks(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
-        """Yield chunks of the data, checked and cast, with the inputs as they came (None: the
-        chunk was kept from the first pass).
+        """Yield chunks of the data, checked and cast, with the inputs as they came.
 
-        Raises ValueError where the data cannot be read again.
+        The inputs are None for a chunk that was kept from the first pass. Raises ValueError where
+        the data cannot be read again.
         """
         if self.kept:
             yield from ((chunk, None) for chunk in self.kept)
@@ -394,16 +429,19 @@ class Reader:
         label = f"pass {self.passes}"
         rows = Rows(
             progress_bar(self.source, self.source.length, self.progress, label, "batch"),
-            lambda batch: self._rows_at_once(batch, order),
-            lambda batch: self._prepare_chunk(batch, order),
-            lambda chunk: self._bytes_to_keep(chunk, order),
-            self.budget // KEPT_SHARE,
+            rows_at_once=lambda batch: self._rows_at_once(batch, order),
+            prepare=lambda batch: self._prepare_chunk(batch, order),
+            size=lambda chunk: self._bytes_to_keep(chunk, order),
+            budget=self.budget // KEPT_SHARE,
         )
         yield from rows.read()
         self.kept = rows.kept
 
     def _rows_at_once(self, batch: Batch, order: Order) -> int:
-        """Return how many rows a chunk may have; the first batch opens the network."""
+        """Return how many rows a chunk of a batch may have.
+
+        The first batch opens the network, whose size decides this.
+        """
         if self.opened is None:
             assert self.model is not None
             rows = self.source.rows
@@ -414,7 +452,7 @@ class Reader:
         return rows_within(self.budget // CHUNK_SHARE, bytes_of_row)
 
     def _with_structure(self, order: Order) -> Order:
-        """Return the order with a structure, which is chosen once for each order."""
+        """Return the order with a structure. It is chosen once for each order, and stored."""
         if order.automatic is None:
             return order
         if self.decided is None or self.decided[0] is not order:
@@ -422,7 +460,9 @@ class Reader:
         return self.decided[1]
 
     def _prepare_chunk(self, batch: Batch, order: Order) -> Chunk:
-        """Check and cast some rows, and compute the features of a last layer."""
+        """Check and cast some rows; return them with the features of a last layer, or with their
+        inputs.
+        """
         network = self.network
         support = order.likelihood.support_for(network.outputs)
         _, y, weights = check_batch(batch, support, network.outputs)
@@ -431,26 +471,29 @@ class Reader:
         if network.linear:
             _, J = network.linearise(x, network.theta)
             assert isinstance(J, Features)
-            features, offset = _features_to_keep(J), network.offset
+            features = _features_to_keep(J)
+            offset = network.offset
             x = None
         rounding = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
         return Chunk(x, y, weights, rounding, features, offset)
 
     def _bytes_to_keep(self, chunk: Chunk, order: Order) -> int | None:
-        """Return the memory of a chunk that the first pass keeps for further ones; None where it
-        keeps none.
+        """Return the bytes of a chunk that the first pass keeps for further ones.
+
+        None where none are kept: in later passes, without features, or if no pass will follow.
         """
         if self.passes > 1 or chunk.features is None:
             return None
         if not self._with_structure(order).needs_more_passes(self.network, self.budget):
             return None
-        return tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()
+        return tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()  # 8 bytes a target
 
 
 def _features_to_keep(J: Features) -> Features:
-    """Return features as they are kept for further passes.
+    """Return features as they are kept for further passes, in float64 or float32.
 
-    Single precision takes half of the memory, and its products are exact in double.
+    Features of a network in lower precision are kept in float32: that takes half of the memory of
+    float64, and products of its numbers are exact in float64.
     """
     if J.dtype == torch.float64:
         return replace(J.double(), remembers=True)
@@ -458,7 +501,9 @@ def _features_to_keep(J: Features) -> Features:
 
 
 def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
-    """Return the last layer with a scale of rows, which it did not have."""
+    """Return a network with a scale of rows. It must be a last layer without one and without an
+    offset.
+    """
     assert isinstance(network, LastLayer)
     assert network.row_scale is None
     assert network.offset is None
@@ -474,15 +519,17 @@ def extent_of(network: Network, rows: int | None = None, averages: bool = False)
 
 
 def bytes_per_row(network: Network, order: Order, budget: int) -> int:
-    """Return the memory of the intermediate results of one row.
+    """Return the bytes that the intermediate results of one row take.
 
-    A last layer with Kronecker factors needs no matrix for each row.
+    A last layer with Kronecker factors needs no matrix for each row, unless Newton steps have a
+    dense curvature. budget: in bytes, by which that is decided.
     """
     pooled = network.linear and order.structure.by_layers
     if not pooled or order.has_newton_curvature(network, budget):
         return network.bytes_per_row
     outputs = network.outputs
     width = network.layout.size // outputs
+    # What the network counts for the Jacobian and the precisions of a row is not needed here.
     matrices = 8 * (width * outputs + PRECISIONS * outputs**2)
     pooled_bytes = 8 * (POOLED_FEATURES * width + POOLED_OUTPUTS * outputs)
     return network.bytes_per_row - matrices + pooled_bytes
@@ -499,17 +546,20 @@ def open_network_within(
 ) -> Network:
     """Open a network on inputs x for a fit within a budget of bytes.
 
-    Raises ValueError where what the fit asks for is beyond the budget, or where the
-    outputs do not fit the likelihood.
+    rows: of all data; None where they are not known. output: which part of the model's answer is f.
+    Raises ValueError where what the fit asks for is beyond the budget, or where the outputs do not
+    fit the likelihood.
     """
     links = order.likelihood.links
-    network = open_network(model, weights, x, order.structure.materialises, output, links)
     materialised = order.structure.materialises
+    network = open_network(model, weights, x, materialised, output, links)
     order = order.with_chosen_structure(network, budget)
     # The structure that was chosen may need less of the network than the one it replaces.
     if materialised and not order.structure.materialises and not network.linear:
-        network = open_network(model, weights, x, False, output, links)
-    order.likelihood.support_for(network.outputs)
+        network = open_network(model, weights, x, materialise=False, output=output, links=links)
+    order.likelihood.support_for(network.outputs)  # raises where the outputs do not fit
+    # A default variational Gaussian that is too large gives way to the Gaussian at the mode. So its
+    # averages count only where it was asked for, or where the fit would not give it up.
     required = order.averages_asked or network.linear or order.structure.whole
     extent = extent_of(network, rows, order.averages and required)
     refuse_beyond_budget(
@@ -519,14 +569,14 @@ def open_network_within(
 
 
 def thin_reader(reader: Reader, most: int) -> Reader:
-    """Return a reader of about `most` of the rows whose features a reader keeps, evenly spread;
-    each counts for those left out.
+    """Return a reader of about `most` of the rows whose features a reader keeps, evenly spread.
 
-    The reader itself where it keeps none, or few enough.
+    The weight of each counts for the rows beside it that are left out. The reader itself is
+    returned where it keeps no features, or few enough.
     """
     chunks = [chunk for chunk in reader.kept or () if chunk.features is not None]
     rows = sum(len(chunk.y) for chunk in chunks)
-    stride = -(-rows // most)
+    stride = -(-rows // most)  # rounded up
     if stride <= 1:
         return reader
     picked = []
@@ -552,6 +602,9 @@ def reader_of_chunks(
     weights: str | list[str] | tuple[str, ...],
     budget: int,
 ) -> Reader:
-    """Return a reader of chunks that are kept, without a source behind them."""
-    nothing_more = Source(lambda: iter(()), True, 0)
-    return Reader(nothing_more, None, weights, budget, opened=network, kept=chunks)
+    """Return a reader of chunks with features, which are all of its data.
+
+    weights: which weights of the network are free, for the record.
+    """
+    no_batches = Source(lambda: iter(()), repeatable=True, length=0)
+    return Reader(no_batches, None, weights, budget, opened=network, kept=chunks)

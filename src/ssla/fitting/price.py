@@ -1,11 +1,12 @@
 """What the doubt of a classifier costs on its own training rows, and a prior that keeps the price
 low.
 
-A network that has memorised its training rows is right there with certainty, and its evidence has
-almost no preference between priors: it may say doubt that costs more than it is worth on new rows.
-Where the network is as good on new rows as on these, they would pay the same price. So without
-validation rows the price has a limit: as much as the network itself loses on these rows, and .003
-nats. A network that was not memorised is not affected.
+"Doubt" is epistemic uncertainty. A network that has memorised its training rows is right there with
+certainty, and its evidence has almost no preference between priors: the prior of the highest
+evidence may give doubt that costs more than it is worth on new rows. Where the network is as good
+on new rows as on these, they would pay the same price. So without validation rows the price has a
+limit: as much as the network itself loses on these rows, and .003 nats. Networks that have not
+memorised their rows are not affected.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ STEEPNESS = (0.5, 2.0)  # of log price over log precision, between which it is t
 def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) -> Posterior:
     """Return the posterior, under a stronger prior if its doubt costs too much on training rows.
 
-    For classifiers whose trained weights were kept and whose prior nobody gave. Not for networks so
-    large that the Jacobians of these rows do not fit in memory: the guard looks at them once.
+    Only classifiers whose trained weights were kept are changed. plan: of the fit, whose prior
+    nobody gave. rows: a sample of training rows. The posterior is returned unchanged where there
+    are none, or where their Jacobians do not fit in memory: each price would read the rows again.
     """
     classes = posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
     if (
@@ -56,7 +58,9 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
     limit = MOST_PRICE - mean_and_error(rows.plug_in, rows.weights).mean
 
     def price(state: Posterior) -> float:
-        """Return what the doubt of a posterior costs on the rows, in nats a row."""
+        """Compute what the doubt of a posterior costs on the rows: the mean log density of the
+        network less that of the predictive, in nats a row.
+        """
         return mean_and_error(rows.plug_in - rows.scores(state), rows.weights).mean
 
     prices = {1.0: price(posterior)}  # by the factor on the precision
@@ -84,8 +88,9 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
 def _with_stronger_prior(
     posterior: Posterior, current: Posterior, factor: float, plan: FitPlan
 ) -> Posterior:
-    """Return the posterior with that factor on its prior precision; a variational Gaussian starts
-    from that of the current one.
+    """Return the posterior with `factor` times its prior precision.
+
+    A variational Gaussian is found again by the passes of `plan`, from that of `current`.
     """
     precision = factor * posterior.bound_prior.precision(posterior.theta)
     prior = prior_with_precision(posterior, precision)
@@ -97,8 +102,10 @@ def _with_stronger_prior(
 
 
 def _next_factor(prices: dict[float, float], limit: float) -> float:
-    """Return where a straight line of log price over log factor meets the limit, from the factors
-    at which the price is known.
+    """Return the next factor to try: where a straight line of log price over log factor meets AIM
+    times the limit.
+
+    prices: the known prices, by their factors; that of a factor of one is above the limit.
     """
     above = sorted((factor for factor in prices if prices[factor] > limit), reverse=True)
     below = min((factor for factor in prices if prices[factor] <= limit), default=None)
@@ -112,6 +119,6 @@ def _next_factor(prices: dict[float, float], limit: float) -> float:
         steepness = -math.log(prices[second] / prices[nearest]) / math.log(second / nearest)
     low, high = STEEPNESS
     step = math.log(prices[nearest] / (AIM * limit)) / min(max(steepness, low), high)
-    if below is not None:  # a little inside, where the line is not exact
+    if below is not None:  # 0.9: a little short of the factor that is known to be enough
         step = min(step, 0.9 * math.log(below / nearest))
     return nearest * math.exp(step)

@@ -4,13 +4,13 @@ H = S + T holds the data in S and the prior in T = −∇² log π, so another p
 factorisation and no pass. Whether θ̂ can follow depends on what the sums know of the likelihood
 away from θ̂:
 
-  Gaussian noise, last layer   dense or kfac: the statistics determine ℓ_D exactly: θ̂ moves, for
-                               any prior
+  Gaussian noise, last layer   with dense or kfac curvature the statistics determine ℓ_D exactly:
+                               θ̂ moves, for any prior
   anything else                θ̂ stays (as in a fit with mode="as_is"), or is polished again on
                                the data
 
-The output rungs know a prior by its gradient and curvature at θ̂. For a Gaussian prior that is all
-of it; for another the exact increments are a matter of refitting weights.
+Refits in the outputs use only the prior's gradient and curvature at θ̂. For a Gaussian prior these
+are exact; for another prior only refits of the weights give the exact increments.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def change_prior(
     if posterior.variational is not None:
         return _keep_averages(changed)
     if convention != EXACT:
-        # data too few for it are an error of the change, not of a later prediction
+        # Factorised now: too few data for this convention are an error here, not in a prediction.
         _ = changed.data_operator
     if posterior.updates_mode_from_sums:
         theta, statistics = find_mode_from_sums(
@@ -90,9 +90,11 @@ def _mode_of_kept_theta(posterior: Posterior) -> str:
 
 
 def _keep_averages(changed: Posterior) -> Posterior:
-    """Return a variational posterior under its changed prior, with its averages over the data kept.
+    """Return a variational posterior, whose prior has been changed, with its averages over the data
+    kept and its mean moved to suit the prior.
 
-    Conventions that are defined at the mode take the Gaussian there.
+    Conventions that are defined at the mode take the Gaussian there in its place. Raises ValueError
+    where the data alone do not determine it.
     """
     mode = _mode_of_kept_theta(changed)
     if changed.convention == EXACT:
@@ -109,7 +111,7 @@ def _keep_averages(changed: Posterior) -> Posterior:
 
 
 def _describe_move(moved: Posterior) -> str:
-    """Say for the report what a change of the prior did to a variational Gaussian."""
+    """Return for the report what a change of the prior did to a variational Gaussian."""
     curvature = moved.sums.curvature
     if moved.tilted:
         change = "the covariance has changed and the mean stayed at the trained weights"
@@ -124,9 +126,11 @@ def _describe_move(moved: Posterior) -> str:
 
 
 def _polish_under(posterior: Posterior, prior: Prior, convention: str, data: Any) -> Posterior:
-    """Polish again on the data under a prior, from the trained weights; the noise stays what it
-    is.
+    """Return the posterior polished again on `data` under a prior, from the trained weights.
+
+    The noise stays what it is.
     """
+    # The additive convention leaves the prior out of the objective, and adds its increment later.
     objective = Flat() if convention == ADDITIVE else prior
     polished = polish_again(posterior, objective, data)
     passes = posterior.report.passes + polished.report.passes
@@ -138,11 +142,12 @@ def _polish_under(posterior: Posterior, prior: Prior, convention: str, data: Any
 def find_mode_from_sums(
     statistics: Statistics, bound: BoundPrior, theta: Tensor
 ) -> tuple[Tensor, Statistics]:
-    """Find the mode of ℓ_D + log π from θ (P,) where ℓ_D is the quadratic of the sums; return it
-    and the sums there.
+    """Find the mode of ℓ_D + log π from θ (P,), where the sums were taken; return it and the sums
+    there.
 
-    One Newton step for a Gaussian prior, a safeguarded ascent for another. Raises ValueError after
-    `MOST_STEPS` steps.
+    Right where ℓ_D is the quadratic of the sums. A Gaussian prior takes one Newton step, another a
+    safeguarded ascent. Raises ValueError after `MOST_STEPS` steps, and where the curvature cannot
+    be factorised.
     """
     height = float(bound.log_prob(theta))
     for _ in range(MOST_STEPS):
@@ -158,13 +163,14 @@ def find_mode_from_sums(
         while True:
             new_height = float(bound.log_prob(theta + size * step))
             gain = size * rise - 0.5 * size**2 * bend + new_height - height
+            # Armijo's rule: a small share of the expected gain is enough.
             if gain >= 1e-4 * size * decrement or decrement <= TRUSTED:
                 break
             size /= 2
             if size < SHORTEST:
-                return theta, statistics  # no step rises: the mode to rounding
+                return theta, statistics  # no step raises it: this is the mode, to rounding
         theta = theta + size * step
-        statistics = statistics.moved(size * step)
+        statistics = statistics.with_theta_moved(size * step)
         height = new_height
     raise ValueError(
         f"The mode under this prior was not found in {MOST_STEPS} Newton steps: log π may have "

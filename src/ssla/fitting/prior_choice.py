@@ -23,7 +23,7 @@ from ssla.fitting.tuning_space import EVIDENCE, LOO, NOISE, PRIOR, Space
 from ssla.fitting.variational import with_sums
 from ssla.maths.bfgs import Maximum, Value, maximise_in_box
 from ssla.priors import Prior, concavity_notes, describe
-from ssla.report import CONCAVITY, MOVED, TUNING, Note, TuningHistory, without
+from ssla.report import CONCAVITY, MOVED, TUNING, Note, TuningHistory, without_subjects
 from ssla.report import PRIOR as PRIOR_NOTE
 
 if TYPE_CHECKING:
@@ -48,26 +48,29 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
     """Return the posterior of a fit without a prior, with the precisions of the highest evidence
     around the trained weights' scale.
 
-    One precision for each layer, or for each output of a last layer whose outputs are of different
-    kinds; its logarithm has standard deviation DOUBT around that of the trained weights. Features
-    that separate all training rows leave the evidence with almost no preference between priors, and
-    a weak one makes predictions too sure. The noise goes with the precisions where the fit
-    estimated it.
+    There is one precision for each layer, or for each output of a last layer whose outputs have
+    different units, or one for all of a large dense curvature. Its logarithm is expected to have
+    standard deviation DOUBT around that of the trained weights: features that separate all training
+    rows leave the evidence with almost no preference between priors, and a weak prior makes
+    predictions too sure. estimated: whether the fit estimated the noise, which is then chosen
+    together with the precisions.
     """
-    posterior = replace(posterior)  # what is computed on the way is forgotten with this copy
-    dense = posterior.sums.curvature.whole and posterior.theta.numel() > SCAN_LIMIT
+    posterior = replace(posterior)  # a copy, whose cached factorisations are dropped with it
+    large_dense = posterior.sums.curvature.whole and posterior.theta.numel() > SCAN_LIMIT
     own_units = outputs_with_own_units(
         posterior.network, posterior.likelihood, posterior.sums.curvature
     )
     over = (PRIOR, NOISE) if estimated else (PRIOR,)
-    space, notes = Space.of(posterior, over, not dense, own_units is not None)
+    space, notes = Space.around(
+        posterior, over, per_layer=not large_dense, per_output=own_units is not None
+    )
     space = replace(space, expected_levels=space.levels, doubt=DOUBT)
     if plan.finds_variational:
         return alternate_averages_and_prior(space, notes, plan, quiet=True)
     best = maximise_evidence(replace(space, reach=REACH_OF_CHOICE))
     history = make_history(EVIDENCE, space, best, notes)
     chosen = with_variational_gaussian(plan, space.posterior_at(best.point))
-    # Vectors (P,) that are not needed any more
+    # These hold vectors (P,) that are not needed any more.
     del posterior, space
     return finish_tuning(chosen, history, quiet=True)
 
@@ -75,38 +78,38 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
 def alternate_averages_and_prior(
     space: Space, notes: list[str], plan: FitPlan, quiet: bool
 ) -> Posterior:
-    """Find the averages of the variational Gaussian and its prior in turn, until the prior stays
-    where it is.
+    """Find the averages of the variational Gaussian and its prior in turn, until the prior stays;
+    return the posterior with its history.
 
-    With the averages kept, the evidence is that of a Gaussian model; where neither changes any more
-    its gradient is the bound's. notes: for the history. quiet: whether a poor solution is only
-    noted.
+    With the averages kept, the evidence is that of a Gaussian model. Where neither changes any
+    more, its gradient is that of the bound. notes: for the history. plan: the passes. quiet:
+    whether a poor solution is only noted, without a warning.
     """
-    points = [space.in_units(torch.zeros(1, len(space.free)).double())]
+    points = [space.precisions_and_noise(torch.zeros(1, len(space.free)).double())]
     values: list[float] = []
     maxima: list[Maximum] = []
 
     def choose_next_prior(state: Posterior) -> Prior | None:
-        """Choose the prior of the highest evidence with the averages kept; None ends the search."""
+        """Choose the prior of the highest evidence with the averages kept; None ends the search.
+
+        Each call is recorded in `points`, `values` and `maxima`.
+        """
         kept = replace(space.moved_to(with_positive_averages(state)), reach=REACH)
         best = maximise_evidence(kept)
         chosen, point = step_towards(kept, best.point)
         if not maxima:
             values.append(state.log_evidence())
         maxima.append(best)
-        points.append(kept.in_units(point[None]))
+        points.append(kept.precisions_and_noise(point[None]))
         values.append(best.value)
         still = bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
         return None if still or len(maxima) == ALTERNATIONS else chosen.prior
 
     tuned = with_variational_gaussian(plan, space.posterior, choose_next_prior)
     settled = bool(maxima) and len(maxima) < ALTERNATIONS
-    if not maxima:  # the Gaussian never came near its best, so that no prior was chosen
-        start = torch.zeros(len(space.free), dtype=torch.float64)
-        at_edge = torch.zeros_like(start, dtype=torch.bool)
+    if not maxima:  # the Gaussian did not come near convergence, so no prior was chosen
         value = tuned.log_evidence()
-        visited = start[None], torch.tensor([value])
-        maxima.append(Maximum(start, value, start, at_edge, False, *visited, 0))
+        maxima.append(_maximum_at_start(space, value))
         values.append(value)
     values[-1] = tuned.log_evidence()
     best = replace(maxima[-1], evaluations=sum(each.evaluations for each in maxima))
@@ -114,12 +117,28 @@ def alternate_averages_and_prior(
     return finish_variational(tuned, history, plan, quiet)
 
 
+def _maximum_at_start(space: Space, value: float) -> Maximum:
+    """Return the result of a search that tried no point but the start, and has not converged."""
+    start = torch.zeros(len(space.free), dtype=torch.float64)
+    return Maximum(
+        start,
+        value,
+        gradient=torch.zeros_like(start),  # not known
+        at_bound=torch.zeros_like(start, dtype=torch.bool),
+        converged=False,
+        points=start[None],
+        values=torch.tensor([value]),
+        evaluations=0,
+    )
+
+
 def finish_variational(
     posterior: Posterior, history: TuningHistory, plan: FitPlan | None, quiet: bool
 ) -> Posterior:
     """Return the tuned variational posterior with its history.
 
-    θ̂ follows the prior to its mode by passes of `plan`; None: it stays.
+    θ̂ of a polished last layer moves to the mode under the prior, by passes of `plan`; None: it
+    stays. quiet: as in `finish_tuning`.
     """
     if plan is not None and posterior.network.linear and posterior.follows_prior:
         posterior = move_theta_to_mode(plan, posterior)
@@ -127,8 +146,9 @@ def finish_variational(
 
 
 def with_positive_averages(posterior: Posterior) -> Posterior:
-    """Return the posterior with the positive part of the averages: what is negative would make
-    variances infinite under a weaker prior.
+    """Return the posterior with the positive part of its averaged curvature.
+
+    Under a weaker prior, negative directions would have infinite variances.
     """
     return with_sums(
         posterior, replace(posterior.sums, curvature=posterior.sums.curvature.positive_part())
@@ -136,8 +156,10 @@ def with_positive_averages(posterior: Posterior) -> Posterior:
 
 
 def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
-    """Return the posterior at the point (d,), or on the way to it as far as the kept averages are
-    positive definite with the prior; and the point that was reached.
+    """Return the posterior at a point (d,) of the space, and the point itself.
+
+    Where the kept averages with that prior are not positive definite, the point is halved, a few
+    times at most; then the posterior at hand is returned, with the point zero.
     """
     for _ in range(HALVINGS):
         try:
@@ -150,18 +172,21 @@ def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
 
 
 def maximise_evidence(space: Space) -> Maximum:
-    """Find the highest evidence from where the prior stands, and from the best of a scan over all
-    precisions together.
+    """Find the highest evidence inside the box of the space.
+
+    One ascent starts from the prior at hand. For a wide box and few parameters, another starts from
+    the best of a scan over all precisions together. The values are the evidence plus the log
+    density of the expected precisions.
     """
     problem = space.problem
-    # The log likelihood at hand is a constant that depends on the unit of the targets: left out
-    # here
+    # The log likelihood at hand is a constant that depends on the unit of the targets. It is left
+    # out of the search, and added at the end.
     constant = problem.log_likelihood
     evidence: Evidence = evidence_of(problem._replace(log_likelihood=0.0))
 
     def penalised_evidence(point: Tensor) -> Value:
-        """Return the evidence and what the scale of the trained weights expects at a point (d,),
-        with their derivatives.
+        """Compute the evidence plus the log density of the expected precisions at a point (d,),
+        with derivatives; −∞ where H is not positive definite.
         """
         try:
             value, gradient, curvature = evidence(space.all_coordinates(point))
@@ -176,6 +201,8 @@ def maximise_evidence(space: Space) -> Maximum:
         )
 
     low, high = space.box
+    # Rounding errors of the evidence grow with the number of observations. A slope of 1e-10 of this
+    # level ends an ascent, and only a gain above 1e-9 of it counts: both are guesses.
     level = 1 + space.posterior.sums.weight * space.posterior.network.outputs
 
     def ascend(start: Tensor) -> Maximum:
@@ -205,8 +232,10 @@ def maximise_evidence(space: Space) -> Maximum:
 def best_start(
     starts: Tensor, space: Space, height: Callable[[Tensor], float]
 ) -> tuple[Tensor, Tensor]:
-    """Return the highest of some starts (k, d), and the heights (k,) of all, each clamped to the
-    box of the space.
+    """Return the highest of some starts (k, d), and the heights (k,) of all of them.
+
+    Heights are taken where the starts are clamped to the box of the space; the result is not
+    clamped.
     """
     low, high = space.box
     heights = torch.tensor([height(point.clamp(low, high)) for point in starts])
@@ -216,14 +245,14 @@ def best_start(
 def make_history(
     objective: str, space: Space, best: Maximum, notes: Sequence[str]
 ) -> TuningHistory:
-    """Write the history of an ascent in the space's own units."""
+    """Return the history of an ascent, with points in units of precisions and noise."""
     names = space.names
     edge = tuple(name for name, flag in zip(names, best.at_bound.tolist(), strict=True) if flag)
     labels = {EVIDENCE: "log evidence", LOO: "leave-one-out log density"}
     return TuningHistory(
         labels.get(objective, f"held-out −{objective}"),
         names,
-        space.in_units(best.points),
+        space.precisions_and_noise(best.points),
         best.values,
         best.gradient,
         best.converged,
@@ -242,10 +271,10 @@ def history_of_visits(
     values: list[float],
     settled: bool,
 ) -> TuningHistory:
-    """Write the history of a search by variational Gaussians.
+    """Return the history of a search by variational Gaussians.
 
-    points: those visited, in their own units, each (1, d), with the value of each. settled: whether
-    the search ended by itself.
+    points: the priors that were visited, each (1, d), in units of precisions and noise. values: one
+    for each. best: the last ascent. settled: whether the search ended by itself.
     """
     heights = torch.tensor(values, dtype=torch.float64)
     converged = settled and best.converged
@@ -254,8 +283,9 @@ def history_of_visits(
 
 
 def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = False) -> Posterior:
-    """Return the tuned posterior with its history and its report; warn about a poor solution,
-    unless nobody asked for tuning.
+    """Return the tuned posterior with its history and its report; warn about a poor solution.
+
+    quiet: no warning, because nobody asked for tuning.
     """
     if history.at_bound and not quiet:
         warn(
@@ -275,21 +305,21 @@ def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = Fa
         change += "precision was tuned"
     tuned = describe_change(posterior, change, posterior.mode)
     summary = Note("tuned by " + str(history).replace("\n", "; "), TUNING)
-    notes = (*without(tuned.report.notes, TUNING), summary)
+    notes = (*without_subjects(tuned.report.notes, TUNING), summary)
     return replace(tuned, tuning_history=history, report=replace(tuned.report, notes=notes))
 
 
 def describe_change(posterior: Posterior, change: str, mode: str) -> Posterior:
-    """Return the posterior with a report of its new prior, its convention and its distance to the
-    mode.
+    """Return the posterior with a mode, and with a report of its new prior, its convention and its
+    distance to the mode.
 
     change: what was done, in which {residual} and {each} stand for the distance to the mode, in
-    total and per parameter.
+    total and per parameter. mode: POLISH, TILT or AS_IS.
     """
     residual = posterior.residual
     each = residual / math.sqrt(posterior.theta.numel())
     precision = posterior.bound_prior.precision(posterior.theta)
-    notes = without(posterior.report.notes, PRIOR_NOTE, CONCAVITY, MOVED)
+    notes = without_subjects(posterior.report.notes, PRIOR_NOTE, CONCAVITY, MOVED)
     notes = with_sketch_note(notes, posterior)
     notes.append(Note(f"prior: {change.format(residual=residual, each=each)}", PRIOR_NOTE))
     notes.extend(Note(note, CONCAVITY) for note in concavity_notes(precision))

@@ -1,10 +1,9 @@
-"""Every rank of a `torch.distributed` group reads its shard; what they found is merged and sent to
-all.
+"""Passes of a `torch.distributed` group: every rank reads its shard, and all get the merged sums.
 
-Passes merge pairwise up a tree to rank 0, which sends the result back: log₂(ranks) rounds, memory
-for two passes' sums, and the same bits on every rank, so that all take the same steps afterwards.
-An error on one rank ends the fit on all of them: a rank that waited for a sum that never comes
-would hang.
+Passes merge pairwise up a tree to rank 0, which sends the result back. This takes log₂(ranks)
+rounds and memory for two passes' sums. Every rank gets the same bits, so that all take the same
+steps afterwards. An error on one rank ends the fit on all of them, because a rank that waits for
+sums that never come would hang.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Inside, `fit` and `update` work for this process only, also under an initialised
+    """Let `fit` and `update` inside the block work for this process only, also under an initialised
     torch.distributed group.
 
     >>> if rank == 0:                       # doctest: +SKIP
@@ -43,12 +42,15 @@ def alone() -> Iterator[None]:
 
 
 def data_of_ranks(reader: Reader) -> Data:
-    """Return all ranks' readers as one source of passes; the reader itself outside a group."""
+    """Return the shards of all ranks as one source of passes; the reader itself outside a group.
+
+    reader: of this rank's shard.
+    """
     return Ranks(reader) if _in_group() else reader
 
 
 def _in_group() -> bool:
-    """Return whether this process is one of several ranks that work together."""
+    """Return whether this process is one of several ranks that work together; not so in `alone`."""
     ready = (
         distributed.is_available()
         and distributed.is_initialized()
@@ -59,44 +61,45 @@ def _in_group() -> bool:
 
 @contextmanager
 def errors_sent_to_ranks() -> Iterator[None]:
-    """Send an error inside the block, which comes before the first pass, to the other ranks.
+    """Send an error that is raised inside the block to the other ranks, and raise it here.
 
-    It ends the fit there: they wait to hear of every rank before they merge sums.
+    The block must come before the first pass. The other ranks then end their fit, because they wait
+    for a message from every rank before they merge sums.
     """
     try:
         yield
     except Exception as error:
         if _in_group():
-            _agree({}, error)
+            _exchange_states({}, error)
         raise
 
 
 @dataclass(eq=False)
 class Ranks:
-    """The shards of all ranks, of which this process reads one."""
+    """The shards of all ranks, of which this process reads one: a `Data` of passes."""
 
     reader: Reader
-    source = None  # this process holds a part only
+    source = None  # this process reads a part only
 
     @property
     def network(self) -> Network:
-        """The network, as this rank has opened it."""
+        """Return the network, as this rank has opened it; ValueError before its first pass."""
         return self.reader.network
 
     @property
     def passes(self) -> int:
-        """The number of passes that this rank has begun."""
+        """Return the number of passes over its shard that this rank has begun."""
         return self.reader.passes
 
     @cached_property
     def _network_digests(self) -> dict[str, str]:
-        """Digests of the network, which all ranks must share; computed once."""
+        """Return digests of the network, which all ranks must share; computed once."""
         return merge_digests(self.network)
 
     def scale_rows(self, scale: RowScale) -> None:
-        """Give the last layer of this rank a scale of rows."""
+        """Give the last layer of this rank, which has none, a scale of rows."""
         self.reader.scale_rows(scale)
-        self.__dict__.pop("_network_digests", None)
+        self.__dict__.pop("_network_digests", None)  # the stored digests are of the old network
 
     def run_pass(self, order: Order) -> Pass:
         """Read this rank's shard, and return the sums over the shards of all ranks.
@@ -105,7 +108,7 @@ class Ranks:
         the ranks differ in network or arguments.
         """
 
-        def read() -> tuple[Pass, dict[str, str]]:
+        def read_shard() -> tuple[Pass, dict[str, str]]:
             """Read the shard; return its pass, and the digests that all ranks must share."""
             result = self.reader.run_pass(order)
             if result.sums is None:
@@ -121,14 +124,15 @@ class Ranks:
                 "θ̂": digest((order.theta, averaging and averaging.shift)),
             }
 
-        return _merge_over_ranks(_read_and_agree(read))
+        return _merge_over_ranks(_read_and_compare(read_shard))
 
 
 def read_same_rows(read: Callable[[], T], digest_of: Callable[[T], str]) -> T:
-    """Return what `read` returns, if every rank has the same by `digest_of`.
+    """Return what `read` returns, after a check that every rank reads the same by `digest_of`.
 
     Each rank makes its own choices by validation rows. With other rows it would choose otherwise,
-    and the passes that follow would not fit together. Raises as `Ranks.run_pass`.
+    and its later passes would differ from those of the other ranks. Outside a group nothing is
+    checked. Raises as `Ranks.run_pass`.
     """
     if not _in_group():
         return read()
@@ -138,25 +142,29 @@ def read_same_rows(read: Callable[[], T], digest_of: Callable[[T], str]) -> T:
         rows = read()
         return rows, {"validation rows": digest_of(rows)}
 
-    return _read_and_agree(read_with_digest)
+    return _read_and_compare(read_with_digest)
 
 
-def _read_and_agree(read: Callable[[], tuple[T, dict[str, str]]]) -> T:
-    """Return the value that `read` returns, once every rank has read with the same digests."""
+def _read_and_compare(read: Callable[[], tuple[T, dict[str, str]]]) -> T:
+    """Call `read`, and return its value once every rank has read with the same digests.
+
+    read: returns a value and digests by name. Raises as `_exchange_states`.
+    """
     try:
         value, digests = read()
     except Exception as error:  # sent to the other ranks before it is raised
-        _agree({}, error)
+        _exchange_states({}, error)
         raise
-    _agree(digests, None)
+    _exchange_states(digests, None)
     return value
 
 
-def _agree(digests: Mapping[str, str], failure: Exception | None) -> None:
-    """Check that all ranks succeeded, with the same network and settings; or all of them raise.
+def _exchange_states(digests: Mapping[str, str], failure: Exception | None) -> None:
+    """Exchange digests and failures with all ranks; raise unless all succeeded with equal digests.
 
-    This is one collective operation, which every rank joins. Raises `failure` if it is given,
-    RuntimeError where another rank failed, ValueError where digests differ.
+    digests: of this rank's network and settings, by name. failure: the error of this rank; None: it
+    succeeded. This is one collective operation, which every rank must join. Raises `failure` if it
+    is given, RuntimeError where another rank failed, and ValueError where digests differ.
     """
     message = "" if failure is None else f"{type(failure).__name__}: {failure}"
     states: list[Any] = [None] * distributed.get_world_size()
@@ -167,34 +175,39 @@ def _agree(digests: Mapping[str, str], failure: Exception | None) -> None:
     if failed:
         raise RuntimeError(f"The fit was given up because another rank failed. {'; '.join(failed)}")
     first = states[0][0]
-    odd = [name for name in first if any(stated[name] != first[name] for stated, _ in states)]
-    if "networks" in odd:
+    unequal = [name for name in first if any(other[name] != first[name] for other, _ in states)]
+    # A different network or different rows have a remedy of their own, so they are named first.
+    if "networks" in unequal:
         raise ValueError(
             "The ranks hold different networks, so their sums cannot be merged. Send one rank's "
             "weights to all first, for example by torch.distributed.broadcast of each parameter "
             "and buffer."
         )
-    if "validation rows" in odd:
+    if "validation rows" in unequal:
         raise ValueError(
             "The ranks have different validation rows, so they would choose different posteriors. "
             "Give all validation rows, in the same order, to every rank; validation= as a share of "
             "the data holds out rows of each rank's own shard."
         )
-    if odd:
-        unlike = [str(rank) for rank, (stated, _) in enumerate(states) if stated != first]
+    if unequal:
+        ranks = [str(rank) for rank, (other, _) in enumerate(states) if other != first]
         raise ValueError(
-            f"The ranks were given different {', '.join(odd)} (rank {', '.join(unlike)} not as "
+            f"The ranks were given different {', '.join(unequal)} (rank {', '.join(ranks)} not as "
             "rank 0), so their sums cannot be merged. Use the same arguments on every rank, and "
             "the same posterior for an update; only the data may differ."
         )
 
 
 def _merge_over_ranks(result: Pass) -> Pass:
-    """Merge the passes of all ranks up a tree to rank 0, and send the result to all."""
+    """Merge the passes of all ranks up a tree to rank 0, and return the result on every rank.
+
+    result: the pass of this rank. Every rank must call this.
+    """
     rank, world = distributed.get_rank(), distributed.get_world_size()
     step = 1
     while step < world:
-        # Every second of the ranks that are left sends its sums to the one below it.
+        # The ranks that still take part are multiples of `step`. Every second one of them sends its
+        # sums to the one before it, and is done.
         if rank % (2 * step) == step:
             distributed.send_object_list([result], dst=rank - step)
             break

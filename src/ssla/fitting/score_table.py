@@ -1,4 +1,4 @@
-"""Settings beside their log densities on validation rows."""
+"""A table of settings with the log densities that validation rows have under each."""
 
 from __future__ import annotations
 
@@ -28,17 +28,23 @@ class ScoreTable:
     log_densities: list[Tensor] = field(default_factory=list)  # (n,) of each setting
 
     def score_settings(self, candidates: Iterable[SettingWithGaussian]) -> None:
-        """Score settings that have a Gaussian, in one pass over the rows."""
+        """Score settings in one pass over the rows, and add them to the table.
+
+        Settings without a Gaussian are left out.
+        """
         known = [(setting, candidate) for setting, candidate in candidates if candidate is not None]
         if known:
             self.log_densities.extend(self.rows.scores([candidate for _, candidate in known]))
             self.settings.extend(setting for setting, _ in known)
 
     def score_until_hopeless(self, groups: Iterable[list[SettingWithGaussian]]) -> None:
-        """Score groups of settings from the strongest prior on, until a whole group is hopeless.
+        """Score groups of settings from the strongest prior on, and add them to the table, until a
+        whole group is hopeless.
 
-        Rows whose Jacobians are not kept are read once for all settings.
+        A group is hopeless if its best setting is worse than the best before by HOPELESS standard
+        errors and by more than MOST_LOSS. The search also ends at a group without any Gaussian.
         """
+        # Rows whose Jacobians are not kept are read in each pass: one pass scores all settings.
         if self.rows.kept is None:
             self.score_settings([each for group in groups for each in group])
             return
@@ -56,6 +62,7 @@ class ScoreTable:
                 best = best_of_group
                 continue
             loss = mean_and_error(best - best_of_group, weights)
+            # Written with `not`, so that NaN ends the search, too.
             if not loss.mean <= max(HOPELESS * loss.error, MOST_LOSS):
                 return
 
@@ -65,7 +72,9 @@ class ScoreTable:
         self.log_densities.extend(other.log_densities)
 
     def with_gaussian(self, gaussian: str | None) -> ScoreTable:
-        """Return the table of the settings with that Gaussian; of all of them for None."""
+        """Return a table of the settings with that Gaussian (LAPLACE or VARIATIONAL); None: of all
+        settings.
+        """
         taken = [
             i for i, setting in enumerate(self.settings) if gaussian in (None, setting.gaussian)
         ]
@@ -77,20 +86,20 @@ class ScoreTable:
 
     @property
     def scores(self) -> Tensor:
-        """The log densities (k, n) of all settings."""
+        """Return the log densities (k, n) of all settings."""
         return torch.stack(self.log_densities)
 
     @property
-    def choice(self) -> int:
-        """The index of the setting that the rows choose."""
+    def index_of_chosen(self) -> int:
+        """Return the index of the setting that the rows choose, by `choose_setting`."""
         return choose_setting(self.settings, self.scores, self.rows.weights)
 
     @property
     def chosen(self) -> Setting:
-        """The setting that the rows choose."""
-        return self.settings[self.choice]
+        """Return the setting that the rows choose, by `choose_setting`."""
+        return self.settings[self.index_of_chosen]
 
     @property
     def best(self) -> Setting:
-        """The setting with the highest mean log density."""
+        """Return the setting with the highest mean log density, whatever its doubt."""
         return self.settings[int((self.scores @ self.rows.weights).argmax())]

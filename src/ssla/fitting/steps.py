@@ -63,7 +63,7 @@ LOWER_LOG_LIKELIHOOD = 0.2  # nats a row, the same for other likelihoods
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A fit that is not finished: what one step returns to the next."""
+    """A fit that is not finished. One step of the fit returns it, and the next takes it."""
 
     plan: FitPlan
     estimated: bool  # whether the noise is estimated, not given
@@ -84,14 +84,17 @@ class Draft:
 
 
 def read_data(plan: FitPlan) -> Draft:
-    """Read the data once, and return the sums at the trained weights under the starting prior.
+    """Read the data once, and return a draft with the sums at the trained weights.
 
-    The plan of the draft has its structure and its number of rows. Raises ValueError for data that
-    cannot be fitted, and for a prior that has no finite density at the trained weights.
+    Its plan has the structure and the number of rows; its prior is the one that was given, or that
+    of the trained weights' scale. A low-rank sketch that is too narrow takes further passes. Raises
+    ValueError for data that cannot be fitted, and for a prior that has no finite density at the
+    trained weights.
     """
     estimated = plan.estimates_noise
     if estimated:
-        # Sums in units of the noise: they are scaled once it is known.
+        # The sums are taken at a noise of one, and scaled once the noise is known. The ranks
+        # compare what was asked for, so its digests are kept.
         plan = replace(plan, likelihood=Gaussian(noise=1.0), first_digests=plan.digests)
     plan, sums, target = plan.run_pass(None)
     plan = replace(plan, rows=sums.statistics.n)
@@ -115,11 +118,13 @@ def read_data(plan: FitPlan) -> Draft:
 
 
 def choose_mode(draft: Draft) -> Draft:
-    """Choose whether a last layer is polished or kept, where nobody asked for a mode; the reason
-    is noted.
+    """Choose whether a last layer is polished or kept, where nobody asked for a mode, and note why.
+
+    Raises ValueError where polish was asked for under a likelihood with kinks.
     """
     plan = draft.plan
     if plan.likelihood.predictive.may_be_straight and draft.sums.has_kinks:
+        # The observed curvature is useless, so the Fisher information takes its place.
         draft = _replace_polish_by_tilt(replace(draft, sums=replace(draft.sums, newton=None)))
     if not plan.keeps_trained_layer or plan.mode is not None or draft.mode != POLISH:
         return draft
@@ -134,24 +139,27 @@ def choose_mode(draft: Draft) -> Draft:
 def settle_noise(draft: Draft) -> Draft:
     """Estimate the noise of a Gaussian likelihood from the residuals, where it was not given.
 
-    Raises ValueError where the residuals do not determine it.
+    `trained_sums` of the result are at that noise. Raises ValueError where the residuals do not
+    determine it.
     """
     if draft.estimated:
         sums, likelihood = estimate_noise(
             draft.plan.network,
             draft.sums,
             draft.bound,
-            draft.mode == POLISH,
-            _collect_at_noise(draft.plan),
+            polish=draft.mode == POLISH,
+            collect_at_noise=_make_collect_at_noise(draft.plan),
         )
         draft = replace(draft, plan=replace(draft.plan, likelihood=likelihood), sums=sums)
     return replace(draft, trained_sums=draft.sums)
 
 
 def find_mode(draft: Draft) -> Draft:
-    """Move θ̂ to the mode, if it is to be polished, and the noise to that of the residuals there.
+    """Move θ̂ to the mode, if it is to be polished, and an estimated noise to that of the residuals
+    there.
 
-    Raises NoModeError where polish was asked for and there is no mode nearby.
+    Warns where the mode predicts the training rows clearly worse. Raises NoModeError where there is
+    no mode nearby and no variational Gaussian takes its place.
     """
     if draft.mode != POLISH:
         return draft
@@ -169,12 +177,13 @@ def gaussian_at_mode(draft: Draft) -> Posterior:
     Raises ValueError where the curvature is not positive definite.
     """
     plan = draft.plan
-    # First, because a curvature that cannot be factorised is an error, and what follows only warns.
+    # These come first: they raise for a curvature that cannot be factorised; the rest may warn.
     distance_before = distance_to_mode(draft.trained_sums, draft.bound, plan.network.theta)
     distance_after = distance_to_mode(draft.sums, draft.bound, draft.theta)
     draft = _add_notes(draft)
     report = _make_report(draft, distance_before, distance_after)
-    if not plan.validated:  # validation rows have compared it with the network itself
+    # A setting that validation rows chose has been compared with the network itself.
+    if not plan.validated:
         warn_residual(report)
     posterior = plan.result_class(
         plan.network,
@@ -195,19 +204,19 @@ def gaussian_at_mode(draft: Draft) -> Posterior:
 def with_variational_gaussian(
     plan: FitPlan, posterior: Posterior, choose_prior: ChoosePrior | None = None
 ) -> Posterior:
-    """Return the posterior with a variational Gaussian, where one is wanted and can be had.
+    """Return the posterior with a variational Gaussian, where one is wanted and possible.
 
-    choose_prior: is asked for another prior whenever the Gaussian has nearly converged. Raises
-    ValueError where the Gaussian was asked for and cannot be had.
+    choose_prior: is called for another prior whenever the Gaussian has nearly converged; None: the
+    prior stays. A default that is not possible leaves the Gaussian at the mode, with a note. Raises
+    ValueError where the Gaussian was asked for and is not possible.
     """
     if not plan.wants_variational:
-        # With Gaussian noise the Gaussian at the mode is the nearest one.
-        same = plan.likelihood.quadratic and plan.gaussian == VARIATIONAL
-        if not same:
-            return posterior
-        return replace(posterior, report=replace(posterior.report, gaussian=VARIATIONAL))
+        # With Gaussian noise the Gaussian at the mode is the nearest one: only its name changes.
+        if plan.likelihood.quadratic and plan.gaussian == VARIATIONAL:
+            return replace(posterior, report=replace(posterior.report, gaussian=VARIATIONAL))
+        return posterior
     if not plan.finds_variational:
-        return _stay_at_laplace(plan, posterior)
+        return _keep_gaussian_at_mode(plan, posterior)
     structure, fisher = plan.structure_for_averages()
     if fisher:
         note = (
@@ -215,7 +224,7 @@ def with_variational_gaussian(
             f"structure={structure.name!r} needs it"
         )
         posterior = _add_note(posterior, note)
-    averaged = bound_ascent(plan, posterior, choose_prior).maximise_bound()
+    averaged = make_bound_ascent(plan, posterior, choose_prior).maximise_bound()
     # Factorised now, as at the mode.
     _ = averaged.covariance
     return replace(averaged, report=replace(averaged.report, passes=plan.data.passes))
@@ -224,46 +233,50 @@ def with_variational_gaussian(
 # --- other rows, other priors --------------------------------------------------------------------
 
 
-def bound_ascent(
+def make_bound_ascent(
     plan: FitPlan, posterior: Posterior, choose_prior: ChoosePrior | None = None
 ) -> BoundAscent:
-    """Return the rounds to the variational Gaussian: from the mode, or from the Gaussian of similar
-    rows.
+    """Return the ascent to the variational Gaussian of a plan, which has not begun.
+
+    It starts from the plan's Gaussian; without one from a narrow Gaussian, where each row has nodes
+    of its own, or from the one at the mode. choose_prior: as in `with_variational_gaussian`.
     """
     start = plan.start
     by_row_nodes = plan.row_nodes is not None
     if start is None and by_row_nodes:
-        start = Variational(posterior.theta, _narrow_start(plan, posterior), posterior.tilted)
+        start = Variational(
+            posterior.theta, _sums_at_equal_probabilities(plan, posterior), posterior.tilted
+        )
     if start is not None:
         posterior = replace(posterior, variational=replace(start, tilted=posterior.tilted))
-    # On the network of benchmarks/networks (clinc, 150 classes) half of the new averages took 18
-    # rounds, all of them 32.
+    # The weight of new averages in the precision. On the network of benchmarks/networks (clinc, 150
+    # classes) a half took 18 rounds, one took 32.
     new = NEW if by_row_nodes else None
-    average = plan.averages_at(posterior.theta, not posterior.tilted)
+    average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
     ascent = BoundAscent(posterior, average, choose_prior, new=new)
     return ascent if plan.tolerance is None else replace(ascent, tolerance=plan.tolerance)
 
 
 def refit_last_layer(plan: FitPlan, posterior: Posterior) -> Posterior:
-    """Refit a last layer's posterior to the plan's rows instead, from where it is.
+    """Refit a last layer's posterior to the plan's rows, which are similar, from where it is.
 
-    It is then at their mode, or has their averages. θ̂ of a variational Gaussian stays, and so does
-    its tilt. Raises ValueError where the refit does not converge.
+    The result is at the mode of these rows, or has a variational Gaussian of their averages; then
+    θ̂ and its tilt stay. Raises ValueError where the refit does not converge.
     """
     if posterior.variational is not None:
-        return refit_to_similar_rows(posterior, plan.averages_at(posterior.theta))
+        return refit_to_similar_rows(posterior, plan.average_passes_at(posterior.theta))
     sums = plan.collect_sums(posterior.theta)
-    theta, sums, _ = plan.polish([]).find_mode(posterior.theta, sums, posterior.bound_prior)
+    theta, sums, _ = plan.make_polish([]).find_mode(posterior.theta, sums, posterior.bound_prior)
     return replace(posterior, theta=theta, statistics=sums.statistics)
 
 
 def move_theta_to_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
-    """Move θ̂ of a variational posterior to the mode under its prior: where weight refits start.
+    """Move θ̂ of a variational posterior to the mode under its prior, which may have changed.
 
-    The prior may have changed. Where there is no mode nearby θ̂ stays, with a note.
+    Refits of the weights start there. Where there is no mode nearby, θ̂ stays and a note says so.
     """
     plan = replace(plan, mode=POLISH)
-    polish = replace(plan.polish([]), refuses=not plan.likelihood.concave)
+    polish = replace(plan.make_polish([]), refuses=not plan.likelihood.concave)
     try:
         sums = plan.collect_sums(posterior.theta)
         theta, sums, steps = polish.find_mode(posterior.theta, sums, posterior.bound_prior)
@@ -285,19 +298,22 @@ def move_theta_to_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
 
 
 def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, Sums]:
-    """Widen a low-rank sketch, a pass each time, until it overstates no variance too much.
+    """Widen a low-rank sketch, a pass each time, until it overstates no variance by too much.
 
-    Other structures stay as they are. estimated: whether the sums are at a noise of one.
+    Returns the plan with the last structure, and its sums. Other structures and their sums are
+    returned unchanged. estimated: whether the noise is, so that the sums are at a noise of one.
     """
     sketch = sums.statistics.curvature
     if not isinstance(sketch, LowRank):
         return plan, sums
     least = plan.least_precision
     if estimated:
-        # The sums are in units of a noise that is not known yet: about that of the residuals.
+        # In the sums' units, the precision is multiplied by the noise's square: about that of the
+        # residuals, as the noise is not known yet.
         least *= float((sums.squares / sums.statistics.weight).min())
-    bytes_of_one = sketch.memory(Extent(plan.network.layout.size, 1))
-    most = max(plan.budget // bytes_of_one * sketch.sketch.shape[1], 1)
+    # The widest sketch that the budget allows: its memory grows in proportion to its width.
+    bytes_of_sketch = sketch.memory(Extent(plan.network.layout.size, 1))
+    most = max(plan.budget // bytes_of_sketch * sketch.sketch.shape[1], 1)
     while least > 0 and plan.repeatable and (wider := sketch.wider(least, most)) is not None:
         plan = replace(plan, structure=wider)
         sums = plan.collect_sums(None)
@@ -307,9 +323,10 @@ def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, 
 
 
 def _replace_polish_by_tilt(draft: Draft) -> Draft:
-    """Return the draft of a likelihood with kinks in mode "tilt", where polish is the default.
+    """Return the draft of a likelihood with kinks in mode "tilt", with a warning and a note.
 
-    Raises ValueError where polish was asked for.
+    A draft in another mode than polish is returned unchanged. Raises ValueError where polish was
+    asked for.
     """
     if draft.plan.mode == POLISH:
         raise ValueError(
@@ -326,8 +343,12 @@ def _replace_polish_by_tilt(draft: Draft) -> Draft:
 
 
 def _judge_last_layer(draft: Draft) -> Verdict | None:
-    """Judge from its sums whether the last layer is trained; None where that cannot be told."""
-    likelihood, target = draft.plan.likelihood, draft.target
+    """Judge from the sums of the first pass whether the last layer is trained.
+
+    None where the targets do not allow a verdict.
+    """
+    likelihood = draft.plan.likelihood
+    target = draft.target
     if target.classes is not None:
         return judge_classes(draft.sums, target.classes, likelihood)
     if target.numbers is not None:
@@ -335,23 +356,25 @@ def _judge_last_layer(draft: Draft) -> Verdict | None:
     return None
 
 
-def _collect_at_noise(plan: FitPlan) -> CollectAtNoise:
-    """Return a pass with another noise: (likelihood, θ) -> its sums."""
+def _make_collect_at_noise(plan: FitPlan) -> CollectAtNoise:
+    """Return a function of a likelihood and θ (P,) that runs a pass and returns its sums."""
     return lambda likelihood, theta: replace(plan, likelihood=likelihood).collect_sums(theta)
 
 
 def _take_newton_steps(draft: Draft) -> Draft:
-    """Climb to the mode by Newton steps.
+    """Climb to the mode by Newton steps, and return the draft there.
 
-    Where none is reached, a variational Gaussian starts by default from the trained weights;
-    without one, NoModeError is raised.
+    If there is no mode nearby, polish was the default and a variational Gaussian follows, θ̂ stays
+    at the trained weights, with a note. Otherwise NoModeError is raised.
     """
-    plan, notes = draft.plan, list(draft.notes)
+    plan = draft.plan
+    notes = list(draft.notes)
     optional = plan.mode != POLISH and plan.finds_variational
-    unsure = not plan.likelihood.concave
-    polish = replace(plan.polish(notes), refuses=optional and unsure)
-    # A prior is still to be chosen, or a rough Gaussian is enough: near the mode will do.
-    rough = plan.prior is None or (plan.tolerance is not None and unsure)
+    may_lack_mode = not plan.likelihood.concave
+    polish = replace(plan.make_polish(notes), refuses=optional and may_lack_mode)
+    # Near the mode is enough where a variational Gaussian follows, and either its prior is still to
+    # be chosen, or it may be rough.
+    rough = plan.prior is None or (plan.tolerance is not None and may_lack_mode)
     nearly = rough and plan.wants_variational
     try:
         theta, sums, steps = polish.find_mode(draft.theta, draft.sums, draft.bound, nearly=nearly)
@@ -366,9 +389,14 @@ def _take_newton_steps(draft: Draft) -> Draft:
 
 
 def _alternate_noise_and_mode(draft: Draft) -> Draft:
-    """Find noise and mode in turn, until the noise is that of the residuals at the mode."""
+    """Find noise and mode in turn, until the noise is that of the residuals at the mode.
+
+    A note says where that is not reached in NOISE_ROUNDS rounds. Raises as `estimate_noise` and
+    `Polish.find_mode`.
+    """
     theta, sums, steps = draft.theta, draft.sums, draft.steps
-    plan, notes = draft.plan, list(draft.notes)
+    plan = draft.plan
+    notes = list(draft.notes)
     for _ in range(NOISE_ROUNDS):
         before = sums.reference
         unit = replace(plan, likelihood=Gaussian(noise=1.0))
@@ -376,13 +404,13 @@ def _alternate_noise_and_mode(draft: Draft) -> Draft:
             plan.network,
             unit.collect_sums(theta),
             draft.bound,
-            False,
-            _collect_at_noise(plan),
-            theta,
+            polish=False,
+            collect_at_noise=_make_collect_at_noise(plan),
+            theta=theta,
         )
         plan = replace(plan, likelihood=likelihood)
-        theta, sums, more = plan.polish(notes).find_mode(theta, sums, draft.bound)
-        steps += more
+        theta, sums, more_steps = plan.make_polish(notes).find_mode(theta, sums, draft.bound)
+        steps += more_steps
         if bool(((sums.reference / before - 1).abs() <= SETTLED_NOISE).all()):
             break
     else:
@@ -391,18 +419,20 @@ def _alternate_noise_and_mode(draft: Draft) -> Draft:
 
 
 def _warn_if_worse(draft: Draft) -> Draft:
-    """Warn where the prior pulled the mode away from what the network had learned.
+    """Warn where polish made the predictions of the training rows clearly worse, and note it.
 
-    Not where validation rows chose it.
+    The likely cause is a prior that is too strong. Nothing is done where validation rows chose the
+    mode.
     """
-    plan, before, after = draft.plan, draft.trained_sums, draft.sums
+    plan = draft.plan
+    before, after = draft.trained_sums, draft.sums
     if plan.validated:
         return draft
     if plan.likelihood.quadratic:
         ratio = (after.squares / before.squares.clamp_min(1e-300)).sqrt()
-        # Squares under a given covariance are of whitened residuals: there are no raw ones.
-        joint = getattr(plan.likelihood, "covariance", None)
-        if joint is None and draft.raw_squares is not None:
+        # A Gaussian with a given covariance sums whitened residuals, so the raw ones are not known.
+        given_covariance = getattr(plan.likelihood, "covariance", None)
+        if given_covariance is None and draft.raw_squares is not None:
             squares = after.residual_squares(before, draft.theta - plan.network.theta)
             ratio = (squares / draft.raw_squares.clamp_min(1e-300)).sqrt()
         worse = float(ratio.max()) > GROWN_RESIDUALS
@@ -425,7 +455,10 @@ def _warn_if_worse(draft: Draft) -> Draft:
 
 
 def _add_notes(draft: Draft) -> Draft:
-    """Note what the report says of the data, the prior and the structure; warn where it matters."""
+    """Return the draft with the report's notes on the data, the prior and the structure.
+
+    Warns of data whose scale or rounding spoils the predictions.
+    """
     plan = draft.plan
     notes = [*plan.network.notes, *draft.notes]
     draft.target.warn_data(notes)
@@ -433,8 +466,8 @@ def _add_notes(draft: Draft) -> Draft:
     if spread is not None and plan.likelihood.quadratic:
         missed = spread.missed
         if draft.mode == POLISH:
-            # Polish may have found the scale. Where it lost it, the prior is at fault, which is
-            # warned about elsewhere.
+            # The smaller residuals count. Polish may have found the right scale; where it lost it,
+            # `_warn_if_worse` has warned.
             moved = draft.theta - plan.network.theta
             missed = torch.minimum(missed, draft.sums.residual_squares(draft.trained_sums, moved))
         spread.warn_scale(missed, notes)
@@ -449,11 +482,16 @@ def _add_notes(draft: Draft) -> Draft:
 
 
 def _sketch_notes(plan: FitPlan, sums: Sums) -> list[str]:
-    """Return the notes of what a low-rank curvature leaves out; warns where it is much."""
-    sketch, least = sums.statistics.curvature, plan.least_precision
+    """Return the notes of what a low-rank curvature leaves out; none for other structures.
+
+    Warns where it leaves out more than its tail allows, because no wider sketch was possible.
+    """
+    sketch = sums.statistics.curvature
+    least = plan.least_precision
     if not isinstance(sketch, LowRank) or least <= 0:
         return []
     note = sketch.note(least)
+    # A rank that the user gave is taken as it is. Twice the tail is a guess.
     if sketch.rank is None and sketch.overstated(least) > 2 * sketch.tail:
         why = "the memory budget" if plan.repeatable else "a source that can be read only once"
         warn(
@@ -464,10 +502,10 @@ def _sketch_notes(plan: FitPlan, sums: Sums) -> list[str]:
 
 
 def _make_report(draft: Draft, distance_before: float, distance_after: float) -> Report:
-    """Write the report of a fit, from the distances to the mode before and after polish."""
+    """Return the report of a fit, from the distances to the mode before and after polish."""
     plan, sums = draft.plan, draft.sums
     network, layout = plan.network, plan.network.layout
-    # ‖Jδ‖ over the rows: how far polish moved the training outputs, in units of the noise.
+    # δᵀSδ = Σ (Jδ)ᵀΛ(Jδ): how far polish moved the training outputs by δ, in units of the noise.
     start = draft.trained_sums.statistics
     moved = draft.theta - network.theta
     squares = max(float(moved @ start.curvature.push(moved)), 0.0)
@@ -496,9 +534,9 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
 
 
 def _structures_of_layers(plan: FitPlan) -> dict[str, str]:
-    """Return the structure that each layer has in the curvature, by the layer's name.
+    """Return the name of the structure that each layer has in the curvature, by the layer's name.
 
-    Parameter by parameter for a layer of which only a part has a Kronecker form.
+    A layer of which only a part has a Kronecker form is listed parameter by parameter.
     """
     structures = {}
     common = plan.structure.name
@@ -511,27 +549,26 @@ def _structures_of_layers(plan: FitPlan) -> dict[str, str]:
     return structures
 
 
-def _narrow_start(plan: FitPlan, posterior: Posterior) -> Statistics:
-    """Return the sums with the curvature of outputs of zero (equal class probabilities) in every
-    row.
+def _sums_at_equal_probabilities(plan: FitPlan, posterior: Posterior) -> Statistics:
+    """Return the posterior's sums with the curvature that rows of equal class probabilities have.
 
-    A network that has memorised its rows has almost no curvature there: from that of its own
-    outputs the rounds would start at the prior's covariance, where averages say nothing about the
-    outputs at hand.
+    A network that has memorised its rows has almost no curvature there. From that curvature the
+    rounds would start near the prior's covariance, under which the averages depend hardly on the
+    network's outputs. For a softmax and Kronecker factors only.
     """
     statistics = posterior.statistics
     curvature = statistics.curvature
     assert isinstance(curvature, Kfac)
-    zero = torch.zeros(1, plan.network.outputs, dtype=torch.float64)
+    zero = torch.zeros(1, plan.network.outputs, dtype=torch.float64)  # equal probabilities
     of_all_rows = plan.likelihood.fisher(zero)[0] * statistics.weight
     return replace(statistics, curvature=curvature.with_output_factor(of_all_rows))
 
 
-def _stay_at_laplace(plan: FitPlan, posterior: Posterior) -> Posterior:
-    """Return the Gaussian at the mode in place of the default, with the reason in its report.
+def _keep_gaussian_at_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
+    """Return the posterior unchanged, but for a note that says why it has no variational Gaussian.
 
-    For data that can be read only once, or Jacobians that are not kept. Raises ValueError where
-    the variational Gaussian was asked for.
+    The reasons are its memory, its time, and data that can be read only once, which is also a
+    warning. Raises ValueError where the variational Gaussian was asked for.
     """
     if plan.gaussian == VARIATIONAL:
         raise ValueError(

@@ -40,24 +40,26 @@ class Averaging(NamedTuple):
     row_nodes: RowNodes | None = None  # of many rows of classes
 
     def mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
-        """Return the outputs (B, C) at the Gaussian's mean, from f (B, C) and the Jacobian at θ."""
+        """Return the outputs (B, C) at the Gaussian's mean, from f (B, C) and J at θ."""
         return f + J.push(self.shift) if bool(self.shift.any()) else f
 
     def output_root(self, J: Jacobian) -> Root:
-        """Return R with R Rᵀ = K = J S Jᵀ (B, C, C) at the rows of a chunk."""
+        """Return R with R Rᵀ = K = J S Jᵀ (B, C, C) for the rows with Jacobian J."""
         if isinstance(self.covariance, DenseOperator):
             return self.covariance.root_for_sums(J)
         return self.covariance.root(J)
 
     def nodes_of_chunk(self, chunk: int) -> RowNodes | None:
-        """Return the nodes of a chunk, by its number; None where all rows share nodes."""
+        """Return the nodes of the chunk with this number in the pass; None where all rows share
+        their nodes.
+        """
         return None if self.row_nodes is None else self.row_nodes.of_chunk(chunk)
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Statistics with what fitting needs besides: the observed curvature for Newton steps,
-    squared residuals.
+    """Statistics with what fitting needs besides: the observed curvature for Newton steps, and
+    squared residuals for the noise.
     """
 
     statistics: Statistics
@@ -83,13 +85,17 @@ class Sums:
 
     @property
     def newton_curvature(self) -> Structure:
-        """The curvature of Newton steps: the observed one where it is summed."""
+        """Return the curvature of Newton steps: the observed one where it is summed, else that of
+        the statistics.
+        """
         return self.newton or self.statistics.curvature
 
     @property
     def has_kinks(self) -> bool:
-        """Return whether the observed curvature is zero in directions in which the Fisher is not,
-        though there is a gradient.
+        """Return whether log p has kinks in f, as |y − f| has: Newton steps then lead nowhere.
+
+        The sign is a parameter with a gradient and with Fisher information, but without observed
+        curvature. Always False where the observed curvature is not summed.
         """
         if self.newton is None or not self.newton.exact:
             return False
@@ -98,10 +104,11 @@ class Sums:
         return fisher_along_flat > 0 and bool((flat * self.statistics.gradient != 0).any())
 
     def newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
-        """Compute H⁻¹ g (P,) for a gradient (P,), with the observed curvature; with the Fisher
-        where that is not positive definite.
+        """Compute the Newton step H⁻¹ g (P,) for a gradient g (P,).
 
-        prior_precision: (P,) or (P, P). Raises ValueError where neither can be factorised.
+        H has the observed curvature where it is summed and positive definite, else that of the
+        statistics. prior_precision: (P,) or (P, P). Raises ValueError where neither can be
+        factorised.
         """
         if self.newton is not None:
             try:
@@ -113,10 +120,11 @@ class Sums:
     def add(
         self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood
     ) -> Sums:
-        """Return the sums with more rows: outputs f (B, C), targets y and row weights (B,).
+        """Return the sums with more rows: outputs f (B, C) and Jacobian J, targets y, and row
+        weights (B,); None: all ones.
 
         Matrices are changed in place: these sums must not be used afterwards. Raises ValueError
-        where an output or a log density is not finite.
+        where an output or a log density is not finite, or an output is outside the domain.
         """
         check_finite(
             "The network's output", f, "Check the scale of the inputs and the trained weights."
@@ -129,7 +137,7 @@ class Sums:
             precision = likelihood.fisher(f)
         else:
             precision = pooled_fisher(likelihood, f, pooling, self._pools_diagonal)
-        # For a softmax the observed precision is the Fisher information: summed once.
+        # For a softmax the observed precision is the Fisher information: one sum serves both.
         same = self.statistics.curvature.exact and likelihood.softmax
         observed = likelihood.precision(y, f) if self.newton is not None and not same else None
         check_finite(
@@ -140,6 +148,7 @@ class Sums:
         if weights is not None:
             log_prob = log_prob * weights
             score = score * weights[:, None]
+            # A pooled precision has the weights already.
             precision = precision * weights[:, None, None] if pooling is None else precision
             observed = None if observed is None else observed * weights[:, None, None]
         statistics = self._with_rows(J, float(log_prob.sum()), score, precision, weights, len(f))
@@ -147,8 +156,9 @@ class Sums:
         if newton is not None and observed is not None:
             newton = newton.accumulate(J, observed)
         elif newton is not None and statistics.curvature.exact:
+            # The same matrix as that of the statistics, without a copy.
             matrix = statistics.curvature.as_matrix()
-            newton = Dense(False, matrix, (), len(statistics.gradient))
+            newton = Dense(dual=False, matrix=matrix, rows=(), size=len(statistics.gradient))
         return self._with_residuals(f, y, weights, likelihood, statistics, newton)
 
     def _with_residuals(
@@ -160,16 +170,19 @@ class Sums:
         statistics: Statistics,
         newton: Structure | None,
     ) -> Sums:
-        """Return sums with new statistics and, for a Gaussian likelihood, with the squared
-        residuals of rows with outputs f (B, C), targets y and weights (B,).
+        """Return sums with new statistics and a new Newton curvature, and with the residuals of
+        more rows if the likelihood is Gaussian.
+
+        f (B, C), y, weights (B,): the outputs, targets and weights of these rows.
         """
         squares = torch.zeros(f.shape[1], dtype=torch.float64)
-        largest, reference = self.largest, self.reference
+        largest = self.largest
+        reference = self.reference
         if likelihood.quadratic:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             targets = y.reshape(f.shape)
-            r = (targets - f) ** 2
-            squares = (r if weights is None else r * weights[:, None]).sum(0)
+            of_rows = (targets - f) ** 2
+            squares = (of_rows if weights is None else of_rows * weights[:, None]).sum(0)
             largest = torch.maximum(largest, targets.abs().amax(0))
         return Sums(
             statistics, newton, self.squares + squares, largest, reference, self.has_input_factor
@@ -184,8 +197,10 @@ class Sums:
         weights: Tensor | None,
         rows: int,
     ) -> Statistics:
-        """Return the statistics with more rows: scores (B, C) and precisions (B, C, C), or their
-        pooled sum, with the row weights (B,) already in them.
+        """Return the statistics with more rows; matrices are changed in place.
+
+        log_likelihood, score (B, C), precision (B, C, C) or its sum over rows: with the row weights
+        already in them. weights: (B,), for the input factors; None: all ones. rows: their number.
         """
         s = self.statistics
         curvature = s.curvature.accumulate(J, precision, weights, self.has_input_factor)
@@ -207,11 +222,12 @@ class Sums:
         averaging: Averaging,
         chunk: int = 0,
     ) -> Sums:
-        """Return the sums with more rows, as `add`, with averages over a Gaussian of θ in place of
-        values.
+        """Return the sums with more rows, as `add` does, but with averages over a Gaussian of θ in
+        place of values.
 
-        chunk: its number, which decides its nodes. Where the averages do not exist the log
-        likelihood is −∞.
+        Matrices are changed in place, too. chunk: its number in the pass, which decides its nodes.
+        Where the averages do not exist, the result has a log likelihood of −∞, and its other sums
+        do not count.
         """
         pooling = self._pooling_weights(f, J, weights) if self.newton is None else None
         log_prob, score, precision = averages(
@@ -219,17 +235,17 @@ class Sums:
             y,
             averaging.mean_outputs(f, J),
             averaging.output_root(J),
-            averaging.fisher,
-            pooling,
-            pooling is not None and self._pools_diagonal,
-            averaging.nodes_of_chunk(chunk),
+            fisher=averaging.fisher,
+            pool=pooling,
+            diagonal=pooling is not None and self._pools_diagonal,
+            row_nodes=averaging.nodes_of_chunk(chunk),
         )
         if weights is not None:
             log_prob = log_prob * weights
             score = score * weights[:, None]
             precision = precision * weights[:, None, None] if pooling is None else precision
         total = float(log_prob.sum())
-        # A chunk whose averages do not exist must not change the matrices in place.
+        # Averages that do not exist must not get into the matrices, which are changed in place.
         if not (
             math.isfinite(total)
             and bool(torch.isfinite(score).all())
@@ -251,10 +267,11 @@ class Sums:
         averaging: Averaging | None = None,
         chunk: int = 0,
     ) -> Sums:
-        """Return the sums with Σ JᵀΛJ d of more rows in the place of the gradient, and no
-        curvature.
+        """Return the sums with JᵀΛJ d of more rows added to the gradient, and no other change than
+        in the number of rows.
 
-        direction: d (P,). averaging: the Gaussian over which Λ is averaged; None: Λ at θ.
+        Rows are given as in `add`. direction: d (P,). averaging: the Gaussian over which Λ is
+        averaged; None: Λ at θ. chunk: as in `add_averages`.
         """
         u = J.push(direction).double()
         if averaging is None:
@@ -266,8 +283,8 @@ class Sums:
                 averaging.mean_outputs(f, J),
                 u,
                 averaging.output_root(J),
-                averaging.fisher,
-                averaging.nodes_of_chunk(chunk),
+                fisher=averaging.fisher,
+                row_nodes=averaging.nodes_of_chunk(chunk),
             )
         if weights is not None:
             product = product * weights[:, None]
@@ -276,8 +293,8 @@ class Sums:
         return replace(self, statistics=replace(s, n=s.n + f.shape[0], gradient=gradient))
 
     def _pooling_weights(self, f: Tensor, J: Jacobian, weights: Tensor | None) -> Tensor | None:
-        """Return the row weights (B,) where the sum of the rows' precisions is enough; None
-        elsewhere.
+        """Return the row weights (B,) where the curvature needs the weighted sum of the rows'
+        precisions alone; None elsewhere.
         """
         if not needs_summed_precision_only(self.statistics.curvature, J):
             return None
@@ -285,11 +302,11 @@ class Sums:
 
     @property
     def _pools_diagonal(self) -> bool:
-        """Return whether the diagonal of the sum of the rows' precisions is enough."""
+        """Return whether the curvature needs only the diagonal of the rows' summed precisions."""
         return self.statistics.curvature.diagonal_outputs
 
     def merge(self, other: Sums) -> Sums:
-        """Return the sums over both data sets, taken at the same θ and noise."""
+        """Return the sums over both data sets, which must be taken at the same θ and noise."""
         newton = None
         if self.newton is not None and other.newton is not None:
             newton = self.newton.merge(other.newton)
@@ -302,42 +319,51 @@ class Sums:
         )
 
     def with_input_factor_of(self, other: Structure) -> Sums:
-        """Return these sums with the input factor of another pass over the same rows."""
+        """Return these sums, which have no input factor, with that of another pass over the same
+        rows.
+        """
         curvature = self.statistics.curvature.with_inputs_of(other)
         statistics = replace(self.statistics, curvature=curvature)
         return replace(self, statistics=statistics, has_input_factor=True)
 
-    def at_noise(self, noise: Tensor) -> Sums:
-        """Return the sums at `noise` (P,) times their noise: one factor for each parameter's
-        output.
+    def with_noise_scaled(self, noise: Tensor) -> Sums:
+        """Return the sums at `noise` times their noise.
 
-        For sums as collected, whose log likelihood follows from the squared residuals.
+        noise: (P,), for each parameter the factor of its output. Right for sums as a pass collected
+        them, whose log likelihood follows from the squared residuals.
         """
         s = self.statistics
         outputs = self.squares.numel()
+        # With one factor for all, parameters need not be ordered by outputs.
         if bool((noise != noise[0]).any()):
             factor = noise.reshape(outputs, -1)[:, 0]
         else:
             factor = noise[:1].expand(outputs)
         scale = self.reference * factor
-        # Not as a change of the log likelihood at hand: at a noise of 1 that is −½ of the squares
-        # in the unit of the targets, and the difference of two such numbers may have no digits
-        # left.
+        # The log likelihood is computed anew. It is not a change of the one at hand: at a noise of
+        # 1 that is −½ of the squares in the unit of the targets, and the difference of two such
+        # numbers may have no digits left.
         constant = scale.log().sum() + 0.5 * outputs * LOG_2PI
         log_likelihood = -0.5 * float((self.squares / scale**2).sum()) - s.weight * float(constant)
         newton = None if self.newton is None else self.newton.scaled(1 / noise)
         return replace(
-            self, statistics=s.at_noise(noise, log_likelihood), newton=newton, reference=scale
+            self,
+            statistics=s.with_noise_scaled(noise, log_likelihood),
+            newton=newton,
+            reference=scale,
         )
 
-    def residual_squares(self, start: Sums, moved: Tensor) -> Tensor:
-        """Return the squared residuals (C,) after θ moved by `moved` (P,) from where `start` was
-        summed: by the quadratic sums of a last layer, else as collected.
+    def residual_squares(self, start: Sums, step: Tensor) -> Tensor:
+        """Return the squared residuals (C,) at the θ of these sums.
+
+        start: the sums from where θ moved by `step` (P,). If these sums were computed from `start`
+        without a pass (a Gaussian last layer), their `squares` are still those at the start, and
+        the quadratic of `start` gives the change.
         """
         if self.squares is not start.squares:
             return self.squares
-        gain = float(moved @ start.statistics.gradient) - 0.5 * float(
-            moved @ start.newton_curvature.push(moved)
+        gain = float(step @ start.statistics.gradient) - 0.5 * float(
+            step @ start.newton_curvature.push(step)
         )
         noise = self.reference**2
         if noise.numel() == 1:
@@ -345,20 +371,27 @@ class Sums:
         # The gain of several outputs is known in total only: each gets its share.
         return self.squares * (1 - 2 * gain / (self.squares / noise).sum())
 
-    def moved(self, step: Tensor) -> Sums:
-        """Return the sums at θ + step (P,), exact where ℓ is quadratic (a Gaussian last layer)."""
-        return replace(self, statistics=self.statistics.moved(step, self.newton_curvature))
+    def with_theta_moved(self, step: Tensor) -> Sums:
+        """Return the sums at θ + step, for a step (P,), without a pass.
+
+        Exact where ℓ_D is quadratic (a Gaussian last layer). The squared residuals stay those of
+        the last pass: see `residual_squares`.
+        """
+        return replace(
+            self, statistics=self.statistics.with_theta_moved(step, self.newton_curvature)
+        )
 
 
 def uphill_operator(curvature: Structure, prior_precision: Tensor) -> Operator:
-    """Factorise (S + T)⁻¹ for a step uphill; where a prior that is not log-concave makes S + T
-    indefinite, with T's positive part.
+    """Factorise (S + T)⁻¹ for a step uphill, from the data's S and the prior's T (P,) or (P, P).
 
-    prior_precision: T (P,) or (P, P). Raises ValueError where S itself cannot be factorised.
+    Where a prior that is not log-concave makes S + T indefinite, the positive part of a diagonal T
+    is taken. Raises ValueError where that does not help, and for an indefinite sum with a matrix T.
     """
     try:
         return curvature.with_prior(prior_precision)
     except ValueError:
+        # Only negative entries of a diagonal T can be left out.
         if prior_precision.dim() == 2 or bool((prior_precision >= 0).all()):
             raise
         return curvature.with_prior(prior_precision.clamp_min(0))
@@ -372,11 +405,12 @@ def newton_step_by_products(
     tolerance: float,
     most: int,
 ) -> Tensor:
-    """Compute (S + T)⁻¹ g (P,) by at most `most` conjugate gradients on products S v.
+    """Compute (S + T)⁻¹ g (P,) for a gradient g (P,) by at most `most` conjugate gradients.
 
-    preconditioner: an operator near (S + T)⁻¹. tolerance: the factor by which the residual is to
-    fall. Where the curvature is not positive, the result is the step as far as it was found, or
-    the preconditioner's own.
+    product: v -> S v. prior_precision: T (P,) or (P, P). preconditioner: an operator near
+    (S + T)⁻¹. tolerance: the factor by which the residual is to fall. Where a direction has no
+    positive curvature, the result is the step before it; if it is the first direction, the
+    preconditioner applied to g.
     """
 
     def product_with_prior(v: Tensor) -> Tensor:
@@ -389,7 +423,11 @@ def newton_step_by_products(
 
 
 def distance_to_mode(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
-    """Compute √(gᵀH⁻¹g): how far θ (P,) is from the mode, in posterior standard deviations."""
+    """Compute √(gᵀH⁻¹g): how far θ (P,), where the sums were taken, is from the mode, in posterior
+    standard deviations.
+
+    Raises ValueError where H cannot be factorised.
+    """
     gradient = sums.statistics.gradient + bound.gradient(theta)
     step = sums.newton_step(gradient, bound.precision(theta))
     return math.sqrt(max(float(gradient @ step), 0.0))

@@ -1,8 +1,8 @@
-"""Whether a last layer is trained: what decides between "tilt" and "polish" where no mode is given.
+"""Whether a last layer is trained: this decides between "tilt" and "polish" where no mode is given.
 
 Polish continues where the training was stopped, on the same rows, and can make a trained network
-worse. Tilt keeps it, and would also keep a last layer that was never trained. The sums of the first
-pass tell the two apart. In log likelihood:
+worse. Tilt keeps the weights, also those of a last layer that was never trained. The sums of the
+first pass tell the two cases apart, by two differences of log likelihoods:
 
     learned   the network's, less that of the best constant prediction (for classes: of their
               frequencies)
@@ -52,19 +52,22 @@ class Classes:
     squares: float  # Σ w |φ|²
 
     @staticmethod
-    def of(
+    def from_chunk(
         likelihood: Likelihood,
         y: Tensor,
         outputs: int,
         features: Features | None,
         weights: Tensor | None,
     ) -> Classes | None:
-        """Return the classes of one chunk with row weights (B,); None where the targets are no
-        classes, or the free weights no last layer.
+        """Return the classes of one chunk with targets y and row weights (B,).
+
+        outputs: their number. features: of the chunk; None where the free weights are no last
+        layer. The result is None then, and where the targets are no classes.
         """
         if features is None or likelihood.logit_temperature is None:
             return None
         w = torch.ones(len(y), dtype=torch.float64) if weights is None else weights
+        # A Bernoulli likelihood has one output for its two classes.
         counts = torch.bincount(y.flatten().long(), weights=w, minlength=max(outputs, 2))
         return Classes(counts, float(w @ features.phi.double().square().sum(1)))
 
@@ -74,12 +77,12 @@ class Classes:
 
     @property
     def log_likelihood(self) -> float:
-        """The log likelihood of the class frequencies as a prediction for every row."""
+        """Return the log likelihood of all rows, if every prediction is the class frequencies."""
         return -float(self.counts.sum() * torch.special.entr(self.counts / self.counts.sum()).sum())
 
     @property
     def precision(self) -> float:
-        """τ, the same for all parameters."""
+        """Return τ of the module's docstring, the same for all parameters."""
         return self.squares / float(self.counts.sum()) / LOGITS**2
 
 
@@ -95,15 +98,17 @@ class Numbers:
     f: Tensor  # outputs there (m, C)
 
     @staticmethod
-    def of(
+    def from_chunk(
         likelihood: Likelihood,
         y: Tensor,
         f: Tensor,
         features: Features | None,
         weights: Tensor | None,
     ) -> Numbers | None:
-        """Return the numbers of one chunk with outputs f (B, C) and row weights (B,); None where
-        the targets are classes, or the free weights no last layer.
+        """Return the numbers of one chunk with targets y, outputs f (B, C) and row weights (B,).
+
+        features: of the chunk; None where the free weights are no last layer. The result is None
+        then, and where the targets are classes.
         """
         if features is None or likelihood.support_for(f.shape[1]).kind == "class":
             return None
@@ -111,7 +116,7 @@ class Numbers:
         columns = y.reshape(len(y), -1).double()
         total = float(w.sum())
         mean = w @ columns / max(total, 1e-300)
-        stride = -(-len(y) // SAMPLE_OF_CHUNK)
+        stride = -(-len(y) // SAMPLE_OF_CHUNK)  # rounded up
         squares = float(w @ features.phi.double().square().sum(1))
         return Numbers(total, squares, mean, w @ (columns - mean) ** 2, y[::stride], f[::stride])
 
@@ -131,7 +136,7 @@ class Numbers:
         )
 
     def precision(self, units: Tensor, size: int) -> Tensor:
-        """Return τ for each of `size` parameters of a last layer, from the units of the outputs
+        """Return τ (P,) for the `size` parameters of a last layer, from the units of the outputs
         (C,).
         """
         each = self.squares / max(self.weight, 1e-300) / (LOGITS * units) ** 2
@@ -151,11 +156,14 @@ class Verdict(NamedTuple):
 
     @property
     def mode(self) -> str:
-        """The mode that suits the layer."""
+        """Return the mode that suits the layer: tilt if it is trained, polish otherwise."""
         return TILT if self.trained else POLISH
 
     def note(self, baseline: str) -> str:
-        """Return the reason for a report; `baseline` names what the network is compared with."""
+        """Return the mode and its reason for the report.
+
+        baseline: the prediction that the network is compared with, in words.
+        """
         side = "above" if self.learned > 0 else "below"
         learned = (
             f"the network's log likelihood is {abs(self.learned):.3g} {side} that of {baseline}"
@@ -169,9 +177,13 @@ class Verdict(NamedTuple):
 
 
 def judge_classes(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdict:
-    """Judge the last layer of a classifier from the sums at the trained weights."""
+    """Judge the last layer of a classifier from the sums at the trained weights.
+
+    A tempered likelihood is taken to a power; log likelihoods without it are multiplied by that.
+    """
     power = likelihood.power
-    statistics, g = sums.statistics, sums.statistics.gradient
+    statistics = sums.statistics
+    g = statistics.gradient
     learned = statistics.log_likelihood - power * classes.log_likelihood
     precision = torch.full_like(g, power * classes.precision)
     if not classes.precision > 0:  # without features there is nothing to learn
@@ -186,8 +198,8 @@ def judge_numbers(
 ) -> Verdict | None:
     """Judge a last layer that predicts numbers, from the sums at the trained weights.
 
-    estimated: whether the noise is: the sums are then those at a noise of one. None where there is
-    nothing to learn, or no constant to compare with.
+    estimated: whether the noise is to be estimated; the sums are then those at a noise of one. None
+    where there is nothing to learn, or no constant to compare with.
     """
     if not numbers.squares > 0 or not bool((numbers.spread > 0).all()):
         return None
@@ -199,9 +211,10 @@ def judge_numbers(
 def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
     """Judge a layer by its squared residuals and those of the best constant, the mean.
 
-    With an estimated noise each of the two has its own.
+    estimated: whether the noise is to be estimated; network and constant then have their own noise.
     """
-    n, residuals = numbers.weight, sums.squares.clamp_min(1e-300)
+    n = numbers.weight
+    residuals = sums.squares.clamp_min(1e-300)
     size = len(sums.statistics.gradient)
     precision = numbers.precision((numbers.spread / n).sqrt(), size)
     if not estimated:
@@ -209,21 +222,24 @@ def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
         learned = float(((numbers.spread - residuals) / (2 * noise**2)).sum())
         return Verdict(learned, _gain_beyond_noise(sums, precision, lambda gain: gain))
     noise = (residuals / n).sqrt()
-    scaled = sums.at_noise(noise.repeat_interleave(size // len(noise)))
+    scaled = sums.with_noise_scaled(noise.repeat_interleave(size // len(noise)))
     count = n * len(noise)  # the squared residuals, in units of the noise
     learned = 0.5 * n * float((numbers.spread / residuals).log().sum())
 
     def worth(gain: float) -> float:
-        """Return the gain in log likelihood with the noise that suits the smaller residuals."""
+        """Return the gain in log likelihood if the noise becomes smaller with the residuals.
+
+        gain: that at the noise at hand, which takes 2·gain off the squared residuals.
+        """
         return -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))
 
     return Verdict(learned, _gain_beyond_noise(scaled, precision, worth))
 
 
 def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | None:
-    """Judge a layer by the log densities of some rows, which stand for all of them.
+    """Judge a layer by the log densities of a sample of rows, which stands for all of them.
 
-    None where no constant can be found.
+    None where no best constant can be found.
     """
     constant = _best_constant(likelihood, numbers.y, numbers.f)
     if constant is None:
@@ -240,12 +256,14 @@ def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Ve
 
 
 def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
-    """Find the outputs (C,) that predict all rows best, by scoring steps from the mean of the
-    outputs f (m, C); None where there are none.
+    """Find the constant outputs (C,) that predict all targets y best.
+
+    It takes Fisher scoring steps from the mean of the outputs f (m, C), at most CONSTANT_STEPS.
+    None where a step is not defined or a log density is not finite.
     """
 
     def mean_log_prob(outputs: Tensor) -> float:
-        """Return the mean log density of the rows for outputs (C,)."""
+        """Return the mean log density of the targets for the same outputs (C,) in every row."""
         return float(likelihood.log_prob(y, outputs.expand_as(f)).mean())
 
     constant = f.mean(0)
@@ -256,6 +274,7 @@ def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | Non
         if int(info) or not math.isfinite(value) or not bool(torch.isfinite(slope).all()):
             return None
         step = torch.cholesky_solve(slope[:, None], factor)[:, 0]
+        # The step is halved until it raises the mean; `not` also halves it after NaN.
         size = 1.0
         while size > 1e-6 and not mean_log_prob(constant + size * step) >= value:
             size /= 2
@@ -268,13 +287,15 @@ def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | Non
 
 
 def _gain_beyond_noise(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> float:
-    """Compute what a Newton step adds beyond noise, under τ (P,) or a stronger prior: with few rows
-    a weak one has too many parameters.
+    """Compute how much log likelihood a Newton step adds beyond noise: the most under τ (P,) and
+    some stronger priors, and at least zero.
 
-    worth: what a gain of the quadratic is in log likelihood.
+    Stronger priors are tried because with few rows a weak one has too many parameters. worth: maps
+    the gain of the quadratic to the gain in log likelihood.
     """
     g = sums.statistics.gradient
-    if sums.statistics.curvature.by_layers:  # it takes one precision
+    # Kronecker factors take one precision for the layer.
+    if sums.statistics.curvature.by_layers:
         precision = torch.full_like(precision, float(precision.log().mean().exp()))
     most = 0.0
     for factor in STRONGER:

@@ -24,8 +24,9 @@ KEPT_SHARE = 8  # parts of the memory budget that kept Jacobians take at most
 
 @dataclass(frozen=True, eq=False)
 class TrainingRows:
-    """Rows with the outputs of a network at the mean of a posterior; Jacobians are kept where
-    they fit.
+    """A sample of training rows, with the outputs of the network at the mean of a posterior.
+
+    Jacobians are kept where they fit in memory.
     """
 
     posterior: Posterior
@@ -33,8 +34,11 @@ class TrainingRows:
     kept: tuple[tuple[Tensor, Jacobian], ...] | None  # f in float64 and J of some rows each
 
     @staticmethod
-    def of(posterior: Posterior) -> TrainingRows | None:
-        """Return some rows of a posterior that can read its data again; None for others."""
+    def sample_from(posterior: Posterior) -> TrainingRows | None:
+        """Read a sample of the rows that a posterior was fitted on, and linearise them if they fit.
+
+        None where the data cannot be read again, or no row of the sample has a weight.
+        """
         source = posterior.source
         if source is None or not source.repeatable:
             return None
@@ -47,14 +51,14 @@ class TrainingRows:
 
     @cached_property
     def y(self) -> Tensor:
-        """The targets of the rows, checked."""
+        """Return the targets of the rows, checked."""
         outputs = self.posterior.network.outputs
         support = self.posterior.likelihood.support_for(outputs)
         return torch.cat([check_batch(batch, support, outputs)[1] for batch in self.batches])
 
     @cached_property
     def weights(self) -> Tensor:
-        """The weights of the rows (n,)."""
+        """Return the weights of the rows (n,)."""
         return torch.cat(
             [
                 torch.ones(len(batch.y), dtype=torch.float64)
@@ -66,7 +70,7 @@ class TrainingRows:
 
     @cached_property
     def plug_in(self) -> Tensor:
-        """log p(y|f) (n,) of the network itself."""
+        """Return log p(y|f) (n,) of the network itself, at the mean of the posterior."""
         if self.kept is not None:
             outputs = [f for f, _ in self.kept]
         else:
@@ -75,23 +79,30 @@ class TrainingRows:
         return self.posterior.likelihood.predictive.log_prob(self.y, torch.cat(outputs).double())
 
     def scores(self, posterior: Posterior) -> Tensor:
-        """Return log p(y|x) (n,) of a predictive with the same mean and another covariance."""
-        candidate = Candidate(posterior.likelihood, posterior.covariance, None)
-        scores, start = [], 0
+        """Compute log p(y|x) (n,) of the predictive of a posterior.
+
+        It must have the same mean of θ; its covariance and its likelihood may be others.
+        """
+        candidate = Candidate(posterior.likelihood, posterior.covariance, step=None)
+        scores = []
+        start = 0
         for f, J in self.kept if self.kept is not None else self._linearise():
             scores.append(log_densities(candidate, self.y[start : start + len(f)], f, J))
             start += len(f)
         return torch.cat(scores)
 
     def _linearise(self) -> Iterator[tuple[Tensor, Jacobian]]:
-        """Yield f (b, C) in float64 and J, a chunk at a time."""
+        """Yield f (b, C) in float64 and J at the rows, a chunk at a time."""
         for batch in self.batches:
             for f, J in self.posterior.linearised(batch.x, progress=False):
                 yield f.double(), J
 
 
 def _sample_batches(source: Source) -> list[Batch]:
-    """Take a few hundred rows of the first batches, evenly spread over each."""
+    """Return a few hundred rows of the first batches, evenly spread over each batch.
+
+    Batches are read until there are MOST_ROWS rows, or MOST_BATCHES batches with rows.
+    """
     sample: list[Batch] = []
     rows = 0
     for batch in source:

@@ -1,10 +1,10 @@
-"""Prior precisions and noise from the data: by the evidence, or by a held-out score.
+"""Prior precisions and noise from the data, by the evidence or by a held-out score.
 
-The result is a new Posterior.
+`tune` returns a new Posterior. The objectives are
 
   evidence      closed-form value and gradient from the sums (`ssla.fitting.evidence`): no pass over
-                the data. Of a variational Gaussian the bound, whose averages and prior are found
-                in turn, by a few passes each
+                the data. For a variational Gaussian it is the bound, whose averages and prior are
+                found in turn, by a few passes each
   loo           leave-one-out log densities of the training rows (`ssla.diagnostics.loo`)
   nll, crps     of predictions for a validation set, read once; or by k folds of the training data,
                 whose sums are taken once and recombined, so that no fold is fitted again. The
@@ -77,20 +77,20 @@ def tune(
     quiet: bool = False,
     rough: bool = False,
 ) -> Posterior:
-    """Choose prior precisions and noise by the data: see Posterior.tune.
+    """Return the posterior with prior precisions and noise chosen by the data: see Posterior.tune.
 
-    per_output: one precision for each output of a last layer. within: the range of precisions;
-    None: a wide one around the trained weights' scale. doubt: the standard deviation of
+    per_output: whether each output of a last layer has a precision of its own. within: the range of
+    precisions; None: a wide one around the trained weights' scale. doubt: the standard deviation of
     a log precision around that of the posterior at hand, which keeps few held-out rows from
-    choosing an extreme one. quiet: a poor solution is noted in the report only. rough: the
-    posterior will not be kept, so that the search tries fewer priors, θ̂ stays, and the variational
-    Gaussian at the end is as accurate as those on the way.
+    choosing an extreme one; infinite: none. quiet: whether a poor solution is only noted in the
+    report. rough: whether the posterior will not be kept: the search then tries fewer priors, θ̂
+    stays, and the variational Gaussian at the end is as accurate as those on the way.
 
     Raises ValueError for unknown names, for data that do not suit the objective, and where there
     is nothing to tune.
     """
     chosen = _check_request(posterior, objective, data, over, folds)
-    space, notes = Space.of(posterior, chosen, per_layer, per_output)
+    space, notes = Space.around(posterior, chosen, per_layer, per_output)
     expected = space.levels if doubt < math.inf else None
     space = replace(space, within=within, expected_levels=expected, doubt=doubt)
     if not space.names:
@@ -102,28 +102,52 @@ def tune(
     def score_of(state: Posterior) -> Score:
         """Return the score of the objective around a posterior."""
         if objective == LOO:
-            return LeaveOneOutScore.of(state)
-        return HeldOutScore.of(state, data, objective, folds)
+            return LeaveOneOutScore.from_posterior(state)
+        return HeldOutScore.from_data(state, data, objective, folds)
 
-    def find_best(space: Space) -> Maximum:
-        """Find the best point of a space without passes for averages."""
-        if objective == EVIDENCE:
-            return maximise_evidence(space)
-        score = score_of(space.posterior)
-        best = _maximise_score(space, score)
-        notes.extend(note for note in score.notes if note not in notes)
-        return best
+    if posterior.variational is not None:
+        return _tune_variational(space, objective, score_of, notes, quiet, rough)
+    best = _find_best_point(space, objective, score_of, notes)
+    history = make_history(objective, space, best, notes)
+    return finish_tuning(space.posterior_at(best.point), history, quiet)
 
-    if posterior.variational is None:
-        best = find_best(space)
-        history = make_history(objective, space, best, notes)
-        return finish_tuning(space.posterior_at(best.point), history, quiet)
+
+def _find_best_point(
+    space: Space, objective: str, score_of: Callable[[Posterior], Score], notes: list[str]
+) -> Maximum:
+    """Find the best point of a space from its posterior's sums, without passes for averages.
+
+    score_of: makes the score of an objective that is not the evidence. `notes` gets its notes.
+    """
+    if objective == EVIDENCE:
+        return maximise_evidence(space)
+    score = score_of(space.posterior)
+    best = _maximise_score(space, score)
+    notes.extend(note for note in score.notes if note not in notes)
+    return best
+
+
+def _tune_variational(
+    space: Space,
+    objective: str,
+    score_of: Callable[[Posterior], Score],
+    notes: list[str],
+    quiet: bool,
+    rough: bool,
+) -> Posterior:
+    """Return the tuned posterior of a variational Gaussian, whose averages change with the prior.
+
+    The averages are found again by passes over the training rows, or kept where these cannot be
+    read again. score_of, notes: as in `_find_best_point`. quiet, rough: as in `tune`.
+    """
+    posterior = space.posterior
     plan = plan_to_reread(posterior)
     if plan is None:
         notes.append(
             "the data cannot be read again: the averages of the variational Gaussian were kept"
         )
-        best = find_best(space.moved_to(with_positive_averages(posterior)))
+        kept = space.moved_to(with_positive_averages(posterior))
+        best = _find_best_point(kept, objective, score_of, notes)
         history = make_history(objective, space, best, notes)
         return finish_tuning(step_towards(space, best.point)[0], history, quiet)
     if objective == EVIDENCE:
@@ -131,7 +155,9 @@ def tune(
         return keep_higher_bound(posterior, tuned)
 
     def score_posterior(state: Posterior) -> float:
-        """Return the score of a posterior under its own prior, with what is expected of that."""
+        """Return the score of a posterior under its own prior, plus the log density of its expected
+        precisions, a row.
+        """
         score = score_of(state)
         moved = space.moved_to(state)
         unchanged = torch.zeros(len(space.free), dtype=torch.float64)
@@ -151,20 +177,21 @@ def _search_by_passes(
     quiet: bool,
     rough: bool,
 ) -> Posterior:
-    """Return the posterior with the best score, of those with a variational Gaussian for each prior
-    that is tried.
+    """Try some priors with a variational Gaussian for each, and return the posterior with the best
+    score.
 
-    notes: for the history. plan: the passes over the training rows. quiet, rough: as in `tune`.
+    score: of a posterior; larger is better. objective: its name in the history. notes: for the
+    history. plan: the passes over the training rows. quiet, rough: as in `tune`.
     """
     posterior = space.posterior
-    average = plan.averages_at(posterior.theta, not posterior.tilted)
+    average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
     start = torch.zeros(len(space.free), dtype=torch.float64)
     search = PriorSearch(space, average, score, posterior, start)
     search.search_all_directions(ROUGH_PARABOLAS if rough else PARABOLAS)
-    # The Gaussians on the way were rough: the best one is found again, to its end.
+    # The Gaussians on the way were rough: the best one is found again, with all its rounds.
     tolerance = ROUGH if rough else TOLERANCE
     tuned = BoundAscent(search.best, average, tolerance=tolerance).maximise_bound()
-    points = [space.in_units(point[None]) for point in search.points]
+    points = [space.precisions_and_noise(point[None]) for point in search.points]
     history = history_of_visits(
         objective, space, search.as_maximum(), notes, points, search.values, settled=True
     )
@@ -174,10 +201,10 @@ def _search_by_passes(
 def _check_request(
     posterior: Posterior, objective: str, data: Any, over: Sequence[str], folds: int | None
 ) -> tuple[str, ...]:
-    """Check what tuning is asked for, and return what is to be tuned.
+    """Check the arguments of `tune`, and return which of PRIOR and NOISE are to be tuned.
 
     Raises ValueError for unknown names, another convention than the exact one, and data that do not
-    suit the objective. Warns of leave-one-out scores.
+    suit the objective. Leave-one-out scores leave out the noise, and are warned about.
     """
     check_name("objective", objective, (EVIDENCE, NLL, CRPS, LOO))
     chosen = (over,) if isinstance(over, str) else tuple(over)
@@ -211,13 +238,13 @@ def _check_request(
 
 
 def keep_higher_bound(before: Posterior, tuned: Posterior) -> Posterior:
-    """Return the tuned posterior, unless its bound is lower than the one before; then the one
-    before, with a note.
+    """Return the tuned posterior, or the one before if its bound is higher, with a note.
 
-    Only the bound of a dense curvature is climbed exactly: for others the step of the prior is that
-    of an approximate bound.
+    The bound may fall: the tuned prior is that of the exact bound for a dense curvature only, and
+    of an approximate one for other structures.
     """
-    history, height = tuned.tuning_history, before.log_evidence()
+    history = tuned.tuning_history
+    height = before.log_evidence()
     if history is None or tuned.log_evidence() >= height - BOUND_ERROR * (1 + abs(height)):
         return tuned
     note = (
@@ -235,8 +262,9 @@ def keep_higher_bound(before: Posterior, tuned: Posterior) -> Posterior:
 
 @dataclass(eq=False)
 class PriorSearch:
-    """A search for the prior of the best score, by a variational Gaussian for each that is tried:
-    all precisions together, then each.
+    """A search for the prior of the best score, with a variational Gaussian for each one tried.
+
+    The calls change the search: it holds the best posterior so far, and the way to it.
     """
 
     space: Space
@@ -244,12 +272,15 @@ class PriorSearch:
     score: Callable[[Posterior], float]
     best: Posterior  # with the best score so far
     point: Tensor  # the best coordinates so far (d,)
-    points: list[Tensor] = field(default_factory=list)  # the best ones, one after the other
+    points: list[Tensor] = field(default_factory=list)  # the best so far, one after the other
     values: list[float] = field(default_factory=list)  # their scores
-    evaluations: int = 1
+    evaluations: int = 1  # scores that were computed, with that of the start
 
     def search_all_directions(self, parabolas: int) -> None:
-        """Search along all coordinates together, then along each."""
+        """Search along all coordinates together, then along each of them.
+
+        parabolas: how many parabolas refine each direction.
+        """
         self.points.append(self.point)
         self.values.append(self.score(self.best))
         with warnings.catch_warnings():  # far from the best, Gaussians may be rough
@@ -261,22 +292,26 @@ class PriorSearch:
                     self._search_along(direction, parabolas)
 
     def as_maximum(self) -> Maximum:
-        """Return the best point, and the way to it."""
+        """Return the best point and the way to it, as other searches do; its gradient is not known,
+        and set to zero.
+        """
         low, high = self.space.box
         return Maximum(
             self.point,
             self.values[-1],
-            torch.zeros_like(self.point),
-            (self.point <= low) | (self.point >= high),
-            True,
-            torch.stack(self.points),
-            torch.tensor(self.values),
-            self.evaluations,
+            gradient=torch.zeros_like(self.point),
+            at_bound=(self.point <= low) | (self.point >= high),
+            converged=True,
+            points=torch.stack(self.points),
+            values=torch.tensor(self.values),
+            evaluations=self.evaluations,
         )
 
     def _search_along(self, direction: Tensor, parabolas: int) -> None:
-        """Search along a direction (d,) from the best point so far: outwards while the score
-        rises, then by parabolas.
+        """Search along a direction (d,) from the best point so far, and keep what is better.
+
+        Points are tried at growing distances to both sides while the score rises, then at the tops
+        of parabolas through the best point and its two neighbours.
         """
         base = self.point
         scores = {0.0: self.values[-1]}  # by the distance along the direction
@@ -289,16 +324,19 @@ class PriorSearch:
                 t += stride
         for _ in range(parabolas):
             highest = max(scores, key=lambda t: scores[t])
-            left = max((t for t in scores if t < highest), default=None)
-            right = min((t for t in scores if t > highest), default=None)
-            if left is None or right is None or right - left < SETTLED:
+            below = max((t for t in scores if t < highest), default=None)
+            above = min((t for t in scores if t > highest), default=None)
+            if below is None or above is None or above - below < SETTLED:
                 break
-            t = _parabola_step(left, highest, right, scores[left], scores[highest], scores[right])
+            t = _parabola_step(below, highest, above, scores[below], scores[highest], scores[above])
             scores[t] = self._try_point(base + t * direction)
 
     def _try_point(self, point: Tensor) -> float:
-        """Find the variational Gaussian at a point (d,), from the best one so far, and return its
-        score; keep it if it is better.
+        """Find the variational Gaussian at a point (d,) from the best one so far, and return its
+        score; store it as the best if it is better.
+
+        A point outside the box, or with too weak a prior for the averages at hand, is moved to one
+        that is allowed.
         """
         low, high = self.space.box
         start, step = step_towards(
@@ -307,7 +345,7 @@ class PriorSearch:
         )
         ascent = BoundAscent(start, self.average, tolerance=ROUGH, most=SEARCH_ROUNDS)
         state = ascent.maximise_bound()
-        # Notes of Gaussians on the way do not belong into the report.
+        # The report keeps its notes: those on a Gaussian on the way do not belong there.
         report = replace(self.best.report, rounds=state.report.rounds)
         state = replace(state, report=report)
         value = self.score(state)
@@ -321,29 +359,39 @@ class PriorSearch:
 
 
 def _parabola_step(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float:
-    """Return where the parabola through three points is highest; off the middle by at least a tenth
-    of the wider side.
+    """Return the point to try next between a < b < c, with values fa, fb and fc of which fb is the
+    highest.
+
+    It is the top of the parabola through them, if that is away from b by more than a tenth of the
+    wider side.
     """
     wider = c - b if c - b > b - a else a - b
     top = parabola_top(a, b, c, fa, fb, fc)
-    # Near the middle there is nothing new to learn: a third of the wider side is tried instead.
+    # A point beside b adds little. Then 0.3 of the wider side is tried (a guess, as the tenth is).
     if top is None or abs(top - b) <= 0.1 * abs(wider) or not a < top < c:
         return b + 0.3 * wider
     return top
 
 
 def _maximise_score(space: Space, held_out: Score) -> Maximum:
-    """Find the best score by an ascent with central differences: 2d scores a gradient."""
+    """Find the point of the best score by an ascent, with gradients by central differences.
+
+    The ascent starts from the best of the prior at hand and a scan over all precisions together. A
+    gradient takes 2d scores.
+    """
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)
+    # A score in the unit of the targets is divided by its size at the start.
     unit = abs(held_out(space, start.clamp(low, high))) if held_out.in_target_units else 1.0
 
     def score(point: Tensor) -> float:
-        """Return the score at a point (d,), about one, with what is expected of the precisions."""
+        """Return the score in these units, plus the log density of the expected precisions a row,
+        at a point (d,).
+        """
         return held_out(space, point) / unit + space.expected_log_density(point) / held_out.rows
 
     def score_and_slope(point: Tensor) -> tuple[float, Tensor]:
-        """Return the score at a point (d,), and its gradient (d,)."""
+        """Return the value of `score` at a point (d,), and its gradient (d,)."""
         steps = DIFFERENCE * torch.eye(len(point), dtype=torch.float64)
         slope = [(score(point + h) - score(point - h)) / (2 * DIFFERENCE) for h in steps]
         return score(point), torch.tensor(slope, dtype=torch.float64)
@@ -368,5 +416,6 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
         value=best.value * unit,
         values=values * unit,
         gradient=best.gradient * unit,
-        evaluations=evaluations + len(starts) + held_out.in_target_units,
+        # The scan took one score for each start, and a unit that is not one took another.
+        evaluations=evaluations + len(starts) + int(held_out.in_target_units),
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ssla.fitting.evidence import Problem
 from ssla.fitting.fit_plan import outputs_with_own_units
-from ssla.fitting.noise import at_noise
+from ssla.fitting.noise import scale_noise
 from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import BoundGaussian, Flat, trained_scale
 from ssla.priors import Gaussian as GaussianPrior
@@ -36,8 +36,8 @@ NOISE_FACTORS = (1e-6, 1e6)  # a guess
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """What is tuned: logarithms of factors on precisions (one a group) and on the noise, those
-    that are free.
+    """What is tuned: logarithms of factors on the precisions, one for each group of parameters, and
+    on the noise.
 
     A point (d,) has the d free coordinates. All coordinates are (a_1 … a_G, t), one a for each
     group and t for the noise; those that are not free are zero.
@@ -56,15 +56,17 @@ class Space:
     doubt: float = math.inf  # standard deviation of a log precision around those
 
     @staticmethod
-    def of(
+    def around(
         posterior: Posterior, over: Sequence[str], per_layer: bool, per_output: bool = False
     ) -> tuple[Space, list[str]]:
         """Return the space around a posterior, and notes of what cannot be tuned.
 
-        over: which of PRIOR and NOISE are free. per_layer, per_output: the groups of precisions.
-        Raises ValueError for a prior that is not Gaussian, and for a flat one that is kept.
+        over: which of PRIOR and NOISE are free. per_layer, per_output: whether each layer, or each
+        output of a last layer, is a group of precisions. Raises ValueError for a prior that is not
+        Gaussian, and for a flat one that is kept.
         """
-        bound, notes = posterior.bound_prior, []
+        notes: list[str] = []
+        bound = posterior.bound_prior
         if not isinstance(bound, BoundGaussian):
             raise ValueError(
                 "Tuning is for Gaussian priors, whose precision it scales, but this posterior has "
@@ -87,6 +89,7 @@ class Space:
         space = Space(
             posterior,
             bound,
+            # A flat prior has no pattern: all precisions are then relative to one.
             torch.ones_like(posterior.theta) if flat else bound.scale_precision,
             groups,
             labels,
@@ -99,17 +102,17 @@ class Space:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the free coordinates."""
+        """Return the names of the free coordinates."""
         return tuple((*self.labels, "noise")[i] for i in self.free.tolist())
 
     @property
     def mean_moves(self) -> bool:
-        """Return whether the mean of θ follows the prior."""
+        """Return whether the mean of θ follows the prior, from the sums alone."""
         return self.posterior.follows_prior
 
     @property
     def _is_precision(self) -> Tensor:
-        """A mask (d,) of the free coordinates that are precisions."""
+        """Return a mask (d,) of the free coordinates that are precisions, not the noise."""
         return self.free < len(self.labels)
 
     @property
@@ -118,7 +121,7 @@ class Space:
         return bool(self._is_precision.any())
 
     def all_coordinates(self, point: Tensor) -> Tensor:
-        """Return all coordinates (G + 1,) at a point (d,)."""
+        """Return all coordinates (G + 1,) at a point (d,); those that are not free are zero."""
         zero = torch.zeros(len(self.labels) + 1, dtype=torch.float64)
         return zero.index_copy(0, self.free, point)
 
@@ -132,9 +135,14 @@ class Space:
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
-        """The least and the largest free coordinates (d,)."""
-        # The ends of each group, without further vectors (P,): with millions of weights each counts
+        """Return the least and the largest free coordinates (d,).
+
+        A group's precisions lie in `within`, or within PRECISION_FACTORS around the trained
+        weights' scale; no coordinate exceeds `reach`.
+        """
         base = self.trained_precision if self.within is None else torch.ones_like(self.pattern)
+        # From the pattern to the base, in logarithms. Its least and largest entry in each group are
+        # found without further vectors (P,), of which each counts with millions of weights.
         away = (base / self.pattern).log_()
         zero = torch.zeros(len(self.labels), dtype=torch.float64)
         down, up = (
@@ -148,8 +156,11 @@ class Space:
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
 
     def scan_points(self, steps: Tensor) -> Tensor:
-        """Return points (k, d) to start from: all precisions together move by some steps (k,), from
-        where they are, or from the trained weights' scale where no step reaches it from here.
+        """Return points (k, d) to start a search from: at each, all precisions have moved together
+        by one of `steps` (k,), which are logarithms.
+
+        They move from where they are. Where the trained weights' scale is farther away than the
+        largest step, they move from that scale.
         """
         away = (self.trained_precision / self.pattern).log()
         means = [away[self.groups == g].mean() for g in range(len(self.labels))]
@@ -159,14 +170,17 @@ class Space:
 
     @property
     def scale(self) -> Tensor:
-        """The approximate inverse curvature (d,) of the evidence: 2/P_g and 1/(2nC)."""
+        """Return the approximate inverse curvature (d,) of the evidence: 2/P_g for a group of P_g
+        parameters, and 1/(2nC) for the noise.
+        """
         sizes = torch.bincount(self.groups, minlength=len(self.labels)).double()
         rows = self.posterior.sums.weight * self.posterior.network.outputs
         return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
 
-    def in_units(self, points: Tensor) -> Tensor:
-        """Return the precisions (the mean over a group) and the noise (of the first output) at
-        points (R, d).
+    def precisions_and_noise(self, points: Tensor) -> Tensor:
+        """Return the values (R, d) of the free coordinates at points (R, d), in their own units.
+
+        They are the mean precision of a group, and the noise of the first output.
         """
         columns = []
         for column, i in enumerate(self.free.tolist()):
@@ -186,38 +200,39 @@ class Space:
 
     @cached_property
     def levels(self) -> Tensor:
-        """Log precisions now, the mean of each group (G,).
+        """Return the mean log precision of each group (G,) at the point zero.
 
-        Each evaluation of the evidence needs them.
+        It is stored, because each evaluation of the evidence needs it.
         """
         return torch.stack(
             [self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))]
         )
 
     def expected_log_density(self, point: Tensor) -> float:
-        """Return the log density of the precisions at a point (d,), less its maximum, where some
-        are expected; else zero.
+        """Return the log density of the precisions at a point (d,), less its maximum.
+
+        Their logarithms are normal around the expected ones. Zero where none are expected.
         """
         if self.expected_levels is None:
             return 0.0
-        return -0.5 * float((self._deviation(point) ** 2).sum())
+        return -0.5 * float((self._deviations(point) ** 2).sum())
 
     def expected_slope(self, point: Tensor) -> Tensor:
         """Return the gradient (d,) of `expected_log_density`."""
         if self.expected_levels is None:
             return torch.zeros_like(point)
         noise = torch.zeros(1, dtype=torch.float64)
-        return torch.cat([-self._deviation(point) / self.doubt, noise])[self.free]
+        return torch.cat([-self._deviations(point) / self.doubt, noise])[self.free]
 
     @property
     def expected_curvature(self) -> Tensor:
-        """Minus the second derivatives (d,) of `expected_log_density`."""
+        """Return minus the second derivatives (d,) of `expected_log_density`; they are constant."""
         each = 0.0 if self.expected_levels is None else self.doubt**-2
         return torch.where(self._is_precision, each, 0.0).double()
 
-    def _deviation(self, point: Tensor) -> Tensor:
-        """Return how far the log precisions (G,) are from those that are expected, in standard
-        deviations.
+    def _deviations(self, point: Tensor) -> Tensor:
+        """Return how far the log precisions (G,) at a point (d,) are from those that are expected,
+        in standard deviations.
         """
         assert self.expected_levels is not None
         return (self.levels + self.all_coordinates(point)[:-1] - self.expected_levels) / self.doubt
@@ -225,16 +240,17 @@ class Space:
     # --- posteriors ----------------------------------------------------------------------------
 
     def moved_to(self, posterior: Posterior) -> Space:
-        """Return the same coordinates around another posterior."""
+        """Return the same coordinates around another posterior, whose prior is the new pattern."""
         bound = posterior.bound_prior
         assert isinstance(bound, BoundGaussian)
         return replace(self, posterior=posterior, bound=bound, pattern=bound.scale_precision)
 
     @property
     def problem(self) -> Problem:
-        """The statistics, from which the evidence follows."""
+        """Return what the evidence at any point follows from: the sums, and the prior's pattern."""
         posterior = self.posterior
-        sums, outputs = posterior.sums, posterior.network.outputs
+        sums = posterior.sums
+        outputs = posterior.network.outputs
         has_noise = posterior.likelihood.quadratic
         squares = residual_squares(sums, posterior.likelihood, outputs) if has_noise else 0.0
         return Problem(
@@ -250,26 +266,30 @@ class Space:
         )
 
     def posterior_at(self, point: Tensor) -> Posterior:
-        """Return the posterior with the prior and the noise of a point (d,), at its mode where it
-        moves with them.
+        """Return the posterior with the prior and the noise of a point (d,), without a pass.
+
+        θ̂, or a variational mean, moves to suit them where the sums allow it. Raises ValueError
+        where the curvature is then not positive definite.
         """
-        rescaled = at_noise(self.posterior, self.noise_factor(point))
+        rescaled = scale_noise(self.posterior, self.noise_factor(point))
         prior = prior_with_precision(rescaled, self.precision(point))
         changed = replace(rescaled, prior=prior)
         if not self.mean_moves:
             return changed
         if changed.variational is not None:
-            # With a limited reach passes follow, which move the mean.
+            # Where the reach is limited, passes follow that move the mean.
             return with_recentred_mean(changed) if self.reach == math.inf else changed
-        theta, statistics = changed.statistics.at_mode(changed.bound_prior, changed.theta)
+        theta, statistics = changed.statistics.move_to_mode(changed.bound_prior, changed.theta)
         return replace(changed, theta=theta, statistics=statistics)
 
 
 def _group_parameters(
     posterior: Posterior, per_layer: bool, per_output: bool
 ) -> tuple[tuple[str, ...], Tensor]:
-    """Return labels, and the group of each parameter (P,): by layer; per_output: by output in a
-    last layer.
+    """Return the label of each group, and the group of each parameter (P,).
+
+    per_layer: whether each layer is a group; else all parameters are one. per_output: whether each
+    output of a last layer is a group of its own instead.
     """
     network, layout = posterior.network, posterior.network.layout
     layers = layout.layers() if per_layer else {"all": layout.names}
@@ -283,13 +303,15 @@ def _group_parameters(
         outputs = network.parameter_outputs
         groups = torch.where(outputs < 0, groups, len(labels) + outputs)
         labels += [f"precision of output {c}" for c in range(network.outputs)]
+    # Groups without a parameter are left out, and the others numbered anew.
     used, groups = groups.unique(return_inverse=True)
     return tuple(labels[i] for i in used.tolist()), groups
 
 
 def _trained_precision(posterior: Posterior) -> Tensor:
-    """Return the precisions (P,) of the trained weights' scale, by output where each has its own
-    unit.
+    """Return the precisions (P,) of the trained weights' scale.
+
+    They are those of layers, or of outputs where outputs have different units.
     """
     network = posterior.network
     own_units = outputs_with_own_units(
@@ -300,8 +322,10 @@ def _trained_precision(posterior: Posterior) -> Tensor:
 
 
 def prior_with_precision(posterior: Posterior, precision: Tensor) -> GaussianPrior:
-    """Return a Gaussian prior with this precision (P,), written as shortly as it can be, and the
-    mean that the posterior's prior has.
+    """Return a Gaussian prior with this precision (P,) and the mean of the posterior's prior.
+
+    Equal precisions are written as one number, for all parameters or for those of one name, so that
+    the prior prints well. The new mean is zero if the posterior's prior is flat.
     """
     mean = posterior.prior.mean if isinstance(posterior.prior, GaussianPrior) else 0.0
     if bool((precision == precision[0]).all()):

@@ -1,7 +1,7 @@
-"""The posterior that rows choose which the network has not seen.
+"""The posterior of the setting that validation rows choose: rows that the network has not seen.
 
-A network has memorised its training rows: their evidence says too little noise and too much
-confidence. Validation rows decide
+"Doubt" is epistemic uncertainty, a head is a last layer. A network has memorised its training rows,
+so that their evidence says too little noise and too much confidence. Validation rows decide
 
   the dispersion   a factor on the noise, a temperature of classes, an overdispersion of counts
   the prior        a factor on the precisions of the trained weights' scale
@@ -11,8 +11,8 @@ confidence. Validation rows decide
   its features
 
 by the rule of `ssla.fitting.choice`. Features of these rows are computed once; every setting is
-then a prediction in output space. Searches on the way are rough (fewer rows and nodes); the
-posterior of the chosen setting is fitted on all training rows as if it had been asked for.
+then a prediction in output space. The search is rough (it takes fewer rows and nodes). The
+posterior of the chosen setting is fitted on all training rows, as if it had been asked for.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from ssla.fitting.choice import Setting, cross_fitted_scores, mean_and_error, re
 from ssla.fitting.fit import fit_at_mode, fit_with_prior
 from ssla.fitting.fit_plan import FitPlan, InputFactors
 from ssla.fitting.guard import warn_on_validation_rows
-from ssla.fitting.network_itself import best_spread_without_doubt, choose_row_scale
-from ssla.fitting.noise import at_noise
+from ssla.fitting.network_itself import best_network_spread, choose_row_scale
+from ssla.fitting.noise import scale_noise
 from ssla.fitting.passes import Reader, thin_reader
 from ssla.fitting.ranks import read_same_rows
 from ssla.fitting.score_table import ScoreTable, SettingWithGaussian
-from ssla.fitting.steps import bound_ascent
+from ssla.fitting.steps import make_bound_ascent
 from ssla.fitting.tuning_space import prior_with_precision
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 from ssla.fitting.variational import ROUGH
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
 
 # The numbers below were not measured: they are guesses, unless a comment says otherwise.
 # The doubt explains a part of the errors: the dispersion beside it lies between one and the best
-# one without doubt. A parabola through three of the steps refines the choice.
+# one of the network itself. A parabola through three of the steps refines the choice.
 SPREAD_STEP, FEWEST_SPREADS, MARGIN = 1.3, 3, 1.15
 # Factors on the prior precision, from a strong prior to a weak one, that some of the rows locate;
 # then finer around the best. On clinc (benchmarks/networks), by 64 nodes, half a decade below the
@@ -76,14 +76,13 @@ SEARCH_ROUNDS = 8  # passes for each of them
 POLISH_WORK = 1e9
 POLISH_PRECISIONS = tuple(8.0**k for k in range(3, -5, -1))
 POLISH_FINER = (2 * math.sqrt(2), math.sqrt(2) / 4)
-POLISH_SPREADS = (1 / 1.2, 1.0, 1.2)  # around the best one without doubt
+POLISH_SPREADS = (1 / 1.2, 1.0, 1.2)  # around the best one for the head itself
 COVERAGE_ROWS = 1000
 LEVELS = (0.5, 0.9, 0.95)
 
 
 def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> Posterior:
-    """Return the posterior of the setting that validation rows choose, with what they say in its
-    report.
+    """Fit the posterior of the setting that validation rows choose; its report has their figures.
 
     held_out: whether the rows are a share of the training data. Raises ValueError for rows that are
     too few, and for a plan that cannot be fitted.
@@ -96,25 +95,26 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
     rows = original_rows
     scale = choose_row_scale(rows, start.likelihood)
     if scale is not None:
-        # Another network: its features differ, and so do all sums.
+        # Scaled features are those of another network, with other sums.
         plan.data.scale_rows(scale)
         plan, start = fit_trained_state(replace(plan, input_factors=InputFactors()))
-        rows = rows.scaled(start)
+        rows = rows.with_row_scale_of(start)
     search = Search(plan, start, rows)
     with _ignored_warnings():
         search.score_families()
     table = search.table
-    spread = refined_spread(table.settings, table.scores, rows.weights, table.choice)
+    spread = refined_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
     setting = table.chosen._replace(spread=spread)
     posterior = fit_with_prior(search.plan_at(setting))
     return _with_report(posterior, search, original_rows, setting, held_out)
 
 
 def fit_trained_state(plan: FitPlan) -> tuple[FitPlan, Posterior]:
-    """Fit where a search starts: the Gaussian at the trained weights, under the prior of their
-    scale; or where `mode` says.
+    """Fit the Gaussian from which the search starts, and return it with the plan of all settings.
 
-    Also returns the plan with the structure that was chosen for it, so that all settings share it.
+    It is at the trained weights, or where the plan's mode puts θ̂. Its prior is the plan's; without
+    one that of the trained weights' scale. The plan that is returned has the structure that was
+    chosen and what the first pass found out, so that all settings share them.
     """
     mode = plan.mode if plan.mode is not None else TILT
     with _ignored_warnings():
@@ -135,8 +135,9 @@ def fit_trained_state(plan: FitPlan) -> tuple[FitPlan, Posterior]:
 
 @contextmanager
 def _ignored_warnings() -> Iterator[None]:
-    """Ignore warnings of settings on the way, which would mislead; the chosen one is fitted again
-    and warns itself.
+    """Ignore warnings inside the block.
+
+    Those of settings on the way would mislead. The chosen setting is fitted again, and warns then.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -145,25 +146,31 @@ def _ignored_warnings() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Search:
-    """Settings that are scored on validation rows, and what their scores need."""
+    """A search among settings, which are scored on validation rows.
 
-    plan: FitPlan
+    A prior precision is given by a factor on that of `start`'s prior, here called a level.
+    """
+
+    plan: FitPlan  # with the options that the user gave
     start: Posterior  # the Gaussian at the trained weights
     rows: ValidationRows
 
     @cached_property
     def all_settings(self) -> ScoreTable:
-        """All settings that were scored on all rows."""
+        """Return the table of all settings that were scored on all rows; the search fills it."""
         return ScoreTable(self.rows)
 
     @property
     def table(self) -> ScoreTable:
-        """The settings of the Gaussian that was asked for."""
+        """Return the table of the scored settings with the Gaussian that was asked for; of all, if
+        none was.
+        """
         return self.all_settings.with_gaussian(self.plan.gaussian)
 
     def score_families(self) -> None:
-        """Score settings by families: the cheapest first, which say where to look for the
-        others.
+        """Score settings family by family, and add them to `all_settings`.
+
+        The cheapest family comes first; variational Gaussians are searched around its choice.
         """
         if self.mode != POLISH:
             self._score_tilted_heads()
@@ -176,7 +183,7 @@ class Search:
 
     @property
     def mode(self) -> str:
-        """The mode of the Gaussian at the trained weights."""
+        """Return the mode of the Gaussian from which the search starts."""
         return self.start.mode
 
     @property
@@ -191,40 +198,46 @@ class Search:
 
     @property
     def _scales_with_noise(self) -> bool:
-        """Return whether precisions are relative to the noise, so that K is s² times that at noise
-        one.
+        """Return whether precisions are relative to the noise.
 
-        With H = (S + ρ)/s² of Gaussian noise, one factorisation serves every noise.
+        For Gaussian noise with a factor s on it, H = (S + ρ)/s² then, and K is s² times that at
+        s = 1: one factorisation serves every noise.
         """
         return self.start.likelihood.quadratic and not self.fixed_prior
 
     @property
     def precisions(self) -> tuple[float, ...]:
-        """Factors on the prior precision, from the strongest prior on."""
+        """Return the factors on the prior precision to try, from the strongest prior on; only 1 for
+        a prior that was given.
+        """
         return (1.0,) if self.fixed_prior else PRECISIONS
 
     @cached_property
     def network_spread(self) -> float:
-        """The dispersion that is best for the network itself, without doubt."""
-        return self._spread_without_doubt(None)
+        """Return the best factor on the dispersion of the network itself, as it came."""
+        return self._network_spread_after(None)
 
-    def _spread_without_doubt(self, step: Tensor | None) -> float:
-        """Return the best dispersion of the network itself, with its free weights moved by `step`
-        (P,).
+    def _network_spread_after(self, step: Tensor | None) -> float:
+        """Return the best factor on the dispersion of the network with its free weights moved.
+
+        step: (P,), by which they are moved; None: they are not. The uncertainty of θ is left out.
         """
         f = self.rows.outputs(step)
-        return best_spread_without_doubt(self.rows, self.start.likelihood, f)
+        return best_network_spread(self.rows, self.start.likelihood, f)
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
-        """Factors on the dispersion, from the smallest: those between one and the network's
-        own, with both of them.
+        """Return the factors on the dispersion to try, from the smallest.
+
+        They lie between 1 and the network's own best factor, a little beyond both, and hold both.
+        Only 1 for a likelihood without dispersion.
         """
         if not isinstance(self.start.likelihood, Dispersed):
             return (1.0,)
         low, high = self._spread_limits
         count = max(math.ceil(math.log(high / low) / math.log(SPREAD_STEP)) + 1, FEWEST_SPREADS)
         spreads = [low * (high / low) ** (k / (count - 1)) for k in range(count)]
+        # The steps are equal in logarithms; the nearest ones become the two factors themselves.
         for exact in (1.0, self.network_spread):
             nearest = min(range(count), key=lambda k: abs(math.log(spreads[k] / exact)))
             spreads[nearest] = exact
@@ -232,15 +245,18 @@ class Search:
 
     @property
     def _spread_limits(self) -> tuple[float, float]:
-        """The least and the largest factor on the dispersion."""
+        """Return the least and the largest factor on the dispersion."""
         return min(1.0, self.network_spread) / MARGIN, max(1.0, self.network_spread) * MARGIN
 
     def likelihood_at(self, spread: float) -> Likelihood:
-        """Return the likelihood with a factor on its dispersion."""
+        """Return the likelihood at hand with a factor on its dispersion."""
         return with_dispersion(self.start.likelihood, spread)
 
     def precision_at(self, setting: Setting) -> Tensor:
-        """Return −∇² log π of the setting's prior (P,) or (P, P)."""
+        """Return −∇² log π of the setting's prior, (P,) or (P, P).
+
+        A prior that is not Gaussian was given, and has its precision at the start.
+        """
         bound = self.start.bound_prior
         if not isinstance(bound, BoundGaussian):
             return bound.precision(self.start.theta)
@@ -257,7 +273,10 @@ class Search:
         return prior_with_precision(self.start, self.precision_at(setting))
 
     def state_at(self, setting: Setting, statistics: Statistics) -> Posterior:
-        """Return the Gaussian at the trained weights in that setting."""
+        """Return the Gaussian at the θ̂ of the start in a setting.
+
+        statistics: the sums there at the setting's dispersion.
+        """
         return replace(
             self.start,
             likelihood=self.likelihood_at(setting.spread),
@@ -267,7 +286,7 @@ class Search:
         )
 
     def plan_at(self, setting: Setting) -> FitPlan:
-        """Return the fit of all training rows in that setting."""
+        """Return the plan of a fit of all training rows in a setting."""
         gaussian = setting.gaussian if self.plan.gaussian is None else self.plan.gaussian
         return replace(
             self.plan,
@@ -281,71 +300,79 @@ class Search:
     # --- the trained head, with the Gaussian at it ---------------------------------------------
 
     def _score_tilted_heads(self) -> None:
-        """Score the trained head with the Gaussian at it: roughly on some of the rows, then finely
-        on all.
+        """Score the trained head with the Gaussian at it: first a coarse grid of settings on some
+        of the rows, then a fine one on all rows.
         """
         coarse = ScoreTable(self.rows.thinned(COARSE_ROWS))
         for spread in self.spreads:
-            self._score_levels(coarse, spread, self.precisions)
-        # Around the choice and not the very best: the rule looks for doubt, which costs a little.
+            self._score_tilted_heads_at(coarse, spread, self.precisions)
+        # The fine grid is around the choice, not around the best: the rule prefers a weaker prior,
+        # which costs a little.
         chosen = coarse.chosen
         index = self.spreads.index(chosen.spread)
         for spread in self.spreads[max(index - 1, 0) : index + 2]:
             levels = self._levels_around(chosen.precision, FINER)
-            self._score_levels(self.all_settings, spread, levels)
+            self._score_tilted_heads_at(self.all_settings, spread, levels)
 
-    def _score_levels(
+    def _score_tilted_heads_at(
         self, table: ScoreTable, spread: float, levels: list[float] | tuple[float, ...]
     ) -> None:
-        """Score prior precisions of the trained head at one dispersion, from the strongest on."""
+        """Score the trained head at one dispersion under prior precisions, from the strongest on,
+        and add the scores to a table.
+        """
         settings = [Setting(self.mode, LAPLACE, spread, level) for level in levels]
         table.score_until_hopeless(
             [(setting, self._tilted_candidate(setting))] for setting in settings
         )
 
     def _levels_around(self, level: float, factors: tuple[float, ...]) -> list[float]:
-        """Return prior precisions around one, from the strongest on; that one alone where a prior
-        was given.
+        """Return `factors` times a prior precision, from the strongest on, and none below
+        LEAST_PRECISION; the precision alone where a prior was given.
         """
         if self.fixed_prior:
             return [level]
         return list(dict.fromkeys(max(level * factor, LEAST_PRECISION) for factor in factors))
 
     def _tilted_candidate(self, setting: Setting) -> Candidate:
-        """Return the Gaussian at the trained head in a setting."""
+        """Return the Gaussian at the trained head in a setting.
+
+        Raises ValueError where its curvature is not positive definite.
+        """
         likelihood = self.likelihood_at(setting.spread)
         if self._scales_with_noise:
             operator = self._operator_at(setting.precision)
-            return Candidate(likelihood, operator, None, setting.spread)
+            return Candidate(likelihood, operator, step=None, scale=setting.spread)
         curvature = self._statistics_at(setting.spread).curvature
-        return Candidate(likelihood, curvature.with_prior(self.precision_at(setting)), None)
+        operator = curvature.with_prior(self.precision_at(setting))
+        return Candidate(likelihood, operator, step=None)
 
     def _operator_at(self, level: float) -> Operator:
-        """Return H⁻¹ at the noise at hand under a prior precision; computed once for all noises."""
+        """Return H⁻¹ at the start's noise under a prior precision; computed once, and stored."""
         known = self._known_operators
         if level not in known:
-            setting = Setting(self.mode, LAPLACE, 1.0, level)
+            setting = Setting(self.mode, LAPLACE, spread=1.0, precision=level)
             known[level] = self.start.statistics.curvature.with_prior(self.precision_at(setting))
         return known[level]
 
     @cached_property
     def _known_operators(self) -> dict[float, Operator]:
-        """The operators that were computed, by their prior precision."""
+        """Return the operators that were computed, by their prior precision."""
         return {}
 
     @cached_property
     def _known_statistics(self) -> dict[float, Statistics]:
-        """The sums that were computed, by their dispersion."""
+        """Return the sums that were computed, by their dispersion."""
         return {1.0: self.start.statistics}
 
     def _statistics_at(self, spread: float) -> Statistics:
-        """Return sums over the training rows at θ̂ with that dispersion: a pass, but for Gaussian
-        noise.
+        """Return the sums over the training rows at θ̂ with a factor on the dispersion.
+
+        They are computed once and stored: by a pass, or for Gaussian noise without one.
         """
         known = self._known_statistics
         if spread not in known:
             if self.start.likelihood.quadratic:
-                known[spread] = at_noise(self.start, spread).statistics
+                known[spread] = scale_noise(self.start, spread).statistics
             else:
                 plan = replace(self.plan, likelihood=self.likelihood_at(spread), mode=self.mode)
                 known[spread] = plan.collect_statistics(self.start.theta)
@@ -355,14 +382,18 @@ class Search:
 
     @property
     def _tries_polish(self) -> bool:
-        """Return whether polished heads are cheap enough to be tried by default."""
+        """Return whether polished heads are tried by default: only those of last layers, if they
+        are cheap enough.
+        """
         if not self.start.network.linear:
             return False
         work = self.start.statistics.n * self.start.theta.numel() ** 2
         return self.start.quadratic or work <= POLISH_WORK
 
     def _score_polished_heads(self) -> None:
-        """Score heads at the mode of each prior, each with the dispersions that suit it."""
+        """Score last layers at the mode of each prior, each with the dispersions that suit it, and
+        add them to `all_settings`.
+        """
         table = ScoreTable(self.rows)
         levels = (1.0,) if self.fixed_prior else POLISH_PRECISIONS
         table.score_until_hopeless(self._polished_group(level) for level in levels)
@@ -376,39 +407,45 @@ class Search:
     def _polished_group(self, level: float) -> list[SettingWithGaussian]:
         """Return the polished head of a prior precision, with a few dispersions.
 
-        A temperature of classes is the scale of its prior: one is enough.
+        Classes have one: another temperature is the same as another prior precision. The head is
+        None where it cannot be polished.
         """
         gaussian = VARIATIONAL if self._tries_variational else LAPLACE
-        first = Setting(POLISH, gaussian, 1.0, level)
+        first = Setting(POLISH, gaussian, spread=1.0, precision=level)
+        # For Gaussian noise the sums give every head, without a pass.
         if self.start.quadratic and self._scales_with_noise:
             step = self._quadratic_step(first)
-            best_spread = self._spread_without_doubt(step)
+            best_spread = self._network_spread_after(step)
             group = [first._replace(spread=best_spread * factor) for factor in POLISH_SPREADS]
             return [(setting, self._quadratic_candidate(setting, step)) for setting in group]
         candidate = self._polished_candidate(first)
         classes = self.start.likelihood.support_for(self.start.network.outputs).kind == "class"
         if candidate is None or classes:
             return [(first, candidate)]
-        other = first._replace(spread=self._spread_without_doubt(candidate.step))
-        return [(first, candidate), (other, self._polished_candidate(other))]
+        second = first._replace(spread=self._network_spread_after(candidate.step))
+        return [(first, candidate), (second, self._polished_candidate(second))]
 
     def _quadratic_step(self, setting: Setting) -> Tensor:
-        """Return the step (P,) to the mode under a setting's prior: with Gaussian noise it follows
-        from the sums, whatever the noise is.
+        """Return the step (P,) from the start to the mode under a setting's prior.
+
+        Only for quadratic sums whose precisions are relative to the noise: it is then the same for
+        every noise.
         """
         prior = prior_with_precision(self.start, self.precision_at(setting))
-        theta, _ = self.start.statistics.at_mode(
+        theta, _ = self.start.statistics.move_to_mode(
             prior.bind(self.start.network.layout), self.start.theta
         )
         return theta - self.start.theta
 
     def _quadratic_candidate(self, setting: Setting, step: Tensor) -> Candidate:
-        """Return the Gaussian a step (P,) away from the trained head, for Gaussian noise."""
+        """Return the Gaussian at a `step` (P,) from the start, for Gaussian noise."""
         operator = self._operator_at(setting.precision)
         return Candidate(self.likelihood_at(setting.spread), operator, step, setting.spread)
 
     def _polished_candidate(self, setting: Setting) -> Candidate | None:
-        """Polish a head by passes over the training rows; None where there is no mode."""
+        """Polish a last layer by passes over the training rows; None where that raises ValueError,
+        for example because there is no mode.
+        """
         try:
             posterior = fit_with_prior(replace(self.plan_at(setting), tolerance=ROUGH))
         except ValueError:
@@ -420,27 +457,29 @@ class Search:
 
     @property
     def _tries_variational(self) -> bool:
-        """Return whether variational Gaussians are allowed and can be had."""
-        gaussian = None if self.plan.gaussian is None else VARIATIONAL
-        allowed = self.plan.gaussian != LAPLACE
-        return allowed and replace(self.plan, gaussian=gaussian).finds_variational
+        """Return whether variational Gaussians are allowed and possible."""
+        return self.plan.finds_variational
 
     def _score_variational_gaussians(self) -> None:
-        """Score variational Gaussians of the trained head, around the best setting of laplace, each
-        from the one before it.
+        """Score variational Gaussians of the trained head, around the chosen setting of those with
+        the Gaussian at the mode, and add them to `all_settings`.
         """
-        best = self.all_settings.with_gaussian(LAPLACE).chosen
-        levels = self._levels_around(best.precision, VARIATIONAL_PRECISIONS)
+        nearest = self.all_settings.with_gaussian(LAPLACE).chosen
+        levels = self._levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
         low, high = self._spread_limits
         factors = (1.0,) if self.fixed_spread else VARIATIONAL_SPREADS
-        spreads = [min(max(factor * best.spread, low), high) for factor in factors]
+        spreads = [min(max(factor * nearest.spread, low), high) for factor in factors]
         for spread in dict.fromkeys(spreads):
             plan = self._search_plan(self.likelihood_at(spread))
             settings = [Setting(self.mode, VARIATIONAL, spread, level) for level in levels]
             self.all_settings.score_until_hopeless(self._variational_candidates(settings, plan))
 
     def _search_plan(self, likelihood: Likelihood) -> FitPlan:
-        """Return passes over some of the training rows, which count for all of them."""
+        """Return the plan of rough passes over some of the training rows, which count for all of
+        them, with a likelihood.
+
+        Several processes read all of their rows.
+        """
         data = self.plan.data
         if isinstance(data, Reader):
             data = thin_reader(data, SEARCH_ROWS)
@@ -456,13 +495,16 @@ class Search:
     def _variational_candidates(
         self, settings: list[Setting], plan: FitPlan
     ) -> Iterator[list[SettingWithGaussian]]:
-        """Yield the variational Gaussian of each setting, each found from the one before it."""
+        """Yield the variational Gaussian of each setting, as a group of one.
+
+        The passes of `plan` find each of them, from the one before it.
+        """
         for setting in settings:
             state = self.state_at(setting, self._statistics_at(setting.spread))
-            ascent = replace(bound_ascent(plan, state), most=SEARCH_ROUNDS)
+            ascent = replace(make_bound_ascent(plan, state), most=SEARCH_ROUNDS)
             posterior = ascent.maximise_bound()
             plan = replace(plan, start=posterior.variational)
-            yield [(setting, Candidate(state.likelihood, posterior.covariance, None))]
+            yield [(setting, Candidate(state.likelihood, posterior.covariance, step=None))]
 
 
 # --- what the rows say ---------------------------------------------------------------------------
@@ -475,21 +517,23 @@ def _with_report(
     setting: Setting,
     held_out: bool,
 ) -> Posterior:
-    """Return the posterior with the figures of the validation rows in its report; warn if it
-    predicts them worse than the network.
+    """Return the posterior with the figures of the validation rows in its report, and the search in
+    its history; warn if it predicts the rows worse than the network.
 
-    original_rows: the rows without a scale of rows.
+    original_rows: the rows without a scale of rows. setting: the chosen one. held_out: whether the
+    rows are a share of the training data.
     """
     rows, start = search.rows, search.start
     table, weights = search.table, rows.weights
     # The network itself, as it came and with the dispersion that suits it.
     plug_in = original_rows.plug_in(start.likelihood)
-    network_spread = best_spread_without_doubt(original_rows, start.likelihood, original_rows.f)
+    network_spread = best_network_spread(original_rows, start.likelihood, original_rows.f)
     scaled = original_rows.plug_in(search.likelihood_at(network_spread))
     predictive = cross_fitted_scores(table.settings, table.scores, weights)
     gain = mean_and_error(predictive - plug_in, weights)
     rescaled = mean_and_error(scaled - plug_in, weights)
-    certain = network_spread if rescaled.mean > 2 * rescaled.error else 1.0
+    # Only a dispersion that is better by two standard errors is reported as the network's.
+    clear_spread = network_spread if rescaled.mean > 2 * rescaled.error else 1.0
     # The rows are linearised at the trained weights: another θ̂ of all weights has other Jacobians.
     linearised = bool((posterior.theta == start.theta).all()) or start.network.linear
     coverage: dict[str, float] = {}
@@ -508,7 +552,7 @@ def _with_report(
         gain=gain.mean,
         gain_error=gain.error,
         network_spread=network_spread,
-        words=dispersion_in_words(start.likelihood, certain),
+        words=dispersion_in_words(start.likelihood, clear_spread),
         spread=setting.spread,
         precision=setting.precision,
         settings=len(table.settings),
@@ -522,8 +566,10 @@ def _with_report(
 
 
 def _make_history(table: ScoreTable, chosen: Setting) -> TuningHistory:
-    """Write the history: every setting that was scored on all rows; then the chosen one, with the
-    score of the nearest.
+    """Return the history: every setting that was scored on all rows, then the chosen one.
+
+    The dispersion of the chosen one was refined and not scored: it has the score of the setting
+    that the table chooses.
     """
     names = ("factor on the dispersion", "factor on the precision", "polished", "variational")
     points = [
@@ -540,18 +586,18 @@ def _make_history(table: ScoreTable, chosen: Setting) -> TuningHistory:
         "log density of validation rows",
         names,
         torch.tensor(points, dtype=torch.float64),
-        torch.cat([means, means[table.choice, None]]),
-        torch.zeros(len(names), dtype=torch.float64),
-        True,
-        (),
-        len(table.settings),
+        torch.cat([means, means[table.index_of_chosen, None]]),
+        gradient=torch.zeros(len(names), dtype=torch.float64),  # not known
+        converged=True,
+        at_bound=(),
+        evaluations=len(table.settings),
     )
 
 
 def _typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
-    """Return the numbers by which the outputs of rows were divided, at the quantiles of 5% and 95%.
+    """Return the scales by which the outputs of rows were divided: their quantiles of 5% and 95%.
 
-    None without a scale of rows.
+    None where the network has no scale of rows.
     """
     network = rows.posterior.network
     if not isinstance(network, LastLayer) or network.row_scale is None or rows.squares is None:
@@ -561,21 +607,26 @@ def _typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
 
 
 def _coverage_by_level(rows: ValidationRows, candidate: Candidate) -> dict[str, float]:
-    """Return the share of rows inside the intervals (for classes: smallest sets) of each level, by
+    """Return the share of rows, by weight, inside the intervals of each level; for classes inside
+    the smallest sets.
+
+    The keys are the levels, as text. At most COVERAGE_ROWS rows are used. Empty where they have no
     weight.
     """
     inside = dict.fromkeys(LEVELS, 0.0)
     total = 0.0
     for predictive, y, weights in rows.predictives(candidate, COVERAGE_ROWS):
-        # y is at a rank between lower and upper of its predictive.
+        # The rank of y in its predictive is between lower and upper; for counts these differ.
         lower, upper = rank_targets(predictive, y)
         for level in LEVELS:
             tail = (1 - level) / 2
             if predictive.kind == "class":
-                hit = lower < level
+                covered = lower < level
             else:
-                hit = (upper >= tail) & (lower <= 1 - tail)
-            share = hit.double() if hit.dim() == 1 else hit.double().mean(1)  # over the targets
+                covered = (upper >= tail) & (lower <= 1 - tail)
+            share = covered.double()
+            if covered.dim() == 2:  # several targets in a row
+                share = share.mean(1)
             inside[level] += float(weights @ share)
         total += float(weights.sum())
     return {f"{level:g}": hits / total for level, hits in inside.items()} if total > 0 else {}

@@ -1,5 +1,6 @@
-"""Rows that the network has not seen: read once, linearised once, scored under any number of
-Gaussians.
+"""Rows that the network has not seen.
+
+They are read once, linearised once, and scored under any number of Gaussians.
 """
 
 from __future__ import annotations
@@ -41,16 +42,17 @@ class Candidate(NamedTuple):
     scale: float = 1.0  # the covariance is scale² times `covariance`
 
     def mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
-        """Return the outputs (b, C) at this mean of θ, in float64, from f (b, C) and J where the
-        rows are linearised.
+        """Return the outputs (b, C) at the candidate's mean of θ, in float64.
+
+        f (b, C) in float64 and J are those where the rows are linearised.
         """
         return f if self.step is None else f + J.double().push(self.step)
 
     def predictive(self, f: Tensor, J: Jacobian, taken: Tensor | slice) -> Predictive:
-        """Return the predictive of some of the rows with outputs f (b, C) and J."""
+        """Return the predictive of the rows `taken` among those with outputs f (b, C) and J."""
         mean = self.mean_outputs(f, J)[taken]
         K = self.covariance.covariance(J).double()[taken] * self.scale**2
-        # Far from the best setting predictives may be rough; they are not used.
+        # Far from the best setting predictives may be inaccurate and warn. They are not kept.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             return predictive_of_outputs(self.likelihood.predictive, mean, K)
@@ -58,7 +60,10 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ValidationRows:
-    """Targets, weights and outputs of the rows; features or Jacobians are kept while they fit."""
+    """Targets, weights and outputs of validation rows, linearised at a posterior.
+
+    Features or Jacobians are kept if all of them fit in memory.
+    """
 
     posterior: Posterior  # at whose mean the rows are linearised
     source: Source
@@ -73,14 +78,15 @@ class ValidationRows:
     def read(posterior: Posterior, data: Any) -> ValidationRows:
         """Read validation rows, and linearise them at a posterior.
 
-        Raises ValueError for too few rows, and for rows that can be read only once and do not fit
-        in memory.
+        data: in any form that `ssla.fit` takes. Raises ValueError for rows that do not suit the
+        likelihood, for too few rows, and for rows that can be read only once and do not fit in
+        memory.
         """
         source = open_source(data)
         outputs = posterior.network.outputs
         support = posterior.likelihood.support_for(outputs)
         targets, weights, means, squares = [], [], [], []
-        kept: list[tuple[Tensor, Jacobian]] | None = []
+        kept: list[tuple[Tensor, Jacobian]] | None = []  # None as soon as they do not fit
         size = 0
         for batch in source:
             if not batch.y.shape[0]:
@@ -128,16 +134,19 @@ class ValidationRows:
                 "or a DataLoader, or a larger memory_budget."
             )
 
-    def scaled(self, posterior: Posterior) -> ValidationRows:
-        """Return the same rows under a posterior whose network has a scale of rows, where that of
-        the rows at hand has none.
+    def with_row_scale_of(self, posterior: Posterior) -> ValidationRows:
+        """Return the same rows under a posterior whose last layer has a scale of rows.
+
+        The posterior of the rows at hand must be the same without the scale. Its outputs and
+        features are divided by the scale of each row, and the network is not evaluated again.
         """
         network = posterior.network
         assert isinstance(network, LastLayer)
         assert network.row_scale is not None
         assert self.squares is not None
         s = network.row_scale.of_squares(self.squares)[:, None]
-        kept, start = [], 0
+        kept = []
+        start = 0
         for f, J in self.kept or ():
             assert isinstance(J, Features)
             kept.append((f / s[start : start + len(f)].to(f.dtype), network.scaled(J)))
@@ -146,13 +155,16 @@ class ValidationRows:
         return replace(self, posterior=posterior, f=self.f / s, kept=scaled)
 
     def thinned(self, most: int) -> ValidationRows:
-        """Return at most so many of the rows, evenly spread; all of them where their Jacobians are
-        not kept.
+        """Return at most `most` of the rows, evenly spread.
+
+        All of them are returned where their features are not kept, and for other weights than a
+        last layer.
         """
-        stride = -(-self.count // most)
+        stride = -(-self.count // most)  # rounded up
         if stride == 1 or self.kept is None or not self.posterior.network.linear:
             return self
-        kept, start = [], 0
+        kept = []
+        start = 0
         for f, J in self.kept:
             assert isinstance(J, Features)
             # Every stride-th row of all chunks together, not of each chunk.
@@ -171,25 +183,26 @@ class ValidationRows:
 
     @property
     def count(self) -> int:
-        """The number of rows."""
+        """Return the number of rows."""
         return len(self.y)
 
     def outputs(self, step: Tensor | None) -> Tensor:
-        """Return the outputs (n, C) with θ moved by `step` (P,)."""
+        """Return the outputs (n, C) with the mean of θ moved by `step` (P,); None: not moved."""
         if step is None:
             return self.f
         return torch.cat([f + J.double().push(step) for _, f, J in self._chunks()])
 
     def plug_in(self, likelihood: Likelihood, f: Tensor | None = None) -> Tensor:
-        """Return log p(y|f) (n,): the network without doubt; at other outputs f (n, C) where they
-        are given.
+        """Compute log p(y|f) (n,): the network itself, without the uncertainty of θ.
+
+        f: outputs (n, C); None: those at the posterior's mean.
         """
         return likelihood.predictive.log_prob(self.y, self.f if f is None else f)
 
     def scores(self, candidates: Sequence[Candidate]) -> Tensor:
-        """Compute log ∫ p(y|f) N(f) df (k, n) under each candidate.
+        """Compute log ∫ p(y|f) N(f) df (k, n) of the rows under each of k candidates.
 
-        One pass over the rows for all of them.
+        All of them take one pass over the rows. Where it is not a number, the result is −∞.
         """
         scores = torch.empty(len(candidates), self.count, dtype=torch.float64)
         for rows, f, J in self._chunks():
@@ -200,10 +213,10 @@ class ValidationRows:
     def predictives(
         self, candidate: Candidate, most: int
     ) -> Iterator[tuple[Predictive, Tensor, Tensor]]:
-        """Yield the predictives of at most so many rows, evenly spread, with their targets and
-        weights.
+        """Yield predictives of at most `most` rows, evenly spread, with their targets and weights,
+        a chunk at a time.
         """
-        stride = -(-self.count // most)
+        stride = -(-self.count // most)  # rounded up
         for rows, f, J in self._chunks():
             taken = torch.arange(rows.start, rows.start + len(f)) % stride == 0
             if bool(taken.any()):
@@ -211,25 +224,32 @@ class ValidationRows:
                 yield predictive, self.y[rows][taken], self.weights[rows][taken]
 
     def _chunks(self) -> Iterator[tuple[slice, Tensor, Jacobian]]:
-        """Yield the positions of some rows, with f (b, C) and J at the posterior's mean."""
+        """Yield the positions of some rows, with f (b, C) in float64 and J at the posterior's mean.
+
+        Where J is not kept, the rows are read again.
+        """
         start = 0
         for f, J in self.kept if self.kept is not None else self._linearise_again():
             yield slice(start, start + len(f)), f.double(), J
             start += len(f)
 
     def _linearise_again(self) -> Iterator[tuple[Tensor, Jacobian]]:
-        """Yield f (b, C) and J of the rows, which are read again."""
+        """Read the rows again, and yield f (b, C) and J of a chunk at a time."""
         for batch in self.source:
             if batch.y.shape[0]:
                 yield from self.posterior.linearised(batch.x, progress=False)
 
 
 def log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Tensor:
-    """Compute log ∫ p(y|f) N(f) df (b,) of rows with outputs f (b, C) and Jacobian J."""
-    law = candidate.likelihood.predictive
-    if law.linear_domain:
+    """Compute log ∫ p(y|f) N(f) df (b,) of rows with targets y, under a candidate.
+
+    f (b, C) in float64 and J are those where the rows are linearised.
+    """
+    likelihood = candidate.likelihood.predictive
+    if likelihood.linear_domain:
         root = candidate.covariance.root(J).scaled(candidate.scale)
-        return log_average(law, y, candidate.mean_outputs(f, J), root)
+        return log_average(likelihood, y, candidate.mean_outputs(f, J), root)
+    # Where not every output is allowed there is no such average: the predictive scores the rows.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return candidate.predictive(f, J, slice(None)).log_prob(y).double()

@@ -8,9 +8,9 @@ At the nearest one
 with averages over f ~ N(f(m), J S Jᵀ) in place of the values at the mode. A round is a pass: it
 takes the averages under the Gaussian at hand, and with them the bound. The next Gaussian has half
 of the new averages in its precision and the new mean: with all of them the precision would
-oscillate, and the mean need not wait for it. It goes that far, or a share of the way. A share that
-lowers the bound is halved, so the bound never falls. For Gaussian noise the Gaussian at the mode is
-the nearest already.
+oscillate, and the mean need not wait for it. The step goes all the way there, or a share of the
+way. A share that lowers the bound is halved, so the bound never falls. For Gaussian noise the
+Gaussian at the mode is the nearest already.
 """
 
 from __future__ import annotations
@@ -65,11 +65,14 @@ class Average(Protocol):
     """Passes for averages over a Gaussian of θ."""
 
     def __call__(self, mean: Tensor, covariance: Operator) -> Sums:
-        """Sum the averages over N(mean, covariance) of θ, with a mean (P,)."""
+        """Sum the averages over N(mean, covariance) of θ, with a mean (P,), in one pass."""
         ...
 
     def products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
-        """Return products with Σ JᵀE[Λ]J, a pass each; None where they are too slow."""
+        """Return the function v -> Σ JᵀE[Λ]J v of vectors (P,), a pass each.
+
+        E is over N(mean, covariance) of θ. None where such products are too slow or not needed.
+        """
         ...
 
 
@@ -95,37 +98,37 @@ class KeptAverages:
 
     @cached_property
     def _trace(self) -> float:
-        """tr(Λ S) under the Gaussian of the averages."""
+        """Return tr(Λ S) of the kept curvature under the Gaussian of the averages."""
         return self.statistics.curvature.trace(self.covariance)
 
-    def under(self, mean: Tensor, covariance: Operator) -> Statistics:
-        """Return the averages under another Gaussian with a mean (P,).
+    def averages_under(self, mean: Tensor, covariance: Operator) -> Statistics:
+        """Return the averages under another Gaussian N(mean, covariance), with a mean (P,).
 
-        The quadratic's own average is lower than at the mean by ½ tr(Λ S).
+        The average of a quadratic is its value at the mean, less ½ tr(Λ S).
         """
-        moved = self.statistics.moved(mean - self.mean)
+        moved = self.statistics.with_theta_moved(mean - self.mean)
         spread = self.statistics.curvature.trace(covariance) - self._trace
         return replace(moved, log_likelihood=moved.log_likelihood - 0.5 * spread)
 
 
 @dataclass(eq=False)
 class BoundAscent:
-    """The rounds from the Gaussian that a posterior has, under its prior.
+    """The ascent of the evidence bound, from the Gaussian that a posterior has, under its prior.
 
-    The mean of a tilted posterior stays at θ̂: the averaged gradient there is what is subtracted,
-    and only the covariance is found. A linear tilt by the gradient at θ̂ itself would let the mean
-    leave, without any bound where log p is not concave.
+    The mean of a tilted posterior stays at θ̂: the averaged gradient there is subtracted, and only
+    the covariance is found. A linear tilt by the gradient at θ̂ itself would let the mean move away,
+    without any limit where log p is not concave.
 
-    `choose_prior`, if given, is asked for another prior whenever the Gaussian has nearly converged,
-    until it keeps the one it has. `kept` are the averages over earlier rows; `average` then sums
-    the new ones alone.
+    `choose_prior`, if given, is called for another prior whenever the Gaussian has nearly
+    converged, until it returns None. `kept` are the averages over earlier rows; `average` then sums
+    the new rows alone.
     """
 
     posterior: Posterior
     average: Average
     choose_prior: ChoosePrior | None = None
-    tolerance: float = TOLERANCE
-    most: int = MOST_ROUNDS
+    tolerance: float = TOLERANCE  # nats a parameter: a round with a smaller gain is the last
+    most: int = MOST_ROUNDS  # passes
     kept: KeptAverages | None = None
     # the weight of new averages in the precision; None: NEW, or all while a prior is to be
     # chosen
@@ -133,29 +136,34 @@ class BoundAscent:
 
     @property
     def moves(self) -> bool:
-        """Return whether the mean is found, too."""
+        """Return whether the ascent moves the mean, too."""
         return not self.posterior.tilted
 
     def maximise_bound(self) -> Posterior:
         """Find the Gaussian with the highest bound, and return the posterior with it.
 
-        Warns where the rounds end before the bound has converged. Raises ValueError where no
-        averages exist.
+        Where `choose_prior` is given, the posterior also has the prior that was chosen. Warns where
+        the rounds end before the bound has converged. Raises ValueError where no averages exist.
         """
         current = self._first_iterate()
-        rounds, share, converged = 1, 1.0, False
+        rounds = 1
+        share = 1.0
+        converged = False
         while rounds < self.most and not converged:
             trial = self._next_iterate(current, share)
-            rounds += trial is not None
-            # A tilted Gaussian has no mean by whose next step to judge a precision that cannot be
-            # improved.
+            if trial is not None:  # it took a pass
+                rounds += 1
+            # The next step of the mean tells whether a Gaussian has converged that cannot be
+            # improved. A tilted one has no such step: it counts as not converged.
             stuck = trial is None and not self.moves
+            # A bound that is lower by rounding error alone (a share of 1e-12, a guess) is as good.
             if trial is None or not trial.bound >= current.bound - 1e-12 * abs(current.bound):
                 share /= 2
                 if share >= SHORTEST:
                     continue
                 # Even a short way gains nothing: the error of the nodes hides a smaller gain.
-                gain, share = 0.0, 1.0
+                gain = 0.0
+                share = 1.0
             else:
                 gain = (trial.bound - current.bound) / len(current.mean) / share
                 current = trial
@@ -170,27 +178,28 @@ class BoundAscent:
         return self._finish(current, rounds, converged)
 
     def _under_another_prior(self, current: Iterate, choose_prior: ChoosePrior) -> Iterate:
-        """Return the same Gaussian, with its bound under the prior that is chosen from its
-        averages.
+        """Return the same Gaussian with its bound under the prior that `choose_prior` returns.
+
+        The ascent goes on under that prior. If it returns None the prior stays, and is not asked
+        for again.
         """
         chosen = choose_prior(self._posterior_at(current))
         if chosen is None:
             self.choose_prior = None
             return current
         self.posterior = replace(self.posterior, prior=chosen)
-        bound = self._bound(current.mean, current.covariance, current.averages)
+        bound = self._evidence_bound(current.mean, current.covariance, current.averages)
         return current._replace(curvature=current.curvature.positive_part(), bound=bound)
 
     def _first_iterate(self) -> Iterate:
-        """Return the Gaussian of the posterior; a narrower one where averages over it do not
-        exist.
+        """Return the Gaussian of the posterior, or a narrower one if averages over it do not exist.
 
         Raises ValueError if they exist for none that is tried.
         """
         mean = self.posterior.mean if self.moves else self.posterior.theta
         curvature = self.posterior.sums.curvature
         for _ in range(MOST_NARROWINGS):
-            first = self._iterate_at(mean, curvature, self._operator(curvature, mean))
+            first = self._iterate_at(mean, curvature, self._factorise(curvature, mean))
             if math.isfinite(first.bound):
                 return first
             curvature = curvature.scaled(torch.full_like(self.posterior.theta, NARROWER))
@@ -200,23 +209,27 @@ class BoundAscent:
             "that is finite for every output."
         )
 
-    def _operator(self, curvature: Structure, mean: Tensor) -> Operator:
-        """Factorise the covariance of a Gaussian with a mean (P,) under the prior.
+    def _factorise(self, curvature: Structure, mean: Tensor) -> Operator:
+        """Factorise the covariance of a Gaussian with a mean (P,), from its precision: the
+        curvature plus the prior's.
 
         Raises ValueError where its precision is not positive definite.
         """
         return uphill_operator(curvature, self.posterior.bound_prior.precision(mean))
 
     def _iterate_at(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Iterate:
-        """Take the averages over a Gaussian with a mean (P,), in a pass, and its bound."""
+        """Take the averages over a Gaussian with a mean (P,) in one pass, and return it with them
+        and its bound.
+        """
         sums = self.average(mean, covariance)
         if self.kept is not None:
-            earlier = self.kept.under(mean, covariance)
+            earlier = self.kept.averages_under(mean, covariance)
             sums = replace(sums, statistics=earlier.merge(sums.statistics))
-        return Iterate(mean, curvature, covariance, sums, self._bound(mean, covariance, sums))
+        bound = self._evidence_bound(mean, covariance, sums)
+        return Iterate(mean, curvature, covariance, sums, bound)
 
-    def _bound(self, mean: Tensor, covariance: Operator, averages: Sums) -> float:
-        """Compute the evidence bound of a Gaussian with a mean (P,)."""
+    def _evidence_bound(self, mean: Tensor, covariance: Operator, averages: Sums) -> float:
+        """Compute the evidence bound of a Gaussian with a mean (P,) from the averages over it."""
         log_likelihood = averages.statistics.log_likelihood
         return evidence_bound(self.posterior.bound_prior, mean, covariance, log_likelihood)
 
@@ -233,15 +246,17 @@ class BoundAscent:
         return float(gradient @ current.covariance.solve(gradient))
 
     def _next_iterate(self, current: Iterate, share: float) -> Iterate | None:
-        """Return the Gaussian a share of the way along; None where its precision is not positive
-        definite.
+        """Return the Gaussian a share of the way to the next one, with its averages, in one pass.
+
+        None, without a pass, where its precision is not positive definite.
         """
-        # A prior that is still to be chosen follows the new averages, unless their own share is
-        # given.
-        new = self.new or (1.0 if self.choose_prior is not None else NEW)
-        curvature = current.curvature.mixed(current.averages.statistics.curvature, new * share)
+        # While a prior is to be chosen, the precision takes all of the new averages by default.
+        weight_of_new = self.new or (1.0 if self.choose_prior is not None else NEW)
+        curvature = current.curvature.mixed(
+            current.averages.statistics.curvature, weight_of_new * share
+        )
         try:
-            covariance = self._operator(curvature, current.mean)
+            covariance = self._factorise(curvature, current.mean)
         except ValueError:
             return None
         mean = current.mean
@@ -250,50 +265,62 @@ class BoundAscent:
         return self._iterate_at(mean, curvature, covariance)
 
     def _newton_step(self, current: Iterate, covariance: Operator) -> Tensor:
-        """Compute the Newton step (P,) of the mean; `covariance` is that of the next Gaussian."""
+        """Compute the Newton step (P,) of the mean at the current Gaussian.
+
+        It takes the dense curvature where that is summed, else products with the curvature, else
+        the structure's. covariance: of the next Gaussian, the preconditioner.
+        """
         gradient = self._gradient(current)
         newton = current.averages.newton
         precision = self.posterior.bound_prior.precision(current.mean)
         if newton is not None and self.kept is None:
             return current.averages.newton_step(gradient, precision)
         if newton is not None:
-            # The kept rows have a structure of their own, so that only products add up.
+            # The kept rows have another structure than the dense curvature of the new ones. The two
+            # cannot be added, but products with both can.
             return newton_step_by_products(
                 self._product_of_all_rows(newton.push),
                 gradient,
                 precision,
                 covariance,
-                KEPT_PRECISE,
-                KEPT_MOST_PRODUCTS,
+                tolerance=KEPT_PRECISE,
+                most=KEPT_MOST_PRODUCTS,
             )
         product = self.average.products_under(current.mean, current.covariance)
-        if product is None:  # the structure's curvature, which is only near the bound's
+        if product is None:  # the structure's curvature, which may be only near the bound's
             return covariance.solve(gradient)
         return newton_step_by_products(
             self._product_of_all_rows(product),
             gradient,
             precision,
             covariance,
-            PRECISE,
-            MOST_PRODUCTS,
+            tolerance=PRECISE,
+            most=MOST_PRODUCTS,
         )
 
     def _product_of_all_rows(self, product: Product) -> Product:
-        """Return products with the curvature of the rows that are read, and of the earlier ones."""
+        """Return products with the curvature of all rows, from those of the rows that are read: the
+        kept curvature of earlier rows is added.
+        """
         if self.kept is None:
             return product
         earlier = self.kept.statistics.curvature
         return lambda v: product(v) + earlier.push(v)
 
     def _posterior_at(self, current: Iterate) -> Posterior:
-        """Return the posterior with a Gaussian and the averages under it."""
+        """Return the posterior with a Gaussian and the averages under it.
+
+        The curvature is the Gaussian's own, of which the averages are the next.
+        """
         statistics = replace(current.averages.statistics, curvature=current.curvature)
         variational = Variational(current.mean, statistics, self.posterior.tilted)
         return replace(self.posterior, variational=variational)
 
     def _finish(self, best: Iterate, rounds: int, converged: bool) -> Posterior:
-        """Return the posterior with the best Gaussian and its report; warn if it has not
+        """Return the posterior with the best Gaussian and its report; warn if the ascent has not
         converged.
+
+        rounds: passes that it took.
         """
         report = self.posterior.report
         report = replace(report, gaussian=VARIATIONAL, rounds=report.rounds + rounds)
@@ -315,12 +342,11 @@ class BoundAscent:
 
 
 def add_rows(before: Posterior, posterior: Posterior, average: Average) -> Posterior:
-    """Return the variational Gaussian with the averages of more rows, which `average` sums; those
-    of the earlier rows are kept.
+    """Return the posterior with the variational Gaussian of earlier and new rows.
 
-    before: the posterior of the earlier rows, whose Gaussian is the prior of the new ones.
-    posterior: with the statistics of all rows at θ̂. The rounds read the new rows alone, and raise
-    the bound of all.
+    before: the posterior of the earlier rows, whose averages are kept. posterior: the same with the
+    statistics of all rows at θ̂. average: sums the new rows. The rounds read the new rows alone, and
+    raise the bound of all rows.
     """
     kept = KeptAverages(before.mean, before.covariance, before.sums)
     first = average(kept.mean, kept.covariance).statistics
@@ -331,14 +357,17 @@ def add_rows(before: Posterior, posterior: Posterior, average: Average) -> Poste
 
 
 def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
-    """Find the variational Gaussian of slightly other rows, which `average` sums, from the one at
-    hand.
+    """Return the posterior with the variational Gaussian of slightly other rows, which `average`
+    sums.
 
-    A fixed number of rounds with half of the new averages. The bound is no stopping rule so close
-    to its maximum: a step can overshoot to a point with the same bound, and the error of the nodes
-    hides small gains. Raises ValueError where the last step of the mean is still long.
+    It takes a fixed number of rounds from the Gaussian at hand, with half of the new averages in
+    the precision. The bound is no stopping rule so close to its maximum: a step can overshoot to a
+    point with the same bound, and the error of the nodes hides small gains. The tilt of the
+    gradient stays. Raises ValueError where the last step of the mean is still long.
     """
-    current, distance, tilt = posterior, math.inf, posterior.tilt
+    current = posterior
+    distance = math.inf  # squared, of the last step, in standard deviations
+    tilt = posterior.tilt
     for _ in range(ROUNDS_FROM_SIMILAR):
         assert current.variational is not None
         sums = average(current.mean, current.covariance)
@@ -360,19 +389,22 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
 
 
 def with_sums(posterior: Posterior, statistics: Statistics) -> Posterior:
-    """Return the posterior with the same mean and other sums behind its covariance."""
+    """Return the posterior with the same mean of θ and other sums behind its covariance.
+
+    They replace the averages of a variational Gaussian, or the sums at θ̂.
+    """
     if posterior.variational is None:
         return replace(posterior, statistics=statistics)
     return replace(posterior, variational=replace(posterior.variational, statistics=statistics))
 
 
 def with_recentred_mean(posterior: Posterior) -> Posterior:
-    """Return the variational Gaussian with its averages kept as they are, and m where they and
-    the prior put it.
+    """Return the variational posterior with m at the mode of its averages under its prior.
 
-    Averages that are kept stand for a likelihood that is quadratic around m, with the curvature
-    of the structure: exact to first order in what changed where the structure is dense. A
-    tilted Gaussian stays where it is.
+    The averages are kept. They stand for a likelihood that is quadratic around m, with the
+    curvature of the structure. This is exact to first order in what changed where the structure is
+    dense. A tilted Gaussian stays where it is. Raises ValueError where the covariance cannot be
+    factorised.
     """
     variational = posterior.variational
     assert variational is not None
@@ -381,6 +413,8 @@ def with_recentred_mean(posterior: Posterior) -> Posterior:
     gradient = posterior.sums.gradient + posterior.bound_prior.gradient(posterior.mean)
     step = posterior.covariance.solve(gradient)
     moved = replace(
-        variational, mean=variational.mean + step, statistics=variational.statistics.moved(step)
+        variational,
+        mean=variational.mean + step,
+        statistics=variational.statistics.with_theta_moved(step),
     )
     return replace(posterior, variational=moved)

@@ -25,8 +25,8 @@ WARN_RATIO = 2.0  # residuals over the spread of y; of an untrained network abou
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """Numbers y beside the outputs f that predict them: whether their scales belong together,
-    and what rounding hides.
+    """What shows whether numbers y and the outputs f that predict them have one scale, and how much
+    of them rounding hides.
     """
 
     weight: float
@@ -38,12 +38,12 @@ class Spread:
     rounding_f: Tensor
 
     @staticmethod
-    def of(
+    def from_chunk(
         y: Tensor, f: Tensor, weights: Tensor | None, epsilon_y: float, rounding_f: Tensor
     ) -> Spread:
-        """Return the spread of one chunk: targets y, outputs f (B, C), row weights (B,).
+        """Return the spread of one chunk: targets y, outputs f (B, C), row weights (B,) or None.
 
-        epsilon_y: ε of the dtype of y. rounding_f: ε|f| (B, C).
+        epsilon_y: ε of the dtype in which y came. rounding_f: the rounding error ε|f| (B, C).
         """
         y = y.reshape(f.shape)
         w = torch.ones_like(y[:, :1]) if weights is None else weights[:, None]
@@ -75,13 +75,16 @@ class Spread:
 
     def warn_scale(self, missed: Tensor, notes: list[str]) -> None:
         """Warn where the squared residuals `missed` (C,) are far larger than the targets' own
-        spread: a network that is only poor has about their spread.
+        spread, and append the warning to `notes`.
+
+        A network that has learned nothing has residuals of about that spread.
         """
         ratio = (missed / self.squares.clamp_min(1e-300)).sqrt()
         worst = int(ratio.argmax())
         if float(ratio[worst]) <= WARN_RATIO or not float(self.squares[worst]) > 0:
             return
-        off, sd = ((squares[worst] / self.weight).sqrt() for squares in (missed, self.squares))
+        off = (missed[worst] / self.weight).sqrt()
+        sd = (self.squares[worst] / self.weight).sqrt()
         message = (
             f"The residuals are {float(ratio[worst]):.3g} times as large as the spread of the "
             f"targets (root mean square {float(off):.3g}, standard deviation {float(sd):.3g}): a "
@@ -94,7 +97,11 @@ class Spread:
         warn(message)
 
     def warn_rounding(self, noise: Tensor, dtype: torch.dtype, notes: list[str]) -> None:
-        """Warn if the noise (C,) is below the rounding error of y or of the network's outputs."""
+        """Warn if the noise (C,) is below the rounding error of y or of the network's outputs, and
+        append the warning to `notes`.
+
+        dtype: the network's.
+        """
         outputs = f"the network's outputs, in {str(dtype).removeprefix('torch.')}"
         for rounded, rounding, remedy in (
             ("the targets, in the dtype they were given in", self.rounding_y, "Give y in float64"),
@@ -113,8 +120,9 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)
 class TargetRange:
-    """What a pass sees of targets and inputs: their ranges, their scales, their classes, their
-    weights. Those of chunks and shards merge.
+    """What a pass shows of targets and inputs: ranges, scales, classes and weights.
+
+    Those of chunks and shards merge.
     """
 
     low: Tensor | None = None  # the smallest and the largest target
@@ -129,7 +137,7 @@ class TargetRange:
     weight: float = 0.0  # of all rows
 
     @staticmethod
-    def of(
+    def from_chunk(
         y: Tensor,
         x: Any,
         spread: Spread | None,
@@ -137,7 +145,10 @@ class TargetRange:
         numbers: Numbers | None = None,
         weights: Tensor | None = None,
     ) -> TargetRange:
-        """Return the range of one chunk, with row weights (B,)."""
+        """Return the range of one chunk, with row weights (B,) or None.
+
+        x: the inputs as they came; only the columns of a table (B, D) of floats have a range.
+        """
         table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         rows = y.shape[0]
         return TargetRange(
@@ -154,23 +165,23 @@ class TargetRange:
         )
 
     def merge(self, other: TargetRange) -> TargetRange:
-        """Return what both sets of rows show."""
+        """Return what both sets of rows show together."""
         return TargetRange(
-            _combine(torch.minimum, self.low, other.low),
-            _combine(torch.maximum, self.high, other.high),
-            _combine(torch.minimum, self.x_low, other.x_low),
-            _combine(torch.maximum, self.x_high, other.x_high),
+            _combine_known(torch.minimum, self.low, other.low),
+            _combine_known(torch.maximum, self.high, other.high),
+            _combine_known(torch.minimum, self.x_low, other.x_low),
+            _combine_known(torch.maximum, self.x_high, other.x_high),
             self.rows + other.rows,
-            _combine(Spread.merge, self.spread, other.spread),
-            _combine(Classes.merge, self.classes, other.classes),
-            _combine(Numbers.merge, self.numbers, other.numbers),
+            _combine_known(Spread.merge, self.spread, other.spread),
+            _combine_known(Classes.merge, self.classes, other.classes),
+            _combine_known(Numbers.merge, self.numbers, other.numbers),
             self.weighted + other.weighted,
             self.weight + other.weight,
         )
 
     def warn_weights(self, notes: list[str]) -> None:
-        """Warn where the row weights sum to less than half of the rows that have one: they
-        cannot be frequencies.
+        """Warn where the row weights sum to less than half of the number of rows with a positive
+        weight, and append the warning to `notes`: they cannot be frequencies.
         """
         if self.weight >= LEAST_SHARE * self.weighted:
             return
@@ -185,14 +196,18 @@ class TargetRange:
 
     @property
     def has_constant_target(self) -> bool:
-        """Return whether a numeric target is the same in all rows; classes may be, without harm."""
+        """Return whether a target of floats is the same in all rows; False for integers, because
+        one class alone does no harm.
+        """
         if self.low is None or self.high is None or not self.low.is_floating_point():
             return False
         return bool((self.low == self.high).any())
 
     def warn_data(self, notes: list[str]) -> None:
-        """Note and warn of data that say little: small weights, one row, a constant target or
-        constant input columns.
+        """Warn of data that determine little, and append to `notes`.
+
+        These are small weights, one row and a constant target. Constant input columns are only
+        noted.
         """
         self.warn_weights(notes)
         if self.rows == 1:
@@ -210,15 +225,18 @@ class TargetRange:
                 notes.append(Note(f"constant input columns: {', '.join(map(str, constant))}", DATA))
 
 
-def _combine(choose: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
-    """Combine two values, or return the one that is there."""
+def _combine_known(combine: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
+    """Return `combine` of two values; the other one if one is None, and None if both are."""
     if a is None or b is None:
         return b if a is None else a
-    return choose(a, b)
+    return combine(a, b)
 
 
 def warn_residual(report: Report) -> None:
-    """Warn where the trained weights are kept, though they are far from the mode."""
+    """Warn where the trained weights are kept, though they are far from the mode.
+
+    A fit that polished its weights never warns here: `Polish` has warned.
+    """
     limit = {AS_IS: WARN_AS_IS, TILT: WARN_TILT, POLISH: math.inf}[report.mode]
     if report.residual_per_parameter > limit:
         remedy = (

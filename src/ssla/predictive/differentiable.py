@@ -98,7 +98,7 @@ def _make_gaussian_predictive(posterior: Posterior, x: Inputs, rung: OutputRung)
     """
     likelihood = posterior.likelihood.predictive
     marginal = posterior.outputs_at(x, differentiable=True)
-    moments = Moments(likelihood, marginal, rung.moves, posterior.like(marginal))
+    moments = Moments(likelihood, marginal, rung.moves, posterior.answer_template(marginal))
     noise = likelihood.covariance_for(marginal.mean)
     # Without a refit the density has less mass than one, and is not normalised by itself.
     loses_mass = isinstance(rung, NoRefit)
@@ -119,7 +119,7 @@ def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -
     eye = torch.eye(outputs, dtype=torch.float64)
     R = torch.cat([no_rows, *(root.times(eye.to(root.dtype)).double() for _, root in parts)])
     marginal = Marginal(f, R @ R.mT)
-    moments = Moments(likelihood, marginal, True, posterior.like(marginal))
+    moments = Moments(likelihood, marginal, True, posterior.answer_template(marginal))
     integrals = integrate_with_graph(at_temperature_one(likelihood, parts), outputs)
     return integrated_predictive(moments, integrals, rung.name, differentiable=True)
 

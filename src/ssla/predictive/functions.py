@@ -62,7 +62,7 @@ def joint(posterior: Posterior, x: Inputs, differentiable: bool = False) -> Join
             K[right, :, left] = block
             K[left, :, right] = block.permute(2, 3, 0, 1)
     blocks = K.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (N, C, C)
-    like = posterior.like(Marginal(mean, blocks))
+    like = posterior.answer_template(Marginal(mean, blocks))
     return Joint(mean.flatten().to(like), K.view(rows * C, rows * C).to(like))
 
 
@@ -164,9 +164,10 @@ class Functions:
             no_rows = torch.empty(0, C, len(self), dtype=torch.float64)
             parts = [(torch.empty(0, C, dtype=torch.float64), no_rows)]
         f, moves = (torch.cat(column) for column in zip(*parts, strict=True))
-        # A function has no covariance; `like` asks for one to choose the dtype.
+        # A function has no covariance; `answer_template` asks for one to choose the dtype.
         no_covariance = torch.zeros((), dtype=torch.float64).expand(*f.shape, C)
-        return (f + moves.movedim(-1, 0)).to(self.posterior.like(Marginal(f, no_covariance)))
+        template = self.posterior.answer_template(Marginal(f, no_covariance))
+        return (f + moves.movedim(-1, 0)).to(template)
 
     def __getitem__(self, k: int) -> Callable[..., Tensor]:
         """Return function k, of x (and `differentiable`), with values (N, C).

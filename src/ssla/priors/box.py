@@ -12,7 +12,7 @@ from torch import Tensor
 from ssla._checks import in_plain_torch
 from ssla.network.layout import Layout
 from ssla.priors.gaussian_prior import Gaussian
-from ssla.priors.prior import resolve
+from ssla.priors.prior import resolve_setting
 
 Range = tuple[float, float]
 
@@ -31,28 +31,39 @@ class Box:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the ranges; raise ValueError if one is invalid."""
+        """Raise ValueError if a range of the means or precisions is invalid."""
         _check_ranges("mean", self.mean, -math.inf, "low ≤ high")
         _check_ranges("precision", self.precision, 0.0, "0 < low ≤ high")
 
     def means(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return the lower and upper means (P,)."""
-        return _limits("mean", self.mean, layout)
+        """Return the lower and upper means (P,), in the order of θ.
+
+        Raises ValueError for names that are not in the layout.
+        """
+        return _resolve_limits("mean", self.mean, layout)
 
     def precisions(self, layout: Layout) -> tuple[Tensor, Tensor]:
-        """Return the lower and upper precisions (P,), equal within a layer."""
-        return _limits("precision", self.precision, layout)
+        """Return the lower and upper precisions (P,), in the order of θ.
+
+        Raises ValueError for names that are not in the layout.
+        """
+        return _resolve_limits("precision", self.precision, layout)
 
     def centre(self, layout: Layout) -> Gaussian:
-        """Return the prior with the midpoints of the means and of the logarithms of the
-        precisions.
+        """Return the prior in the middle of the box.
+
+        Its means are the arithmetic middle of their limits, its precisions the geometric one.
         """
         low_mean, high_mean = self.means(layout)
         low, high = self.precisions(layout)
-        return _gaussian_of(layout, (low_mean + high_mean) / 2, (low * high).sqrt())
+        return _make_gaussian(layout, (low_mean + high_mean) / 2, (low * high).sqrt())
 
     def sample(self, layout: Layout, generator: torch.Generator | None = None) -> Gaussian:
-        """Return a random member: means uniform, precisions log-uniform, one for each layer."""
+        """Draw a prior of the box: each mean is uniform, and the precision of each layer is
+        log-uniform.
+
+        generator: None: torch's own.
+        """
         low_mean, high_mean = self.means(layout)
         low, high = self.precisions(layout)
         # A uniform number for each mean, and one for the precisions of each layer.
@@ -63,7 +74,7 @@ class Box:
             for name in names:
                 u_precision[layout.positions[name]] = u_layer
         mean = low_mean + u_mean * (high_mean - low_mean)
-        return _gaussian_of(layout, mean, low * (high / low) ** u_precision)
+        return _make_gaussian(layout, mean, low * (high / low) ** u_precision)
 
 
 def _check_ranges(
@@ -71,6 +82,8 @@ def _check_ranges(
 ) -> None:
     """Raise ValueError unless every range of a setting is (low, high) with least < low ≤
     high < ∞.
+
+    name, condition: of the setting, in words for the error.
     """
     for pair in setting.values() if isinstance(setting, Mapping) else [setting]:
         if (
@@ -84,16 +97,24 @@ def _check_ranges(
             )
 
 
-def _limits(
+def _resolve_limits(
     name: str, setting: Range | Mapping[str, Range], layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Return the lower and upper values (P,) of a setting."""
+    """Return the lower and upper values (P,) of a setting, whose name is for errors.
+
+    Raises as `resolve_setting`.
+    """
     if isinstance(setting, Mapping):
-        low = resolve(name, {key: pair[0] for key, pair in setting.items()}, layout)
-        return low, resolve(name, {key: pair[1] for key, pair in setting.items()}, layout)
-    return resolve(name, setting[0], layout), resolve(name, setting[1], layout)
+        low = {key: pair[0] for key, pair in setting.items()}
+        high = {key: pair[1] for key, pair in setting.items()}
+        return resolve_setting(name, low, layout), resolve_setting(name, high, layout)
+    low_number, high_number = setting
+    return (
+        resolve_setting(name, low_number, layout),
+        resolve_setting(name, high_number, layout),
+    )
 
 
-def _gaussian_of(layout: Layout, mean: Tensor, precision: Tensor) -> Gaussian:
-    """Return a Gaussian prior from vectors over θ (P,)."""
+def _make_gaussian(layout: Layout, mean: Tensor, precision: Tensor) -> Gaussian:
+    """Return the Gaussian prior with these means and precisions (P,), in the order of θ."""
     return Gaussian(dict(layout.unpack(precision)), dict(layout.unpack(mean)))

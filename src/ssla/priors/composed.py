@@ -14,19 +14,15 @@ from torch.distributions import Distribution, biject_to
 
 from ssla._checks import check_finite, check_positive, in_plain_torch, record_derivatives
 from ssla.network.layout import Layout, contiguous_layout
-from ssla.priors.prior import BoundPrior, Prior, layers_before_parameters, names_of
-from ssla.priors.separable import Separable, gradient_of, slope, variable
+from ssla.priors.prior import BoundPrior, Prior, layers_before_parameters, parameters_of_key
+from ssla.priors.separable import Separable, differentiable_copy, differentiate, gradient_of
 
 LARGEST_HESSIAN = 4096  # parameters: above it, a dense Hessian of the prior takes more than 128 MiB
 
 
 @dataclass(frozen=True, eq=False)
 class Joint:
-    """A joint log density of all of θ, with derivatives by autograd.
-
-    The curvature is returned as a diagonal if its off-diagonal part is exactly zero, so that every
-    structure can use it.
-    """
+    """A joint log density of all of θ, with derivatives by autograd."""
 
     function: Callable[[Tensor], Tensor]  # (P,) -> scalar
 
@@ -36,12 +32,12 @@ class Joint:
 
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
-        """Return ∇ log π (P,)."""
+        """Return ∇ log π (P,) at θ (P,)."""
         return gradient_of(self.function, theta)
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
-        """Return −∇² log π: (P,) if it is diagonal, else (P, P).
+        """Return −∇² log π at θ (P,): (P,) if its other entries are exactly zero, else (P, P).
 
         Raises ValueError if θ has too many parameters for a dense Hessian.
         """
@@ -52,9 +48,12 @@ class Joint:
                 "if coordinates are independent."
             )
         with record_derivatives("log_prob of the prior"):
-            free = variable(theta)
-            gradient = slope(self.function(free), free, keep=True)
-            H = -torch.stack([slope(entry, free, keep=True).detach() for entry in gradient])
+            free = differentiable_copy(theta)
+            gradient = differentiate(self.function(free), free, keep_graph=True)
+            # One row of the Hessian for each entry of the gradient. The rows share one graph.
+            H = -torch.stack(
+                [differentiate(entry, free, keep_graph=True).detach() for entry in gradient]
+            )
         H = (H + H.mT) / 2
         # Only some structures can use a full matrix, but all can use a diagonal.
         diagonal = H.diagonal()
@@ -70,7 +69,7 @@ class Custom:
     by_name: bool
 
     def bind(self, layout: Layout) -> BoundPrior:
-        """Return the prior over flat θ."""
+        """Return the prior over flat θ. The user's function is checked at each call."""
         if self.by_name:
             return Joint(
                 lambda theta: self._checked(self.log_prob_function(layout.unpack(theta)), ())
@@ -80,8 +79,8 @@ class Custom:
             return Joint(lambda theta: self._checked(self.log_prob_function(theta[order]), ()))
         to_theta = order.argsort()  # from the named order to that of θ
 
-        # The user's function takes and returns values in the named order.
         def log_density(theta: Tensor) -> Tensor:
+            """Return log π_i(θ_i) (P,) for θ (P,); the user's function has the named order."""
             return self._checked(self.log_prob_function(theta[order]), theta.shape)[to_theta]
 
         return Separable(log_density)
@@ -142,12 +141,14 @@ class FromDistribution:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Replace the distribution by a copy in float64."""
-        object.__setattr__(self, "distribution", _in_double(self.distribution))
+        """Replace the distribution by a copy in float64, although the dataclass is frozen."""
+        object.__setattr__(self, "distribution", _copy_in_double(self.distribution))
 
     def bind(self, layout: Layout) -> BoundPrior:
-        """Return the prior over flat θ; raise ValueError if the distribution is over another
-        number.
+        """Return the prior over flat θ.
+
+        Raises ValueError if the distribution is neither over one number nor over as many as there
+        are free parameters.
         """
         distribution = self.distribution
         order = named_order(layout)
@@ -164,19 +165,21 @@ class FromDistribution:
         return Separable(lambda theta: self._log_prob(theta[order])[to_theta])
 
     def _log_prob(self, theta: Tensor) -> Tensor:
-        """Return the log densities of the batch, in float64, for θ (P,) in the named order.
+        """Return the log densities in float64 for θ (P,) in the named order.
 
-        They are −∞ where a coordinate is outside the support.
+        They are (P,) for a distribution of one number, which holds for each coordinate, and else of
+        the batch's size. All are −∞, and (P,), if any coordinate is outside the support.
         """
         distribution = self.distribution
         event_shape = tuple(distribution.event_shape)
         # A distribution of one number is evaluated for a batch of all coordinates.
         batch_shape = tuple(distribution.batch_shape) if math.prod(event_shape) > 1 else (-1,)
         value = theta.reshape(*batch_shape, *event_shape)
-        correction: Tensor | float = 0.0
+        correction: Tensor | float = 0.0  # log|dv/dθ| of the change of variable
         if self.unconstrained:
             transform = biject_to(distribution.support)
-            coordinate, value = value, transform(value)
+            coordinate = value
+            value = transform(coordinate)
             correction = transform.log_abs_det_jacobian(coordinate, value)
         support = distribution.support
         if support is not None and not bool(support.check(value.detach()).all()):
@@ -185,17 +188,18 @@ class FromDistribution:
         return log_densities.reshape(-1).double()
 
 
-def _in_double(distribution: Distribution) -> Distribution:
-    """Return a copy of the distribution with its numbers in float64.
+def _copy_in_double(distribution: Distribution) -> Distribution:
+    """Return a copy of the distribution with its numbers in float64 on the CPU.
 
-    Some log densities are rounded to the dtype of their parameters.
+    Otherwise some log densities would be rounded to the dtype of their parameters. Distributions
+    inside the distribution are copied, too.
     """
     double = copy(distribution)
     for name, value in vars(distribution).items():
         if isinstance(value, Tensor) and value.is_floating_point():
             vars(double)[name] = value.detach().to("cpu", torch.float64)
         elif isinstance(value, Distribution):
-            vars(double)[name] = _in_double(value)
+            vars(double)[name] = _copy_in_double(value)
     return double
 
 
@@ -211,7 +215,7 @@ class Product:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the dict and its priors; raise TypeError if one is invalid."""
+        """Replace the dict by one whose values are all priors; raise TypeError if it is invalid."""
         if not isinstance(self.parts, Mapping) or not self.parts:
             raise TypeError(
                 "Product takes a dict from layer or parameter names to priors, but got "
@@ -222,10 +226,13 @@ class Product:
         object.__setattr__(self, "parts", priors)
 
     def bind(self, layout: Layout) -> BoundPrior:
-        """Return the prior over flat θ; raise ValueError if a parameter has no prior."""
+        """Return the prior over flat θ.
+
+        Raises ValueError if a parameter has no prior, or a key is no name of the layout.
+        """
         key_of: dict[str, str] = {}  # the key of each parameter's prior
         for key in layers_before_parameters(self.parts, layout):
-            key_of.update(dict.fromkeys(names_of(key, layout), key))
+            key_of.update(dict.fromkeys(parameters_of_key(key, layout), key))
         missing = [name for name in layout.names if name not in key_of]
         if missing:
             raise ValueError(
@@ -233,6 +240,7 @@ class Product:
                 "to the dict."
             )
         groups = []
+        # Each prior is bound to the layout of its own parameters alone.
         for key in dict.fromkeys(key_of.values()):
             names = [name for name in layout.names if key_of[name] == key]
             index = torch.cat([layout.positions[name].flatten() for name in names])
@@ -253,14 +261,14 @@ class BoundProduct:
         return torch.stack([bound.log_prob(theta[index]) for index, bound in self.groups]).sum()
 
     def gradient(self, theta: Tensor) -> Tensor:
-        """Return ∇ log π (P,)."""
+        """Return ∇ log π (P,) at θ (P,)."""
         gradient = torch.zeros(self.size, dtype=torch.float64)
         for index, bound in self.groups:
             gradient[index] = bound.gradient(theta[index])
         return gradient
 
     def precision(self, theta: Tensor) -> Tensor:
-        """Return −∇² log π: (P,) if that of every group is diagonal, else (P, P)."""
+        """Return −∇² log π at θ (P,): (P,) if that of every group is diagonal, else (P, P)."""
         blocks = [(index, bound.precision(theta[index])) for index, bound in self.groups]
         if all(block.dim() == 1 for _, block in blocks):
             diagonal = torch.zeros(self.size, dtype=torch.float64)
@@ -292,7 +300,7 @@ class NormalInverseGamma:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the parameters; raise ValueError if one is invalid."""
+        """Raise ValueError if a parameter is not finite, or one but the mean is not positive."""
         check_positive(
             "strength, shape and scale",
             torch.tensor([float(self.strength), float(self.shape), float(self.scale)]),
@@ -308,6 +316,7 @@ class NormalInverseGamma:
                 "'head.weight': Gaussian()})."
             )
         order = named_order(layout)
+        # The logarithms of the constants of both densities.
         constant = (
             self.shape * math.log(self.scale)
             - math.lgamma(self.shape)
@@ -315,8 +324,8 @@ class NormalInverseGamma:
             - 0.5 * math.log(2 * math.pi)
         )
 
-        # The density of (μ, s = log σ²) of the class's docstring.
         def log_density(theta: Tensor) -> Tensor:
+            """Return log π of θ (2,), which is (μ, s) in the named order: see the class."""
             mu, s = theta[order].unbind()
             return (
                 constant

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssla._checks import check_finite, check_positive, in_plain_torch
 from ssla.network.layout import Layout
-from ssla.priors.prior import Setting, resolve, values_of
+from ssla.priors.prior import Setting, resolve_setting, tensors_of_setting
 
 
 @dataclass(frozen=True)
@@ -24,18 +24,21 @@ class BoundGaussian:
     scale_precision: Tensor
 
     def log_prob(self, theta: Tensor) -> Tensor:
-        """Return log π(θ), a scalar, for θ (P,); flat coordinates add nothing."""
+        """Return log π(θ), a scalar, for θ (P,); coordinates with a flat prior add nothing."""
         tau = self.scale_precision
         proper = tau > 0
         constant = 0.5 * (tau[proper].log() - math.log(2 * math.pi)).sum()
         return constant - 0.5 * (tau * (theta - self.mean) ** 2).sum()
 
     def gradient(self, theta: Tensor) -> Tensor:
-        """Return ∇ log π (P,)."""
+        """Return ∇ log π (P,) at θ (P,)."""
         return -self.scale_precision * (theta - self.mean)
 
     def precision(self, theta: Tensor) -> Tensor:
-        """Return the diagonal of −∇² log π (P,)."""
+        """Return the diagonal of −∇² log π (P,).
+
+        It does not depend on θ, which is part of the protocol.
+        """
         return self.scale_precision
 
 
@@ -53,18 +56,17 @@ class Gaussian:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the settings; raise ValueError if a precision is not positive or a mean not
-        finite.
-        """
-        for value in values_of(self.precision):
+        """Raise ValueError if a precision is not positive or a mean is not finite."""
+        for value in tensors_of_setting(self.precision):
             check_positive("prior precision", value, "For no prior use priors.Flat().")
-        for value in values_of(self.mean):
+        for value in tensors_of_setting(self.mean):
             check_finite("prior mean", value, "Give finite numbers.")
 
     def bind(self, layout: Layout) -> BoundGaussian:
-        """Return the prior over flat θ."""
+        """Return the prior over flat θ; raise ValueError if a setting does not fit the layout."""
         return BoundGaussian(
-            resolve("mean", self.mean, layout), resolve("precision", self.precision, layout)
+            resolve_setting("mean", self.mean, layout),
+            resolve_setting("precision", self.precision, layout),
         )
 
 
@@ -74,9 +76,9 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
     Each layer's weights have precision 1 / mean(w²) around zero. A bias has the precision of its
     layer, around its trained value: it holds the targets' offset, which is no evidence of scale.
 
-    outputs (P,): the output that a parameter changes, and −1 for one that changes several. The
-    parameters of one output are then a group of their own in place of their layer, because another
-    unit of a target changes their scale and no other.
+    outputs: (P,), the output that each parameter changes, and −1 for one that changes several;
+    None: all groups are layers. The parameters of one output are then a group in place of their
+    layer, because another unit of its target changes their scale and no other.
     """
     if outputs is None:
         return _trained_scale_of_layers(layout, theta)
@@ -95,23 +97,25 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
     for group in groups.unique():
         members = groups == group
         precision[members] = _precision_around_zero(theta[members & is_weight])
-    precisions = {name: _shortened(value) for name, value in layout.unpack(precision).items()}
-    return Gaussian(
-        precisions,
-        {name: value if bool(value.any()) else 0.0 for name, value in layout.unpack(mean).items()},
-    )
+    precisions = {name: _as_number(value) for name, value in layout.unpack(precision).items()}
+    # Means of zero are written as a number, so that the prior prints well.
+    means = {
+        name: value if bool(value.any()) else 0.0 for name, value in layout.unpack(mean).items()
+    }
+    return Gaussian(precisions, means)
 
 
-def _shortened(value: Tensor) -> float | Tensor:
-    """Return one number for a tensor of equal values, and any other tensor unchanged."""
+def _as_number(value: Tensor) -> float | Tensor:
+    """Return a tensor of equal values as one number, and any other tensor unchanged."""
     first = value.flatten()[0]
     return float(first) if bool((value == first).all()) else value
 
 
 def _trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
-    """Return the prior of `trained_scale` without outputs, one layer after another.
+    """Return the prior of `trained_scale` without outputs, for θ (P,).
 
-    With millions of weights, each further vector (P,) needs much memory.
+    Layers are taken one after another: with millions of weights, each vector (P,) needs much
+    memory.
     """
     precision: dict[str, float | Tensor] = {}
     mean: dict[str, float | Tensor] = {}
@@ -149,6 +153,6 @@ class Flat:
     """
 
     def bind(self, layout: Layout) -> BoundGaussian:
-        """Return the prior over flat θ, with precision zero."""
+        """Return the prior over flat θ, as a Gaussian of precision zero."""
         zero = torch.zeros(layout.size, dtype=torch.float64)
         return BoundGaussian(zero, zero)

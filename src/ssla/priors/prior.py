@@ -1,4 +1,4 @@
-"""The Prior protocol, and how the user's settings become vectors over θ."""
+"""The protocols of priors, and how the user's settings become vectors over θ."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class BoundPrior(Protocol):
         """Return log π(θ), a scalar."""
 
     def gradient(self, theta: Tensor) -> Tensor:
-        """Return ∇ log π (P,)."""
+        """Return ∇ log π (P,) at θ (P,)."""
 
     def precision(self, theta: Tensor) -> Tensor:
-        """Return −∇² log π: (P,) if it is diagonal, else (P, P).
+        """Return −∇² log π at θ (P,): (P,) if it is diagonal, else (P, P).
 
         It is positive semi-definite only where log π is concave.
         """
@@ -44,17 +44,17 @@ class Prior(Protocol):
     """A prior as the user writes it."""
 
     def bind(self, layout: Layout) -> BoundPrior:
-        """Return the prior over flat θ with this layout."""
+        """Return the prior over flat θ with this layout; raise ValueError if it does not fit."""
 
 
-def values_of(setting: Setting) -> list[Tensor]:
+def tensors_of_setting(setting: Setting) -> list[Tensor]:
     """Return every value of a setting as a float64 tensor, for checks."""
     values = setting.values() if isinstance(setting, Mapping) else [setting]
     return [torch.as_tensor(value, dtype=torch.float64) for value in values]
 
 
-def resolve(setting_name: str, setting: Setting, layout: Layout) -> Tensor:
-    """Return a setting as a vector (P,) in the order of θ.
+def resolve_setting(setting_name: str, setting: Setting, layout: Layout) -> Tensor:
+    """Return a setting as a vector (P,) in the order of θ, in float64.
 
     setting_name: its name in errors. Raises ValueError if its size or its names do not fit the
     layout.
@@ -76,11 +76,15 @@ def resolve(setting_name: str, setting: Setting, layout: Layout) -> Tensor:
 def _resolve_names(
     setting_name: str, setting: Mapping[str, float | Tensor], layout: Layout
 ) -> Tensor:
-    """Return a setting by names as a vector (P,) in the order of θ; see `resolve`."""
+    """Return a dict by layer or parameter name as a vector (P,) in the order of θ.
+
+    A parameter's own entry overrides that of its layer. Raises as `resolve_setting`, and for a
+    parameter without a value.
+    """
     theta = torch.full((layout.size,), math.nan, dtype=torch.float64)
     for key in layers_before_parameters(setting, layout):
         value = torch.as_tensor(setting[key], dtype=torch.float64)
-        for name in names_of(key, layout):
+        for name in parameters_of_key(key, layout):
             index = layout.positions[name]
             try:
                 theta[index] = value.expand(index.shape)
@@ -103,9 +107,10 @@ def layers_before_parameters(keys: Iterable[str], layout: Layout) -> list[str]:
     return sorted(keys, key=lambda name: name in layout.positions)
 
 
-def names_of(key: str, layout: Layout) -> tuple[str, ...]:
-    """Return the parameters of a layer, or the parameter of that name; raise ValueError if
-    unknown.
+def parameters_of_key(key: str, layout: Layout) -> tuple[str, ...]:
+    """Return the names of the parameters that a key stands for: one parameter, or those of a layer.
+
+    Raises ValueError if the layout has no parameter and no layer of that name.
     """
     if key in layout.positions:
         return (key,)
@@ -118,7 +123,10 @@ def names_of(key: str, layout: Layout) -> tuple[str, ...]:
 
 
 def check_density_at(prior: Prior, bound: BoundPrior, theta: Tensor) -> None:
-    """Raise ValueError if the prior has no density at θ (P,): its gradient is undefined there."""
+    """Raise ValueError if log π is not finite at θ (P,), where its gradient is then undefined.
+
+    prior: as the user wrote it, for the error. bound: the same over flat θ.
+    """
     log_prob = bound.log_prob(theta)
     if not bool(torch.isfinite(log_prob)):
         raise ValueError(
@@ -132,7 +140,8 @@ def check_density_at(prior: Prior, bound: BoundPrior, theta: Tensor) -> None:
 def indefinite(precision: Tensor) -> int:
     """Return the number of negative eigenvalues of −∇² log π, which is (P,) or (P, P).
 
-    These are the directions in which log π is not concave.
+    They count the directions in which log π is not concave. Eigenvalues within rounding error of
+    zero (a share of 1e-12 of the largest, a guess) are not counted.
     """
     eigenvalues = precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)
     return int((eigenvalues < -1e-12 * eigenvalues.abs().max()).sum())

@@ -23,7 +23,7 @@ from ssla._checks import (
     record_derivatives,
 )
 from ssla.network.layout import Layout
-from ssla.priors.prior import Setting, resolve, values_of
+from ssla.priors.prior import Setting, resolve_setting, tensors_of_setting
 
 LOG_2PI = math.log(2 * math.pi)
 IDENTITY, LOG = "identity", "log"
@@ -41,47 +41,48 @@ class Separable:
 
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
-        """Return ∇ log π (P,)."""
+        """Return ∇ log π (P,) at θ (P,)."""
         return gradient_of(self.log_prob, theta)
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
-        """Return the diagonal of −∇² log π (P,)."""
+        """Return the diagonal of −∇² log π (P,) at θ (P,)."""
         with record_derivatives("log_prob of the prior"):
-            free = variable(theta)
-            gradient = slope(self.log_prob(free), free, keep=True)
-            # Coordinates are independent, so the sum's gradient is the diagonal of the Hessian.
-            return -slope(gradient.sum(), free).detach()
+            free = differentiable_copy(theta)
+            gradient = differentiate(self.log_prob(free), free, keep_graph=True)
+            # Coordinates are independent, so the derivative of the gradient's sum is the diagonal
+            # of the Hessian.
+            return -differentiate(gradient.sum(), free).detach()
 
 
 def gradient_of(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
-    """Return ∇ log_prob (P,) at θ (P,) by autograd."""
+    """Return ∇ log_prob (P,) at θ (P,) by autograd, for a scalar log_prob."""
     with record_derivatives("log_prob of the prior"):
-        free = variable(theta)
-        return slope(log_prob(free), free).detach()
+        free = differentiable_copy(theta)
+        return differentiate(log_prob(free), free).detach()
 
 
-def variable(theta: Tensor) -> Tensor:
+def differentiable_copy(theta: Tensor) -> Tensor:
     """Return a copy of θ (P,) that autograd can differentiate by."""
     return theta.detach().clone().requires_grad_(True)
 
 
-def slope(value: Tensor, point: Tensor, keep: bool = False) -> Tensor:
-    """Return ∂ value/∂ point (P,) of a scalar; zero where the scalar does not depend on it.
+def differentiate(value: Tensor, point: Tensor, keep_graph: bool = False) -> Tensor:
+    """Return ∂ value/∂ point (P,) of a scalar; zero if the scalar does not depend on the point.
 
-    keep: keep the graph, for second derivatives.
+    keep_graph: whether the result can be differentiated again.
     """
     if not value.requires_grad:
         return torch.zeros_like(point)
-    (gradient,) = torch.autograd.grad(value, point, create_graph=keep, allow_unused=True)
+    (gradient,) = torch.autograd.grad(value, point, create_graph=keep_graph, allow_unused=True)
     return torch.zeros_like(point) if gradient is None else gradient
 
 
 def _check_scale_and_loc(scale: Setting, loc: Setting) -> None:
     """Raise ValueError unless the scale is positive and the location is finite."""
-    for value in values_of(scale):
+    for value in tensors_of_setting(scale):
         check_positive("prior scale", value)
-    for value in values_of(loc):
+    for value in tensors_of_setting(loc):
         check_finite("prior loc", value, "Give finite numbers.")
 
 
@@ -102,7 +103,7 @@ class Laplace:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the parameters; raise ValueError if one is invalid."""
+        """Raise ValueError unless scale and smoothing are positive and loc is finite."""
         _check_scale_and_loc(self.scale, self.loc)
         check_positive(
             "smoothing",
@@ -111,14 +112,17 @@ class Laplace:
         )
 
     def bind(self, layout: Layout) -> Separable:
-        """Return the prior over flat θ."""
-        scale, loc = resolve("scale", self.scale, layout), resolve("loc", self.loc, layout)
+        """Return the prior over flat θ; raise ValueError if a setting does not fit the layout."""
+        scale = resolve_setting("scale", self.scale, layout)
+        loc = resolve_setting("loc", self.loc, layout)
         width = torch.tensor(float(self.smoothing), dtype=torch.float64)
+        # log(2 ε K₁(ε/scale)): the scaled Bessel function is e^width K₁(width).
         constant = (
             (2 * self.smoothing * scale).log() + scaled_modified_bessel_k1(width).log() - width
         )
 
         def log_density(theta: Tensor) -> Tensor:
+            """Return log π_i(θ_i) (P,) for θ (P,)."""
             height: Tensor = -torch.sqrt(width**2 + ((theta - loc) / scale) ** 2) - constant
             return height
 
@@ -137,13 +141,14 @@ class StudentT:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the parameters; raise ValueError if one is invalid."""
+        """Raise ValueError unless df and scale are positive and loc is finite."""
         _check_scale_and_loc(self.scale, self.loc)
         check_positive("df", torch.tensor(float(self.df)))
 
     def bind(self, layout: Layout) -> Separable:
-        """Return the prior over flat θ."""
-        scale, loc = resolve("scale", self.scale, layout), resolve("loc", self.loc, layout)
+        """Return the prior over flat θ; raise ValueError if a setting does not fit the layout."""
+        scale = resolve_setting("scale", self.scale, layout)
+        loc = resolve_setting("loc", self.loc, layout)
         df = float(self.df)
         constant = (
             math.lgamma((df + 1) / 2)
@@ -153,6 +158,7 @@ class StudentT:
         )
 
         def log_density(theta: Tensor) -> Tensor:
+            """Return log π_i(θ_i) (P,) for θ (P,)."""
             return constant - (df + 1) / 2 * torch.log1p(((theta - loc) / scale) ** 2 / df)
 
         return Separable(log_density)
@@ -174,7 +180,7 @@ class Horseshoe:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the parameters; raise ValueError if one is invalid."""
+        """Raise ValueError unless scale and smoothing are positive."""
         _check_scale_and_loc(self.scale, 0.0)
         check_positive(
             "smoothing",
@@ -183,12 +189,13 @@ class Horseshoe:
         )
 
     def bind(self, layout: Layout) -> Separable:
-        """Return the prior over flat θ."""
-        scale = resolve("scale", self.scale, layout)
+        """Return the prior over flat θ; raise ValueError if the scale does not fit the layout."""
+        scale = resolve_setting("scale", self.scale, layout)
         width = float(self.smoothing)
         constant = math.log(2 * math.pi * (math.sqrt(1 + width**2) - width)) + scale.log()
 
         def log_density(theta: Tensor) -> Tensor:
+            """Return log π_i(θ_i) (P,) for θ (P,)."""
             return torch.log(torch.log1p(1 / ((theta / scale) ** 2 + width**2))) - constant
 
         return Separable(log_density)
@@ -207,7 +214,7 @@ class SpikeSlab:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the parameters; raise ValueError if one is invalid."""
+        """Raise ValueError unless both scales are positive and the weight is between 0 and 1."""
         check_positive(
             "spike and slab",
             torch.tensor([float(self.spike), float(self.slab)]),
@@ -220,12 +227,12 @@ class SpikeSlab:
             )
 
     def bind(self, layout: Layout) -> Separable:
-        """Return the prior over flat θ."""
+        """Return the prior over flat θ, the same for every parameter."""
         scales = torch.tensor([self.slab, self.spike], dtype=torch.float64)
         shares = torch.tensor([self.weight, 1 - self.weight], dtype=torch.float64)
 
-        # The logarithms of both terms of the mixture are (P, 2).
         def log_density(theta: Tensor) -> Tensor:
+            """Return log π_i(θ_i) (P,) for θ (P,), from the two terms of the mixture (P, 2)."""
             log_terms = (
                 shares.log()
                 - scales.log()
@@ -257,22 +264,24 @@ class Gamma:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the link and the parameters; raise ValueError if one is invalid."""
+        """Raise ValueError for an unknown link, and unless shape and rate are positive."""
         check_name("link", self.link, (LOG, IDENTITY))
         for name, setting in (("shape", self.shape), ("rate", self.rate)):
-            for value in values_of(setting):
+            for value in tensors_of_setting(setting):
                 check_positive(f"prior {name}", value)
 
     def bind(self, layout: Layout) -> Separable:
-        """Return the prior over flat θ."""
-        shape, rate = resolve("shape", self.shape, layout), resolve("rate", self.rate, layout)
+        """Return the prior over flat θ; raise ValueError if a setting does not fit the layout."""
+        shape = resolve_setting("shape", self.shape, layout)
+        rate = resolve_setting("rate", self.rate, layout)
         constant = shape * rate.log() - torch.lgamma(shape)
 
         def log_density_of_logarithm(theta: Tensor) -> Tensor:
+            """Return log π_i(θ_i) (P,) of θ = log λ (P,)."""
             return constant + shape * theta - rate * theta.exp()
 
-        # The density is zero for a rate that is not positive.
         def log_density_of_rate(theta: Tensor) -> Tensor:
+            """Return log π_i(θ_i) (P,) of θ = λ (P,); −∞ for a rate that is not positive."""
             # The other branch of `where` must be finite too, or gradients would be NaN.
             allowed = theta > 0
             positive_rate = torch.where(allowed, theta, torch.ones_like(theta))

@@ -277,7 +277,7 @@ class ByChunks:
     def like(self) -> Tensor:
         """An empty tensor of the dtype and device of answers."""
         C = self.posterior.network.outputs
-        return self.posterior.like(Marginal(torch.empty(0, C), torch.empty(0, C, C)))
+        return self.posterior.answer_template(Marginal(torch.empty(0, C), torch.empty(0, C, C)))
 
     def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         """Return log densities and flags of y's shape, for some rows (m,) or all."""
@@ -345,7 +345,7 @@ def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLog
         prior=partial(prior_response, posterior, x),
         rule=rung.rule,
         moves=rung.moves,
-        like=posterior.like(marginal),
+        like=posterior.answer_template(marginal),
         convention=posterior.convention,
         determinant=determinant,
         certain=rung.certain,

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ssla.fitting.noise import at_noise
+from ssla.fitting.noise import scale_noise
 from ssla.likelihoods import Gaussian
 from ssla.posterior import Posterior
 
@@ -79,7 +79,7 @@ def change_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
         torch.as_tensor(gaussian.noise, dtype=torch.float64).reshape(-1)[0]
         for gaussian in (posterior.likelihood, likelihood)
     )
-    scaled = replace(at_noise(posterior, float(new / old)), likelihood=likelihood)
-    theta, statistics = scaled.statistics.at_mode(scaled.bound_prior, scaled.theta)
+    scaled = replace(scale_noise(posterior, float(new / old)), likelihood=likelihood)
+    theta, statistics = scaled.statistics.move_to_mode(scaled.bound_prior, scaled.theta)
     report = replace(scaled.report, likelihood=repr(likelihood))
     return replace(scaled, theta=theta, statistics=statistics, report=report)

@@ -238,7 +238,7 @@ class MemberPosteriors:
             self.answers.append((torch.stack([p.log_prob(y) for p in both], 1),))
         # The mode of the fit that chose the prior is close to that of all rows.
         if self.settings.likelihood == CLASSES and posterior.mode == POLISH:
-            return polish_again(posterior, prior, self.data.batch(), from_there=True)
+            return polish_again(posterior, prior, self.data.batch(), warm_start=True)
         return self._fit(module, None, likelihood, prior)
 
     def _fit_without_search(
