@@ -346,6 +346,23 @@ def test_folds_are_scored_as_if_each_had_been_fitted():
     assert held(space, torch.zeros(2, dtype=torch.float64)) < float(tuned.tuning_history.values[-1])
 
 
+def test_weights_of_validation_rows_count_as_repeated_rows():
+    weights = torch.ones(len(NEW_Y), dtype=torch.float64)
+    weights[:30], weights[30:40] = 0.0, 2.0
+    rows = torch.cat([torch.arange(30, len(NEW_Y)), torch.arange(30, 40)])
+    by_weight = line(noise=0.6).tune("nll", data=(NEW_X, NEW_Y, weights))
+    repeated = line(noise=0.6).tune("nll", data=(NEW_X[rows], NEW_Y[rows]))
+    values, expected = by_weight.tuning_history.values, repeated.tuning_history.values
+    assert float(values[-1]) == pytest.approx(float(expected[-1]), abs=1e-9)
+    assert by_weight.prior.precision == pytest.approx(repeated.prior.precision, rel=1e-4)
+    unweighted = line(noise=0.6).tune("nll", data=(NEW_X, NEW_Y))
+    assert float(unweighted.tuning_history.values[-1]) != pytest.approx(
+        float(expected[-1]), abs=1e-4
+    )
+    with pytest.raises(ValueError, match="All row weights of the data are zero"):
+        line().tune("nll", data=(NEW_X, NEW_Y, torch.zeros(len(NEW_Y))))
+
+
 @pytest.mark.parametrize("folds", [None, 4])
 def test_counts_and_all_weights_can_be_tuned_on_held_out_rows(folds):
     new = torch.poisson(

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -43,6 +43,7 @@ class HeldOutRows(NamedTuple):
 
     chunks: list[tuple[Tensor, Jacobian]]
     y: Tensor
+    weights: Tensor  # (n,) float64: a row of weight 2 counts as two equal rows
     statistics: Statistics
     moves: bool  # whether θ̂ follows the sums by a Newton step
 
@@ -50,16 +51,21 @@ class HeldOutRows(NamedTuple):
     def from_batch(
         posterior: Posterior, batch: Batch, statistics: Statistics, moves: bool
     ) -> HeldOutRows:
-        """Linearise the held-out rows of a batch at a posterior; their weights are not used.
+        """Linearise the held-out rows of a batch at a posterior.
 
         statistics: the sums of the rows that are not held out. moves: whether θ̂ follows them.
         """
         y = squeeze_column(batch.y).to("cpu")
         targets = y.double() if y.is_floating_point() else y
-        return HeldOutRows(list(posterior.linearised(batch.x)), targets, statistics, moves)
+        weights = torch.ones(len(y)) if batch.weights is None else batch.weights.to("cpu")
+        chunks = list(posterior.linearised(batch.x))
+        return HeldOutRows(chunks, targets, weights.double(), statistics, moves)
 
-    def outputs(self, operator: Operator, step: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield f (b, C) and K (b, C, C) at θ̂ + step (P,), with y (b,), a chunk at a time.
+    def outputs(
+        self, operator: Operator, step: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Yield f (b, C) and K (b, C, C) at θ̂ + step (P,), with y and weights (b,), a chunk at a
+        time.
 
         operator: the covariance of θ. All values are float64 for every network: the search takes
         differences of scores over steps of 1e-4, so rounding errors of float32 would be errors of
@@ -68,13 +74,15 @@ class HeldOutRows(NamedTuple):
         start = 0
         for f, J in self.chunks:
             J = J.double()
-            yield f.double() + J.push(step), operator.covariance(J), self.y[start : start + len(f)]
+            rows = slice(start, start + len(f))
+            K = operator.covariance(J)
+            yield f.double() + J.push(step), K, self.y[rows], self.weights[rows]
             start += len(f)
 
 
 @dataclass(frozen=True, eq=False)
 class HeldOutScore:
-    """The negative mean loss of predictions for held-out rows, at any prior precision and noise."""
+    """The negative weighted mean loss of predictions for held-out rows, at any prior and noise."""
 
     posterior: Posterior
     parts: tuple[HeldOutRows, ...]  # one for each fold; a validation set is one part
@@ -91,6 +99,8 @@ class HeldOutScore:
         ValueError for a number of folds or of rows that does not suit the data.
         """
         batch = _join_batches(data)
+        if batch.weights is not None and not bool(batch.weights.any()):
+            raise ValueError("All row weights of the data are zero, so no row can be scored.")
         loss = negative_log_densities if objective == NLL else crps_of_rows
         if folds is None:
             part = HeldOutRows.from_batch(posterior, batch, posterior.sums, posterior.follows_prior)
@@ -114,10 +124,10 @@ class HeldOutScore:
             parts.append(HeldOutRows.from_batch(posterior, piece, remaining, moves))
         return HeldOutScore(posterior, tuple(parts), loss, notes)
 
-    @property
-    def rows(self) -> int:
-        """Return the number of held-out rows."""
-        return sum(len(part.y) for part in self.parts)
+    @cached_property
+    def weight(self) -> float:
+        """Return the sum of the weights of the held-out rows."""
+        return sum(float(part.weights.sum()) for part in self.parts)
 
     @property
     def in_target_units(self) -> bool:
@@ -143,9 +153,10 @@ class HeldOutScore:
                 step = operator.solve(
                     state.sums.gradient - precision * (state.mean - space.bound.mean)
                 )
-            for f, K, y in part.outputs(operator, step):
-                total += float(self._losses_of_rows(state.likelihood, f, K, y).double().sum())
-        return -total / self.rows
+            for f, K, y, weights in part.outputs(operator, step):
+                losses = self._losses_of_rows(state.likelihood, f, K, y).double()
+                total += float((weights * losses).sum())
+        return -total / self.weight
 
     def _factorise(self, curvature: Structure, precision: Tensor) -> Operator:
         """Factorise H⁻¹ of the rows that are not held out, with a prior precision (P,).
@@ -213,9 +224,9 @@ class LeaveOneOutScore:
         return LeaveOneOutScore(posterior, collect_sites(posterior), [note])
 
     @property
-    def rows(self) -> int:
-        """Return the number of training rows."""
-        return self.posterior.sums.n
+    def weight(self) -> float:
+        """Return the sum of the weights of the training rows."""
+        return self.posterior.sums.weight
 
     in_target_units = False  # see HeldOutScore: another unit only adds a constant
 

@@ -161,7 +161,7 @@ def _tune_variational(
         score = score_of(state)
         moved = space.moved_to(state)
         unchanged = torch.zeros(len(space.free), dtype=torch.float64)
-        value = score(moved, unchanged) + moved.expected_log_density(unchanged) / score.rows
+        value = score(moved, unchanged) + moved.expected_log_density(unchanged) / score.weight
         notes.extend(note for note in score.notes if note not in notes)
         return value
 
@@ -388,7 +388,7 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
         """Return the score in these units, plus the log density of the expected precisions a row,
         at a point (d,).
         """
-        return held_out(space, point) / unit + space.expected_log_density(point) / held_out.rows
+        return held_out(space, point) / unit + space.expected_log_density(point) / held_out.weight
 
     def score_and_slope(point: Tensor) -> tuple[float, Tensor]:
         """Return the value of `score` at a point (d,), and its gradient (d,)."""
