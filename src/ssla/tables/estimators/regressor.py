@@ -41,9 +41,9 @@ from ssla.tables.estimators.whole_fits import all_or_nothing
 from ssla.tables.networks import CONTINUOUS, ON_SCALE, Ensemble
 from ssla.tables.networks.count_targets import (
     POISSON,
-    is_worth_counting,
+    is_poisson_better,
+    is_poisson_worth_fitting,
     may_be_poisson,
-    prefer_counts,
 )
 from ssla.tables.networks.ensemble import GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 
@@ -332,7 +332,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         X (n, d), y (n,), weights (n,).
         """
         x, target, w = tensors_of(X, y, weights)
-        if not (may_be_poisson(target, w) and is_worth_counting(ensemble, x, target, w)):
+        if not (may_be_poisson(target, w) and is_poisson_worth_fitting(ensemble, x, target, w)):
             return None
         # The same seed holds out the same rows, so that both fits can be compared on them.
         seed = ensemble.settings.seed
@@ -340,7 +340,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             counts = self._fit_rows(X, y, weights, POISSON, related, seed=seed, on_epoch=on_epoch)
         except (NoFactorError, NoModeError, FloatingPointError):
             return None
-        return counts if prefer_counts(ensemble, counts, x, target, w) else None
+        return counts if is_poisson_better(ensemble, counts, x, target, w) else None
 
     def _check_target(self, y: np.ndarray) -> None:
         """Raise ValueError for targets (n,) or (n, D) that are constant, out of range, or outside
