@@ -74,7 +74,7 @@ def test_moments_are_on_the_scale_of_the_target():
     assert np.allclose(sd, 1.5 * np.exp(f[:, 1].numpy() / 2))
 
 
-def ensemble(modules, likelihoods, held, target=UNIT, kept_members=None):
+def ensemble(modules, likelihoods, held, target=UNIT, kept=None):
     """What count_targets reads of an ensemble. modules: x (n, 1) -> f (n, C)."""
     parts = [
         SimpleNamespace(member=m, posterior=SimpleNamespace(likelihood=likelihood))
@@ -100,9 +100,9 @@ def numbers(noise=0.8, held=HELD):
     return ensemble([one, one], [L.Gaussian(noise=noise)] * 2, held)
 
 
-def poisson(shift=0.0, kept_members=None, held=HELD):
+def poisson(shift=0.0, kept=None, held=HELD):
     one = lambda x: x + shift
-    return ensemble([one, one], [L.Poisson()] * 2, held, target=None, kept_members=kept)
+    return ensemble([one, one], [L.Poisson()] * 2, held, target=None, kept=kept)
 
 
 def test_means_are_those_of_the_network():
@@ -156,12 +156,12 @@ def test_the_better_law_is_preferred():
 
 def test_only_members_that_both_have_kept_are_compared():
     whole = counts.compute_member_gains(numbers(), poisson(), X, Y, W)
-    second = poisson(kept_members=(1,))
+    second = poisson(kept=(1,))
     second.components = [
         SimpleNamespace(member=0, posterior=SimpleNamespace(likelihood=L.Poisson()))
     ]
     second.modules = second.modules[1:]
     assert torch.allclose(counts.compute_member_gains(numbers(), second, X, Y, W), whole[1:])
-    nothing = poisson(kept_members=())
+    nothing = poisson(kept=())
     assert counts.compute_member_gains(numbers(), nothing, X, Y, W).shape == (0,)
     assert not counts.is_poisson_better(numbers(), nothing, X, Y, W)
