@@ -84,12 +84,8 @@ def fit_ensemble(
     settings = replace(settings, likelihood=networks.target.likelihood)
 
     # The posteriors of the members, each on its own network.
-    fitted_data = replace(data, y=networks.target.y)
-    if likelihood is not None:
-        every_row = torch.ones(len(x), dtype=torch.bool)
-        fitted_data = fitted_data.select_rows(thin_out(every_row, MOST_FITTED))
     members = MemberPosteriors(
-        data=fitted_data,
+        data=_select_fitted_data(data, networks.target, likelihood),
         likelihood=likelihood,
         settings=settings,
         modules=networks.modules,
@@ -234,6 +230,21 @@ def _group_modules_by_target(
     members = len(modules) // targets
     in_double = [module.double() for module in modules]
     return [tuple(in_double[k * members : (k + 1) * members]) for k in range(targets)]
+
+
+def _select_fitted_data(
+    data: TrainingData, target: ScaledTarget, likelihood: Likelihood | None
+) -> TrainingData:
+    """Return the rows to which posteriors are fitted, with standardised targets.
+
+    They are all rows for Gaussian noise (likelihood None), whose last layers need few passes. For
+    other likelihoods they are at most MOST_FITTED rows, evenly spread.
+    """
+    fitted_data = replace(data, y=target.y)
+    if likelihood is None:
+        return fitted_data
+    every_row = torch.ones(len(target.y), dtype=torch.bool)
+    return fitted_data.select_rows(thin_out(every_row, MOST_FITTED))
 
 
 def _fit_members(
