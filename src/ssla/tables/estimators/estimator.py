@@ -115,7 +115,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}."
             )
-        read_number(self, "verbose", int, 0, allow_bool=True)
+        read_number(self, "verbose", int, 0, allow_bool=True)  # True is 1
         check_name("row_weights", self.row_weights, MEANINGS)
         check_name("activation", self.activation, (AUTO, *ACTIVATIONS))
         resolve(self.refit)
@@ -128,7 +128,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         Raises ValueError for a count that is not a whole number of at least one.
         """
         epochs = self._read_count_or_auto("max_epochs", auto_epoch_count, rows)
-        # "auto" gives few epochs to large tables: patience is at most a fifth of them.
+        # "auto" gives few epochs to large tables, so patience is at most a fifth of them (a guess).
         longest_wait = max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs
         patience = min(read_number(self, "patience", int, 1), longest_wait)
         batch_size = None
@@ -223,7 +223,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         inputs = read_inputs(self, X, reset=False)
         if isinstance(inputs, Encoded):
-            # Plans are compared by value only if they are not the same object, which is faster.
+            # The comparison of objects is faster than that of values, and suffices for own rows.
             if inputs.plan is not self.plan_ and inputs.plan != self.plan_:
                 raise ValueError(
                     "X was encoded by the plan of another table. Encode it with this model's "

@@ -190,19 +190,20 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
     ) -> SSLARegressor:
         """Train the networks, fit and tune their posteriors, and return the estimator.
 
-        X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows. X may
-        also be rows that `TableEncoder(codes=True)` has encoded: its plan is kept.
+        X (n, d), y (n,) or (n, D). X may also be rows that `TableEncoder(codes=True)` has encoded,
+        whose plan is kept. Masked cells of X are gaps.
 
-        Masked cells of X are gaps; masked targets and weights are refused, and so are dates as
-        targets.
-
-        groups (n,): rows of one group (a patient, a shop) belong together: whole groups are held
-        out, and calibrate conformal intervals. time (n,) numbers or dates: the latest rows are held
-        out. Either gives the error on new groups or later rows. on_epoch: is called with the number
-        of each finished epoch, in place of the bar of `verbose`.
+        sample_weight (n,): row weights. A row of weight 2 counts as two rows, unless `row_weights`
+        gives them another scale.
+        groups (n,): rows of one group (a patient, a shop) belong together. Whole groups are held
+        out, and whole groups calibrate conformal intervals.
+        time (n,): numbers or dates. The latest rows are held out, and calibrate the intervals. With
+        groups or time the held-out rows show the error for new groups or later rows.
+        on_epoch: a function that is called with the number of each finished epoch. It replaces the
+        bar of `verbose`.
 
         Raises ValueError for rows, targets, weights or parameters that cannot be used, and
-        TypeError for dates as targets.
+        TypeError for dates as targets. Masked targets and weights cannot be used.
         """
         check_name("likelihood", self.likelihood, NAMES)
         conformal = read_flag(self, "conformal")
@@ -297,7 +298,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         self._make_settings(likelihood, len(y))  # refuses wrong parameters
         if not (self.likelihood == AUTO and likelihood == HETEROSCEDASTIC):
             return self._fit_rows(X, y, weights, likelihood, related, on_epoch=on_epoch)
-        # Each try is a likelihood and its rival.
+        # Each try is a likelihood and its rival. The later ones need less to be fitted.
         tries: list[tuple[str, str | None]] = [(likelihood, None), (GAUSSIAN, None)]
         if varies_by_factors(y):
             tries.insert(0, (likelihood, POSITIVE))

@@ -106,7 +106,8 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         take.
         """
         X = replace_masked(X)
-        # A data frame of pandas or polars.
+        # Of a data frame of pandas or polars, scikit-learn stores or compares the columns, and the
+        # base reads the cells.
         if hasattr(X, "iloc") or type(X).__module__.startswith("polars"):
             validate_data(self, X, reset=reset, skip_check_array=True)
             if not len(X):
@@ -168,7 +169,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         """
         if isinstance(self.cv, numbers.Integral):
             return self._draw_folds(y[present], generator)
-        return self._split_by_splitter(X, y, present)
+        return self._apply_splitter(X, y, present)
 
     def _draw_folds(self, y: np.ndarray, generator: Any) -> Folds:
         """Draw `cv` random folds of rows with targets y (m,), or m folds if there are fewer rows.
@@ -185,14 +186,15 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             (np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(fold.max() + 1)
         ]
 
-    def _split_by_splitter(self, X: Any, y: np.ndarray, present: np.ndarray) -> Folds:
+    def _apply_splitter(self, X: Any, y: np.ndarray, present: np.ndarray) -> Folds:
         """Return the folds that the splitter `cv` makes of X and y (n,), as in `_make_folds`.
 
         All n rows are split, and those that are not present (m,) are then left out. Raises
         ValueError for a splitter that predicts a row never or more than once.
         """
         pairs = list(check_cv(self.cv, y, classifier=self._predicts_classes).split(X, y))
-        times = np.bincount(np.concatenate([test for _, test in pairs]), minlength=len(y))
+        predicted = np.concatenate([test for _, test in pairs])
+        times = np.bincount(predicted, minlength=len(y))  # how often each row is predicted
         if not bool((times == 1).all()):
             raise ValueError(
                 f"cv must predict every row once, but predicts {int((times == 0).sum())} rows "
@@ -249,7 +251,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
                 f"{type(base).__name__} predicts values that are not finite. Check its settings "
                 "and the rows."
             )
-        # Only the base itself, and not that of the noise, may have been given fitted.
+        # The base may have been given fitted. The models of the noise are always fitted here.
         if base is self.base and is_fitted(base):
             models = [base]
         elif self.final == ALL:
@@ -281,6 +283,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         if inputs is None:
             return None
         rows: Any = torch.stack([inputs.shift + step * inputs.scale for step in (-1, 0, 1)]).numpy()
+        # Models that were fitted on columns with names expect these names.
         if hasattr(self, "feature_names_in_"):
             pandas = import_module("pandas")
             rows = pandas.DataFrame(rows, columns=self.feature_names_in_)

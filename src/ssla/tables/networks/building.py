@@ -64,16 +64,16 @@ def fit_ensemble(
     holds numbers. (): all columns hold numbers.
     """
     _check_likelihood(settings.likelihood)
-    likelihood, outputs = LIKELIHOODS[settings.likelihood](
-        classes or (1 if y.dim() == 1 else y.shape[1])
-    )
+    targets = 1 if y.dim() == 1 else y.shape[1]
+    likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or targets)
     check_codes(x, levels)
     inputs = fit_scaling(x, weights, levels)
     strata = y if classes else None
     held = _draw_held_out_rows(len(x), settings, strata, groups, time)
     data = TrainingData(inputs(x), y, weights, held)
 
-    # Held-out rows of every member choose between two scales of y. Without them there is no choice.
+    # The held-out rows of all members choose between two scales of y. If a member has none, the
+    # rival is not tried.
     names: tuple[str, ...] = (settings.likelihood,)
     has_rival = rival is not None and bool(held.any(1).all())
     if has_rival:

@@ -59,7 +59,7 @@ class Architecture:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """The number of inputs of each linear layer, and of the outputs of the last."""
+        """The number of inputs of each linear layer, and then of the outputs of the last one."""
         # Embeddings replace each column of codes by several columns.
         coded = sum(count > 0 for count in self.levels)
         first = self.inputs + sum(self.pieces) + sum(self.dimensions) - coded
@@ -77,6 +77,7 @@ class Architecture:
             layers.append(Embeddings(self.levels, self.dimensions, self.inputs + sum(self.pieces)))
         for i, (width, following) in enumerate(pairwise(self.widths)):
             layers.append(unset_linear(width, following, torch.float32))
+            # There is no activation after the last layer.
             if i < len(self.hidden):
                 layers.append(ACTIVATIONS[self.activation]())
         return nn.Sequential(*layers).eval()
