@@ -17,7 +17,7 @@ from ssla.tables.estimators.inputs import (
     column_names,
     plan_inputs,
     read_inputs,
-    warn_of_unused,
+    warn_of_unused_columns,
 )
 from ssla.tables.estimators.whole_fits import restore_on_failure
 
@@ -88,7 +88,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.plan_ = plan_inputs(self, inputs, rows, self.codes)
         # A `Table` comes from the command, which shows the unused columns itself.
         if not isinstance(X, Table):
-            warn_of_unused(self.plan_)
+            warn_of_unused_columns(self.plan_)
         return self
 
     def encode(self, X: Any) -> Encoded:

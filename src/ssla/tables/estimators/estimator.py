@@ -34,7 +34,7 @@ from ssla.tables.estimators.inputs import (
     column_names,
     plan_inputs,
     read_inputs,
-    warn_of_unused,
+    warn_of_unused_columns,
 )
 from ssla.tables.estimators.related import Related
 from ssla.tables.estimators.row_weights import MEANINGS
@@ -190,7 +190,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             self.plan_ = inputs.plan
             return inputs
         self.plan_ = plan_inputs(self, inputs, kept, codes=True)
-        warn_of_unused(self.plan_)
+        warn_of_unused_columns(self.plan_)
         return inputs if isinstance(inputs, np.ndarray) else self.plan_.encode(inputs)
 
     def as_table(self, X: Any) -> Table:

@@ -93,7 +93,7 @@ def plan_inputs(
     return make_plan(rows, no_names, kept, codes=codes)
 
 
-def warn_of_unused(plan: Plan) -> None:
+def warn_of_unused_columns(plan: Plan) -> None:
     """Warn of columns that the plan leaves out, unless they are constant."""
     unused = {name: why for name, why in plan.left_out.items() if why != "constant"}
     if unused:

@@ -101,7 +101,7 @@ def count_log_probs(ensemble: Ensemble, network: int, x: Tensor, y: Tensor) -> T
 
     Of a continuous predictive it is the probability of what rounds to y.  network: its index.
     """
-    likelihood, f = _network_outputs(ensemble, network, x)
+    likelihood, f = _likelihood_and_outputs(ensemble, network, x)
     # Only a Poisson ensemble has no unit of the target.
     if ensemble.target is None:
         return likelihood.log_prob(y, f)
@@ -114,14 +114,16 @@ def predict_means(continuous: Ensemble, network: int, x: Tensor) -> Tensor:
     network: its index in the ensemble, whose target is continuous.
     """
     assert continuous.target is not None
-    likelihood, f = _network_outputs(continuous, network, x)
+    likelihood, f = _likelihood_and_outputs(continuous, network, x)
     mean, sd = whole_numbers.gaussian_moments(likelihood, f, continuous.target)
     if isinstance(continuous.scale, Positive | Censored):
         return continuous.scale.moments_of_normals(mean, sd)[0]
     return mean
 
 
-def _network_outputs(ensemble: Ensemble, network: int, x: Tensor) -> tuple[Likelihood, Tensor]:
+def _likelihood_and_outputs(
+    ensemble: Ensemble, network: int, x: Tensor
+) -> tuple[Likelihood, Tensor]:
     """Return the likelihood of one network, by its index, and its outputs f (n, C) at x (n, d)."""
     likelihood = next(
         component.posterior.likelihood

@@ -197,16 +197,19 @@ class Ensemble:
         if self.trees is not None:
             tree_refit = None if is_averaged else refit
             tree_predictive, move = self.trees.predict(z, self.modules, tree_refit)
-        predictive = self._average(z, move) if is_averaged else self._mix(z, refit, move)
+        if is_averaged:
+            predictive = self._average_posteriors(z, move)
+        else:
+            predictive = self._mix_posteriors(z, refit, move)
         if self.trees is not None and tree_predictive is not None:
             share = self.trees.share
             if is_averaged:
                 predictive = pool_normals(predictive, tree_predictive, share)
             else:
                 predictive = mixture([predictive, tree_predictive], [1 - share, share])
-        return self._in_unit_of_target(predictive)
+        return self._convert_to_target_unit(predictive)
 
-    def _in_unit_of_target(self, predictive: Predictive) -> Predictive:
+    def _convert_to_target_unit(self, predictive: Predictive) -> Predictive:
         """Convert the predictive of standardised targets to y's own unit and scale.
 
         It is returned as it is for counts and classes, which have no unit.
@@ -286,7 +289,7 @@ class Ensemble:
             and resolve(refit) == OutputRefit()
         )
 
-    def _average(self, z: Tensor, move: Tensor | None) -> Predictive:
+    def _average_posteriors(self, z: Tensor, move: Tensor | None) -> Predictive:
         """Return the predictive at z (N, d), averaged over all posteriors of mean and log variance.
 
         It is that of the standardised target.  move (N,): is added to the means, for the trees;
@@ -303,7 +306,7 @@ class Ensemble:
         factors, factor_shares = torch.tensor(self.spreads, dtype=torch.float64).unbind(1)
         return average_normals(marginals, weights, factors, factor_shares, z, LARGEST_LOG_VARIANCE)
 
-    def _mix(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
+    def _mix_posteriors(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
         """Return the mixture of all posteriors, spreads and networks as trained, at z (N, d).
 
         It is that of the standardised target.  move (N,): is added to the means, for the trees;

@@ -44,7 +44,7 @@ class ScaledTarget:
         unit = fit_scaling(columns, weights)
         return ScaledTarget(unit(columns).reshape(y.shape), likelihood, scale, unit)
 
-    def log_probs(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    def rounded_log_probs(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         """Return log P (n,) of what rounds to counts y (n,), for outputs f (n, C).
 
         y are counts in their own unit. The targets must be continuous.
@@ -127,7 +127,7 @@ def compute_count_gains(
         z, y, weights = data.take_rows(held)
         with torch.no_grad():
             first, second = (
-                target.log_probs(likelihood, networks[member](z), y)
+                target.rounded_log_probs(likelihood, networks[member](z), y)
                 for target, networks in zip(targets, modules, strict=True)
             )
         gains.append(weights @ (second - first) / weights.sum())
