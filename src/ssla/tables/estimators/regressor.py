@@ -400,7 +400,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             raise ValueError(f"calibration_fraction must be between 0 and 1, but is {fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
         if related.has_values:
-            chosen = related.choose_held_out(fraction, seed)
+            chosen = related.choose_held_out_rows(fraction, seed)
             kept = rows[~chosen]
             held_out = rows[chosen]
         else:

@@ -54,7 +54,7 @@ class Related:
             *(None if values is None else values[rows] for values in (self.groups, self.time))
         )
 
-    def choose_held_out(self, fraction: float, seed: int) -> np.ndarray:
+    def choose_held_out_rows(self, fraction: float, seed: int) -> np.ndarray:
         """Choose about that fraction of the rows (n,) bool: the latest rows, or whole groups.
 
         There must be groups or times.  seed: draws the groups. Raises ValueError for a single group

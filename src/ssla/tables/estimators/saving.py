@@ -83,8 +83,8 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
         "scaling": _pack_scalings(scalings, encoder),
         "posterior": encode_posterior(layer.posterior, encoder, "posterior."),
         "models": {
-            kind: [type(model).__name__ for model in models]
-            for kind, models in estimator.models_.items()
+            key: [type(model).__name__ for model in models]
+            for key, models in estimator.models_.items()
         },
         "probe": encoder.encode(estimator.predict_probe(), "probe"),
     }
