@@ -13,7 +13,7 @@ import torch
 import ssla
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.tables.estimators.split_conformal import Conformal
-from ssla.tables.networks.recalibration import as_trained
+from ssla.tables.networks.recalibration import predict_as_trained
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(120, 2))
@@ -296,7 +296,7 @@ def test_the_scores_are_those_of_the_networks_that_held_the_rows_out(classifier)
         )
         parts = [
             post.predict(z[held]),
-            as_trained(module, law, z[held]),
+            predict_as_trained(module, law, z[held]),
             ensemble.trees.layer.predict(forest(z[held])),
         ]
         network, share = 1 - ensemble.trees.share, ensemble.trees.share

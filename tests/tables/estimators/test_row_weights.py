@@ -8,7 +8,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import metrics, priors
 from ssla.sklearn import PredictiveClassifier, PredictiveRegressor, SSLAClassifier, SSLARegressor
-from ssla.tables.estimators.row_weights import factor_of, rows_with_weight
+from ssla.tables.estimators.row_weights import choose_weight_factor, find_weighted_rows
 from ssla.tables.report.table_models import describe_estimator
 from support.networks import data, mlp
 
@@ -87,16 +87,18 @@ def test_a_weight_of_two_is_still_a_row_twice():
 def test_the_limit_is_half_of_the_rows_with_a_weight():
     """At the limit weights are frequencies; rows of weight 0 are no rows."""
     half = np.full(10, 0.5)
-    assert factor_of(half, "auto") == 1.0
-    assert factor_of(np.full(10, 0.75), "auto") == 1.0
-    assert factor_of(np.full(10, 2.0), "auto") == 1.0
-    assert factor_of(np.array([1.0] * 3 + [0.0] * 97), "auto") == 1.0
+    assert choose_weight_factor(half, "auto") == 1.0
+    assert choose_weight_factor(np.full(10, 0.75), "auto") == 1.0
+    assert choose_weight_factor(np.full(10, 2.0), "auto") == 1.0
+    assert choose_weight_factor(np.array([1.0] * 3 + [0.0] * 97), "auto") == 1.0
     with pytest.warns(UserWarning, match="sums to 4.999"):
-        assert factor_of(np.append(half[1:], 0.499), "auto") == pytest.approx(10 / 4.999)
+        assert choose_weight_factor(np.append(half[1:], 0.499), "auto") == pytest.approx(10 / 4.999)
     with pytest.warns(UserWarning, match="less than half of the 10 rows"):
-        assert factor_of(np.append(half * 0.4, np.zeros(90)), "auto") == pytest.approx(5.0)
-    assert factor_of(half * 0.1, "frequencies") == 1.0
-    assert factor_of(half, "relative") == 2.0
+        assert choose_weight_factor(np.append(half * 0.4, np.zeros(90)), "auto") == pytest.approx(
+            5.0
+        )
+    assert choose_weight_factor(half * 0.1, "frequencies") == 1.0
+    assert choose_weight_factor(half, "relative") == 2.0
 
 
 def test_rows_of_weight_zero_do_not_change_the_scale():
@@ -158,6 +160,6 @@ def test_fit_of_a_network_warns_and_keeps_frequencies():
 
 
 def test_a_fit_needs_two_rows_with_a_positive_weight():
-    assert rows_with_weight(np.array([0.0, 2.0, 0.5])).tolist() == [False, True, True]
+    assert find_weighted_rows(np.array([0.0, 2.0, 0.5])).tolist() == [False, True, True]
     with pytest.raises(ValueError, match="at least two rows with a positive weight, but n_sam"):
-        rows_with_weight(np.array([0.0, 2.0, 0.0]))
+        find_weighted_rows(np.array([0.0, 2.0, 0.0]))

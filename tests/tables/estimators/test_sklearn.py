@@ -24,7 +24,7 @@ from ssla import metrics
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.tables.networks import Settings, fit_ensemble
 from ssla.tables.networks.folds import hold_out_rows
-from ssla.tables.networks.held_out_noise import change_noise, held_out_noise
+from ssla.tables.networks.held_out_noise import change_noise, estimate_held_out_noise
 from ssla.tables.networks.training import Architecture, Rows, Schedule, train_networks
 
 QUICK = {"max_epochs": 25, "hidden": (16,), "random_state": 0}
@@ -284,19 +284,22 @@ def test_full_batch_training_reaches_the_mode_of_the_prior_it_names():
 def test_noise_of_known_size_is_found_and_its_error_is_honest():
     draws = torch.randn(400, 200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     found = [
-        held_out_noise((2.0 * d[:, None]) ** 2, torch.ones(200), torch.zeros(1)) for d in draws
+        estimate_held_out_noise((2.0 * d[:, None]) ** 2, torch.ones(200), torch.zeros(1))
+        for d in draws
     ]
     logs = torch.tensor([float(n.scale.log()) for n in found])
     assert abs(float(logs.mean()) - np.log(2)) < 0.01
     assert abs(float(logs.std()) / np.mean([n.error for n in found]) - 1) < 0.25
     heavy = torch.from_numpy(stats.t.rvs(3, size=2000, random_state=0) ** 2)[:, None]
-    assert held_out_noise(heavy, torch.ones(2000), torch.zeros(1)).error > 1.2 * np.sqrt(0.5 / 2000)
+    assert estimate_held_out_noise(heavy, torch.ones(2000), torch.zeros(1)).error > 1.2 * np.sqrt(
+        0.5 / 2000
+    )
     inside, V = torch.full((1,), 0.5), torch.full((1,), 0.2)
     assert float(
-        held_out_noise(torch.ones(50, 1), torch.ones(50), inside, V).scale
+        estimate_held_out_noise(torch.ones(50, 1), torch.ones(50), inside, V).scale
     ) ** 2 == pytest.approx(0.6)
     assert float(
-        held_out_noise(torch.ones(50, 1), torch.ones(50), inside, 2 * V).scale
+        estimate_held_out_noise(torch.ones(50, 1), torch.ones(50), inside, 2 * V).scale
     ) ** 2 == pytest.approx(0.5)
 
 

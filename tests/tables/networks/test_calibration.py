@@ -116,10 +116,10 @@ def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
 
 
 def test_auto_rules():
-    members = estimator.auto_members.__wrapped__
+    members = estimator.auto_member_count.__wrapped__
     assert [members(rows) for rows in (100, 301, 10**5, 10**6)] == [10, 5, 5, 2]
-    assert [estimator.auto_epochs(rows) for rows in (100, 10**5, 10**6)] == [200, 40, 8]
-    assert [estimator.auto_batch(rows) for rows in (100, 1600, 10**5, 10**7)] == [
+    assert [estimator.auto_epoch_count(rows) for rows in (100, 10**5, 10**6)] == [200, 40, 8]
+    assert [estimator.auto_batch_size(rows) for rows in (100, 1600, 10**5, 10**7)] == [
         16,
         100,
         390,

@@ -12,7 +12,7 @@ from torch import nn
 from ssla.sklearn import SSLARegressor, load
 from ssla.tables.networks import building
 from ssla.tables.networks.constant_members import is_worse_than_constant, make_constant_network
-from ssla.tables.networks.count_targets import gains
+from ssla.tables.networks.count_targets import compute_member_gains
 
 ROWS, MEMBERS = 150, 3
 
@@ -92,7 +92,7 @@ def test_a_network_with_wild_locations_has_no_share(monkeypatch):
     assert usual.ensemble_.left_out == ()
     assert usual.ensemble_.remark == ""
     assert model.ensemble_.left_out == (1,)
-    assert model.ensemble_.kept == (0, 2)
+    assert model.ensemble_.kept_members == (0, 2)
     assert len(model.ensemble_.modules) == model.ensemble_.settings.members == 2
     assert sum(component.weight for component in model.ensemble_.components) == pytest.approx(1)
     assert "1 of 3 networks" in model.ensemble_.remark
@@ -134,7 +134,7 @@ def test_files_hold_which_members_are_left_out(monkeypatch, tmp_path, spoiled):
     spoil(monkeypatch, spoiled)
     model = estimator(max_epochs=5).fit(X, y)
     opened = load(model.save(tmp_path / "model"))
-    for name in ("left_out", "constant", "kept", "remark"):
+    for name in ("left_out", "constant", "kept_members", "remark"):
         assert getattr(opened.ensemble_, name) == getattr(model.ensemble_, name)
     assert np.array_equal(opened.predict(X_new), model.predict(X_new))
 
@@ -145,11 +145,13 @@ def test_counts_are_compared_by_the_members_that_both_have_kept(monkeypatch):
     counts = rng.poisson(np.exp(0.5 + 0.7 * X[:, 0])).astype(float)
     x, y, w = (torch.from_numpy(part) for part in (X, counts, np.ones(ROWS)))
     poisson = SSLARegressor("poisson", members=MEMBERS, max_epochs=30, hidden=(10,), random_state=0)
-    whole = gains(estimator().fit(X, counts).ensemble_, poisson.fit(X, counts).ensemble_, x, y, w)
+    whole = compute_member_gains(
+        estimator().fit(X, counts).ensemble_, poisson.fit(X, counts).ensemble_, x, y, w
+    )
     spoil(monkeypatch, (1,))
     numbers = estimator().fit(X, counts).ensemble_
     monkeypatch.undo()
     spoil(monkeypatch, (2,))
-    kept = gains(numbers, poisson.fit(X, counts).ensemble_, x, y, w)
+    kept = compute_member_gains(numbers, poisson.fit(X, counts).ensemble_, x, y, w)
     assert len(whole) == 3
     torch.testing.assert_close(kept, whole[:1])

@@ -59,7 +59,7 @@ def test_probabilities_of_whole_numbers_add_up_to_one(scale):
     y = torch.arange(400, dtype=F64)
     for row in f:
         many = row.expand(len(y), 1)
-        logs = whole_numbers.log_probs(L.Gaussian(noise=0.8), many, UNIT, scale, y)
+        logs = whole_numbers.rounded_log_probs(L.Gaussian(noise=0.8), many, UNIT, scale, y)
         assert float(logs.exp().sum()) == pytest.approx(1, abs=1e-9)
         if scale is None:
             law = stats.norm(2 + 1.5 * float(row), 1.5 * 0.8)
@@ -69,7 +69,7 @@ def test_probabilities_of_whole_numbers_add_up_to_one(scale):
 
 def test_moments_are_on_the_scale_of_the_target():
     f = torch.tensor([[0.3, -0.5], [-1.0, 1.0]], dtype=F64)
-    mean, sd = whole_numbers.moments(L.HeteroscedasticGaussian(), f, UNIT)
+    mean, sd = whole_numbers.gaussian_moments(L.HeteroscedasticGaussian(), f, UNIT)
     assert np.allclose(mean, 2 + 1.5 * f[:, 0])
     assert np.allclose(sd, 1.5 * np.exp(f[:, 1].numpy() / 2))
 
@@ -84,7 +84,7 @@ def ensemble(modules, likelihoods, held, target=UNIT, kept=None):
         modules=modules,
         components=parts,
         held=held,
-        kept=tuple(range(len(modules))) if kept is None else kept,
+        kept_members=tuple(range(len(modules))) if kept is None else kept,
         target=target,
         scale=None,
         standardise=lambda x: x,
@@ -106,26 +106,26 @@ def poisson(shift=0.0, kept=None, held=HELD):
 
 
 def test_means_are_those_of_the_network():
-    found = counts.predicted_means(numbers(), 0, X)
+    found = counts.predict_means(numbers(), 0, X)
     assert np.allclose(found, RATE)
 
 
 def test_dispersion_is_the_squared_error_beside_the_mean():
     expected = float(W @ (Y - torch.from_numpy(RATE)) ** 2) / float(W @ torch.from_numpy(RATE))
-    assert counts.dispersion(numbers(), X, Y, W) == pytest.approx(expected, rel=1e-12)
+    assert counts.compute_dispersion(numbers(), X, Y, W) == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_mean_that_is_not_positive_has_no_dispersion():
     below = ensemble([lambda x: -5 + 0 * x] * 2, [L.Gaussian(noise=1.0)] * 2, HELD)
-    assert counts.dispersion(below, X, Y, W) == torch.inf
+    assert counts.compute_dispersion(below, X, Y, W) == torch.inf
 
 
 @pytest.mark.parametrize(("factor", "worth"), [(0.2, False), (1.0, True), (4.0, False)])
 def test_errors_like_those_of_poisson_counts_are_worth_a_fit(factor, worth):
     rate = torch.from_numpy(RATE)
     y = rate + (factor * rate).sqrt() * torch.where(torch.arange(80) % 4 < 2, 1.0, -1.0)
-    assert counts.dispersion(numbers(), X, y, ones(y)) == pytest.approx(factor, rel=1e-9)
-    assert counts.is_worth_counting(numbers(), X, y, ones(y)) is worth
+    assert counts.compute_dispersion(numbers(), X, y, ones(y)) == pytest.approx(factor, rel=1e-9)
+    assert counts.is_poisson_worth_fitting(numbers(), X, y, ones(y)) is worth
 
 
 def test_rows_must_have_been_held_out():
@@ -133,12 +133,12 @@ def test_rows_must_have_been_held_out():
     nobody[1] = False
     nobody[1, 3] = True
     nobody[0] = False
-    assert not counts.is_worth_counting(numbers(held=None), X, Y, W)
-    assert not counts.is_worth_counting(numbers(held=nobody), X, Y, W)
+    assert not counts.is_poisson_worth_fitting(numbers(held=None), X, Y, W)
+    assert not counts.is_poisson_worth_fitting(numbers(held=nobody), X, Y, W)
 
 
 def test_gains_are_differences_of_log_probabilities():
-    found = counts.gains(numbers(), poisson(), X, Y, W)
+    found = counts.compute_member_gains(numbers(), poisson(), X, Y, W)
     assert found.shape == (2,)
     for gain, held in zip(found, HELD.numpy(), strict=True):
         own, rate, w = Y.numpy()[held], RATE[held], W.numpy()[held]
@@ -150,18 +150,18 @@ def test_gains_are_differences_of_log_probabilities():
 
 
 def test_the_better_law_is_preferred():
-    assert counts.prefer_counts(numbers(noise=8.0), poisson(), X, Y, W)
-    assert not counts.prefer_counts(numbers(), poisson(shift=3.0), X, Y, W)
+    assert counts.is_poisson_better(numbers(noise=8.0), poisson(), X, Y, W)
+    assert not counts.is_poisson_better(numbers(), poisson(shift=3.0), X, Y, W)
 
 
 def test_only_members_that_both_have_kept_are_compared():
-    whole = counts.gains(numbers(), poisson(), X, Y, W)
+    whole = counts.compute_member_gains(numbers(), poisson(), X, Y, W)
     second = poisson(kept=(1,))
     second.components = [
         SimpleNamespace(member=0, posterior=SimpleNamespace(likelihood=L.Poisson()))
     ]
     second.modules = second.modules[1:]
-    assert torch.allclose(counts.gains(numbers(), second, X, Y, W), whole[1:])
+    assert torch.allclose(counts.compute_member_gains(numbers(), second, X, Y, W), whole[1:])
     nothing = poisson(kept=())
-    assert counts.gains(numbers(), nothing, X, Y, W).shape == (0,)
-    assert not counts.prefer_counts(numbers(), nothing, X, Y, W)
+    assert counts.compute_member_gains(numbers(), nothing, X, Y, W).shape == (0,)
+    assert not counts.is_poisson_better(numbers(), nothing, X, Y, W)

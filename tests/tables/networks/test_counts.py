@@ -99,7 +99,7 @@ def test_probabilities_and_dispersion_are_those_by_hand(likelihood):
     errors, means = 0.0, 0.0
     for m, held in enumerate(ensemble.held):
         f, own = ensemble.modules[m](z[held]).detach().numpy(), y[held.numpy()]
-        found = counts.log_probs(ensemble, m, x[held], target[held]).numpy()
+        found = counts.count_log_probs(ensemble, m, x[held], target[held]).numpy()
         if likelihood == "poisson":
             assert np.allclose(
                 found, stats.poisson.logpmf(own, np.exp(f[:, 0])), rtol=0, atol=1e-10
@@ -122,7 +122,9 @@ def test_probabilities_and_dispersion_are_those_by_hand(likelihood):
         mean = (values.numpy() * stats.norm.pdf(t)).sum(0) * (t[1] - t[0])
         errors, means = errors + ((own - mean) ** 2).sum(), means + mean.sum()
     if likelihood != "poisson":
-        assert np.isclose(counts.dispersion(ensemble, x, target, ONES), errors / means, rtol=1e-5)
+        assert np.isclose(
+            counts.compute_dispersion(ensemble, x, target, ONES), errors / means, rtol=1e-5
+        )
 
 
 def test_tails_keep_their_digits():
@@ -139,7 +141,7 @@ def test_tails_keep_their_digits():
     f = ensemble.modules[0](ensemble.inputs(x)).detach().numpy()
     t = ((99.5 - y.mean()) / y.std() - f[:, 0]) / np.exp(f[:, 1] / 2)
     assert (t > 10).all()
-    assert np.allclose(counts.log_probs(ensemble, 0, x, far), stats.norm.logsf(t), rtol=1e-3)
+    assert np.allclose(counts.count_log_probs(ensemble, 0, x, far), stats.norm.logsf(t), rtol=1e-3)
 
 
 def test_gains_are_weighted_means_over_the_rows_that_a_member_held_out(monkeypatch):
@@ -153,9 +155,11 @@ def test_gains_are_weighted_means_over_the_rows_that_a_member_held_out(monkeypat
     assert numbers.held.shape == (5, 300)
     assert torch.equal(numbers.held, own.held)
     x, target = torch.from_numpy(X), torch.from_numpy(y)
-    found = counts.gains(numbers, own, x, target, weights)
+    found = counts.compute_member_gains(numbers, own, x, target, weights)
     rows = some[numbers.held[2]]
-    logs = [counts.log_probs(ensemble, 2, x[rows], target[rows]) for ensemble in (own, numbers)]
+    logs = [
+        counts.count_log_probs(ensemble, 2, x[rows], target[rows]) for ensemble in (own, numbers)
+    ]
     assert torch.isclose(
         found[2], (weights[rows] * (logs[0] - logs[1])).sum() / weights[rows].sum()
     )

@@ -97,7 +97,7 @@ def test_the_best_scale_has_the_lowest_nll_of_y():
         (slope,) = torch.autograd.grad(z.sum(), y)
         by_hand.append(float(-(normal.log_prob(z.detach()) + slope.log()).mean()))
     gain = np.array(by_hand[:2]) - np.array(by_hand[2:])
-    found_gain = target_scales.gains_of_densities(
+    found_gain = target_scales.compute_density_gains(
         targets, found.losses, TrainingData(X, Y, ONES, HELD)
     )
     assert np.allclose(found_gain, gain, atol=1e-10)
@@ -138,7 +138,7 @@ def test_the_best_scale_of_small_counts_has_the_highest_probability_of_what_roun
                 law.cdf(high) - np.where(rows.numpy() == 0, 0, law.cdf(low))
             ).mean()
     data = TrainingData(X, y, ONES, HELD)
-    gains = target_scales.gains_of_counts(targets, modules, data, HeteroscedasticGaussian())
+    gains = target_scales.compute_count_gains(targets, modules, data, HeteroscedasticGaussian())
     assert np.allclose(gains, by_hand[1] - by_hand[0], atol=1e-8)
 
 

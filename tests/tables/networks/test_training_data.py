@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ssla.tables.networks.training import Schedule, _learning_rate
+from ssla.tables.networks.training import Schedule, _compute_learning_rate
 from ssla.tables.networks.training_data import TrainingData, thin_out
 
 
@@ -24,18 +24,18 @@ def test_selected_rows_keep_their_targets_weights_and_members():
     rows = torch.arange(6)
     held = torch.stack([rows < 2, rows > 3])
     data = TrainingData(rows[:, None].double(), rows.double(), 10 * rows.double(), held)
-    part = data.select(rows % 2 == 1)
+    part = data.select_rows(rows % 2 == 1)
     assert part.y.tolist() == [1, 3, 5]
     assert part.held.tolist() == [[True, False, False], [False, False, True]]
-    z, y, weights = data.batch(held[1])
+    z, y, weights = data.take_rows(held[1])
     assert z[:, 0].tolist() == y.tolist() == [4, 5]
     assert weights.tolist() == [40, 50]
-    assert torch.equal(data.batch()[1], data.y)
+    assert torch.equal(data.take_rows()[1], data.y)
 
 
 def test_the_learning_rate_falls_from_the_first_epoch_to_a_small_share():
     schedule = Schedule(max_epochs=10, learning_rate=0.5)
-    rates = [_learning_rate(schedule, epoch) for epoch in range(1, 11)]
+    rates = [_compute_learning_rate(schedule, epoch) for epoch in range(1, 11)]
     assert rates[0] == pytest.approx(0.5)
     assert rates == sorted(rates, reverse=True)
     assert rates[5] == pytest.approx(0.5 * 0.51)

@@ -66,7 +66,7 @@ def _select_rows(
     that the model knows.
     """
     classes = getattr(estimator, "classes_", None)
-    y, has_target = training.observed(table, classes)
+    y, has_target = training.read_targets(table, classes)
     rows = has_target.nonzero()[0]
     remarks: list[str] = []
     if classes is not None:

@@ -33,7 +33,7 @@ from ssla.tables.cli.train import (
 )
 from ssla.tables.columns import Table, open_table, read_parts, read_table
 from ssla.tables.columns.writing import check_output
-from ssla.tables.estimators.estimator import auto_batch
+from ssla.tables.estimators.estimator import auto_batch_size
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.saving import save
 from ssla.tables.estimators.training_table import TrainingTable
@@ -254,7 +254,7 @@ def evaluate_file(
     """
     opened, training = _open_with_refit(model, refit)
     table = number_format.read(data, training)
-    y, has_target = training.observed(table, getattr(opened.estimator, "classes_", None))
+    y, has_target = training.read_targets(table, getattr(opened.estimator, "classes_", None))
     rows = opened.estimator.encode(table)[has_target]
     return {
         "rows": len(y),
@@ -338,7 +338,7 @@ def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str,
     """
     request = Request(Path(), "", Path())
     rows = len(ready.y)
-    batch = auto_batch(rows)
+    batch = auto_batch_size(rows)
     # The end of the order has rows of every class.
     order, _ = shuffle_rows(ready.y, ready.likelihood, request.seed)
     sample = order[-min(rows, 16 * batch) :]

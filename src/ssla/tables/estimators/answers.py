@@ -1,4 +1,4 @@
-"""What the predictive distributions of an estimator answer in the words of scikit-learn."""
+"""The prediction methods of scikit-learn, for estimators that predict distributions."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ class NumberAnswers:
     predict_dist: Any
 
     def predict(self, X: Any, return_std: bool = False) -> Any:
-        """Return the predictive mean (N,), and with return_std also the standard deviation (N,),
-        noise included. D targets: (N, D).
+        """Return the predictive mean (N,), and with return_std also the standard deviation (N,).
+
+        The standard deviation includes the noise. For D targets both are (N, D). Raises
+        NotFittedError before `fit`.
         """
         predictive = self.predict_dist(X)
         mean = predictive.mean.numpy()
         return (mean, predictive.stddev.numpy()) if return_std else mean
 
     def predict_quantiles(self, X: Any, q: Any = (0.05, 0.25, 0.5, 0.75, 0.95)) -> np.ndarray:
-        """Return quantiles (N, k) for probabilities q (k,); (N,) for one number. D targets:
-        (N, D, k).
+        """Return quantiles (N, k) for probabilities q (k,), or (N,) if q is one number.
 
-        Raises ValueError for probabilities that are not between 0 and 1.
+        For D targets they are (N, D, k), or (N, D). Raises ValueError for probabilities that are
+        not between 0 and 1, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
-        as_probabilities(q)
+        as_probabilities(q)  # refuses wrong ones before the rows are predicted
         quantiles: np.ndarray = self.predict_dist(X).icdf(np.asarray(q, dtype=np.float64)).numpy()
         return quantiles
 
@@ -45,13 +47,19 @@ class ClassAnswers:
     classes_: np.ndarray
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Return P(class) (N, C), columns as in classes_."""
+        """Return the probabilities of the classes (N, C), in the order of classes_.
+
+        Raises NotFittedError before `fit`.
+        """
         probs: np.ndarray = self.predict_dist(X).probs.numpy()
         return probs
 
     def predict(self, X: Any) -> np.ndarray:
-        """Return the most probable class (N,)."""
-        # An estimator that is not fitted has no classes_: `predict_proba` says so.
+        """Return the label of the most probable class (N,).
+
+        Raises NotFittedError before `fit`.
+        """
+        # This comes before `classes_`, which an estimator that is not fitted does not have.
         probs = self.predict_proba(X)
         labels: np.ndarray = self.classes_[probs.argmax(1)]
         return labels

@@ -1,4 +1,4 @@
-"""Models of other libraries, as `wrapped` needs them: checked, fitted and asked."""
+"""Functions that check, fit and call models of other libraries, for `wrapped`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ssla.tables.networks.scaling import Scaling
 
 
 def is_fitted(base: Any) -> bool:
-    """Return whether a model of any library is fitted."""
+    """Return whether a model of any library is fitted.
+
+    The answer is False for an object that is no estimator of scikit-learn's interface.
+    """
     # CatBoost has a method for it, and not the attributes that scikit-learn looks for.
     if callable(getattr(base, "is_fitted", None)):
         return bool(base.is_fitted())
@@ -28,7 +31,10 @@ def is_fitted(base: Any) -> bool:
 
 
 def check_methods(name: str, base: Any, methods: Sequence[str]) -> None:
-    """Raise TypeError for a base that lacks one of these methods. name: what the error calls it."""
+    """Raise TypeError for a base that lacks one of these methods.
+
+    name: the argument that held the base, for the error.
+    """
     missing = [method for method in methods if not hasattr(base, method)]
     if missing:
         raise TypeError(
@@ -40,18 +46,20 @@ def check_methods(name: str, base: Any, methods: Sequence[str]) -> None:
 def fit_clone(
     base: Any, X: Any, y: np.ndarray, weights: np.ndarray | None, rows: Any, seeds: Any
 ) -> Any:
-    """Return a clone of the base, fitted on some rows (None: all).
+    """Return a clone of the base, fitted on some rows of X (n, d) and y (n,).
 
-    X (n, d), y (n,), weights (n,) or None. seeds: a random state, from which every random_state of
-    the base that is not set is drawn. Raises ValueError for weights that the base does not take.
+    weights (n,): row weights; None: the base is fitted without any.  rows (m,): the positions of
+    the rows to fit on; None: all rows.  seeds: a NumPy RandomState that draws every random_state of
+    the base that is None. Raises ValueError for weights that the base does not take.
     """
     model = clone(base)
-    # Parts of a pipeline have their own: "forest__random_state".
+    # The parts of a pipeline have their own ones, such as "forest__random_state".
     names = [
         name
         for name, value in model.get_params().items()
         if name.split("__")[-1] == "random_state" and value is None
     ]
+    # In the order of their names, so that the same seeds give the same model.
     if names:
         model.set_params(**{name: seeds.randint(2**31 - 1) for name in sorted(names)})
     options = {}
@@ -69,15 +77,18 @@ def fit_clone(
 
 
 def predict_numbers(model: Any, X: Any) -> np.ndarray:
-    """Return the predictions (N,) of a regressor at X (N, d); (N, D) for several targets."""
+    """Return the predictions of a regressor at X (N, d): (N,), or (N, D) for several targets."""
     predictions = np.asarray(model.predict(X), dtype=np.float64)
     one_column = predictions.ndim == 2 and predictions.shape[1] == 1
     return predictions.reshape(-1) if one_column else predictions
 
 
-def column_scaling(X: Any, weights: np.ndarray) -> Scaling | None:
-    """Return the weighted means and standard deviations of the columns of X (n, d), without gaps;
-    None for a table with other columns than numbers. weights (n,).
+def fit_column_scaling(X: Any, weights: np.ndarray) -> Scaling | None:
+    """Return the weighted mean and standard deviation of each column of X (n, d) as a scaling.
+
+    weights (n,) are row weights. Gaps are ignored. A constant column has the scale 1, and a column
+    of gaps alone has mean 0 and scale 1. The result is None for a table with other columns than
+    numbers.
     """
     try:
         table = np.ma.masked_invalid(np.asarray(X, dtype=np.float64))
@@ -85,7 +96,7 @@ def column_scaling(X: Any, weights: np.ndarray) -> Scaling | None:
         return None
     mean = np.ma.average(table, axis=0, weights=weights)
     spread = np.ma.sqrt(np.ma.average((table - mean) ** 2, axis=0, weights=weights))
-    # A column without any value is masked: it gets mean 0, and like a constant one scale 1.
+    # The moments of a column without any value are masked, and become 0.
     shift, scale = (
         torch.from_numpy(np.ma.filled(moment, 0.0).astype(np.float64)) for moment in (mean, spread)
     )

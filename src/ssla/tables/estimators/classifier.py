@@ -1,4 +1,4 @@
-"""Classes."""
+"""The classifier of tables."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sklearn.utils.validation import check_consistent_length, column_or_1d
 from ssla import metrics
 from ssla._checks import all_in_plain_torch
 from ssla.tables.estimators.answers import ClassAnswers
-from ssla.tables.estimators.estimator import AUTO, OnEpoch, TableEstimator, numbers_of
+from ssla.tables.estimators.estimator import AUTO, OnEpoch, TableEstimator, as_numbers
 from ssla.tables.estimators.related import Related
-from ssla.tables.estimators.row_weights import factor_of, rows_with_weight
+from ssla.tables.estimators.row_weights import choose_weight_factor, find_weighted_rows
 from ssla.tables.estimators.targets import check_labels_known, refuse_masked_target
-from ssla.tables.estimators.whole_fits import all_or_nothing
+from ssla.tables.estimators.whole_fits import restore_on_failure
 from ssla.tables.networks.ensemble import CLASSES
 
 BALANCED = "balanced"
@@ -84,7 +84,7 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         self.random_state = random_state
         self.verbose = verbose
 
-    @all_or_nothing
+    @restore_on_failure
     def fit(
         self,
         X: Any,
@@ -104,7 +104,7 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         refuse_masked_target(y)
         check_labels_known(y)
         self._check_class_weight()
-        given, y = self._read_training_rows(X, y)
+        inputs, y = self._read_training_rows(X, y)
         check_classification_targets(y)
         y = column_or_1d(y, warn=True)
         self.classes_, codes = np.unique(y, return_inverse=True)
@@ -112,16 +112,17 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
             raise ValueError("Classification needs at least two classes, but y has one class only.")
         self.class_weights_ = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
         _, weights = self._read_weights(sample_weight, len(y))
-        # The scale of the product is kept in the weights of the classes, for later rows.
+        # The scale of the product of both weights is kept in those of the classes, so that
+        # `partial_fit` uses it for later rows.
         if self.class_weight is not None:
-            self.class_weights_ = self.class_weights_ * factor_of(
+            self.class_weights_ = self.class_weights_ * choose_weight_factor(
                 weights * self.class_weights_[codes],
                 self.row_weights,
                 "sample_weight times class_weight",
             )
         weights = weights * self.class_weights_[codes]
-        present = rows_with_weight(weights)
-        rows = numbers_of(self._make_plan(given, present))
+        present = find_weighted_rows(weights)
+        rows = as_numbers(self._make_plan(inputs, present))
         self.ensemble_ = self._fit_rows(
             rows[present],
             codes[present],
@@ -137,12 +138,13 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
     def partial_fit(
         self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None
     ) -> SSLAClassifier:
-        """Add rows to a fitted model, as `SSLARegressor.partial_fit`.
+        """Add rows to a fitted model, as `SSLARegressor.partial_fit`, and return it.
 
-        The first call is `fit`, and its y must have all classes.
+        The first call is `fit`. Its y must have all `classes`, if they are given.
 
-        class_weight="balanced" is that of the first call; later rows count with the weight of their
-        class there. The trees stay as they were. Raises ValueError for new classes.
+        class_weight="balanced" is that of the first call: later rows have the weight of their class
+        there. The trees stay as they were. Raises ValueError for new classes, and for rows, labels
+        or weights that cannot be used.
         """
         if not hasattr(self, "ensemble_"):
             expected = [] if classes is None else np.asarray(classes).tolist()
@@ -169,21 +171,23 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         return self
 
     def _check_class_weight(self) -> None:
-        """Raise ValueError for a class_weight that is no dict, "balanced" or None."""
-        given = self.class_weight
+        """Raise ValueError for a class_weight that is not a dict, "balanced" or None."""
+        class_weight = self.class_weight
         if not (
-            given is None
-            or isinstance(given, dict)
-            or (isinstance(given, str) and given == BALANCED)
+            class_weight is None
+            or isinstance(class_weight, dict)
+            or (isinstance(class_weight, str) and class_weight == BALANCED)
         ):
             raise ValueError(
                 "class_weight must be a dict {label: weight}, 'balanced' or None, but is "
-                f"{given!r}."
+                f"{class_weight!r}."
             )
 
     def predict_log_proba(self, X: Any) -> np.ndarray:
-        """Return log P(class) (N, C), accurate for very small probabilities too; at least −708, the
-        logarithm of the smallest number.
+        """Return the log probabilities of the classes (N, C), in the order of classes_.
+
+        They are accurate for very small probabilities too. None is below −708, the logarithm of the
+        smallest normal number. Raises NotFittedError before `fit`.
         """
         predictive = self.predict_dist(X)
         classes = np.arange(len(self.classes_))[None]
@@ -191,10 +195,10 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         return logs
 
     def predict_set(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Return the smallest set of classes with at least that probability: (N, C) bool, columns
-        as in classes_.
+        """Return the smallest set of classes whose probability is at least `level`, bool (N, C).
 
-        Raises ValueError for a level that is not between 0 and 1.
+        The columns are in the order of classes_. Raises ValueError for a level that is not between
+        0 and 1, and NotFittedError before `fit`.
         """
         chosen: np.ndarray = self.predict_dist(X).interval(level).numpy()
         return chosen
@@ -211,15 +215,15 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         better than one. With refit="output". Not for a model from a file, nor for rows with missing
         or unknown inputs.
         """
-        rows = self._complete_rows(X, "predict_set")
+        rows = self._read_complete_rows(X, "predict_set")
         chosen: np.ndarray = self.ensemble_.class_sets(rows, level).numpy()
         return chosen
 
     def evaluate(self, X: Any, y: Any) -> dict[str, Any]:
-        """Return the scores of rows with known labels (n,), as `ssla evaluate` gives them: NLL,
-        Brier, ECE, accuracy. Rows with a label that was not in the training data are only counted.
+        """Return the scores of rows X with labels y (n,) by name, as `ssla evaluate` prints them.
 
-        Raises ValueError if no label is one of the training data.
+        They are NLL, Brier score, ECE and accuracy. Rows with a label that the training rows did
+        not have are only counted, as "unknown labels". Raises ValueError if all rows are such.
         """
         labels = np.asarray(y)
         known = np.isin(labels, self.classes_)
@@ -228,4 +232,6 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         codes = np.searchsorted(self.classes_, labels[known])
         predictive = self.predict_dist(self.encode(X)[known])
         scores: dict[str, Any] = dict(metrics.summary(predictive, codes).scores)
-        return scores | ({} if known.all() else {"unknown labels": float((~known).sum())})
+        if not known.all():
+            scores["unknown labels"] = float((~known).sum())
+        return scores

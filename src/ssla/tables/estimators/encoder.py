@@ -1,4 +1,4 @@
-"""A transformer from tables to numbers, as the estimators and the command encode them."""
+"""A transformer from tables to numbers, which encodes as the estimators and the command do."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from ssla.tables.estimators.inputs import (
     column_names,
     plan_inputs,
     read_inputs,
-    warn_of_unused,
+    warn_of_unused_columns,
 )
-from ssla.tables.estimators.whole_fits import all_or_nothing
+from ssla.tables.estimators.whole_fits import restore_on_failure
 
 
 class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Data frames with numbers, texts, categories, booleans, dates and gaps -> numbers.
+    """Encodes data frames with numbers, texts, categories, booleans, dates and gaps as numbers.
 
     The encoding is that of `ssla train` (see docs/tables.md): gaps are filled with the mean and
     marked in a second column, a category has one column for each of its 50 most frequent levels, a
@@ -69,48 +69,55 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.decimal = decimal
         self.thousands = thousands
 
-    @all_or_nothing
+    @restore_on_failure
     def fit(self, X: Any, y: Any = None, *, rows: np.ndarray | None = None) -> TableEncoder:
         """Make the plan of a table, and return the encoder.
 
-        X: a data frame of pandas or polars, an array (n, d), or a `Table`. y is ignored.
+        X: a data frame of pandas or polars, an array (n, d), or a `Table`.  y is ignored: it is
+        part of scikit-learn's interface.  rows (n,) bool: those that decide the plan, for example
+        the rows with a target; None: all rows.
 
-        rows (n,) bool: those that decide the plan, for example the rows with a target; all if not
-        given.
+        Raises TableError if no column can be used or a dropped one does not exist, ValueError for
+        other unusable rows, and TypeError for rows that are encoded already.
         """
-        given = read_inputs(self, X, reset=True)
-        if isinstance(given, Encoded):
+        inputs = read_inputs(self, X, reset=True)
+        if isinstance(inputs, Encoded):
             raise TypeError("These rows are encoded already. Give the table that they came from.")
         if len(self.drop) or self.decimal is not None or self.thousands is not None:
-            given = self._table_with_marks(given).drop_columns(self.drop)
-        self.plan_ = plan_inputs(self, given, rows, self.codes)
-        if not isinstance(X, Table):  # who reads a file also sees what `plan_` left out
-            warn_of_unused(self.plan_)
+            inputs = self._table_with_marks(inputs).drop_columns(self.drop)
+        self.plan_ = plan_inputs(self, inputs, rows, self.codes)
+        # A `Table` comes from the command, which shows the unused columns itself.
+        if not isinstance(X, Table):
+            warn_of_unused_columns(self.plan_)
         return self
 
     def encode(self, X: Any) -> Encoded:
         """Return the numbers of the rows, and for each row which inputs were missing or unknown.
 
-        Raises TableError for a missing column, or a cell of another kind.
+        Rows that are encoded already are returned as they are. Raises TableError for a missing
+        column or a cell of another kind, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "plan_")
-        given = read_inputs(self, X, reset=False)
-        if isinstance(given, Encoded):
-            return given
-        return self.plan_.encode(self._table_with_marks(given))
+        inputs = read_inputs(self, X, reset=False)
+        if isinstance(inputs, Encoded):
+            return inputs
+        return self.plan_.encode(self._table_with_marks(inputs))
 
-    def _table_with_marks(self, given: np.ndarray | Table) -> Table:
-        """Return the table of the rows, read with the marks of numbers of this encoder."""
-        table = table_of(given, column_names(self)) if isinstance(given, np.ndarray) else given
+    def _table_with_marks(self, inputs: np.ndarray | Table) -> Table:
+        """Return the rows as a table that reads numbers with the marks of this encoder."""
+        table = table_of(inputs, column_names(self)) if isinstance(inputs, np.ndarray) else inputs
         return table.with_marks(self.decimal, self.thousands)
 
     def transform(self, X: Any) -> np.ndarray:
-        """Return the numbers (n, width) of the rows X; errors are those of `encode`."""
+        """Return the numbers (n, width) of the rows X, with the errors of `encode`."""
         return self.encode(X).values
 
     def get_feature_names_out(self, input_features: Any = None) -> np.ndarray:
-        """Return the names of the columns of numbers: `age`, `age: missing`, `colour=red`,
-        `day: sine of the year`, …
+        """Return the names of the columns of numbers (width,), such as `age` and `colour=red`.
+
+        Others are `age: missing` and `day: sine of the year`.  input_features: names of the d
+        columns of X in place of those at the fit, if X had none there. Raises ValueError for names
+        that differ from those of the fit, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "plan_")
         new_names = _check_feature_names_in(self, input_features)
@@ -123,5 +130,5 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return np.array(names, dtype=object)
 
     def __sklearn_tags__(self) -> Any:
-        """The tags of an estimator that reads tables."""
+        """Return the tags of an estimator that reads tables."""
         return add_table_tags(super().__sklearn_tags__())

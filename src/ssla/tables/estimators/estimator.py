@@ -1,4 +1,4 @@
-"""Shared code of both estimators: validation of settings, rows as tensors, the fitted ensemble."""
+"""Shared code of the regressor and the classifier, from parameters and rows to an ensemble."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from ssla.tables.estimators.inputs import (
     column_names,
     plan_inputs,
     read_inputs,
-    warn_of_unused,
+    warn_of_unused_columns,
 )
 from ssla.tables.estimators.related import Related
 from ssla.tables.estimators.row_weights import MEANINGS
@@ -61,12 +61,15 @@ MANY_CLASSES = 50  # more have no trees
 FEWEST_FOR_TREES = 30  # rows; fewer have no trees
 PRECISIONS = (0.01, 100.0)  # the range of prior precisions of `sensitivity`; a guess
 OnEpoch = Callable[[int], None]  # is called with the number of each finished epoch
-ONE_THREAD = 10_000  # rows: with fewer, two threads save a fifth of the time at most
+ONE_THREAD = 10_000  # rows up to which one thread is used; docs/tables-how.md has the reason
 
 
 @all_in_plain_torch
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
-    """Abstract: from settings and rows to an ensemble. The two estimators define y."""
+    """The abstract base of both estimators, which define how y is read and fitted.
+
+    It turns parameters and rows into an ensemble, and predicts with it.
+    """
 
     ensemble_: Ensemble
     plan_: Plan
@@ -74,12 +77,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     weight_factor_: float
 
     def _make_settings(self, likelihood: str, rows: int) -> Settings:
-        """Return the settings of the networks, for so many rows; raise ValueError for a parameter
-        that is out of range.
+        """Return the settings of a fit of n rows with this likelihood.
 
-        Parameters are checked at the fit and not in __init__, as scikit-learn requires. A random
-        state that is an object is advanced.
+        Raises ValueError for a parameter that is out of range. A random_state that is an object is
+        advanced by one draw.  rows: n, which decides what "auto" means.
         """
+        # Parameters are checked at the fit and not in __init__, as scikit-learn requires.
         self._check_parameters()
         # Pieces of each input's range are for noise that depends on x, and for counts: see the
         # defaults in docs/tables-how.md.
@@ -91,7 +94,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             hidden=read_hidden_widths(self.hidden),
             activation=automatic if self.activation == AUTO else self.activation,
             piecewise=piecewise,
-            members=self._count_or_auto("members", auto_members, rows),
+            members=self._read_count_or_auto("members", auto_member_count, rows),
             weights=self.weights,
             structure=self.structure,
             tune=read_flag(self, "tune"),
@@ -102,14 +105,17 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         )
 
     def _check_parameters(self) -> None:
-        """Raise ValueError for a parameter that is out of range, or an unknown name."""
+        """Raise ValueError for a parameter that is out of range, or an unknown name.
+
+        Counts, flags and widths are checked where `_make_settings` reads them.
+        """
         for name in ("learning_rate", "prior_precision", "validation_fraction"):
             read_number(self, name, float, 0, strict=True)
         if not self.validation_fraction < 1:
             raise ValueError(
                 f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}."
             )
-        read_number(self, "verbose", int, 0, allow_bool=True)
+        read_number(self, "verbose", int, 0, allow_bool=True)  # True is 1
         check_name("row_weights", self.row_weights, MEANINGS)
         check_name("activation", self.activation, (AUTO, *ACTIVATIONS))
         resolve(self.refit)
@@ -117,40 +123,54 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         resolve_structure(self.structure)
 
     def _make_schedule(self, rows: int) -> Schedule:
-        """Return epochs, batches, step size, patience and weight decay of the training."""
-        epochs = self._count_or_auto("max_epochs", auto_epochs, rows)
-        # "auto" gives few epochs to large tables: patience is at most a fifth of them.
+        """Return epochs, batches, learning rate, patience and weight decay for n rows.
+
+        Raises ValueError for a count that is not a whole number of at least one.
+        """
+        epochs = self._read_count_or_auto("max_epochs", auto_epoch_count, rows)
+        # "auto" gives few epochs to large tables, so patience is at most a fifth of them (a guess).
         longest_wait = max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs
         patience = min(read_number(self, "patience", int, 1), longest_wait)
-        all_at_once = self.batch_size is None
-        batch_size = None if all_at_once else self._count_or_auto("batch_size", auto_batch, rows)
+        batch_size = None
+        if self.batch_size is not None:
+            batch_size = self._read_count_or_auto("batch_size", auto_batch_size, rows)
         return Schedule(
-            epochs, batch_size, float(self.learning_rate), patience, float(self.prior_precision)
+            max_epochs=epochs,
+            batch_size=batch_size,
+            learning_rate=float(self.learning_rate),
+            patience=patience,
+            precision=float(self.prior_precision),
         )
 
-    def _count_or_auto(self, name: str, automatic: Callable[[int], int], rows: int) -> int:
-        """Return a parameter that is a count of at least one; "auto" depends on the number of
-        rows.
+    def _read_count_or_auto(self, name: str, automatic: Callable[[int], int], rows: int) -> int:
+        """Return the parameter `name`, which is a count or "auto".
+
+        automatic: returns the count that "auto" means for n rows.  rows: n. Raises ValueError for a
+        count that is not a whole number of at least one.
         """
         return automatic(rows) if is_auto(self, name) else int(read_number(self, name, int, 1))
 
     def _count_trees(self, likelihood: str, rows: int) -> int:
-        """Return the number of trees of each network; 0 where the likelihood has no trees."""
-        usual = AUTO_TREES.get(likelihood, 0)
+        """Return the number of trees beside each network, for a fit of n rows.
+
+        It is 0 where the likelihood has no trees. "auto" is also 0 for few rows or many classes.
+        Raises ValueError for a number that is not a whole one of at least zero.
+        """
+        automatic = AUTO_TREES.get(likelihood, 0)
         if not is_auto(self, "trees"):
-            asked = int(read_number(self, "trees", int, 0))
-            return asked if usual else 0
+            number = int(read_number(self, "trees", int, 0))
+            return number if automatic else 0
         few_rows = rows < FEWEST_FOR_TREES
         many_classes = len(getattr(self, "classes_", ())) > MANY_CLASSES
-        return 0 if few_rows or many_classes else usual
+        return 0 if few_rows or many_classes else automatic
 
     def _read_training_rows(self, X: Any, y: Any, **checks: Any) -> tuple[Rows, np.ndarray]:
         """Return the rows of a fit after their first reading, and y (n,) or (n, D).
 
-        checks: options of scikit-learn's check of y. Raises ValueError for rows or targets that
-        cannot be used.
+        The names and the number of the columns are stored. checks: options of scikit-learn's check
+        of y. Raises ValueError for rows or targets that cannot be used.
         """
-        given = read_inputs(self, X, reset=True, least=2)
+        inputs = read_inputs(self, X, reset=True, least=2)
         if y is None:
             raise ValueError(
                 f"This {type(self).__name__} estimator requires y to be passed, but the target y "
@@ -158,35 +178,36 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             )
         target: np.ndarray = _check_y(y, estimator=self, **checks)
         check_consistent_length(X, target)
-        return given, target
+        return inputs, target
 
-    def _make_plan(self, given: Rows, kept: np.ndarray) -> np.ndarray | Encoded:
-        """Make the plan from the kept rows (n,) bool, and return all rows encoded by it.
+    def _make_plan(self, inputs: Rows, kept: np.ndarray) -> np.ndarray | Encoded:
+        """Set `plan_` by the kept rows (n,) bool, and return all rows encoded by it.
 
-        Rows that are encoded have their plan.
+        Numbers without gaps need no encoding, and rows that are encoded already bring their plan.
+        Warns of columns that are not used. Raises TableError if no column is usable.
         """
-        if isinstance(given, Encoded):
-            self.plan_ = given.plan
-            return given
-        self.plan_ = plan_inputs(self, given, kept, codes=True)
-        warn_of_unused(self.plan_)
-        return given if isinstance(given, np.ndarray) else self.plan_.encode(given)
+        if isinstance(inputs, Encoded):
+            self.plan_ = inputs.plan
+            return inputs
+        self.plan_ = plan_inputs(self, inputs, kept, codes=True)
+        warn_of_unused_columns(self.plan_)
+        return inputs if isinstance(inputs, np.ndarray) else self.plan_.encode(inputs)
 
     def as_table(self, X: Any) -> Table:
         """Return later rows as a table with the names of the training columns.
 
-        Raises TypeError for encoded rows.
+        Raises TypeError for encoded rows, and ValueError for other columns than those of the fit.
         """
-        given = read_inputs(self, X, reset=False)
-        if isinstance(given, Encoded):
+        inputs = read_inputs(self, X, reset=False)
+        if isinstance(inputs, Encoded):
             raise TypeError("X has encoded rows, which are no table. Give the rows as they were.")
-        return given if isinstance(given, Table) else table_of(given, column_names(self))
+        return inputs if isinstance(inputs, Table) else table_of(inputs, column_names(self))
 
     def encode(self, X: Any) -> Encoded:
-        """Return later rows as numbers, by the plan of the fit, with notes on missing and unknown
-        inputs.
+        """Return later rows as numbers by the plan of the fit, with notes on unknown inputs.
 
-        Every method that takes X also takes these rows, so that they are encoded once.
+        Every method that takes X also takes these rows, so that they are encoded once. Raises
+        ValueError for rows that cannot be used, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
         rows = self._encode_if_needed(X)
@@ -195,49 +216,50 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return self.plan_.encode(table_of(rows, column_names(self)))
 
     def _encode_if_needed(self, X: Any) -> np.ndarray | Encoded:
-        """Return later rows encoded by the plan of the fit; numbers without gaps (n, d) as they are
-        where the fit had only such.
+        """Return later rows encoded by the plan of the fit.
 
-        Raises ValueError for rows that another plan has encoded.
+        Numbers without gaps (n, d) are returned as they are if the fit had no other inputs. Raises
+        ValueError for rows that another plan has encoded, and for rows that cannot be used.
         """
-        given = read_inputs(self, X, reset=False)
-        if isinstance(given, Encoded):
-            if given.plan is not self.plan_ and given.plan != self.plan_:
+        inputs = read_inputs(self, X, reset=False)
+        if isinstance(inputs, Encoded):
+            # The comparison of objects is faster than that of values, and suffices for own rows.
+            if inputs.plan is not self.plan_ and inputs.plan != self.plan_:
                 raise ValueError(
                     "X was encoded by the plan of another table. Encode it with this model's "
                     "encode(X), or give X itself."
                 )
-            return given
-        if isinstance(given, Table):
-            return self.plan_.encode(given)
-        return (
-            given
-            if self.plan_.is_identity
-            else self.plan_.encode(table_of(given, column_names(self)))
-        )
+            return inputs
+        if isinstance(inputs, Table):
+            return self.plan_.encode(inputs)
+        if self.plan_.is_identity:
+            return inputs
+        return self.plan_.encode(table_of(inputs, column_names(self)))
 
-    def _complete_rows(self, X: Any, instead: str) -> torch.Tensor:
-        """Return the rows (N, d) of a `predictive_set`.
+    def _read_complete_rows(self, X: Any, instead: str) -> torch.Tensor:
+        """Return the rows X as numbers (N, d) for `predictive_set`, which needs complete rows.
 
-        Raises ValueError for a row that needs a mixture over unknown inputs. instead: the method
-        that the error names.
+        Raises ValueError for a row with missing or unknown inputs.  instead: the method that the
+        error suggests.
         """
         check_is_fitted(self, "ensemble_")
         rows = self._encode_if_needed(X)
         gaps = 0 if isinstance(rows, np.ndarray) else int(rows.mixed_rows.sum())
         if gaps:
             raise ValueError(
-                f"predictive_set needs complete rows, but {gaps} of {len(numbers_of(rows))} have "
+                f"predictive_set needs complete rows, but {gaps} of {len(as_numbers(rows))} have "
                 f"missing or unknown inputs. Leave them out, or use {instead}."
             )
-        return torch.from_numpy(numbers_of(rows).copy())
+        return torch.from_numpy(as_numbers(rows).copy())
 
     def _predict_rows(self, rows: np.ndarray | Encoded) -> Predictive:
-        """Return the predictive; for rows with inputs that training did not teach a mixture over
-        values of the training table.
+        """Return the predictive at N rows.
+
+        For a row with missing or unknown inputs that were not in the training table it is a mixture
+        over values of that table.
         """
         if isinstance(rows, np.ndarray) or not rows.mixed_rows.any():
-            return self._predict_complete_rows(numbers_of(rows))
+            return self._predict_complete_rows(as_numbers(rows))
         return predict_with_gaps(
             self._predict_complete_rows,
             rows.values,
@@ -248,17 +270,19 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
     def _predict_complete_rows(self, X: np.ndarray) -> Predictive:
         """Return the predictive of the ensemble at complete rows X (N, d)."""
-        return self.ensemble_.predict(torch.from_numpy(X.copy()), self.refit)  # X may be read-only
+        x = torch.from_numpy(X.copy())  # a copy, because X may be read-only
+        return self.ensemble_.predict(x, self.refit)
 
     def _read_weights(self, sample_weight: Any, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which rows have a positive weight (n,) bool, and all weights (n,), scaled as
-        `row_weights` says. Other rows are ignored.
+        """Return which of the n rows have a positive weight (n,) bool, and all weights (n,).
 
-        Raises ValueError for wrong weights, and for fewer than two positive ones.
+        The weights are scaled by the factor that the parameter `row_weights` asks for, which is
+        stored in `weight_factor_`. Raises ValueError for wrong weights, and for fewer than two
+        positive ones.
         """
-        weights = row_weights.checked_weights(sample_weight, rows)
-        present = row_weights.rows_with_weight(weights)
-        self.weight_factor_ = row_weights.factor_of(weights, self.row_weights)
+        weights = row_weights.read_row_weights(sample_weight, rows)
+        present = row_weights.find_weighted_rows(weights)
+        self.weight_factor_ = row_weights.choose_weight_factor(weights, self.row_weights)
         return present, weights * self.weight_factor_
 
     def _fit_rows(
@@ -273,40 +297,45 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         seed: int | None = None,
         on_epoch: OnEpoch | None = None,
     ) -> Ensemble:
-        """Fit the networks, their posteriors and trees to rows that are numbers.
+        """Fit the networks, their posteriors and trees to rows of numbers, and return the ensemble.
 
-        X (n, d), y (n,) or (n, D), weights (n,). classes: their number, 0 for other targets. rival:
-        a likelihood that is fitted beside the first, of which the better one is kept. seed: in
-        place of random_state, for a second fit that holds out the same rows.
+        X (n, d), y (n,) or (n, D), weights (n,).  likelihood: its name.  classes: their number, 0
+        for other targets.  rival: see `fit_ensemble`.  seed: replaces random_state in a second fit
+        that must hold out the same rows. Raises ValueError for a parameter that is out of range,
+        and the errors of the fit.
         """
-        x, target, w = tensors_of(X, y, weights)
+        x, target, w = copy_to_tensors(X, y, weights)
         settings = self._make_settings(likelihood, len(x))
         if seed is not None:
             settings = replace(settings, seed=seed)
         with (
             row_weights.without_weight_warning(),
-            limit_threads(len(x) <= ONE_THREAD),
+            limit_threads(small=len(x) <= ONE_THREAD),
             show_epochs(self.verbose, settings.schedule.max_epochs) as advance,
         ):
-            forests = partial(grow_forest, settings.trees, classes) if settings.trees else None
+            groups, time = related.tensors
             return fit_ensemble(
                 x,
                 target,
                 w,
                 settings,
-                classes,
-                advance if on_epoch is None else on_epoch,
-                *related.tensors,
-                forests,
-                rival,
-                self.plan_.level_counts,
+                classes=classes,
+                on_epoch=advance if on_epoch is None else on_epoch,
+                groups=groups,
+                time=time,
+                grow=partial(grow_forest, settings.trees, classes) if settings.trees else None,
+                rival=rival,
+                levels=self.plan_.level_counts,
             )
 
     def _read_more_rows(
         self, X: Any, sample_weight: Any
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the rows of a `partial_fit` as numbers (n, d), which of them have a weight (n,)
-        bool, and all weights (n,). Warns of rows with inputs that training did not teach.
+        """Return the rows of a `partial_fit` as numbers (n, d).
+
+        Also returns which rows have a positive weight (n,) bool, and all scaled weights (n,). Warns
+        of rows with missing or unknown inputs that were not in the training table. Raises
+        ValueError for rows or weights that cannot be used.
         """
         rows = self._encode_if_needed(X)
         unlearned = 0 if isinstance(rows, np.ndarray) else int(rows.mixed_rows.sum())
@@ -316,21 +345,25 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 "enter the update with the mean in place of a gap, and without a category. Leave "
                 "them out, or fit again on all rows."
             )
-        values = numbers_of(rows)
-        weights = row_weights.checked_weights(sample_weight, len(values))
-        weights = weights * row_weights.factor_of(weights, self.row_weights)
+        values = as_numbers(rows)
+        weights = row_weights.read_row_weights(sample_weight, len(values))
+        weights = weights * row_weights.choose_weight_factor(weights, self.row_weights)
         return values, weights > 0, weights
 
     def _update_last_layers(self, X: np.ndarray, y: np.ndarray, weights: np.ndarray) -> None:
-        """Add rows X (n, d) with targets y and weights (n,) to the last layers."""
+        """Add rows X (n, d) with targets y (n,) or (n, D) and weights (n,) to the last layers.
+
+        `ensemble_` is replaced; nothing is done if there are no rows. Raises ValueError where the
+        posteriors cannot follow the rows.
+        """
         if len(X):
-            self.ensemble_ = update_ensemble(self.ensemble_, *tensors_of(X, y, weights))
+            self.ensemble_ = update_ensemble(self.ensemble_, *copy_to_tensors(X, y, weights))
 
     def predict_dist(self, X: Any) -> Predictive:
-        """Return the predictive distribution of y at X (see `ssla.Predictive`): mean, variance,
-        cdf, hdr, mass, sample, …
+        """Return the predictive distribution of y at X, a `ssla.Predictive`.
 
-        X may also be rows that `plan_` has encoded.
+        It has mean, variance, cdf, hdr, mass, sample and others. X may also be rows that `encode`
+        returned. Raises ValueError for rows that cannot be used, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
         return self._predict_rows(self._encode_if_needed(X))
@@ -338,16 +371,17 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def sensitivity(
         self, X: Any, precisions: tuple[float, float] = PRECISIONS
     ) -> dict[int, Sensitivity]:
-        """Return, by the number of each member, the predictives of its standardised target under
-        weaker and stronger priors (see `ssla.sensitivity`).
+        """Return how the predictives at X change under weaker and stronger priors, by member.
 
-        precisions: the range of precisions of the Gaussian prior. A missing value is replaced by
-        the mean, and not by a mixture over training values.
+        The keys are the indices of the networks, and the values are those of `ssla.sensitivity`,
+        for the standardised target.  precisions: the range of precisions of the Gaussian prior. A
+        missing value is replaced by the mean, and not by a mixture over training values. Raises
+        NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
-        (x,) = tensors_of(numbers_of(self._encode_if_needed(X)))
+        (x,) = copy_to_tensors(as_numbers(self._encode_if_needed(X)))
         z = self.ensemble_.inputs(x)  # standardised (N, d)
-        # A member may have several posteriors: the main ones have the largest weight.
+        # A member may have several posteriors, of which the main one has the largest weight.
         largest = max(component.weight for component in self.ensemble_.components)
         return {
             component.member: sensitivity(component.posterior, z, precisions)
@@ -358,42 +392,47 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the estimator to a directory of tensors and JSON, and return its path.
 
-        `ssla.sklearn.load(path)` loads it; no other code is needed. Raises FileError for classes
-        or parameters that a file cannot hold.
+        `ssla.sklearn.load(path)` loads it. Raises FileError for classes or parameters that a file
+        cannot hold, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
         return save(self, path)
 
     def __sklearn_tags__(self) -> Any:
-        """The tags of an estimator that reads tables."""
+        """Return the tags of an estimator that reads tables."""
         return add_table_tags(super().__sklearn_tags__())
 
 
-def numbers_of(rows: np.ndarray | Encoded) -> np.ndarray:
-    """Return the numbers (n, d) of rows, encoded or not."""
+def as_numbers(rows: np.ndarray | Encoded) -> np.ndarray:
+    """Return rows as numbers (n, d): those of encoded rows, and others as they are."""
     return rows if isinstance(rows, np.ndarray) else rows.values
 
 
-def tensors_of(*arrays: np.ndarray) -> Iterator[torch.Tensor]:
-    """Yield copies of the arrays as tensors: the caller's memory is not shared."""
+def copy_to_tensors(*arrays: np.ndarray) -> Iterator[torch.Tensor]:
+    """Yield a copy of each array as a tensor, which does not share the caller's memory."""
     return (torch.from_numpy(array.copy()) for array in arrays)
 
 
-def auto_batch(rows: int) -> int:
-    """Return the rows of a batch for batch_size="auto": a sixteenth of the rows, between 16 and
-    256; a 256th of more than 65,536 rows, at most 4,096.
+def auto_batch_size(rows: int) -> int:
+    """Return the rows of a batch that batch_size="auto" means for n rows.
+
+    It is a sixteenth of the rows, between 16 and 256. For more than 65,536 rows it is a 256th, but
+    at most 4,096.  rows: n.
     """
     return min(4096, max(16, min(256, rows // 16), rows // 256))
 
 
-def auto_members(rows: int) -> int:
-    """Return the networks for members="auto": five; ten for small tables, two for large ones."""
-    return 10 if rows <= SMALL_TABLE else 5 if rows <= LARGE_TABLE else 2
+def auto_member_count(rows: int) -> int:
+    """Return the number of networks that members="auto" means: more for small tables."""
+    if rows <= SMALL_TABLE:
+        return 10
+    return 5 if rows <= LARGE_TABLE else 2
 
 
-def auto_epochs(rows: int) -> int:
-    """Return the epochs for max_epochs="auto": 200, or as many as visit four million rows, but at
-    least eight.
+def auto_epoch_count(rows: int) -> int:
+    """Return the number of epochs that max_epochs="auto" means for n rows.
+
+    It is 200, or as many as visit ROWS_VISITED rows if these are fewer, but at least eight.
     """
     return min(200, max(8, ROWS_VISITED // rows))
 
@@ -401,13 +440,14 @@ def auto_epochs(rows: int) -> int:
 def is_auto(estimator: Any, name: str) -> bool:
     """Return whether a parameter is "auto"."""
     value = getattr(estimator, name)
-    return isinstance(value, str) and value == AUTO  # a comparison with an array is an array
+    # Only texts are compared, because the comparison of an array would be an array.
+    return isinstance(value, str) and value == AUTO
 
 
 def read_flag(estimator: Any, name: str) -> bool:
-    """Return a parameter that is true or false.
+    """Return a parameter that is True or False.
 
-    Raises ValueError for anything else, such as a text, which would count as true.
+    Raises ValueError for anything else, such as a text, which would count as True.
     """
     value = getattr(estimator, name)
     if not isinstance(value, bool | np.bool_):
@@ -416,13 +456,13 @@ def read_flag(estimator: Any, name: str) -> bool:
 
 
 def read_hidden_widths(hidden: Any) -> tuple[int, ...]:
-    """Return the widths of the hidden layers, given as several or as one number.
+    """Return the widths of the hidden layers, given as a sequence or as one number.
 
-    Raises ValueError for anything else.
+    Raises ValueError for anything but positive whole numbers.
     """
     widths = (hidden,) if isinstance(hidden, Integral) else hidden
-    several = isinstance(widths, tuple | list | np.ndarray)
-    if not several or any(
+    is_sequence = isinstance(widths, tuple | list | np.ndarray)
+    if not is_sequence or any(
         isinstance(width, bool) or not isinstance(width, Integral) or width < 1 for width in widths
     ):
         raise ValueError(f"hidden must be positive widths such as (50, 50), but is {hidden!r}.")
@@ -432,28 +472,27 @@ def read_hidden_widths(hidden: Any) -> tuple[int, ...]:
 def read_number(
     estimator: Any,
     name: str,
-    kind: type,
+    number_type: type,
     least: float,
     strict: bool = False,
     allow_bool: bool = False,
 ) -> Any:
-    """Return a parameter as a finite number of that kind (int or float), of at least (strict:
-    above) a bound.
+    """Return the parameter `name` as a finite number of at least a bound.
 
-    Raises ValueError for anything else. allow_bool: whether True and False are numbers.
+    number_type: int for whole numbers, or float.  strict: the number must be above the bound, and
+    not equal to it.  allow_bool: whether True and False count as numbers. Raises ValueError for
+    anything else.
     """
     value: Any = getattr(estimator, name)
-    is_whole = isinstance(value, Integral)
-    valid = (
-        (is_whole if kind is int else isinstance(value, Real))
+    has_type = isinstance(value, Integral if number_type is int else Real)
+    is_valid = (
+        has_type
         and (allow_bool or not isinstance(value, bool))
         and math.isfinite(value)
         and (value > least if strict else value >= least)
     )
-    if not valid:
+    if not is_valid:
         bound = f"above {least:g}" if strict else f"of at least {least:g}"
-        raise ValueError(
-            f"{name} must be {'a whole number' if kind is int else 'a number'} {bound}, but is "
-            f"{value!r}."
-        )
-    return kind(value)
+        noun = "a whole number" if number_type is int else "a number"
+        raise ValueError(f"{name} must be {noun} {bound}, but is {value!r}.")
+    return number_type(value)

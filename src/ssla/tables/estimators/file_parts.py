@@ -1,4 +1,4 @@
-"""Parts that the files of all estimators have, opened again.
+"""Opens the parts that the files of all estimators have.
 
 What a file holds is validated before it is used: the functions raise ValueError for content that
 this library did not write.
@@ -20,6 +20,7 @@ from ssla.tables.networks.component import Component
 from ssla.tables.networks.scaling import Scaling
 from ssla.tables.trees.out_of_fold import OFFSETS, ClassLayer, NumberLayer
 
+# The types of class labels, by the names that `saving` writes.
 DTYPES: dict[str, type] = {
     "bool": bool,
     "int": int,
@@ -29,9 +30,12 @@ DTYPES: dict[str, type] = {
 }
 
 
-def open_settings(kind: type[Any], content: Mapping[str, Any], decoder: Decoder) -> Any:
-    """Return an unfitted estimator of this class, with its parameters, columns and classes."""
-    estimator = kind(**decoder.decode(content["parameters"], dict))
+def open_settings(estimator_class: type[Any], content: Mapping[str, Any], decoder: Decoder) -> Any:
+    """Return an estimator of this class with the parameters, columns and classes of a file.
+
+    It has no models yet. Raises KeyError, TypeError or ValueError for content of another form.
+    """
+    estimator = estimator_class(**decoder.decode(content["parameters"], dict))
     estimator.n_features_in_ = content["columns"]
     if content["names"]:
         names = [str(name) for name in content["names"]]
@@ -43,10 +47,14 @@ def open_settings(kind: type[Any], content: Mapping[str, Any], decoder: Decoder)
 
 
 def open_scaling(content: Any, decoder: Decoder) -> Scaling | None:
-    """Return the scaling that a file holds as two tensors, shift and scale (d,); None for none."""
+    """Return the scaling that a file holds as two tensors, shift and scale (d,).
+
+    The result is None if the content is None. The values are not checked yet.
+    """
     if content is None:
         return None
-    return Scaling(*(decoder.decode(part, Tensor).double() for part in content))
+    tensors = [decoder.decode(part, Tensor).double() for part in content]
+    return Scaling(*tensors)
 
 
 def open_layer(
@@ -55,12 +63,14 @@ def open_layer(
     target: Scaling | None,
     inputs: Scaling | None = None,
 ) -> ClassLayer | NumberLayer:
-    """Return the last layer on the predictions of trees or other models.
+    """Return the last layer on the predictions of trees or other models, by its posterior.
 
-    numbers: what the layer has beside its posterior. Raises ValueError if sizes, scales, shares or
-    likelihood are not those of such a layer.
+    numbers: "floor" for a layer of classes, "shares" and "centre" for one of numbers.  target: the
+    scaling of the target, which a layer of numbers needs.  inputs: that of the columns; None: the
+    file has none. Raises ValueError if sizes, scales, shares or likelihood are not those of such a
+    layer.
     """
-    components = (Component(posterior, 0, 1.0),)
+    components = (Component(posterior, member=0, weight=1.0),)
     outputs, width = posterior.parameters["weight"].shape
     if "floor" in numbers:
         floor = float(numbers["floor"])
@@ -73,7 +83,7 @@ def open_layer(
     check_scaling(target, 1)
     shares = numbers["shares"]
     centre = float(numbers["centre"])
-    # Mean and log variance are linear in the features m, v and o: see `out_of_fold`.
+    # Two outputs, mean and log variance, are linear in three features: see `out_of_fold`.
     if type(posterior.likelihood) is not HeteroscedasticGaussian or (outputs, width) != (2, 3):
         raise ValueError("the layer is not one of mean and log variance")
     if (
@@ -88,21 +98,20 @@ def open_layer(
 
 
 def check_scaling(scaling: Scaling, size: int) -> None:
-    """Raise ValueError for a scaling that is not of so many columns, or not of finite positive
-    scales.
-    """
-    sound = (
+    """Raise ValueError unless a scaling has `size` columns, and finite positive scales."""
+    is_valid = (
         scaling.shift.shape == scaling.scale.shape == (size,)
         and bool((scaling.shift.abs() <= LARGEST).all())
         and bool(((scaling.scale > 0) & (scaling.scale <= LARGEST)).all())
     )
-    if not sound:
+    if not is_valid:
         raise ValueError("a scaling does not fit its columns")
 
 
 def check_class_count(classes: Any, outputs: int) -> None:
-    """Raise ValueError if the classes are not as many as the outputs of a layer (one output is for
-    two classes), or if one occurs twice.
+    """Raise ValueError if the classes (C,) do not fit the outputs of a layer, or one occurs twice.
+
+    A layer has one output for two classes, and otherwise one for each class.
     """
     if len(classes) != max(outputs, 2) or len(set(classes.tolist())) != len(classes):
         raise ValueError(

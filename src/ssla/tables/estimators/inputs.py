@@ -1,4 +1,4 @@
-"""X as numbers, or as a table if it has gaps, texts, categories or dates."""
+"""Reads X as numbers, or as a table if it has gaps, texts, categories or dates."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ Rows = np.ndarray | Table | Encoded
 def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
     """Return X after its first reading: numbers without gaps, a table, or encoded rows.
 
-    X is a data frame of pandas or polars, an array or nested lists; infinite values are refused,
-    masked values are gaps. A `Table` has its columns by name, and `Encoded` rows have their plan:
-    both are returned as they are.
+    X is a data frame of pandas or polars, an array or nested lists. Masked values are gaps. A
+    `Table` and `Encoded` rows are returned as they are.
 
-    reset: whether names and number of the columns are remembered (at the fit) or compared. least:
-    the fewest rows. Raises ValueError for other columns, for fewer rows, and for infinite values.
+    reset: True at a fit, which stores the names and the number of the columns in the estimator.
+    False later, when they are compared with the stored ones.  least: the fewest rows. Raises
+    ValueError for other columns, for fewer rows, and for infinite values.
     """
+    # The plan compares the columns of later tables and encoded rows.
     if isinstance(X, Table | Encoded):
         if reset:
-            _remember_columns(estimator, X)
+            _store_columns(estimator, X)
             _check_row_count(X, least)
         return X
     X = replace_masked(X)
     checks = {"reset": reset, "ensure_all_finite": "allow-nan", "ensure_min_samples": least}
     if is_frame(X):
         if not has_only_numbers(X):
-            # scikit-learn compares the columns; the cells are read by this library.
+            # scikit-learn stores or compares the columns, and this library reads the cells.
             validate_data(estimator, X, reset=reset, skip_check_array=True)
             _check_row_count(X, least)
             return table_of(X, column_names(estimator))
@@ -49,9 +50,10 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
     return table_of(X if is_frame(X) else numbers, column_names(estimator))
 
 
-def _remember_columns(estimator: Any, X: Table | Encoded) -> None:
-    """Set the attributes that `validate_data` sets for a data frame: the columns of a table, or
-    those of a plan that are inputs.
+def _store_columns(estimator: Any, X: Table | Encoded) -> None:
+    """Set the names and the number of the columns, as `validate_data` does for a data frame.
+
+    They are the columns of a table, or those that the plan of encoded rows uses.
     """
     names = X.names if isinstance(X, Table) else [feature.name for feature in X.plan.features]
     estimator.feature_names_in_ = np.array(names, dtype=object)
@@ -59,7 +61,7 @@ def _remember_columns(estimator: Any, X: Table | Encoded) -> None:
 
 
 def _check_row_count(X: Any, least: int) -> None:
-    """Raise ValueError, in the words of scikit-learn, for fewer rows than `least`."""
+    """Raise ValueError for fewer rows than `least`, with the text of scikit-learn's own error."""
     if len(X) < least:
         shape = getattr(X, "shape", (len(X),))
         raise ValueError(
@@ -79,17 +81,19 @@ def column_names(estimator: Any) -> list[str]:
 def plan_inputs(
     estimator: Any, rows: np.ndarray | Table, kept: np.ndarray | None = None, codes: bool = False
 ) -> Plan:
-    """Return the plan of the kept rows (n,) bool; all if not given. Numbers without gaps (n, d) are
-    encoded as themselves.
+    """Return the plan by which columns become numbers, made from the kept rows (n,) bool.
 
-    codes: see `make_plan`. Raises TableError if no column is usable.
+    kept None: all rows.  codes: whether categories with many levels become codes, see `make_plan`.
+    The plan of numbers without gaps (n, d) encodes them as themselves. Raises TableError if no
+    column is usable.
     """
+    no_names: set[str] = set()  # no column is left out by its name
     if isinstance(rows, np.ndarray):
-        return make_plan(table_of(rows, column_names(estimator)), set(), kept, constants=True)
-    return make_plan(rows, set(), kept, codes=codes)
+        return make_plan(table_of(rows, column_names(estimator)), no_names, kept, constants=True)
+    return make_plan(rows, no_names, kept, codes=codes)
 
 
-def warn_of_unused(plan: Plan) -> None:
+def warn_of_unused_columns(plan: Plan) -> None:
     """Warn of columns that the plan leaves out, unless they are constant."""
     unused = {name: why for name, why in plan.left_out.items() if why != "constant"}
     if unused:
@@ -101,29 +105,43 @@ def warn_of_unused(plan: Plan) -> None:
 
 
 def _array_of_objects(X: Any) -> np.ndarray | None:
-    """Return an array of objects (n, d) if X has cells that are not numbers; None if X is an array
-    of numbers, or nothing that scikit-learn accepts, which then raises its own error.
+    """Return X as an array of objects (n, d) if it has cells that are not numbers.
+
+    The result is None if all cells can be read as numbers. It is also None if X is no array of two
+    dimensions, for which scikit-learn then raises its own error.
     """
     try:
         array = np.asarray(X)
-        if array.ndim != 2 or array.dtype.kind not in "OUSmM":
+        kind = array.dtype.kind
+        # These kinds are objects, texts, bytes, durations and dates.
+        if array.ndim != 2 or kind not in "OUSmM":
             return None
-        if array.dtype.kind in "mM":
-            return array.astype(f"{array.dtype.kind}8[us]").astype(object)
-        try:
-            array.astype(np.float64)
-        except (TypeError, ValueError):
-            # Nested lists keep the types of their cells, which an array of texts would lose.
-            return np.array(X if isinstance(X, list | tuple) else array, dtype=object)
+        # In microseconds they become Python's own dates; nanoseconds would become integers.
+        if kind in "mM":
+            return array.astype(f"{kind}8[us]").astype(object)
+        if _can_be_floats(array):
+            return None
+        # Nested lists keep the types of their cells, which an array of texts would lose.
+        return np.array(X if isinstance(X, list | tuple) else array, dtype=object)
     except (TypeError, ValueError):
-        pass
-    return None
+        return None
+
+
+def _can_be_floats(array: np.ndarray) -> bool:
+    """Return whether all cells of an array can be converted to floats."""
+    try:
+        array.astype(np.float64)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def add_table_tags(tags: Any) -> Any:
-    """Return scikit-learn's tags of an estimator that reads tables: gaps and categories, but
-    nothing sparse.
+    """Set scikit-learn's tags of an estimator that reads tables, in place, and return them.
+
+    Such an estimator takes gaps and categories, but no sparse matrices.
     """
-    tags.input_tags.allow_nan = tags.input_tags.categorical = True
+    tags.input_tags.allow_nan = True
+    tags.input_tags.categorical = True
     tags.input_tags.sparse = False
     return tags

@@ -1,4 +1,4 @@
-"""Opening estimators that `saving` wrote. What a file holds is validated before it is used."""
+"""Opens estimators that `saving` wrote, and validates what a file holds before it is used."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def load_trained(
 ) -> tuple[Any, TrainingTable | None]:
     """Load an estimator, and what `ssla train` stored beside it; None if it was saved from Python.
 
-    models, errors: see `load`. Raises ValueError for models that the estimator does not need.
+    path, models and errors are those of `load`. Raises ValueError too, for models that the
+    estimator does not need.
     """
     content, tensors = read_model(path, KIND)
     source = Path(path)
@@ -87,7 +88,10 @@ def load_trained(
 
 
 def _check_layout(content: dict[str, Any], source: Path) -> None:
-    """Raise FileError for a file whose content is laid out as by another version of ssla."""
+    """Raise FileError for a file whose content has the layout of another version of ssla.
+
+    Files without a layout number have layout 1.
+    """
     layout = content.get("layout", 1)
     if layout != LAYOUT:
         other = "a newer" if type(layout) is int and layout > LAYOUT else "an earlier"
@@ -101,9 +105,10 @@ def _check_layout(content: dict[str, Any], source: Path) -> None:
 
 
 def _open_estimator(content: dict[str, Any], tensors: dict[str, Tensor], source: Path) -> Any:
-    """Return the fitted estimator of a file, not yet checked as a whole.
+    """Return the fitted estimator of a file.
 
-    Raises FileError for an unknown estimator, and ValueError for parts that are impossible.
+    Its parts are checked, but not yet whether they fit one another: see `_check_estimator`. Raises
+    FileError for an unknown estimator, and ValueError for parts that are impossible.
     """
     decoder = Decoder(tensors)
     if content["estimator"] not in ESTIMATORS:
@@ -123,9 +128,10 @@ def _open_estimator(content: dict[str, Any], tensors: dict[str, Tensor], source:
 
 
 def _open_class_weights(estimator: Any, content: dict[str, Any]) -> None:
-    """Set the weight of each class, and the labels of `class_weight`, which a file holds as texts.
+    """Set `class_weights_`, and replace the keys of `class_weight` by the labels of the classes.
 
-    Raises ValueError if the weights are not one finite number for each class.
+    A file holds these keys as texts. Raises ValueError if `class_weights_` is not one finite number
+    for each class.
     """
     weights = np.array(content["class_weights"], dtype=np.float64)
     if weights.shape != estimator.classes_.shape or not bool(
@@ -133,14 +139,19 @@ def _open_class_weights(estimator: Any, content: dict[str, Any]) -> None:
     ):
         raise ValueError("the weights of the classes do not fit the classes")
     estimator.class_weights_ = weights
-    given = getattr(estimator, "class_weight", None)
-    if isinstance(given, dict):
+    class_weight = getattr(estimator, "class_weight", None)
+    if isinstance(class_weight, dict):
         labels = {str(label): label for label in estimator.classes_.tolist()}
-        estimator.class_weight = {labels.get(name, name): weight for name, weight in given.items()}
+        estimator.class_weight = {
+            labels.get(name, name): weight for name, weight in class_weight.items()
+        }
 
 
 def _open_conformal(content: Any, decoder: Decoder) -> Conformal | None:
-    """Return the conformal scores of a file, None if it has none; not yet checked."""
+    """Return the conformal scores of a file; None if it has none.
+
+    Their values are checked by `_check_conformal`.
+    """
     if content is None:
         return None
     parts = decoder.decode(content, dict)
@@ -150,13 +161,14 @@ def _open_conformal(content: Any, decoder: Decoder) -> Conformal | None:
 def _open_ensemble(
     content: dict[str, Any], decoder: Decoder, tensors: dict[str, Tensor], source: Path
 ) -> Ensemble:
-    """Return the networks, posteriors and trees of a file.
+    """Return the ensemble of a file: its networks, posteriors and trees.
 
     Raises ValueError for parts that are impossible or do not fit one another.
     """
     settings = decoder.decode(content["settings"], dict)
     architecture = Architecture(**decoder.decode(content["architecture"], dict))
-    _check_sizes(architecture, settings["members"], tensors)
+    # The sizes are checked before memory is allocated, because a forged file could choose them.
+    _check_network_sizes(architecture, settings["members"], tensors)
     modules = [_open_network(architecture, m, tensors) for m in range(settings["members"])]
     inputs = open_scaling(content["scaling"]["inputs"], decoder)
     target = open_scaling(content["scaling"]["target"], decoder)
@@ -200,10 +212,13 @@ def _open_ensemble(
     )
 
 
-def _check_sizes(architecture: Architecture, members: int, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError if the tensors of the networks do not have the sizes of the architecture.
+def _check_network_sizes(
+    architecture: Architecture, members: int, tensors: dict[str, Tensor]
+) -> None:
+    """Raise ValueError if the tensors are not those of `members` networks of the architecture.
 
-    Called before memory is allocated for a network, whose size a forged file could choose.
+    The shapes of the first network are checked. Those of the others follow when their tensors are
+    loaded.
     """
     pieces = architecture.pieces
     if pieces and (
@@ -212,11 +227,13 @@ def _check_sizes(architecture: Architecture, members: int, tensors: dict[str, Te
     ):
         raise ValueError("the pieces of the inputs are not one count for each")
     _check_embeddings(architecture, tensors)
-    # Linear layers and activations alternate, after a layer of pieces and one of embeddings.
+    # A layer of pieces and one of embeddings come first, if there are any. Then linear layers and
+    # activations alternate.
     widths = architecture.widths
-    first = bool(pieces) + bool(architecture.levels)
+    first_linear = int(bool(pieces)) + int(bool(architecture.levels))
     shapes = [
-        tuple(tensors[f"network.0.{2 * i + first}.weight"].shape) for i in range(len(widths) - 1)
+        tuple(tensors[f"network.0.{first_linear + 2 * i}.weight"].shape)
+        for i in range(len(widths) - 1)
     ]
     if shapes != [(following, width) for width, following in pairwise(widths)]:
         raise ValueError(f"the networks do not have the widths {widths}")
@@ -226,8 +243,9 @@ def _check_sizes(architecture: Architecture, members: int, tensors: dict[str, Te
 
 
 def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError for numbers of levels that are impossible, or not those of the embeddings of
-    the first network.
+    """Raise ValueError for levels and dimensions that are impossible.
+
+    They are also impossible if the embeddings of the first network have other sizes.
     """
     levels = architecture.levels
     dimensions = architecture.dimensions
@@ -235,7 +253,7 @@ def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) ->
         raise ValueError("the levels of the inputs are not counts")
     if not levels and not dimensions:
         return
-    # One row of an embedding is for levels without a code.
+    # An embedding has L + 1 rows: one is for levels without a code. The lengths are compared next.
     sizes = [(count + 1, size) for count, size in zip(levels, dimensions, strict=False) if count]
     if (
         {len(levels), len(dimensions)} != {architecture.inputs}
@@ -247,15 +265,20 @@ def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) ->
         )
     if any(count and pieces for count, pieces in zip(levels, architecture.pieces, strict=False)):
         raise ValueError("a code of levels has no pieces")
-    prefix = f"network.0.{int(bool(architecture.pieces))}.tables"
-    if [tuple(tensors[f"{prefix}.{i}"].shape) for i in range(len(sizes))] != sizes:
+    # The layer of embeddings is the first one, or follows the layer of pieces.
+    layer = int(bool(architecture.pieces))
+    shapes = [tuple(tensors[f"network.0.{layer}.tables.{i}"].shape) for i in range(len(sizes))]
+    if shapes != sizes:
         raise ValueError(f"the embeddings do not have the sizes {sizes}")
 
 
 def _open_network(
     architecture: Architecture, member: int, tensors: dict[str, Tensor]
 ) -> nn.Sequential:
-    """Return the network of a member, with its parameters, in double precision."""
+    """Return the network of a member, with its parameters, in double precision.
+
+    Raises RuntimeError if its tensors are not those of the architecture.
+    """
     module = architecture.build().double()
     prefix = f"network.{member}."
     module.load_state_dict(
@@ -269,9 +292,10 @@ def _open_network(
 
 
 def _check_spreads(spreads: tuple[tuple[float, float], ...], trust: float, has_unit: bool) -> None:
-    """Raise ValueError for factors of the spread, with their shares, that are impossible.
+    """Raise ValueError for impossible spreads, which are pairs of a factor and its share.
 
-    trust: the share of the posteriors. has_unit: whether the target is continuous.
+    trust: the share of the posteriors beside the networks as trained.  has_unit: whether the target
+    is continuous; others have the factor 1 only.
     """
     total = sum(share for _, share in spreads)
     if not (
@@ -287,13 +311,15 @@ def _check_spreads(spreads: tuple[tuple[float, float], ...], trust: float, has_u
 
 
 def _open_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
-    """Return the members without a share; raise ValueError if they were not trained.
+    """Return the indices of the members without a share.
 
-    networks: the number of networks in the file.
+    networks: the number of networks in the file. Raises ValueError for indices that are not among
+    the trained members, and for a flag `constant` that is not a boolean.
     """
     left_out = tuple(content["left_out"])
     constant = content["constant"]
-    # Members that are left out are not in the file, unless all are, and the networks are constants.
+    # The networks of members that are left out are not in the file. If all members are left out,
+    # the file has a constant for each of them.
     trained = networks if constant else networks + len(left_out)
     if type(constant) is not bool or any(
         type(member) is not int or member not in range(trained) for member in left_out
@@ -303,9 +329,11 @@ def _open_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
 
 
 def _open_scale(content: dict[str, Any] | None, likelihood: str) -> Transform | None:
-    """Return the scale of the target, None for a linear one.
+    """Return the scale of the target; None for a linear one.
 
-    Raises ValueError for a scale that the likelihood does not have.
+    content: what `saving` wrote. It is None for a scale that follows from the likelihood, {} for a
+    linear one that ends at zero, and the fields of a positive one. Raises ValueError for a scale
+    that the likelihood does not have.
     """
     if content is None and likelihood != POSITIVE:
         return ON_SCALE.get(likelihood)
@@ -332,9 +360,10 @@ def _open_trees(
     architecture: Architecture,
     source: Path,
 ) -> Trees | None:
-    """Return the trees beside the networks, None if there are none.
+    """Return the trees beside the networks; None if there are none.
 
-    Raises ValueError for trees that are not those of the networks.
+    Raises ValueError for trees whose sizes do not fit the networks, and for an impossible share or
+    pull.
     """
     if content is None:
         return None
@@ -367,10 +396,11 @@ def _check_estimator(estimator: Any) -> None:
     ensemble: Ensemble = estimator.ensemble_
     likelihood = ensemble.settings.likelihood
     outputs = ensemble.architecture.outputs
-    estimator._make_settings(likelihood, 1)  # refuses unknown names and settings out of range
+    # This refuses unknown names and parameters out of range, for any number of rows.
+    estimator._make_settings(likelihood, rows=1)
     is_classifier = isinstance(estimator, SSLAClassifier)
-    asked = CLASSES if is_classifier else estimator.likelihood
-    if likelihood not in LIKELIHOODS or asked not in (likelihood, AUTO):
+    requested = CLASSES if is_classifier else estimator.likelihood
+    if likelihood not in LIKELIHOODS or requested not in (likelihood, AUTO):
         raise ValueError(f"the likelihood {likelihood!r} is not that of the estimator")
     classes: Any = getattr(estimator, "classes_", None)
     if (classes is not None) != is_classifier:
@@ -387,7 +417,7 @@ def _check_estimator(estimator: Any) -> None:
 
 
 def _check_columns(estimator: Any) -> None:
-    """Raise ValueError where the names, the plan and the network do not fit one another."""
+    """Raise ValueError if column names, plan and networks do not fit one another."""
     plan: Plan = estimator.plan_
     architecture = estimator.ensemble_.architecture
     columns = estimator.n_features_in_
@@ -398,7 +428,7 @@ def _check_columns(estimator: Any) -> None:
         raise ValueError(f"the columns are not the {architecture.inputs} inputs of the network")
     names = set(column_names(estimator))
     inputs = {feature.name for feature in plan.features}
-    # A column may be left out by the plan, or before it: it is not among the names then.
+    # A column that the plan leaves out is among the names, unless the plan came with encoded rows.
     if not inputs <= names <= inputs | set(plan.left_out):
         raise ValueError("the plan is not that of the columns")
     if plan.level_counts != architecture.levels:
@@ -406,9 +436,9 @@ def _check_columns(estimator: Any) -> None:
 
 
 def _check_scalings(ensemble: Ensemble, targets: int) -> None:
-    """Raise ValueError where the scalings of inputs and targets do not fit the networks.
+    """Raise ValueError if the scalings of inputs and targets do not fit the networks.
 
-    targets: the number of targets.
+    targets: the number of targets. Codes of levels must not be standardised.
     """
     levels = ensemble.architecture.levels
     has_unit = ensemble.settings.likelihood in CONTINUOUS
@@ -427,14 +457,15 @@ def _check_scalings(ensemble: Ensemble, targets: int) -> None:
 
 
 def _check_components(ensemble: Ensemble, size: int) -> None:
-    """Raise ValueError for components whose weights are impossible, or of another likelihood.
+    """Raise ValueError for components with impossible weights, or with another likelihood.
 
     size: the number of classes or targets.
     """
     likelihood = ensemble.settings.likelihood
     components = ensemble.components
-    made = LIKELIHOODS[likelihood](size)[0]
-    expected = Gaussian if made is None else type(made)
+    known_likelihood, _ = LIKELIHOODS[likelihood](size)
+    # None stands for a Gaussian with unknown noise.
+    expected = Gaussian if known_likelihood is None else type(known_likelihood)
     weights = torch.tensor([component.weight for component in components], dtype=torch.float64)
     if not components or not bool((weights > 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
         raise ValueError("the weights of the components are not positive with sum 1")
@@ -443,8 +474,9 @@ def _check_components(ensemble: Ensemble, size: int) -> None:
 
 
 def _check_conformal(conformal: Conformal, targets: int) -> None:
-    """Raise ValueError for conformal scores (n, targets) or weights (n, targets) that are
-    impossible.
+    """Raise ValueError for impossible conformal scores or weights, both (n, targets).
+
+    Both must be finite and not negative, and the scores sorted.
     """
     scores = torch.from_numpy(conformal.scores)
     weights = torch.from_numpy(conformal.weights)
@@ -457,10 +489,11 @@ def _check_conformal(conformal: Conformal, targets: int) -> None:
 
 
 def _check_numbers(
-    what: str, values: Tensor, shape: tuple[int, ...], least: float = -LARGEST
+    subject: str, values: Tensor, shape: tuple[int, ...], least: float = -LARGEST
 ) -> None:
-    """Raise ValueError if the values are not of this shape, in double precision and from `least` to
-    LARGEST. what: what the error calls them.
+    """Raise ValueError unless the values have this shape, are float64, and in [least, LARGEST].
+
+    subject: the values, for the error.
     """
     if (
         values.dtype != torch.float64
@@ -468,5 +501,5 @@ def _check_numbers(
         or not bool(((values >= least) & (values <= LARGEST)).all())
     ):
         raise ValueError(
-            f"{what}: {shape} numbers in float64 between {least:g} and {LARGEST:g} were expected"
+            f"{subject}: {shape} numbers in float64 between {least:g} and {LARGEST:g} were expected"
         )

@@ -1,4 +1,4 @@
-"""The regressor: numbers and counts."""
+"""The regressor of tables, for numbers and counts."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ from ssla.tables.estimators.estimator import (
     AUTO,
     OnEpoch,
     TableEstimator,
-    numbers_of,
+    as_numbers,
+    copy_to_tensors,
     read_flag,
     read_number,
-    tensors_of,
 )
 from ssla.tables.estimators.related import Related
 from ssla.tables.estimators.split_conformal import Conformal
 from ssla.tables.estimators.targets import check_target_size, refuse_masked_or_dates
-from ssla.tables.estimators.whole_fits import all_or_nothing
+from ssla.tables.estimators.whole_fits import restore_on_failure
 from ssla.tables.networks import CONTINUOUS, ON_SCALE, Ensemble
 from ssla.tables.networks.count_targets import (
     POISSON,
-    is_worth_counting,
+    is_poisson_better,
+    is_poisson_worth_fitting,
     may_be_poisson,
-    prefer_counts,
 )
 from ssla.tables.networks.ensemble import GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 
 FEWEST_ROWS = 60  # for a noise that depends on x; a guess
-# A logarithmic scale is tried for targets whose largest is more than FACTOR times a small one (a
-# guess), and below LARGEST.
+# A logarithmic scale is tried for targets whose largest value is more than FACTOR times a small
+# one, and below LARGEST. Both are guesses.
 FACTOR, LARGEST = 3.0, 1e100
 NAMES = (AUTO, *CONTINUOUS, POISSON)
-OF_INTERVALS = ("coverage", "width")  # how the names of the scores of intervals begin
+INTERVAL_SCORES = ("coverage", "width")  # how the names of the scores of intervals begin
 
 
 @all_in_plain_torch
@@ -177,7 +177,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         self.random_state = random_state
         self.verbose = verbose
 
-    @all_or_nothing
+    @restore_on_failure
     def fit(
         self,
         X: Any,
@@ -190,24 +190,25 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
     ) -> SSLARegressor:
         """Train the networks, fit and tune their posteriors, and return the estimator.
 
-        X (n, d), y (n,) or (n, D), sample_weight (n,): a row of weight 2 counts as two rows. X may
-        also be rows that `TableEncoder(codes=True)` has encoded: its plan is kept.
+        X (n, d), y (n,) or (n, D). X may also be rows that `TableEncoder(codes=True)` has encoded,
+        whose plan is kept. Masked cells of X are gaps.
 
-        Masked cells of X are gaps; masked targets and weights are refused, and so are dates as
-        targets.
-
-        groups (n,): rows of one group (a patient, a shop) belong together: whole groups are held
-        out, and calibrate conformal intervals. time (n,) numbers or dates: the latest rows are held
-        out. Either gives the error on new groups or later rows. on_epoch: is called with the number
-        of each finished epoch, in place of the bar of `verbose`.
+        sample_weight (n,): row weights. A row of weight 2 counts as two rows, unless `row_weights`
+        gives them another scale.
+        groups (n,): rows of one group (a patient, a shop) belong together. Whole groups are held
+        out, and whole groups calibrate conformal intervals.
+        time (n,): numbers or dates. The latest rows are held out, and calibrate the intervals. With
+        groups or time the held-out rows show the error for new groups or later rows.
+        on_epoch: a function that is called with the number of each finished epoch. It replaces the
+        bar of `verbose`.
 
         Raises ValueError for rows, targets, weights or parameters that cannot be used, and
-        TypeError for dates as targets.
+        TypeError for dates as targets. Masked targets and weights cannot be used.
         """
         check_name("likelihood", self.likelihood, NAMES)
         conformal = read_flag(self, "conformal")
         refuse_masked_or_dates(y)
-        given, y = self._read_training_rows(X, y, multi_output=True, y_numeric=True)
+        inputs, y = self._read_training_rows(X, y, multi_output=True, y_numeric=True)
         if y.ndim == 2 and y.shape[1] == 1:
             y = column_or_1d(y, warn=True)
         y = np.asarray(y, dtype=np.float64)
@@ -219,9 +220,9 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         held_out = np.arange(0)
         if conformal:
             kept, held_out = self._split_rows(kept, related[kept])
-        rows = self._make_plan(given, np.isin(np.arange(len(y)), kept))
+        rows = self._make_plan(inputs, np.isin(np.arange(len(y)), kept))
         self.ensemble_ = self._fit_target(
-            numbers_of(rows)[kept], y[kept], weights[kept], related[kept], on_epoch
+            as_numbers(rows)[kept], y[kept], weights[kept], related[kept], on_epoch
         )
         self.n_iter_ = self.ensemble_.epochs
         self.conformal_ = None
@@ -233,9 +234,10 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
-        """Add rows to a fitted model in one pass over them, and return it. The networks, the noise
-        and the prior stay; the last layers are those of a fit to all rows (with likelihoods other
-        than Gaussian an approximation). The first call is `fit`.
+        """Add rows to a fitted model in one pass over them, and return it.
+
+        The networks, the noise and the prior stay. The last layers are then those of a fit to all
+        rows; for likelihoods other than Gaussian this is an approximation. The first call is `fit`.
 
         Raises ValueError for a conformal model, and for rows or targets that cannot be used.
         """
@@ -266,13 +268,15 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         return self
 
     def _choose_likelihood(self, y: np.ndarray) -> str:
-        """Return the name of the likelihood of targets y (n,) or (n, D); "auto" decides by y, its
-        rows and the weights of the network.
+        """Return the name of the likelihood with which the fit of y (n,) or (n, D) begins.
+
+        "auto" means a noise that depends on x for one target with enough rows and uncertain last
+        layers, and otherwise a constant one.
         """
         if self.likelihood != AUTO:
             return str(self.likelihood)
-        varies = y.ndim == 1 and len(y) >= FEWEST_ROWS and self.weights == "last_layer"
-        return HETEROSCEDASTIC if varies else GAUSSIAN
+        noise_varies = y.ndim == 1 and len(y) >= FEWEST_ROWS and self.weights == "last_layer"
+        return HETEROSCEDASTIC if noise_varies else GAUSSIAN
 
     def _fit_target(
         self,
@@ -282,16 +286,19 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         related: Related,
         on_epoch: OnEpoch | None,
     ) -> Ensemble:
-        """Fit the ensemble to rows X (n, d), y (n,) or (n, D), weights (n,).
+        """Fit the ensemble to rows X (n, d), y (n,) or (n, D), weights (n,), and return it.
 
-        "auto" tries a logarithmic scale beside the linear one, the linear one alone where that
-        cannot be fitted, then constant noise with a warning; and counts beside all of them.
+        With "auto" several likelihoods are tried. The first is a noise that depends on x, with y on
+        a logarithmic scale beside the linear one if y varies by factors. If its posterior has no
+        mode or factor, the linear scale is fitted alone, and then constant noise, with a warning. A
+        Poisson fit of small counts replaces the result if it predicts better. Errors are those of
+        `_fit_rows`; only the last likelihood raises those of its posterior.
         """
         likelihood = self._choose_likelihood(y)
-        self._make_settings(likelihood, len(y))  # wrong settings are refused here
+        self._make_settings(likelihood, len(y))  # refuses wrong parameters
         if not (self.likelihood == AUTO and likelihood == HETEROSCEDASTIC):
             return self._fit_rows(X, y, weights, likelihood, related, on_epoch=on_epoch)
-        # Each is a likelihood and its rival; the last must succeed.
+        # Each try is a likelihood and its rival. The later ones need less to be fitted.
         tries: list[tuple[str, str | None]] = [(likelihood, None), (GAUSSIAN, None)]
         if varies_by_factors(y):
             tries.insert(0, (likelihood, POSITIVE))
@@ -326,13 +333,13 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         related: Related,
         on_epoch: OnEpoch | None,
     ) -> Ensemble | None:
-        """Return a Poisson fit to small counts, if it predicts held-out rows better than the
-        ensemble of numbers; otherwise None.
+        """Return a Poisson fit to small counts if it predicts held-out rows better; otherwise None.
 
-        X (n, d), y (n,), weights (n,).
+        It is compared with `ensemble`, a continuous fit of the same X (n, d), y (n,), weights (n,).
+        The result is also None if y are no such counts, or if the Poisson fit fails.
         """
-        x, target, w = tensors_of(X, y, weights)
-        if not (may_be_poisson(target, w) and is_worth_counting(ensemble, x, target, w)):
+        x, target, w = copy_to_tensors(X, y, weights)
+        if not (may_be_poisson(target, w) and is_poisson_worth_fitting(ensemble, x, target, w)):
             return None
         # The same seed holds out the same rows, so that both fits can be compared on them.
         seed = ensemble.settings.seed
@@ -340,11 +347,13 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             counts = self._fit_rows(X, y, weights, POISSON, related, seed=seed, on_epoch=on_epoch)
         except (NoFactorError, NoModeError, FloatingPointError):
             return None
-        return counts if prefer_counts(ensemble, counts, x, target, w) else None
+        return counts if is_poisson_better(ensemble, counts, x, target, w) else None
 
     def _check_target(self, y: np.ndarray) -> None:
-        """Raise ValueError for targets (n,) or (n, D) that are constant, out of range, or outside
-        the support of the likelihood.
+        """Raise ValueError for targets y (n,) or (n, D) that cannot be fitted.
+
+        They are several for a likelihood of one target, constant, too large or too small, or
+        outside the support of the likelihood.
         """
         if self.likelihood not in (AUTO, GAUSSIAN) and y.ndim == 2:
             raise ValueError(
@@ -354,12 +363,14 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
         check_target_size(y)
+        # The support of the positive scale does not depend on its ends, which are not known yet.
         scale = Positive(0.0, 1.0) if self.likelihood == POSITIVE else ON_SCALE.get(self.likelihood)
         self._check_support(y, self.likelihood, scale)
 
     def _check_support(self, y: np.ndarray, likelihood: str, scale: Transform | None) -> None:
-        """Raise ValueError for targets (n,) or (n, D) outside the support of the likelihood, or of
-        the scale of the target.
+        """Raise ValueError for targets y (n,) or (n, D) outside the support of likelihood or scale.
+
+        scale: that of the target; None: the linear one, which has every number.
         """
         if scale is not None and not bool(scale.inside(torch.from_numpy(y)).all()):
             raise ValueError(
@@ -372,22 +383,24 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 f"likelihood='poisson'{chosen} needs counts 0, 1, 2, …, but y has negative or "
                 "fractional values. Use 'heteroscedastic', or leave out these rows."
             )
-        if likelihood == POISSON:  # before the networks are trained
+        # Counts that are too large are refused here, before the networks are trained.
+        if likelihood == POISSON:
             Counts(LARGEST_COUNT).check(torch.from_numpy(y.flatten()), 1)
 
     def _split_rows(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
-        """Split row numbers (n,) into those of the fit and those that calibrate conformal
-        intervals, both sorted. related: the groups or times of these rows.
+        """Split row numbers (n,) into those of the fit and those that calibrate the intervals.
 
-        Raises ValueError for a fraction that is not between 0 and 1, and for too few rows.
+        Both parts are sorted.  related: the groups or times of these rows, by which they are split;
+        otherwise the split is random. Raises ValueError for a calibration_fraction that is not
+        between 0 and 1, for a single group or time, and for fewer than two rows of the fit.
         """
         read_number(self, "calibration_fraction", float, 0, strict=True)
         fraction = self.calibration_fraction
         if not fraction < 1:
             raise ValueError(f"calibration_fraction must be between 0 and 1, but is {fraction!r}.")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
-        if related.given:
-            chosen = related.choose_held_out(fraction, seed)
+        if related.has_values:
+            chosen = related.choose_held_out_rows(fraction, seed)
             kept = rows[~chosen]
             held_out = rows[chosen]
         else:
@@ -400,33 +413,34 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         return np.sort(kept), np.sort(held_out)
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Return the central interval (N, 2), or (N, D, 2), that holds y with this probability;
-        with conformal=True its coverage is at least the level.
+        """Return the central interval (N, 2), or (N, D, 2), that holds y with probability `level`.
 
-        Raises ValueError for a level that is not between 0 and 1, and where conformal scores were
-        computed with another refit.
+        With conformal=True its coverage is at least the level. Raises ValueError for a level that
+        is not between 0 and 1, and if the conformal scores were computed with another refit.
         """
         return self.interval_of(self.predict_dist(X), level)
 
     def predictive_set(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Return approximate conformal intervals (N, 2) without calibration rows, for one target:
-        see `Posterior.predictive_set`.
+        """Return approximate conformal intervals (N, 2) of one target, without calibration rows.
 
         A new row is compared with the rows that each network held out of its training, by the
-        network that held them out, with the mean of the networks' outputs at the new row, without
-        trees. The guarantee is approximate: these rows also stopped the training, and chose the
-        noise and the prior, and one network errs more than the mean of all. Not for a model from a
-        file, nor for rows with missing or unknown inputs.
+        network that held them out. At the new row the mean of the networks' outputs is used,
+        without trees. The guarantee is approximate: the held-out rows also stopped the training and
+        chose the noise and the prior, and one network errs more than the mean of all. See
+        `Posterior.predictive_set`.
+
+        Raises ValueError for a model from a file, for one without held-out rows, for rows with
+        missing or unknown inputs, and for a level that is not between 0 and 1.
         """
-        rows = self._complete_rows(X, "predict_interval")
+        rows = self._read_complete_rows(X, "predict_interval")
         ends: np.ndarray = self.ensemble_.predictive_set(rows, level).numpy()
         return ends
 
     def interval_of(self, predictive: Predictive, level: float) -> np.ndarray:
-        """Return the intervals of `predict_interval`, (N, 2) or (N, D, 2), from an existing
-        predictive, for example for several levels.
+        """Return the intervals of `predict_interval`, (N, 2) or (N, D, 2), from a predictive.
 
-        Raises ValueError where conformal scores were computed with another refit.
+        It is that of `predict_dist`, so that several levels need one prediction only. Raises what
+        `predict_interval` raises.
         """
         if self.conformal_ is None:
             return predictive.interval(level).numpy()
@@ -439,30 +453,32 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         return self.conformal_.interval(predictive, checked_level(level), self.ensemble_.scale)
 
     def evaluate(self, X: Any, y: Any) -> dict[str, Any]:
-        """Return the scores of rows with known y (n,), as `ssla evaluate` gives them: NLL, CRPS,
-        RMSE, coverage, width. With conformal=True coverage and width are also those of the
-        conformal intervals.
+        """Return the scores of rows X with known y (n,) by name, as `ssla evaluate` prints them.
+
+        They are NLL, CRPS, RMSE, and coverage and width of intervals. With conformal=True there are
+        also coverage and width of the conformal intervals, or a text if their scores do not hold
+        for the present refit.
         """
         predictive = self.predict_dist(X)
-        of_predictive: dict[str, Any] = dict(metrics.summary(predictive, y).scores)
+        predictive_scores: dict[str, Any] = dict(metrics.summary(predictive, y).scores)
         if self.conformal_ is None:
-            return of_predictive
-        scores: dict[str, Any] = {name: of_predictive[name] for name in ("nll", "crps", "rmse")}
+            return predictive_scores
+        scores: dict[str, Any] = {name: predictive_scores[name] for name in ("nll", "crps", "rmse")}
         if self.conformal_.holds_for(self.refit):
             for level in metrics.LEVELS:
                 low, high = self.interval_of(predictive, level).T
-                inside = (low <= y) & (y <= high)
+                covered = (low <= y) & (y <= high)
                 width = float((high - low).mean())
-                scores[f"conformal coverage {level:.0%}"] = float(inside.mean())
+                scores[f"conformal coverage {level:.0%}"] = float(covered.mean())
                 scores[f"conformal width {level:.0%}"] = width if np.isfinite(width) else "infinite"
         else:
             scores["conformal intervals"] = (
                 f"none: they were calibrated with refit {self.conformal_.refit!r}"
             )
-        return scores | _label_interval_scores(of_predictive)
+        return scores | _label_interval_scores(predictive_scores)
 
     def __sklearn_tags__(self) -> Any:
-        """The tags of a table estimator, with the targets that the likelihood takes."""
+        """Return the tags of a table estimator, with the targets that the likelihood takes."""
         tags = super().__sklearn_tags__()
         tags.target_tags.multi_output = self.likelihood in (AUTO, GAUSSIAN)
         tags.target_tags.positive_only = self.likelihood in (POISSON, POSITIVE, *ON_SCALE)
@@ -470,17 +486,19 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
 
 
 def _label_interval_scores(scores: dict[str, Any]) -> dict[str, Any]:
-    """Return the scores of the predictive of a conformal model, with names that distinguish its
-    intervals from the conformal ones.
+    """Return the scores with "predictive" before the names of those of intervals.
+
+    These names distinguish the intervals of the predictive from the conformal ones.
     """
     return {
-        f"predictive {name}" if name.startswith(OF_INTERVALS) else name: value
+        f"predictive {name}" if name.startswith(INTERVAL_SCORES) else name: value
         for name, value in scores.items()
     }
 
 
 def varies_by_factors(y: np.ndarray) -> bool:
-    """Return whether targets (n,) are not negative, and some are several times others: a
-    logarithmic scale may fit them better.
+    """Return whether targets y (n,) may fit a logarithmic scale better.
+
+    They may if none is negative, and the largest is several times the 5% quantile.
     """
     return bool(y.min() >= 0) and bool(FACTOR * np.quantile(y, 0.05) < y.max() < LARGEST)

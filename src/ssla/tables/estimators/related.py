@@ -1,4 +1,4 @@
-"""Rows that belong together or follow one another: groups and times."""
+"""Groups and times of rows, which decide which rows are held out."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from ssla.tables.networks.folds import latest_rows
 
 @dataclass(frozen=True, eq=False)
 class Related:
-    """groups: the number of each row's group; time: the rank of its time.
+    """The groups or the times of n rows, or neither."""
 
-    (n,) or None, at most one of them.
-    """
-
-    groups: np.ndarray | None = None
-    time: np.ndarray | None = None
+    groups: np.ndarray | None = None  # the number of each row's group (n,)
+    time: np.ndarray | None = None  # the rank of each row's time (n,)
 
     @staticmethod
     def from_arguments(groups: Any, time: Any, rows: int) -> Related:
-        """Return the groups or times that were given to `fit`, for so many rows.
+        """Return the groups or times that were given to `fit`, as numbers.
 
-        Raises ValueError if both are given, and for wrong shapes or missing values.
+        rows: how many values there must be. Raises ValueError if both are given, and for wrong
+        shapes or missing values.
         """
         if groups is not None and time is not None:
             raise ValueError(
@@ -37,13 +35,13 @@ class Related:
         return Related(_rank_values("groups", groups, rows), _rank_values("time", time, rows))
 
     @property
-    def given(self) -> bool:
-        """Return whether there are groups or times."""
+    def has_values(self) -> bool:
+        """Whether there are groups or times."""
         return self.groups is not None or self.time is not None
 
     @property
     def tensors(self) -> tuple[Tensor | None, Tensor | None]:
-        """Groups and time as tensors (n,), None where they are not given."""
+        """Copies of groups and time as tensors (n,); None where they are not given."""
         groups, time = (
             None if values is None else torch.from_numpy(values.copy())
             for values in (self.groups, self.time)
@@ -51,15 +49,16 @@ class Related:
         return groups, time
 
     def __getitem__(self, rows: np.ndarray) -> Related:
-        """Return the groups or times of some rows."""
+        """Return the groups or times of the rows with these numbers, or where a mask is True."""
         return Related(
             *(None if values is None else values[rows] for values in (self.groups, self.time))
         )
 
-    def choose_held_out(self, fraction: float, seed: int) -> np.ndarray:
-        """Choose whole groups, or the latest rows, of about that fraction: (n,) bool.
+    def choose_held_out_rows(self, fraction: float, seed: int) -> np.ndarray:
+        """Choose about that fraction of the rows (n,) bool: the latest rows, or whole groups.
 
-        Raises ValueError for a single group.
+        There must be groups or times.  seed: draws the groups. Raises ValueError for a single group
+        or a single time.
         """
         if self.time is not None:
             count = max(round(fraction * len(self.time)), 1)
@@ -78,23 +77,24 @@ class Related:
 
 
 def _rank_values(name: str, values: Any, rows: int) -> np.ndarray | None:
-    """Return the rank of each value among the different ones (n,), None for no values.
+    """Return the rank of each value among the different ones (n,); None if values is None.
 
-    Equal values have equal ranks. name: what errors call the values. Raises ValueError for a wrong
-    shape, and for masked or missing values.
+    Equal values have equal ranks, from 0.  name: the argument, for errors.  rows: n. Raises
+    ValueError for a wrong shape, and for masked or missing values.
     """
     if values is None:
         return None
     refuse_masked(name, values)
-    given = np.asarray(values)
-    if given.shape != (rows,):
+    array = np.asarray(values)
+    if array.shape != (rows,):
         raise ValueError(
-            f"{name} must have shape ({rows},), one value for each row, but has {given.shape}."
+            f"{name} must have shape ({rows},), one value for each row, but has {array.shape}."
         )
-    # NaN differs from itself. NaT of NumPy becomes None, or an integer for nanoseconds.
-    if any(value is None or value != value for value in given.tolist()) or (
-        given.dtype.kind in "mM" and np.isnat(given).any()
+    # NaN differs from itself. `tolist` turns NumPy's NaT into None, or into an integer if its unit
+    # is nanoseconds, so `isnat` is asked too.
+    if any(value is None or value != value for value in array.tolist()) or (
+        array.dtype.kind in "mM" and np.isnat(array).any()
     ):
         raise ValueError(f"{name} has missing values. Leave out these rows, or give each a value.")
-    ranks: np.ndarray = np.unique(given, return_inverse=True)[1]
+    ranks: np.ndarray = np.unique(array, return_inverse=True)[1]
     return ranks.astype(np.int64)

@@ -1,4 +1,6 @@
-"""What row weights mean: frequencies, or relative weights, of which only the ratios count.
+"""Reads row weights, and gives them a scale by what they mean: frequencies or relative weights.
+
+Only the ratios of relative weights count.
 
 A row of weight 2 equals that row twice, so frequencies sum to the number of observations. Weights
 that sum to less than half of the rows cannot be frequencies: 1/n for each row would stand for a
@@ -22,30 +24,36 @@ AUTO, FREQUENCIES, RELATIVE = "auto", "frequencies", "relative"
 MEANINGS = (AUTO, FREQUENCIES, RELATIVE)
 
 
-def checked_weights(sample_weight: Any, rows: int) -> np.ndarray:
-    """Return the weights (n,) in float64, ones if they are not given.
+def read_row_weights(sample_weight: Any, rows: int) -> np.ndarray:
+    """Return the weights of n rows (n,) in float64: ones if sample_weight is None.
 
-    Raises ValueError for wrong shapes, and for weights that are masked, negative or no numbers.
+    One number is the weight of every row. Raises ValueError for other shapes than () and (n,), and
+    for weights that are masked, negative or no finite numbers.
     """
     refuse_masked("sample_weight", sample_weight)
-    given = np.asarray(1.0 if sample_weight is None else sample_weight)
-    if given.shape not in ((), (rows,)):
+    array = np.asarray(1.0 if sample_weight is None else sample_weight)
+    if array.shape not in ((), (rows,)):
         raise ValueError(
             f"sample_weight must have shape ({rows},), one weight for each row, but has "
-            f"{given.shape}."
+            f"{array.shape}."
         )
-    if given.dtype.kind not in "biufO":
+    # Booleans, integers, floats, and objects, which scikit-learn checks.
+    if array.dtype.kind not in "biufO":
         raise ValueError(
-            f"sample_weight must be numbers, one for each row, but holds {given.dtype}."
+            f"sample_weight must be numbers, one for each row, but holds {array.dtype}."
         )
+    # scikit-learn takes only the number of rows from the array in the second place.
     weights: np.ndarray = _check_sample_weight(
         sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
     )
     return weights
 
 
-def rows_with_weight(weights: np.ndarray) -> np.ndarray:
-    """Return which rows have a positive weight (n,) bool; raise ValueError for fewer than two."""
+def find_weighted_rows(weights: np.ndarray) -> np.ndarray:
+    """Return which rows have a positive weight (n,) bool.
+
+    Raises ValueError for fewer than two such rows.
+    """
     present = weights > 0
     if int(present.sum()) < 2:
         raise ValueError(
@@ -55,12 +63,15 @@ def rows_with_weight(weights: np.ndarray) -> np.ndarray:
     return present
 
 
-def factor_of(weights: np.ndarray, meaning: str, what: str = "sample_weight") -> float:
-    """Return the factor that gives row weights (n,) their scale: 1, or one over the mean of the
-    positive ones.
+def choose_weight_factor(
+    weights: np.ndarray, meaning: str, subject: str = "sample_weight"
+) -> float:
+    """Return the factor that gives row weights (n,) their scale.
 
-    meaning: one of MEANINGS; "auto" is relative where the weights cannot be frequencies, with a
-    warning. what: what the warning calls the weights.
+    It is 1 for frequencies, and one over the mean of the positive weights for relative ones.
+    meaning: one of MEANINGS. "auto" means relative weights, with a warning, if they cannot be
+    frequencies, and otherwise frequencies.  subject: the weights, for the warning. Raises
+    ValueError for another meaning.
     """
     check_name("row_weights", meaning, MEANINGS)
     total = float(weights.sum())
@@ -71,7 +82,7 @@ def factor_of(weights: np.ndarray, meaning: str, what: str = "sample_weight") ->
         if total >= LEAST_SHARE * rows:
             return 1.0
         warn(
-            f"{what} sums to {total:.4g}, less than half of the {rows:,} rows with a positive "
+            f"{subject} sums to {total:.4g}, less than half of the {rows:,} rows with a positive "
             "weight, so these are not frequencies (a weight of 2 is a row twice). The weights "
             f"were multiplied by {rows / total:.4g}, to a mean of one. Choose by "
             "row_weights='relative' or row_weights='frequencies'."
@@ -81,8 +92,9 @@ def factor_of(weights: np.ndarray, meaning: str, what: str = "sample_weight") ->
 
 @contextmanager
 def without_weight_warning() -> Iterator[None]:
-    """Suppress the warning of `ssla.fit` about row weights: the estimator has decided what they
-    mean.
+    """Suppress the warning of `ssla.fit` about small row weights while the block runs.
+
+    The estimator has warned of them itself, where this is needed.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Row weights sum to", UserWarning)

@@ -1,7 +1,7 @@
-"""Fitted estimators to files: plan of the columns, networks, posteriors, scaling, settings.
-`loading` opens them.
+"""Writes fitted estimators to files, which `loading` opens.
 
-They are self-contained, except for the models of other libraries inside `PredictiveRegressor` and
+A file holds the plan of the columns, networks, posteriors, scaling and settings. It is
+self-contained, except for the models of other libraries inside `PredictiveRegressor` and
 `PredictiveClassifier`.
 """
 
@@ -42,14 +42,14 @@ CLASS_DTYPES = {
 def save(
     estimator: Any, path: str | os.PathLike[str], training: TrainingTable | None = None
 ) -> Path:
-    """Write a fitted estimator to a directory, and return its path.
+    """Write a fitted `SSLARegressor` or `SSLAClassifier` to a directory, and return its path.
 
-    training: what the command adds, returned by `load_trained`. Raises FileError for classes or
-    parameters that a file cannot hold.
+    training: what the command stores beside it, and `load_trained` returns; None: nothing. Raises
+    FileError for classes or parameters that a file cannot hold.
     """
     encoder = Encoder()
     content = {
-        **_pack_head(estimator, estimator.get_params(deep=False), encoder),
+        **_pack_common_content(estimator, estimator.get_params(deep=False), encoder),
         "plan": estimator.plan_.as_json(),
         "ensemble": _pack_ensemble(estimator.ensemble_, encoder),
         "training": None if training is None else training.as_json(),
@@ -61,37 +61,44 @@ def save(
 
 
 def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
-    """Write the last layer of a fitted `PredictiveRegressor` or `PredictiveClassifier`, without
-    its models, and return the path of the directory.
+    """Write a fitted `PredictiveRegressor` or `PredictiveClassifier` to a directory.
 
-    Raises FileError for classes or parameters that a file cannot hold.
+    Its last layer is written, and the names of the classes of its models, but not the models.
+    Returns the path. Raises FileError for classes or parameters that a file cannot hold.
     """
     encoder = Encoder()
     layer = estimator.ensemble_
+    # Predictions need none of the parameters that are left out here.
     parameters = estimator.get_params(deep=False)
-    for name in ("base", "noise_base"):
-        parameters.pop(name, None)
+    parameters.pop("base")
+    parameters.pop("noise_base", None)  # the classifier has none
     if not isinstance(parameters["cv"], int | np.integer):
-        del parameters["cv"]  # an object that predictions do not need
+        del parameters["cv"]
     for name, value in module_of(layer.posterior.network).state_dict().items():
         encoder.tensors[f"network.0.{name}"] = value
     scalings = {name: getattr(layer, name, None) for name in ("inputs", "target")}
     content = {
-        **_pack_head(estimator, parameters, encoder),
-        "numbers": encoder.encode(_numbers_of_layer(layer), "numbers"),
+        **_pack_common_content(estimator, parameters, encoder),
+        "numbers": encoder.encode(_collect_layer_numbers(layer), "numbers"),
         "scaling": _pack_scalings(scalings, encoder),
         "posterior": encode_posterior(layer.posterior, encoder, "posterior."),
         "models": {
-            kind: [type(model).__name__ for model in models]
-            for kind, models in estimator.models_.items()
+            key: [type(model).__name__ for model in models]
+            for key, models in estimator.models_.items()
         },
         "probe": encoder.encode(estimator.predict_probe(), "probe"),
     }
     return write_model(path, KIND, content, encoder.tensors)
 
 
-def _pack_head(estimator: Any, parameters: dict[str, Any], encoder: Encoder) -> dict[str, Any]:
-    """Return the content that the files of all estimators have: settings, columns and classes."""
+def _pack_common_content(
+    estimator: Any, parameters: dict[str, Any], encoder: Encoder
+) -> dict[str, Any]:
+    """Return the content that the files of all estimators have: settings, columns and classes.
+
+    parameters: those to store, as the estimator has them. Raises FileError for classes or
+    parameters that a file cannot hold.
+    """
     plain = {name: _plain_parameter(name, value) for name, value in parameters.items()}
     return {
         "layout": LAYOUT,
@@ -104,7 +111,10 @@ def _pack_head(estimator: Any, parameters: dict[str, Any], encoder: Encoder) -> 
 
 
 def _pack_conformal(conformal: Conformal | None, encoder: Encoder) -> Any:
-    """Return the content for the conformal scores; None if there are none."""
+    """Return the content for the conformal scores; None if there are none.
+
+    Raises FileError if they were computed with a refit that is an object.
+    """
     if conformal is None:
         return None
     arrays = {
@@ -115,31 +125,34 @@ def _pack_conformal(conformal: Conformal | None, encoder: Encoder) -> Any:
 
 
 def _pack_scalings(scalings: dict[str, Scaling | None], encoder: Encoder) -> dict[str, Any]:
-    """Return the content for scalings by name: shift and scale of each, or None."""
-    return {
-        name: scaling
-        and [
-            encoder.encode(scaling.shift, f"{name}.shift"),
-            encoder.encode(scaling.scale, f"{name}.scale"),
-        ]
-        for name, scaling in scalings.items()
-    }
+    """Return the content for scalings by name: shift and scale of each; None for None."""
+    content: dict[str, Any] = dict.fromkeys(scalings)
+    for name, scaling in scalings.items():
+        if scaling is not None:
+            content[name] = [
+                encoder.encode(scaling.shift, f"{name}.shift"),
+                encoder.encode(scaling.scale, f"{name}.scale"),
+            ]
+    return content
 
 
-def _numbers_of_layer(layer: ClassLayer | NumberLayer) -> dict[str, Any]:
-    """Return what a last layer on predictions has beside its posterior and scalings."""
-    return {
-        name: getattr(layer, name) for name in ("centre", "shares", "floor") if hasattr(layer, name)
-    }
+def _collect_layer_numbers(layer: ClassLayer | NumberLayer) -> dict[str, Any]:
+    """Return what a last layer on predictions has beside its posterior and scalings.
+
+    That is "floor" for a layer of classes, and "centre" and "shares" for one of numbers.
+    """
+    if isinstance(layer, ClassLayer):
+        return {"floor": layer.floor}
+    return {"centre": layer.centre, "shares": layer.shares}
 
 
 def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
-    """Return the content for networks, posteriors and trees; their tensors go to the encoder."""
+    """Return the content for networks, posteriors and trees; the encoder collects their tensors."""
     for m, module in enumerate(ensemble.modules):
         for name, value in module.state_dict().items():
             encoder.tensors[f"network.{m}.{name}"] = value
     scalings = {"inputs": ensemble.inputs, "target": ensemble.target}
-    # Another scale follows from the likelihood.
+    # Scales of other classes follow from the likelihood.
     scale = asdict(ensemble.scale) if isinstance(ensemble.scale, Positive | Censored) else None
     return {
         "settings": encoder.encode(asdict(ensemble.settings), "settings"),
@@ -165,7 +178,10 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
 
 
 def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
-    """Return the content for the trees beside the networks; None if there are none."""
+    """Return the content for the trees beside the networks; None if there are none.
+
+    The encoder collects their tensors.
+    """
     if trees is None:
         return None
     layer = module_of(trees.layer.posterior.network).state_dict()
@@ -174,7 +190,7 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
         "forest": encoder.encode(vars(trees.forest), "forest"),
         "layer": encoder.encode(dict(layer), "trees"),
         "posterior": encode_posterior(trees.layer.posterior, encoder, "trees."),
-        "numbers": encoder.encode(_numbers_of_layer(trees.layer), "trees.numbers"),
+        "numbers": encoder.encode(_collect_layer_numbers(trees.layer), "trees.numbers"),
         "target": _pack_scalings(scalings, encoder)["trees.target"],
         "share": trees.share,
         "pull": trees.pull,
@@ -182,10 +198,10 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
 
 
 def _plain_parameter(name: str, value: Any) -> Any:
-    """Return a parameter as JSON can hold it.
+    """Return the parameter `name` as a file can hold it.
 
-    A random state that is an object is left out, because predictions do not need it. Raises
-    FileError for a refit that is an object.
+    Keys of class_weight become texts. A random state that is an object becomes None, because
+    predictions do not need it. Raises FileError for a refit that is an object.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -202,7 +218,7 @@ def _plain_parameter(name: str, value: Any) -> Any:
 
 
 def _pack_classes(classes: np.ndarray | None) -> dict[str, Any] | None:
-    """Return the content for the labels of classes (C,), None if there are none.
+    """Return the content for the labels of classes (C,); None if there are none.
 
     Raises FileError for labels that are not numbers, texts or booleans.
     """

@@ -1,7 +1,8 @@
-"""Scorers of predictive distributions for `cross_val_score` and searches: greater is better, so
-scores are negated.
+"""Scorers of predictive distributions for `cross_val_score` and searches.
 
-cross_val_score(SSLARegressor(), X, y, scoring=ssla.sklearn.crps_scorer)
+In scikit-learn a greater score is better, so the scores are negated.
+
+    cross_val_score(SSLARegressor(), X, y, scoring=ssla.sklearn.crps_scorer)
 """
 
 from __future__ import annotations
@@ -17,29 +18,34 @@ from torch import Tensor
 from ssla import metrics
 from ssla._checks import check_level as checked_level
 from ssla.predictive import Predictive
-from ssla.tables.estimators.row_weights import checked_weights
+from ssla.tables.estimators.row_weights import read_row_weights
 from ssla.tables.estimators.targets import refuse_masked_or_dates, refuse_masked_target
 
 
 @final
 @dataclass(frozen=True)
 class Scorer:
-    """The negated weighted mean of a score over rows, for estimators with `predict_dist`, also at
-    the end of a pipeline or a search.
+    """Computes the negated weighted mean of a score over rows.
+
+    The estimator has `predict_dist`, or is a pipeline or a search that ends with such a one.
     """
 
     name: str
     score: Callable[[Predictive, Any], Tensor]  # one value for each row
 
     def __call__(self, estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
-        """Return the negated score of rows X (n, d) with targets y (n,) and weights (n,)."""
+        """Return the negated mean score of rows X (n, d) with targets y (n,) or (n, D).
+
+        sample_weight (n,): row weights; None: equal ones. Raises TypeError for an estimator without
+        `predict_dist` and for dates as targets, and ValueError for wrong weights or unknown labels.
+        """
         model, inputs = _find_last_step(estimator, X)
         values = self.score(model.predict_dist(inputs), _encode_targets(model, y)).double().numpy()
         values = values.reshape(len(values), -1).mean(1)  # over several targets
-        return -float(np.average(values, weights=checked_weights(sample_weight, len(values))))
+        return -float(np.average(values, weights=read_row_weights(sample_weight, len(values))))
 
     def __repr__(self) -> str:
-        """Return the name."""
+        """Return the name of the scorer."""
         return self.name
 
 
@@ -48,7 +54,9 @@ crps_scorer = Scorer("neg_crps", lambda predictive, y: metrics.crps(predictive, 
 
 
 def pinball_scorer(q: float) -> Scorer:
-    """Return the scorer of the quantile at probability q.
+    """Return the scorer of the quantile at probability q, by the pinball loss.
+
+    Raises ValueError for a q that is not between 0 and 1.
 
     >>> GridSearchCV(SSLARegressor(), grid, scoring=pinball_scorer(0.9))      # doctest: +SKIP
     """
@@ -60,10 +68,9 @@ def pinball_scorer(q: float) -> Scorer:
 
 
 def _find_last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
-    """Return the estimator that predicts distributions inside a search or a pipeline, and its
-    inputs.
+    """Return the last step of a search or a pipeline, and its inputs for the rows X.
 
-    Raises TypeError for an estimator without `predict_dist`.
+    Another estimator is returned itself. Raises TypeError if the last step has no `predict_dist`.
     """
     if hasattr(estimator, "best_estimator_"):
         return _find_last_step(estimator.best_estimator_, X)
@@ -80,9 +87,10 @@ def _find_last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
 
 
 def _encode_targets(model: Any, y: Any) -> Any:
-    """Return labels (n,) as the numbers of their classes, other targets as floats.
+    """Return labels (n,) as the numbers of their classes, and other targets as floats.
 
-    Raises ValueError for labels that the model has not seen, and TypeError for dates.
+    Raises ValueError for masked values and for labels that the model has not seen, and TypeError
+    for dates.
     """
     classes = getattr(model, "classes_", None)
     if classes is None:

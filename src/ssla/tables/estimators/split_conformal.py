@@ -1,6 +1,4 @@
-"""Split conformal intervals: coverage that holds for every sample size, even if the model is
-wrong.
-"""
+"""Split conformal intervals, whose coverage holds for every sample size and for a wrong model."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ from ssla.refit import resolve
 
 @dataclass(frozen=True, eq=False)
 class Conformal:
-    """Scores |y − mean| / stddev (n, D) of calibration rows, sorted, with the weights of their rows
-    (n, D) in the same order.
+    """The conformal scores |y − mean| / stddev of n calibration rows and D targets.
 
     q is the smallest score at which the weights of the scores up to it sum to at least (W +
     1)·level, where W is the sum of all weights and the 1 is the new row. Then P(|y − mean| ≤
@@ -32,9 +29,9 @@ class Conformal:
     from another distribution, and their scale matters: weights that sum to one count as one row.
     """
 
-    scores: np.ndarray
-    weights: np.ndarray
-    refit: Any  # of the predictives that were scored: the scores are valid only for it
+    scores: np.ndarray  # (n, D), each column sorted
+    weights: np.ndarray  # those of the scores' rows (n, D)
+    refit: Any  # that of the predictives that were scored; the scores hold only for it
 
     @staticmethod
     def from_rows(
@@ -44,9 +41,11 @@ class Conformal:
         refit: Any,
         transform: Transform | None = None,
     ) -> Conformal:
-        """Return the scores of calibration rows: y (n,) or (n, D), weights (n,).
+        """Return the scores of calibration rows with y (n,) or (n, D) and weights (n,).
 
-        With a transform the scores are on the scale of the model.
+        predictive: that of these rows.  refit: the one that it was computed with.  transform: maps
+        the scale of the model to that of y. The scores are computed on the scale of the model.
+        None: both are the same.
         """
         mean, spread = _mean_and_spread(predictive, transform)
         y = y if transform is None else transform.into(torch.from_numpy(y)).numpy()
@@ -55,20 +54,21 @@ class Conformal:
         return Conformal(np.take_along_axis(scores, order, axis=0), weights[order], refit)
 
     def holds_for(self, refit: Any) -> bool:
-        """Return whether the scores were computed with that refit."""
+        """Return whether the scores were computed with this refit, a name or an object."""
         return resolve(refit) == resolve(self.refit)
 
     def score_quantile(self, level: float) -> np.ndarray:
-        """Return q for each target (D,); infinite, with a warning, if there are too few rows for
-        the level.
+        """Return q for each target (D,).
+
+        It is infinite, with a warning, if there are too few rows for the level.
         """
         scores = torch.from_numpy(self.scores.T)
         weights = torch.from_numpy(self.weights.T)
         # All targets have the same rows, so the first one decides.
-        short = describe_row_shortage(weights[0], level, "calibration rows")
-        if short is not None:
+        shortage = describe_row_shortage(weights[0], level, "calibration rows")
+        if shortage is not None:
             warn(
-                f"A conformal interval of {level:g} {short}: the interval is infinite. Use a "
+                f"A conformal interval of {level:g} {shortage}: the interval is infinite. Use a "
                 "larger calibration_fraction or a lower level."
             )
         q: np.ndarray = conformal_quantile(scores, weights, level).numpy()
@@ -77,9 +77,10 @@ class Conformal:
     def interval(
         self, predictive: Any, level: float, transform: Transform | None = None
     ) -> np.ndarray:
-        """Return mean ± q·stddev: (N, 2), or (N, D, 2) for several targets.
+        """Return the intervals mean ± q·stddev of a predictive: (N, 2), or (N, D, 2) for D targets.
 
-        With a transform, the interval is computed on the scale of the model and transformed.
+        transform: that of `from_rows`. The interval is computed on the scale of the model and then
+        transformed. The ends for counts are rounded inwards to whole numbers.
         """
         mean, spread = _mean_and_spread(predictive, transform)
         q = self.score_quantile(level)
@@ -95,9 +96,12 @@ class Conformal:
 def _mean_and_spread(
     predictive: Predictive, transform: Transform | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean and standard deviation (N, D), with a transform on the scale of the model."""
-    known = predictive if transform is None else untransformed(predictive)
-    return _as_columns(known.mean.numpy()), _as_columns(known.stddev.numpy())
+    """Return mean and standard deviation (N, D) of a predictive.
+
+    With a transform they are those on the scale of the model, before the transform.
+    """
+    on_scale = predictive if transform is None else untransformed(predictive)
+    return _as_columns(on_scale.mean.numpy()), _as_columns(on_scale.stddev.numpy())
 
 
 def _as_columns(values: np.ndarray) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Targets: which ones no estimator can take, and how they are read."""
+"""Reads targets, and refuses those that no estimator can take."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sklearn.utils.validation import column_or_1d
 from ssla._checks import refuse_masked
 from ssla.tables.columns.frames import is_gap
 
-SMALLEST_TARGET, LARGEST_TARGET = 1e-150, 1e150  # whose squares are normal numbers
+SMALLEST_TARGET, LARGEST_TARGET = 1e-150, 1e150  # their squares are normal numbers
 # The dates of pandas are subclasses of these, except its periods.
 DATES = (date, time, timedelta, np.datetime64, np.timedelta64)
 
@@ -24,15 +24,15 @@ def refuse_masked_target(y: Any) -> None:
 
 
 def refuse_masked_or_dates(y: Any) -> None:
-    """Raise ValueError for targets with masked values, and TypeError for dates, times and
-    durations.
+    """Raise ValueError for targets with masked values, and TypeError for dates and durations.
 
-    They would be read as whole numbers in a unit that depends on the library, such as nanoseconds
-    since 1970. Strings pass here: scikit-learn refuses them.
+    Dates, times and durations would be read as whole numbers in a unit that depends on the library,
+    such as nanoseconds since 1970. Strings are accepted here, because scikit-learn refuses them.
     """
     refuse_masked_target(y)
     values = np.asarray(y)
     type_of_dates: Any = values.dtype if values.dtype.kind in "mM" else None
+    # The cells of an array of objects are examined up to the first date.
     if values.dtype == object:
         names = (type(cell).__name__ for cell in values.ravel() if _is_date(cell))
         type_of_dates = next(names, None)
@@ -50,8 +50,9 @@ def _is_date(cell: Any) -> bool:
 
 
 def check_target_size(y: np.ndarray) -> None:
-    """Raise ValueError for targets (n,) or (n, D) whose variance would be zero or infinite in
-    double precision.
+    """Raise ValueError for targets (n,) or (n, D) that are too large or too small.
+
+    In double precision their variance would be infinite or zero.
     """
     largest = np.atleast_1d(np.abs(y).max(0))
     wrong = largest[(largest > LARGEST_TARGET) | (largest < SMALLEST_TARGET)]
@@ -64,9 +65,10 @@ def check_target_size(y: np.ndarray) -> None:
 
 
 def check_labels_known(y: Any) -> None:
-    """Raise ValueError where labels are missing, with their number and the first row.
+    """Raise ValueError where labels (n,) are missing, with their number and the first row.
 
-    scikit-learn would compare the labels first, and fail with another error.
+    It is called before scikit-learn's checks, which compare the labels and would fail with another
+    error. Targets that are None as a whole are accepted, because these checks refuse them.
     """
     if y is None:
         return
@@ -81,13 +83,13 @@ def check_labels_known(y: Any) -> None:
         )
 
 
-def read_numbers(y: Any) -> np.ndarray:
-    """Return one target (n,) in float64.
+def read_numeric_target(y: Any) -> np.ndarray:
+    """Return one target of numbers (n,) in float64.
 
     Raises ValueError for a target that is missing, masked, not finite or of several columns, and
     TypeError for dates.
     """
-    _check_passed(y)
+    _check_target_given(y)
     refuse_masked_or_dates(y)
     y = check_array(y, ensure_2d=False, dtype=None, input_name="y", ensure_min_samples=2)
     if y.ndim == 2 and y.shape[1] > 1:
@@ -98,11 +100,11 @@ def read_numbers(y: Any) -> np.ndarray:
 
 
 def read_labels(y: Any) -> np.ndarray:
-    """Return labels (n,) of any kind.
+    """Return the labels of classes (n,), of any type.
 
     Raises ValueError for labels that are missing, masked, or not those of classes.
     """
-    _check_passed(y)
+    _check_target_given(y)
     refuse_masked_target(y)
     assert_all_finite(y, input_name="y")
     check_classification_targets(y)
@@ -110,7 +112,7 @@ def read_labels(y: Any) -> np.ndarray:
     return labels
 
 
-def _check_passed(y: Any) -> None:
-    """Raise ValueError, in the words of scikit-learn, where there is no target."""
+def _check_target_given(y: Any) -> None:
+    """Raise ValueError where y is None, with the text of scikit-learn's own error."""
     if y is None:
         raise ValueError("This estimator requires y to be passed, but the target y is None.")

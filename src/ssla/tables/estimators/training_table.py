@@ -13,48 +13,52 @@ from ssla.tables.columns import Style, Table, TableError, read_later_labels, rea
 
 @dataclass(frozen=True, eq=False)
 class TrainingTable:
-    """The part of a file that only the command has. The columns of the inputs are the estimator's
-    `plan_`.
+    """The part of a file that only the command writes.
 
-    target, target_style: the name of the target column, and the format of its numbers.
-    decimal, thousands: the marks of numbers that the command was given, None if it detected them.
-    facts: what `ssla report` prints: rows, columns, scores of held-out rows.
+    The columns of the inputs are in the estimator's `plan_`.
     """
 
-    target: str
-    target_style: Style = field(default_factory=Style)
-    decimal: str | None = None
-    thousands: str | None = None
+    target: str  # the name of the target column
+    target_style: Style = field(default_factory=Style)  # the format of its numbers
+    decimal: str | None = None  # the mark that the command was given; None: it was detected
+    thousands: str | None = None  # the same for groups of digits
+    # what `ssla report` prints: rows, columns, scores of held-out rows
     facts: Mapping[str, Any] = field(default_factory=dict)
 
-    def observed(self, table: Table, classes: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the target (k,) of the rows of a later table that have one, and which rows these
-        are (n,) bool.
+    def read_targets(
+        self, table: Table, classes: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the targets (k,) that the rows of a later table have, and which rows these are.
 
-        classes: the labels of the estimator, if it has any. Raises TableError if no row has a
-        target.
+        The second result is (n,) bool.  classes: the labels of a classifier (C,); None for numbers.
+        Raises TableError if no row has a target, or if a cell cannot be read.
         """
         if classes is None:
-            y, given = read_later_numbers(table, self.target, self.target_style)
+            y, has_target = read_later_numbers(table, self.target, self.target_style)
         else:
-            y, given = read_later_labels(table, self.target, classes.tolist())
-        if not given.any():
+            y, has_target = read_later_labels(table, self.target, classes.tolist())
+        if not has_target.any():
             raise TableError(f"No row of {table.path} has a value in the target {self.target!r}.")
-        return y, given
+        return y, has_target
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values for a file."""
-        return {name: value for name, value in vars(self).items() if name != "target_style"} | {
-            "target_style": asdict(self.target_style)
-        }
+        """Return the values of all fields as a file can hold them."""
+        plain = {name: value for name, value in vars(self).items() if name != "target_style"}
+        return plain | {"target_style": asdict(self.target_style)}
 
     @staticmethod
     def from_json(content: Mapping[str, Any]) -> TrainingTable:
-        """Return the values of a file; raise ValueError for other types than `as_json` writes."""
+        """Return the object that `as_json` wrote; raise ValueError for values of other types."""
         style = {str(name): str(mark) for name, mark in content["target_style"].items()}
         marks = (content["decimal"], content["thousands"])
         if not isinstance(content["target"], str) or not isinstance(content["facts"], dict):
             raise ValueError("the target has no name, or the training no facts")
         if not all(mark is None or isinstance(mark, str) for mark in marks):
             raise ValueError("the marks of numbers are not texts")
-        return TrainingTable(content["target"], Style(**style), *marks, content["facts"])
+        return TrainingTable(
+            target=content["target"],
+            target_style=Style(**style),
+            decimal=content["decimal"],
+            thousands=content["thousands"],
+            facts=content["facts"],
+        )

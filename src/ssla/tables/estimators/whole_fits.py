@@ -1,4 +1,4 @@
-"""Fits that are complete or did not happen."""
+"""Restores an estimator when its fit fails, so that a fit is complete or leaves no trace."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-def all_or_nothing(
+def restore_on_failure(
     fit: Callable[Concatenate[Self, Arguments], Result],
 ) -> Callable[Concatenate[Self, Arguments], Result]:
-    """Return a `fit` that restores the estimator's attributes where it fails or is interrupted.
+    """Decorate a `fit` so that it restores the estimator's attributes if it raises an exception.
 
     Otherwise a second fit that ends early would leave the classes or columns of the new rows beside
-    the model of the old ones, and predictions would be wrong without an error.
+    the model of the old ones, and predictions would be wrong without an error. Attributes are
+    restored, but not copied: a fit must not change their values in place.
     """
 
     @wraps(fit)
     def fit_or_restore(self: Self, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        """Fit, and restore the attributes after any exception."""
+        """Call the fit, and restore the attributes after any exception."""
         before = dict(vars(self))
         try:
             return fit(self, *args, **kwargs)

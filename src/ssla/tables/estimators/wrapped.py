@@ -1,9 +1,9 @@
-"""Predictives for models of other libraries: trees, forests and boosters with the interface of
-scikit-learn.
+"""Estimators that make predictive distributions of the predictions of other libraries' models.
 
-The rows that a tree was grown on say little about its errors. So clones are grown on all folds but
-one, and predict the rows of that fold. These out-of-fold predictions are the features of a Bayesian
-last layer (`ssla.tables.trees.out_of_fold`).
+These models are trees, forests and boosters with the interface of scikit-learn. The rows that a
+tree was grown on say little about its errors. So clones are fitted to all folds but one, and
+predict the rows of that fold. These out-of-fold predictions are the features of a Bayesian last
+layer (`ssla.tables.trees.out_of_fold`).
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from ssla.tables.columns.frames import replace_masked
 from ssla.tables.estimators.answers import ClassAnswers, NumberAnswers
 from ssla.tables.estimators.bases import (
     check_methods,
-    column_scaling,
     fit_clone,
+    fit_column_scaling,
     is_fitted,
     predict_numbers,
 )
 from ssla.tables.estimators.row_weights import (
     AUTO,
     MEANINGS,
-    checked_weights,
-    factor_of,
-    rows_with_weight,
+    choose_weight_factor,
+    find_weighted_rows,
+    read_row_weights,
     without_weight_warning,
 )
 from ssla.tables.estimators.saving import save_wrapped
-from ssla.tables.estimators.targets import check_target_size, read_labels, read_numbers
-from ssla.tables.estimators.whole_fits import all_or_nothing
+from ssla.tables.estimators.targets import check_target_size, read_labels, read_numeric_target
+from ssla.tables.estimators.whole_fits import restore_on_failure
 from ssla.tables.trees.out_of_fold import (
     ClassLayer,
     NumberLayer,
@@ -59,15 +59,17 @@ from ssla.tables.trees.out_of_fold import (
 )
 
 FOLDS, ALL = "folds", "all"
-MEAN, NOISE, CLASSES = "mean", "noise", "classes"
+MEAN, NOISE, CLASSES = "mean", "noise", "classes"  # the keys of `models_`: what models predict
 Predictor = Callable[[Any, Any], np.ndarray]  # model, X -> (N,) or (N, C)
-Folds = list[tuple[np.ndarray, np.ndarray]]  # rows of training, and rows to predict
+Folds = list[tuple[np.ndarray, np.ndarray]]  # positions of training rows, and of rows to predict
 
 
 @all_in_plain_torch
 class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
-    """Abstract: folds, clones and features. The two estimators define y, by `fit`, `_base` and
-    `_predictions`.
+    """The abstract base of both estimators: it makes folds, fits clones and predicts.
+
+    The two estimators define `fit`, `_make_base`, `_predict_with_models`, and two class attributes:
+    `_prediction_method`, the method of the base that is called, and `_predicts_classes`.
     """
 
     ensemble_: NumberLayer | ClassLayer
@@ -96,13 +98,16 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     # --- rows ------------------------------------------------------------------------------
 
     def _read_rows(self, X: Any, reset: bool) -> Any:
-        """Return X as the base takes it: tables with column names as they are, everything else as
-        an array of numbers (n, d). Masked cells of an array are gaps.
+        """Return X as the base takes it: a data frame as it is, or an array of numbers (n, d).
 
-        reset: whether names and number of the columns are remembered (at the fit) or compared.
-        Raises ValueError for other columns, no rows, or gaps that the base does not take.
+        Masked cells of an array are gaps.  reset: True at a fit, which stores the names and the
+        number of the columns in the estimator. False later, when they are compared with the stored
+        ones. Raises ValueError for other columns, too few rows, or gaps that the base does not
+        take.
         """
         X = replace_masked(X)
+        # Of a data frame of pandas or polars, scikit-learn stores or compares the columns, and the
+        # base reads the cells.
         if hasattr(X, "iloc") or type(X).__module__.startswith("polars"):
             validate_data(self, X, reset=reset, skip_check_array=True)
             if not len(X):
@@ -118,13 +123,15 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> tuple[Any, np.ndarray, np.ndarray, Folds]:
         """Return the m rows of positive weight, their targets (m,), weights (m,) and folds.
 
-        Raises ValueError or TypeError for wrong settings, weights or folds.
+        X, y (n,): the rows as they were read.  generator: a NumPy RandomState for the folds. The
+        weights are scaled by the factor that `row_weights` asks for, which is stored in
+        `weight_factor_`. Raises ValueError or TypeError for wrong settings, weights or folds.
         """
         check_consistent_length(X, y)
         self._check_settings(base)
-        weights = checked_weights(sample_weight, len(y))
-        present = np.flatnonzero(rows_with_weight(weights))
-        self.weight_factor_ = factor_of(weights, self.row_weights)
+        weights = read_row_weights(sample_weight, len(y))
+        present = np.flatnonzero(find_weighted_rows(weights))
+        self.weight_factor_ = choose_weight_factor(weights, self.row_weights)
         weights = weights * self.weight_factor_
         folds = self._make_folds(X, y, present, generator)
         if len(present) < len(y):
@@ -134,55 +141,78 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         return X, y, weights, folds
 
     def _check_settings(self, base: Any) -> None:
-        """Raise ValueError or TypeError for a setting that is out of range.
+        """Raise ValueError for a parameter that is out of range, TypeError for an unsuitable base.
 
-        Settings are checked at the fit and not in __init__, as scikit-learn requires.
+        Parameters are checked at the fit and not in __init__, as scikit-learn requires.
         """
         check_name("final", self.final, (FOLDS, ALL))
         check_name("row_weights", self.row_weights, MEANINGS)
         resolve(self.refit)
         strength: Any = self.prior_strength
-        real = isinstance(strength, numbers.Real) and not isinstance(strength, bool)
-        if not real or not 0 < float(strength) < np.inf:
+        is_number = isinstance(strength, numbers.Real) and not isinstance(strength, bool)
+        if not is_number or not 0 < float(strength) < np.inf:
             raise ValueError(f"prior_strength must be a positive number, but is {strength!r}.")
         if isinstance(self.cv, numbers.Integral) and (isinstance(self.cv, bool) or self.cv < 2):
             raise ValueError(
                 f"cv must be at least 2 folds, or a splitter of scikit-learn, but is {self.cv!r}."
             )
-        check_methods("base", base, ("fit", self._method))
+        check_methods("base", base, ("fit", self._prediction_method))
         if getattr(self, "noise_base", None) is not None:
             check_methods("noise_base", self.noise_base, ("fit", "predict", "get_params"))
 
     def _make_folds(self, X: Any, y: np.ndarray, present: np.ndarray, generator: Any) -> Folds:
-        """Return the training rows and the rows to predict of each fold, as positions among the m
-        present rows (m,). Each present row is predicted once.
+        """Return the folds of the rows with these numbers (m,), by the parameter `cv`.
 
-        Raises ValueError for a splitter that predicts a row never or more than once.
+        Each fold has the positions, among these m rows, of its training rows and of the rows that
+        it predicts. Each row is predicted once. Raises ValueError for a splitter that predicts a
+        row of X never or more than once.
         """
-        m = len(present)
         if isinstance(self.cv, numbers.Integral):
-            # Rows in random order, sorted by class, take turns: each fold has its share of a class.
-            strata = y[present] if self._stratified else np.zeros(m)
-            order = np.lexsort((generator.uniform(size=m), strata))
-            fold = np.empty(m, dtype=np.int64)
-            fold[order] = np.arange(m) % min(int(self.cv), m)
-            return [
-                (np.flatnonzero(fold != k), np.flatnonzero(fold == k))
-                for k in range(fold.max() + 1)
-            ]
-        pairs = list(check_cv(self.cv, y, classifier=self._stratified).split(X, y))
-        times = np.bincount(np.concatenate([test for _, test in pairs]), minlength=len(y))
+            return self._draw_folds(y[present], generator)
+        return self._apply_splitter(X, y, present)
+
+    def _draw_folds(self, y: np.ndarray, generator: Any) -> Folds:
+        """Draw `cv` random folds of rows with targets y (m,), or m folds if there are fewer rows.
+
+        Each fold has about the same proportions of classes.
+        """
+        m = len(y)
+        # Rows are sorted by class, in random order within a class, and dealt to the folds in turn.
+        strata = y if self._predicts_classes else np.zeros(m)
+        order = np.lexsort((generator.uniform(size=m), strata))
+        fold = np.empty(m, dtype=np.int64)
+        fold[order] = np.arange(m) % min(int(self.cv), m)
+        return [
+            (np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(fold.max() + 1)
+        ]
+
+    def _apply_splitter(self, X: Any, y: np.ndarray, present: np.ndarray) -> Folds:
+        """Return the folds that the splitter `cv` makes of X and y (n,), as in `_make_folds`.
+
+        All n rows are split, and those that are not present (m,) are then left out. Raises
+        ValueError for a splitter that predicts a row never or more than once.
+        """
+        pairs = list(check_cv(self.cv, y, classifier=self._predicts_classes).split(X, y))
+        predicted = np.concatenate([test for _, test in pairs])
+        times = np.bincount(predicted, minlength=len(y))  # how often each row is predicted
         if not bool((times == 1).all()):
             raise ValueError(
                 f"cv must predict every row once, but predicts {int((times == 0).sum())} rows "
                 f"never and {int((times > 1).sum())} more than once. Use KFold, GroupKFold or "
                 "PredefinedSplit."
             )
+        # The position of each of the n rows among the present ones; −1 for the others.
         position = np.full(len(y), -1)
-        position[present] = np.arange(m)
-        folds = [(position[train], position[test]) for train, test in pairs]
-        folds = [(train[train >= 0], test[test >= 0]) for train, test in folds]
-        return [(train, test) for train, test in folds if len(test)]
+        position[present] = np.arange(len(present))
+        folds = []
+        for train, test in pairs:
+            train_positions = position[train]
+            test_positions = position[test]
+            train_positions = train_positions[train_positions >= 0]
+            test_positions = test_positions[test_positions >= 0]
+            if len(test_positions):
+                folds.append((train_positions, test_positions))
+        return folds
 
     # --- models ----------------------------------------------------------------------------
 
@@ -196,11 +226,16 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         seeds: Any,
         predict: Predictor,
     ) -> tuple[np.ndarray, tuple[Any, ...]]:
-        """Fit a clone of the base for each fold, and return the out-of-fold predictions (n,) or
-        (n, C), and the models that will predict new rows.
+        """Fit a clone of the base for each fold, and return its predictions and the final models.
 
-        y (n,), weights (n,) or None. predict: what is asked of a model. Raises ValueError for
-        predictions that are not finite.
+        The predictions are the out-of-fold ones, (m,) or (m, C). The final models predict new rows:
+        a base that was given fitted itself, those of the folds, or one of all rows, as `final`
+        says.
+
+        y (m,): what the models learn.  weights (m,): row weights; None: the base is fitted without
+        any.  seeds: a NumPy RandomState, see `fit_clone`.  predict: computes the predictions of a
+        model. Raises ValueError for predictions that are not finite, and for weights that the base
+        does not take.
         """
         predictions = []
         models = []
@@ -216,84 +251,92 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
                 f"{type(base).__name__} predicts values that are not finite. Check its settings "
                 "and the rows."
             )
-        # A base that was given fitted makes the predictions itself.
+        # The base may have been given fitted. The models of the noise are always fitted here.
         if base is self.base and is_fitted(base):
             models = [base]
         elif self.final == ALL:
             models = [fit_clone(base, X, y, weights, None, seeds)]
         return out_of_fold, tuple(models)
 
-    def _mean_prediction(self, kind: str, X: Any, predict: Predictor) -> Tensor:
-        """Return the mean prediction (N,) or (N, C) of the models of a kind at X."""
-        return torch.from_numpy(
-            np.mean([predict(model, X) for model in self.models_[kind]], axis=0)
-        )
+    def _average_predictions(self, key: str, X: Any, predict: Predictor) -> Tensor:
+        """Return the mean (N,) or (N, C) of the predictions at X of the models `models_[key]`."""
+        predictions = [predict(model, X) for model in self.models_[key]]
+        return torch.from_numpy(np.mean(predictions, axis=0))
 
     def _allows_nan(self) -> bool:
-        """Return whether the base takes gaps in X, by its tags."""
+        """Return whether the base takes gaps in X, by its tags; True for a base without tags."""
         base = self._make_base(None)
+        # Without tags, the base itself refuses gaps that it does not take.
         try:
             return bool(get_tags(base).input_tags.allow_nan)
-        except (AttributeError, TypeError):  # a library without tags: the base decides
+        except (AttributeError, TypeError):
             return True
 
     def predict_probe(self) -> list[Tensor] | None:
-        """Return the predictions of the models at three rows, the means of the columns and one
-        standard deviation off: a tensor (3,) or (3, C) for each kind of model.
+        """Return the predictions of the models at three rows, by which a file recognises them.
 
-        A file holds them to recognise the models. None where such rows cannot be predicted (columns
-        that are not numbers, or are categories).
+        The rows are the means of the columns, and one standard deviation below and above. The
+        predictions are those of `_predict_with_models`. The result is None if such rows cannot be
+        predicted, as where columns are not numbers, or numbers are categories.
         """
         inputs = self.ensemble_.inputs
         if inputs is None:
             return None
         rows: Any = torch.stack([inputs.shift + step * inputs.scale for step in (-1, 0, 1)]).numpy()
+        # Models that were fitted on columns with names expect these names.
         if hasattr(self, "feature_names_in_"):
             pandas = import_module("pandas")
             rows = pandas.DataFrame(rows, columns=self.feature_names_in_)
+        # A model of another library may raise any exception.
         try:
-            return list(self._predictions(rows))
-        except Exception:  # of any library
+            return list(self._predict_with_models(rows))
+        except Exception:
             return None
 
     # --- answers ---------------------------------------------------------------------------
 
     @property
     def posterior_(self) -> Posterior:
-        """The posterior of the last layer. Its inputs are `features(X)`."""
+        """The posterior of the last layer, whose inputs are `features(X)`."""
         check_is_fitted(self, "ensemble_")
         return self.ensemble_.posterior
 
     def features(self, X: Any) -> Tensor:
-        """Return the inputs of the last layer at X (N, F), for the methods of `posterior_`."""
-        check_is_fitted(self, "ensemble_")
-        layer: Any = self.ensemble_
-        features: Tensor = layer.features(*self._predictions(self._read_rows(X, reset=False)))
-        return features
+        """Return the inputs (N, F) of the last layer at X, for the methods of `posterior_`.
 
-    def predict_dist(self, X: Any) -> Predictive:
-        """Return the predictive distribution of y at X (see `ssla.Predictive`): mean, variance,
-        cdf, hdr, mass, sample, …
+        Raises NotFittedError before `fit`, and ValueError for rows that cannot be used.
         """
         check_is_fitted(self, "ensemble_")
         layer: Any = self.ensemble_
-        predictive: Predictive = layer.predict(
-            *self._predictions(self._read_rows(X, reset=False)), self.refit
-        )
+        predictions = self._predict_with_models(self._read_rows(X, reset=False))
+        features: Tensor = layer.features(*predictions)
+        return features
+
+    def predict_dist(self, X: Any) -> Predictive:
+        """Return the predictive distribution of y at X, a `ssla.Predictive`.
+
+        It has mean, variance, cdf, hdr, mass, sample and others. Raises NotFittedError before
+        `fit`, and ValueError for rows that cannot be used.
+        """
+        check_is_fitted(self, "ensemble_")
+        layer: Any = self.ensemble_
+        predictions = self._predict_with_models(self._read_rows(X, reset=False))
+        predictive: Predictive = layer.predict(*predictions, self.refit)
         return predictive
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the last layer to a directory of tensors and JSON, and return its path. The models
-        are not in it.
+        """Write the last layer, without the models, to a directory, and return its path.
 
-        Trees have no common format that is free of code. Keep `models_` in the format of its
-        library (or with skops or joblib), and give it to `ssla.sklearn.load(path, models=…)`.
+        The directory has tensors and JSON. Trees have no common format that is free of code. Keep
+        `models_` in the format of its library (or with skops or joblib), and give it to
+        `ssla.sklearn.load(path, models=…)`. Raises FileError for classes or parameters that a file
+        cannot hold, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
         return save_wrapped(self, path)
 
     def __sklearn_tags__(self) -> Any:
-        """The tags of an estimator of dense rows, with gaps where the base takes them."""
+        """Return the tags of an estimator of dense rows, with gaps if the base takes them."""
         tags = super().__sklearn_tags__()
         tags.input_tags.sparse = False
         tags.input_tags.allow_nan = self._allows_nan()
@@ -351,8 +394,8 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
     >>> model.predict_interval(X_new, level=0.9)                    # doctest: +SKIP
     """
 
-    _method = "predict"
-    _stratified = False
+    _prediction_method = "predict"
+    _predicts_classes = False
 
     def __init__(
         self,
@@ -379,10 +422,13 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
         self.noise_base = noise_base
 
     def _make_base(self, seed: int | None) -> Any:
-        """Return the regressor whose clones are fitted."""
+        """Return the regressor whose clones are fitted: the parameter `base`, or the default one.
+
+        seed: the random_state of the default one.
+        """
         return HistGradientBoostingRegressor(random_state=seed) if self.base is None else self.base
 
-    @all_or_nothing
+    @restore_on_failure
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveRegressor:
         """Grow the models, fit the last layer, and return the estimator.
 
@@ -390,17 +436,19 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
         ValueError or TypeError for rows, targets, weights or parameters that cannot be used.
         """
         X = self._read_rows(X, reset=True)
-        y = read_numbers(y)
+        y = read_numeric_target(y)
         generator = check_random_state(self.random_state)
         base = self._make_base(generator.randint(2**31 - 1))
         X, y, weights, folds = self._prepare_fit(base, X, y, sample_weight, generator)
         if bool((y == y[0]).all()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
         check_target_size(y)
-        # A base without row weights can be fitted where none are given.
-        given = None if sample_weight is None else weights
-        mean, mean_models = self._fit_models(base, X, y, given, folds, generator, predict_numbers)
-        # The second kind of models predicts log (y − m)², unless it is the same in every row.
+        # A base that takes no row weights can be fitted if none are given.
+        given_weights = None if sample_weight is None else weights
+        mean, mean_models = self._fit_models(
+            base, X, y, given_weights, folds, generator, predict_numbers
+        )
+        # Further models predict log (y − m)², unless it is the same in every row.
         row_weights = torch.from_numpy(weights)
         log_errors = log_squares(torch.from_numpy(y - mean), row_weights).numpy()
         noise_models: tuple[Any, ...] = ()
@@ -408,30 +456,33 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
         if np.ptp(log_errors) > 0:
             noise_base = clone(base) if self.noise_base is None else self.noise_base
             noise, noise_models = self._fit_models(
-                noise_base, X, log_errors, given, folds, generator, predict_numbers
+                noise_base, X, log_errors, given_weights, folds, generator, predict_numbers
             )
         m, v, target = (torch.from_numpy(values) for values in (mean, noise, y))
         with without_weight_warning():
             layer = fit_numbers(m, v, target, row_weights, float(self.prior_strength))
         self.models_ = {MEAN: mean_models, NOISE: noise_models}
-        self.ensemble_ = replace(layer, inputs=column_scaling(X, weights))
+        self.ensemble_ = replace(layer, inputs=fit_column_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(m, v, self.refit).log_prob(target).numpy()
         return self
 
-    def _predictions(self, X: Any) -> tuple[Tensor, Tensor]:
-        """Return the mean (N,) and the log squared error (N,) that the models predict at X."""
+    def _predict_with_models(self, X: Any) -> tuple[Tensor, Tensor]:
+        """Return the mean (N,) and the log squared error (N,) that the models predict at X.
+
+        Without models of the noise the second is that of all training rows.
+        """
         layer: Any = self.ensemble_
-        m = self._mean_prediction(MEAN, X, predict_numbers)
+        m = self._average_predictions(MEAN, X, predict_numbers)
         if not self.models_[NOISE]:
             return m, torch.full_like(m, layer.centre)
-        return m, self._mean_prediction(NOISE, X, predict_numbers)
+        return m, self._average_predictions(NOISE, X, predict_numbers)
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Return the central interval (N, 2) that holds y with this probability.
+        """Return the central interval (N, 2) that holds y with probability `level`.
 
-        Raises ValueError for a level that is not between 0 and 1.
+        Raises ValueError for a level that is not between 0 and 1, and NotFittedError before `fit`.
         """
-        checked_level(level)  # before the models predict
+        checked_level(level)  # refuses a wrong one before the models predict
         ends: np.ndarray = self.predict_dist(X).interval(level).numpy()
         return ends
 
@@ -449,14 +500,17 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
     >>> model.predict_proba(X_new)                                        # doctest: +SKIP
     """
 
-    _method = "predict_proba"
-    _stratified = True
+    _prediction_method = "predict_proba"
+    _predicts_classes = True
 
     def _make_base(self, seed: int | None) -> Any:
-        """Return the classifier whose clones are fitted."""
+        """Return the classifier whose clones are fitted: the parameter `base`, or the default one.
+
+        seed: the random_state of the default one.
+        """
         return HistGradientBoostingClassifier(random_state=seed) if self.base is None else self.base
 
-    @all_or_nothing
+    @restore_on_failure
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PredictiveClassifier:
         """Grow the models, fit the last layer, and return the estimator.
 
@@ -478,24 +532,27 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
                     f"A fold leaves rows of one class only for its model (n_samples={len(y)}). Use "
                     "fewer folds, or more rows."
                 )
-        # A base that was fitted on other classes is refused before the work.
+        # A fitted base with other classes is refused before its clones are fitted.
         if is_fitted(base):
             self._predict_probs(base, _safe_indexing(X, [0]))
-        given = None if sample_weight is None else weights
-        probs, models = self._fit_models(base, X, y, given, folds, generator, self._predict_probs)
+        # A base that takes no row weights can be fitted if none are given.
+        given_weights = None if sample_weight is None else weights
+        probs, models = self._fit_models(
+            base, X, y, given_weights, folds, generator, self._predict_probs
+        )
         p, target, row_weights = (torch.from_numpy(part) for part in (probs, codes, weights))
         with without_weight_warning():
             layer = fit_classes(p, target, row_weights, float(self.prior_strength))
         self.models_ = {CLASSES: models}
-        self.ensemble_ = replace(layer, inputs=column_scaling(X, weights))
+        self.ensemble_ = replace(layer, inputs=fit_column_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(p, self.refit).log_prob(target).numpy()
         return self
 
     def _predict_probs(self, model: Any, X: Any) -> np.ndarray:
-        """Return the probabilities (N, C) that a model predicts, in the order of classes_; zero for
-        classes that it has not seen.
+        """Return the probabilities (N, C) that a model predicts, in the order of classes_.
 
-        Raises ValueError for a model that was fitted on other classes.
+        They are zero for classes that the model has not seen. Raises ValueError for a model that
+        was fitted on other classes.
         """
         probs_of_model = np.asarray(model.predict_proba(X), dtype=np.float64)
         labels = np.asarray(model.classes_).reshape(-1).tolist()
@@ -506,6 +563,9 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
         probs[:, [columns[label] for label in labels]] = probs_of_model
         return probs
 
-    def _predictions(self, X: Any) -> tuple[Tensor]:
-        """Return the probabilities (N, C) that the models predict at X, alone in a tuple."""
-        return (self._mean_prediction(CLASSES, X, self._predict_probs),)
+    def _predict_with_models(self, X: Any) -> tuple[Tensor]:
+        """Return the probabilities (N, C) that the models predict at X, as a tuple of one.
+
+        It is a tuple because that of the regressor has two tensors.
+        """
+        return (self._average_predictions(CLASSES, X, self._predict_probs),)

@@ -1,4 +1,4 @@
-"""Opening the estimators of `wrapped`. The file has the last layer; the models are given."""
+"""Opens the estimators of `wrapped` by their file, which has the last layer, and their models."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ from ssla.tables.estimators.wrapped import (
 )
 from ssla.tables.trees.out_of_fold import NumberLayer, make_linear
 
-TYPES: dict[str, type[Any]] = {
+ESTIMATORS: dict[str, type[Any]] = {
     "PredictiveRegressor": PredictiveRegressor,
     "PredictiveClassifier": PredictiveClassifier,
 }
-WRAPPED = tuple(TYPES)  # not a dictionary: a forged file may ask for a name that has no hash
+# A tuple and not a dictionary, because a forged file may have a name that has no hash.
+WRAPPED = tuple(ESTIMATORS)
 TOLERANCE = 1e-6  # of predictions at the probe: other versions of a library may round differently
 
 
@@ -43,17 +44,17 @@ def open_wrapped(
 ) -> Any:
     """Return the estimator of a file, with its models.
 
-    models: the `models_` of the estimator that was saved. Raises FileError for a file that this
-    library did not write, and for other models, as far as the file can tell.
+    models: the `models_` of the estimator that was saved; None raises the error that says so.
+    source: the path, for errors. Raises FileError for a file that this library did not write, and
+    for models that are not those of the fit, as far as their classes and predictions show it.
     """
     with convert_to_file_error(source):
         decoder = Decoder(dict(tensors))
-        estimator = open_settings(TYPES[content["estimator"]], content, decoder)
+        estimator = open_settings(ESTIMATORS[content["estimator"]], content, decoder)
         estimator.ensemble_ = _open_last_layer(content, decoder, tensors, source)
         _check_estimator(estimator)
-        expected = {
-            kind: [str(name) for name in names] for kind, names in content["models"].items()
-        }
+        # The names of the classes of the models, by what they predict.
+        expected = {key: [str(name) for name in names] for key, names in content["models"].items()}
         is_regressor = isinstance(estimator, PredictiveRegressor)
         if set(expected) != ({MEAN, NOISE} if is_regressor else {CLASSES}):
             raise ValueError("the models are not those of the estimator")
@@ -64,8 +65,10 @@ def open_wrapped(
 
 
 def _check_probe(estimator: Any, saved: Sequence[Tensor] | None, source: Path) -> None:
-    """Raise FileError if the models predict other values at the rows of `probe` than those that
-    were saved. saved: a tensor (3,) or (3, C) for each kind of model; None if there was no probe.
+    """Raise FileError if the models predict other values than those that were saved.
+
+    saved: the result of `predict_probe` when the estimator was saved. None: it could not predict
+    these rows, so nothing is compared.
     """
     if saved is None:
         return
@@ -81,7 +84,10 @@ def _check_probe(estimator: Any, saved: Sequence[Tensor] | None, source: Path) -
 
 
 def _are_close(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors have the same shape, and the same values up to rounding."""
+    """Return whether tensors a and b have the same shape, and the same values up to TOLERANCE.
+
+    The absolute tolerance is relative to the largest value of b.
+    """
     return a.shape == b.shape and bool(
         torch.isclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * float(b.abs().max())).all()
     )
@@ -90,11 +96,13 @@ def _are_close(a: Tensor, b: Tensor) -> bool:
 def _check_models(
     models: Any, expected: Mapping[str, Sequence[str]], source: Path
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the models by what they predict; raise FileError if they are missing, of other classes
-    than those of the fit, or not fitted. expected: the names of their classes.
+    """Return the models by what they predict.
+
+    expected: the names of their classes, by what they predict. Raises FileError if models are
+    missing, not fitted, or of other classes than those of the fit.
     """
     description = ", ".join(
-        f"{kind}: {len(names)} × {names[0]}" for kind, names in expected.items() if names
+        f"{key}: {len(names)} × {names[0]}" for key, names in expected.items() if names
     )
     if models is None:
         raise FileError(
@@ -102,23 +110,27 @@ def _check_models(
             "trees have no common format that is free of code. Keep model.models_ by other means, "
             "and give it as load(path, models=…), or Scorer(path, models=…)."
         )
-    if not isinstance(models, Mapping) or {
-        kind: [type(model).__name__ for model in models.get(kind, ())] for kind in expected
-    } != dict(expected):
+    names: dict[str, list[str]] | None = None
+    if isinstance(models, Mapping):
+        names = {key: [type(model).__name__ for model in models.get(key, ())] for key in expected}
+    if names != dict(expected):
         raise FileError(
             f"models must be the models_ of the estimator that was saved ({description}), but is "
             "not."
         )
-    kept = {kind: tuple(models[kind]) for kind in expected}
-    if not all(is_fitted(model) for group in kept.values() for model in group):
+    models_by_key = {key: tuple(models[key]) for key in expected}
+    if not all(is_fitted(model) for group in models_by_key.values() for model in group):
         raise FileError("The models are not fitted. Give the models_ of the fitted estimator.")
-    return kept
+    return models_by_key
 
 
 def _open_last_layer(
     content: Mapping[str, Any], decoder: Decoder, tensors: Mapping[str, Tensor], source: Path
 ) -> Any:
-    """Return the last layer of a file; raise ValueError if it is not that of the estimator."""
+    """Return the last layer of a file.
+
+    Raises ValueError for a layer that is impossible, or not of the kind of the estimator.
+    """
     module = make_linear(tensors["network.0.weight"], tensors["network.0.bias"])
     scalings = {name: open_scaling(part, decoder) for name, part in content["scaling"].items()}
     numbers = decoder.decode(content["numbers"], dict)
@@ -129,7 +141,10 @@ def _open_last_layer(
 
 
 def _check_estimator(estimator: Any) -> None:
-    """Raise ValueError for settings, columns or classes that do not fit the last layer."""
+    """Raise ValueError or TypeError for settings, columns or classes that do not fit one another.
+
+    The last layer must be set.
+    """
     layer = estimator.ensemble_
     columns = estimator.n_features_in_
     estimator._check_settings(estimator._make_base(0))

@@ -1,4 +1,4 @@
-"""Settings and rows -> a fitted ensemble."""
+"""Fits an ensemble to rows: trains the networks, fits their posteriors, and mixes them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from ssla.tables.networks.ensemble import CLASSES, LIKELIHOODS, Ensemble, Settin
 from ssla.tables.networks.folds import hold_out_rows
 from ssla.tables.networks.member_posteriors import MOST_HELD_OUT, Grow, MemberPosteriors
 from ssla.tables.networks.pieces import piece_counts, quantile_edges
-from ssla.tables.networks.scaling import fit_scaling
+from ssla.tables.networks.scaling import Scaling, fit_scaling
 from ssla.tables.networks.target_scales import ScaledTarget, choose_target
 from ssla.tables.networks.training import Architecture, Rows, train_networks
 from ssla.tables.networks.training_data import TrainingData, thin_out
 
-# Small tables hold out thirty rows, but at most a fifth of the table (both guesses).
+# Small tables hold out thirty rows, but at most a fifth of the table. Both are guesses.
 FEW_ROWS = 30
 MOST_LEFT_OUT = 0.2
-# Rows that a model expects below zero: that none is there by chance has probability e⁻⁷.
+# If a model expects seven rows below zero, none is there by chance with probability e⁻⁷ only.
 ENOUGH_NEGATIVE = 7.0
-# Rows of last layers that need several passes: with more they would predict the same.
+# Rows of last layers that need several passes: with more they would predict the same (a guess).
 MOST_FITTED = 200_000
+SMALLEST_MEAN_COUNT = 1e-3  # keeps the logarithm finite where all counts are zero; a guess
 
 
 def fit_ensemble(
@@ -47,50 +48,44 @@ def fit_ensemble(
     rival: str | None = None,
     levels: tuple[int, ...] = (),
 ) -> Ensemble:
-    """Fit an ensemble to x (n, d) float64, y (n,) or (n, D), and row weights (n,) > 0.
+    """Fit an ensemble of networks to inputs x (n, d) in float64, targets y and row weights (n,).
 
-    No global random number is drawn. Raises ValueError for an unknown likelihood, and for targets
-    or codes that are outside their range.
+    y holds numbers (n,) or (n, D), or codes 0, 1, … of classes (n,). All weights are positive. No
+    global random number is drawn. Raises ValueError for an unknown likelihood, and for targets or
+    codes that are outside their range.
 
-    classes: their number, 0 for numbers.  on_epoch: called with the number of each epoch.
-    groups (n,) numbers of groups, time (n,): which rows are held out, see `folds`.  grow: grows a
-    forest beside each network. rival: the same likelihood on another scale of y, which is taken if
-    its networks predict held-out rows better. levels: L for columns of x that are codes 0, 1, …, L
-    of levels, 0 for numbers; () if all are numbers.
+    classes: the number of classes; 0 if y holds numbers.
+    on_epoch: a function that is called with the number of each finished epoch.
+    groups (n,), time (n,): the groups or times that decide which rows are held out, see `folds`.
+    grow: a function that grows a forest beside each network; None: there are no forests.
+    rival: the name of a likelihood that is the same on another scale of y. It replaces that of the
+    settings if its networks predict held-out rows better. None: there is no other scale.
+    levels: for each column of x the number L of levels if it holds codes 0, 1, …, L, and 0 if it
+    holds numbers. (): all columns hold numbers.
     """
     _check_likelihood(settings.likelihood)
-    likelihood, outputs = LIKELIHOODS[settings.likelihood](
-        classes or (1 if y.dim() == 1 else y.shape[1])
-    )
+    targets = 1 if y.dim() == 1 else y.shape[1]
+    likelihood, outputs = LIKELIHOODS[settings.likelihood](classes or targets)
     check_codes(x, levels)
     inputs = fit_scaling(x, weights, levels)
-    held = hold_out_rows(
-        len(x),
-        settings.members,
-        _held_out_fraction(settings, len(x)),
-        torch.Generator().manual_seed(settings.seed),
-        y if classes else None,
-        groups,
-        time,
-    )
+    strata = y if classes else None
+    held = _draw_held_out_rows(len(x), settings, strata, groups, time)
     data = TrainingData(inputs(x), y, weights, held)
 
-    # The held-out rows of all members choose between two scales of y.
+    # The held-out rows of all members choose between two scales of y. If a member has none, the
+    # rival is not tried.
+    names: tuple[str, ...] = (settings.likelihood,)
     has_rival = rival is not None and bool(held.any(1).all())
-    names = (settings.likelihood, str(rival)) if has_rival else (settings.likelihood,)
+    if has_rival:
+        names = (settings.likelihood, str(rival))
     networks = _train_networks(
         data, names, likelihood, outputs, settings, classes, on_epoch, levels
     )
-    target = networks.target
-    settings = replace(settings, likelihood=target.likelihood)
+    settings = replace(settings, likelihood=networks.target.likelihood)
 
     # The posteriors of the members, each on its own network.
-    fitted_data = replace(data, y=target.y)
-    if likelihood is not None:
-        every_row = torch.ones(len(x), dtype=torch.bool)
-        fitted_data = fitted_data.select(thin_out(every_row, MOST_FITTED))
     members = MemberPosteriors(
-        data=fitted_data,
+        data=_select_fitted_data(data, networks.target, likelihood),
         likelihood=likelihood,
         settings=settings,
         modules=networks.modules,
@@ -98,22 +93,26 @@ def fit_ensemble(
         levels=levels,
     )
     members, posteriors = _fit_members(members, networks.bias)
-    ensemble = Ensemble(
-        settings=replace(settings, members=len(members.kept)),
-        architecture=networks.architecture,
-        modules=members.kept_modules,
-        components=_components(posteriors),
-        inputs=inputs,
-        target=target.unit,
-        epochs=networks.epochs,
-        one_target=target.y.dim() == 1,
-        scale=target.scale,
-        held=fitted_data.held[members.kept],
-        left_out=tuple(m for m in range(len(held)) if members.constant or m not in members.kept),
-        constant=members.constant,
-    )
-    ensemble = members.calibrate(ensemble)
+    ensemble = _assemble_ensemble(members, posteriors, networks, inputs)
+    ensemble = members.calibrate_ensemble(ensemble)
     return _restrict_support(ensemble, x, weights) if has_rival else ensemble
+
+
+def _draw_held_out_rows(
+    rows: int,
+    settings: Settings,
+    strata: Tensor | None,
+    groups: Tensor | None,
+    time: Tensor | None,
+) -> Tensor:
+    """Return which of the n rows each member holds out (M, n) bool, drawn by the settings' seed.
+
+    strata: the class of each row (n,), None for numbers.  groups, time: as in `fit_ensemble`.
+    Raises ValueError if all rows have one group or one time.
+    """
+    fraction = _held_out_fraction(settings, rows)
+    generator = torch.Generator().manual_seed(settings.seed)
+    return hold_out_rows(rows, settings.members, fraction, generator, strata, groups, time)
 
 
 class _TrainedNetworks(NamedTuple):
@@ -122,8 +121,8 @@ class _TrainedNetworks(NamedTuple):
     architecture: Architecture
     modules: tuple[nn.Sequential, ...]
     target: ScaledTarget
-    epochs: int
-    bias: Tensor | None  # (C,) with which the last layer started; None: zero
+    epochs: int  # that were trained
+    bias: Tensor | None  # (C,), with which the training of the last layer started; None: zero
 
 
 def _train_networks(
@@ -136,10 +135,11 @@ def _train_networks(
     on_epoch: Callable[[int], None] | None,
     levels: tuple[int, ...],
 ) -> _TrainedNetworks:
-    """Train the members on each of one or two scales of y, and return those of the best scale.
+    """Train all members on each of one or two scales of y, and return those of the best scale.
 
-    names: of the likelihood on each scale.  outputs, classes: their numbers.  levels: as in
-    `fit_ensemble`.
+    names: the name of the likelihood on each scale.  likelihood: None is Gaussian with unknown
+    noise.  outputs: the number of outputs of a network.  classes, on_epoch, levels: as in
+    `fit_ensemble`.  Raises ValueError if y is outside the support of a scale.
     """
     targets = [ScaledTarget.from_values(data.y, data.weights, name) for name in names]
     edges: tuple[Tensor, ...] = ()
@@ -154,20 +154,21 @@ def _train_networks(
         levels=levels,
         dimensions=embedding_dimensions(levels),
     )
-    bias = _count_bias(data.y, data.weights) if settings.likelihood == "poisson" else None
-    rows = _training_rows(data, targets, edges, settings, whole_numbers=bool(classes))
+    bias = _first_bias_of_counts(data) if settings.likelihood == "poisson" else None
+    rows = _make_training_rows(data, targets, edges, settings, whole_numbers=bool(classes))
     trained = train_networks(
         architecture, likelihood, rows, settings.schedule, settings.seed, bias, on_epoch
     )
-    modules = _modules_by_target(trained.modules, len(targets))
+    modules = _group_modules_by_target(trained.modules, len(targets))
     best = 0
+    # With unknown noise (no likelihood) there is one target only.
     if len(targets) > 1 and likelihood is not None:
         best = choose_target(targets, modules, trained.losses, data, likelihood)
     return _TrainedNetworks(architecture, modules[best], targets[best], trained.epochs, bias)
 
 
 def _check_likelihood(name: str) -> None:
-    """Check that the name of a likelihood is known; the ValueError has the most similar one."""
+    """Raise ValueError for the name of an unknown likelihood, with the most similar valid one."""
     if name not in LIKELIHOODS:
         raise ValueError(
             unknown_name("likelihood", name, [known for known in LIKELIHOODS if known != CLASSES])
@@ -175,28 +176,34 @@ def _check_likelihood(name: str) -> None:
 
 
 def _held_out_fraction(settings: Settings, rows: int) -> float:
-    """Return the fraction of the rows that a member holds out; it is larger for small tables."""
+    """Return the fraction of the n rows that a member holds out.
+
+    It is that of the settings, or larger for small tables. A fraction of 0 stays 0.
+    """
     least = settings.validation_fraction
     return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
 
 
-def _count_bias(y: Tensor, weights: Tensor) -> Tensor:
-    """Return the first bias (1,) of a network of counts y (n,): the logarithm of their mean."""
-    return (weights @ y / weights.sum()).clamp_min(1e-3).log()[None]
+def _first_bias_of_counts(data: TrainingData) -> Tensor:
+    """Return the bias (1,) with which a network of counts starts: the logarithm of their mean."""
+    mean = data.weights @ data.y / data.weights.sum()
+    return mean.clamp_min(SMALLEST_MEAN_COUNT).log()[None]
 
 
-def _training_rows(
+def _make_training_rows(
     data: TrainingData,
     targets: list[ScaledTarget],
     edges: tuple[Tensor, ...],
     settings: Settings,
     whole_numbers: bool,
 ) -> Rows:
-    """Return the rows of the training: every member occurs once for each target.
+    """Return the rows of the training, in which every member occurs once for each target.
 
-    edges: of the pieces of each column.  whole_numbers: targets are codes of classes.
+    The members of the first target come first.  edges: the edges of the pieces of each column, ()
+    without pieces.  whole_numbers: whether the targets are codes of classes, which stay integers.
     """
-    # All rows at once: in double precision, so that row weights equal repeated rows.
+    # With all rows in one batch the precision is double, so that a row of weight 2 gives the same
+    # training as that row twice.
     dtype = torch.float64 if settings.schedule.batch_size is None else torch.float32
     values = [target.y if whole_numbers else target.y.to(dtype) for target in targets]
     members = len(data.held)
@@ -213,29 +220,46 @@ def _training_rows(
     )
 
 
-def _modules_by_target(
+def _group_modules_by_target(
     modules: Sequence[nn.Sequential], targets: int
 ) -> list[tuple[nn.Sequential, ...]]:
-    """Return the trained modules of each target, in double precision."""
+    """Return the trained modules of each target; they are changed in place to double precision.
+
+    modules: those of all members for the first target, then for the next.  targets: their number.
+    """
     members = len(modules) // targets
-    return [
-        tuple(module.double() for module in modules[k * members :][:members])
-        for k in range(targets)
-    ]
+    in_double = [module.double() for module in modules]
+    return [tuple(in_double[k * members : (k + 1) * members]) for k in range(targets)]
+
+
+def _select_fitted_data(
+    data: TrainingData, target: ScaledTarget, likelihood: Likelihood | None
+) -> TrainingData:
+    """Return the rows to which posteriors are fitted, with standardised targets.
+
+    They are all rows for Gaussian noise (likelihood None), whose last layers need few passes. For
+    other likelihoods they are at most MOST_FITTED rows, evenly spread.
+    """
+    fitted_data = replace(data, y=target.y)
+    if likelihood is None:
+        return fitted_data
+    every_row = torch.ones(len(target.y), dtype=torch.bool)
+    return fitted_data.select_rows(thin_out(every_row, MOST_FITTED))
 
 
 def _fit_members(
     members: MemberPosteriors, bias: Tensor | None
 ) -> tuple[MemberPosteriors, list[list[tuple[Posterior, float]]]]:
-    """Fit the posteriors; fit constants (outputs: bias (C,)) if no network has a share, and warn.
+    """Fit the posteriors of all members, or of constants with a warning if no network is kept.
 
-    Return the fits, and the posteriors of each kept member with their shares in it.
+    Returns the filled `members` (those of the constants in the second case), and for each kept
+    member its posteriors with their shares.  bias (C,): the outputs of a constant; zero if None.
     """
-    # These fits are tuned afterwards, so a mode that is far away is no news.
+    # The priors are tuned after these fits, so the distance to the mode needs no warning.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
-        posteriors = members.fit()
+        posteriors = members.fit_members()
         if posteriors:
             return members, posteriors
         warn(
@@ -245,11 +269,46 @@ def _fit_members(
             "or give likelihood='gaussian'."
         )
         constants = members.with_constants(bias)
-        return constants, constants.fit()
+        return constants, constants.fit_members()
 
 
-def _components(posteriors: list[list[tuple[Posterior, float]]]) -> tuple[Component, ...]:
-    """Return the parts of the mixture, in which every member has the same weight."""
+def _assemble_ensemble(
+    members: MemberPosteriors,
+    posteriors: list[list[tuple[Posterior, float]]],
+    networks: _TrainedNetworks,
+    inputs: Scaling,
+) -> Ensemble:
+    """Return the ensemble of the kept members, which held-out rows have not calibrated yet.
+
+    posteriors: for each kept member its posteriors with their shares.  inputs: the scaling of x.
+    """
+    target = networks.target
+    left_out = tuple(
+        member
+        for member in range(len(members.modules))
+        if members.constant or member not in members.kept
+    )
+    return Ensemble(
+        settings=replace(members.settings, members=len(members.kept)),
+        architecture=networks.architecture,
+        modules=members.kept_modules,
+        components=_make_components(posteriors),
+        inputs=inputs,
+        target=target.unit,
+        epochs=networks.epochs,
+        one_target=target.y.dim() == 1,
+        scale=target.scale,
+        held=members.data.held[members.kept],
+        left_out=left_out,
+        constant=members.constant,
+    )
+
+
+def _make_components(posteriors: list[list[tuple[Posterior, float]]]) -> tuple[Component, ...]:
+    """Return the parts of the mixture, in which every member has the same weight.
+
+    posteriors: for each member its posteriors with their shares, which sum to one.
+    """
     return tuple(
         Component(posterior, member, share / len(posteriors))
         for member, parts in enumerate(posteriors)
@@ -258,24 +317,27 @@ def _components(posteriors: list[list[tuple[Posterior, float]]]) -> tuple[Compon
 
 
 def _restrict_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
-    """Return the ensemble without negative targets, if x (n, d) shows that there are none.
+    """Return the ensemble with a support that ends at zero, or not, as the fitted rows show.
 
-    It shows so if the model would have expected several negative rows, by row weights (n,).
+    No fitted target is negative. If the ensemble expects several negative ones at the rows x (n, d)
+    with weights (n,), negative targets are impossible, and the support ends at zero. If it expects
+    fewer, the rows do not show it, and negative targets stay possible.
     """
     rows = x[thin_out(torch.ones(len(x), dtype=torch.bool), MOST_HELD_OUT)]
     below = ensemble.predict(rows).cdf(torch.zeros(len(rows), dtype=torch.float64))
-    without_negative = float(below.mean() * weights.sum()) >= ENOUGH_NEGATIVE
+    ends_at_zero = float(below.mean() * weights.sum()) >= ENOUGH_NEGATIVE
+    # The positive scale ends at zero already, and the linear one does not.
     if isinstance(ensemble.scale, Positive):
-        if without_negative:
+        if ends_at_zero:
             return ensemble
         return replace(ensemble, scale=replace(ensemble.scale, closed=False))
-    return replace(ensemble, scale=Censored()) if without_negative else ensemble
+    return replace(ensemble, scale=Censored()) if ends_at_zero else ensemble
 
 
-def fitted_rows(ensemble: Ensemble, rows: int) -> Tensor:
-    """Return which of the n rows the last layers were fitted to (n,) bool.
+def find_fitted_rows(ensemble: Ensemble, rows: int) -> Tensor:
+    """Return which of the n rows of the table the last layers were fitted to (n,) bool.
 
-    They are the rows of `ensemble.held`.
+    They are the rows that the columns of `ensemble.held` stand for.  rows: n.
     """
     every_row = torch.ones(rows, dtype=torch.bool)
     if ensemble.held is None or ensemble.held.shape[1] == rows:

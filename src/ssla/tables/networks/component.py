@@ -1,4 +1,4 @@
-"""A posterior in a mixture."""
+"""One part of the mixture of an ensemble."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ class Component:
     """One part of the mixture: a posterior on the network of a member, with its share."""
 
     posterior: Posterior
-    member: int
-    weight: float
+    member: int  # the index of its network in `Ensemble.modules`
+    weight: float  # its share; the weights of all parts sum to one

@@ -28,28 +28,29 @@ from torch import Tensor, nn
 
 
 def is_worse_than_constant(y: Tensor, means: Tensor, weights: Tensor, constant: Tensor) -> bool:
-    """Check whether means (n, D) have a clearly larger squared error at y (n, D) than a constant.
+    """Return whether means (n, D) have a clearly larger squared error at y (n, D) than a constant.
 
-    It is also so for errors that are not numbers. y are held-out targets, constant is (D,), and
-    weights (n,) are frequencies: their sum is the number of rows.
+    The result is also True where the error of the means is NaN. y are held-out targets, the
+    constant is (D,), and weights (n,) are frequencies, so their sum is the number of rows.
     """
-    errors = weights @ ((y - means) ** 2).sum(1)
-    constant_errors = weights @ ((y - constant) ** 2).sum(1)
-    margin = 1 + math.sqrt(2 / float(weights.sum()))
-    return not bool(errors <= margin * constant_errors)
+    error = weights @ ((y - means) ** 2).sum(1)
+    constant_error = weights @ ((y - constant) ** 2).sum(1)
+    margin = 1 + math.sqrt(2 / float(weights.sum()))  # see the module's docstring
+    # "not <=" and not ">", so that NaN counts as worse.
+    return not bool(error <= margin * constant_error)
 
 
 def make_constant_network(network: nn.Sequential, bias: Tensor | None) -> nn.Sequential:
-    """Return a copy of the network whose weights are zero, so that its outputs are constant.
+    """Return a copy of the network whose linear layers are zero, so that its outputs are constant.
 
-    bias (C,): these outputs; zero if None.
+    bias (C,): these outputs, which become the bias of the last layer; None: zero.
     """
-    copy = deepcopy(network)
-    linear = [layer for layer in copy if isinstance(layer, nn.Linear)]
+    constant = deepcopy(network)
+    linear_layers = [layer for layer in constant if isinstance(layer, nn.Linear)]
     with torch.no_grad():
-        for layer in linear:
+        for layer in linear_layers:
             layer.weight.zero_()
             layer.bias.zero_()
         if bias is not None:
-            linear[-1].bias.copy_(bias)
-    return copy
+            linear_layers[-1].bias.copy_(bias)
+    return constant

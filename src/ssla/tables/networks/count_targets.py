@@ -1,9 +1,9 @@
 """Whether small counts have a Poisson distribution, or are better predicted as numbers.
 
-A mixture of Poisson distributions over x has a variance of at least its mean. So a grade from 3 to
-9 cannot be one, and large counts are numbers in practice. For the rest, held-out rows decide, by
-the networks that held them out, as these were trained: P(y) of a Poisson distribution against that
-of a continuous one (`ssla.tables.networks.whole_numbers`).
+A mixture of Poisson distributions over x has a variance of at least its mean. So grades from 3 to 9
+cannot have one, and large counts are treated as numbers. For the remaining targets held-out rows
+decide: log P(y) of Poisson networks is compared with that of networks with a continuous predictive
+(`ssla.tables.networks.whole_numbers`), each row by the networks that held it out, as trained.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from torch import Tensor
 from ssla.likelihoods import Likelihood
 from ssla.predictive.positive import Censored, Positive
 from ssla.tables.networks import whole_numbers
-from ssla.tables.networks.building import fitted_rows
+from ssla.tables.networks.building import find_fitted_rows
 from ssla.tables.networks.ensemble import Ensemble
 
 POISSON = "poisson"
-# Both are guesses.
-LEAST_DISPERSION = 0.7  # variance/mean of y
-DISPERSIONS = (0.6, 1.6)  # mean squared error/mean at held-out rows; 1 for a Poisson distribution
+# Both are guesses. The second is 1 for a Poisson distribution.
+LEAST_DISPERSION = 0.7  # variance of y over its mean
+DISPERSIONS = (0.6, 1.6)  # mean squared error over mean, at held-out rows
 
 
 def may_be_poisson(y: Tensor, weights: Tensor) -> bool:
-    """Check whether targets y (n,) are small counts which do not vary less than Poisson counts.
+    """Return whether targets y (n,) are small counts that vary at least about as Poisson counts do.
 
-    They have more than two values. weights (n,) are row weights.
+    Targets that are only 0 and 1 are no counts. weights (n,) are row weights.
     """
     if not whole_numbers.are_small_counts(y, weights):
         return False
@@ -34,81 +34,97 @@ def may_be_poisson(y: Tensor, weights: Tensor) -> bool:
     return float(weights @ (y - mean) ** 2 / weights.sum()) >= LEAST_DISPERSION * float(mean)
 
 
-def is_worth_counting(numbers: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> bool:
-    """Check whether the errors of a fit to numbers are about as large as those of Poisson counts.
+def is_poisson_worth_fitting(continuous: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> bool:
+    """Return whether the errors of a continuous fit are about as large as those of Poisson counts.
 
-    Only then is a Poisson fit worth its time. x (n, d), y (n,) and weights (n,) are the rows.
+    Otherwise a Poisson fit would not be better, and its time is saved. x (n, d), y (n,), weights
+    (n,): all rows of the fit. The answer is False if a member has no held-out rows.
     """
-    if numbers.held is None or not bool(numbers.held.any(1).all()):
+    if continuous.held is None or not bool(continuous.held.any(1).all()):
         return False
     low, high = DISPERSIONS
-    return low <= dispersion(numbers, x, y, weights) <= high
+    return low <= compute_dispersion(continuous, x, y, weights) <= high
 
 
-def dispersion(numbers: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> float:
+def compute_dispersion(continuous: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> float:
     """Return Σ(y − m)²/Σm at held-out rows, with the mean m of the networks that held them out.
 
-    x (n, d), y (n,), weights (n,): all rows of the fit.
+    It is infinite if the means do not have a positive sum. x (n, d), y (n,), weights (n,): all rows
+    of the fit.
     """
     errors = 0.0
     total = 0.0
-    for network, (held_x, held_y, w) in enumerate(_held_out_rows(numbers, x, y, weights)):
-        mean = predicted_means(numbers, network, held_x)
-        errors += float(w @ (held_y - mean) ** 2)
-        total += float(w @ mean)
+    held_out = _held_out_rows(continuous, x, y, weights)
+    for network, (held_x, held_y, held_weights) in enumerate(held_out):
+        mean = predict_means(continuous, network, held_x)
+        errors += float(held_weights @ (held_y - mean) ** 2)
+        total += float(held_weights @ mean)
     return errors / total if total > 0 else torch.inf
 
 
-def prefer_counts(
-    numbers: Ensemble, counts: Ensemble, x: Tensor, y: Tensor, weights: Tensor
+def is_poisson_better(
+    continuous: Ensemble, poisson: Ensemble, x: Tensor, y: Tensor, weights: Tensor
 ) -> bool:
-    """Check whether the Poisson networks predict held-out rows better.
+    """Return whether the Poisson networks have the higher mean log P(y) at held-out rows.
 
-    Both ensembles hold out the same of the rows x (n, d), y (n,), weights (n,).
+    Both ensembles hold out the same of the rows x (n, d), y (n,), weights (n,). The answer is False
+    if they have no member in common.
     """
-    member_gains = gains(numbers, counts, x, y, weights)
-    return len(member_gains) > 0 and float(member_gains.mean()) > 0
+    gains = compute_member_gains(continuous, poisson, x, y, weights)
+    return len(gains) > 0 and float(gains.mean()) > 0
 
 
-def gains(numbers: Ensemble, counts: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Tensor:
-    """Return the mean of log P(y) by counts − log P(y) by numbers for each member (M,).
+def compute_member_gains(
+    continuous: Ensemble, poisson: Ensemble, x: Tensor, y: Tensor, weights: Tensor
+) -> Tensor:
+    """Return by how much Poisson networks raise the mean log P(y), for each common member (m,).
 
-    It is over the member's held-out rows; members that only one ensemble has kept have none.
+    The mean is over the member's held-out rows. Members that only one ensemble has kept are left
+    out, so m may be 0. x (n, d), y (n,), weights (n,): all rows of the fit.
     """
-    member_gains = []
-    held_out = _held_out_rows(numbers, x, y, weights)
-    for network, (member, (held_x, held_y, w)) in enumerate(
-        zip(numbers.kept, held_out, strict=True)
-    ):
-        if member in counts.kept:
-            counting = counts.kept.index(member)
-            gain = log_probs(counts, counting, held_x, held_y) - log_probs(
-                numbers, network, held_x, held_y
-            )
-            member_gains.append(w @ gain / w.sum())
-    return torch.stack(member_gains) if member_gains else torch.empty(0, dtype=torch.float64)
+    gains = []
+    held_out = _held_out_rows(continuous, x, y, weights)
+    for network, member in enumerate(continuous.kept_members):
+        if member not in poisson.kept_members:
+            continue
+        held_x, held_y, held_weights = held_out[network]
+        poisson_network = poisson.kept_members.index(member)
+        gain = count_log_probs(poisson, poisson_network, held_x, held_y) - count_log_probs(
+            continuous, network, held_x, held_y
+        )
+        gains.append(held_weights @ gain / held_weights.sum())
+    return torch.stack(gains) if gains else torch.empty(0, dtype=torch.float64)
 
 
-def log_probs(ensemble: Ensemble, network: int, x: Tensor, y: Tensor) -> Tensor:
-    """Return log P(y) (n,) of counts y (n,) at x (n, d), by one network as it was trained."""
-    likelihood, f = _network_outputs(ensemble, network, x)
+def count_log_probs(ensemble: Ensemble, network: int, x: Tensor, y: Tensor) -> Tensor:
+    """Return log P(y) (n,) of counts y (n,) at x (n, d), by one network as it was trained.
+
+    Of a continuous predictive it is the probability of what rounds to y.  network: its index.
+    """
+    likelihood, f = _likelihood_and_outputs(ensemble, network, x)
+    # Only a Poisson ensemble has no unit of the target.
     if ensemble.target is None:
         return likelihood.log_prob(y, f)
-    return whole_numbers.log_probs(likelihood, f, ensemble.target, ensemble.scale, y)
+    return whole_numbers.rounded_log_probs(likelihood, f, ensemble.target, ensemble.scale, y)
 
 
-def predicted_means(numbers: Ensemble, network: int, x: Tensor) -> Tensor:
-    """Return the mean of y (n,) at x (n, d), by one network as it was trained."""
-    assert numbers.target is not None
-    likelihood, f = _network_outputs(numbers, network, x)
-    mean, sd = whole_numbers.moments(likelihood, f, numbers.target)
-    if isinstance(numbers.scale, Positive | Censored):
-        return numbers.scale.moments_of_normals(mean, sd)[0]
+def predict_means(continuous: Ensemble, network: int, x: Tensor) -> Tensor:
+    """Return the mean of y (n,) at x (n, d), by one network as it was trained.
+
+    network: its index in the ensemble, whose target is continuous.
+    """
+    assert continuous.target is not None
+    likelihood, f = _likelihood_and_outputs(continuous, network, x)
+    mean, sd = whole_numbers.gaussian_moments(likelihood, f, continuous.target)
+    if isinstance(continuous.scale, Positive | Censored):
+        return continuous.scale.moments_of_normals(mean, sd)[0]
     return mean
 
 
-def _network_outputs(ensemble: Ensemble, network: int, x: Tensor) -> tuple[Likelihood, Tensor]:
-    """Return the likelihood of one network, and its outputs f (n, C) at x (n, d)."""
+def _likelihood_and_outputs(
+    ensemble: Ensemble, network: int, x: Tensor
+) -> tuple[Likelihood, Tensor]:
+    """Return the likelihood of one network, by its index, and its outputs f (n, C) at x (n, d)."""
     likelihood = next(
         component.posterior.likelihood
         for component in ensemble.components
@@ -121,11 +137,11 @@ def _network_outputs(ensemble: Ensemble, network: int, x: Tensor) -> tuple[Likel
 def _held_out_rows(
     ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return inputs (m, d), targets (m,) and weights (m,) that each member held out.
+    """Return for each network the inputs (m, d), targets (m,) and weights (m,) that it held out.
 
     x (n, d), y (n,), weights (n,): all rows of the table, of which some may not be fitted.
     """
     assert ensemble.held is not None
-    fitted = fitted_rows(ensemble, len(x))
+    fitted = find_fitted_rows(ensemble, len(x))
     x, y, weights = x[fitted], y[fitted], weights[fitted]
     return [(x[held], y[held], weights[held]) for held in ensemble.held]

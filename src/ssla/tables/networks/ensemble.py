@@ -1,4 +1,4 @@
-"""Settings, and the fitted ensemble."""
+"""The settings of a fit, and the fitted ensemble with its predictions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ from ssla.predictive.transformed import Exponential, Logistic, Transform
 from ssla.refit import OutputRefit, Refit, resolve
 from ssla.tables.networks.component import Component
 from ssla.tables.networks.embeddings import check_codes
-from ssla.tables.networks.recalibration import LARGEST_LOG_VARIANCE, as_trained, spread_out
+from ssla.tables.networks.recalibration import (
+    LARGEST_LOG_VARIANCE,
+    predict_as_trained,
+    stretch_predictive,
+)
 from ssla.tables.networks.scaling import Scaling
 from ssla.tables.networks.training import Architecture, Schedule
 from ssla.tables.trees.beside_networks import Trees
@@ -33,8 +37,8 @@ HETEROSCEDASTIC = "heteroscedastic"
 POSITIVE = "positive"
 VARYING = (HETEROSCEDASTIC, POSITIVE)  # the noise depends on x: mean and log variance
 CLASSES = "classes"
-# The number of targets or classes -> the likelihood (None: Gaussian with unknown noise), and the
-# number of outputs.
+# Each function takes the number of targets or classes. It returns the likelihood (None: Gaussian
+# with unknown noise) and the number of outputs of a network.
 LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {
     GAUSSIAN: lambda count: (None, count),
     HETEROSCEDASTIC: lambda count: (likelihoods.HeteroscedasticGaussian(), 2),
@@ -43,13 +47,13 @@ LIKELIHOODS: dict[str, Callable[[int], tuple[Likelihood | None, int]]] = {
         (likelihoods.Bernoulli(), 1) if count == 2 else (likelihoods.Categorical(), count)
     ),
 }
-# Gaussian on another scale of y
+# These likelihoods are Gaussian on another scale of y.
 ON_SCALE: dict[str, Transform] = {"log_normal": Exponential(), "logit_normal": Logistic()}
 LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN]) | {
     POSITIVE: LIKELIHOODS[HETEROSCEDASTIC]
 }
 CONTINUOUS = (GAUSSIAN, *VARYING, *ON_SCALE)
-LINEAR_BELOW = 0.05  # share of the positive targets below which the scale is linear: a guess
+LINEAR_BELOW = 0.05  # the positive scale is linear below this quantile of positive targets; a guess
 UNKNOWN_ROWS = (
     "predictive_set compares new rows with those that each network held out of its training, but "
     "these are not known: the model was loaded from a file, got more rows by partial_fit, or was "
@@ -58,9 +62,10 @@ UNKNOWN_ROWS = (
 
 
 def choose_scale(y: Tensor, likelihood: str) -> Transform | None:
-    """Return the scale of a likelihood for targets y: logarithmic, for example.
+    """Return the scale on which a likelihood has its targets y (n,) or (n, D), such as log y.
 
-    None: the scale of y itself. Raises ValueError if y (n,) cannot be on a positive scale.
+    None means the scale of y itself. Raises ValueError for the positive likelihood if y has several
+    columns, negative values or no positive one.
     """
     if likelihood != POSITIVE:
         return ON_SCALE.get(likelihood)
@@ -70,14 +75,17 @@ def choose_scale(y: Tensor, likelihood: str) -> Transform | None:
             "and not always zero."
         )
     positive = y[y > 0]
-    low = positive.kthvalue(1 + int(LINEAR_BELOW * (len(positive) - 1))).values
+    rank = 1 + int(LINEAR_BELOW * (len(positive) - 1))  # `kthvalue` counts from one
+    low = positive.kthvalue(rank).values
+    # The small term keeps the ends in order where all positive targets are equal.
     return Positive(float(low.log()), float(positive.max().log()) + 1e-6)
 
 
 def scale_targets(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor:
-    """Return targets y (n,) or (n, D) on the scale of the network.
+    """Return targets y (n,) or (n, D) on the scale of the network; as they are if scale is None.
 
-    Raises ValueError if y is outside the support of the scale.
+    likelihood: its name, for the error. Raises ValueError if there are several targets, or if one
+    is outside the support of the scale.
     """
     if scale is None:
         return y
@@ -90,26 +98,26 @@ def scale_targets(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of the estimators and the command."""
+    """The settings of a fit, as the estimators and the command choose them."""
 
     likelihood: str = GAUSSIAN
-    hidden: tuple[int, ...] = (50, 50)
+    hidden: tuple[int, ...] = (50, 50)  # widths of the hidden layers
     activation: str = "silu"
-    # numbers also by the pieces of their ranges: see `ssla.tables.networks.pieces`
+    # whether a number is also given by the pieces of its range: see `ssla.tables.networks.pieces`
     piecewise: bool = False
-    members: int = 1
+    members: int = 1  # number of networks
     weights: str = "last_layer"
     structure: str = "dense"
-    tune: bool = True
+    tune: bool = True  # whether the data choose the prior, and calibrate the predictive
     validation_fraction: float = 0.1  # 0: no early stopping, noise from the training residuals
-    trees: int = 0  # for each member, beside its network
+    trees: int = 0  # number for each member, beside its network
     schedule: Schedule = field(default_factory=Schedule)
     seed: int = 0
 
 
 @dataclass(frozen=True, eq=False)
 class Ensemble:
-    """One or several fitted networks, in the units of the table."""
+    """One or several fitted networks with their posteriors, which predict in the table's units."""
 
     settings: Settings
     architecture: Architecture
@@ -117,27 +125,33 @@ class Ensemble:
     components: tuple[Component, ...]
     inputs: Scaling
     target: Scaling | None  # None: counts and classes have no unit
-    epochs: int
-    one_target: bool = True
+    epochs: int  # of the training
+    one_target: bool = True  # whether y was (n,), and not (n, D)
     # (factor, share): see `ssla.tables.networks.recalibration`
     spreads: tuple[tuple[float, float], ...] = ((1.0, 1.0),)
     # classes: the share of the posteriors; the rest is that of the networks as they were trained
     trust: float = 1.0
     trees: Trees | None = None  # beside the networks, for classes or mean and log variance
     scale: Transform | None = None  # of the target, beside its unit; None: linear
-    # rows that each member held out (M, n) bool; None: not known, after a file or an update
+    # rows that each kept member held out (M, n) bool; None: not known, after loading or an update
     held: Tensor | None = None
-    # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,)
+    # classes: 1 − p(y) of held-out rows by their member (m,), and their weights (m,); None: not
+    # known
     scores: tuple[Tensor, Tensor] | None = None
-    # members without a share: a constant is better, see `ssla.tables.networks.constant_members`
+    # indices, among the trained members, of those without a share, because a constant is better:
+    # see `ssla.tables.networks.constant_members`
     left_out: tuple[int, ...] = ()
-    constant: bool = False  # all members are left out: the networks are constants
+    # whether all members are left out; `modules` are then constants, one for each trained member
+    constant: bool = False
 
     @property
-    def kept(self) -> tuple[int, ...]:
-        """The numbers of the members whose networks are kept, among all that were trained."""
-        members = len(self.modules) + (0 if self.constant else len(self.left_out))
-        return tuple(m for m in range(members) if self.constant or m not in self.left_out)
+    def kept_members(self) -> tuple[int, ...]:
+        """The index, among all trained members, of each network in `modules`."""
+        # Constants take the places of all trained members. Otherwise those left out have no module.
+        if self.constant:
+            return tuple(range(len(self.modules)))
+        trained = len(self.modules) + len(self.left_out)
+        return tuple(member for member in range(trained) if member not in self.left_out)
 
     @property
     def remark(self) -> str:
@@ -150,46 +164,56 @@ class Ensemble:
             )
         if not self.left_out:
             return ""
+        trained = len(self.kept_members) + len(self.left_out)
         return (
-            f"{len(self.left_out)} of {len(self.kept) + len(self.left_out)} networks predicted "
+            f"{len(self.left_out)} of {trained} networks predicted "
             "their held-out rows worse than the mean of y (by squared error) and have no share."
         )
 
     def standardise(self, x: Tensor) -> Tensor:
-        """Return the inputs of the networks at x (N, d), (N, d).
+        """Return the inputs z (N, d) of the networks for rows x (N, d) of the table.
 
-        Inputs far outside of the training range are shrunk. Raises ValueError where codes of levels
-        are impossible.
+        A row that is so far away that squares would overflow is shrunk, except for its codes of
+        levels. Raises ValueError where codes are impossible.
         """
         check_codes(x, self.architecture.levels)
         z = self.inputs(x)
         factors = shrink_factors(z)
         if factors is None:
             return z
-        levels = torch.tensor(self.architecture.levels or [0] * z.shape[1])
-        return torch.where(
-            levels > 0, z, shrink_rows(z, factors)
-        )  # codes of levels stay as they are
+        is_code = torch.tensor(self.architecture.levels or [0] * z.shape[1]) > 0
+        return torch.where(is_code, z, shrink_rows(z, factors))
 
     def predict(self, x: Tensor, refit: str | Refit = "output") -> Predictive:
-        """Return the predictive of y at x (N, d), in y's own unit."""
+        """Return the predictive of y at x (N, d), in y's own unit.
+
+        Where the average over the posteriors of mean and log variance has a closed form, it takes
+        the place of the refit. Raises ValueError where codes of levels are impossible.
+        """
         z = self.standardise(x)
-        averages = self._has_closed_average(refit)
+        is_averaged = self._has_closed_average(refit)
         tree_predictive = None
         move = None
         if self.trees is not None:
-            tree_predictive, move = self.trees.predict(z, self.modules, None if averages else refit)
-        predictive = self._average(z, move) if averages else self._mix(z, refit, move)
+            tree_refit = None if is_averaged else refit
+            tree_predictive, move = self.trees.predict(z, self.modules, tree_refit)
+        if is_averaged:
+            predictive = self._average_posteriors(z, move)
+        else:
+            predictive = self._mix_posteriors(z, refit, move)
         if self.trees is not None and tree_predictive is not None:
             share = self.trees.share
-            if averages:
+            if is_averaged:
                 predictive = pool_normals(predictive, tree_predictive, share)
             else:
                 predictive = mixture([predictive, tree_predictive], [1 - share, share])
-        return self._in_unit_of_target(predictive)
+        return self._convert_to_target_unit(predictive)
 
-    def _in_unit_of_target(self, predictive: Predictive) -> Predictive:
-        """Return the predictive of standardised targets in y's own unit, and on its own scale."""
+    def _convert_to_target_unit(self, predictive: Predictive) -> Predictive:
+        """Convert the predictive of standardised targets to y's own unit and scale.
+
+        It is returned as it is for counts and classes, which have no unit.
+        """
         if self.target is None:
             return predictive
         shift = self.target.shift
@@ -201,10 +225,10 @@ class Ensemble:
         return predictive if self.scale is None else transformed(predictive, self.scale)
 
     def predictive_set(self, x: Tensor, level: float) -> Tensor:
-        """Return cross-conformal intervals of one target at x (N, d), (N, 2), in y's own unit.
+        """Return cross-conformal intervals (N, 2) of one target at x (N, d), in y's own unit.
 
-        Each row is compared with held-out rows, by the members that held them out. Raises
-        ValueError if these are not known.
+        Each new row is compared with held-out rows, by the members that held them out. level: the
+        coverage, between 0 and 1. Raises ValueError if the held-out rows are not known.
         """
         if self.held is None or not bool(self.held.any(1).all()):
             raise ValueError(
@@ -213,7 +237,8 @@ class Ensemble:
                 )
             )
         z = self.standardise(x)
-        # Of several posteriors of a member, for nodes of the noise, the first is the central one.
+        # A member may have a posterior for each node of the noise, the central one first. In
+        # reverse order that one is written last, and stays.
         central = {component.member: component for component in reversed(self.components)}
         # A row counts once, also where several networks held it out.
         row_shares = 1 / self.held.sum(0).clamp_min(1).double()
@@ -229,9 +254,9 @@ class Ensemble:
     def class_sets(self, x: Tensor, level: float) -> Tensor:
         """Return cross-conformal sets of classes at x (N, d), bool (N, C).
 
-        A set has the classes that are as probable as the observed classes of held-out rows, and
-        the most probable one. Raises ValueError if the scores of these rows are not known, and
-        warns if they are too few.
+        A set has the most probable class, and all classes whose score 1 − p is at most the quantile
+        of the held-out rows' scores at this level. Raises ValueError if these scores are not known.
+        If they are too few for the level, it warns, and every set has all classes.
         """
         if self.scores is None:
             raise ValueError(
@@ -254,9 +279,9 @@ class Ensemble:
         return (1 - probs <= conformal_quantile(scores, weights, level)) | most_probable
 
     def _has_closed_average(self, refit: str | Refit) -> bool:
-        """Check whether the average over mean and log variance has a closed form.
+        """Return whether mean and log variance are averaged over the posteriors in closed form.
 
-        It has one for the default refit of variational Gaussians.
+        That is so for the default refit, if all posteriors are variational Gaussians.
         """
         return (
             self.settings.likelihood in VARYING
@@ -264,10 +289,11 @@ class Ensemble:
             and resolve(refit) == OutputRefit()
         )
 
-    def _average(self, z: Tensor, move: Tensor | None) -> Predictive:
-        """Return the average of all posteriors at z (N, d), for mean and log variance.
+    def _average_posteriors(self, z: Tensor, move: Tensor | None) -> Predictive:
+        """Return the predictive at z (N, d), averaged over all posteriors of mean and log variance.
 
-        move (N,): by how much the trees move the networks' means; None: not at all.
+        It is that of the standardised target.  move (N,): is added to the means, for the trees;
+        None: zero.
         """
         marginals = [component.posterior.outputs_at(z) for component in self.components]
         if move is not None:
@@ -280,10 +306,11 @@ class Ensemble:
         factors, factor_shares = torch.tensor(self.spreads, dtype=torch.float64).unbind(1)
         return average_normals(marginals, weights, factors, factor_shares, z, LARGEST_LOG_VARIANCE)
 
-    def _mix(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
+    def _mix_posteriors(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
         """Return the mixture of all posteriors, spreads and networks as trained, at z (N, d).
 
-        move (N,): by how much the trees move the networks' means; None: not at all.
+        It is that of the standardised target.  move (N,): is added to the means, for the trees;
+        None: zero.
         """
         parts = []
         weights = []
@@ -292,10 +319,10 @@ class Ensemble:
             if move is not None:
                 predictive = affine(predictive, move, 1.0)
             for factor, share in self.spreads:
-                parts.append(predictive if factor == 1 else spread_out(predictive, factor))
+                parts.append(predictive if factor == 1 else stretch_predictive(predictive, factor))
                 weights.append(self.trust * share * component.weight)
         if self.trust < 1:
             likelihood = self.components[0].posterior.likelihood
-            parts += [as_trained(module, likelihood, z) for module in self.modules]
+            parts += [predict_as_trained(module, likelihood, z) for module in self.modules]
             weights += [(1 - self.trust) / len(self.modules)] * len(self.modules)
         return parts[0] if len(parts) == 1 else mixture(parts, weights)

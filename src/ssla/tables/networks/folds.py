@@ -1,5 +1,6 @@
-"""Which rows each member holds out for early stopping, noise and prior: at random, by whole
-groups, or the latest.
+"""Chooses the rows that each member holds out for early stopping, noise and prior.
+
+They are random rows, whole groups, or the latest rows.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ def hold_out_rows(
     groups: Tensor | None = None,
     time: Tensor | None = None,
 ) -> Tensor:
-    """Return which rows each member holds out, bool (M, n).
+    """Return which of the n rows each of M members holds out, bool (M, n).
 
-    They are disjoint parts of one random order if there are enough rows. Raises ValueError if all
-    rows have one group or one time.
+    The rows of different members are disjoint if there are enough. None are held out if the
+    fraction is 0, or if there are fewer than two rows. Raises ValueError if all rows have one group
+    or one time.
 
-    strata (n,): classes; each part has the same class proportions.
-    groups (n,): numbers of groups, of which whole ones are held out (strata are then not used).
-    time (n,): the latest rows, the same for every member.
+    strata (n,): the class of each row. Each member holds out about the same proportions of classes.
+    groups (n,): the number of the group of each row. Whole groups are held out, and strata are
+    ignored.
+    time (n,): the time of each row. Every member holds out the same latest rows, and strata and
+    groups are ignored.
     """
     held = torch.zeros(members, rows, dtype=torch.bool)
     count = min(max(round(fraction * rows), 1), rows - 1) if fraction > 0 else 0
     if count == 0 or rows < 2:
         return held
-    # All members hold out the same latest rows: the future is what they are to predict.
+    # All members hold out the same latest rows, because they will predict later rows.
     if time is not None:
         return latest_rows(time, count).expand(members, -1).clone()
     if groups is not None:
@@ -43,6 +47,7 @@ def hold_out_rows(
     order = torch.randperm(rows, generator=generator)
     if strata is not None:
         order = _interleave_classes(order, strata, generator)
+    # Each member takes the next rows of one order, which begins again at its end.
     for m in range(members):
         positions = torch.arange(m * count, (m + 1) * count) % rows
         held[m, order[positions]] = True
@@ -50,10 +55,12 @@ def hold_out_rows(
 
 
 def _interleave_classes(order: Tensor, strata: Tensor, generator: torch.Generator) -> Tensor:
-    """Return the order (n,) of rows in which any consecutive part has the class proportions.
+    """Return an order (n,) of the rows of which any section has about the proportions of classes.
 
-    order (n,): a random order, which is kept within each class.  strata (n,): the classes of rows.
+    order (n,): a random order, which is kept within each class.  strata (n,): the class of each
+    row.
     """
+    # Rows are sorted by their relative rank within their class.
     rank = torch.zeros(len(order), dtype=torch.float32)
     for label in strata.unique():
         positions = (strata[order] == label).nonzero().flatten()
@@ -64,30 +71,29 @@ def _interleave_classes(order: Tensor, strata: Tensor, generator: torch.Generato
 
 
 def latest_rows(time: Tensor, count: int) -> Tensor:
-    """Return which are the last `count` rows by time (n,), bool (n,).
+    """Return which rows are the latest by time (n,), bool (n,): `count` of them or more.
 
-    Rows of one time are not divided: all of them are held out, or none. Raises ValueError if all
-    rows have one time.
+    Rows of one time stay together. There are fewer than `count` if otherwise no row of the earliest
+    time would be left for the training. Raises ValueError if all rows have one time.
     """
     if bool((time == time[0]).all()):
         raise ValueError(
             "time has one value only, so no rows are later than others. Leave it out, or give "
             "times."
         )
-    # Rows of the time at the border are held out too, so these may be more than `count`.
+    # All rows of the time at the border are held out, so these may be more than `count`.
     held = time >= time.sort().values[len(time) - count]
-    # At least the rows of the earliest time are left for the training.
-    return held if not bool(held.all()) else time > time.min()
+    return time > time.min() if bool(held.all()) else held
 
 
 def _hold_out_groups(
     groups: Tensor, members: int, count: int, generator: torch.Generator
 ) -> Tensor:
-    """Return which rows each member holds out, bool (M, n): whole groups.
+    """Return which rows each of M members holds out, bool (M, n): those of whole groups.
 
-    Groups are in a random order, and each member takes the next ones, cyclically, until it has
-    `count` rows, but never all groups. groups (n,): numbers of groups. Raises ValueError if there
-    is only one.
+    Groups are in a random order. Each member takes the next ones, cyclically, until it has at least
+    `count` rows or all groups but one. groups (n,): the number of the group of each row. Raises
+    ValueError if there is only one group.
     """
     labels, codes, sizes = groups.unique(return_inverse=True, return_counts=True)
     if len(labels) < 2:

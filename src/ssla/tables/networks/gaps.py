@@ -1,10 +1,10 @@
-"""Rows with unknown inputs: the predictive is a mixture over possible values of the inputs.
+"""Predictives of rows with unknown inputs: mixtures over possible values of these inputs.
 
     p(y | known inputs) ≈ Σ_k w_k p(y | known inputs, values k)
 
 The values come from the training table and do not depend on the known inputs of the row. The spread
-of the members' means is the uncertainty from the missing value; it is part of the mixture's
-epistemic variance.
+between the means of the parts is the uncertainty from the missing values. It belongs to the
+epistemic variance of the mixture.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ def predict_with_gaps(
 ) -> Predictive:
     """Return the predictive at x (N, d), where rows with gaps (N,) bool have unknown inputs.
 
-    These A rows are predicted at each of the copies (A, d), which have other values in the gaps,
-    and mixed with weights (K, A). The other rows are predicted directly.
+    predict: returns the predictive at complete rows (n, d).  copies: K versions (A, d) of the A
+    rows with gaps, with other values in the gaps, whose predictives are mixed with weights (K, A).
+    Rows without gaps are predicted directly.
     """
     parts = []
     rows = []
     complete = ~gaps
     if complete.any():
         parts.append(predict(x[complete]))
-        rows.append(torch.from_numpy(complete.nonzero()[0]))
+        rows.append(torch.from_numpy(np.flatnonzero(complete)))
     if gaps.any():
         parts.append(mixture([predict(copy) for copy in copies], weights))
-        rows.append(torch.from_numpy(gaps.nonzero()[0]))
+        rows.append(torch.from_numpy(np.flatnonzero(gaps)))
     return join_predictives(parts, rows)

@@ -1,18 +1,19 @@
-"""The noise and its standard error, from held-out rows.
+"""Estimates the noise and its standard error from held-out rows.
 
-Training residuals of a network can be arbitrarily small. On held-out rows r² has mean σ² + K, and K
-is nearly proportional to σ², so
+Training residuals of a network can be arbitrarily small. On held-out rows r² has mean σ² + K, with
+K the variance of the outputs. K is nearly proportional to σ², so
 
     σ̂² = mean of s_i,   s_i = r_i² / (1 + K_i/σ₀²)          (σ₀: a first guess)
 
-One network: at least the mean of r² over its training rows, because early stopping selected the
-best epoch on the held-out rows. Several networks: the disagreement V of their posteriors is part of
-the error of each, but not of the mixture, which adds it to its spread; so 2V is subtracted, down to
-the training residuals at most.
+With one network σ̂² is at least the mean of r² over its training rows, because early stopping
+selected the best epoch on the held-out rows. With several networks the disagreement V of their
+posteriors is part of the error of each. The mixture averages this error away, and adds V to its
+spread. So 2V is subtracted from σ̂², but the result is not below the mean of r² over the training
+rows.
 
 From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals
 (3 for Gaussian ones). The predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three
-Gauss–Hermite nodes: its tails are those of a t distribution and not of a Gaussian with known σ.
+Gauss–Hermite nodes. Its tails are those of a t distribution, and not of a Gaussian with known σ.
 """
 
 from __future__ import annotations
@@ -27,51 +28,54 @@ from ssla.fitting.noise import scale_noise
 from ssla.likelihoods import Gaussian
 from ssla.posterior import Posterior
 
-# t and weight of each Gauss–Hermite node; the central one is first
+# t and weight of each Gauss–Hermite node. The central one is first.
 NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
 SMALLEST = 1e-6  # noise in units of the target's spread: a guess
 GAUSSIAN_KURTOSIS = 3.0
+LARGEST_ERROR = 1.0  # of log σ̂; a guess
 
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """The noise σ̂ (D,), and the standard error of its logarithm."""
+    """The noise of D targets, and the standard error of its logarithm."""
 
-    scale: Tensor
-    error: float
+    scale: Tensor  # σ̂ (D,)
+    error: float  # se, common to all targets
 
-    def at(self, t: float) -> Gaussian:
-        """Return the likelihood with noise σ̂ e^(t·se)."""
+    def likelihood_at(self, t: float) -> Gaussian:
+        """Return the Gaussian likelihood with noise σ̂ e^(t·se)."""
         scale = self.scale * math.exp(t * self.error)
         return Gaussian(noise=scale if len(scale) > 1 else float(scale))
 
 
-def held_out_noise(
+def estimate_held_out_noise(
     squares: Tensor, weights: Tensor, training_square: Tensor, disagreement: Tensor | None = None
 ) -> Noise:
-    """Return the noise from squares s (n, D) of held-out rows, with their weights (n,).
+    """Estimate the noise from the squares s (n, D) of held-out rows, with their weights (n,).
 
-    training_square (D,): mean square of the training residuals.  disagreement V (D,) of several
-    members; None: there is only one.
+    training_square (D,): the mean of r² over the training rows.  disagreement: V (D,); None: there
+    is only one network.  See the module's docstring for the formulas.
     """
     total = weights.sum()
     variance = (weights[:, None] * squares).sum(0) / total
-    fourth = (weights[:, None] * squares**2).sum(0) / total
-    kurtosis = (fourth / variance.clamp_min(1e-300) ** 2).clamp_min(GAUSSIAN_KURTOSIS).mean()
+    fourth_moment = (weights[:, None] * squares**2).sum(0) / total
+    # A kurtosis below that of a Gaussian is taken as chance. No division by zero for zero squares.
+    kurtosis = (fourth_moment / variance.clamp_min(1e-300) ** 2).clamp_min(GAUSSIAN_KURTOSIS).mean()
     error = math.sqrt((float(kurtosis) - 1) / (4 * float(total)))
     if disagreement is None:
         variance = torch.maximum(variance, training_square)
     else:
         reduced = torch.maximum(variance - 2 * disagreement, training_square)
+        # The training residuals may be the larger ones, but they do not raise the estimate.
         variance = torch.minimum(variance, reduced)
-    return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, 1.0))
+    return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, LARGEST_ERROR))
 
 
 def change_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
-    """Return the posterior with all noise scaled by one factor, at its new mode, without a pass.
+    """Return the posterior under another noise, at its new mode, without a pass over the rows.
 
-    The posterior must be quadratic (`Posterior.quadratic`). likelihood: has the new noise, which is
-    the same multiple of the old one for all targets.
+    It is exact if the posterior is quadratic (`Posterior.quadratic`), as the caller must check.
+    likelihood: holds the new noise, which must be the same multiple of the old one for all targets.
     """
     assert isinstance(posterior.likelihood, Gaussian)
     # The ratio of the first target is that of all.

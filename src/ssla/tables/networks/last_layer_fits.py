@@ -1,4 +1,4 @@
-"""Last layers of small networks and of trees, under a given prior."""
+"""Fits posteriors of the last layers of small networks and of trees, under a given prior."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ def fit_last_layer(
     structure: str | Structure = "dense",
     rough: bool = False,
 ) -> Posterior:
-    """Fit as `ssla.fit` does with a prior, but polish a last layer that has a mode in any case.
+    """Fit a posterior as `ssla.fit` does with a prior, but polish every last layer that has a mode.
 
-    It is for networks of which held-out rows choose the prior afterwards, so the mode is not
-    compared with the trained weights. rough: with a variational Gaussian of a lower accuracy,
-    which is enough to choose a prior.
+    `ssla.fit` compares the mode with the trained weights, and may keep these. Here held-out rows
+    choose the prior afterwards, so there is no comparison.
+
+    data: rows in any form that `ssla.fit` takes.  weights: which weights are uncertain; all others
+    are fixed.  rough: whether a variational Gaussian has a lower accuracy, which is enough to
+    choose a prior. Errors are those of `ssla.fit`.
     """
     with errors_sent_to_ranks():
         reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
@@ -44,10 +47,9 @@ def fit_last_layer(
             likelihood,
             prior,
             structure,
-            None,
-            None,
-            DEFAULT_BUDGET,
+            mode=None,
+            gaussian=None,
+            budget=DEFAULT_BUDGET,
         )
-    return fit_with_prior(
-        replace(plan, keeps_trained_layer=False, tolerance=ROUGH if rough else None)
-    )
+    tolerance = ROUGH if rough else None
+    return fit_with_prior(replace(plan, keeps_trained_layer=False, tolerance=tolerance))

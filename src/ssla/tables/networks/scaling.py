@@ -1,4 +1,4 @@
-"""Columns to mean 0 and standard deviation 1, and back."""
+"""Standardises columns to mean 0 and standard deviation 1."""
 
 from __future__ import annotations
 
@@ -14,21 +14,22 @@ SMALLEST_EXPONENT, LARGEST_EXPONENT = -1022, 1023  # of powers of two in double 
 
 @dataclass(frozen=True, eq=False)
 class Scaling:
-    """The map z = (x − shift) / scale of columns, with shift and scale (d,)."""
+    """The map z = (x − shift) / scale of d columns."""
 
-    shift: Tensor
-    scale: Tensor
+    shift: Tensor  # (d,)
+    scale: Tensor  # (d,)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Scale x (…, d) -> (…, d)."""
+        """Return z (…, d) for x (…, d)."""
         return (x - self.shift) / self.scale
 
 
 def column_units(x: Tensor) -> Tensor:
     """Return the power of two at or below the largest |x| of each column (n, d) -> (d,).
 
-    Division by it is exact.
+    Division by a power of two is exact. A column of zeros has the smallest normal number.
     """
+    # |x| = m 2ᵉ with m in [½, 1), so the power of two below |x| has the exponent e − 1.
     exponents = torch.frexp(x.abs().amax(0)).exponent.clamp(
         SMALLEST_EXPONENT + 1, LARGEST_EXPONENT + 1
     )
@@ -36,19 +37,20 @@ def column_units(x: Tensor) -> Tensor:
 
 
 def fit_scaling(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scaling:
-    """Return the scaling to weighted mean 0 and standard deviation 1 of each column of x (n, d).
+    """Return the scaling of each column of x (n, d) to weighted mean 0 and standard deviation 1.
 
-    weights (n,) are row weights. Constant columns keep their unit. Codes of levels, where `levels`
-    has their number for a column, stay as they are.
+    weights (n,): row weights.  levels: for each column the number of levels if it holds codes, 0 if
+    it holds numbers; () if all hold numbers. Codes stay as they are, and constant columns get the
+    scale 1.
     """
     total = weights.sum()
     unit = column_units(x)
-    relative = x / unit  # its squares neither overflow nor vanish
+    relative = x / unit  # of a size whose squares neither overflow nor vanish
     relative_mean = (weights[:, None] * relative).sum(0) / total
     variance = (weights[:, None] * (relative - relative_mean) ** 2).sum(0) / total
     spread = unit * variance.sqrt()
     mean = unit * relative_mean
-    # A column that differs by rounding only counts as constant.
+    # A column that varies by rounding errors only counts as constant.
     constant = spread <= 1e-12 * mean.abs().clamp_min(1e-300)
     scale = torch.where(constant, torch.ones_like(spread), spread)
     for i, count in enumerate(levels):

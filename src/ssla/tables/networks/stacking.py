@@ -1,4 +1,4 @@
-"""Stacking: the weights of a mixture of predictives that predict held-out rows best.
+"""Stacking: the weights with which a mixture of predictives predicts held-out rows best.
 
 With L (n, K) the log densities of K models at n rows that they have not seen, and row weights c
 with sum one,
@@ -6,9 +6,9 @@ with sum one,
     w = argmax over the simplex of  F(w) = Σ_i c_i log p_i,   p_i = Σ_k w_k e^(L_ik)
 
 F is concave. Its gradient g_k = Σ_i c_i e^(L_ik) / p_i has Σ_k w_k g_k = 1. At the maximum g_k = 1
-where w_k > 0 and g_k ≤ 1 elsewhere, and everywhere max_k g_k − 1 is at least the distance of F from
-its maximum. An EM step is w_k ← w_k g_k. It never lowers F. Steps w_k ∝ w_k g_k^η with a growing η
-are taken while they raise F more than EM must.
+where w_k > 0, and g_k ≤ 1 elsewhere. At every w, max_k g_k − 1 bounds the distance of F from its
+maximum. An EM step w_k ← w_k g_k never lowers F. Steps w_k ∝ w_k g_k^η with a growing η are faster.
+Where such a step would lower F, η returns to 1.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from torch import Tensor
 from ssla._checks import check_positive, warn
 from ssla.data import as_tensor
 
-STEPS = 5000  # at most, a guess
-TOLERANCE = 1e-7  # of F, in nats for each row
-FASTER = 1.3  # growth of η in a step: a guess
+STEPS = 5000  # at most; a guess
+TOLERANCE = 1e-7  # of F, in nats for each row; a guess
+GROWTH = 1.3  # factor on η after a step; a guess
 
 
 def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = STEPS) -> Tensor:
@@ -39,23 +39,23 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
     >>> w = stacking_weights(torch.stack([a.log_prob(y), b.log_prob(y)], 1))      # doctest: +SKIP
     >>> ssla.mixture([a_new, b_new], w)                                           # doctest: +SKIP
     """
-    L, c = _check_rows(log_densities, row_weights)
-    likelihoods = (L - L.amax(1, keepdim=True)).exp()  # a factor for each row does not change w
+    L, c = _read_rows(log_densities, row_weights)
+    densities = (L - L.amax(1, keepdim=True)).exp()  # a factor for each row does not change w
     w = torch.full((L.shape[1],), 1 / L.shape[1], dtype=torch.float64)
-    value, gradient = _objective(likelihoods, c, w)
-    power = 1.0
+    value, gradient = _evaluate_objective(densities, c, w)
+    power = 1.0  # η
     for _ in range(steps):
         if float(gradient.max()) - 1 <= TOLERANCE:
             return w
         proposal = w * gradient**power
         proposal = proposal / proposal.sum()
-        new_value, new_gradient = _objective(likelihoods, c, proposal)
-        # A step with η > 1 may lower F; an EM step (η = 1) never does.
+        new_value, new_gradient = _evaluate_objective(densities, c, proposal)
+        # A step with η > 1 may lower F. Then an EM step (η = 1), which never does, takes its place.
         if power > 1 and not new_value >= value:
             power = 1.0
             continue
         w, value, gradient = proposal, new_value, new_gradient
-        power *= FASTER
+        power *= GROWTH
     warn(
         f"The stacking weights did not converge in {steps} steps: the mean log density is up to "
         f"{float(gradient.max()) - 1:.2g} below its maximum. Give more steps, or leave out one of "
@@ -65,29 +65,35 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
 
 
 def model_shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
-    """Return stacking weights (K,) with prior knowledge.
+    """Return the stacking weights (K,) of models, with pseudo rows as prior knowledge.
 
-    pseudo (K,) > 0: for each model, a number of rows that it alone explains. Rows of log densities
-    (n, K) that no model explains, or with NaN, do not count; weights (n,) are those of the rows.
+    log_densities (n, K), weights (n,): of the rows. Rows with NaN, or where all densities are zero,
+    are ignored.  pseudo (K,): for each model the positive weight of one more row, at which all
+    other models have density zero. So no model gets the weight zero.
     """
     known = log_densities.amax(1) > -torch.inf  # False for NaN
-    certain = torch.eye(len(pseudo), dtype=torch.float64).log()
+    # Row k has log density 0 by model k, and −∞ by all others.
+    pseudo_rows = torch.eye(len(pseudo), dtype=torch.float64).log()
     return stacking_weights(
-        torch.cat([log_densities[known], certain]), torch.cat([weights[known], pseudo])
+        torch.cat([log_densities[known], pseudo_rows]), torch.cat([weights[known], pseudo])
     )
 
 
-def _objective(likelihoods: Tensor, c: Tensor, w: Tensor) -> tuple[float, Tensor]:
+def _evaluate_objective(densities: Tensor, c: Tensor, w: Tensor) -> tuple[float, Tensor]:
     """Return F(w), up to a constant, and its gradient (K,).
 
-    likelihoods (n, K), row weights c (n,), model weights w (K,).
+    densities (n, K): e^L up to a factor for each row.  c (n,): row weights.  w (K,): model weights.
     """
-    p = likelihoods @ w
-    return float(c @ p.log()), (c / p) @ likelihoods
+    p = densities @ w
+    return float(c @ p.log()), (c / p) @ densities
 
 
-def _check_rows(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
-    """Return log densities (n, K) and row weights (n,) with sum one; ValueError if unusable."""
+def _read_rows(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
+    """Return log densities (n, K) and row weights (n,) with sum one, both in float64 on the CPU.
+
+    row_weights None: equal weights. Raises ValueError for wrong shapes, negative weights or weights
+    without a positive sum, for NaN and +∞, and for rows where all densities are zero.
+    """
     L = as_tensor(log_densities).to("cpu", torch.float64)
     if L.dim() != 2 or not L.numel():
         raise ValueError(

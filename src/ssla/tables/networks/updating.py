@@ -1,6 +1,4 @@
-"""More rows for a fitted ensemble, without training: the networks stay, their last layers are
-updated.
-"""
+"""Adds rows to a fitted ensemble without training: only the posteriors of its networks change."""
 
 from __future__ import annotations
 
@@ -12,19 +10,21 @@ from ssla.tables.networks.ensemble import VARYING, Ensemble, scale_targets
 
 
 def update_ensemble(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> Ensemble:
-    """Return the ensemble with rows added to every posterior, without training.
+    """Return the ensemble with the rows x (n, d), y (n,) or (n, D) added to every posterior.
 
-    x (n, d), y (n,) or (n, D), row weights (n,).
+    weights (n,): the row weights. With Gaussian noise each last layer is then that of a fit to all
+    rows. Otherwise the variational Gaussian keeps its averages over the earlier rows, which is an
+    approximation. Networks, scaling, noise and prior stay as they were. The held-out rows are then
+    unknown, so `held` and `scores` become None.
 
-    With Gaussian noise each last layer is then that of a fit to all rows; otherwise the variational
-    Gaussian keeps its averages over the earlier rows. Features, scaling, noise and prior stay as
-    they were. Raises ValueError where a posterior cannot move.
+    Raises ValueError where the mode of a posterior cannot follow new rows, or not so many, and for
+    targets or codes out of range.
     """
-    movable = (
+    can_follow = (
         c.posterior.updates_mode_from_sums or c.posterior.gaussian == "variational"
         for c in ensemble.components
     )
-    if not all(movable):
+    if not all(can_follow):
         raise ValueError(
             "The mode of these posteriors cannot follow new rows: that needs a last layer "
             "(weights='last_layer') with Gaussian noise and structure 'dense' or 'kfac', or a "

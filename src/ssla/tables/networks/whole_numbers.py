@@ -1,9 +1,8 @@
-"""Targets that are whole numbers: continuous distributions are compared by probabilities there, not
-by densities.
+"""Probabilities of whole numbers under a continuous distribution, in place of its densities.
 
-A density at values that many rows share has no bound: a distribution that is narrow around them
-scores better and better, and predicts other rows worse. The probability of what rounds to y has no
-such gain:
+Many rows may share a whole number, and a density there has no bound: the narrower a distribution is
+around such values, the better is its score, although it predicts other rows worse. The probability
+of what rounds to y is bounded:
 
     P(y − ½ < Y < y + ½)        (y = 0: P(Y < ½))
 """
@@ -18,15 +17,15 @@ from ssla.predictive.positive import log_normal_between
 from ssla.predictive.transformed import Transform
 from ssla.tables.networks.scaling import Scaling
 
-LARGEST_SPREAD = (
-    5.0  # standard deviation of counts for which it matters that they are discrete: a guess
-)
+# Counts with a larger standard deviation are treated as continuous; a guess.
+LARGEST_SPREAD = 5.0
 
 
 def are_small_counts(y: Tensor, weights: Tensor) -> bool:
-    """Check whether targets y (n,) are whole numbers from zero with a small spread.
+    """Return whether targets y are whole numbers of at least zero with a small spread.
 
-    Targets that are only 0 and 1 are not. weights (n,) are row weights.
+    The answer is False for several targets (n, D), and for targets that are only 0 and 1.
+    weights (n,) are row weights.
     """
     if y.dim() != 1 or bool((y < 0).any()) or bool((y != y.round()).any()) or bool((y <= 1).all()):
         return False
@@ -34,10 +33,10 @@ def are_small_counts(y: Tensor, weights: Tensor) -> bool:
     return float(weights @ (y - mean) ** 2 / weights.sum()) <= LARGEST_SPREAD**2
 
 
-def moments(likelihood: Likelihood, f: Tensor, unit: Scaling) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation (n,) of a Gaussian for outputs f (n, C).
+def gaussian_moments(likelihood: Likelihood, f: Tensor, unit: Scaling) -> tuple[Tensor, Tensor]:
+    """Return mean and standard deviation (n,) of one Gaussian target for outputs f (n, C).
 
-    They are on the scale of the target, whose unit is `unit`.
+    f predicts the standardised target; the moments are in the unit before it was standardised.
     """
     shift = unit.shift[0]
     scale = unit.scale[0]
@@ -46,11 +45,18 @@ def moments(likelihood: Likelihood, f: Tensor, unit: Scaling) -> tuple[Tensor, T
     return shift + scale * mean, scale * variance.sqrt()
 
 
-def log_probs(
+def rounded_log_probs(
     likelihood: Likelihood, f: Tensor, unit: Scaling, scale: Transform | None, y: Tensor
 ) -> Tensor:
-    """Return log P (n,) of what rounds to counts y (n,), by a network with outputs f (n, C)."""
+    """Return log P (n,) of what rounds to counts y (n,), by a network with outputs f (n, C).
+
+    likelihood: a Gaussian one.  unit, scale: of the target; scale None is that of y itself.
+    """
     ends = torch.stack([y - 0.5, y + 0.5], 1)
-    mean, sd = moments(likelihood, f, unit)
-    t = ((ends if scale is None else scale.into(ends)) - mean[:, None]) / sd[:, None]
-    return log_normal_between(torch.where(y == 0, -torch.inf, t[:, 0]), t[:, 1])
+    if scale is not None:
+        ends = scale.into(ends)
+    mean, sd = gaussian_moments(likelihood, f, unit)
+    t = (ends - mean[:, None]) / sd[:, None]
+    # Everything below ½ counts as zero.
+    lower = torch.where(y == 0, -torch.inf, t[:, 0])
+    return log_normal_between(lower, t[:, 1])
