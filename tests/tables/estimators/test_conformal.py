@@ -12,6 +12,7 @@ import torch
 
 import ssla
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
+from ssla.tables.estimators.loading import _check_conformal
 from ssla.tables.estimators.split_conformal import Conformal
 from ssla.tables.networks.recalibration import predict_as_trained
 
@@ -334,3 +335,13 @@ def test_sets_of_classes_need_known_held_out_rows_and_complete_inputs(tmp_path):
     for one in others:
         with pytest.raises(ValueError, match="these are not known"):
             one.predictive_set(x)
+
+
+def test_a_file_whose_conformal_weights_do_not_fit_the_scores_is_refused():
+    scores = np.array([[0.1], [0.4], [0.9]])
+    _check_conformal(Conformal(scores, np.ones((3, 1)), "output"), targets=1)
+    for weights in (np.ones((3, 3)), np.ones((2, 1)), np.ones(3)):
+        with pytest.raises(ValueError, match="weights do not fit the scores"):
+            _check_conformal(Conformal(scores, weights, "output"), targets=1)
+    with pytest.raises(ValueError, match="conformal weights"):
+        _check_conformal(Conformal(scores, -np.ones((3, 1)), "output"), targets=1)

@@ -483,9 +483,9 @@ def _check_conformal(conformal: Conformal, targets: int) -> None:
     _check_numbers("the conformal scores", scores, (max(len(scores), 1), targets), least=0.0)
     if not bool((scores.diff(dim=0) >= 0).all()):
         raise ValueError("the conformal scores are not sorted")
-    _check_numbers("the conformal weights", weights, tuple(weights.shape), least=0.0)
-    if len(weights) != len(scores) or not isinstance(conformal.refit, str):
+    if weights.shape != scores.shape or not isinstance(conformal.refit, str):
         raise ValueError("the conformal weights do not fit the scores")
+    _check_numbers("the conformal weights", weights, tuple(scores.shape), least=0.0)
 
 
 def _check_numbers(
