@@ -122,7 +122,7 @@ def test_curvature_of_the_new_observation(kind):
 def test_full_is_the_sum_of_both(kind):
     post, new, _ = posterior()
     theta = post.theta + steps()
-    found = opened().full(kind, theta, Y, new)
+    found = opened().augmented_curvature(kind, theta, Y, new)
     assert all(close(found[k], dense(kind, theta[k], (new[k : k + 1], Y[k]))) for k in range(2))
 
 

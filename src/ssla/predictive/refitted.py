@@ -154,7 +154,7 @@ def _refit_classes(
     failed = torch.zeros_like(chosen)
     errors = torch.zeros_like(logs)
     if rows.numel():
-        density = weights.at(y.double(), rows)
+        density = weights.density_at(y.double(), rows)
         failed[rows[~density.converged]] = True
         fallback[chosen] = False
         fallback[rows[density.fallback]] = True

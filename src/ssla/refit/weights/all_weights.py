@@ -49,6 +49,7 @@ from ssla.refit.weights.anderson import (
 )
 from ssla.refit.weights.determinants import SMALL, Determinants
 from ssla.refit.weights.refit_rows import (
+    Block,
     PriorChange,
     TrainingRows,
     as_batch,
@@ -191,17 +192,17 @@ class AllWeightsRefit:
 
     @property
     def new_likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @cached_property
     def prior(self) -> PriorChange:
-        """The change of log π with a step from θ̂."""
+        """Return the change of log π with a step from θ̂."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that are solved together, within half of the memory budget."""
+        """Return the number of tasks that are solved together, within half of the memory budget."""
         budget = self.posterior.memory_budget
         row_count = min(self.posterior.network.rows_at_once(budget), self.posterior.statistics.n)
         vectors = VECTORS_OF_HISTORY * self.options.memory + VECTORS_OF_ASCENT
@@ -217,7 +218,7 @@ class AllWeightsRefit:
         """
         if self.interrupted.asked:
             return Solved.untried(len(x_rows))
-        with self.interrupted.listening():
+        with self.interrupted.listen():
             group = _Group(self, x_rows, y)
             ascent = self._ascend(group, self.options.max_steps, progress)
             likelihood, prior, f_new = group.likelihood_and_prior(ascent.point)
@@ -244,7 +245,7 @@ class AllWeightsRefit:
             error=torch.zeros_like(curvature),
         )
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return where √(gᵀP⁻¹g) does not fall to PROGRESS of its value at θ̂ (m,).
 
         A trial has TRIAL_STEPS gradients. At a mode each few gradients bring a digit. At a saddle
@@ -265,12 +266,16 @@ class AllWeightsRefit:
 
     @cached_property
     def rounding(self) -> float:
-        """√(eᵀH⁻¹e) of the error e of the data's gradient at θ̂ in float32."""
+        """Return √(eᵀH⁻¹e) of the error e of the data's gradient at θ̂ in float32."""
         likelihood = self.posterior.likelihood
         theta = self.posterior.theta.float().unsqueeze(0)
         error = -self.gradient
         for block in self.rows:
-            score = lambda f, b=block: b.weighted(likelihood.score(b.y, f[0].double())).unsqueeze(0)  # noqa: E731
+
+            def score(f: Tensor, block: Block = block) -> Tensor:
+                """Return the weighted scores of a block for outputs f (1, b, C) of one network."""
+                return block.apply_weights(likelihood.score(block.y, f[0].double())).unsqueeze(0)
+
             gradient, _ = self.single.gradient(theta, map_inputs(_to_single, block.x), score)
             error = error + gradient.squeeze(0).double()
         square = float(error @ self.precondition(error.unsqueeze(0)).squeeze(0))
@@ -347,41 +352,41 @@ class _Group:
 
     @cached_property
     def x(self) -> Inputs:
-        """The input of each task."""
+        """Return the input of each task."""
         return take_rows(self.refit.x, self.x_rows)
 
     @cached_property
     def jacobian(self) -> Tensor:
-        """J at each task's input (m, C, P)."""
+        """Return J at each task's input (m, C, P)."""
         return self.refit.jacobian[self.x_rows]
 
     @cached_property
     def pulled(self) -> Tensor:
-        """H⁻¹Jᵀ at each task's input (m, C, P), computed once for each distinct input."""
+        """Return H⁻¹Jᵀ at each task's input (m, C, P), computed once for each distinct input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         J = self.refit.jacobian[distinct]
         return self.refit.precondition(J.flatten(0, 1)).reshape(J.shape)[index]
 
     @cached_property
     def jacobian_single(self) -> Tensor:
-        """J at each task's input in float32 (m, C, P)."""
+        """Return J at each task's input in float32 (m, C, P)."""
         return self.jacobian.float()
 
     @cached_property
     def pulled_single(self) -> Tensor:
-        """H⁻¹Jᵀ at each task's input in float32 (m, C, P)."""
+        """Return H⁻¹Jᵀ at each task's input in float32 (m, C, P)."""
         return self.pulled.float()
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K = J H⁻¹ Jᵀ at each task's input (m, C, C)."""
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ at each task's input (m, C, C)."""
         K = self.jacobian @ self.pulled.mT
         return linalg.covariance_root((K + K.mT) / 2)
 
     @cached_property
     def linearised_step(self) -> Tensor:
-        """H⁻¹Jᵀu (m, P), the step of the refit of the linearised network; zero where some f are not
-        allowed.
+        """Return H⁻¹Jᵀu (m, P), the step of the refit of the linearised network; zero where some f
+        are not allowed.
         """
         f = self.refit.f[self.x_rows]
         if not self.refit.new_likelihood.linear_domain:
@@ -417,7 +422,7 @@ class _Group:
         group = self.take(tasks)
         gradient, _ = group.gradient(point)
         theta = self.refit.posterior.theta + point
-        H = self.refit.determinants.full(HESSIAN, theta, group.y, group.x)
+        H = self.refit.determinants.augmented_curvature(HESSIAN, theta, group.y, group.x)
         return Slope(gradient, saddle_free_step(H, gradient))
 
     def gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
@@ -460,7 +465,7 @@ class _Group:
         outside = torch.zeros(len(theta), dtype=torch.bool)
         for block in self.refit.rows:
 
-            def score(f: Tensor, block: Any = block) -> Tensor:
+            def score(f: Tensor, block: Block = block) -> Tensor:
                 """Return the weighted scores of a block for outputs f (m, b, C)."""
                 value = likelihood.score(block.y, f.double())
                 return value if block.weights is None else value * block.weights.unsqueeze(-1)
@@ -551,7 +556,7 @@ def open_all_weights(
     n, gradient = 0, torch.zeros_like(theta)
     for block in rows:
         n += row_count(block.x)
-        score = block.weighted(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
+        score = block.apply_weights(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
         block_gradient, _ = many.gradient(theta.unsqueeze(0), block.x, score.expand_as)
         gradient += block_gradient.squeeze(0)
     check_same_data(posterior, n, gradient)

@@ -214,7 +214,7 @@ class _State:
 
     @property
     def norm(self) -> Tensor:
-        """√(gᵀP⁻¹g) (m,), the distance from the mode."""
+        """Return √(gᵀP⁻¹g) (m,), the distance from the mode."""
         return (self.gradient * self.step).sum(-1).clamp_min(0).sqrt()
 
     def take(self, keep: Tensor) -> _State:

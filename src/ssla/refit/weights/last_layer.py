@@ -84,17 +84,17 @@ class LastLayerRefit:
 
     @property
     def new_likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return self.f.shape[1]
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that are solved together, by the cache and the memory budget."""
+        """Return the number of tasks that are solved together, by the cache and the memory budget."""
         P = self.gradient.numel()
         # Half of the budget is for the ascent, which keeps three vectors for each mixed round.
         task_bytes = 8 * P * (3 * self.options.memory + 12)
@@ -106,7 +106,7 @@ class LastLayerRefit:
 
     @cached_property
     def prior(self) -> PriorChange:
-        """The change of log π with a step from θ̂."""
+        """Return the change of log π with a step from θ̂."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     def from_basis(self, point: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class LastLayerRefit:
 
     @cached_property
     def _prior_precision(self) -> dict[torch.dtype, Tensor]:
-        """The precision of a Gaussian prior in the basis (C, F, F), in single and in double."""
+        """Return the precision of a Gaussian prior in the basis (C, F, F), in single and in double."""
         diagonal = torch.diag_embed(
             self.prior.bound.precision(self.prior.theta).reshape(self.outputs, -1)
         )
@@ -144,7 +144,7 @@ class LastLayerRefit:
 
     @cached_property
     def _stored(self) -> dict[tuple[int, str], Tensor]:
-        """Values of `store_for_block`, by the id of a kept block and a name.
+        """Return values of `store_for_block`, by the id of a kept block and a name.
 
         A kept block lives as long as this refit, so no other block has its id.
         """
@@ -210,11 +210,13 @@ class LastLayerRefit:
             K = initial.operator.covariance(Features(block.x, initial.outputs))
             return torch.stack([(1 + (a != b)) * K[:, a, b] for a, b in pairs(initial.outputs)])
 
-        return self.store_for_block(block, f"{initial.kind} {initial.outputs}", compute_entries)
+        return self.store_for_block(
+            block, f"{initial.curvature_kind} {initial.outputs}", compute_entries
+        )
 
     @cached_property
     def contrasts(self) -> InitialCurvature | None:
-        """The curvature in contrasts of classes, which has C − 1 outputs in place of C.
+        """Return the curvature in contrasts of classes, which has C − 1 outputs in place of C.
 
         None where the ratio of determinants would not be the same: other likelihoods, the Fisher in
         place of the observed curvature, and priors that differ by class.
@@ -224,15 +226,15 @@ class LastLayerRefit:
         temperature = likelihood.logit_temperature
         if temperature is None or not likelihood.softmax or likelihood.power != 1:
             return None
-        if not prior.gaussian or initial.kind != OBSERVED:
+        if not prior.gaussian or initial.curvature_kind != OBSERVED:
             return None
         precision = prior.bound.precision(prior.theta).reshape(self.outputs, -1)
         if not torch.equal(precision, precision[:1].expand_as(precision)):
             return None
         contrasts = Contrasts(self.outputs, temperature)
         return InitialCurvature(
-            initial.kind,
-            torch.linalg.cholesky(contrasts.of_blocks(initial.matrix)),
+            initial.curvature_kind,
+            torch.linalg.cholesky(contrasts.project_blocks(initial.matrix)),
             self.outputs - 1,
             contrasts,
         )
@@ -251,7 +253,7 @@ class LastLayerRefit:
         likelihood, prior = group.likelihood_and_prior(ascent.point)
         curvature, positive = group.curvature_increments(ascent.point, self.contrasts or initial)
         indefinite = (~positive).nonzero().squeeze(-1)
-        if indefinite.numel() and initial.kind == OBSERVED:
+        if indefinite.numel() and initial.curvature_kind == OBSERVED:
             fisher_group = group.take(indefinite)
             curvature[indefinite], positive[indefinite] = fisher_group.curvature_increments(
                 ascent.point[indefinite], self.initial_curvatures[-1]
@@ -270,7 +272,7 @@ class LastLayerRefit:
             error=torch.zeros_like(curvature),
         )
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Never: f is linear in a last layer, and refits of it are quick."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
@@ -348,13 +350,16 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     n, gradient, sums = sum_gradient_and_curvature(posterior, rows, kinds)
     check_same_data(posterior, n, gradient)
     prior_precision = as_matrix(posterior.bound_prior.precision(posterior.theta))
-    curvatures = {kind: total + prior_precision for kind, total in sums.items()}
+    curvatures = {curvature_kind: total + prior_precision for curvature_kind, total in sums.items()}
     # The basis makes the average of the diagonal blocks the identity.
     blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
     basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
     factorised = []
     if not int(info):
-        factorised = [_factorise(kind, in_basis(H, basis), C) for kind, H in curvatures.items()]
+        factorised = [
+            _factorise(curvature_kind, in_basis(H, basis), C)
+            for curvature_kind, H in curvatures.items()
+        ]
     usable = tuple(initial for initial in factorised if initial is not None)
     if not usable:
         raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
@@ -369,7 +374,7 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
         basis=basis,
         gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
         initial_curvatures=usable,
-        fallback=usable[0].kind != options.curvature,
+        fallback=usable[0].curvature_kind != options.curvature,
     )
 
 
@@ -384,14 +389,14 @@ def sum_gradient_and_curvature(
     P = posterior.theta.numel()
     n = 0
     gradient = torch.zeros(P, dtype=torch.float64)
-    sums = {kind: torch.zeros(P, P, dtype=torch.float64) for kind in kinds}
+    sums = {curvature_kind: torch.zeros(P, P, dtype=torch.float64) for curvature_kind in kinds}
     for block in rows:
         features = Features(block.x, C)
         n += block.y.shape[0]
-        gradient += features.pull(block.weighted(likelihood.score(block.y, block.f)))
-        for kind, total in sums.items():
-            precision = curvature_of(likelihood, kind, block.y, block.f)
-            total += features.gram(block.weighted(precision))
+        gradient += features.pull(block.apply_weights(likelihood.score(block.y, block.f)))
+        for curvature_kind, total in sums.items():
+            precision = curvature_of(likelihood, curvature_kind, block.y, block.f)
+            total += features.gram(block.apply_weights(precision))
     return n, gradient, sums
 
 
@@ -401,7 +406,7 @@ def whiten(phi: Tensor, basis: Tensor) -> Tensor:
     return white.mT.contiguous()
 
 
-def _factorise(kind: str, H: Tensor, outputs: int) -> InitialCurvature | None:
+def _factorise(curvature_kind: str, H: Tensor, outputs: int) -> InitialCurvature | None:
     """Factorise H = L Lᵀ (P, P) of one kind; None where it is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(H)
-    return None if int(info) else InitialCurvature(kind, factor, outputs)
+    return None if int(info) else InitialCurvature(curvature_kind, factor, outputs)

@@ -50,12 +50,12 @@ class SharedBlocks:
     at_z: Tensor  # J_i z_s (n, C, S)
     at_u: Tensor  # J_i u_s (n, C, S)
     variances: Tensor  # φ_iᵀ S_c⁻¹ φ_i (n, C)
-    kind: str
+    curvature_kind: str
     residual: float  # of the worst solve
 
     @property
     def outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return len(self.inverse)
 
     def solve(self, values: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ class SharedBlocks:
         new: _NewRow,
     ) -> _RowSums:
         """Sum over some sampled rows (b,), each divided by its probability (b,)."""
-        part, fisher = self.take(rows), self.kind == FISHER
+        part, fisher = self.take(rows), self.curvature_kind == FISHER
         f = part.f + part.x @ step.mT
         weight = 1 / probability if part.weights is None else part.weights / probability
         missing = 1 - probability  # what sampling adds to the variance of a row's term
@@ -209,15 +209,15 @@ def vectors_that_fit(n: int, outputs: int, width: int, itemsize: int, budget: in
 
 
 def shared_blocks(
-    blocks: Iterable[Block], likelihood: Likelihood, prior: Tensor, kind: str, count: int
+    blocks: Iterable[Block], likelihood: Likelihood, prior: Tensor, curvature_kind: str, count: int
 ) -> SharedBlocks | None:
     """Sum S over rows of whitened features, and solve for `count` vectors.
 
     prior (C, F, F): its precision in the basis. None where S is not positive definite.
     """
-    rows, fisher = _join_blocks(list(blocks)), kind == FISHER
+    rows, fisher = _join_blocks(list(blocks)), curvature_kind == FISHER
     C, F = prior.shape[:2]
-    level = rows.weighted(likelihood.precision_diagonal(rows.y, rows.f, fisher))
+    level = rows.apply_weights(likelihood.precision_diagonal(rows.y, rows.f, fisher))
     S = prior.clone()
     for c in range(C):
         S[c] += (rows.x * level[:, c, None]).mT @ rows.x
@@ -240,7 +240,7 @@ def shared_blocks(
         by_output: Tensor = rows.x @ vectors.reshape(count, C, F).permute(2, 1, 0).flatten(1)
         return by_output.reshape(-1, C, count)
 
-    return SharedBlocks(inverse, rows, z, u, push(z), push(u), variances, kind, residual)
+    return SharedBlocks(inverse, rows, z, u, push(z), push(u), variances, curvature_kind, residual)
 
 
 def _join_blocks(parts: list[Block]) -> Block:

@@ -43,11 +43,11 @@ class SharedFactor:
     probes: Tensor
     vectors: Tensor  # of N(0, H⁻¹) (S, P), for `last_layer_sketch`
     Q: Tensor  # (C, C')
-    kind: str
+    curvature_kind: str
 
     @property
     def outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return self.Q.shape[0]
 
     def missing(self, used: int) -> float:
@@ -59,7 +59,7 @@ class SharedFactor:
 
     @cached_property
     def width(self) -> int:
-        """The number of features F."""
+        """Return the number of features F."""
         return self.inverse.shape[0] // self.Q.shape[1]
 
     def solve(self, values: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class SharedStructure:
     operator: Operator
     probes: Tensor  # of N(0, S⁻¹) (S, P)
     outputs: int
-    kind: str = FISHER
+    curvature_kind: str = FISHER
 
     def missing(self, used: int) -> float:
         """Return one: the probes are independent, so none of their error is missing."""
@@ -106,11 +106,11 @@ class SharedStructure:
 
 
 def sample_structure(
-    operator: Operator, outputs: int, kind: str, dtype: torch.dtype
+    operator: Operator, outputs: int, curvature_kind: str, dtype: torch.dtype
 ) -> SharedStructure:
     """Draw few probes for a structure: a last layer of this size is expensive."""
     probes = operator.sample(FEW_PROBES, torch.Generator().manual_seed(SEED))
-    return SharedStructure(operator, probes.to(dtype), outputs, kind)
+    return SharedStructure(operator, probes.to(dtype), outputs, curvature_kind)
 
 
 def factor_bytes(outputs: int, width: int, dtype: torch.dtype) -> int:
@@ -122,7 +122,7 @@ def factorise_shared(
     rows: Iterable[Block],
     likelihood: Likelihood,
     prior: Tensor,
-    kind: str,
+    curvature_kind: str,
     contrasts: Contrasts | None,
 ) -> SharedFactor | None:
     """Sum H over rows of whitened features, factorise it, and draw random vectors.
@@ -132,7 +132,7 @@ def factorise_shared(
     """
     outputs, width, dtype = prior.shape[0], prior.shape[1], prior.dtype
     Q = torch.eye(outputs, dtype=dtype) if contrasts is None else contrasts.matrix.to(dtype)
-    H, n = _sum_curvature(rows, likelihood, prior, kind, Q)
+    H, n = _sum_curvature(rows, likelihood, prior, curvature_kind, Q)
     generator = torch.Generator().manual_seed(SEED)
     factor, info = torch.linalg.cholesky_ex(H)
     if int(info):
@@ -151,11 +151,11 @@ def factorise_shared(
     by_row = [
         (Q @ columns.mT.reshape(-1, Q.shape[1], width)).flatten(1) for columns in (draws, vectors)
     ]
-    return SharedFactor(inverse, by_row[0], by_row[1], Q, kind)
+    return SharedFactor(inverse, by_row[0], by_row[1], Q, curvature_kind)
 
 
 def _sum_curvature(
-    rows: Iterable[Block], likelihood: Likelihood, prior: Tensor, kind: str, Q: Tensor
+    rows: Iterable[Block], likelihood: Likelihood, prior: Tensor, curvature_kind: str, Q: Tensor
 ) -> tuple[Tensor, int]:
     """Sum H in the outputs Qᵀf, of which only the lower triangle is correct.
 
@@ -166,8 +166,8 @@ def _sum_curvature(
     n = 0
     for block in rows:
         n += len(block.f)
-        precision = curvature_of(likelihood, kind, block.y, block.f)
-        in_contrasts = Q.mT @ block.weighted(precision) @ Q
+        precision = curvature_of(likelihood, curvature_kind, block.y, block.f)
+        in_contrasts = Q.mT @ block.apply_weights(precision) @ Q
         for a, b in pairs(count):
             H[b, :, a, :] += (block.x * in_contrasts[:, a, b, None]).mT @ block.x
     for a in range(count):

@@ -70,24 +70,24 @@ class InitialCurvature:
     they are f.
     """
 
-    kind: str
+    curvature_kind: str
     factor: Tensor
     outputs: int
     contrasts: Contrasts | None = None
 
     @cached_property
     def matrix(self) -> Tensor:
-        """H (P, P)."""
+        """Return H (P, P)."""
         return self.factor @ self.factor.mT
 
     @cached_property
     def operator(self) -> DenseOperator:
-        """H⁻¹ as a structure's operator, for K = J H⁻¹ Jᵀ."""
+        """Return H⁻¹ as a structure's operator, for K = J H⁻¹ Jᵀ."""
         return DenseOperator(self.factor)
 
     @cached_property
     def single_inverse(self) -> Tensor:
-        """H⁻¹ in single precision (P, P). It steers steps and is in no answer."""
+        """Return H⁻¹ in single precision (P, P). It steers steps and is in no answer."""
         return torch.cholesky_inverse(self.factor).float()
 
     def solve(self, values: Tensor) -> Tensor:
@@ -98,12 +98,12 @@ class InitialCurvature:
 
     @cached_property
     def least(self) -> float:
-        """The smallest eigenvalue of H."""
+        """Return the smallest eigenvalue of H."""
         return float(torch.linalg.eigvalsh(self.matrix)[0])
 
     @cached_property
     def packed_inverse(self) -> Tensor:
-        """H⁻¹ (pairs · v,), packed so that its product with a packed ΔH is tr H⁻¹ΔH.
+        """Return H⁻¹ (pairs · v,), packed so that its product with a packed ΔH is tr H⁻¹ΔH.
 
         Entries off a diagonal stand for two of them, and so do blocks off the diagonal.
         """
@@ -149,12 +149,12 @@ class Group:
 
     @cached_property
     def phi(self) -> Tensor:
-        """The features of each task's input (m, F)."""
+        """Return the features of each task's input (m, F)."""
         return self.refit.features[self.x_rows]
 
     @cached_property
     def f(self) -> Tensor:
-        """The outputs at θ̂ of each task's input (m, C)."""
+        """Return the outputs at θ̂ of each task's input (m, C)."""
         return self.refit.f[self.x_rows]
 
     def push(self, point: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class Group:
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each different input."""
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each different input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         K = self.initial.operator.covariance(
             Features(self.refit.features[distinct], self.refit.outputs)
@@ -233,7 +233,7 @@ class Group:
                 score = likelihood.score(block.targets, f) - before
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
-            total += block.weighted(score).to(point.dtype).movedim(-1, 0).mT @ block.x
+            total += block.apply_weights(score).to(point.dtype).movedim(-1, 0).mT @ block.x
         return total.movedim(0, 1).reshape(m, -1), outside
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
@@ -271,7 +271,7 @@ class Group:
     def _new_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
         """Return Λ of the new observation at f̃ (m, C, C), of the kind of `initial`."""
         f_new = self.f + self.push(point)
-        return curvature_of(self.refit.new_likelihood, initial.kind, self.y, f_new)
+        return curvature_of(self.refit.new_likelihood, initial.curvature_kind, self.y, f_new)
 
     def _preconditioned_step(self, gradient: Tensor, y: Tensor, f_new: Tensor) -> Tensor:
         """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P).
@@ -306,7 +306,7 @@ class Group:
         single = refit.options.tolerance >= SINGLE_TOLERANCE and not self.y.is_floating_point()
         for _, block, f in self._outputs_by_block(point.float() if single else point):
             change = likelihood.log_prob_difference(block.targets, f, block.f.unsqueeze(1))
-            increment = increment + block.weighted(change).sum(0, dtype=torch.float64)
+            increment = increment + block.apply_weights(change).sum(0, dtype=torch.float64)
         if refit.posterior.mode != AS_IS:
             increment = increment - step @ refit.gradient
         return increment, refit.prior.value(step)
@@ -420,7 +420,7 @@ class Group:
 
     @property
     def _matrices_at_once(self) -> int:
-        """The number of P×P matrices that fit the processor's cache together, at least one."""
+        """Return the number of P×P matrices that fit the processor's cache together, at least one."""
         return max(CACHE_BYTES // (8 * self.refit.gradient.numel() ** 2), 1)
 
     def _augmented_curvatures(
@@ -433,7 +433,7 @@ class Group:
         m, C, F = len(self.y), initial.outputs, self.phi.shape[1]
         dtype = change.dtype
         if initial.contrasts is not None:
-            precision = initial.contrasts.of_matrices(precision)
+            precision = initial.contrasts.project_matrices(precision)
         by_pairs = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1)
         new_row = by_pairs.unsqueeze(-1) * pairwise_products(self.phi).unsqueeze(
             1
@@ -463,14 +463,14 @@ class Group:
             return
         likelihood = self.refit.posterior.likelihood
         for stored, block, f in self._outputs_by_block(point):
-            if initial.kind == FISHER:
+            if initial.curvature_kind == FISHER:
                 change = likelihood.fisher(f) - likelihood.fisher(block.f).unsqueeze(1)
             else:
                 change = likelihood.precision(block.targets, f) - likelihood.precision(
                     block.y, block.f
                 ).unsqueeze(1)
             if bool(change.any()):
-                by_entry = block.weighted(change).movedim((-2, -1), (0, 1)).flatten(0, 1)
+                by_entry = block.apply_weights(change).movedim((-2, -1), (0, 1)).flatten(0, 1)
                 yield stored, by_entry[upper_positions(self.refit.outputs)]
 
     def _class_curvature_changes(
@@ -481,9 +481,13 @@ class Group:
         """
         for stored, block, f in self._outputs_by_block(point):
             before = self.refit.store_for_block(
-                stored, f"pairs {f.dtype}", partial(contrasts.pairs, block.f.mT)
+                stored,
+                f"pairs {f.dtype}",
+                partial(contrasts.projected_softmax_curvature, block.f.mT),
             )
-            change = contrasts.pairs(f.movedim(-1, 0)).sub_(before.unsqueeze(-1))
+            change = contrasts.projected_softmax_curvature(f.movedim(-1, 0)).sub_(
+                before.unsqueeze(-1)
+            )
             if block.weights is not None:
                 change = change * block.weights.unsqueeze(-1)
             yield stored, change

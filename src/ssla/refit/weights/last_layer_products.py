@@ -141,7 +141,7 @@ class ProductsRefit:
 
     @cached_property
     def vectors(self) -> SharedVectors | None:
-        """The random vectors on all training rows; None where the sketch is not used.
+        """Return the random vectors on all training rows; None where the sketch is not used.
 
         The sketch is for large problems whose rows are kept in memory, and only where the vectors
         fit a quarter of the memory budget.
@@ -158,27 +158,29 @@ class ProductsRefit:
 
     @property
     def new_likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the products with the features."""
+        """Return the dtype of the products with the features."""
         return self.features.dtype
 
     @property
     def outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return self.f.shape[1]
 
     @property
     def fisher(self) -> bool:
         """Return whether the Fisher information is the curvature of every row."""
-        return self.shared.kind == FISHER
+        return self.shared.curvature_kind == FISHER
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that are solved together, within an eighth of the memory budget."""
+        """Return the number of tasks that are solved together, within an eighth of the memory
+        budget.
+        """
         P = self.gradient.numel()
         C = self.outputs
         # An ascent keeps three vectors for each mixed round, and probing four for each probe.
@@ -189,7 +191,7 @@ class ProductsRefit:
 
     @cached_property
     def prior(self) -> PriorChange:
-        """The change of log π with a step from θ̂."""
+        """Return the change of log π with a step from θ̂."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     def from_basis(self, point: Tensor) -> Tensor:
@@ -206,7 +208,7 @@ class ProductsRefit:
 
     @cached_property
     def _stored_covariances(self) -> dict[int, Tensor]:
-        """Results of `covariances`, by the id of a kept block.
+        """Return results of `covariances`, by the id of a kept block.
 
         A kept block lives as long as this refit, so no other block has its id.
         """
@@ -257,7 +259,7 @@ class ProductsRefit:
             error=curvature.error,
         )
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return False for each task (m,): f is linear in a last layer, so refits are quick."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
@@ -312,17 +314,17 @@ class Group:
 
     @cached_property
     def phi(self) -> Tensor:
-        """The whitened features of each task's input (m, F)."""
+        """Return the whitened features of each task's input (m, F)."""
         return self.refit.features[self.x_rows]
 
     @cached_property
     def f(self) -> Tensor:
-        """The outputs at θ̂ of each task's input (m, C)."""
+        """Return the outputs at θ̂ of each task's input (m, C)."""
         return self.refit.f[self.x_rows]
 
     @cached_property
     def pulled(self) -> Tensor:
-        """U = H⁻¹Jᵀ at each task's input (m, C, P), computed once for each distinct input."""
+        """Return U = H⁻¹Jᵀ at each task's input (m, C, P), computed once for each distinct input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         phi = self.refit.features[distinct]
         C = self.refit.outputs
@@ -333,14 +335,14 @@ class Group:
 
     @cached_property
     def K(self) -> Tensor:
-        """J H⁻¹ Jᵀ at each task's input (m, C, C), in float64."""
+        """Return J H⁻¹ Jᵀ at each task's input (m, C, C), in float64."""
         blocks = self.pulled.reshape(*self.pulled.shape[:2], self.refit.outputs, -1)
         K = torch.einsum("macf,mf->mac", blocks, self.phi).double()
         return (K + K.mT) / 2
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K (m, C, C)."""
+        """Return R with R Rᵀ = K (m, C, C)."""
         return linalg.covariance_root(self.K)
 
     def push(self, point: Tensor) -> Tensor:
@@ -462,7 +464,9 @@ class Group:
     def new_row_precision(self, point: Tensor) -> Tensor:
         """Return Λ (m, C, C) of each task's new row at its outputs f̃, for points (m, P)."""
         f_new = self.f + self.push(point).double()
-        return curvature_of(self.refit.new_likelihood, self.refit.shared.kind, self.y, f_new)
+        return curvature_of(
+            self.refit.new_likelihood, self.refit.shared.curvature_kind, self.y, f_new
+        )
 
     def curvature_increments(
         self,
@@ -540,12 +544,12 @@ class Group:
         likelihood = self.refit.posterior.likelihood
         value = at_new_row.value.clone()
         error = at_new_row.error.clone()
-        y, f_hat, fisher = shared.rows.y, shared.rows.f, shared.kind == FISHER
+        y, f_hat, fisher = shared.rows.y, shared.rows.f, shared.curvature_kind == FISHER
         diagonal = likelihood.precision_diagonal(y, f_hat, fisher)
         for task, step in enumerate(point.reshape(len(point), self.refit.outputs, -1)):
             f = f_hat + shared.rows.x @ step.mT
             change = likelihood.precision_diagonal(y, f, fisher) - diagonal
-            trace_by_row = shared.rows.weighted((shared.variances * change).sum(1))
+            trace_by_row = shared.rows.apply_weights((shared.variances * change).sum(1))
             # Rows are sampled by how much they change: a change of the score costs no matrix.
             size = shared.variances.sum(1) * likelihood.score_change(y, f, f_hat).norm(dim=-1)
             if not bool(size.any()):
@@ -773,7 +777,7 @@ def open_products(
         basis=basis,
         gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
         shared=shared,
-        fallback=shared.kind != options.curvature,
+        fallback=shared.curvature_kind != options.curvature,
         prior_precision=prior,
     )
 
@@ -816,8 +820,8 @@ def sum_gradient_and_curvature(
     for block in rows:
         n += block.y.shape[0]
         phi = block.x.double()
-        gradient += Features(phi, C).pull(block.weighted(likelihood.score(block.y, block.f)))
-        level = block.weighted(likelihood.precision_diagonal(block.y, block.f, True)).mean(-1)
+        gradient += Features(phi, C).pull(block.apply_weights(likelihood.score(block.y, block.f)))
+        level = block.apply_weights(likelihood.precision_diagonal(block.y, block.f, True)).mean(-1)
         data_curvature += (phi * level.unsqueeze(-1)).mT @ phi
     return n, gradient, data_curvature
 
@@ -846,12 +850,12 @@ def _share_curvature(
     """
     likelihood = posterior.likelihood
     contrasts = class_contrasts(posterior)
-    for kind in kinds:
+    for curvature_kind in kinds:
         shared: SharedFactor | SharedBlocks | None
         if vectors:
-            shared = shared_blocks(rows, likelihood, prior, kind, vectors)
+            shared = shared_blocks(rows, likelihood, prior, curvature_kind, vectors)
         else:
-            shared = factorise_shared(rows, likelihood, prior, kind, contrasts)
+            shared = factorise_shared(rows, likelihood, prior, curvature_kind, contrasts)
         if shared is not None:
             return shared
     return None

@@ -139,7 +139,7 @@ class RowsAtMode:
     score: Tensor  # weighted g(y, f̂) in contrasts (n, c), in float64
     precision: Tensor  # weighted Λ(f̂) in contrasts (n, c, c)
 
-    def weighted(self, values: Tensor) -> Tensor:
+    def apply_weights(self, values: Tensor) -> Tensor:
         """Return values (m, n, c) times the weights of the rows."""
         return values if self.weights is None else values * self.weights.to(values).unsqueeze(-1)
 
@@ -156,13 +156,13 @@ class LinearisedRefit:
     f: Tensor  # f̂ at x (N, C)
     Q: Tensor  # contrasts of outputs (C, c)
     covariance: OutputCovariance
-    kind: str  # of the curvature in both determinants
+    curvature_kind: str  # of the curvature in both determinants
     dtype: torch.dtype
     interrupted: Interrupted
 
     @property
     def new_likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
@@ -170,11 +170,13 @@ class LinearisedRefit:
         """Return whether the Fisher information takes the place of an observed curvature that is
         indefinite.
         """
-        return self.kind != self.options.curvature
+        return self.curvature_kind != self.options.curvature
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that are solved together, within an eighth of the memory budget."""
+        """Return the number of tasks that are solved together, within an eighth of the memory
+        budget.
+        """
         n, C = self.rows.f.shape
         numbers = 2 * n * self.Q.shape[1]  # of a point: a and Jδ
         # The ascent's history in the dtype of the refits, and eight float64 values of all outputs.
@@ -195,7 +197,7 @@ class LinearisedRefit:
         """
         if self.interrupted.asked:
             return Solved.untried(len(x_rows))
-        with self.interrupted.listening():
+        with self.interrupted.listen():
             group = Group(self, x_rows, y)
             ascent = self._ascend(group, progress)
             likelihood, prior = group.likelihood_and_prior(ascent.point)
@@ -214,7 +216,7 @@ class LinearisedRefit:
             error=error,
         )
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return False for each task (m,): the outputs are linear in the weights."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
@@ -314,7 +316,9 @@ class Group:
     def _new_row_precision(self, at: Point) -> Tensor:
         """Return Λ of each new row at its outputs (m, C, C)."""
         refit = self.refit
-        return curvature_of(refit.new_likelihood, refit.kind, self.y, self.new_outputs(at))
+        return curvature_of(
+            refit.new_likelihood, refit.curvature_kind, self.y, self.new_outputs(at)
+        )
 
     def _curvature_changes(
         self, at: Point, precision: Tensor, tasks: Iterable[int]
@@ -330,27 +334,27 @@ class Group:
 
     @cached_property
     def across(self) -> Tensor:
-        """J H⁻¹ J_xᵀ of each task's input (m, R, c)."""
+        """Return J H⁻¹ J_xᵀ of each task's input (m, R, c)."""
         return self.refit.covariance.across[self.x_rows]
 
     @property
     def new(self) -> Tensor:
-        """K_x in contrasts (m, c, c), in float64."""
+        """Return K_x in contrasts (m, c, c), in float64."""
         return self.refit.covariance.new[self.x_rows]
 
     @property
     def K(self) -> Tensor:
-        """K_x of all outputs (m, C, C)."""
+        """Return K_x of all outputs (m, C, C)."""
         return self.refit.Q @ self.new @ self.refit.Q.mT
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K_x (m, C, C)."""
+        """Return R with R Rᵀ = K_x (m, C, C)."""
         return linalg.covariance_root(self.K)
 
     @property
     def f(self) -> Tensor:
-        """f̂ at each task's input (m, C)."""
+        """Return f̂ at each task's input (m, C)."""
         return self.refit.f[self.x_rows]
 
     def split(self, point: Tensor) -> Point:
@@ -417,7 +421,7 @@ class Group:
         f, f_new = self.outputs(at.moved), self.new_outputs(at)
         y = refit.rows.y
         change = likelihood.score_change(y, f, refit.rows.f.to(f.dtype))
-        change = (refit.rows.weighted(change) @ refit.Q.to(refit.dtype)).flatten(1)
+        change = (refit.rows.apply_weights(change) @ refit.Q.to(refit.dtype)).flatten(1)
         r = change + self.times_precision(at.moved) - at.a
         r_x = (new_likelihood.score(self.y, f_new) @ refit.Q).to(refit.dtype) - at.b
         gradient = torch.cat([torch.zeros_like(r), torch.zeros_like(r_x), r, r_x], -1)
@@ -532,7 +536,7 @@ def open_linearised(
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])
     weights = join_row_weights(list(blocks))
-    kind, precision = curvature_at_mode(likelihood, options.curvature, y, f)
+    curvature_kind, precision = curvature_at_mode(likelihood, options.curvature, y, f)
     score = likelihood.score(y, f) @ Q
     precision = Q.mT @ precision @ Q
     if weights is not None:
@@ -549,7 +553,7 @@ def open_linearised(
         f=torch.cat([network.evaluate(part, theta).double() for part in chunks]),
         Q=Q,
         covariance=output_covariance(jacobians, dtype, posterior.memory_budget),
-        kind=kind,
+        curvature_kind=curvature_kind,
         dtype=dtype,
         interrupted=Interrupted(),
     )
@@ -562,7 +566,7 @@ def _check_rows(posterior: Posterior, blocks: TrainingRows) -> None:
     for block in blocks:
         n += len(block.f)
         _, J = network.linearise(block.x, theta)
-        gradient += J.double().pull(block.weighted(likelihood.score(block.y, block.f)))
+        gradient += J.double().pull(block.apply_weights(likelihood.score(block.y, block.f)))
     check_same_data(posterior, n, gradient)
     if blocks.kept is None:
         raise ValueError(
@@ -604,13 +608,13 @@ def _open_jacobians(
 
 
 def curvature_at_mode(
-    likelihood: Likelihood, kind: str, y: Tensor, f: Tensor
+    likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tensor
 ) -> tuple[str, Tensor]:
     """Return the kind of curvature that is used, and Λ of all rows at f̂ (n, C, C).
 
     The Fisher information takes the place of an observed curvature that is indefinite.
     """
-    if kind == OBSERVED:
+    if curvature_kind == OBSERVED:
         precision = likelihood.precision(y, f).expand(*f.shape, f.shape[-1])
         values = torch.linalg.eigvalsh(precision)
         if bool((values.amin(-1) >= NEGATIVE * values.abs().amax(-1)).all()):
@@ -629,4 +633,4 @@ def join_row_weights(blocks: list[Block]) -> Tensor | None:
     """Return the weights of all rows (n,) in float64; None where all are one."""
     if all(block.weights is None for block in blocks):
         return None
-    return torch.cat([block.weighted(torch.ones(len(block.f)).double()) for block in blocks])
+    return torch.cat([block.apply_weights(torch.ones(len(block.f)).double()) for block in blocks])

@@ -119,9 +119,9 @@ class CurvatureChange:
 
     @cached_property
     def change(self) -> Tensor:
-        """ΔΛ_i in contrasts, with the weights of rows (n, c, c), in float64."""
+        """Return ΔΛ_i in contrasts, with the weights of rows (n, c, c), in float64."""
         rows, likelihood = self.refit.rows, self.refit.posterior.likelihood
-        fisher = self.refit.kind == FISHER
+        fisher = self.refit.curvature_kind == FISHER
         after = curvatures(likelihood, rows.y, self.f.double(), fisher)
         change = after - curvatures(likelihood, rows.y, rows.f, fisher)
         if rows.weights is not None:
@@ -130,13 +130,13 @@ class CurvatureChange:
 
     @cached_property
     def eigen(self) -> tuple[Tensor, Tensor]:
-        """The eigenvalues s (n, c) of each ΔΛ_i, and its eigenvectors e as rows (n, c, c)."""
+        """Return the eigenvalues s (n, c) of each ΔΛ_i, and its eigenvectors e as rows (n, c, c)."""
         values, vectors = torch.linalg.eigh(self.change)
         return values, vectors.mT.contiguous()
 
     @cached_property
     def variances(self) -> Tensor:
-        """eᵀK₁e of each direction (n, c)."""
+        """Return eᵀK₁e of each direction (n, c)."""
         n, c = self.eigen[0].shape
         across = self.across.double().reshape(n, c, -1)
         blocks = self.refit.covariance.blocks.double()
@@ -144,7 +144,7 @@ class CurvatureChange:
 
     @cached_property
     def sizes(self) -> Tensor:
-        """|s_j| e_jᵀK₁e_j of all directions (n·c,)."""
+        """Return |s_j| e_jᵀK₁e_j of all directions (n·c,)."""
         return (self.eigen[0].abs() * self.variances.clamp_min(0)).flatten()
 
     def _quadratic_forms(self, blocks: Tensor) -> Tensor:

@@ -61,21 +61,21 @@ class WeightLogDensity:
     # the output refit: where refits start from, and the fallback of failures
     output: OutputLogDensity
 
-    moves = True
+    outputs_move = True
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.output.likelihood
 
     @property
     def marginal(self) -> Marginal:
-        """f̂ (N, C) and K (N, C, C) in float64."""
+        """Return f̂ (N, C) and K (N, C, C) in float64."""
         return self.output.marginal
 
     @property
     def like(self) -> Tensor:
-        """A tensor with the dtype and the device of the answers."""
+        """Return a tensor with the dtype and the device of the answers."""
         return self.output.like
 
     @property
@@ -88,37 +88,41 @@ class WeightLogDensity:
 
     @property
     def rare(self) -> float:
-        """The probability below which a class is not refitted."""
+        """Return the probability below which a class is not refitted."""
         return RARE if self.refit.rare is None else self.refit.rare
 
     # --- which engine ------------------------------------------------------------------------
 
     @cached_property
     def _engine(self) -> Engine:
-        """The engine of the network itself."""
+        """Return the engine of the network itself."""
         return self.refit.engine(self.posterior, self.x)
 
     @cached_property
     def _linearised_engine(self) -> Engine:
-        """The engine of the network linearised at θ̂; ValueError where there is none."""
+        """Return the engine of the network linearised at θ̂; ValueError where there is none."""
         if bool(self.linearised_inputs.all()):
             self.__dict__.pop("_engine", None)  # it holds the Jacobians at x
         return self.refit.linearised_engine(self.posterior, self.x)
 
     @cached_property
     def linearised_inputs(self) -> Tensor:
-        """A mask of the inputs where the linearised network is refitted (N,); refits add to it."""
+        """Return a mask of the inputs where the linearised network is refitted (N,); refits add to
+        it.
+        """
         asked = self.refit.linearised is True and not self.posterior.network.linear
         return torch.full((len(self.marginal.mean),), asked, dtype=torch.bool)
 
     @cached_property
     def _why_not_linearised(self) -> str | None:
-        """Why the linearised network cannot take the place of the network; None where it can."""
+        """Return why the linearised network cannot take the place of the network; None where it
+        can.
+        """
         return self.refit.why_not_linearised(self.posterior, self.x)
 
     @cached_property
     def _findings(self) -> dict[str, bool]:
-        """Findings of the refits so far, by name; a missing name counts as False.
+        """Return findings of the refits so far, by name; a missing name counts as False.
 
         tried: the easiest ones were tried. no_mode: they all made no progress. most_fail: most of
         those at the median made none, or most of the refits failed.
@@ -154,11 +158,11 @@ class WeightLogDensity:
         first, later = order[:1], order[1:]
         elsewhere = later[x_rows[later] != x_rows[first]]
         few = (elsewhere if len(elsewhere) else later)[: TRIALS - 1]
-        if all(bool(self._engine.stuck(x_rows[part], y[part]).all()) for part in (first, few)):
+        if all(bool(self._engine.find_stuck(x_rows[part], y[part]).all()) for part in (first, few)):
             self._linearise_all("no_mode")
         elif len(order) >= MANY:
             at_median = order[len(order) // 2 :][:TRIALS]
-            stuck = self._engine.stuck(x_rows[at_median], y[at_median])
+            stuck = self._engine.find_stuck(x_rows[at_median], y[at_median])
             if float(stuck.double().mean()) > MOST:
                 self._linearise_all("most_fail")
 
@@ -175,7 +179,7 @@ class WeightLogDensity:
         untried = "tried" not in self._findings and not bool(self.linearised_inputs.all())
         if untried and len(x_rows) > TRIALS and not self.posterior.network.linear:
             output = self.output if rows is None else self.output.take(rows)
-            self._try_some_refits(x_rows, flat, output.step(y).flatten())
+            self._try_some_refits(x_rows, flat, output.step_length(y).flatten())
         if self.stopped:
             return Solved.untried(len(x_rows))
         solved = self._solve_network(x_rows, flat)
@@ -232,7 +236,7 @@ class WeightLogDensity:
 
     @property
     def _target_dimensions(self) -> int:
-        """The number of dimensions of one target: 1 where y is a vector, else 0."""
+        """Return the number of dimensions of one target: 1 where y is a vector, else 0."""
         return int(self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector")
 
     def _shape(self, y: Tensor) -> torch.Size:
@@ -256,7 +260,7 @@ class WeightLogDensity:
 
     @property
     def _failure_cause(self) -> str:
-        """The part of a message that says why refits fail, with the figure of the report."""
+        """Return the part of a message that says why refits fail, with the figure of the report."""
         report = self.posterior.report
         per_parameter = report.residual_after / math.sqrt(report.parameters)
         context = ""
@@ -317,7 +321,7 @@ class WeightLogDensity:
 
     # --- answers -----------------------------------------------------------------------------
 
-    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+    def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         """Return un-normalised log densities of y (m, …) at rows (m,).
 
         Those of refits that failed are as `on_failure` sets.
@@ -328,7 +332,7 @@ class WeightLogDensity:
         if bool(failed.any()):
             replacement: Tensor | float = torch.nan
             if self.refit.on_failure == FALLBACK:
-                replacement = self.output.at(y, rows).log.reshape(-1)
+                replacement = self.output.density_at(y, rows).log.reshape(-1)
             total = torch.where(failed, replacement, total)
         shape = self._shape(y)
         return Density(

@@ -13,7 +13,7 @@ from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.outputs import OutputRefit
 from ssla.refit.weights.all_weights import open_all_weights
-from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, bytes_needed
+from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, dual_task_bytes
 from ssla.refit.weights.determinants import SMALL
 from ssla.refit.weights.last_layer import open_last_layer
 from ssla.refit.weights.last_layer_blocks import vectors_that_fit
@@ -322,7 +322,7 @@ def _check_dual(posterior: Posterior) -> None:
         )
     _check_budget(
         f"logdet='exact' for {size:,} weights",
-        bytes_needed(posterior),
+        dual_task_bytes(posterior),
         posterior,
         "logdet='frozen'",
     )
