@@ -75,7 +75,7 @@ class Determinants:
         """
         if self.options.logdet == STRUCTURE:
             return self._increments_by_structure(point, x)
-        value = torch.augmented_curvature((len(point),), torch.nan, dtype=torch.float64)
+        value = torch.full((len(point),), torch.nan, dtype=torch.float64)
         fallback = torch.zeros(len(point), dtype=torch.bool)
         positive = torch.zeros(len(point), dtype=torch.bool)
         # The kind asked for, then the Fisher information for the tasks where that is indefinite.
@@ -131,7 +131,7 @@ class Determinants:
             return self._dual_determinants(point, y, x, curvature_kind)
         L = self._factorise_start(curvature_kind)
         if L is None:
-            nan = torch.augmented_curvature((len(point),), torch.nan, dtype=torch.float64)
+            nan = torch.full((len(point),), torch.nan, dtype=torch.float64)
             return nan, torch.zeros(len(point), dtype=torch.bool)
         values, positive = [], []
         for part in torch.arange(len(point)).split(self._tasks_at_once):
