@@ -25,6 +25,9 @@ SHORTEST = 2.0**-24  # a guess: the shortest part of a step that is tried
 RIDGE, SINGLE_RIDGE = 1e-14, 1e-7
 # A guess: evaluations with a shared preconditioner before a task continues with its own Hessian.
 SHARED_STEPS = 20
+# The ascents start at this part of the output refit's step: the curvature mostly grows on the way,
+# so that step is too long (docs/notes/refits.md: 7.3 and 8.7 gradients).
+START_SHARE = 0.7
 # A guess: a mixed step may be this many times as long as the plain one, because a direction of H
 # may be this much weaker than P.
 FARTHEST = 1000.0

@@ -18,7 +18,7 @@ from ssla.curvature.jacobians import Features
 from ssla.likelihoods import Likelihood
 from ssla.refit.increments import FISHER
 from ssla.refit.weights.contrasts import Contrasts
-from ssla.refit.weights.last_layer_group import pairs
+from ssla.refit.weights.last_layer_group import index_pairs
 from ssla.refit.weights.refit_rows import Block
 from ssla.refit.weights.solved import curvature_of
 
@@ -73,7 +73,7 @@ class SharedFactor:
         count = self.Q.shape[1]
         blocks = self.inverse.reshape(count, self.width, count, self.width)
         in_contrasts = torch.empty(count, count, len(x), dtype=x.dtype)
-        for a, b in pairs(count):
+        for a, b in index_pairs(count):
             in_contrasts[a, b] = in_contrasts[b, a] = ((x @ blocks[a, :, b, :]) * x).sum(-1)
         return self.Q @ in_contrasts.movedim(-1, 0) @ self.Q.mT
 
@@ -168,7 +168,7 @@ def _sum_curvature(
         n += len(block.f)
         precision = curvature_of(likelihood, curvature_kind, block.y, block.f)
         in_contrasts = Q.mT @ block.apply_weights(precision) @ Q
-        for a, b in pairs(count):
+        for a, b in index_pairs(count):
             H[b, :, a, :] += (block.x * in_contrasts[:, a, b, None]).mT @ block.x
     for a in range(count):
         for b in range(a + 1):

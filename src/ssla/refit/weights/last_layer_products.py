@@ -35,7 +35,7 @@ from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.refit.increments import FISHER, OBSERVED, evaluate_at_mode
-from ssla.refit.weights.anderson import Ascent, Progress, Slope, ascend
+from ssla.refit.weights.anderson import START_SHARE, Ascent, Progress, Slope, ascend
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_blocks import (
     SharedBlocks,
@@ -85,7 +85,6 @@ from ssla.report import AS_IS
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-SHORTER = 0.7  # of the linearised step, as in `last_layer_group`
 SINGLE_TOLERANCE = 1e-6  # a guess: from this tolerance on, classes are refitted in single precision
 CACHE_ELEMENTS = 1 << 18  # a guess: rows × tasks × outputs worked on together, to stay in the cache
 MOST_TASKS = 64  # a guess
@@ -300,8 +299,9 @@ class Group:
     y: Tensor
 
     def take(self, tasks: Tensor) -> Group:
-        """Return the group of some of the tasks, with the cached values that were computed for
-        them.
+        """Return the group of some of the tasks (k,), with the values that were computed for them.
+
+        `cached_property` reads values from `__dict__`, so they are not computed again.
         """
         if len(tasks) == len(self.y):
             return self
@@ -361,7 +361,7 @@ class Group:
         if not refit.new_likelihood.linear_domain:
             return torch.zeros(len(self.y), refit.gradient.numel(), dtype=refit.dtype)
         u = evaluate_at_mode(refit.new_likelihood, self.y, self.f, self.root).pull
-        return SHORTER * torch.einsum("mc,mcp->mp", u.to(refit.dtype), self.pulled)
+        return START_SHARE * torch.einsum("mc,mcp->mp", u.to(refit.dtype), self.pulled)
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
         """Compute the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) for some tasks, and H₁⁻¹

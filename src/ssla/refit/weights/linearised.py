@@ -38,7 +38,14 @@ from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER, OBSERVED, evaluate_at_mode
 from ssla.refit.interrupts import Interrupted
 from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS
-from ssla.refit.weights.anderson import SHARED_STEPS, Ascent, Progress, Slope, ascend
+from ssla.refit.weights.anderson import (
+    SHARED_STEPS,
+    START_SHARE,
+    Ascent,
+    Progress,
+    Slope,
+    ascend,
+)
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_probing import NewRow
 from ssla.refit.weights.linearised_covariance import (
@@ -65,7 +72,6 @@ from ssla.report import AS_IS
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-SHORTER = 0.7  # of the output refit's step, as in `last_layer_group`
 MOST_TASKS = 64  # a guess
 # Guesses: the error aimed at is TARGET_ERROR/√p for a probability p, at most RARE_ERROR times as
 # large.
@@ -374,7 +380,7 @@ class Group:
             return torch.zeros(m, 2 * (R + c), dtype=refit.dtype)
         output_refit = evaluate_at_mode(refit.new_likelihood, self.y, self.f, self.root)
         # A shorter step, because the curvature mostly grows on the way (docs/notes/refits.md).
-        b = (SHORTER * output_refit.pull @ refit.Q).to(refit.dtype)
+        b = (START_SHARE * output_refit.pull @ refit.Q).to(refit.dtype)
         moved, at_x = self._output_changes(torch.zeros(m, R, dtype=refit.dtype), b)
         return torch.cat([torch.zeros_like(moved), b, moved, at_x], -1)
 
