@@ -467,7 +467,7 @@ def test_determinants_in_contrasts_of_classes_are_those_of_all_outputs(weighted,
     engine = ssla.WeightRefit(tolerance=tolerance).engine(post, new)
     where = torch.arange(12).repeat_interleave(4)
     group = Group(engine, engine.initial_curvatures[0], where, y.flatten().long())
-    point = engine._ascend(group).point
+    point = engine._find_modes(group).point
     contrasts, _ = group.curvature_increments(point, engine.contrasts)
     whole, _ = group.curvature_increments(point, engine.initial_curvatures[0])
     steps = engine.from_basis(point)

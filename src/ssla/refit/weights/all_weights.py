@@ -220,7 +220,7 @@ class AllWeightsRefit:
             return Solved.untried(len(x_rows))
         with self.interrupted.listen():
             group = _Group(self, x_rows, y)
-            ascent = self._ascend(group, self.options.max_steps, progress)
+            ascent = self._find_modes(group, self.options.max_steps, progress)
             likelihood, prior, f_new = group.likelihood_and_prior(ascent.point)
             curvature, fallback, positive = self.determinants(
                 ascent.point, f_new, y, group.x, group.root
@@ -256,12 +256,12 @@ class AllWeightsRefit:
         first = group.evaluate(theta_hat, torch.arange(len(x_rows)))
         first_norm = (first.gradient * first.step).sum(-1).clamp_min(0).sqrt()
         enough = max(PROGRESS * float(first_norm.min()), self.options.tolerance)
-        ascent = self._ascend(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
+        ascent = self._find_modes(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
         return ~(ascent.norm <= (PROGRESS * first_norm).clamp_min(self.options.tolerance))
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P)."""
-        ascent = self._ascend(_Group(self, x_rows, y), self.options.max_steps)
+        ascent = self._find_modes(_Group(self, x_rows, y), self.options.max_steps)
         return self.posterior.theta + ascent.point
 
     @cached_property
@@ -282,7 +282,7 @@ class AllWeightsRefit:
         # A gradient that overflows in float32 gives NaN: it is never exact enough.
         return float("inf") if math.isnan(square) else max(square, 0.0) ** 0.5
 
-    def _ascend(
+    def _find_modes(
         self,
         group: _Group,
         max_steps: int,

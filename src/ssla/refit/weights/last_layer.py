@@ -267,7 +267,7 @@ class LastLayerRefit:
         """
         initial = self.initial_curvatures[0]
         group = Group(self, initial, x_rows, y)
-        ascent = self._ascend(group, progress)
+        ascent = self._find_modes(group, progress)
         likelihood, prior = group.likelihood_and_prior(ascent.point)
         curvature, positive = group.curvature_increments(ascent.point, self.contrasts or initial)
         indefinite = (~positive).nonzero().squeeze(-1)
@@ -296,10 +296,10 @@ class LastLayerRefit:
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P)."""
-        ascent = self._ascend(Group(self, self.initial_curvatures[0], x_rows, y))
+        ascent = self._find_modes(Group(self, self.initial_curvatures[0], x_rows, y))
         return self.posterior.theta + self.from_basis(ascent.point)
 
-    def _ascend(self, group: Group, progress: Progress | None = None) -> Ascent:
+    def _find_modes(self, group: Group, progress: Progress | None = None) -> Ascent:
         """Find the modes of a group's tasks, in three stages.
 
         First the shared preconditioner in single precision, where the rows are in memory; then the

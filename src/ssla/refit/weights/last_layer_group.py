@@ -57,7 +57,7 @@ SMALL_STEP = 0.02  # a guess: steps below so many posterior standard deviations 
 CACHED_TASKS = 8  # a guess: tasks whose ΔΛ are formed together
 SMALL_ERROR = 1e-4  # a guess, in log density: what the trace alone may leave out
 # The square of the bound on ‖H⁻¹ΔH‖ exceeds that error by more than this factor. Measured on ten
-# classes, without a script that is kept: 140 and more.
+# classes, by a script that was not kept: 140 and more.
 LOOSE = 50.0
 # A guess: bytes of matrices factorised together. More do not fit the processor's cache.
 CACHE_BYTES = 1 << 20
