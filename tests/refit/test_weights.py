@@ -293,13 +293,13 @@ FAR = r"The 3 easiest made no progress.*are [\d.]+ posterior standard deviations
 
 def counted(monkeypatch):
     """Rows of data times tasks of every gradient that is taken."""
-    work, gradient = [0], all_weights.ManyNetworks.gradient
+    work, gradient = [0], all_weights.ManyNetworks.gradients
 
     def count(self, thetas, *rest, **options):
         work[0] += len(thetas)
         return gradient(self, thetas, *rest, **options)
 
-    monkeypatch.setattr(all_weights.ManyNetworks, "gradient", count)
+    monkeypatch.setattr(all_weights.ManyNetworks, "gradients", count)
     return work
 
 

@@ -162,7 +162,7 @@ def _integrates_classes(rung: Refit, likelihood: Likelihood, convention: str) ->
 
 def _refit_reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
     """Return for each row why "auto" refits the weights; an empty text where it does not."""
-    if weights.exact:
+    if weights.equals_output_refit:
         return [""] * output.law.rows
     flags = output.diagnostics
     likely = output.probs if output.kind == "class" else output.interval(auto.level)

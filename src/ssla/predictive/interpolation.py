@@ -322,7 +322,7 @@ def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Te
         task, column, target = rows[row], columns[row, number], y[row, number].unsqueeze(1)
         of_network = rows[~weights.linearised_inputs[rows]]
         solved = weights.solve(target, task)
-        weights.check(solved)
+        weights.check_failures(solved)
         _refit_linearised(state, of_network[weights.linearised_inputs[of_network]])
         # Zero steps: the refit was not tried, so there is no node.
         state.nodes[task, column] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)

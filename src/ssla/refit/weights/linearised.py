@@ -73,7 +73,7 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 MOST_TASKS = 64  # a guess: tasks that are solved together
-# Guesses: the standard error aimed at, in log density, is TARGET_ERROR/√p for a probability p. It is
+# Guesses: the standard error aimed at, in log density, is TARGET_ERROR/√p for a probability p, and
 # at most RARE_ERROR times TARGET_ERROR.
 TARGET_ERROR, RARE_ERROR = 2e-3, 10.0
 NEGATIVE = -1e-9  # a guess: an eigenvalue of Λ above it, over the largest one, may be rounding
@@ -91,15 +91,18 @@ class OutputCounts(NamedTuple):
 
     @staticmethod
     def from_posterior(posterior: Posterior, new_rows: int) -> OutputCounts:
-        """Return the counts for a posterior's training rows and a number of new rows, in contrasts."""
+        """Return the counts for a posterior and a number of new rows; outputs are those in
+        contrasts.
+        """
         outputs = output_contrasts(posterior).shape[1]
         training = posterior.statistics.n * outputs
         return OutputCounts(training, posterior.theta.numel(), new_rows * outputs)
 
 
 def output_contrasts(posterior: Posterior) -> Tensor:
-    """Return Q (C, c): contrasts of classes, or I where the likelihood depends on the sum of
-    outputs.
+    """Return Q (C, c): contrasts of classes where the likelihood allows them, else the identity.
+
+    They are allowed where the likelihood does not depend on the sum of the outputs.
     """
     C = posterior.network.outputs
     if posterior.likelihood.shift_invariant:
@@ -386,8 +389,7 @@ class Group:
         return Point(*point.split([R, c, R, c], -1))
 
     def start_point(self) -> Tensor:
-        """Return where the ascent starts (m, 2R + 2c): START_SHARE times the step of the output
-        refit.
+        """Return where the ascent starts (m, 2R + 2c): START_SHARE times the output refit's step.
 
         In that step a = 0. Where some outputs are not allowed the ascent starts at θ̂, which is
         allowed.
@@ -433,10 +435,9 @@ class Group:
         return product.reshape(moved.shape)
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks (m,) in (Jδ, J_xδ), and the step with H₁ = H +
-        J_xᵀΛJ_x.
+        """Compute the gradient of some tasks (m,) in (Jδ, J_xδ), and the step with H₁.
 
-        point (m, 2R + 2c): see `Point`.
+        H₁ = H + J_xᵀΛJ_x, or the curvature of the task itself. point (m, 2R + 2c): see `Point`.
         """
         return self.take(tasks)._evaluate_all(point)
 
@@ -628,9 +629,7 @@ def _open_jacobians(
     at_once = min(at_once, network.rows_at_once(budget))
 
     def yield_columns(x: Iterable[Inputs], first: int, last: int) -> Iterator[Tensor]:
-        """Yield QᵀJ T^-½ of blocks of rows in the weights from `first` to before `last` (b·c,
-        weights).
-        """
+        """Yield QᵀJ T^-½ of blocks of rows (b·c, weights), for the weights first, …, last − 1."""
         for block in x:
             for part in in_chunks(block, at_once):
                 _, J = network.linearise(part, theta)
