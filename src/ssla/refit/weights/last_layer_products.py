@@ -180,11 +180,10 @@ class ProductsRefit:
 
     @property
     def tasks_at_once(self) -> int:
-        """Return the number of tasks that are solved together, within an eighth of the memory
-        budget.
+        """Return the number of tasks that are solved together, by the memory budget.
 
-        At most MOST_TASKS where the rows are in memory; otherwise a pass over the rows is
-        expensive.
+        They take at most an eighth of it. Where the rows are in memory they are at most MOST_TASKS;
+        otherwise a pass over the rows is expensive.
         """
         P = self.gradient.numel()
         C = self.outputs
@@ -201,23 +200,26 @@ class ProductsRefit:
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     def from_basis(self, point: Tensor) -> Tensor:
-        """Return steps δ' (m, P) in the coordinates of θ: δ = L_B⁻ᵀδ' for each output (m, P), in
-        float64.
+        """Return steps δ' (m, P) in the coordinates of θ, in float64: δ = L_B⁻ᵀδ' (m, P).
+
+        Each output has its own F coordinates.
         """
         by_output = point.double().reshape(-1, self.basis.shape[0])
         solved: Tensor = torch.linalg.solve_triangular(self.basis.mT, by_output.mT, upper=True)
         return solved.mT.reshape(point.shape)
 
     def to_basis(self, gradient: Tensor) -> Tensor:
-        """Return a gradient (P,) in the coordinates δ': L_B⁻¹g for each output (P,), in `dtype`."""
+        """Return a gradient (P,) in the coordinates δ', in `dtype`: L_B⁻¹g (P,).
+
+        Each output has its own F coordinates.
+        """
         by_output = gradient.reshape(-1, self.basis.shape[0])
         solved: Tensor = torch.linalg.solve_triangular(self.basis, by_output.mT, upper=False)
         return solved.mT.reshape(gradient.shape).to(self.dtype)
 
     @cached_property
     def _stored_covariances(self) -> dict[int, Tensor]:
-        """Return the dictionary in which `covariances` stores its results, by the id of a kept
-        block.
+        """Return the dictionary in which `covariances` stores its results, by a block's id.
 
         A kept block lives as long as this refit, so no other block has its id.
         """
@@ -251,9 +253,9 @@ class ProductsRefit:
         ascent = self._find_modes(group, progress)
         precision = group.new_row_precision(ascent.point)
         # Frozen determinants need only the new row's own curvature, which `new_row_increment` has.
-        new_row = (
-            None if self.options.logdet == FROZEN else NewRow.from_covariance(group.K, precision)
-        )
+        new_row = None
+        if self.options.logdet != FROZEN:
+            new_row = NewRow.from_covariance(group.K, precision)
         changes = group.sum_row_changes(ascent.point, new_row)
         likelihood, prior = group.likelihood_and_prior(ascent.point, changes)
         curvature = group.curvature_increments(
@@ -341,9 +343,9 @@ class Group:
         distinct, index = self.x_rows.unique(return_inverse=True)
         phi = self.refit.features[distinct]
         C = self.refit.outputs
-        J = torch.einsum("ab,nf->nabf", torch.eye(C, dtype=phi.dtype), phi).reshape(
-            len(distinct) * C, -1
-        )
+        # J = I ⊗ φᵀ of each input, all below one another.
+        J = torch.einsum("ab,nf->nabf", torch.eye(C, dtype=phi.dtype), phi)
+        J = J.reshape(len(distinct) * C, -1)
         return self.refit.shared.solve(J).reshape(len(distinct), C, -1)[index]
 
     @cached_property
@@ -431,11 +433,11 @@ class Group:
         return -(by_output @ self.refit.prior_precision).movedim(0, 1).reshape(point.shape)
 
     def yield_parts(self, columns: int) -> Iterator[tuple[Block, Block, slice]]:
-        """Yield parts of the training rows that stay in the cache: a block, a part of it, and its
-        rows.
+        """Yield parts of the training rows that stay in the cache.
 
-        columns: the numbers that are worked on for each row. A part has CACHE_ELEMENTS/columns
-        rows, at least FEWEST_ROWS.
+        The values are a block, a part of it, and the rows of the part in the block. columns: the
+        numbers that are worked on for each row. A part has CACHE_ELEMENTS/columns rows, at least
+        FEWEST_ROWS.
         """
         rows_at_once = max(CACHE_ELEMENTS // columns, FEWEST_ROWS)
         for block in self.refit.rows:
@@ -449,10 +451,10 @@ class Group:
                 )
 
     def output_changes(self, x: Tensor, step: Tensor) -> Tensor:
-        """Return the change φᵀΔ of the outputs of rows under m steps (m, b, C), stored
-        component-major.
+        """Return the change φᵀΔ of the outputs of rows under m steps (m, b, C).
 
-        x (b, F) are features, step (C, m, F) the steps by output.
+        x (b, F) are features, step (C, m, F) the steps by output. The result is stored
+        component-major.
         """
         moved: Tensor = (step.flatten(0, 1) @ x.mT).unflatten(0, step.shape[:2])
         return moved.movedim(0, -1)
@@ -465,10 +467,10 @@ class Group:
             yield part, self.output_changes(part.x, step).add_(part.f)
 
     def likelihood_and_prior(self, point: Tensor, changes: RowChanges) -> tuple[Tensor, Tensor]:
-        """Return the likelihood increments, with the tilt, and the prior increments (m,) at points
-        (m, P).
+        """Return the likelihood increments, with the tilt, and the prior increments (m,).
 
-        changes: those of the training rows at the points. mode="as_is" has no tilt.
+        point (m, P): the modes. changes: those of the training rows there. mode="as_is" has no
+        tilt.
         """
         refit = self.refit
         step = refit.from_basis(point)
@@ -639,48 +641,33 @@ class Group:
         new_row: what the new rows explain. Without it, or with blocks of H, only log likelihoods
         are needed. With shared vectors the changes of each row are returned too.
         """
-        refit, likelihood, fisher = (
-            self.refit,
-            self.refit.posterior.likelihood,
-            self.refit.uses_fisher,
-        )
-        m, C = self.f.shape
-        log_prob = torch.zeros(m, dtype=torch.float64)
+        refit = self.refit
         if new_row is None or isinstance(refit.shared, SharedBlocks):
-            for part, f in self.yield_outputs(point):
-                log_prob += self.log_prob_change(part, f)
-            return RowChanges(log_prob)
+            return RowChanges(self._sum_log_prob_changes(point))
+        m, C = self.f.shape
         inputs, first = number_distinct_inputs(self.x_rows)
+        tasks_at = [(inputs == k).nonzero().squeeze(-1) for k in range(len(first))]
         # Outputs that the new row says nothing about have no part in G.
         important = new_row.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT
         outputs = important.any(0).nonzero().squeeze(-1)
         explained = new_row.explained[:, outputs][:, :, outputs]
         pulled = self._pulled_by_output(first, outputs)
-        tasks_at = [(inputs == k).nonzero().squeeze(-1) for k in range(len(first))]
+        log_prob = torch.zeros(m, dtype=torch.float64)
         trace = torch.zeros(m, dtype=torch.float64)
         step = split_by_output(point, C)
         sizes, new_outputs, across = [], [], []
         for block, part, part_rows in self.yield_parts(C * max(m, len(first) * len(outputs), C)):
             f = self.output_changes(part.x, step).add_(part.f)
             log_prob += self.log_prob_change(part, f)
-            # tr K_iΔΛ_i
             K = refit.covariances(block)[part_rows]
-            change = likelihood.precision_trace(part.y, f, K, fisher)
-            change = change - likelihood.precision_trace(part.y, part.f.unsqueeze(0), K, fisher)
-            change = change if part.weights is None else change * part.weights
-            trace += change.sum(-1, dtype=torch.float64)
-            # tr G c_iΔΛ_ic_iᵀ, for the tasks of one input after the other: they share c_i.
+            trace += self._trace_change(part, f, K)
             c = self.output_changes(part.x, pulled).unflatten(0, (len(first), len(outputs)))
             c = c.permute(0, 2, 3, 1).contiguous()  # (k, b, C, r)
-            for tasks, c_of_input in zip(tasks_at, c, strict=True):
-                f_of_tasks = f.movedim(-1, 0)[:, tasks].movedim(0, -1)  # component-major, as f
-                along_new_row = likelihood.precision_change_along(
-                    part.y, f_of_tasks, part.f, c_of_input, part.weights, fisher
-                )
-                trace[tasks] -= (explained[tasks] * along_new_row).sum((1, 2))
+            trace -= self._explained_trace(part, f, c, explained, tasks_at)
             if refit.shared_vectors is not None:
                 variances = K.diagonal(dim1=-2, dim2=-1).sum(-1)
-                sizes.append(variances * likelihood.score_change(part.y, f, part.f).norm(dim=-1))
+                score_change = refit.posterior.likelihood.score_change(part.y, f, part.f)
+                sizes.append(variances * score_change.norm(dim=-1))
                 new_outputs.append(f.movedim(-1, 0))
                 across.append(c)
         if refit.shared_vectors is None:
@@ -689,6 +676,42 @@ class Group:
             inputs, outputs, torch.cat(sizes, 1), torch.cat(new_outputs, 2), torch.cat(across, 1)
         )
         return RowChanges(log_prob, trace, changed)
+
+    def _sum_log_prob_changes(self, point: Tensor) -> Tensor:
+        """Return the change of the data's log likelihood from θ̂ at points (m, P): (m,)."""
+        log_prob = torch.zeros(len(point), dtype=torch.float64)
+        for part, f in self.yield_outputs(point):
+            log_prob += self.log_prob_change(part, f)
+        return log_prob
+
+    def _trace_change(self, part: Block, f: Tensor, K: Tensor) -> Tensor:
+        """Return Σ_i tr(K_iΔΛ_i) over the rows of a part (m,), summed in float64.
+
+        f (m, b, C): their outputs. K (b, C, C): their covariances.
+        """
+        likelihood, fisher = self.refit.posterior.likelihood, self.refit.uses_fisher
+        change = likelihood.precision_trace(part.y, f, K, fisher)
+        change = change - likelihood.precision_trace(part.y, part.f.unsqueeze(0), K, fisher)
+        change = change if part.weights is None else change * part.weights
+        return change.sum(-1, dtype=torch.float64)
+
+    def _explained_trace(
+        self, part: Block, f: Tensor, c: Tensor, explained: Tensor, tasks_at: list[Tensor]
+    ) -> Tensor:
+        """Return tr(G Σ_i c_iΔΛ_ic_iᵀ) over the rows of a part (m,), which the new rows explain.
+
+        f (m, b, C): the outputs of the rows. c (k, b, C, r): c_iᵀ at the k inputs. explained
+        (m, r, r): G of each task. tasks_at: the tasks at each input, which share c_i.
+        """
+        likelihood, fisher = self.refit.posterior.likelihood, self.refit.uses_fisher
+        total = torch.zeros(len(explained), dtype=torch.float64)
+        for tasks, c_of_input in zip(tasks_at, c, strict=True):
+            f_of_tasks = f.movedim(-1, 0)[:, tasks].movedim(0, -1)  # component-major, as f
+            along_new_row = likelihood.precision_change_along(
+                part.y, f_of_tasks, part.f, c_of_input, part.weights, fisher
+            )
+            total[tasks] = (explained[tasks] * along_new_row).sum((1, 2))
+        return total
 
     def _pulled_by_output(self, first: Tensor, outputs: Tensor) -> Tensor:
         """Return rows of U = H⁻¹Jᵀ at some inputs by output, as (C, k · r, F).

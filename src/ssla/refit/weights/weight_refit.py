@@ -170,12 +170,14 @@ class WeightRefit:
         weights. ValueError where the options, the prior or the memory budget do not allow it.
         """
         if posterior.network.linear:
-            options = self._resolve_last_layer(posterior)
+            options = self._resolve_last_layer_options(posterior)
             if self._uses_products(posterior):
                 single = self._in_single_precision(posterior)
                 return open_products(posterior, x, options, self.data, single)
             return open_last_layer(posterior, x, options, self.data)
-        return open_all_weights(posterior, x, self._resolve_all_weights(posterior), self.data)
+        return open_all_weights(
+            posterior, x, self._resolve_all_weights_options(posterior), self.data
+        )
 
     def linearised_engine(self, posterior: Posterior, x: Inputs) -> Engine:
         """Open the engine that refits the network linearised at θ̂.
@@ -213,7 +215,10 @@ class WeightRefit:
         )
 
     def _resolve_tolerance(self, posterior: Posterior) -> float:
-        """Return the tolerance of the ascent: the option, or its default for the posterior."""
+        """Return the tolerance of the ascent: the option, or its default for the posterior.
+
+        The default is 1e-4 for classes and 1e-8 for other targets, as the class documents.
+        """
         if self.tolerance is not None:
             return self.tolerance
         return 1e-4 if self._is_for_classes(posterior) else 1e-8
@@ -222,7 +227,7 @@ class WeightRefit:
         """Return whether y is a class."""
         return posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
 
-    def _resolve_last_layer(self, posterior: Posterior) -> Options:
+    def _resolve_last_layer_options(self, posterior: Posterior) -> Options:
         """Return the options for a last layer with their defaults resolved.
 
         ValueError where they are not possible for it.
@@ -304,7 +309,7 @@ class WeightRefit:
             posterior
         )
 
-    def _resolve_all_weights(self, posterior: Posterior) -> Options:
+    def _resolve_all_weights_options(self, posterior: Posterior) -> Options:
         """Return the options for any weights with their defaults resolved.
 
         ValueError where they are not possible for them.
