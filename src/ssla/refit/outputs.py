@@ -139,7 +139,7 @@ class OutputLogDensity:
     outputs_known: bool = False  # whether f is taken as known, so that K is not used
 
     @cached_property
-    def _root(self) -> Tensor:
+    def _covariance_root(self) -> Tensor:
         """Return R (N, C, C) with R Rᵀ = K; without columns where K is not used."""
         K = self.marginal.covariance
         return K[..., :0] if self.outputs_known else linalg.covariance_root(K)
@@ -202,7 +202,7 @@ class OutputLogDensity:
         square = (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze((-2, -1))
         return (b * pull).sum(-1) - 0.5 * square
 
-    def take(self, rows: Tensor) -> OutputLogDensity:
+    def select_rows(self, rows: Tensor) -> OutputLogDensity:
         """Return the log density at some rows (m,) only.
 
         The prior's response is still computed for all rows.
@@ -246,7 +246,7 @@ class OutputLogDensity:
         rows (m,): the rows that y (m, …) belongs to; None: all rows. The rule is called for pieces
         of the rows, which bounds the memory.
         """
-        f, R, D = self.marginal.mean, self._root, self._determinant_root
+        f, R, D = self.marginal.mean, self._covariance_root, self._determinant_root
         if rows is not None:
             f, R, D = f[rows], R[rows], None if D is None else D[rows]
         shape = self._answer_shape(y)

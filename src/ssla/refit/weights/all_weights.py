@@ -259,8 +259,7 @@ class AllWeightsRefit:
         )
 
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return which tasks are stuck: √(gᵀP⁻¹g) does not fall to PROGRESS of its value at θ̂
-        (m,).
+        """Return which tasks (m,) are stuck: √(gᵀP⁻¹g) stays above PROGRESS times its value at θ̂.
 
         A trial has TRIAL_STEPS gradients, with the shared preconditioner P. At a mode each few
         gradients bring a digit. At a saddle the objective rises without bound along some direction,
@@ -342,7 +341,7 @@ class AllWeightsRefit:
             ascent = replace(ascent, point=point)
         return finish_with_newton(
             ascent,
-            lambda unfinished: group.take(unfinished).evaluate_newton,
+            lambda unfinished: group.select_tasks(unfinished).evaluate_newton,
             tolerance=tolerance,
             max_steps=max_steps - shared_steps,
             progress=progress,
@@ -385,8 +384,8 @@ class _Group:
         return self.refit.jacobian[self.x_rows]
 
     @cached_property
-    def pulled(self) -> Tensor:
-        """Return H⁻¹Jᵀ at each task's input (m, C, P), computed once for each distinct input."""
+    def U(self) -> Tensor:
+        """Return U = H⁻¹Jᵀ at each task's input (m, C, P), computed once for each input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         J = self.refit.jacobian[distinct]
         return self.refit.precondition(J.flatten(0, 1)).reshape(J.shape)[index]
@@ -397,29 +396,29 @@ class _Group:
         return self.jacobian.float()
 
     @cached_property
-    def pulled_single(self) -> Tensor:
-        """Return H⁻¹Jᵀ at each task's input in float32 (m, C, P)."""
-        return self.pulled.float()
+    def U_single(self) -> Tensor:
+        """Return U = H⁻¹Jᵀ at each task's input in float32 (m, C, P)."""
+        return self.U.float()
 
     @cached_property
     def root(self) -> Tensor:
         """Return R with R Rᵀ = K = J H⁻¹ Jᵀ at each task's input (m, C, C)."""
-        K = self.jacobian @ self.pulled.mT
+        K = self.jacobian @ self.U.mT
         return linalg.covariance_root((K + K.mT) / 2)
 
     @cached_property
     def linearised_step(self) -> Tensor:
-        """Return H⁻¹Jᵀu (m, P), the step of the refit of the linearised network.
+        """Return Uᵀu (m, P), the step of the refit of the linearised network.
 
-        It is zero where some outputs are not allowed.
+        u (m, C) is its pull. The step is zero where some outputs are not allowed.
         """
         f = self.refit.f[self.x_rows]
         if not self.refit.new_likelihood.linear_domain:
             return torch.zeros(len(f), self.jacobian.shape[-1], dtype=torch.float64)
         pull = evaluate_at_mode(self.refit.new_likelihood, self.y, f, self.root).pull
-        return (pull.unsqueeze(-2) @ self.pulled).squeeze(-2)
+        return (pull.unsqueeze(-2) @ self.U).squeeze(-2)
 
-    def take(self, tasks: Tensor) -> _Group:
+    def select_tasks(self, tasks: Tensor) -> _Group:
         """Return the group of some of the tasks (k,), with the values that were computed for them.
 
         `cached_property` reads values from `__dict__`, so they are not computed again.
@@ -427,7 +426,7 @@ class _Group:
         if len(tasks) == len(self.y):
             return self
         part = _Group(self.refit, self.x_rows[tasks], self.y[tasks])
-        cached = ("jacobian", "pulled", "root", "jacobian_single", "pulled_single")
+        cached = ("jacobian", "U", "root", "jacobian_single", "U_single")
         part.__dict__.update(
             {name: self.__dict__[name][tasks] for name in cached if name in self.__dict__}
         )
@@ -438,7 +437,7 @@ class _Group:
 
         H and J are those at θ̂. Both are in the dtype of the points.
         """
-        group = self.take(tasks)
+        group = self.select_tasks(tasks)
         gradient, f_new = group.compute_gradient(point)
         return Slope(gradient, group._preconditioned_step(gradient, f_new))
 
@@ -447,7 +446,7 @@ class _Group:
 
         H̃ is each task's own Hessian at its point.
         """
-        group = self.take(tasks)
+        group = self.select_tasks(tasks)
         gradient, _ = group.compute_gradient(point)
         theta = self.refit.posterior.theta + point
         H = self.refit.determinants.augmented_curvature(HESSIAN, theta, group.y, group.x)
@@ -521,27 +520,27 @@ class _Group:
         return total.to(zero.dtype), f_new
 
     def _preconditioned_step(self, gradient: Tensor, f_new: Tensor) -> Tensor:
-        """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P), by Woodbury's
-        formula.
+        """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz (m, P), with z = H⁻¹g.
 
-        gradient (m, P), in whose dtype the products are. f_new (m, C): the outputs at x.
+        By Woodbury's formula there is no P×P matrix for a task. gradient (m, P), in whose dtype the
+        products are. f_new (m, C): the outputs at x.
         """
         refit = self.refit
         if gradient.dtype == torch.float64:
-            J, pulled = self.jacobian, self.pulled
+            J, U = self.jacobian, self.U
             z = refit.precondition(gradient)
         else:
-            J, pulled = self.jacobian_single, self.pulled_single
+            J, U = self.jacobian_single, self.U_single
             z = refit.precondition_single(gradient)
         Jz = (J @ z.unsqueeze(-1)).squeeze(-1).double()
         u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, Jz)
-        return z - (u.to(z.dtype).unsqueeze(-2) @ pulled).squeeze(-2)
+        return z - (u.to(z.dtype).unsqueeze(-2) @ U).squeeze(-2)
 
     def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the likelihood increments with the tilt, the prior increments, and the outputs at
-        x.
+        """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
 
-        They are (m,), (m,) and (m, C), for points (m, P). mode="as_is" has no tilt.
+        The third result is the outputs at x (m, C). point (m, P): the modes. mode="as_is" has no
+        tilt.
         """
         refit, likelihood = self.refit, self.refit.posterior.likelihood
         theta = refit.posterior.theta + point

@@ -111,7 +111,7 @@ def ascend(
         progress(int(ascent.converged.sum()))
     # From here on, tensors of m rows are those of the active tasks.
     tasks = (finite & (norm > tolerance) & (steps < max_steps)).nonzero().squeeze(-1)
-    state = state.take(tasks)
+    state = state.select_tasks(tasks)
     stored = None if earlier is None else earlier.history
     history = _ActiveHistory(stored, tasks, len(start), memory, state)
     direction, slope = history.mix_directions(tasks, state)
@@ -133,7 +133,7 @@ def ascend(
         if progress is not None:
             progress(int(converged.sum()))
         keep = active.nonzero().squeeze(-1)
-        tasks, state, factor = tasks[keep], state.take(keep), factor[keep]
+        tasks, state, factor = tasks[keep], state.select_tasks(keep), factor[keep]
         # Tasks whose trial was taken get a new direction; the others try a shorter step again.
         new_direction, new_slope = history.mix_directions(tasks, state)
         advanced = taken[keep]
@@ -248,7 +248,7 @@ class _State:
         """Return √(gᵀP⁻¹g) (m,), the distance from the mode."""
         return (self.gradient * self.step).sum(-1).clamp_min(0).sqrt()
 
-    def take(self, keep: Tensor) -> _State:
+    def select_tasks(self, keep: Tensor) -> _State:
         """Return the states of some tasks, by their positions here (k,)."""
         if keep.numel() == self.point.shape[0]:
             return self
@@ -290,7 +290,7 @@ class History:
         past = torch.zeros(count, memory, size, dtype=dtype)
         return History(past, past.clone(), torch.zeros(count, memory, memory, dtype=torch.float64))
 
-    def take(self, tasks: Tensor, dtype: torch.dtype) -> History:
+    def select_tasks(self, tasks: Tensor, dtype: torch.dtype) -> History:
         """Return the history of some tasks, in `dtype`; the Gram matrices stay in float64."""
         return History(
             self.mixes[tasks].to(dtype),
@@ -299,7 +299,7 @@ class History:
             self.rounds,
         )
 
-    def store(self, tasks: Tensor, part: History) -> None:
+    def store_tasks(self, tasks: Tensor, part: History) -> None:
         """Write the history of some tasks into this one, in place."""
         self.mixes[tasks] = part.mixes
         self.changes[tasks] = part.changes
@@ -327,7 +327,7 @@ class _ActiveHistory:
         size, dtype = state.point.shape[1], state.point.dtype
         if earlier is not None:
             self.complete = None
-            self.part = earlier.take(tasks, dtype)
+            self.part = earlier.select_tasks(tasks, dtype)
             self.stored = tasks
         else:
             self.complete = self.part = History.empty(count, memory, size, dtype)
@@ -391,7 +391,7 @@ class _ActiveHistory:
         None where this continues an earlier history.
         """
         if self.complete is not None and self.part is not self.complete:
-            self.complete.store(self.stored, self.part)
+            self.complete.store_tasks(self.stored, self.part)
         return self.complete
 
     def _positions(self, tasks: Tensor) -> Tensor:
@@ -402,7 +402,7 @@ class _ActiveHistory:
         """Keep the history of these tasks alone, after that of the others is written back."""
         positions = self._positions(tasks)
         self.write_back()
-        self.part = self.part.take(positions, self.part.mixes.dtype)
+        self.part = self.part.select_tasks(positions, self.part.mixes.dtype)
         self.stored = tasks
 
     def _multiply_changes(self, positions: Tensor, gradient: Tensor) -> Tensor:

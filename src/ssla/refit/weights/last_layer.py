@@ -131,7 +131,7 @@ class LastLayerRefit:
 
         The result is in the precision of `point`.
         """
-        if not self.prior.gaussian:
+        if not self.prior.is_gaussian:
             change = self.prior.gradient(self.from_basis(point.double()))
             return self.to_basis(change).to(point.dtype)
         by_output = point.reshape(len(point), self.outputs, -1).movedim(1, 0)
@@ -243,7 +243,7 @@ class LastLayerRefit:
         temperature = likelihood.logit_temperature
         if temperature is None or not likelihood.softmax or likelihood.power != 1:
             return None
-        if not prior.gaussian or initial.curvature_kind != OBSERVED:
+        if not prior.is_gaussian or initial.curvature_kind != OBSERVED:
             return None
         precision = prior.bound.precision(prior.theta).reshape(self.outputs, -1)
         if not torch.equal(precision, precision[:1].expand_as(precision)):
@@ -272,7 +272,7 @@ class LastLayerRefit:
         curvature, positive = group.curvature_increments(ascent.point, self.contrasts or initial)
         indefinite = (~positive).nonzero().squeeze(-1)
         if indefinite.numel() and initial.curvature_kind == OBSERVED:
-            fisher_group = group.take(indefinite)
+            fisher_group = group.select_tasks(indefinite)
             curvature[indefinite], positive[indefinite] = fisher_group.curvature_increments(
                 ascent.point[indefinite], self.initial_curvatures[-1]
             )
@@ -333,7 +333,7 @@ class LastLayerRefit:
         if tasks.numel():
             double_steps = min(SHARED_STEPS, steps_left)
             in_double = ascend(
-                group.take(tasks).evaluate,
+                group.select_tasks(tasks).evaluate,
                 ascent.point[tasks],
                 tolerance=tolerance,
                 max_steps=double_steps,
@@ -344,7 +344,7 @@ class LastLayerRefit:
             steps_left -= double_steps
         return finish_with_newton(
             ascent,
-            lambda unfinished: group.take(unfinished).evaluate_newton,
+            lambda unfinished: group.select_tasks(unfinished).evaluate_newton,
             tolerance=tolerance,
             max_steps=steps_left,
             progress=progress,

@@ -63,7 +63,7 @@ class SharedBlocks:
         """Return S⁻¹v for each row v of values (m, P): (m, P)."""
         return solve_blocks(self.inverse, values)
 
-    def take(self, rows: Tensor) -> Block:
+    def select_rows(self, rows: Tensor) -> Block:
         """Return some of the training rows (b,), by their numbers, as a block."""
         x, f, y, weights = self.rows
         return Block(x[rows], f[rows], y[rows], None if weights is None else weights[rows])
@@ -86,7 +86,7 @@ class SharedBlocks:
         values, vectors = torch.linalg.eigh(explained)
         keep = values.abs() > NO_PART * values.abs().amax()
         new_row = _NewRow(
-            across=(self.inverse @ phi).mT,
+            solved_features=(self.inverse @ phi).mT,
             vectors=vectors[:, keep].to(self.z.dtype),
             values=values[keep].to(self.z.dtype),
         )
@@ -122,7 +122,7 @@ class SharedBlocks:
 
         step: the task's step (C, F). Products are in the dtype of the vectors, sums in float64.
         """
-        part, fisher = self.take(rows), self.curvature_kind == FISHER
+        part, fisher = self.select_rows(rows), self.curvature_kind == FISHER
         f = part.f + part.x @ step.mT
         weight = 1 / probability if part.weights is None else part.weights / probability
         # The sample of rows adds about Σ (1 − π)(t/π)² to the variance of a sum of terms t/π.
@@ -138,7 +138,7 @@ class SharedBlocks:
         z, u, variances = self.at_z[rows], self.at_u[rows], self.variances[rows]
         change_z = times_change(z)
         # What the new row explains: tr(G c_iΔΛ_ic_iᵀ) with c_i the diagonal of J_iS⁻¹Jᵀ.
-        across = (part.x @ new_row.across).unsqueeze(-1) * new_row.vectors  # (b, C, k)
+        across = (part.x @ new_row.solved_features).unsqueeze(-1) * new_row.vectors  # (b, C, k)
         explained = ((across * times_change(across)).sum(1) * new_row.values).sum(1)
         # (u − z)ᵀΔH z of each vector (b, S)
         first_order = ((u - z) * change_z).sum(1)
@@ -180,7 +180,7 @@ class SharedBlocks:
 class _NewRow(NamedTuple):
     """The new row of a task, as it enters the sums over training rows."""
 
-    across: Tensor  # S⁻¹φ of each output (F, C)
+    solved_features: Tensor  # S⁻¹φ of each output (F, C)
     vectors: Tensor  # eigenvectors of G that have a part (C, k)
     values: Tensor  # their eigenvalues (k,)
 

@@ -138,7 +138,7 @@ class Group:
     x_rows: Tensor
     y: Tensor
 
-    def take(self, tasks: Tensor) -> Group:
+    def select_tasks(self, tasks: Tensor) -> Group:
         """Return the group of some of the tasks (k,), with the values that were computed for them.
 
         `cached_property` reads values from `__dict__`, so they are not computed again.
@@ -197,7 +197,7 @@ class Group:
         It is the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂). Scores are subtracted from
         those at θ̂ row by row, so that g₀ cancels exactly.
         """
-        return self.take(tasks)._evaluate_all(point)
+        return self.select_tasks(tasks)._evaluate_all(point)
 
     def _evaluate_all(self, point: Tensor) -> Slope:
         """Compute gradients and steps of all tasks at points (m, P), in the precision of `point`.
@@ -247,10 +247,10 @@ class Group:
         H̃ is each task's own Hessian: this is for tasks that have not converged with the shared
         one.
         """
-        group = self.take(tasks)
+        group = self.select_tasks(tasks)
         size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
         parts = [
-            group.take(rows)._evaluate_with_newton(point[rows])
+            group.select_tasks(rows)._evaluate_with_newton(point[rows])
             for rows in torch.arange(len(point)).split(size)
         ]
         return Slope(*(torch.cat(part) for part in zip(*parts, strict=True)))
@@ -340,7 +340,7 @@ class Group:
             return new_row_increment(self.root, precision)
         size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
         parts = [
-            self.take(rows)._increments_by_factors(point[rows], precision[rows], initial)
+            self.select_tasks(rows)._increments_by_factors(point[rows], precision[rows], initial)
             for rows in torch.arange(len(point)).split(size)
         ]
         increments, positive = zip(*parts, strict=True)
@@ -375,7 +375,9 @@ class Group:
         large = (size > LARGE_CHANGE * initial.least_eigenvalue).nonzero().squeeze(-1)
         packed = packed.double()
         if large.numel():
-            in_double = self.take(large)._sum_packed_change(point[large], initial, torch.float64)
+            in_double = self.select_tasks(large)._sum_packed_change(
+                point[large], initial, torch.float64
+            )
             packed[large] = in_double.packed
             trace[large] = in_double.trace
         return self._increments_with_exact_trace(
@@ -394,8 +396,8 @@ class Group:
         value = torch.empty(len(point), dtype=torch.float64)
         positive = torch.zeros(len(point), dtype=torch.bool)
         small_steps = (point.norm(dim=-1) < SMALL_STEP).nonzero().squeeze(-1)
-        if small_steps.numel() and self.refit.prior.gaussian:
-            group = self.take(small_steps)
+        if small_steps.numel() and self.refit.prior.is_gaussian:
+            group = self.select_tasks(small_steps)
             trace, bound = group._compute_trace_and_bound(single[small_steps], initial)
             frozen, exists = new_row_increment(group.root, precision[small_steps])
             value[small_steps] = frozen - 0.5 * trace
@@ -403,7 +405,7 @@ class Group:
         for tasks in (~positive).nonzero().squeeze(-1).split(CACHED_TASKS):
             if not tasks.numel():  # `split` gives one empty part of nothing
                 continue
-            group = self.take(tasks)
+            group = self.select_tasks(tasks)
             change = group._sum_packed_change(single[tasks], initial, torch.float32)
             value[tasks], positive[tasks] = group._increments_with_exact_trace(
                 change, point[tasks], precision[tasks], initial

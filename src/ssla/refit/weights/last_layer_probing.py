@@ -75,7 +75,7 @@ class NewRow(NamedTuple):
 
         return NewRow(with_eigenvalues(mu / (1 + mu)), with_eigenvalues(1 - (1 + mu).rsqrt()))
 
-    def take(self, tasks: Tensor) -> NewRow:
+    def select_tasks(self, tasks: Tensor) -> NewRow:
         """Return the new rows of some tasks (k,)."""
         return NewRow(self.explained[tasks], self.shrink[tasks])
 
@@ -152,12 +152,12 @@ class Probing:
         Gauss nodes; 0: as many as the error needs, at most MOST_NODES. Returns moments (m, s, 2),
         where two are enough, or (m, s, 2j + 1).
         """
-        group = self.group.take(tasks)
+        group = self.group.select_tasks(tasks)
         s, C = len(probes), group.refit.outputs
         # Draws of N(0, H⁻¹) become draws of N(0, H₁⁻¹) (see `NewRow`).
         at_x = torch.einsum("scf,mf->msc", probes.reshape(s, C, -1), group.phi)
         shrink = self.new_row.shrink[tasks].to(at_x.dtype)
-        w = probes - torch.einsum("msc,mdc,mdp->msp", at_x, shrink, group.pulled)
+        w = probes - torch.einsum("msc,mdc,mdp->msp", at_x, shrink, group.U)
         moments: list[Tensor] = []
         for count in range(1, MOST_NODES + 1):
             form, r = self.times_change(tasks, w)
@@ -191,11 +191,11 @@ class Probing:
 
     def solve_augmented(self, tasks: Tensor, r: Tensor) -> Tensor:
         """Return H₁⁻¹r = H⁻¹r − UᵀG U r of some tasks, for r (m, s, P): (m, s, P)."""
-        group = self.group.take(tasks)
+        group = self.group.select_tasks(tasks)
         solved = group.refit.shared.solve(r.flatten(0, 1)).reshape(r.shape)
-        along = torch.einsum("mcp,msp->msc", group.pulled, r)
+        along = torch.einsum("mcp,msp->msc", group.U, r)
         explained = self.new_row.explained[tasks].to(r.dtype)
-        return solved - torch.einsum("msc,mcd,mdp->msp", along, explained, group.pulled)
+        return solved - torch.einsum("msc,mcd,mdp->msp", along, explained, group.U)
 
     def times_change(
         self, tasks: Tensor, w: Tensor, pull: bool = True
@@ -204,7 +204,7 @@ class Probing:
 
         With pull=False the second result is None, which saves a product with the features.
         """
-        group = self.group.take(tasks)
+        group = self.group.select_tasks(tasks)
         refit = group.refit
         likelihood, fisher = refit.posterior.likelihood, refit.uses_fisher
         m, s, C = len(tasks), w.shape[1], refit.outputs

@@ -313,7 +313,7 @@ class Group:
     x_rows: Tensor
     y: Tensor
 
-    def take(self, tasks: Tensor) -> Group:
+    def select_tasks(self, tasks: Tensor) -> Group:
         """Return the group of some of the tasks (k,), with the values that were computed for them.
 
         `cached_property` reads values from `__dict__`, so they are not computed again.
@@ -321,7 +321,7 @@ class Group:
         if len(tasks) == len(self.y):
             return self
         part = Group(self.refit, self.x_rows[tasks], self.y[tasks])
-        cached = ("phi", "f", "pulled", "K", "root")
+        cached = ("phi", "f", "U", "K", "root")
         part.__dict__.update(
             {name: self.__dict__[name][tasks] for name in cached if name in self.__dict__}
         )
@@ -338,7 +338,7 @@ class Group:
         return self.refit.f[self.x_rows]
 
     @cached_property
-    def pulled(self) -> Tensor:
+    def U(self) -> Tensor:
         """Return U = H⁻¹Jᵀ at each task's input (m, C, P), computed once for each input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         phi = self.refit.features[distinct]
@@ -351,7 +351,7 @@ class Group:
     @cached_property
     def K(self) -> Tensor:
         """Return J H⁻¹ Jᵀ at each task's input (m, C, C), in float64."""
-        blocks = self.pulled.reshape(*self.pulled.shape[:2], self.refit.outputs, -1)
+        blocks = self.U.reshape(*self.U.shape[:2], self.refit.outputs, -1)
         K = torch.einsum("macf,mf->mac", blocks, self.phi).double()
         return (K + K.mT) / 2
 
@@ -375,7 +375,7 @@ class Group:
         if not refit.new_likelihood.linear_domain:
             return torch.zeros(len(self.y), refit.gradient.numel(), dtype=refit.dtype)
         u = evaluate_at_mode(refit.new_likelihood, self.y, self.f, self.root).pull
-        return START_SHARE * torch.einsum("mc,mcp->mp", u.to(refit.dtype), self.pulled)
+        return START_SHARE * torch.einsum("mc,mcp->mp", u.to(refit.dtype), self.U)
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
         """Compute the gradient of some tasks (m,) at points (m, P), and H₁⁻¹ of it.
@@ -383,7 +383,7 @@ class Group:
         It is the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂). Differences from θ̂ are taken
         row by row, so that g₀ cancels exactly.
         """
-        return self.take(tasks)._evaluate_all(point)
+        return self.select_tasks(tasks)._evaluate_all(point)
 
     def _evaluate_all(self, point: Tensor) -> Slope:
         """Compute gradients and steps of all tasks at points (m, P).
@@ -404,7 +404,7 @@ class Group:
         # (H + JᵀΛJ)⁻¹g = z − U(I + ΛK)⁻¹ΛJz with z = H⁻¹g
         z = refit.shared.solve(gradient)
         u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, self.push(z).double())
-        return Slope(gradient, z - torch.einsum("mc,mcp->mp", u.to(z.dtype), self.pulled))
+        return Slope(gradient, z - torch.einsum("mc,mcp->mp", u.to(z.dtype), self.U))
 
     def _data_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
@@ -526,7 +526,11 @@ class Group:
         tasks = not_done.nonzero().squeeze(-1)
         if tasks.numel():
             probing = Probing(
-                self.take(tasks), point[tasks], new_row.take(tasks), trace[tasks], target[tasks]
+                self.select_tasks(tasks),
+                point[tasks],
+                new_row.select_tasks(tasks),
+                trace[tasks],
+                target[tasks],
             )
             remainder[tasks], exists, standard_error = probing.estimate_remainders()
             positive[tasks] &= exists
@@ -624,7 +628,9 @@ class Group:
         rows = sample_systematically(pi, OFFSET)
         inverse = 1 / pi[rows]
         weight = inverse if shared.weights is None else inverse * shared.weights[rows]
-        c = changed.across[changed.input_numbers[task]].index_select(0, rows)  # (b, C, r)
+        c = changed.cross_covariances[changed.input_numbers[task]].index_select(
+            0, rows
+        )  # (b, C, r)
         # Draws of N(0, H⁻¹) become draws of N(0, H₁⁻¹), and K becomes J_i H₁⁻¹ J_iᵀ.
         w = shared.w.reshape(len(shared.w), self.refit.outputs, -1)
         shrink = new_row.shrink[task, outputs].to(c.dtype) @ (w @ self.phi[task]).mT
@@ -651,17 +657,17 @@ class Group:
         important = new_row.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT
         outputs = important.any(0).nonzero().squeeze(-1)
         explained = new_row.explained[:, outputs][:, :, outputs]
-        pulled = self._pulled_by_output(first, outputs)
+        U = self._U_by_output(first, outputs)
         log_prob = torch.zeros(m, dtype=torch.float64)
         trace = torch.zeros(m, dtype=torch.float64)
         step = split_by_output(point, C)
-        sizes, new_outputs, across = [], [], []
+        sizes, new_outputs, cross_covariances = [], [], []
         for block, part, part_rows in self.yield_parts(C * max(m, len(first) * len(outputs), C)):
             f = self.output_changes(part.x, step).add_(part.f)
             log_prob += self.log_prob_change(part, f)
             K = refit.covariances(block)[part_rows]
             trace += self._trace_change(part, f, K)
-            c = self.output_changes(part.x, pulled).unflatten(0, (len(first), len(outputs)))
+            c = self.output_changes(part.x, U).unflatten(0, (len(first), len(outputs)))
             c = c.permute(0, 2, 3, 1).contiguous()  # (k, b, C, r)
             trace -= self._explained_trace(part, f, c, explained, tasks_at)
             if refit.shared_vectors is not None:
@@ -669,11 +675,15 @@ class Group:
                 score_change = refit.posterior.likelihood.score_change(part.y, f, part.f)
                 sizes.append(variances * score_change.norm(dim=-1))
                 new_outputs.append(f.movedim(-1, 0))
-                across.append(c)
+                cross_covariances.append(c)
         if refit.shared_vectors is None:
             return RowChanges(log_prob, trace)
         changed = ChangedRows(
-            inputs, outputs, torch.cat(sizes, 1), torch.cat(new_outputs, 2), torch.cat(across, 1)
+            input_numbers=inputs,
+            outputs=outputs,
+            sizes=torch.cat(sizes, 1),
+            f=torch.cat(new_outputs, 2),
+            cross_covariances=torch.cat(cross_covariances, 1),
         )
         return RowChanges(log_prob, trace, changed)
 
@@ -713,7 +723,7 @@ class Group:
             total[tasks] = (explained[tasks] * along_new_row).sum((1, 2))
         return total
 
-    def _pulled_by_output(self, first: Tensor, outputs: Tensor) -> Tensor:
+    def _U_by_output(self, first: Tensor, outputs: Tensor) -> Tensor:
         """Return rows of U = H⁻¹Jᵀ at some inputs by output, as (C, k · r, F).
 
         first (k,): a task at each of the inputs. outputs (r,): the rows of U, which may be none.
@@ -721,8 +731,8 @@ class Group:
         k, r = len(first), len(outputs)
         # The shapes are stated in full: −1 is ambiguous where r is zero.
         C, F = self.refit.outputs, self.phi.shape[1]
-        pulled = self.pulled[first][:, outputs].reshape(k, r, C, F)
-        return pulled.permute(2, 0, 1, 3).reshape(C, k * r, F).contiguous()
+        U = self.U[first][:, outputs].reshape(k, r, C, F)
+        return U.permute(2, 0, 1, 3).reshape(C, k * r, F).contiguous()
 
     def log_prob_change(self, part: Block, f: Tensor) -> Tensor:
         """Return Σ_i of the change of log p(y_i|f_i) from θ̂ (m,), summed in float64.
@@ -745,7 +755,7 @@ class ChangedRows(NamedTuple):
     # its curvature.
     sizes: Tensor
     f: Tensor  # at the modes (C, m, n)
-    across: Tensor  # J_iUᵀ (k, n, C, r)
+    cross_covariances: Tensor  # J_iUᵀ (k, n, C, r)
 
 
 class RowChanges(NamedTuple):

@@ -290,7 +290,7 @@ class LinearisedRefit:
             steps_left -= SHARED_STEPS
             start = later.point[unfinished]
             if len(tasks) and steps_left > 0:
-                group = group.take(unfinished).with_task_curvatures(start)
+                group = group.select_tasks(unfinished).with_task_curvatures(start)
         return ascent
 
 
@@ -313,7 +313,7 @@ class Group:
     # of each task, as part of its preconditioner; None: all have the shared one
     task_curvatures: tuple[TaskCurvature, ...] | None = None
 
-    def take(self, tasks: Tensor) -> Group:
+    def select_tasks(self, tasks: Tensor) -> Group:
         """Return the group of some of the tasks (k,), with the values that were computed for them.
 
         `cached_property` reads values from `__dict__`, so they are not computed again.
@@ -324,7 +324,7 @@ class Group:
         if self.task_curvatures is not None:
             curvatures = tuple(self.task_curvatures[task] for task in tasks.tolist())
         part = Group(self.refit, self.x_rows[tasks], self.y[tasks], curvatures)
-        names = ("across", "root")
+        names = ("cross_covariance", "root")
         cached = {name: self.__dict__[name][tasks] for name in names if name in self.__dict__}
         part.__dict__.update(cached)
         return part
@@ -356,17 +356,17 @@ class Group:
         ).explained
         f = self.training_outputs(parts.moved)
         for task in tasks:
-            yield CurvatureChange(self.refit, f[task], self.across[task], explained[task])
+            yield CurvatureChange(self.refit, f[task], self.cross_covariance[task], explained[task])
 
     @cached_property
-    def across(self) -> Tensor:
+    def cross_covariance(self) -> Tensor:
         """Return J H⁻¹ J_xᵀ of each task's input (m, R, c)."""
-        return self.refit.covariance.across[self.x_rows]
+        return self.refit.covariance.cross_covariance[self.x_rows]
 
     @property
     def K_in_contrasts(self) -> Tensor:
         """Return K_x in contrasts (m, c, c), in float64."""
-        return self.refit.covariance.new[self.x_rows]
+        return self.refit.covariance.new_covariance[self.x_rows]
 
     @property
     def K(self) -> Tensor:
@@ -385,7 +385,7 @@ class Group:
 
     def split_point(self, point: Tensor) -> Point:
         """Return the four parts of points (m, 2R + 2c)."""
-        R, c = self.refit.covariance.across.shape[1:]
+        R, c = self.refit.covariance.cross_covariance.shape[1:]
         return Point(*point.split([R, c, R, c], -1))
 
     def start_point(self) -> Tensor:
@@ -396,7 +396,7 @@ class Group:
         """
         refit = self.refit
         m = len(self.y)
-        R, c = self.across.shape[1:]
+        R, c = self.cross_covariance.shape[1:]
         if not refit.new_likelihood.linear_domain:
             return torch.zeros(m, 2 * (R + c), dtype=refit.dtype)
         output_refit = evaluate_at_mode(refit.new_likelihood, self.y, self.f, self.root)
@@ -406,13 +406,13 @@ class Group:
 
     def _output_changes(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return J δ (m, R) and J_x δ (m, c) for δ = H⁻¹(Jᵀa + J_xᵀb), a (m, R) and b (m, c)."""
-        along = (self.across @ b.unsqueeze(-1)).squeeze(-1)
+        along = (self.cross_covariance @ b.unsqueeze(-1)).squeeze(-1)
         at_x = (self.K_in_contrasts.to(b.dtype) @ b.unsqueeze(-1)).squeeze(-1)
         # At the start a = 0: the product with K, the expensive one, is left out.
         if not bool(a.any()):
             return along, at_x
         moved = self.refit.covariance.multiply(a) + along
-        return moved, at_x + (a.unsqueeze(-2) @ self.across).squeeze(-2)
+        return moved, at_x + (a.unsqueeze(-2) @ self.cross_covariance).squeeze(-2)
 
     def training_outputs(self, moved: Tensor) -> Tensor:
         """Return the outputs of the training rows (m, n, C) after a change Jδ of them (m, R).
@@ -439,7 +439,7 @@ class Group:
 
         H₁ = H + J_xᵀΛJ_x, or the curvature of the task itself. point (m, 2R + 2c): see `Point`.
         """
-        return self.take(tasks)._evaluate_all(point)
+        return self.select_tasks(tasks)._evaluate_all(point)
 
     def _evaluate_all(self, point: Tensor) -> Slope:
         """Evaluate all tasks by the formulas of the module's docstring, at points (m, 2R + 2c).

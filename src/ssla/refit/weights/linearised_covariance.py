@@ -36,8 +36,8 @@ class OutputCovariance:
     matrix: Tensor | None  # K (R, R), or
     factor: Tensor | None  # V (R, P) with K = VVᵀ
     blocks: Tensor  # K_i of each training row (n, c, c)
-    across: Tensor  # J H⁻¹ J_xᵀ (N, R, c)
-    new: Tensor  # J_x H⁻¹ J_xᵀ (N, c, c)
+    cross_covariance: Tensor  # J H⁻¹ J_xᵀ (N, R, c)
+    new_covariance: Tensor  # J_x H⁻¹ J_xᵀ (N, c, c)
     slope: Tensor  # J H⁻¹ ∇log π(θ̂) (R,)
     new_slope: Tensor  # J_x H⁻¹ ∇log π(θ̂) (N, c)
 
@@ -154,8 +154,8 @@ def _form_from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) ->
         matrix=G.to(dtype),
         factor=None,
         blocks=blocks.to(dtype),
-        across=sides[:, :-1].reshape(R, N, c).movedim(1, 0).to(dtype).contiguous(),
-        new=(new + new.mT) / 2,
+        cross_covariance=sides[:, :-1].reshape(R, N, c).movedim(1, 0).to(dtype).contiguous(),
+        new_covariance=(new + new.mT) / 2,
         slope=sides[:, -1].clone(),
         new_slope=new_slope.reshape(N, c),
     )
@@ -231,8 +231,8 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
         matrix=matrix,
         factor=None if matrix is not None else V,
         blocks=by_row @ by_row.mT,
-        across=(V @ V_new.to(dtype).mT).reshape(R, N, c).movedim(1, 0).contiguous(),
-        new=new_by_row @ new_by_row.mT,
+        cross_covariance=(V @ V_new.to(dtype).mT).reshape(R, N, c).movedim(1, 0).contiguous(),
+        new_covariance=new_by_row @ new_by_row.mT,
         slope=(V @ gradient.to(dtype)).double(),
         new_slope=(V_new @ gradient).reshape(N, c),
     )

@@ -91,7 +91,7 @@ class CurvatureChange:
 
     refit: LinearisedRefit
     f: Tensor  # the outputs of the training rows at the mode (n, C)
-    across: Tensor  # c (R, c)
+    cross_covariance: Tensor  # c (R, c)
     explained: Tensor  # G (c, c), in float64
 
     def half_logdet(self, allowed_error: float) -> HalfLogdet:
@@ -150,9 +150,11 @@ class CurvatureChange:
     def direction_variances(self) -> Tensor:
         """Return eᵀK₁e of each direction (n, c)."""
         n, c = self.eigenpairs[0].shape
-        across = self.across.double().reshape(n, c, -1)
+        cross_covariance = self.cross_covariance.double().reshape(n, c, -1)
         blocks = self.refit.covariance.blocks.double()
-        return self._quadratic_forms(blocks - across @ self.explained @ across.mT)
+        return self._quadratic_forms(
+            blocks - cross_covariance @ self.explained @ cross_covariance.mT
+        )
 
     @cached_property
     def direction_sizes(self) -> Tensor:
@@ -170,9 +172,11 @@ class CurvatureChange:
         n, c = self.eigenpairs[0].shape
         rows = chosen // c
         e = self.eigenpairs[1].flatten(0, 1)[chosen].to(refit.dtype)
-        along = (e.unsqueeze(1) @ self.across.reshape(n, c, -1)[rows]).squeeze(1)
+        along = (e.unsqueeze(1) @ self.cross_covariance.reshape(n, c, -1)[rows]).squeeze(1)
         covariances = refit.covariance.covariances_of_directions(rows, e)
-        return covariances.addmm_(along @ self.explained.to(e.dtype), self.across.mT, alpha=-1)
+        return covariances.addmm_(
+            along @ self.explained.to(e.dtype), self.cross_covariance.mT, alpha=-1
+        )
 
     def _in_directions(self, products: Tensor) -> Tensor:
         """Return covariances with all directions (k, n·c), from those with all outputs (k, R)."""

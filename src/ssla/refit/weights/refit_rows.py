@@ -178,20 +178,20 @@ class PriorChange:
     theta: Tensor
 
     @property
-    def gaussian(self) -> bool:
+    def is_gaussian(self) -> bool:
         """Return whether the prior is Gaussian, so that its curvature does not change."""
         return isinstance(self.bound, BoundGaussian)
 
     def value(self, step: Tensor) -> Tensor:
         """Return log π(θ̂ + δ) − log π(θ̂) (m,)."""
-        if self.gaussian:
+        if self.is_gaussian:
             # ∇log πᵀδ − ½ δᵀTδ, and −Tδ is the change of the gradient.
             return (step * (self.bound.gradient(self.theta) + 0.5 * self.gradient(step))).sum(-1)
         return map_rows(self.bound.log_prob, self.theta + step) - self.bound.log_prob(self.theta)
 
     def gradient(self, step: Tensor) -> Tensor:
         """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P)."""
-        if self.gaussian:
+        if self.is_gaussian:
             return -self.bound.precision(self.theta) * step
         return map_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
 
@@ -199,7 +199,7 @@ class PriorChange:
         """Return the change of −∇² log π with the step (m, P, P); None for a Gaussian, which has
         none.
         """
-        if self.gaussian:
+        if self.is_gaussian:
             return None
         change = map_rows(self.bound.precision, self.theta + step) - self.bound.precision(
             self.theta

@@ -186,7 +186,7 @@ class WeightLogDensity:
             return Solved.untried(0)
         untried = "tried" not in self._findings and not bool(self.linearised_inputs.all())
         if untried and len(x_rows) > TRIALS and not self.posterior.network.linear:
-            output = self.output if rows is None else self.output.take(rows)
+            output = self.output if rows is None else self.output.select_rows(rows)
             self._try_some_refits(x_rows, flat, output.step_length(y).flatten())
         if self.refits_stopped:
             return Solved.untried(len(x_rows))
@@ -378,7 +378,7 @@ class WeightLogDensity:
         parts = [solved.likelihood, solved.prior, solved.curvature]
         if bool(failed.any()):
             if self.refit.on_failure == FALLBACK:
-                output_refit = self.output if rows is None else self.output.take(rows)
+                output_refit = self.output if rows is None else self.output.select_rows(rows)
                 instead = output_refit(y)
                 replacement = [
                     part.reshape(-1)
