@@ -50,8 +50,10 @@ class AutoRefit:
     level = 0.95  # of the interval whose ends are the plausible y
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for a target that is not above zero, and a TypeError for `weights`
-        that are not a WeightRefit.
+        """Raise an error for arguments of the wrong kind.
+
+        ValueError for a target that is not above zero; TypeError for `weights` that are not a
+        WeightRefit.
         """
         if isinstance(self.target, bool | str) or not self.target > 0:
             raise ValueError(

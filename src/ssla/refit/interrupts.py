@@ -25,11 +25,10 @@ class Interrupted:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Set `asked` on the first Ctrl-C in this context, and raise KeyboardInterrupt on the
-        second.
+        """Set `asked` on the first Ctrl-C in this context, and raise on the second one.
 
-        Nothing changes outside the main thread, which alone receives signals, and where the user
-        has set another handler for Ctrl-C.
+        The second one is a KeyboardInterrupt. Nothing changes outside the main thread, which alone
+        receives signals, and where the user has set another handler for Ctrl-C.
         """
         previous_handler = signal.getsignal(signal.SIGINT)
         if (

@@ -153,8 +153,9 @@ class OutputLogDensity:
 
     @cached_property
     def prior_response(self) -> Marginal:
-        """Return how log π responds to a refit: mean (N, C), covariance (N, C, C). It is computed
-        once.
+        """Return how log π responds to a refit: mean (N, C), covariance (N, C, C).
+
+        It is computed once.
         """
         return self.prior()
 
@@ -225,9 +226,7 @@ class OutputLogDensity:
         return (-2 * shift).clamp_min(0).sqrt().reshape(self._answer_shape(y))
 
     def _answer_shape(self, y: Tensor) -> torch.Size:
-        """Return the shape of the answers for y: that of y without the dimension of a vector
-        target.
-        """
+        """Return the shape of the answers for y: y's, without the dimension of a vector target."""
         return y.shape[:-1] if self._has_vector_target else y.shape
 
     @property

@@ -30,8 +30,9 @@ BYTES_AT_ONCE = 1 << 27  # a guess: bytes of the tasks that are computed togethe
 
 
 def allows_dual(posterior: Posterior) -> bool:
-    """Return whether `Dual` is possible: few rows, and a Gaussian prior with a precision above zero
-    for each weight.
+    """Return whether `Dual` is possible.
+
+    It is for few rows, and a Gaussian prior with a precision above zero for each weight.
     """
     precision = posterior.bound_prior.precision(posterior.theta)
     few = posterior.statistics.n * posterior.network.outputs <= MOST_OUTPUTS
@@ -60,11 +61,10 @@ class Dual:
     def __call__(
         self, point: Tensor, y: Tensor, x: Inputs, curvature_kind: str
     ) -> tuple[Tensor, Tensor]:
-        """Compute the increments (m,) of tasks at points θ − θ̂ (m, P), and where H̃ is positive
-        definite.
+        """Compute the increments (m,) of tasks at points θ − θ̂ (m, P), and where they exist (m,).
 
-        y (m, …) and x (m, …) are those of the new rows. The value at θ̂ is computed by the first
-        call for a kind of curvature and stored.
+        They exist where H̃ is positive definite. y (m, …) and x (m, …) are those of the new rows.
+        The value at θ̂ is computed by the first call for a kind of curvature and stored.
         """
         theta_hat = self.posterior.theta
         if curvature_kind not in self.start_values:
@@ -85,10 +85,10 @@ class Dual:
     def _half_logdet(
         self, thetas: Tensor, curvature_kind: str, new_rows: tuple[Tensor, Inputs] | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute ½ log|I + RᵀΛR| (m,) at each θ (m, P), and where the matrix is positive definite
-        (m,).
+        """Compute ½ log|I + RᵀΛR| (m,) at each θ (m, P), and where it exists (m,).
 
-        new_rows: (y, x) of each task, which count as the last training row; None: the data alone.
+        It exists where the matrix is positive definite. new_rows: (y, x) of each task, which count
+        as the last training row; None: the data alone.
         """
         likelihood, bound_prior = self.posterior.likelihood, self.posterior.bound_prior
         parts, precisions = [], []

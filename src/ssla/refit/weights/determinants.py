@@ -45,19 +45,19 @@ class Determinants:
     rows: TrainingRows
 
     @property
-    def size(self) -> int:
+    def weight_count(self) -> int:
         """Return the number of weights P."""
         return self.posterior.theta.numel()
 
     @cached_property
     def start_factor(self) -> Tensor | None:
-        """Return the Cholesky factor that preconditions the refits (P, P); None where there is no
+        """Return the Cholesky factor that preconditions the refits (P, P); None without such a
         matrix.
 
         It is that of the full Hessian at θ̂ of few weights where that is positive definite, else
         that of the fitted dense curvature.
         """
-        if self.size <= SMALL:
+        if self.weight_count <= SMALL:
             hessian = self._factorise_start(HESSIAN)
             if hessian is not None:
                 return hessian
@@ -127,7 +127,7 @@ class Determinants:
         point (m, P), y and x of the new rows. No two large determinants are subtracted. More than
         SMALL weights have theirs in the dual. NaN for all tasks where H(θ̂) is indefinite.
         """
-        if self.size > SMALL:
+        if self.weight_count > SMALL:
             return self._dual_determinants(point, y, x, curvature_kind)
         L = self._factorise_start(curvature_kind)
         if L is None:
@@ -142,7 +142,7 @@ class Determinants:
             )
             half = torch.linalg.solve_triangular(L, change, upper=False)
             white = torch.linalg.solve_triangular(L, half.mT, upper=False)
-            eye = torch.eye(self.size, dtype=torch.float64)
+            eye = torch.eye(self.weight_count, dtype=torch.float64)
             factor, info = torch.linalg.cholesky_ex(eye + (white + white.mT) / 2)
             values.append(-factor.diagonal(dim1=-2, dim2=-1).log().sum(-1))
             positive.append(info == 0)
@@ -154,7 +154,7 @@ class Determinants:
         network, budget = self.posterior.network, self.posterior.memory_budget
         rows = min(network.rows_at_once(budget), self.posterior.statistics.n)
         # J and ΛJ of a block of rows, and six P×P matrices.
-        task_bytes = 8 * self.size * (rows * network.outputs * 2 + 6 * self.size)
+        task_bytes = 8 * self.weight_count * (rows * network.outputs * 2 + 6 * self.weight_count)
         return max(JACOBIANS_AT_ONCE // task_bytes, 1)
 
     def augmented_curvature(
@@ -230,7 +230,7 @@ class Determinants:
     # --- by structure ----------------------------------------------------------------------
 
     def _increments_by_structure(self, point: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the increments by a structure that is fitted again at each θ̃, with the Fisher
+        """Compute the increments by the structure, fitted again at each θ̃ with the Fisher
         information.
 
         A structure belongs to one θ, so each task is a pass over the data. Returns what `__call__`
@@ -247,7 +247,7 @@ class Determinants:
     def _logdet_of_structure(self, theta: Tensor, x: Inputs) -> float:
         """Return log|S| of the structure fitted at θ (P,) to the data and one new input."""
         network, likelihood = self.posterior.network, self.posterior.likelihood
-        sums = self.posterior.statistics.curvature.zero(self.size)
+        sums = self.posterior.statistics.curvature.zero(self.weight_count)
         for block in self.rows:
             f, J = network.linearise(network.cast(block.x), theta)
             precision = block.apply_weights(likelihood.fisher(f.double()))

@@ -153,7 +153,7 @@ class LastLayerRefit:
 
     @cached_property
     def _stored_values(self) -> dict[tuple[int, str], Tensor]:
-        """Return the dictionary in which `store_for_block` keeps values, by the id of a block and a
+        """Return the dictionary in which `store_for_block` keeps values, by a block's id and a
         name.
 
         A kept block lives as long as this refit, so no other block has its id.
@@ -176,8 +176,9 @@ class LastLayerRefit:
         return value
 
     def cast_block(self, block: Block, dtype: torch.dtype) -> Block:
-        """Return a block in single or double precision. Targets that are whole numbers stay as they
-        are.
+        """Return a block in single or double precision.
+
+        Targets that are whole numbers stay as they are. Results in single precision are stored.
         """
         if dtype == torch.float64:
             return block
@@ -193,10 +194,9 @@ class LastLayerRefit:
 
     @cached_property
     def fits_single_precision(self) -> bool:
-        """Return whether single precision can hold the derivatives of the likelihood on all
-        training rows.
+        """Return whether single precision holds the likelihood's derivatives on all training rows.
 
-        It cannot where the units of y are very small or very large.
+        It does not where the units of y are very small or very large.
         """
         likelihood = self.posterior.likelihood
         for block in self.rows:
@@ -232,7 +232,7 @@ class LastLayerRefit:
         )
 
     @cached_property
-    def contrasts(self) -> InitialCurvature | None:
+    def contrast_curvature(self) -> InitialCurvature | None:
         """Return the curvature in contrasts of classes, which has C − 1 outputs in place of C.
 
         None where the ratio of determinants would not be the same: other likelihoods, the Fisher in
@@ -269,7 +269,9 @@ class LastLayerRefit:
         group = Group(self, initial, x_rows, y)
         ascent = self._find_modes(group, progress)
         likelihood, prior = group.likelihood_and_prior(ascent.point)
-        curvature, positive = group.curvature_increments(ascent.point, self.contrasts or initial)
+        curvature, positive = group.curvature_increments(
+            ascent.point, self.contrast_curvature or initial
+        )
         indefinite = (~positive).nonzero().squeeze(-1)
         if indefinite.numel() and initial.curvature_kind == OBSERVED:
             fisher_group = group.select_tasks(indefinite)

@@ -68,7 +68,7 @@ class SharedBlocks:
         x, f, y, weights = self.rows
         return Block(x[rows], f[rows], y[rows], None if weights is None else weights[rows])
 
-    def estimate(
+    def estimate_correction(
         self,
         likelihood: Likelihood,
         rows: Tensor,
@@ -254,12 +254,22 @@ def open_shared_blocks(
     u, residual = solve_by_conjugate_gradients(times, lambda r: solve_blocks(inverse, r), right, z)
     variances = _block_variances(rows.x, inverse)
 
-    def push(vectors: Tensor) -> Tensor:
+    def outputs_of_vectors(vectors: Tensor) -> Tensor:
         """Return J_i w_s of all rows (n, C, S), for vectors w (S, P)."""
         by_output: Tensor = rows.x @ vectors.reshape(count, C, F).permute(2, 1, 0).flatten(1)
         return by_output.reshape(-1, C, count)
 
-    return SharedBlocks(inverse, rows, z, u, push(z), push(u), variances, curvature_kind, residual)
+    return SharedBlocks(
+        inverse,
+        rows,
+        z,
+        u,
+        outputs_of_vectors(z),
+        outputs_of_vectors(u),
+        variances,
+        curvature_kind,
+        residual,
+    )
 
 
 def _join_blocks(parts: list[Block]) -> Block:

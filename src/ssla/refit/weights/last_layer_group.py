@@ -205,7 +205,7 @@ class Group:
         The gradient is NaN where an output is not allowed.
         """
         refit, new_likelihood, dtype = self.refit, self.refit.new_likelihood, point.dtype
-        gradient, outside = self._data_gradient(point)
+        gradient, outside = self._data_gradient_change(point)
         y = _cast_target(self.y, dtype)
         f_new = self.f.to(dtype) + self.push(point)
         gradient = gradient + self.pull(new_likelihood.score(y, f_new).to(dtype))
@@ -218,7 +218,7 @@ class Group:
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
         return Slope(gradient, self._preconditioned_step(gradient, y, f_new))
 
-    def _data_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
+    def _data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
 
         The second result marks tasks for which the output of a training row is not allowed (m,).
@@ -310,10 +310,9 @@ class Group:
             yield stored, block, f
 
     def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likelihood increments, with the tilt, and the prior increments (m,) at points
-        (m, P).
+        """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
 
-        The tilt is −g₀ᵀ(θ̃−θ̂); mode="as_is" has none.
+        point (m, P): the modes. The tilt is −g₀ᵀ(θ̃−θ̂); mode="as_is" has none.
         """
         refit = self.refit
         likelihood = refit.posterior.likelihood

@@ -392,7 +392,7 @@ class Group:
         """
         refit = self.refit
         f_new = self.f + self.push(point).double()
-        gradient, outside = self._data_gradient(point)
+        gradient, outside = self._data_gradient_change(point)
         new_score = refit.new_likelihood.score(self.y, f_new)
         gradient = gradient + self.pull(new_score) + self.prior_gradient_change(point)
         # With mode="as_is" g₀ is not subtracted, so it stays in the gradient.
@@ -406,7 +406,7 @@ class Group:
         u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, self.push(z).double())
         return Slope(gradient, z - torch.einsum("mc,mcp->mp", u.to(z.dtype), self.U))
 
-    def _data_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
+    def _data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
 
         The second result marks tasks for which the output of a training row is not allowed (m,).
@@ -585,7 +585,7 @@ class Group:
                 continue
             pi = sampling_probabilities(size, MANY_ROWS_SKETCHED)
             rows = sample_systematically(pi, OFFSET)
-            correction = shared.estimate(
+            correction = shared.estimate_correction(
                 likelihood, rows, pi[rows], step, self.phi[task], new_row.explained[task]
             )
             trace = float(trace_by_row.sum(dtype=torch.float64))

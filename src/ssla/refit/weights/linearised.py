@@ -91,9 +91,7 @@ class OutputCounts(NamedTuple):
 
     @staticmethod
     def from_posterior(posterior: Posterior, new_rows: int) -> OutputCounts:
-        """Return the counts for a posterior and a number of new rows; outputs are those in
-        contrasts.
-        """
+        """Return the counts for a posterior and some new rows; outputs are counted in contrasts."""
         outputs = output_contrasts(posterior).shape[1]
         training = posterior.statistics.n * outputs
         return OutputCounts(training, posterior.theta.numel(), new_rows * outputs)
@@ -179,15 +177,14 @@ class LinearisedRefit:
 
     @property
     def fallback(self) -> bool:
-        """Return whether the Fisher information is used because the observed curvature is
-        indefinite.
-        """
+        """Return whether the Fisher information replaces an observed curvature that is indefinite."""
         return self.curvature_kind != self.options.curvature
 
     @property
     def tasks_at_once(self) -> int:
-        """Return the number of tasks that are solved together, within an eighth of the memory
-        budget.
+        """Return the number of tasks that are solved together, at most MOST_TASKS.
+
+        They take at most an eighth of the memory budget.
         """
         n, C = self.rows.f.shape
         numbers = 2 * n * self.Q.shape[1]  # of a point: a and Jδ
@@ -229,9 +226,7 @@ class LinearisedRefit:
         )
 
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return False for each task (m,): with outputs linear in the weights each refit has a
-        mode.
-        """
+        """Return False for each task (m,): outputs are linear in the weights, so refits have modes."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
@@ -515,11 +510,11 @@ class Group:
     def curvature_increments(
         self, point: Tensor, other_increments: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|], where H̃ is positive definite, and the standard
-        error.
+        """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|], where it exists, and its standard error: all (m,).
 
-        All are (m,), for points (m, 2R + 2c). other_increments (m,): the sum of the likelihood and
-        prior increments. It tells how probable a y is, and so which error is allowed.
+        It exists where H̃ is positive definite. point (m, 2R + 2c). other_increments (m,): the sum
+        of the likelihood and prior increments. It tells how probable a y is, and so which error is
+        allowed.
         """
         options = self.refit.options
         parts = self.split_point(point)

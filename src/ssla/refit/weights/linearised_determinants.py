@@ -95,8 +95,7 @@ class CurvatureChange:
     explained: Tensor  # G (c, c), in float64
 
     def half_logdet(self, allowed_error: float) -> HalfLogdet:
-        """Compute ½ log|I + ΔΛ K₁| with an error of about `allowed_error`; exact where that is
-        zero.
+        """Compute ½ log|I + ΔΛ K₁| with an error of about `allowed_error`; exact where that is 0.
 
         More directions are kept until the error is small enough, as LEFT_OUT sets. The last attempt
         is returned with its error, however large.
@@ -232,9 +231,7 @@ class CurvatureChange:
         return _Inverse(X, half, int(info) == 0 and negative % 2 == 0)
 
     def _condition_on_kept(self, kept: Tensor) -> Kept:
-        """Compute how covariances change once the changes in kept directions (k,) are in the
-        curvature.
-        """
+        """Return the covariances of kept directions (k,), with their changes in the curvature."""
         products = self._covariances_of(kept)
         X, half, exists = self._invert_kept(kept, products)
         # A solve of k columns and a product are faster than a solve of all R columns.

@@ -88,8 +88,7 @@ class Engine(Protocol):
         ...
 
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return which tasks do not approach a mode in a few gradients (M,), because none is near
-        θ̂.
+        """Return which tasks (M,) do not approach a mode in a few gradients: none is near θ̂.
 
         It is a trial before many tasks. x_rows (M,), y (M, …).
         """

@@ -200,8 +200,7 @@ class WeightLogDensity:
         return solved
 
     def _solve_network(self, x_rows: Tensor, y: Tensor) -> Solved:
-        """Refit the network itself with y (M, …) added at inputs (M,), except where it is
-        linearised.
+        """Refit the network itself with y (M, …) added at inputs (M,) that are not linearised.
 
         An input with a failed refit is linearised from then on; all inputs are, once most refits
         failed. Tasks that are left out are returned as untried.
@@ -257,9 +256,7 @@ class WeightLogDensity:
         return int(self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector")
 
     def _answer_shape(self, y: Tensor) -> torch.Size:
-        """Return the shape of the answers for y: that of y without the dimension of a vector
-        target.
-        """
+        """Return the shape of the answers for y: y's, without the dimension of a vector target."""
         return y.shape[:-1] if self._target_dimensions else y.shape
 
     # --- what refits that failed come to -----------------------------------------------------
