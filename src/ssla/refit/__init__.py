@@ -97,7 +97,11 @@ def increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Incre
 
 
 def _check_shape(y: Tensor, rows: int, outputs: int, is_vector: bool) -> None:
-    """Raise a ValueError unless y has one target, or several candidates, for each row of x."""
+    """Raise a ValueError unless y has one target, or several candidates, for each row of x.
+
+    rows: the number of rows of x. is_vector: whether a target has a value for each of the outputs;
+    False: it is a number.
+    """
     if is_vector:
         fits = y.dim() in (2, 3) and y.shape[0] == rows and y.shape[-1] == outputs
         expected = (

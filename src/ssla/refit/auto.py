@@ -66,7 +66,10 @@ class AutoRefit:
             )
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
-        """Return the log density of the refit of the weights at x."""
+        """Return the log density of the refit of the weights at x.
+
+        It holds the output refit as `output`; `find_reasons` decides which inputs are refitted.
+        """
         return self.weights(posterior, x)
 
     def find_reasons(

@@ -224,6 +224,7 @@ def _evaluate_inside_domain(
     evaluated = _evaluate_at_highest_mode(likelihood, y, f, R)
     if D is None:
         return evaluated
+    # f̃ = f̂ + K u with K = R Rᵀ
     f_tilde = f + linalg.multiply_root(R, linalg.multiply_root_transposed(R, evaluated.pull))
     return _replace_determinant(likelihood, y, f_tilde, D, evaluated)
 

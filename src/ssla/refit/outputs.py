@@ -351,7 +351,7 @@ class ByChunks:
 
 def _join_portions(chunks: list[list[Tensor]]) -> Tensor:
     """Join the portions of each chunk along the columns, and the chunks along the rows."""
-    return _join([_join(portions, 1) for portions in chunks])
+    return _join([_join(portions, dimension=1) for portions in chunks])
 
 
 def _join(parts: list[Tensor], dimension: int = 0) -> Tensor:

@@ -30,7 +30,7 @@ def prior_response(posterior: Posterior, x: Inputs) -> Marginal:
     return join_chunks(
         posterior.network.outputs,
         [
-            (J.push(solved), _respond_to_precision(posterior.covariance, J, precision))
+            (J.push(solved), _project_precision(posterior.covariance, J, precision))
             for _, J in posterior.linearised(x)
         ],
     )
@@ -47,7 +47,7 @@ def data_covariance(posterior: Posterior, x: Inputs) -> Tensor:
     ).covariance
 
 
-def _respond_to_precision(operator: Operator, J: Jacobian, M: Tensor) -> Tensor:
+def _project_precision(operator: Operator, J: Jacobian, M: Tensor) -> Tensor:
     """Return J H⁻¹ M H⁻¹ Jᵀ (B, C, C) for any symmetric M.
 
     M is a diagonal (P,) of either sign, or a full matrix (P, P), used by its eigenvectors.

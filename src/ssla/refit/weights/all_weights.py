@@ -125,7 +125,9 @@ class ManyNetworks:
         """
         try:
             result: Tensor = torch.func.vmap(function)(*values)
-        except RuntimeError:  # a layer without a batching rule (recurrent ones): task by task
+        except RuntimeError:
+            # A layer has no batching rule, as recurrent ones: task by task. Any other error is
+            # raised again there.
             index = torch.arange(len(values[0]))
             result = torch.stack(
                 [function(*(take_rows(value, i) for value in values)) for i in index]
@@ -575,15 +577,15 @@ def open_all_weights(
         )
     networks = ManyNetworks(replace(network, rest=_map_values(network.rest, _to_double)))
 
-    def prepare(inputs: Inputs) -> tuple[Inputs, Tensor]:
+    def prepare_inputs(inputs: Inputs) -> tuple[Inputs, Tensor]:
         """Return inputs in float64, and f̂ (b, C)."""
-        wide = map_inputs(_to_double, inputs)
+        inputs_64 = map_inputs(_to_double, inputs)
         with torch.no_grad():
-            return wide, networks.outputs_of_one(theta, wide)
+            return inputs_64, networks.outputs_of_one(theta, inputs_64)
 
-    rows = open_rows(posterior, data, prepare)
-    wide, f = prepare(network.cast(as_inputs(x)))
-    networks = replace(networks, chain=open_chain(networks.network, wide, theta))
+    rows = open_rows(posterior, data, prepare_inputs)
+    inputs_64, f = prepare_inputs(network.cast(as_inputs(x)))
+    networks = replace(networks, chain=open_chain(networks.network, inputs_64, theta))
     single = replace(network, rest=_map_values(network.rest, _to_single))
     chain = None if networks.chain is None else replace(networks.chain, network=single)
     n, gradient = 0, torch.zeros_like(theta)
@@ -604,7 +606,7 @@ def open_all_weights(
         networks=networks,
         networks_single=ManyNetworks(single, chain),
         rows=rows,
-        x=wide,
+        x=inputs_64,
         f=f,
         jacobian=torch.cat([J.dense().values for J in parts if isinstance(J, LayerJacobian)]),
         gradient=gradient,

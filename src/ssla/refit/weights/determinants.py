@@ -140,6 +140,7 @@ class Determinants:
                 self.augmented_curvature(curvature_kind, thetas, y[part], take_rows(x, part))
                 - L @ L.mT
             )
+            # L⁻¹(L⁻¹ΔH)ᵀ = L⁻¹ΔHL⁻ᵀ, as ΔH is symmetric.
             half = torch.linalg.solve_triangular(L, change, upper=False)
             white = torch.linalg.solve_triangular(L, half.mT, upper=False)
             eye = torch.eye(self.weight_count, dtype=torch.float64)

@@ -147,16 +147,17 @@ class LastLayerRefit:
         diagonal = torch.diag_embed(
             self.prior.bound.precision(self.prior.theta).reshape(self.outputs, -1)
         )
+        # L⁻¹(L⁻¹T)ᵀ = L⁻¹TL⁻ᵀ, as T is symmetric.
         half = torch.linalg.solve_triangular(self.basis, diagonal, upper=False)
         precision = torch.linalg.solve_triangular(self.basis, half.mT, upper=False)
         return {torch.float64: precision, torch.float32: precision.float()}
 
     @cached_property
     def _stored_values(self) -> dict[tuple[int, str], Tensor]:
-        """Return the dictionary in which `store_for_block` keeps values, by a block's id and a
-        name.
+        """Return the dictionary in which `store_for_block` keeps values, by block and name.
 
-        A kept block lives as long as this refit, so no other block has its id.
+        A block is known by its id: a kept block lives as long as this refit, so no other block has
+        it.
         """
         return {}
 
@@ -363,13 +364,13 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     network = posterior.network
     C = network.outputs
 
-    def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
+    def prepare_inputs(inputs: Any) -> tuple[Tensor, Tensor]:
         """Return the features (b, F) and f̂ (b, C) in float64."""
         f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.double().phi, f.double()
 
-    rows = open_rows(posterior, data, prepare)
+    rows = open_rows(posterior, data, prepare_inputs)
     kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED else (FISHER,)
     n, gradient, sums = sum_gradient_and_curvature(posterior, rows, kinds)
     check_same_data(posterior, n, gradient)
@@ -388,7 +389,7 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     if not usable:
         raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
     chunks = network.chunks(as_inputs(x), posterior.memory_budget)
-    parts = [prepare(network.cast(part)) for part in chunks]
+    parts = [prepare_inputs(network.cast(part)) for part in chunks]
     return LastLayerRefit(
         posterior=posterior,
         options=options,

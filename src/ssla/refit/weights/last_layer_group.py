@@ -594,7 +594,7 @@ def packed_positions(outputs: int, size: int) -> Tensor:
 
 
 def change_basis(H: Tensor, basis: Tensor) -> Tensor:
-    """Return T⁻¹ H T⁻ᵀ with T = I ⊗ L_B, for H (…, P, P) and the basis L_B (F, F)."""
+    """Return T⁻¹ H T⁻ᵀ with T = I ⊗ L_B, for symmetric H (…, P, P) and the basis L_B (F, F)."""
     F, P = basis.shape[0], H.shape[-1]
 
     def solve_left(matrix: Tensor) -> Tensor:
@@ -605,4 +605,5 @@ def change_basis(H: Tensor, basis: Tensor) -> Tensor:
         )
         return solved.reshape(matrix.shape)
 
+    # (T⁻¹H)ᵀ = HT⁻ᵀ, as H is symmetric.
     return solve_left(solve_left(H).mT)

@@ -165,16 +165,16 @@ class Probing:
             w = self.solve_augmented(tasks, r)
             # `form` is the last moment of the round before, computed again with `pull`.
             moments = [*moments[: 2 * count - 2], form, (r * w).sum(-1).double()]
-            if count == 1 and self.is_enough(tasks, torch.stack(moments, -1).mean(1)):
+            if count == 1 and self.is_accurate(tasks, torch.stack(moments, -1).mean(1)):
                 break
             if count < nodes:
                 continue
             moments.append(self.times_change(tasks, w, pull=False)[0])
-            if count == nodes or self.is_enough(tasks, torch.stack(moments, -1).mean(1)):
+            if count == nodes or self.is_accurate(tasks, torch.stack(moments, -1).mean(1)):
                 break
         return torch.stack(moments, -1)
 
-    def is_enough(self, tasks: Tensor, moments: Tensor) -> bool:
+    def is_accurate(self, tasks: Tensor, moments: Tensor) -> bool:
         """Return whether the error of the quadrature is small enough for all of some tasks (m,).
 
         moments (m, 2 or 2j + 1): means over the probes.
@@ -312,6 +312,7 @@ def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
     if int(info) or float(pivots.min()) < SINGULAR * float(hankel.diagonal().max()) ** 0.5:
         return gauss_nodes(moments[: 2 * (count - 1)])
     shifted = moments[index[:, None] + index + 1]
+    # L⁻¹(L⁻¹M)ᵀ = L⁻¹ML⁻ᵀ for the symmetric matrix M of shifted moments.
     white = torch.linalg.solve_triangular(factor, shifted, upper=False)
     white = torch.linalg.solve_triangular(factor, white.mT, upper=False)
     nodes, vectors = torch.linalg.eigh((white + white.mT) / 2)

@@ -187,8 +187,8 @@ class ProductsRefit:
         """
         P = self.gradient.numel()
         C = self.outputs
-        # An ascent keeps three vectors for each mixed round, probing four for each probe, and the
-        # group C of them: H⁻¹Jᵀ.
+        # An ascent keeps three vectors for each mixed round, and probing four for each probe. The
+        # group keeps C vectors, H⁻¹Jᵀ.
         vectors = 3 * self.options.memory + VECTORS_OF_ASCENT + C + 4 * MORE_PROBES
         task_bytes = self.dtype.itemsize * P * vectors
         most = max(self.posterior.memory_budget // 8 // task_bytes, 1)
@@ -219,9 +219,10 @@ class ProductsRefit:
 
     @cached_property
     def _stored_covariances(self) -> dict[int, Tensor]:
-        """Return the dictionary in which `covariances` stores its results, by a block's id.
+        """Return the dictionary in which `covariances` stores its results, by block.
 
-        A kept block lives as long as this refit, so no other block has its id.
+        A block is known by its id: a kept block lives as long as this refit, so no other block has
+        it.
         """
         return {}
 
@@ -798,13 +799,13 @@ def open_products(
     C, F = network.outputs, posterior.theta.numel() // network.outputs
     dtype = torch.float32 if single else torch.float64
 
-    def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
+    def prepare_inputs(inputs: Any) -> tuple[Tensor, Tensor]:
         """Return the features with their column of ones (b, F), and f̂ (b, C)."""
         f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.with_ones().to("cpu", dtype), f.double()
 
-    rows = replace(open_rows(posterior, data, prepare), size=stored_bytes)
+    rows = replace(open_rows(posterior, data, prepare_inputs), size=stored_bytes)
     n, gradient, data_curvature = sum_gradient_and_curvature(posterior, rows)
     check_same_data(posterior, n, gradient)
     matrix_fits = factor_bytes(C, F, dtype) <= budget
@@ -819,7 +820,7 @@ def open_products(
         basis = _factorise_basis(data_curvature, prior_precision)
     whitening = _Whitening(basis if is_whitened else None, dtype)
     rows = rows.changed(whitening.whiten_block)
-    prior = _prior_in_basis(prior_precision, basis, dtype)
+    prior = _transform_prior(prior_precision, basis, dtype)
     shared: SharedFactor | SharedBlocks | SharedStructure | None
     if is_whitened:
         kinds = _curvature_kinds(options, single)
@@ -831,7 +832,7 @@ def open_products(
         if single:
             return open_products(posterior, x, options, data, single=False)
         raise _no_factor_error(prior_precision)
-    parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), budget)]
+    parts = [prepare_inputs(network.cast(part)) for part in network.chunks(as_inputs(x), budget)]
     return ProductsRefit(
         posterior=posterior,
         options=options,
@@ -921,7 +922,7 @@ def sum_gradient_and_curvature(
     return n, gradient, data_curvature
 
 
-def _prior_in_basis(precision: Tensor, basis: Tensor, dtype: torch.dtype) -> Tensor:
+def _transform_prior(precision: Tensor, basis: Tensor, dtype: torch.dtype) -> Tensor:
     """Transform the prior precision of each output (C, F) to the basis L (F, F): L⁻¹TL⁻ᵀ (C, F, F).
 
     Outputs with the same precisions share one matrix, and only one is formed in float64 at a time:
@@ -930,6 +931,7 @@ def _prior_in_basis(precision: Tensor, basis: Tensor, dtype: torch.dtype) -> Ten
     distinct, index = precision.unique(dim=0, return_inverse=True)
     matrices = torch.empty(len(distinct), *basis.shape, dtype=dtype)
     for matrix, of_output in zip(matrices, distinct, strict=True):
+        # L⁻¹(L⁻¹T)ᵀ = L⁻¹TL⁻ᵀ, as T is symmetric.
         half = torch.linalg.solve_triangular(basis, of_output.diag(), upper=False)
         matrix.copy_(torch.linalg.solve_triangular(basis, half.mT, upper=False))
     return matrices.expand(len(precision), -1, -1) if len(distinct) == 1 else matrices[index]

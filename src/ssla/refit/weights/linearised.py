@@ -177,7 +177,7 @@ class LinearisedRefit:
 
     @property
     def fallback(self) -> bool:
-        """Return whether the Fisher information replaces an observed curvature that is indefinite."""
+        """Return whether the Fisher information replaces an indefinite observed curvature."""
         return self.curvature_kind != self.options.curvature
 
     @property
@@ -226,7 +226,7 @@ class LinearisedRefit:
         )
 
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return False for each task (m,): outputs are linear in the weights, so refits have modes."""
+        """Return False for each task (m,): outputs are linear in the weights, and modes exist."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
@@ -561,11 +561,11 @@ def open_linearised(
     Q = output_contrasts(posterior)
     dtype = torch.float32 if single else torch.float64
 
-    def prepare(part: Inputs) -> tuple[Inputs, Tensor]:
+    def prepare_inputs(part: Inputs) -> tuple[Inputs, Tensor]:
         """Return inputs as they are, and f̂ (b, C) in float64."""
         return part, network.evaluate(part, theta).double()
 
-    blocks = open_rows(posterior, data, prepare)
+    blocks = open_rows(posterior, data, prepare_inputs)
     _check_training_rows(posterior, blocks)
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])

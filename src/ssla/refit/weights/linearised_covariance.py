@@ -144,7 +144,7 @@ def _form_from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) ->
     white = torch.linalg.solve_triangular(L, jacobians.times_root(sides), upper=False)
     del L
     sides -= W.mT @ white
-    add_gram(G, W, -1.0)
+    add_gram(G, W, sign=-1.0)
     del W
     by_row = white[:, :-1].reshape(R, N, c).movedim(1, 0)
     new -= by_row.mT @ by_row
@@ -184,7 +184,7 @@ def _sum_prior_covariances(
         J_new = torch.empty(jacobians.new_outputs, last - first, dtype=torch.float64)
         fill_rows(J_new, jacobians.new(first, last))
         gradient = jacobians.prior_gradient[first:last]
-        add_gram(G, J.mT, 1.0)
+        add_gram(G, J.mT, sign=1.0)
         sides[:, :-1] += J @ J_new.mT
         sides[:, -1] += J @ gradient
         new_slope += J_new @ gradient
@@ -203,14 +203,15 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
     n, c, _ = root.shape
     N = jacobians.new_outputs // c
     H = torch.eye(P, dtype=torch.float64)
-    V = torch.empty(R, P, dtype=dtype)
+    V = torch.empty(R, P, dtype=dtype)  # J T^-½ at first
     first = 0
     for J in jacobians.training(0, P):
         last = first + len(J)
         V[first:last] = J.to(dtype)
         roots = root[first // c : last // c]
+        # H = I + T^-½ JᵀΛJ T^-½ is a sum over blocks of (Λ^½ J T^-½)ᵀ(Λ^½ J T^-½).
         scaled = (roots @ J.reshape(len(roots), c, P)).reshape(J.shape)
-        add_gram(H, scaled, 1.0)
+        add_gram(H, scaled, sign=1.0)
         first = last
     F = torch.linalg.cholesky(H)
     del H
@@ -220,6 +221,7 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
         solved: Tensor = torch.linalg.solve_triangular(F, values.double().mT, upper=False)
         return solved.mT
 
+    # V = J T^-½ F^-T, in place and in panels, which bounds the memory.
     for part in torch.arange(R).split(PANEL):
         V[part] = whiten(V[part]).to(dtype)
     V_new = torch.cat([whiten(J) for J in jacobians.new(0, P)])

@@ -153,20 +153,30 @@ def open_observations(posterior: Posterior, batch: Batch, likelihood: Likelihood
     ValueError where a target is not in the support of the likelihood. Rows without weights have
     weight one.
     """
-    network, start = posterior.network, posterior.theta
+    network = posterior.network
     x, y, weights = check_batch(batch, likelihood.support_for(network.outputs), network.outputs)
-    if isinstance(network, AnyParameters):
-        # Whole numbers, such as positions in an embedding, keep their dtype.
-        double = lambda part: part.double() if part.is_floating_point() else part  # noqa: E731
-        network_64 = replace(network, rest=map_inputs(double, network.rest))
-        x_64 = map_inputs(double, network.cast(x))
-        f = lambda theta: network_64.run(network_64.layout.unpack(theta), x_64)  # noqa: E731
-    else:  # a last layer: f = f̂ + J(θ − θ̂)
-        f_hat, J = network.linearise(network.cast(x), start)
-        f = lambda theta: f_hat + J.double().dense().values @ (theta - start)  # noqa: E731
     if weights is None:
         weights = torch.ones(len(y)).double()
-    return Observations(f, y, weights, likelihood)
+    return Observations(open_outputs(posterior, x), y, weights, likelihood)
+
+
+def open_outputs(posterior: Posterior, x: Inputs) -> Callable[[Tensor], Tensor]:
+    """Return the function θ (P,) -> f_θ(x) (b, C) in float64.
+
+    A last layer is linear: f = f̂ + J(θ − θ̂).
+    """
+    network, start = posterior.network, posterior.theta
+    if not isinstance(network, AnyParameters):
+        f_hat, J = network.linearise(network.cast(x), start)
+        return lambda theta: f_hat + J.double().dense().values @ (theta - start)
+    network_64 = replace(network, rest=map_inputs(_to_double, network.rest))
+    x_64 = map_inputs(_to_double, network.cast(x))
+    return lambda theta: network_64.run(network_64.layout.unpack(theta), x_64)
+
+
+def _to_double(part: Tensor) -> Tensor:
+    """Return a tensor in float64; whole numbers, as of embeddings, keep their dtype."""
+    return part.double() if part.is_floating_point() else part
 
 
 def maximise_by_newton(objective: Callable[[Tensor], Any], theta: Tensor) -> tuple[Tensor, int]:
