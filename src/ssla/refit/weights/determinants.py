@@ -51,8 +51,8 @@ class Determinants:
 
     @cached_property
     def start_factor(self) -> Tensor | None:
-        """Return the Cholesky factor that preconditions the refits (P, P); None without such a
-        matrix.
+        """Return the Cholesky factor that preconditions the refits (P, P); None where there is
+        none.
 
         It is that of the full Hessian at θ̂ of few weights where that is positive definite, else
         that of the fitted dense curvature.
@@ -114,7 +114,7 @@ class Determinants:
         The result is stored: the next call with the same kind needs no pass over the data.
         """
         if curvature_kind not in self._start_factors:
-            H = self._curvature(curvature_kind, self.posterior.theta.unsqueeze(0))[0]
+            H = self._posterior_curvature(curvature_kind, self.posterior.theta.unsqueeze(0))[0]
             factor, info = torch.linalg.cholesky_ex(H)
             self._start_factors[curvature_kind] = None if int(info) else factor
         return self._start_factors[curvature_kind]
@@ -165,11 +165,11 @@ class Determinants:
 
         It sums the data, the prior and each task's new row, of target y (m, …) and input x (m, …).
         """
-        return self._curvature(curvature_kind, thetas) + self._new_row_curvature(
+        return self._posterior_curvature(curvature_kind, thetas) + self._new_row_curvature(
             curvature_kind, thetas, y, x
         )
 
-    def _curvature(self, curvature_kind: str, thetas: Tensor) -> Tensor:
+    def _posterior_curvature(self, curvature_kind: str, thetas: Tensor) -> Tensor:
         """Return −∇²(ℓ_D + log π) of one kind at each θ (m, P): (m, P, P).
 
         It is a pass over the training rows.

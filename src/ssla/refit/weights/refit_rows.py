@@ -196,14 +196,12 @@ class PriorChange:
         return map_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
 
     def precision(self, step: Tensor) -> Tensor | None:
-        """Return the change of −∇² log π with the step (m, P, P); None for a Gaussian, which has
-        none.
-        """
+        """Return the change of −∇² log π (m, P, P); None for a Gaussian prior, which has none."""
         if self.is_gaussian:
             return None
-        change = map_rows(self.bound.precision, self.theta + step) - self.bound.precision(
-            self.theta
-        )
+        after = map_rows(self.bound.precision, self.theta + step)
+        change = after - self.bound.precision(self.theta)
+        # A diagonal (m, P) becomes matrices.
         return torch.diag_embed(change) if change.dim() == 2 else change
 
 
