@@ -130,7 +130,7 @@ def test_the_curvature_of_a_prior_that_changes():
     """−∇² log π at θ, not at θ̂: Student's t by autograd."""
     post = posterior()[0].with_prior(priors.StudentT(df=4.0, scale=0.7))
     theta = post.theta + steps()
-    found = opened(post)._curvature("fisher", theta)
+    found = opened(post)._posterior_curvature("fisher", theta)
     bound = post.bound_prior
     for k in range(2):
         by_data = dense("fisher", theta[k]) - 0.5 * torch.eye(len(theta[k]), dtype=torch.float64)

@@ -13,7 +13,7 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.refit.weights import last_layer_curvature, last_layer_products
 from ssla.refit.weights import weight_refit as weights
-from ssla.refit.weights.last_layer_probing import NewRow, remainder_from_moments, gauss_nodes
+from ssla.refit.weights.last_layer_probing import NewRow, gauss_nodes, remainder_from_moments
 from ssla.refit.weights.last_layer_products import ProductsRefit
 from support.refits import FAMILIES, all_classes, class_problem, inputs, last_layer, seeded
 

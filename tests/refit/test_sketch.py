@@ -14,8 +14,8 @@ from ssla.refit.weights import last_layer_products as engine
 from ssla.refit.weights import weight_refit as refits
 from ssla.refit.weights.last_layer_blocks import (
     SharedBlocks,
-    solve_by_conjugate_gradients,
     open_shared_blocks,
+    solve_by_conjugate_gradients,
 )
 from ssla.refit.weights.last_layer_sketch import (
     remainder_from_products,
