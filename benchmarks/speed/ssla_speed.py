@@ -127,7 +127,7 @@ def speed(options: argparse.Namespace) -> None:
     start = time.process_time()
     log_density = ssla.WeightRefit()(post, new)
     probs = post.predict(new).probs
-    likely = probs >= log_density.rare
+    likely = probs >= log_density.rare_probability
     likely &= likely.sum(1, keepdim=True) > 1
     rows, y = likely.nonzero().unbind(1)
     log_density.solve(y[:1].double(), rows[:1])  # with everything that is computed once

@@ -172,7 +172,7 @@ def test_a_set_of_counts_has_its_level_and_the_fewest_counts(name):
 def test_the_tails_of_counts_hold_no_more_than_they_should(rate):
     """A narrow last block after a wide one hid a tail of 9e-7, where 1e-8 is the bound."""
     p = counts(rate)
-    logs = p.law.log_density.at(torch.arange(int(12 * rate), dtype=F64)[None]).log
+    logs = p.law.log_density.density_at(torch.arange(int(12 * rate), dtype=F64)[None]).log
     assert float(p.mass) == pytest.approx(float(logs.exp().sum()), rel=1e-7)
 
 

@@ -102,7 +102,7 @@ Y = torch.tensor([0.4, 1.2], dtype=torch.float64)
 @KINDS
 def test_curvature_of_data_and_prior(kind):
     theta = posterior()[0].theta + steps()
-    found = opened()._curvature(kind, theta)
+    found = opened()._posterior_curvature(kind, theta)
     assert found.shape[0] == 2
     assert all(close(found[k], dense(kind, theta[k])) for k in range(2))
     assert not close(found[0], found[1])
@@ -122,7 +122,7 @@ def test_curvature_of_the_new_observation(kind):
 def test_full_is_the_sum_of_both(kind):
     post, new, _ = posterior()
     theta = post.theta + steps()
-    found = opened().full(kind, theta, Y, new)
+    found = opened().augmented_curvature(kind, theta, Y, new)
     assert all(close(found[k], dense(kind, theta[k], (new[k : k + 1], Y[k]))) for k in range(2))
 
 
@@ -130,7 +130,7 @@ def test_the_curvature_of_a_prior_that_changes():
     """−∇² log π at θ, not at θ̂: Student's t by autograd."""
     post = posterior()[0].with_prior(priors.StudentT(df=4.0, scale=0.7))
     theta = post.theta + steps()
-    found = opened(post)._curvature("fisher", theta)
+    found = opened(post)._posterior_curvature("fisher", theta)
     bound = post.bound_prior
     for k in range(2):
         by_data = dense("fisher", theta[k]) - 0.5 * torch.eye(len(theta[k]), dtype=torch.float64)
@@ -173,7 +173,9 @@ def test_a_saddle_is_preconditioned_by_the_fitted_curvature(monkeypatch):
     determinants = opened()
     for name in ("start_factor", "_start_factors"):  # cached when the engine was opened
         del determinants.__dict__[name]
-    monkeypatch.setattr(type(determinants), "_curvature", lambda self, kind, thetas: -_eye(thetas))
+    monkeypatch.setattr(
+        type(determinants), "_posterior_curvature", lambda self, kind, thetas: -_eye(thetas)
+    )
     assert determinants.start_factor is posterior()[0].operator.factor
     assert determinants._factorise_start("hessian") is None
 

@@ -24,7 +24,7 @@ def test_the_dual_determinant_is_the_dense_one(name, kind):
     """
     post, new, candidates, *_ = small_network(name, n=150)
     determinants = ssla.WeightRefit(curvature=kind)(post, new)._engine.determinants
-    dual = Dual(post, determinants.run, determinants.rows)
+    dual = Dual(post, determinants.network_outputs, determinants.rows)
     point = 0.02 * torch.randn(4, post.theta.numel(), dtype=torch.float64, generator=seeded(1))
     y, x = (
         candidates[[0, 1, -1, 0]].to(torch.long if name == "categorical" else torch.float64),

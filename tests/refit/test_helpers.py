@@ -3,7 +3,7 @@
 import torch
 
 from ssla.refit.weights.anderson import Ascent, _prefer_uphill
-from ssla.refit.weights.last_layer_curvature import _inverts
+from ssla.refit.weights.last_layer_curvature import _is_inverse
 from ssla.refit.weights.last_layer_products import _Whitening, number_distinct_inputs
 from ssla.refit.weights.linearised import join_row_weights
 from ssla.refit.weights.refit_rows import Block
@@ -41,8 +41,8 @@ def test_an_inverse_is_accepted_by_its_product_with_a_vector():
     factor = _normal(5, 5)
     H = factor @ factor.mT + torch.eye(5)
     v = _normal(5)
-    assert _inverts(H.tril(), torch.linalg.inv(H), v)
-    assert not _inverts(H.tril(), 1.01 * torch.linalg.inv(H), v)
+    assert _is_inverse(H.tril(), torch.linalg.inv(H), v)
+    assert not _is_inverse(H.tril(), 1.01 * torch.linalg.inv(H), v)
 
 
 def test_row_weights_are_one_in_blocks_without_weights():
@@ -54,10 +54,10 @@ def test_row_weights_are_one_in_blocks_without_weights():
 def test_whitened_features_are_those_of_the_basis():
     basis = torch.linalg.cholesky(_normal(3, 3) @ _normal(3, 3).mT + torch.eye(3))
     block = _block(4)
-    white = _Whitening(basis, torch.float64).of_block(block)
+    white = _Whitening(basis, torch.float64).whiten_block(block)
     assert torch.allclose(white.x @ basis.mT, block.x)
     assert torch.equal(white.f, block.f)
-    assert _Whitening(None, torch.float64).of_features(block.x) is block.x
+    assert _Whitening(None, torch.float64).whiten_features(block.x) is block.x
 
 
 def test_inputs_are_numbered_with_the_first_task_of_each():

@@ -17,7 +17,7 @@ def _pythons_own_handler():
 
 def test_the_first_asks_and_the_second_interrupts():
     interrupted = Interrupted()
-    with interrupted.listening():
+    with interrupted.listen():
         assert not interrupted()
         signal.raise_signal(signal.SIGINT)
         assert interrupted()
@@ -27,7 +27,7 @@ def test_the_first_asks_and_the_second_interrupts():
 
 
 def test_the_handler_comes_back_after_an_error():
-    with pytest.raises(ZeroDivisionError), Interrupted().listening():
+    with pytest.raises(ZeroDivisionError), Interrupted().listen():
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -37,7 +37,7 @@ def test_a_handler_of_the_users_own_stays():
     own = lambda number, frame: seen.append(number)
     signal.signal(signal.SIGINT, own)
     interrupted = Interrupted()
-    with interrupted.listening():
+    with interrupted.listen():
         assert signal.getsignal(signal.SIGINT) is own
         signal.raise_signal(signal.SIGINT)
     assert seen == [signal.SIGINT]
@@ -48,7 +48,7 @@ def test_other_threads_change_nothing():
     found = []
 
     def work():
-        with Interrupted().listening():
+        with Interrupted().listen():
             found.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)

@@ -13,7 +13,7 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.refit.weights import last_layer_curvature, last_layer_products
 from ssla.refit.weights import weight_refit as weights
-from ssla.refit.weights.last_layer_probing import NewRow, from_moments, gauss_nodes
+from ssla.refit.weights.last_layer_probing import NewRow, gauss_nodes, remainder_from_moments
 from ssla.refit.weights.last_layer_products import ProductsRefit
 from support.refits import FAMILIES, all_classes, class_problem, inputs, last_layer, seeded
 
@@ -171,11 +171,11 @@ def test_the_remainder_of_few_eigenvalues_is_exact(count):
     eigenvalues = torch.tensor([-0.5, 0.2, 1.2], dtype=torch.float64)[: count // 2]
     moments = [float((eigenvalues**k).sum()) for k in range(1, count + 1)]
     expected = float((eigenvalues.log1p() - eigenvalues).sum())
-    assert from_moments(moments, moments[0]).value == pytest.approx(expected, abs=1e-9)
+    assert remainder_from_moments(moments, moments[0]).value == pytest.approx(expected, abs=1e-9)
 
 
 def test_an_eigenvalue_below_minus_one_has_no_determinant():
-    assert math.isnan(from_moments([-1.5, 2.25, -3.375], -1.5).value)
+    assert math.isnan(remainder_from_moments([-1.5, 2.25, -3.375], -1.5).value)
 
 
 def test_the_new_row_turns_samples_of_one_gaussian_into_those_of_the_other():
@@ -184,7 +184,7 @@ def test_the_new_row_turns_samples_of_one_gaussian_into_those_of_the_other():
     K = root @ root.mT
     precision = torch.randn(5, 4, 4, dtype=torch.float64, generator=seeded(2))
     precision = precision @ precision.mT
-    new = NewRow.of(K, precision)
+    new = NewRow.from_covariance(K, precision)
     eye = torch.eye(4, dtype=torch.float64)
     left = new.shrink + new.shrink.mT - new.shrink @ K @ new.shrink.mT
     assert torch.allclose(K @ left @ K, K @ new.explained @ K, atol=1e-9)

@@ -240,7 +240,7 @@ def test_a_network_without_a_mode_is_linearised_with_a_warning(monkeypatch):
     post = saddle()
     new = inputs(5, 7)
     monkeypatch.setattr(
-        "ssla.refit.weights.all_weights.AllWeightsRefit.stuck",
+        "ssla.refit.weights.all_weights.AllWeightsRefit.find_stuck",
         lambda self, where, y: torch.ones(len(where), dtype=torch.bool),
     )
     with pytest.warns(
@@ -264,7 +264,7 @@ def test_beyond_the_memory_budget_the_output_refit_answers_and_the_reason_is_giv
     new = inputs(5, 7)
     small = dataclasses.replace(post, memory_budget=400_000)
     monkeypatch.setattr(
-        "ssla.refit.weights.all_weights.AllWeightsRefit.stuck",
+        "ssla.refit.weights.all_weights.AllWeightsRefit.find_stuck",
         lambda self, where, y: torch.ones(len(where), dtype=torch.bool),
     )
     with pytest.warns(

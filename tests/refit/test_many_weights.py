@@ -70,10 +70,10 @@ def engine(name, tolerance, **options):
 def test_float32_with_a_float64_finish_ends_where_float64_ends(name, tolerance, enough):
     """Against the same ascent in float64 through `vmap`."""
     refit, where, y = engine(name, tolerance)
-    assert refit.many.chain is not None
-    assert 0 < refit.rounding < 1e-3
-    plain = dataclasses.replace(refit, many=dataclasses.replace(refit.many, chain=None))
-    plain.__dict__["rounding"] = float("inf")  # no float32
+    assert refit.networks.chain is not None
+    assert 0 < refit.float32_rounding < 1e-3
+    plain = dataclasses.replace(refit, networks=dataclasses.replace(refit.networks, chain=None))
+    plain.__dict__["float32_rounding"] = float("inf")  # no float32
     found, expected = refit.solve(where, y), plain.solve(where, y)
     assert bool(expected.converged.all())
     assert bool(found.converged.all())
@@ -84,16 +84,18 @@ def test_float32_with_a_float64_finish_ends_where_float64_ends(name, tolerance, 
 def test_float64_decides_whether_a_refit_has_converged():
     refit, where, y = engine("gaussian", 1e-3)
     point = (refit.modes(where, y) - refit.posterior.theta).double()
-    from_scratch = dataclasses.replace(refit, many=dataclasses.replace(refit.many, chain=None))
+    from_scratch = dataclasses.replace(
+        refit, networks=dataclasses.replace(refit.networks, chain=None)
+    )
     solved = refit.solve(where, y)
     theta = refit.posterior.theta + point
-    gradient = from_scratch.many.gradient(
+    gradient = from_scratch.networks.gradients(
         theta, refit.x[where], lambda f: refit.new_likelihood.score(y, f), one_row_each=True
     )[0]
     for block in refit.rows:
         gradient = (
             gradient
-            + from_scratch.many.gradient(
+            + from_scratch.networks.gradients(
                 theta, block.x, lambda f, b=block: refit.posterior.likelihood.score(b.y, f)
             )[0]
         )

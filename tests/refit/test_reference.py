@@ -18,7 +18,7 @@ from ssla import priors
 from ssla.refit.weights import reference
 from ssla.refit.weights.last_layer import LastLayerRefit
 from ssla.refit.weights.last_layer_products import ProductsRefit
-from ssla.refit.weights.reference import half_logdet, maximise, refit_one
+from ssla.refit.weights.reference import half_logdet, maximise_by_newton, refit_one
 from support.cases import CASES
 from support.oracles import brute_force_refit, linear_predictive
 from support.reference_problems import problem
@@ -59,7 +59,7 @@ def assert_equals_reference(post, new, candidates, kind, **options):
             assert float(solved.prior[task]) == pytest.approx(float(found.prior), abs=CLOSE)
             assert float(solved.curvature[task]) == pytest.approx(float(found.curvature), abs=CLOSE)
             assert torch.allclose(modes[task], found.theta, rtol=0, atol=1e-8)
-            assert bool(solved.fallback[task]) == (found.kind != kind)
+            assert bool(solved.fallback[task]) == (found.curvature_kind != kind)
             task += 1
     assert float(solved.total.amax() - solved.total.amin()) > 1e-3  # the tasks differ
     return log_density, solved
@@ -125,7 +125,7 @@ def test_newton_leaves_a_region_of_wrong_curvature():
         value = (weights * theta.cos()).sum()
         return value, -weights * theta.sin(), torch.diag(weights * theta.cos())
 
-    found, steps = maximise(objective, T(2.5, -2.0))
+    found, steps = maximise_by_newton(objective, T(2.5, -2.0))
     assert torch.allclose(found.cos(), torch.ones(2, dtype=torch.float64))  # a maximum
     assert steps > 2
 
@@ -133,7 +133,7 @@ def test_newton_leaves_a_region_of_wrong_curvature():
 def test_without_a_maximum_it_raises(monkeypatch):
     monkeypatch.setattr(reference, "MOST_STEPS", 20)
     with pytest.raises(RuntimeError, match="No maximum was reached from θ̂ in 20 steps"):
-        maximise(lambda t: (t @ t, 2 * t, -2 * torch.eye(2, dtype=t.dtype)), T(1.0, 0.5))
+        maximise_by_newton(lambda t: (t @ t, 2 * t, -2 * torch.eye(2, dtype=t.dtype)), T(1.0, 0.5))
 
 
 def test_half_a_log_determinant():
@@ -227,4 +227,4 @@ def test_an_indefinite_observed_curvature_uses_the_fisher():
         gaussian="laplace",
     )
     found = refit_one(post, inputs(1, 6), T(0.4)[0])
-    assert found.kind == "fisher"
+    assert found.curvature_kind == "fisher"

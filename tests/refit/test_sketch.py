@@ -12,9 +12,13 @@ from ssla import priors
 from ssla.refit.weights import last_layer_blocks
 from ssla.refit.weights import last_layer_products as engine
 from ssla.refit.weights import weight_refit as refits
-from ssla.refit.weights.last_layer_blocks import SharedBlocks, conjugate_gradients, shared_blocks
+from ssla.refit.weights.last_layer_blocks import (
+    SharedBlocks,
+    open_shared_blocks,
+    solve_by_conjugate_gradients,
+)
 from ssla.refit.weights.last_layer_sketch import (
-    from_products,
+    remainder_from_products,
     sample_systematically,
     sampling_probabilities,
 )
@@ -33,7 +37,7 @@ def test_products_of_many_vectors_give_the_determinant():
     """Over many sketches: no bias beyond the noise, and deviations as large as stated."""
     eigenvalues = 0.1 * torch.randn(300, generator=seeded(1), dtype=torch.float64)
     expected = float((eigenvalues.log1p() - eigenvalues).sum())
-    found = [from_products(*products(eigenvalues, 64, seed)) for seed in range(2, 42)]
+    found = [remainder_from_products(*products(eigenvalues, 64, seed)) for seed in range(2, 42)]
     off = torch.tensor([one.value - expected for one in found])
     stated = torch.tensor([one.error for one in found])
     assert abs(float(off.mean())) < 3 * float(off.std()) / 40**0.5 + 0.01 * abs(expected)
@@ -43,13 +47,13 @@ def test_products_of_many_vectors_give_the_determinant():
 def test_large_eigenvalues_have_a_large_stated_error():
     eigenvalues = torch.cat([torch.full((5,), 8.0), 0.01 * torch.ones(100)]).double()
     expected = float((eigenvalues.log1p() - eigenvalues).sum())
-    found = from_products(*products(eigenvalues, 64, 3))
+    found = remainder_from_products(*products(eigenvalues, 64, 3))
     assert found.error > 0.2 * abs(found.value - expected)
     assert found.error > 1
 
 
 def test_nothing_that_changes_has_no_remainder():
-    found = from_products(
+    found = remainder_from_products(
         torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 1, dtype=torch.float64)
     )
     assert found == (0.0, 0.0)
@@ -77,7 +81,7 @@ def test_a_sketched_determinant_is_that_of_the_dense_engine(monkeypatch):
     monkeypatch.setattr(engine, "ENOUGH", 1e9)
     y = all_classes(post, new)
     found = ssla.WeightRefit(logdet="traces", tolerance=1e-4)(post, new)
-    assert found._engine.vectors is not None
+    assert found._engine.shared_vectors is not None
     sketched = found.solve(y)
     exact = ssla.WeightRefit(logdet="exact")(post, new).solve(y)
     off = sketched.curvature - exact.curvature
@@ -131,7 +135,7 @@ def test_independent_outputs_need_no_correction():
     )
     blocks = [Block(torch.cat([x, torch.ones(80, 1).double()], 1), post.predict(x).mean, y, None)]
     prior = torch.diag_embed(torch.full((3, 5), 0.7).double())
-    shared = shared_blocks(blocks, post.likelihood, prior, "fisher", 8)
+    shared = open_shared_blocks(blocks, post.likelihood, prior, "fisher", 8)
     assert torch.allclose(shared.u, shared.z)
     assert shared.residual < 1e-6
 
@@ -140,7 +144,7 @@ def test_conjugate_gradients_solve():
     root = torch.randn(3, 12, 12, generator=seeded(4), dtype=torch.float64)[0]
     H = root @ root.mT + torch.eye(12)
     right = torch.randn(5, 12, generator=seeded(5), dtype=torch.float64)
-    found, residual = conjugate_gradients(
+    found, residual = solve_by_conjugate_gradients(
         lambda w: w @ H, lambda r: r / H.diagonal(), right, torch.zeros_like(right)
     )
     assert residual < 1e-3

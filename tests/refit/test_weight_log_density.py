@@ -58,7 +58,9 @@ def test_once_most_refits_failed_all_inputs_that_are_left_are_linearised(classes
     monkeypatch.setattr(weight_log_density, "MANY", 2)
     monkeypatch.setattr(AllWeightsRefit, "tasks_at_once", 3)
     monkeypatch.setattr(
-        AllWeightsRefit, "stuck", lambda self, where, y: torch.zeros(len(where), dtype=torch.bool)
+        AllWeightsRefit,
+        "find_stuck",
+        lambda self, where, y: torch.zeros(len(where), dtype=torch.bool),
     )
     calls = []
     failing(monkeypatch, lambda where, y: calls.append(len(y)) or torch.ones_like(where) > 0)
@@ -76,11 +78,11 @@ def test_refits_at_the_median_are_tried_beside_the_easiest(classes, monkeypatch)
     monkeypatch.setattr(weight_log_density, "MANY", 2)
     tried = []
 
-    def stuck(self, where, y):
+    def find_stuck(self, where, y):
         tried.append(len(y))
         return torch.full((len(where),), len(tried) == 2, dtype=torch.bool)
 
-    monkeypatch.setattr(AllWeightsRefit, "stuck", stuck)
+    monkeypatch.setattr(AllWeightsRefit, "find_stuck", find_stuck)
     with pytest.warns(RuntimeWarning, match="Most of the refits"):
         answer = post.predict(new, refit="weights")
     assert tried == [1, 3]  # the easiest is not stuck; then three at the median

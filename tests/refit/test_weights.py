@@ -293,13 +293,13 @@ FAR = r"The 3 easiest made no progress.*are [\d.]+ posterior standard deviations
 
 def counted(monkeypatch):
     """Rows of data times tasks of every gradient that is taken."""
-    work, gradient = [0], all_weights.ManyNetworks.gradient
+    work, gradient = [0], all_weights.ManyNetworks.gradients
 
     def count(self, thetas, *rest, **options):
         work[0] += len(thetas)
         return gradient(self, thetas, *rest, **options)
 
-    monkeypatch.setattr(all_weights.ManyNetworks, "gradient", count)
+    monkeypatch.setattr(all_weights.ManyNetworks, "gradients", count)
     return work
 
 
@@ -467,8 +467,8 @@ def test_determinants_in_contrasts_of_classes_are_those_of_all_outputs(weighted,
     engine = ssla.WeightRefit(tolerance=tolerance).engine(post, new)
     where = torch.arange(12).repeat_interleave(4)
     group = Group(engine, engine.initial_curvatures[0], where, y.flatten().long())
-    point = engine._ascend(group).point
-    contrasts, _ = group.curvature_increments(point, engine.contrasts)
+    point = engine._find_modes(group).point
+    contrasts, _ = group.curvature_increments(point, engine.contrast_curvature)
     whole, _ = group.curvature_increments(point, engine.initial_curvatures[0])
     steps = engine.from_basis(point)
     by_hand = torch.stack(
@@ -509,8 +509,8 @@ def test_classes_with_priors_of_their_own_have_no_contrasts():
     weight = torch.full((4, 29), 0.3, dtype=torch.float64)
     weight[0] = 0.6
     different, _, _ = wide_classes(prior={"2.weight": weight, "2.bias": 0.3})
-    assert ssla.WeightRefit().engine(alike, new).contrasts is not None
-    assert ssla.WeightRefit().engine(different, new).contrasts is None
+    assert ssla.WeightRefit().engine(alike, new).contrast_curvature is not None
+    assert ssla.WeightRefit().engine(different, new).contrast_curvature is None
 
 
 @pytest.mark.parametrize("rare", [-0.1, 1.0, "few", True])

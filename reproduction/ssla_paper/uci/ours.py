@@ -153,7 +153,7 @@ def refit_gap(ensemble: Ensemble, case: Case) -> float:
     y = ensemble.target(torch.from_numpy(case.target[:REFITTED])[:, None])[:, 0]
     posterior = ensemble.components[0].posterior
     refits = WeightRefit(on_failure="raise")(posterior, z)
-    return float((refits.at(y).log - posterior.predict(z).log_prob(y)).abs().max())
+    return float((refits.density_at(y).log - posterior.predict(z).log_prob(y)).abs().max())
 
 
 def networks(ensemble: Ensemble, case: Case, own_noise: bool) -> GaussianMixture:

@@ -63,12 +63,14 @@ from ssla.maths.order_statistics import conformal_quantile, describe_row_shortag
 from ssla.predictive.cavities import Sites, collect_sites, compute_cavity
 from ssla.priors import EXACT
 from ssla.refit.increments import evaluate_at_mode
-from ssla.refit.weights.refit_rows import Purpose
+from ssla.refit.weights.refit_rows import DataPurpose
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-PURPOSE = Purpose("posterior.predictive_set", "The data", "posterior.predictive_set(x, data={})")
+PURPOSE = DataPurpose(
+    "posterior.predictive_set", "The data", "posterior.predictive_set(x, data={})"
+)
 ROWS_AT_ONCE = 1024  # training rows in a chunk; a guess
 TOLERANCE = 1e-6  # of an endpoint, in standard deviations of y; a guess
 MOST_STEPS = 60  # of the fixed point; a guess: bisection alone then gains 18 digits

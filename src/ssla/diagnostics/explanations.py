@@ -61,13 +61,13 @@ from ssla.predictive import predict
 from ssla.predictive.cavities import LEAST, Site, Sites, collect_sites, uses_expected_fisher
 from ssla.priors import EXACT
 from ssla.refit.prior_response import prior_response
-from ssla.refit.weights.refit_rows import Purpose, training_data
+from ssla.refit.weights.refit_rows import DataPurpose, open_training_data
 from ssla.values import Marginal
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-PURPOSE = Purpose("ssla.explain", "The data", "ssla.explain(posterior, x, data={})")
+PURPOSE = DataPurpose("ssla.explain", "The data", "ssla.explain(posterior, x, data={})")
 MEAN, VARIANCE = "mean", "variance"
 SHOWN = 3  # queries that are printed, and rows and inputs of each
 # of a standard deviation of f, for central differences of what autograd cannot follow; a guess
@@ -570,7 +570,7 @@ def _mean_input(posterior: Posterior, columns: int, data: Any) -> Tensor:
     """Compute the mean of each column over the training rows, by row weight (D,)."""
     total = torch.zeros(columns, dtype=torch.float64)
     weight = 0.0
-    for batch in training_data(posterior, data, PURPOSE):
+    for batch in open_training_data(posterior, data, PURPOSE):
         rows = batch.x.to("cpu", torch.float64)
         if batch.weights is None:
             weights = torch.ones(len(rows), dtype=torch.float64)

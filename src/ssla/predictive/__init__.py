@@ -41,7 +41,7 @@ from ssla.refit import (
     Refit,
     WeightLogDensity,
     WeightRefit,
-    on_marginal,
+    log_density_of_marginal,
     resolve,
 )
 from ssla.refit.increments import EMPIRICAL
@@ -162,11 +162,11 @@ def _integrates_classes(rung: Refit, likelihood: Likelihood, convention: str) ->
 
 def _refit_reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
     """Return for each row why "auto" refits the weights; an empty text where it does not."""
-    if weights.exact:
+    if weights.equals_output_refit:
         return [""] * output.law.rows
     flags = output.diagnostics
     likely = output.probs if output.kind == "class" else output.interval(auto.level)
-    return auto.reasons(weights, output.mass, flags.unconverged | flags.inaccurate, likely)
+    return auto.find_reasons(weights, output.mass, flags.unconverged | flags.inaccurate, likely)
 
 
 @in_plain_torch
@@ -205,7 +205,9 @@ def predictive_of_outputs(
     of the likelihood.
     """
     likelihood.check_outputs(f)
-    return _warn_if_inaccurate(_predictive_of(on_marginal(rung, likelihood, f, K), rung))
+    return _warn_if_inaccurate(
+        _predictive_of(log_density_of_marginal(rung, likelihood, f, K), rung)
+    )
 
 
 def _predictive_of(log_density: LogDensity, rung: Refit) -> Predictive:
@@ -252,7 +254,11 @@ def _make_gaussian_predictive(log_density: LogDensity, rung: Refit, convention: 
     """
     f = log_density.marginal.mean
     noise, moved = log_density.likelihood.covariance_for(f), None
-    if convention == ADDITIVE and log_density.moves and isinstance(log_density, OutputLogDensity):
+    if (
+        convention == ADDITIVE
+        and log_density.outputs_move
+        and isinstance(log_density, OutputLogDensity)
+    ):
         moved = additive_law(noise, log_density.marginal, log_density.prior_response)
     law = GaussianLaw(log_density, noise, isinstance(rung, NoRefit), convention, moved)
     no = torch.zeros(len(f), dtype=torch.bool)

@@ -35,13 +35,13 @@ from ssla.maths.linalg import covariance_root
 from ssla.maths.quadrature import wrap_angles
 from ssla.predictive import from_marginal
 from ssla.predictive.predictive import Predictive
-from ssla.refit.weights.refit_rows import Purpose, check_same_data, training_data
+from ssla.refit.weights.refit_rows import DataPurpose, check_same_data, open_training_data
 from ssla.values import Marginal
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-PURPOSE = Purpose("posterior.loo()", "The data", "posterior.loo(data={})")
+PURPOSE = DataPurpose("posterior.loo()", "The data", "posterior.loo(data={})")
 # least eigenvalue of I − RᵀΛR, the variance with the row as a share of the variance without it
 LEAST = 1e-6
 ROWS_AT_ONCE = 1024  # predictives that are held together
@@ -87,13 +87,13 @@ class Sites:
 
 
 def collect_sites(
-    posterior: Posterior, data: Any = None, purpose: Purpose = PURPOSE, most: int | None = None
+    posterior: Posterior, data: Any = None, purpose: DataPurpose = PURPOSE, most: int | None = None
 ) -> Sites:
     """Compute the sites of the training rows in one pass, at most `most` rows a chunk.
 
     ValueError unless they are the rows of the fit.
     """
-    source = training_data(posterior, data, purpose)
+    source = open_training_data(posterior, data, purpose)
     network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
     support = likelihood.support_for(network.outputs)
     fisher = uses_expected_fisher(posterior)

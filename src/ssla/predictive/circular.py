@@ -58,7 +58,7 @@ class CircularLaw(PointwiseLaw):
         The aleatoric part is E_f Var[y|f], or all of the variance where that is less.
         """
         aleatoric = self.variance
-        if self.log_density.moves:
+        if self.log_density.outputs_move:
             log_density = self.log_density
             noise = total_variance(log_density.likelihood, *log_density.marginal)[1]
             aleatoric = torch.minimum(noise, self.variance)
@@ -66,7 +66,7 @@ class CircularLaw(PointwiseLaw):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Evaluate the normalised log density: angles (N, k) -> (N, k)."""
-        return self.log_density.at(wrap_angles(y)).log - self._log_mass[:, None]
+        return self.log_density.density_at(wrap_angles(y)).log - self._log_mass[:, None]
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(−π ≤ Y ≤ y), (N, k) -> (N, k); 0 below −π and 1 above π."""
@@ -117,7 +117,7 @@ def circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
 
     def evaluate(y: Tensor, rows: Tensor) -> Tensor:
         """Evaluate log p at y (m, k) of the rows (m,), and flag these rows."""
-        density = log_density.at(y, rows)
+        density = log_density.density_at(y, rows)
         fallback[rows] |= density.fallback.any(1)
         unconverged[rows] |= ~density.converged.all(1)
         return density.log

@@ -130,7 +130,7 @@ class ClassLaw(ClassProbabilities):
     @property
     def epistemic(self) -> Tensor:
         """Return the variance times its epistemic share under f ~ N(f̂, K), (N,) or (N, C)."""
-        if not self.log_density.moves:
+        if not self.log_density.outputs_move:
             return torch.zeros_like(self.variance)
         share = self._estimated_share if self.integrals is None else self._share_of(self.integrals)
         return self.variance * share
@@ -159,7 +159,7 @@ class ClassLaw(ClassProbabilities):
         So it is at most the entropy. Where the probabilities are integrals over f, it is I(y; f)
         itself.
         """
-        if not self.log_density.moves:
+        if not self.log_density.outputs_move:
             return torch.zeros_like(self.entropy)
         if self.integrals is None:
             classes = self.log_weights.shape[1]
@@ -218,7 +218,7 @@ def integrated_predictive(
 def class_predictive(log_density: LogDensity, count: int, refit: str) -> Predictive:
     """Evaluate the density of each of `count` classes at every input and normalise."""
     rows = log_density.marginal.mean.shape[0]
-    density = log_density.at(torch.arange(count, dtype=torch.float64).expand(rows, -1))
+    density = log_density.density_at(torch.arange(count, dtype=torch.float64).expand(rows, -1))
     no = torch.zeros(rows, dtype=torch.bool)
     flags = Diagnostics(refit, density.fallback.any(1), ~density.converged.all(1), no)
     return Predictive(ClassLaw(log_density, density.log), log_density.like, flags)

@@ -126,7 +126,7 @@ class CountLaw(PointwiseLaw):
                 break
             step = (reach / 8).ceil()
             near = (best + step * torch.arange(-12, 13, dtype=torch.float64)).clamp_min(0)
-            best = near.gather(1, self.log_density.at(near).log.argmax(1, keepdim=True))
+            best = near.gather(1, self.log_density.density_at(near).log.argmax(1, keepdim=True))
             reach = torch.where(step > 1, step, torch.ones_like(step))
         return torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1))
 
@@ -288,7 +288,7 @@ class _Tabulation:
         self.mean = log_density.likelihood.mean(f)
         # The scale is that of the noise, and of the uncertainty of the mean as if it were small:
         # longer tails are found by widening.
-        small = K.clamp_max(SMALL_DOUBT) if log_density.moves else torch.zeros_like(K)
+        small = K.clamp_max(SMALL_DOUBT) if log_density.outputs_move else torch.zeros_like(K)
         doubt, noise = total_variance(log_density.likelihood, f, small)
         self.scale = (doubt + noise).sqrt().clamp_min(1.0)
         self.fallback = torch.zeros(len(f), dtype=torch.bool)
@@ -300,7 +300,7 @@ class _Tabulation:
         edges = _block_edges(mean, scale, reach, BLOCKS_PER_UNIT * finer)
         unknown = edges[:, 1:]  # totals and centres are filled in below
         table = Table(rows, edges, unknown, unknown, torch.ones_like(rows, dtype=torch.bool))
-        density = self.log_density.at(table.middles.clamp_min(0), rows)
+        density = self.log_density.density_at(table.middles.clamp_min(0), rows)
         has_counts = table.widths > 0
         self.fallback[rows] |= (density.fallback & has_counts).any(1)
         self.unconverged[rows] |= (~density.converged & has_counts).any(1)

@@ -45,14 +45,14 @@ class Moments:
 
     likelihood: Likelihood
     marginal: Marginal
-    moves: bool
+    outputs_move: bool
     like: Tensor
 
     def __call__(self, y: Tensor) -> Increments:
         """Raise ValueError: increments carry no gradient."""
         _refuse_increments()
 
-    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+    def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         """Raise ValueError: log densities of a refit carry no gradient."""
         _refuse_increments()
 
@@ -98,7 +98,7 @@ def _make_gaussian_predictive(posterior: Posterior, x: Inputs, rung: OutputRung)
     """
     likelihood = posterior.likelihood.predictive
     marginal = posterior.outputs_at(x, differentiable=True)
-    moments = Moments(likelihood, marginal, rung.moves, posterior.answer_template(marginal))
+    moments = Moments(likelihood, marginal, rung.outputs_move, posterior.answer_template(marginal))
     noise = likelihood.covariance_for(marginal.mean)
     # Without a refit the density has less mass than one, and is not normalised by itself.
     loses_mass = isinstance(rung, NoRefit)

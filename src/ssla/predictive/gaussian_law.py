@@ -87,7 +87,7 @@ class GaussianLaw(Law):
         if self.moved is not None:
             return self.moved.covariance
         K = self.log_density.marginal.covariance
-        return self.noise + K if self.log_density.moves else self.noise.expand_as(K)
+        return self.noise + K if self.log_density.outputs_move else self.noise.expand_as(K)
 
     @cached_property
     def _scale(self) -> Tensor:
@@ -121,7 +121,7 @@ class GaussianLaw(Law):
         Where a prior was added, it is divided in the proportion of K to Σ + K.
         """
         K = self.log_density.marginal.covariance.diagonal(dim1=-2, dim2=-1)
-        if not self.log_density.moves:
+        if not self.log_density.outputs_move:
             return torch.zeros_like(K)
         return K if self.moved is None else self._scale**2 * K / (K + self.noise.diagonal())
 
@@ -144,7 +144,7 @@ class GaussianLaw(Law):
         if self.convention != EXACT:
             # The increments are quadratic in y, so their integral is their height at the mean over
             # that of the normalised density.
-            peak = self.log_density.at(self.mean).log
+            peak = self.log_density.density_at(self.mean).log
             factor: Tensor = torch.linalg.cholesky(self.covariance)
             half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
             return (peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp()

@@ -53,7 +53,9 @@ class GridLaw(PointwiseLaw):
 
     def _log_density_of_z(self, z: Tensor, rows: Tensor) -> Tensor:
         """Evaluate log p(y) + log dy/dz, the un-normalised log density of z (m, k) in rows (m,)."""
-        return self.log_density.at(self.support.from_real(z), rows).log + self.support.log_slope(z)
+        return self.log_density.density_at(
+            self.support.from_real(z), rows
+        ).log + self.support.log_slope(z)
 
     @cached_property
     def mode(self) -> Tensor:
@@ -97,7 +99,7 @@ def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) ->
 
     def evaluate(z: Tensor, rows: Tensor) -> Tensor:
         """Evaluate the log density of z (m, k) in the rows (m,), and flag these rows."""
-        density = log_density.at(support.from_real(z), rows)
+        density = log_density.density_at(support.from_real(z), rows)
         # Most evaluations have nothing to flag; `any` is cheaper than writing to rows.
         if bool(density.fallback.any()):
             fallback[rows] |= density.fallback.any(1)

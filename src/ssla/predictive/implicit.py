@@ -44,7 +44,7 @@ class GraphDensity:
     plain: OutputLogDensity
     marginal: Marginal  # with its graph
 
-    moves = True
+    outputs_move = True
 
     @property
     def likelihood(self) -> Likelihood:
@@ -63,11 +63,11 @@ class GraphDensity:
         f, K = self.marginal if rows is None else (part[rows] for part in self.marginal)
         return _zero_with_graph(log_density_with_graph(self.likelihood, y, f, K))
 
-    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+    def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         """Return the plain log densities at y (m, k) of rows (m,), with their graph."""
         values = values_outside_transforms(y)
         with torch.no_grad(), outside_transforms():
-            density = self.plain.at(values, rows)
+            density = self.plain.density_at(values, rows)
         return density._replace(log=density.log + self.zero_with_graph(y, rows))
 
     def __call__(self, y: Tensor) -> Increments:

@@ -177,7 +177,7 @@ class Corrected:
     failed: Tensor  # (N,) bool: a refit failed, so that this row is the output rung's
     inaccurate: Tensor  # (N,) bool: the correction was not resolved with the most nodes
 
-    moves = True
+    outputs_move = True
 
     @property
     def refits(self) -> Tensor:
@@ -199,9 +199,9 @@ class Corrected:
         """Return a tensor of the dtype and device of the answers."""
         return self.weights.like
 
-    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+    def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         """Return the corrected log densities at y (m, …) of the rows (m,); of all rows if None."""
-        base = self.weights.output.at(y, rows)
+        base = self.weights.output.density_at(y, rows)
         index = torch.arange(len(y)) if rows is None else rows
         y_flat = y.flatten(1) if y.dim() > 1 else y.unsqueeze(1)
         t = self.frame.take(index).to_t(y_flat).clamp(-1, 1)  # constant beyond the region
@@ -322,11 +322,11 @@ def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Te
         task, column, target = rows[row], columns[row, number], y[row, number].unsqueeze(1)
         of_network = rows[~weights.linearised_inputs[rows]]
         solved = weights.solve(target, task)
-        weights.check(solved)
+        weights.check_failures(solved)
         _refit_linearised(state, of_network[weights.linearised_inputs[of_network]])
         # Zero steps: the refit was not tried, so there is no node.
         state.nodes[task, column] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)
-        output_logs = weights.output.at(target, task).log.squeeze(1)
+        output_logs = weights.output.density_at(target, task).log.squeeze(1)
         state.values[task, column] = solved.total - output_logs
         state.fallback[task[solved.fallback]] = True
         state.failed[task[~solved.converged]] = True
@@ -343,7 +343,9 @@ def _refit_linearised(state: Corrected, rows: Tensor) -> None:
         return
     y = state.nodes[task, column].unsqueeze(1)
     solved = state.weights.solve(y, task)
-    state.values[task, column] = solved.total - state.weights.output.at(y, task).log.squeeze(1)
+    state.values[task, column] = solved.total - state.weights.output.density_at(
+        y, task
+    ).log.squeeze(1)
     state.failed[task[~solved.converged]] = True
 
 

@@ -215,7 +215,7 @@ class PointwiseLaw(Law):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Evaluate the normalised log density: y (N, k) -> (N, k)."""
-        return self.log_density.at(y).log - self._log_mass[:, None]
+        return self.log_density.density_at(y).log - self._log_mass[:, None]
 
     def increments(self, y: Tensor) -> Increments:
         """Return the increments of the refit at y (N, k), (N, k) each."""

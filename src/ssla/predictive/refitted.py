@@ -40,7 +40,7 @@ MARGIN = 1.1  # by which a widened region exceeds the answer's own region
 def check_refittable(weights: WeightLogDensity) -> None:
     """Raise ValueError for targets that a refit of the weights has no predictive for."""
     kind = weights.likelihood.support_for(weights.marginal.mean.shape[1]).kind
-    if kind == "vector" and not weights.exact:
+    if kind == "vector" and not weights.equals_output_refit:
         raise ValueError(VECTOR)
     if kind == "circular":
         raise ValueError(CIRCULAR)
@@ -59,7 +59,7 @@ def make_refitted_predictive(
     chosen = torch.tensor(
         [reasons is None or bool(reasons[i]) for i in range(rows)], dtype=torch.bool
     )
-    if weights.exact and isinstance(output.law, GaussianLaw):
+    if weights.equals_output_refit and isinstance(output.law, GaussianLaw):
         # The two rungs give the same answer. It has the name of the one that was asked for.
         chosen &= reasons is None
         rungs = _name_rungs(weights, chosen, torch.zeros_like(chosen))
@@ -147,14 +147,14 @@ def _refit_classes(
     """
     assert isinstance(output.law, ClassLaw)
     logs = output.law.log_weights.clone()
-    likely = output.law.probs >= weights.rare
+    likely = output.law.probs >= weights.rare_probability
     likely &= likely.sum(1, keepdim=True) > 1
     rows, y = (chosen.unsqueeze(1) & likely).nonzero().unbind(1)
     fallback = output.diagnostics.fallback.clone()
     failed = torch.zeros_like(chosen)
     errors = torch.zeros_like(logs)
     if rows.numel():
-        density = weights.at(y.double(), rows)
+        density = weights.density_at(y.double(), rows)
         failed[rows[~density.converged]] = True
         fallback[chosen] = False
         fallback[rows[density.fallback]] = True
@@ -167,7 +167,7 @@ def _refit_classes(
         logs[_nan_rows(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
-    refits = torch.where(chosen, 0 if weights.stopped else likely.sum(1), 0)
+    refits = torch.where(chosen, 0 if weights.refits_stopped else likely.sum(1), 0)
     flags = _with_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
     error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
     flags = _with_linearised(replace(flags, error=error), weights)

@@ -73,7 +73,7 @@ def split_variance(log_density: LogDensity, variance: Tensor) -> tuple[Tensor, T
     A rung that does not move f (ASSLA) has no uncertainty of f: its variance is all aleatoric. An
     infinite variance is all aleatoric too, beside the finite uncertainty of f.
     """
-    if not log_density.moves:
+    if not log_density.outputs_move:
         return torch.zeros_like(variance), variance
     doubt, noise = total_variance(log_density.likelihood, *log_density.marginal)
     total = doubt + noise

@@ -23,7 +23,7 @@ from ssla.refit.outputs import (
     OutputRung,
     PlugIn,
     Refit,
-    on_marginal,
+    log_density_of_marginal,
 )
 from ssla.refit.weights.weight_log_density import WeightLogDensity
 from ssla.refit.weights.weight_refit import WeightRefit
@@ -47,7 +47,7 @@ __all__ = [
     "WeightLogDensity",
     "WeightRefit",
     "increments_at",
-    "on_marginal",
+    "log_density_of_marginal",
     "resolve",
 ]
 
@@ -62,7 +62,11 @@ REFITS: dict[str, Refit] = {
 
 
 def resolve(refit: str | Refit) -> Refit:
-    """Return the refit of a name, or the object itself; TypeError or ValueError otherwise."""
+    """Return the refit of a name, or `refit` itself where it is an object.
+
+    ValueError for an unknown name. TypeError for a class, and for an object that is not callable or
+    has no `name`.
+    """
     if not isinstance(refit, str):
         if isinstance(refit, type) or not callable(refit) or not hasattr(refit, "name"):
             raise TypeError(
@@ -78,8 +82,9 @@ def resolve(refit: str | Refit) -> Refit:
 def increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Increments:
     """Return the un-normalised log densities at y as increments.
 
-    y has one value for each row of x, or k candidates for each. ValueError where its shape or its
-    values are not those of a target.
+    y has one value for each row of x, or k candidates for each. The increments have the dtype and
+    the device of the rung's answers. ValueError where the shape of y does not fit, or a value is
+    not in the support of the likelihood.
     """
     log_density = rung(posterior, x)
     rows, outputs = log_density.marginal.mean.shape
@@ -92,7 +97,11 @@ def increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Incre
 
 
 def _check_shape(y: Tensor, rows: int, outputs: int, is_vector: bool) -> None:
-    """Raise a ValueError unless y has one target, or several candidates, for each row of x."""
+    """Raise a ValueError unless y has one target, or several candidates, for each row of x.
+
+    rows: the number of rows of x. is_vector: whether a target has a value for each of the outputs;
+    False: it is a number.
+    """
     if is_vector:
         fits = y.dim() in (2, 3) and y.shape[0] == rows and y.shape[-1] == outputs
         expected = (

@@ -16,8 +16,9 @@ from ssla.report import LAPLACE, VARIATIONAL
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-# All measured by benchmarks/doubt.py. The error in log density for a step of one posterior standard
-# deviation, which grows with the square of the step; and over the error of the mass.
+# All three are measured by benchmarks/doubt.py. STEP_ERROR is the error in log density for a step
+# of one posterior standard deviation, which grows with the square of the step. MASS_ERROR is the
+# error in log density over the error of the mass.
 STEP_ERROR, MASS_ERROR = 0.2, 20.0
 # The error in log probability over the probability of all classes but the most probable one.
 CLASS_ERROR = {LAPLACE: 1.2, VARIATIONAL: 0.7}
@@ -49,7 +50,11 @@ class AutoRefit:
     level = 0.95  # of the interval whose ends are the plausible y
 
     def __post_init__(self) -> None:
-        """Raise a ValueError or a TypeError for arguments of the wrong kind."""
+        """Raise an error for arguments of the wrong kind.
+
+        ValueError for a target that is not above zero; TypeError for `weights` that are not a
+        WeightRefit.
+        """
         if isinstance(self.target, bool | str) or not self.target > 0:
             raise ValueError(
                 f"target must be a number above zero, for example 0.05, but is {self.target!r}."
@@ -61,13 +66,16 @@ class AutoRefit:
             )
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
-        """Return the log density of the refit of the weights at x."""
+        """Return the log density of the refit of the weights at x.
+
+        It holds the output refit as `output`; `find_reasons` decides which inputs are refitted.
+        """
         return self.weights(posterior, x)
 
-    def reasons(
+    def find_reasons(
         self, weights: WeightLogDensity, mass: Tensor, flagged: Tensor, likely: Tensor
     ) -> list[str]:
-        """Return for each row why its output predictive is doubtful; empty where it is not.
+        """Return for each row why its output predictive is doubtful; an empty text where it is not.
 
         mass (N,) of the output predictive; flagged (N,): whether it did not converge or is
         inaccurate; likely: the probabilities of classes (N, C), or the ends of an interval (N, 2).
@@ -75,8 +83,8 @@ class AutoRefit:
         if _is_for_classes(weights.output):
             factor = CLASS_ERROR[weights.posterior.report.gaussian]
             indicated = [
-                self._class_reasons(other, factor)
-                for other in (1 - likely.double().cpu().amax(1)).tolist()
+                self._class_reasons(rest_probability, factor)
+                for rest_probability in (1 - likely.double().cpu().amax(1)).tolist()
             ]
         else:
             mass_errors = (mass.double().cpu() - 1).abs().tolist()
@@ -85,21 +93,27 @@ class AutoRefit:
                 self._density_reasons(mass_error, step)
                 for mass_error, step in zip(mass_errors, steps, strict=True)
             ]
-        return [
-            ", ".join(reasons + ["flagged"] * is_flagged)
-            for reasons, is_flagged in zip(indicated, flagged.tolist(), strict=True)
-        ]
+        for reasons, is_flagged in zip(indicated, flagged.tolist(), strict=True):
+            if is_flagged:
+                reasons.append("flagged")
+        return [", ".join(reasons) for reasons in indicated]
 
-    def _class_reasons(self, other: float, factor: float) -> list[str]:
-        """Return why a row is doubtful, by the probability of all classes but one."""
-        # NaN counts as doubtful, here and for densities.
-        if factor * other <= self.target:
+    def _class_reasons(self, rest_probability: float, factor: float) -> list[str]:
+        """Return why a row is doubtful, given the probability of all classes but the likeliest.
+
+        factor: the entry of CLASS_ERROR for the posterior's Gaussian. NaN counts as doubtful.
+        """
+        if factor * rest_probability <= self.target:
             return []
-        return [f"probability of {other:.2g} for other classes"]
+        return [f"probability of {rest_probability:.2g} for other classes"]
 
     def _density_reasons(self, mass_error: float, step: float) -> list[str]:
-        """Return why a row is doubtful, by the error of its mass and the step of its weights."""
+        """Return why a row is doubtful, given the error of its mass and the step of its weights.
+
+        The step is in posterior standard deviations.
+        """
         reasons = []
+        # `not … <=` rather than `>`, so that NaN counts as doubtful.
         if not MASS_ERROR * mass_error <= self.target:
             reasons.append(f"mass off by {mass_error:.2g}")
         if not STEP_ERROR * step**2 <= self.target:
@@ -113,8 +127,8 @@ def _is_for_classes(output: OutputLogDensity) -> bool:
 
 
 def largest_step(output: OutputLogDensity, likely: Tensor) -> Tensor:
-    """Return how far the ends of an interval (N, 2) move the weights (N,).
+    """Return how far the ends of an interval (N, 2) move the weights: the larger step (N,).
 
     The unit is posterior standard deviations.
     """
-    return output.step(likely.double().cpu()).amax(1)
+    return output.step_length(likely.double().cpu()).amax(1)

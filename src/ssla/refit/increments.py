@@ -24,10 +24,10 @@ from ssla.likelihoods import Derivatives, Likelihood
 from ssla.maths import linalg
 
 OBSERVED, FISHER, EMPIRICAL = "observed", "fisher", "empirical"
-TOLERANCE = 1e-8  # of the ascent: standard deviations of f from the mode
+TOLERANCE = 1e-8  # a guess: an ascent ends this near the mode, in standard deviations of f
 STEP_MARGIN = 0.1  # a guess: the least pivot of I + RᵀΛR on which one Newton step is trusted
-PUSH = 0.05  # a guess: away from a saddle, in standard deviations of f
-HIGHER = 1e-12  # a guess: by which another mode must be higher, so that rounding does not decide
+PUSH = 0.05  # a guess: the step away from a saddle, in standard deviations of f
+HIGHER = 1e-12  # a guess: another mode is taken where it is higher by this, more than rounding
 CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
 
 
@@ -35,9 +35,9 @@ CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
 class Increments:
     """The three increments of an un-normalised log predictive density, and their total.
 
-    likelihood: of the data and the new observation; prior: of log π; curvature: −½ of the log
-    determinant's. convention: where the prior enters, "exact", "paper" or "additive" (see
-    Posterior.with_prior).
+    likelihood: the change of the data's log likelihood, and log p(y|x,θ̃) of the new observation.
+    prior: the change of log π. curvature: −½ times the change of the log determinant. convention:
+    where the prior enters, "exact", "paper" or "additive" (see Posterior.with_prior).
     """
 
     likelihood: Tensor
@@ -48,13 +48,11 @@ class Increments:
     @property
     @in_plain_torch
     def total(self) -> Tensor:
-        """The un-normalised log predictive density."""
+        """Return the un-normalised log predictive density."""
         return self.likelihood + self.prior + self.curvature
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Increments:
-        """Return increments with a function applied to each of the three, as to reshape or cast
-        them.
-        """
+        """Return increments with `function` applied to each of the three, for example a cast."""
         return replace(
             self,
             likelihood=function(self.likelihood),
@@ -75,36 +73,41 @@ class Evaluated(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """The un-normalised log densities (M,)."""
+        """Return the un-normalised log densities (M,)."""
         return (self.fit + self.shift).add_(self.curvature)
 
 
 class Rule(Protocol):
-    """A function (likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Evaluated.
+    """A function (likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Evaluated, with K = R Rᵀ.
 
-    D (M, C, C), if given, is a root of the covariance that the determinant takes in place of K = R
-    Rᵀ: the paper leaves the prior out of the curvature but not out of the refit.
+    D (M, C, C) is a root of the covariance in the determinant, where that is not K: the paper
+    leaves the prior out of the curvature but not out of the refit. None: it is K.
     """
 
     def __call__(
         self, likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, /
     ) -> Evaluated:
-        """Evaluate M tasks (see the class)."""
+        """Evaluate M tasks: y (M, …) at f̂ (M, C) with a root R of K and perhaps another root D."""
         ...
 
 
-def plug_in(
+def evaluate_plug_in(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None
 ) -> Evaluated:
-    """Evaluate log p(y|f̂) as if f were known. R and D are not used."""
+    """Evaluate log p(y|f̂) as if f were known. R and D are part of `Rule` and not used."""
     fit = likelihood.log_prob(y, f)
-    no = torch.zeros_like(fit, dtype=torch.bool)
+    never = torch.zeros_like(fit, dtype=torch.bool)
     return Evaluated(
-        fit, torch.zeros_like(fit), torch.zeros_like(fit), torch.zeros_like(f), no, ~no
+        fit=fit,
+        shift=torch.zeros_like(fit),
+        curvature=torch.zeros_like(fit),
+        pull=torch.zeros_like(f),
+        fallback=never,
+        converged=~never,
     )
 
 
-def without_refit(
+def evaluate_without_refit(
     likelihood: Likelihood,
     y: Tensor,
     f: Tensor,
@@ -115,10 +118,12 @@ def without_refit(
 ) -> Evaluated:
     """Evaluate ASSLA, θ̃ = θ̂: log p(y|f̂) − ½ log|I + ΛK|.
 
-    curvature: the kind of Λ, one of CURVATURES. The other arguments are those of `Rule`.
+    curvature: the kind of Λ, one of CURVATURES. The other arguments are those of `Rule`. An
+    indefinite observed Λ is replaced by the Fisher information, and the task is marked.
     """
-    without_curvature = plug_in(likelihood, y, f, R)
-    R = R if D is None else D
+    without_curvature = evaluate_plug_in(likelihood, y, f, R)
+    if D is not None:
+        R = D  # only the determinant has a covariance here
     if curvature == EMPIRICAL:  # Λ = g gᵀ has rank one: |I + ΛK| = 1 + gᵀKg
         white = linalg.multiply_root_transposed(R, likelihood.score(y, f))
         logdet = torch.log1p(linalg.dot(white, white))
@@ -127,21 +132,23 @@ def without_refit(
         precision = likelihood.fisher(f)
     else:
         precision = _derivatives_with_curvature(likelihood, y, f).precision
-    factor, fallback, _ = _factor_with_fallback(likelihood, f, R, precision)
+    factor, fallback, _ = _factorise_with_fallback(likelihood, f, R, precision)
     return without_curvature._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
 
 
-def one_step(
+def evaluate_newton_step(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None
 ) -> Evaluated:
     """Evaluate the quadratic model after one Newton step from f̂.
 
     Its value is log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|. The gain has a pole where I + RᵀΛR
-    turns singular, so the Fisher information takes over before that (STEP_MARGIN), and is counted.
-    The arguments are those of `Rule`.
+    becomes singular. Tasks with a pivot below STEP_MARGIN therefore use the Fisher information, and
+    are marked. The arguments are those of `Rule`.
     """
     log_prob, score, precision = _derivatives_with_curvature(likelihood, y, f)
-    factor, fallback, used = _factor_with_fallback(likelihood, f, R, precision, margin=STEP_MARGIN)
+    factor, fallback, used_precision = _factorise_with_fallback(
+        likelihood, f, R, precision, margin=STEP_MARGIN
+    )
     white = linalg.multiply_root_transposed(R, score)
     v = factor.solve(white)
     gain = linalg.dot(white, v)  # gᵀδ with δ = R v
@@ -149,11 +156,11 @@ def one_step(
     # The quadratic model of log p at the step: log p + gᵀδ − ½ δᵀΛδ, and δᵀΛδ = gᵀδ − ‖v‖².
     fit = log_prob + 0.5 * gain - shift
     delta = linalg.multiply_root(R, v)
-    pull = score - (used @ delta.unsqueeze(-1)).squeeze(-1)
+    pull = score - (used_precision @ delta.unsqueeze(-1)).squeeze(-1)
     converged = torch.ones_like(fallback)
     evaluated = Evaluated(fit, shift, -0.5 * factor.logdet(), pull, fallback, converged)
     if D is not None:
-        evaluated = _with_determinant(likelihood, y, f, D, evaluated)
+        evaluated = _replace_determinant(likelihood, y, f, D, evaluated)
     return _replace_steps_outside(likelihood, y, f, R, D, f + delta, evaluated)
 
 
@@ -166,14 +173,15 @@ def _replace_steps_outside(
     f_tilde: Tensor,
     evaluated: Evaluated,
 ) -> Evaluated:
-    """Take the mode where a Newton step ends at an f̃ (M, C) that is not allowed.
+    """Replace Newton steps that end at an f̃ (M, C) outside the domain by the mode, in `evaluated`.
 
-    The quadratic model has no meaning there. These tasks count as fallbacks.
+    The quadratic model has no meaning outside the domain. These tasks count as fallbacks. The
+    tensors of `evaluated` are changed in place.
     """
     if not likelihood.has_boundary:
         return evaluated
     rows = (~torch.isfinite(likelihood.log_prob(y, f_tilde))).nonzero().squeeze(-1)
-    tasks = _Tasks(likelihood, y, f, R).take(rows)
+    tasks = _Tasks(likelihood, y, f, R).arguments_of(rows)
     mode = evaluate_at_mode(likelihood, *tasks, None if D is None else D[rows])
     mode = mode._replace(fallback=torch.ones_like(mode.fallback))
     _overwrite_rows(evaluated, rows, mode)
@@ -191,60 +199,76 @@ def evaluate_at_mode(
     """
     boundary = likelihood.refit_at_boundary(y, f, R @ R.mT) if likelihood.has_boundary else None
     if boundary is None:
-        return _mode_inside(likelihood, y, f, R, D)
-    no = torch.zeros_like(boundary.cut)
-    fit, shift, curvature, pull = (values.clone() for values in boundary[1:])
-    evaluated = Evaluated(fit, shift, curvature, pull, no, ~no)
+        return _evaluate_inside_domain(likelihood, y, f, R, D)
+    never = torch.zeros_like(boundary.cut)
+    # Clones, because the rows that are not cut are overwritten below.
+    evaluated = Evaluated(
+        fit=boundary.log_prob.clone(),
+        shift=boundary.shift.clone(),
+        curvature=boundary.curvature.clone(),
+        pull=boundary.pull.clone(),
+        fallback=never,
+        converged=~never,
+    )
     rows = (~boundary.cut).nonzero().squeeze(-1)
-    tasks = _Tasks(likelihood, y, f, R).take(rows)
-    mode = _mode_inside(likelihood, *tasks, None if D is None else D[rows])
+    tasks = _Tasks(likelihood, y, f, R).arguments_of(rows)
+    mode = _evaluate_inside_domain(likelihood, *tasks, None if D is None else D[rows])
     _overwrite_rows(evaluated, rows, mode)
     return evaluated
 
 
-def _mode_inside(
+def _evaluate_inside_domain(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None
 ) -> Evaluated:
-    """Evaluate at a mode that is inside the allowed outputs. The arguments are those of `Rule`."""
-    evaluated = _highest_mode(likelihood, y, f, R)
+    """Evaluate at the highest mode inside the domain. The arguments are those of `Rule`."""
+    evaluated = _evaluate_at_highest_mode(likelihood, y, f, R)
     if D is None:
         return evaluated
+    # f̃ = f̂ + K u with K = R Rᵀ
     f_tilde = f + linalg.multiply_root(R, linalg.multiply_root_transposed(R, evaluated.pull))
-    return _with_determinant(likelihood, y, f_tilde, D, evaluated)
+    return _replace_determinant(likelihood, y, f_tilde, D, evaluated)
 
 
-def _with_determinant(
+def _replace_determinant(
     likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, evaluated: Evaluated
 ) -> Evaluated:
-    """Put −½ log|I + DᵀΛ(y, f)D| in place of the curvature increment, for D (M, C, C)."""
+    """Return the values with −½ log|I + DᵀΛ(y, f)D| as curvature increment, for D (M, C, C)."""
     precision = _derivatives_with_curvature(likelihood, y, f).precision
-    factor, fallback, _ = _factor_with_fallback(likelihood, f, D, precision)
+    factor, fallback, _ = _factorise_with_fallback(likelihood, f, D, precision)
     return evaluated._replace(
         curvature=-0.5 * factor.logdet(), fallback=evaluated.fallback | fallback
     )
 
 
-def _highest_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Evaluated:
-    """Evaluate at the highest of the modes that the likelihood's starts lead to."""
+def _evaluate_at_highest_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Evaluated:
+    """Evaluate at the highest of the modes that the likelihood's starts lead to.
+
+    Without starts the ascent begins at f̂. The arguments are those of `Rule`.
+    """
     starts = likelihood.starts(y, f, R)
     if not starts:
         return _climb_to_mode(likelihood, y, f, R, torch.zeros_like(f))
-    best = _mode_from(likelihood, y, f, R, starts[0])
+    best = _evaluate_from_start(likelihood, y, f, R, starts[0])
     for start in starts[1:]:
-        other = _mode_from(likelihood, y, f, R, start)
+        other = _evaluate_from_start(likelihood, y, f, R, start)
         higher = other.fit + other.shift > best.fit + best.shift + HIGHER
         rows = higher.nonzero().squeeze(-1)
         _overwrite_rows(best, rows, Evaluated(*(values[rows] for values in other)))
     return best
 
 
-def _mode_from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor) -> Evaluated:
-    """Evaluate at the mode reached from v (M, C): v itself where it is one, by ascent elsewhere."""
-    evaluated, gradient = _evaluate_at(likelihood, y, f, R, v)
+def _evaluate_from_start(
+    likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor
+) -> Evaluated:
+    """Evaluate at the mode reached from v (M, C), in whitened coordinates.
+
+    v itself is taken where its gradient is zero to TOLERANCE; other tasks ascend from it.
+    """
+    evaluated, gradient = _evaluate_at_point(likelihood, y, f, R, v)
     is_mode = linalg.dot(gradient, gradient) <= TOLERANCE**2 * (1 + linalg.dot(v, v))
     rows = (~(is_mode & ~evaluated.fallback)).nonzero().squeeze(-1)
     if rows.numel():
-        tasks = _Tasks(likelihood, y, f, R).take(rows)
+        tasks = _Tasks(likelihood, y, f, R).arguments_of(rows)
         mode = _climb_to_mode(likelihood, *tasks, linalg.select_rows(v, rows))
         _overwrite_rows(evaluated, rows, mode)
     return evaluated
@@ -253,14 +277,19 @@ def _mode_from(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tenso
 def evaluate_at_mode_from(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, pull: Tensor
 ) -> Evaluated:
-    """Evaluate at the mode that an ascent reaches from f̂ + K·pull, for example the mode of a y
-    nearby.  pull (M, C).
+    """Evaluate at the mode that an ascent reaches from f̂ + K·pull, with pull (M, C).
+
+    The pull is for example that of the mode of a y nearby. An ascent that ends at a saddle is not
+    continued: it has not converged.
     """
     return _climb_to_mode(likelihood, y, f, R, linalg.multiply_root_transposed(R, pull), push=False)
 
 
 def _overwrite_rows(target: Evaluated, rows: Tensor, values: Evaluated) -> None:
-    """Write the values of some rows into `target` in place: its tensors are fresh and our own."""
+    """Write the values of some rows (m,) into `target` in place.
+
+    The tensors of `target` must not be shared with a caller.
+    """
     if rows.numel():
         for target_tensor, new_values in zip(target, values, strict=True):
             target_tensor[rows] = new_values
@@ -271,16 +300,16 @@ def _climb_to_mode(
 ) -> Evaluated:
     """Evaluate at the mode that Newton ascent reaches from `start` (M, C), in whitened coordinates.
 
-    With `push`, a start that is worse than v = 0 is replaced by it, and an ascent that ends at an
-    indefinite curvature is continued from a point nearby. Without it these tasks fail.
+    push: where v = 0 is higher than the start, the ascent begins at v = 0, and where it ends at an
+    indefinite curvature it continues from a point nearby. Without it such tasks have not converged.
     """
     tasks = _Tasks(likelihood, y, f, R)
     if push:
         origin = torch.zeros_like(start)
-        better = tasks.value(start) >= tasks.value(origin)
+        better = tasks.values_at(start) >= tasks.values_at(origin)
         start = torch.where(better.unsqueeze(-1), start, origin)
     ascent = linalg.newton_ascent(tasks.evaluate, start, tolerance=TOLERANCE)
-    evaluated, _ = _evaluate_at(likelihood, y, f, R, ascent.point)
+    evaluated, _ = _evaluate_at_point(likelihood, y, f, R, ascent.point)
     evaluated = evaluated._replace(converged=ascent.converged)
     if not push:
         return evaluated._replace(converged=evaluated.converged & ~evaluated.fallback)
@@ -289,18 +318,18 @@ def _climb_to_mode(
     if saddle.numel():
         point = linalg.select_rows(ascent.point, saddle)
         beside = point + PUSH * (1 + point.abs())
-        mode = _climb_to_mode(likelihood, *tasks.take(saddle), beside, push=False)
+        mode = _climb_to_mode(likelihood, *tasks.arguments_of(saddle), beside, push=False)
         _overwrite_rows(evaluated, saddle, mode)
     return evaluated
 
 
-def _evaluate_at(
+def _evaluate_at_point(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor
 ) -> tuple[Evaluated, Tensor]:
     """Evaluate at f̂ + Rv, v (M, C), and return the gradient of the objective there (M, C)."""
     f_tilde = linalg.multiply_root(R, v).add_(f)
     log_prob, score, precision = _derivatives_with_curvature(likelihood, y, f_tilde)
-    factor, fallback, _ = _factor_with_fallback(likelihood, f_tilde, R, precision)
+    factor, fallback, _ = _factorise_with_fallback(likelihood, f_tilde, R, precision)
     evaluated = Evaluated(
         fit=log_prob,
         shift=-0.5 * linalg.dot(v, v),
@@ -319,7 +348,7 @@ def _derivatives_with_curvature(
 
     Where log p has kinks and no curvature (|y − f|), Λ is the Fisher information if it has a closed
     form, and g gᵀ otherwise. Exactly at a kink g may be zero: there the Fisher information is
-    computed by quadrature, unless the answer is `for_step`.
+    computed by quadrature. for_step: Λ only steers a Newton step, so that quadrature is left out.
     """
     derivatives = likelihood.derivatives(y, f)
     if not likelihood.may_be_straight or bool(derivatives.precision.any()):
@@ -336,7 +365,7 @@ def _derivatives_with_curvature(
     return derivatives._replace(precision=stand_in)
 
 
-def _factor_with_fallback(
+def _factorise_with_fallback(
     likelihood: Likelihood,
     f: Tensor,
     R: Tensor,
@@ -347,8 +376,8 @@ def _factor_with_fallback(
     """Factorise I + RᵀΛR, with the Fisher information where Λ (M, C, C) makes it indefinite.
 
     Returns the factor, which tasks have the Fisher information (M,), and the Λ used (M, C, C).
-    score (M, C): given for a step, where any positive stand-in will do: g gᵀ takes the place of a
-    Fisher information that costs a quadrature. margin: the least pivot that counts as positive.
+    score (M, C): given where Λ only steers a step: g gᵀ then takes the place of a Fisher
+    information that costs a quadrature. margin: the least pivot that counts as positive.
     """
     factor = linalg.factorise_identity_plus(R, precision, margin)
     indefinite = ~factor.positive
@@ -359,7 +388,7 @@ def _factor_with_fallback(
             stand_in = g.unsqueeze(-1) * g.unsqueeze(-2)
         else:
             stand_in = likelihood.fisher(f[rows])
-        # A clone in this order keeps the component-major storage.
+        # Rows are replaced in a copy, which keeps the component-major storage of `linalg`.
         by_component = precision.movedim(0, -1).clone(memory_format=torch.contiguous_format)
         by_component[..., rows] = stand_in.movedim(0, -1)
         precision = by_component.movedim(-1, 0)
@@ -369,37 +398,41 @@ def _factor_with_fallback(
 
 @dataclass(eq=False)
 class _Tasks:
-    """M objectives log p(y|f̂ + Rv) − ½‖v‖² in v, all of them or the last rows that were taken."""
+    """M objectives log p(y|f̂ + Rv) − ½‖v‖² in v, with y, f̂ and R of the last rows asked for."""
 
     likelihood: Likelihood
     y: Tensor
     f: Tensor
     R: Tensor
-    taken_rows: Tensor | None = None
-    taken: tuple[Tensor, Tensor, Tensor] | None = None
+    last_rows: Tensor | None = None
+    last_arguments: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def value(self, v: Tensor) -> Tensor:
+    def values_at(self, v: Tensor) -> Tensor:
         """Return the objectives at v (M, C), −∞ where they are not a number (M,)."""
         log_prob = self.likelihood.log_prob(self.y, self.f + linalg.multiply_root(self.R, v))
         return torch.nan_to_num(log_prob - 0.5 * linalg.dot(v, v), nan=-torch.inf)
 
-    def take(self, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, f̂ and R of some tasks (None: all), and keep them: an ascent asks again."""
+    def arguments_of(self, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, f̂ and R of some tasks (m,), or of all for None.
+
+        Those of the last rows are stored, because an ascent asks for the same rows in every round.
+        """
         if rows is None:
             return self.y, self.f, self.R
-        if self.taken is None or self.taken_rows is not rows:
+        if self.last_arguments is None or self.last_rows is not rows:
+            # Rows are the last dimension here, so R stays component-major.
             R = self.R.movedim(0, -1).index_select(-1, rows).movedim(-1, 0)
-            self.taken_rows = rows
-            self.taken = (self.y[rows], linalg.select_rows(self.f, rows), R)
-        return self.taken
+            self.last_rows = rows
+            self.last_arguments = (self.y[rows], linalg.select_rows(self.f, rows), R)
+        return self.last_arguments
 
     def evaluate(self, v: Tensor, rows: Tensor | None) -> linalg.Evaluation:
-        """Return objective, gradient and Newton's solve of some tasks at v (m, C)."""
-        y, f, R = self.take(rows)
+        """Return objective, gradient and Newton's solve of some tasks (None: all) at v (m, C)."""
+        y, f, R = self.arguments_of(rows)
         f_tilde = f + linalg.multiply_root(R, v)
         log_prob, score, precision = _derivatives_with_curvature(
             self.likelihood, y, f_tilde, for_step=True
         )
-        factor, _, _ = _factor_with_fallback(self.likelihood, f_tilde, R, precision, score)
+        factor, _, _ = _factorise_with_fallback(self.likelihood, f_tilde, R, precision, score)
         value = log_prob - 0.5 * linalg.dot(v, v)
         return linalg.Evaluation(value, linalg.multiply_root_transposed(R, score) - v, factor.solve)

@@ -13,7 +13,7 @@ from types import FrameType
 
 
 class Interrupted:
-    """Whether the user has asked to stop."""
+    """A flag: whether the user has asked to stop. Calling it returns the flag."""
 
     def __init__(self) -> None:
         """Start without a request to stop."""
@@ -24,28 +24,31 @@ class Interrupted:
         return self.asked
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Set `asked` on Ctrl-C, within this context.
+    def listen(self) -> Iterator[None]:
+        """Set `asked` on the first Ctrl-C in this context, and raise on the second one.
 
-        Only the main thread receives signals, and a handler of the user's own is left alone:
-        elsewhere nothing changes.
+        The second one is a KeyboardInterrupt. Nothing changes outside the main thread, which alone
+        receives signals, and where the user has set another handler for Ctrl-C.
         """
-        before = signal.getsignal(signal.SIGINT)
+        previous_handler = signal.getsignal(signal.SIGINT)
         if (
             threading.current_thread() is not threading.main_thread()
-            or before is not signal.default_int_handler
+            or previous_handler is not signal.default_int_handler
         ):
             yield
             return
 
-        def note_interrupt(number: int, frame: FrameType | None) -> None:
-            """Note the first Ctrl-C, and raise a KeyboardInterrupt on the second one."""
+        def handle_interrupt(number: int, frame: FrameType | None) -> None:
+            """Set the flag on the first Ctrl-C, and raise a KeyboardInterrupt on the second one.
+
+            `number` and `frame` are part of the protocol of signal handlers.
+            """
             if self.asked:
                 raise KeyboardInterrupt
             self.asked = True
 
-        signal.signal(signal.SIGINT, note_interrupt)
+        signal.signal(signal.SIGINT, handle_interrupt)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous_handler)

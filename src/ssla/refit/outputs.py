@@ -24,9 +24,9 @@ from ssla.refit.increments import (
     Increments,
     Rule,
     evaluate_at_mode,
-    one_step,
-    plug_in,
-    without_refit,
+    evaluate_newton_step,
+    evaluate_plug_in,
+    evaluate_without_refit,
 )
 from ssla.refit.prior_response import data_covariance, prior_response
 from ssla.values import Marginal
@@ -34,9 +34,9 @@ from ssla.values import Marginal
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-TASKS_AT_ONCE = 1 << 18  # a guess
-ENTRIES_AT_ONCE = 1 << 24  # numbers in the roots of K of these tasks: 128 MiB, a guess
-MATRICES = 12  # a guess: C×C matrices that a task of a refit takes
+TASKS_AT_ONCE = 1 << 18  # a guess: the most tasks that a rule evaluates together
+ENTRIES_AT_ONCE = 1 << 24  # a guess: numbers in the roots of K of these tasks, 128 MiB
+MATRICES = 12  # a guess: C×C matrices in float64 that a task of a refit takes
 
 
 class Density(NamedTuple):
@@ -56,32 +56,33 @@ class LogDensity(Protocol):
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation, which for `Tempered` is its base."""
         ...
 
     @property
     def marginal(self) -> Marginal:
-        """f̂ and K in float64."""
+        """Return f̂ (N, C) and K (N, C, C) in float64."""
         ...
 
     @property
-    def moves(self) -> bool:
-        """Return whether the outputs move with y, so that the predictive includes the uncertainty
-        of f.
-        """
+    def outputs_move(self) -> bool:
+        """Return whether f̃ depends on y, so that the predictive includes the uncertainty of f."""
         ...
 
     @property
     def like(self) -> Tensor:
-        """Answers are given in this tensor's dtype and on its device."""
+        """Return a tensor whose dtype and device are those of the answers."""
         ...
 
     def __call__(self, y: Tensor) -> Increments:
         """Return the three increments, of y's shape."""
         ...
 
-    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return log densities and flags for some rows only: y (m, …) belongs to rows (m,)."""
+    def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        """Return log densities and flags of y's shape.
+
+        rows (m,): the rows that y (m, …) belongs to; None: all rows.
+        """
         ...
 
 
@@ -90,11 +91,11 @@ class Refit(Protocol):
 
     @property
     def name(self) -> str:
-        """The name by which users choose this refit."""
+        """Return the name by which users choose this refit."""
         ...
 
     def __call__(self, posterior: Posterior, x: Inputs) -> LogDensity:
-        """Do what depends on x alone, and return the log density as a function of y."""
+        """Compute what depends on x alone, and return the log density as a function of y."""
         ...
 
 
@@ -104,17 +105,17 @@ class OutputRung(Refit, Protocol):
 
     @property
     def rule(self) -> Rule:
-        """The function that evaluates log densities from f̂ and K."""
+        """Return the function that evaluates log densities from f̂ and K."""
         ...
 
     @property
-    def moves(self) -> bool:
-        """Return whether the outputs move with y."""
+    def outputs_move(self) -> bool:
+        """Return whether f̃ depends on y."""
         ...
 
     @property
-    def certain(self) -> bool:
-        """Return whether f counts as known, so that K is not used."""
+    def outputs_known(self) -> bool:
+        """Return whether f is taken as known, so that K is not used."""
         ...
 
 
@@ -123,42 +124,48 @@ class OutputLogDensity:
     """A log density that needs f̂ and K only, by one of the rules of `ssla.refit.increments`.
 
     `prior` returns how log π responds to a refit (see `prior_response`). It is called for
-    increments, and always under the additive convention, where the prior is not in K. `determinant`
-    returns the covariance of the determinant where that is not K.
+    increments, and under the additive convention, where the prior is not in K, for densities too.
+    `determinant` returns the covariance in the determinant where that is not K.
     """
 
     likelihood: Likelihood
     marginal: Marginal
     prior: Callable[[], Marginal]
     rule: Rule
-    moves: bool
+    outputs_move: bool
     like: Tensor
     convention: str = EXACT
     determinant: Callable[[], Tensor] | None = None
-    certain: bool = False  # whether f counts as known, so that K is not used
+    outputs_known: bool = False  # whether f is taken as known, so that K is not used
 
     @cached_property
-    def _root(self) -> Tensor:
-        """R (N, C, C) with R Rᵀ = K; without columns where K is not used."""
+    def _covariance_root(self) -> Tensor:
+        """Return R (N, C, C) with R Rᵀ = K; without columns where K is not used."""
         K = self.marginal.covariance
-        return K[..., :0] if self.certain else linalg.covariance_root(K)
+        return K[..., :0] if self.outputs_known else linalg.covariance_root(K)
 
     @cached_property
     def _determinant_root(self) -> Tensor | None:
-        """A root (N, C, C) of the covariance of the determinant; None where that is K."""
-        if self.determinant is None or self.certain:
+        """Return a root (N, C, C) of the covariance in the determinant; None where that is K."""
+        if self.determinant is None or self.outputs_known:
             return None
         return linalg.covariance_root(self.determinant())
 
     @cached_property
     def prior_response(self) -> Marginal:
-        """The change of log π by a refit: mean (N, C) and covariance (N, C, C), computed once."""
+        """Return how log π responds to a refit: mean (N, C), covariance (N, C, C).
+
+        It is computed once.
+        """
         return self.prior()
 
-    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return log densities and flags of y's shape, for some rows (m,) or all."""
-        evaluated = self._evaluate(y, rows)
-        shape = self._shape(y)
+    def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        """Return log densities and flags of y's shape.
+
+        rows (m,): the rows that y (m, …) belongs to; None: all rows.
+        """
+        evaluated = self._evaluate_tasks(y, rows)
+        shape = self._answer_shape(y)
         log = evaluated.total.reshape(shape)
         if self.convention == ADDITIVE:
             pull = evaluated.pull.reshape(*shape, self._outputs)
@@ -167,31 +174,40 @@ class OutputLogDensity:
 
     def __call__(self, y: Tensor) -> Increments:
         """Return the three increments, of y's shape."""
-        evaluated = self._evaluate(y, None)
-        shape = self._shape(y)
+        evaluated = self._evaluate_tasks(y, None)
+        shape = self._answer_shape(y)
         prior = self._prior_increment(evaluated.pull.reshape(*shape, self._outputs), None)
         likelihood = (evaluated.fit + evaluated.shift).reshape(shape)
-        # −½‖v‖² is the loss of data and prior together, but under the additive convention the loss
-        # of the data alone.
-        likelihood = likelihood if self.convention == ADDITIVE else likelihood - prior
+        # −½‖v‖² is the loss of data and prior together. Under the additive convention the prior is
+        # not in K, so it is the loss of the data alone.
+        if self.convention != ADDITIVE:
+            likelihood = likelihood - prior
         curvature = evaluated.curvature.reshape(shape)
         return Increments(likelihood, prior, curvature, self.convention)
 
     def _prior_increment(self, pull: Tensor, rows: Tensor | None) -> Tensor:
-        """Return log π(θ̃) − log π(θ̂) to second order, bᵀu − ½ uᵀMu, for u (N, …, C): (N, …)."""
-        if not self.moves:
+        """Return log π(θ̃) − log π(θ̂) to second order, bᵀu − ½ uᵀMu.
+
+        pull: u (N, …, C); the result is (N, …), and zero where f̃ does not depend on y. rows (N,):
+        the rows that the pull belongs to; None: all rows.
+        """
+        if not self.outputs_move:
             return torch.zeros(pull.shape[:-1], dtype=pull.dtype)
         b, M = self.prior_response
         if rows is not None:
             b, M = b[rows], M[rows]
-        # b and M of a row belong to all of its y.
-        per_row = [1] * (pull.dim() - 2)
-        b, M = (part.reshape(len(part), *per_row, *part.shape[1:]) for part in (b, M))
+        # b and M of a row belong to all of its y: they get a dimension of one for k candidates.
+        ones = [1] * (pull.dim() - 2)
+        b = b.reshape(len(b), *ones, *b.shape[1:])
+        M = M.reshape(len(M), *ones, *M.shape[1:])
         square = (pull.unsqueeze(-2) @ M @ pull.unsqueeze(-1)).squeeze((-2, -1))
         return (b * pull).sum(-1) - 0.5 * square
 
-    def take(self, rows: Tensor) -> OutputLogDensity:
-        """Return the log density at some rows only."""
+    def select_rows(self, rows: Tensor) -> OutputLogDensity:
+        """Return the log density at some rows (m,) only.
+
+        The prior's response is still computed for all rows.
+        """
         f, K = self.marginal
         determinant = self.determinant
         return replace(
@@ -201,38 +217,43 @@ class OutputLogDensity:
             determinant=None if determinant is None else lambda: determinant()[rows],
         )
 
-    def step(self, y: Tensor) -> Tensor:
-        """Return √(uᵀKu), of y's shape: how far (x, y) moves the parameters.
+    def step_length(self, y: Tensor) -> Tensor:
+        """Return √(uᵀKu), of y's shape: how far a refit with (x, y) moves the parameters.
 
         The unit is posterior standard deviations.
         """
-        shift = self._evaluate(y, None).shift  # −½ uᵀKu
-        return (-2 * shift).clamp_min(0).sqrt().reshape(self._shape(y))
+        shift = self._evaluate_tasks(y, None).shift  # −½ uᵀKu
+        return (-2 * shift).clamp_min(0).sqrt().reshape(self._answer_shape(y))
 
-    def _shape(self, y: Tensor) -> torch.Size:
-        """Return the shape of y without the dimension of a vector target."""
-        return y.shape[:-1] if self._vector else y.shape
+    def _answer_shape(self, y: Tensor) -> torch.Size:
+        """Return the shape of the answers for y: y's, without the dimension of a vector target."""
+        return y.shape[:-1] if self._has_vector_target else y.shape
 
     @property
     def _outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return self.marginal.mean.shape[1]
 
     @property
-    def _vector(self) -> bool:
+    def _has_vector_target(self) -> bool:
         """Return whether a target is a vector."""
         return self.likelihood.support_for(self._outputs).kind == "vector"
 
-    def _evaluate(self, y: Tensor, rows: Tensor | None) -> Evaluated:
-        """Evaluate all tasks (row, y), flat, in pieces that bound the memory."""
-        f, R, D = self.marginal.mean, self._root, self._determinant_root
+    def _evaluate_tasks(self, y: Tensor, rows: Tensor | None) -> Evaluated:
+        """Evaluate all tasks (row, y) in the order of y, flat: (M,) for M tasks.
+
+        rows (m,): the rows that y (m, …) belongs to; None: all rows. The rule is called for pieces
+        of the rows, which bounds the memory.
+        """
+        f, R, D = self.marginal.mean, self._covariance_root, self._determinant_root
         if rows is not None:
             f, R, D = f[rows], R[rows], None if D is None else D[rows]
-        shape = self._shape(y)
+        shape = self._answer_shape(y)
         per_row = shape[1] if len(shape) > 1 else 1
         tasks = min(TASKS_AT_ONCE, ENTRIES_AT_ONCE // max(R[0].numel(), 1)) if len(R) else 1
         rows_at_once = max(tasks // per_row, 1)
         pieces = []
+        # Without rows there is one empty piece, which gives the result its dtypes.
         for first in range(0, max(shape[0], 1), rows_at_once):
             piece = slice(first, first + rows_at_once)
             pieces.append(
@@ -249,9 +270,9 @@ class OutputLogDensity:
 
 @dataclass(frozen=True, eq=False)
 class ByChunks:
-    """The log density of a rung at x, read a chunk of rows at a time when y is given.
+    """The log density of a rung at x, computed for a chunk of rows at a time when y is given.
 
-    K of all rows is not held.
+    K of all rows is not stored. Targets are scalars: y is (N,) or (N, k).
     """
 
     rung: OutputRung
@@ -260,56 +281,61 @@ class ByChunks:
 
     @property
     def likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def marginal(self) -> Marginal:
-        """f̂ and K of all rows."""
+        """Return f̂ (N, C) and K (N, C, C) of all rows in float64, computed at each call."""
         return self.posterior.outputs_at(self.x)
 
     @property
-    def moves(self) -> bool:
-        """Return whether the outputs move with y."""
-        return self.rung.moves
+    def outputs_move(self) -> bool:
+        """Return whether f̃ depends on y."""
+        return self.rung.outputs_move
 
     @cached_property
     def like(self) -> Tensor:
-        """An empty tensor of the dtype and device of answers."""
+        """Return an empty tensor whose dtype and device are those of the answers."""
         C = self.posterior.network.outputs
         return self.posterior.answer_template(Marginal(torch.empty(0, C), torch.empty(0, C, C)))
 
-    def at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return log densities and flags of y's shape, for some rows (m,) or all."""
+    def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
+        """Return log densities and flags of y's shape.
+
+        rows (m,): the rows that y (m, …) belongs to; None: all rows.
+        """
         chunks = [
-            [log_density.at(portion) for portion in portions]
-            for log_density, portions in self._chunks(y, rows)
+            [log_density.density_at(portion) for portion in portions]
+            for log_density, portions in self._yield_chunks(y, rows)
         ]
-        # These refits have no standard error.
-        log, fallback, converged = (
-            _join_portions([[getattr(part, name) for part in parts] for parts in chunks])
-            for name in ("log", "fallback", "converged")
+        # The fourth field, the standard error, is None: nothing is estimated here.
+        return Density(
+            log=_join_portions([[part.log for part in parts] for parts in chunks]),
+            fallback=_join_portions([[part.fallback for part in parts] for parts in chunks]),
+            converged=_join_portions([[part.converged for part in parts] for parts in chunks]),
         )
-        return Density(log, fallback, converged)
 
     def __call__(self, y: Tensor) -> Increments:
         """Return the three increments, of y's shape."""
         chunks = [
             [log_density(portion) for portion in portions]
-            for log_density, portions in self._chunks(y, None)
+            for log_density, portions in self._yield_chunks(y, None)
         ]
-        likelihood, prior, curvature = (
-            _join_portions([[getattr(part, name) for part in parts] for parts in chunks])
-            for name in ("likelihood", "prior", "curvature")
+        return Increments(
+            likelihood=_join_portions([[part.likelihood for part in parts] for parts in chunks]),
+            prior=_join_portions([[part.prior for part in parts] for parts in chunks]),
+            curvature=_join_portions([[part.curvature for part in parts] for parts in chunks]),
+            convention=self.posterior.convention,
         )
-        return Increments(likelihood, prior, curvature, self.posterior.convention)
 
-    def _chunks(
+    def _yield_chunks(
         self, y: Tensor, rows: Tensor | None
     ) -> Iterator[tuple[OutputLogDensity, list[Tensor]]]:
-        """Yield log densities at some rows, and their y in portions (m,) or (m, k).
+        """Yield log densities at chunks of rows, each with its y in portions (m,) or (m, k).
 
-        Portions bound the memory: the task of each y takes MATRICES C×C matrices.
+        rows (n,): the rows that y (n, …) belongs to; None: all rows. Portions bound the memory: the
+        task of each y takes MATRICES C×C matrices.
         """
         index = torch.arange(row_count(self.x)) if rows is None else rows
         task_bytes = MATRICES * 8 * self.posterior.network.outputs**2
@@ -320,21 +346,21 @@ class ByChunks:
             chunk = slice(first, first + rows_at_once)
             x = take_rows(self.x, index[chunk])
             portions = [y[chunk]] if y.dim() == 1 else list(y[chunk].split(tasks, 1))
-            yield on_posterior(self.rung, self.posterior, x), portions
+            yield log_density_of_posterior(self.rung, self.posterior, x), portions
 
 
 def _join_portions(chunks: list[list[Tensor]]) -> Tensor:
-    """Join chunks of rows, each in portions of columns, to one tensor."""
-    return _join([_join(portions, 1) for portions in chunks])
+    """Join the portions of each chunk along the columns, and the chunks along the rows."""
+    return _join([_join(portions, dimension=1) for portions in chunks])
 
 
 def _join(parts: list[Tensor], dimension: int = 0) -> Tensor:
-    """Join tensors along a dimension, without a copy of a single one."""
+    """Join tensors along a dimension; a single tensor is returned without a copy."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
 
 
-def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLogDensity:
-    """Compute f̂ and K at x, and return the log density of a rung there."""
+def log_density_of_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLogDensity:
+    """Return the log density of a rung at x, from f̂ and K of the posterior there."""
     marginal = posterior.outputs_at(x)
     determinant = None
     if posterior.convention == PAPER:
@@ -344,20 +370,21 @@ def on_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLog
         marginal=marginal,
         prior=partial(prior_response, posterior, x),
         rule=rung.rule,
-        moves=rung.moves,
+        outputs_move=rung.outputs_move,
         like=posterior.answer_template(marginal),
         convention=posterior.convention,
         determinant=determinant,
-        certain=rung.certain,
+        outputs_known=rung.outputs_known,
     )
 
 
-def on_marginal(
+def log_density_of_marginal(
     rung: OutputRung, likelihood: Likelihood, mean: Tensor, covariance: Tensor
 ) -> OutputLogDensity:
-    """Return the log density of a rung for a distribution of f from elsewhere.
+    """Return the log density of a rung for outputs f of given mean and covariance.
 
-    mean (N, C), covariance (N, C, C). The prior increment is part of the likelihood's.
+    mean (N, C), covariance (N, C, C). The prior is not known here: its increment is zero, and its
+    change is part of the likelihood's. Answers have the dtype and the device of `mean`.
     """
     marginal = Marginal(mean.to("cpu", torch.float64), covariance.to("cpu", torch.float64))
     zero = Marginal(torch.zeros_like(marginal.mean), torch.zeros_like(marginal.covariance))
@@ -366,14 +393,17 @@ def on_marginal(
         marginal=marginal,
         prior=lambda: zero,
         rule=rung.rule,
-        moves=rung.moves,
+        outputs_move=rung.outputs_move,
         like=mean.new_empty(0),
-        certain=rung.certain,
+        outputs_known=rung.outputs_known,
     )
 
 
 def _repeat_rows(values: Tensor, times: int) -> Tensor:
-    """Repeat each row: (N, …) -> (N·times, …), stored component-major."""
+    """Repeat each row `times` times, (N, …) -> (N·times, …).
+
+    The result is stored component-major, as `ssla.maths.linalg` needs it.
+    """
     by_component = values.movedim(0, -1).contiguous()
     if times > 1:
         by_component = by_component.repeat_interleave(times, -1)
@@ -384,21 +414,21 @@ def _repeat_rows(values: Tensor, times: int) -> Tensor:
 class PlugIn:
     """log p(y|f̂): the network's own answer, as if its weights were known.
 
-    The baseline; its mass is 1.
+    It is the baseline of the other refits. Its mass is 1.
     """
 
     name = "plug_in"
-    moves = False
-    certain = True
+    outputs_move = False
+    outputs_known = True
 
     @property
     def rule(self) -> Rule:
-        """The function that evaluates log densities."""
-        return plug_in
+        """Return the function that evaluates log densities from f̂ and K."""
+        return evaluate_plug_in
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
         """Return the log density at x."""
-        return on_posterior(self, posterior, x)
+        return log_density_of_posterior(self, posterior, x)
 
 
 @dataclass(frozen=True)
@@ -408,15 +438,15 @@ class NoRefit:
     curvature: "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its Corollary 3).
 
     With Gaussian noise the curvature does not depend on y, so the normalised predictive is the
-    plug-in; with "empirical" it is even tighter. It is here because it is published; it is not
-    recommended.
+    plug-in; with "empirical" it is even narrower. It is offered because it was published; it is
+    not recommended.
     """
 
     curvature: str = OBSERVED
 
     name = "none"
-    moves = False
-    certain = False
+    outputs_move = False
+    outputs_known = False
 
     def __post_init__(self) -> None:
         """Raise a ValueError for an unknown curvature."""
@@ -424,12 +454,12 @@ class NoRefit:
 
     @property
     def rule(self) -> Rule:
-        """The function that evaluates log densities."""
-        return partial(without_refit, curvature=self.curvature)
+        """Return the function that evaluates log densities from f̂ and K."""
+        return partial(evaluate_without_refit, curvature=self.curvature)
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
         """Return the log density at x."""
-        return on_posterior(self, posterior, x)
+        return log_density_of_posterior(self, posterior, x)
 
 
 @dataclass(frozen=True)
@@ -443,8 +473,8 @@ class OutputRefit:
 
     steps: int | None = None
 
-    moves = True
-    certain = False
+    outputs_move = True
+    outputs_known = False
 
     def __post_init__(self) -> None:
         """Raise a ValueError for a number of steps other than one."""
@@ -455,14 +485,14 @@ class OutputRefit:
 
     @property
     def name(self) -> str:
-        """The name by which users choose this refit."""
+        """Return the name by which users choose this refit."""
         return "output" if self.steps is None else "newton"
 
     @property
     def rule(self) -> Rule:
-        """The function that evaluates log densities."""
-        return evaluate_at_mode if self.steps is None else one_step
+        """Return the function that evaluates log densities from f̂ and K."""
+        return evaluate_at_mode if self.steps is None else evaluate_newton_step
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
         """Return the log density at x."""
-        return on_posterior(self, posterior, x)
+        return log_density_of_posterior(self, posterior, x)

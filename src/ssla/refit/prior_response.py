@@ -20,17 +20,17 @@ if TYPE_CHECKING:
 
 
 def prior_response(posterior: Posterior, x: Inputs) -> Marginal:
-    """Return how a refit at x changes log π, to second order.
+    """Return how a refit at x changes log π, to second order, in float64.
 
-    A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu and log π by bᵀu − ½ uᵀMu. The mean is
-    b = J H⁻¹ ∇log π (N, C), the covariance M = J H⁻¹ (−∇² log π) H⁻¹ Jᵀ (N, C, C).
+    A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu and log π by bᵀu − ½ uᵀMu. The mean is b
+    = J H⁻¹ ∇log π (N, C), the covariance M = J H⁻¹ (−∇² log π) H⁻¹ Jᵀ (N, C, C).
     """
     solved = posterior.covariance.solve(posterior.bound_prior.gradient(posterior.mean))
     precision = posterior.bound_prior.precision(posterior.mean)
     return join_chunks(
         posterior.network.outputs,
         [
-            (J.push(solved), _response(posterior.covariance, J, precision))
+            (J.push(solved), _project_precision(posterior.covariance, J, precision))
             for _, J in posterior.linearised(x)
         ],
     )
@@ -47,13 +47,13 @@ def data_covariance(posterior: Posterior, x: Inputs) -> Tensor:
     ).covariance
 
 
-def _response(operator: Operator, J: Jacobian, M: Tensor) -> Tensor:
+def _project_precision(operator: Operator, J: Jacobian, M: Tensor) -> Tensor:
     """Return J H⁻¹ M H⁻¹ Jᵀ (B, C, C) for any symmetric M.
 
     M is a diagonal (P,) of either sign, or a full matrix (P, P), used by its eigenvectors.
     """
     if M.dim() == 1:
-        # `response` takes a diagonal that is not negative, so the two signs are apart.
+        # `Operator.response` needs entries from zero, so negative entries are passed separately.
         positive = operator.response(J, M.clamp_min(0))
         if bool((M >= 0).all()):
             return positive

@@ -49,6 +49,7 @@ from ssla.refit.weights.anderson import (
 )
 from ssla.refit.weights.determinants import SMALL, Determinants
 from ssla.refit.weights.refit_rows import (
+    Block,
     PriorChange,
     TrainingRows,
     as_batch,
@@ -62,18 +63,19 @@ from ssla.report import AS_IS
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-MOST_TASKS = 256
+MOST_TASKS = 256  # a guess: tasks that are solved together
 # Guesses, for the memory of one task: vectors of all weights for each mixed round and besides
 # them, and copies of the activations of all rows.
 VECTORS_OF_HISTORY = 4
 VECTORS_OF_ASCENT = 16
 ACTIVATION_COPIES = 6
-TRIAL_STEPS = 40  # gradients of a trial: twice as many as a refit to 1e-3 takes
+# A guess: gradients of a trial. Twice as many as a refit to 1e-3 takes.
+TRIAL_STEPS = 40
 # A guess: below this many times the rounding error of float32, gradients are in float64.
 ABOVE_ROUNDING = 5.0
-NEARLY = 0.9  # a guess, of the tolerance: where float32 ends, so that float64 confirms it
-# A guess: posterior standard deviations from a mode after the shared steps; farther out Newton
-# starts at θ̂ again.
+NEARLY = 0.9  # a guess: float32 ends at this part of the tolerance, so that float64 confirms it
+# A guess: tasks this many posterior standard deviations from a mode after the shared steps start
+# at θ̂ again for Newton's method.
 LOST = 0.1
 PROGRESS = 0.1  # a guess: a trial whose distance falls below this part of the first is not stuck
 
@@ -93,7 +95,10 @@ class ManyNetworks:
         return self.network.run(self.network.layout.unpack(theta), x)
 
     def outputs_on_same_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
-        """Return f of every θ (m, P) on the same rows x: (m, b, C)."""
+        """Return f of every θ (m, P) on the same rows x (b, …): (m, b, C).
+
+        A chain runs as many networks together as stay in the cache.
+        """
         if self.chain is not None and isinstance(x, Tensor):
             chain, rows = self.chain, x
             return torch.cat(
@@ -102,29 +107,34 @@ class ManyNetworks:
                     for part in thetas.split(_networks_at_once(rows))
                 ]
             )
-        return self._mapped(lambda theta: self.outputs_of_one(theta, x), thetas)
+        return self._map_over_first(lambda theta: self.outputs_of_one(theta, x), thetas)
 
     def outputs_on_own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
         """Return f of each θ (m, P) on its own row of x: (m, C)."""
         if self.chain is not None and isinstance(x, Tensor):
             return self.chain.run(self.chain.parameters(thetas), x.unsqueeze(1)).squeeze(1)
-        return self._mapped(
+        return self._map_over_first(
             lambda theta, row: self.outputs_of_one(theta, as_batch(row)).squeeze(0), thetas, x
         )
 
     @staticmethod
-    def _mapped(function: Callable[..., Tensor], *values: Any) -> Tensor:
-        """Map a function over the first dimension of values, at once where all layers allow it."""
+    def _map_over_first(function: Callable[..., Tensor], *values: Any) -> Tensor:
+        """Return a function's values over the first dimension of `values`, stacked.
+
+        All are computed at once where every layer has a batching rule, and one by one otherwise.
+        """
         try:
             result: Tensor = torch.func.vmap(function)(*values)
-        except RuntimeError:  # a layer without a batching rule (recurrent ones): task by task
+        except RuntimeError:
+            # A layer has no batching rule, as recurrent ones: task by task. Any other error is
+            # raised again there.
             index = torch.arange(len(values[0]))
             result = torch.stack(
                 [function(*(take_rows(value, i) for value in values)) for i in index]
             )
         return result
 
-    def gradient(
+    def gradients(
         self,
         thetas: Tensor,
         x: Inputs,
@@ -133,11 +143,12 @@ class ManyNetworks:
     ) -> tuple[Tensor, Tensor]:
         """Return Σ_i J_i(θ)ᵀ score(f_i) for each θ (m, P), and the outputs f.
 
-        one_row_each: each θ has its own row of x, and f is (m, C); else all θ have the same rows, f
-        is (m, b, C), and `score` is elementwise in the θ.
+        score: from outputs f to scores of their shape. one_row_each: each θ has its own row of x,
+        and f is (m, C); otherwise all θ have the same rows, f is (m, b, C), and `score` is
+        elementwise in the θ.
         """
         if self.chain is not None and isinstance(x, Tensor):
-            return self._chain_gradient(self.chain, thetas, x, score, one_row_each)
+            return self._chain_gradients(self.chain, thetas, x, score, one_row_each)
         run = self.outputs_on_own_rows if one_row_each else self.outputs_on_same_rows
         with torch.enable_grad():
             free = thetas.detach().clone().requires_grad_(True)
@@ -146,14 +157,14 @@ class ManyNetworks:
         return total, f.detach()
 
     @staticmethod
-    def _chain_gradient(
+    def _chain_gradients(
         chain: Stacked,
         thetas: Tensor,
         x: Tensor,
         score: Callable[[Tensor], Tensor],
         one_row_each: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Compute `gradient` by the matrix products of a chain of layers."""
+        """Compute what `gradients` does by the matrix products of a chain of layers."""
         if one_row_each:
             f, total = chain.outputs_and_gradient(
                 thetas, x.unsqueeze(1), lambda f: score(f.squeeze(1)).to(f.dtype).unsqueeze(1)
@@ -177,8 +188,8 @@ class AllWeightsRefit:
 
     posterior: Posterior
     options: Options
-    many: ManyNetworks
-    single: ManyNetworks  # the same in float32
+    networks: ManyNetworks
+    networks_single: ManyNetworks  # the same in float32
     rows: TrainingRows  # inputs in float64
     x: Inputs
     f: Tensor  # f̂ at x (N, C)
@@ -191,21 +202,26 @@ class AllWeightsRefit:
 
     @property
     def new_likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @cached_property
     def prior(self) -> PriorChange:
-        """The change of log π with a step from θ̂."""
+        """Return the change of log π with a step from θ̂, as an object."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that are solved together, within half of the memory budget."""
+        """Return the number of tasks that are solved together, at most MOST_TASKS.
+
+        They take at most half of the memory budget.
+        """
         budget = self.posterior.memory_budget
         row_count = min(self.posterior.network.rows_at_once(budget), self.posterior.statistics.n)
         vectors = VECTORS_OF_HISTORY * self.options.memory + VECTORS_OF_ASCENT
-        activation_bytes = ACTIVATION_COPIES * self.many.network.frozen.bytes_per_row * row_count
+        activation_bytes = (
+            ACTIVATION_COPIES * self.networks.network.frozen.bytes_per_row * row_count
+        )
         task_bytes = 8 * self.gradient.numel() * vectors + activation_bytes
         return max(min(budget // 2 // task_bytes, MOST_TASKS), 1)
 
@@ -217,9 +233,9 @@ class AllWeightsRefit:
         """
         if self.interrupted.asked:
             return Solved.untried(len(x_rows))
-        with self.interrupted.listening():
+        with self.interrupted.listen():
             group = _Group(self, x_rows, y)
-            ascent = self._ascend(group, self.options.max_steps, progress)
+            ascent = self._find_modes(group, self.options.max_steps, progress)
             likelihood, prior, f_new = group.likelihood_and_prior(ascent.point)
             curvature, fallback, positive = self.determinants(
                 ascent.point, f_new, y, group.x, group.root
@@ -244,40 +260,50 @@ class AllWeightsRefit:
             error=torch.zeros_like(curvature),
         )
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return where √(gᵀP⁻¹g) does not fall to PROGRESS of its value at θ̂ (m,).
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return which tasks (m,) are stuck: √(gᵀP⁻¹g) stays above PROGRESS times its value at θ̂.
 
-        A trial has TRIAL_STEPS gradients. At a mode each few gradients bring a digit. At a saddle
-        the objective rises without bound along some direction, or to a mode far away.
+        A trial has TRIAL_STEPS gradients, with the shared preconditioner P. At a mode each few
+        gradients bring a digit. At a saddle the objective rises without bound along some direction,
+        or to a mode far away.
         """
         group = _Group(self, x_rows, y)
         theta_hat = torch.zeros(len(x_rows), self.gradient.numel(), dtype=torch.float64)
         first = group.evaluate(theta_hat, torch.arange(len(x_rows)))
         first_norm = (first.gradient * first.step).sum(-1).clamp_min(0).sqrt()
         enough = max(PROGRESS * float(first_norm.min()), self.options.tolerance)
-        ascent = self._ascend(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
+        ascent = self._find_modes(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
         return ~(ascent.norm <= (PROGRESS * first_norm).clamp_min(self.options.tolerance))
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P)."""
-        ascent = self._ascend(_Group(self, x_rows, y), self.options.max_steps)
+        ascent = self._find_modes(_Group(self, x_rows, y), self.options.max_steps)
         return self.posterior.theta + ascent.point
 
     @cached_property
-    def rounding(self) -> float:
-        """√(eᵀH⁻¹e) of the error e of the data's gradient at θ̂ in float32."""
+    def float32_rounding(self) -> float:
+        """Return √(eᵀH⁻¹e) of the error e that float32 makes in the data's gradient at θ̂.
+
+        It is infinite where the gradient overflows. It costs a pass over the data, once.
+        """
         likelihood = self.posterior.likelihood
         theta = self.posterior.theta.float().unsqueeze(0)
         error = -self.gradient
         for block in self.rows:
-            score = lambda f, b=block: b.weighted(likelihood.score(b.y, f[0].double())).unsqueeze(0)  # noqa: E731
-            gradient, _ = self.single.gradient(theta, map_inputs(_to_single, block.x), score)
+
+            def score(f: Tensor, block: Block = block) -> Tensor:
+                """Return the weighted scores of a block for outputs f (1, b, C) of one network."""
+                return block.apply_weights(likelihood.score(block.y, f[0].double())).unsqueeze(0)
+
+            gradient, _ = self.networks_single.gradients(
+                theta, map_inputs(_to_single, block.x), score
+            )
             error = error + gradient.squeeze(0).double()
         square = float(error @ self.precondition(error.unsqueeze(0)).squeeze(0))
         # A gradient that overflows in float32 gives NaN: it is never exact enough.
         return float("inf") if math.isnan(square) else max(square, 0.0) ** 0.5
 
-    def _ascend(
+    def _find_modes(
         self,
         group: _Group,
         max_steps: int,
@@ -287,7 +313,8 @@ class AllWeightsRefit:
         """Find the modes of a group's tasks with the shared preconditioner.
 
         Many weights start with gradients in float32. Tasks of few weights that have not converged
-        continue with their own Hessians. tolerance: that of the options where it is None.
+        continue with their own Hessians. tolerance: where the ascent ends; None: that of the
+        options.
         """
         tolerance = self.options.tolerance if tolerance is None else tolerance
         few_weights = self.gradient.numel() <= SMALL
@@ -296,7 +323,7 @@ class AllWeightsRefit:
         # The refit of the linearised network gives a direction, perhaps too long.
         toward: Tensor | None = group.linearised_step
         earlier = None
-        if not few_weights and self.rounding * ABOVE_ROUNDING < PROGRESS:
+        if not few_weights and self.float32_rounding * ABOVE_ROUNDING < PROGRESS:
             earlier = self._ascend_in_single(group, group.linearised_step, max_steps, tolerance)
             start, toward = earlier.point.double(), None
         ascent = ascend(
@@ -316,7 +343,7 @@ class AllWeightsRefit:
             ascent = replace(ascent, point=point)
         return finish_with_newton(
             ascent,
-            lambda unfinished: group.take(unfinished).evaluate_newton,
+            lambda unfinished: group.select_tasks(unfinished).evaluate_newton,
             tolerance=tolerance,
             max_steps=max_steps - shared_steps,
             progress=progress,
@@ -325,11 +352,14 @@ class AllWeightsRefit:
     def _ascend_in_single(
         self, group: _Group, toward: Tensor, max_steps: int, tolerance: float
     ) -> Ascent:
-        """Do the first part of the ascent, with gradients in float32.  toward (m, P)."""
+        """Ascend with gradients in float32 from θ̂, as far as their rounding allows.
+
+        toward (m, P): the first direction. The result is in float32.
+        """
         return ascend(
             group.evaluate,
             torch.zeros_like(toward, dtype=torch.float32),
-            tolerance=max(NEARLY * tolerance, ABOVE_ROUNDING * self.rounding),
+            tolerance=max(NEARLY * tolerance, ABOVE_ROUNDING * self.float32_rounding),
             max_steps=max_steps,
             memory=self.options.memory,
             toward=toward.float(),
@@ -347,80 +377,84 @@ class _Group:
 
     @cached_property
     def x(self) -> Inputs:
-        """The input of each task."""
+        """Return the input of each task."""
         return take_rows(self.refit.x, self.x_rows)
 
     @cached_property
     def jacobian(self) -> Tensor:
-        """J at each task's input (m, C, P)."""
+        """Return J at each task's input (m, C, P)."""
         return self.refit.jacobian[self.x_rows]
 
     @cached_property
-    def pulled(self) -> Tensor:
-        """H⁻¹Jᵀ at each task's input (m, C, P), computed once for each distinct input."""
+    def U(self) -> Tensor:
+        """Return U = H⁻¹Jᵀ at each task's input (m, C, P), computed once for each input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         J = self.refit.jacobian[distinct]
         return self.refit.precondition(J.flatten(0, 1)).reshape(J.shape)[index]
 
     @cached_property
     def jacobian_single(self) -> Tensor:
-        """J at each task's input in float32 (m, C, P)."""
+        """Return J at each task's input in float32 (m, C, P)."""
         return self.jacobian.float()
 
     @cached_property
-    def pulled_single(self) -> Tensor:
-        """H⁻¹Jᵀ at each task's input in float32 (m, C, P)."""
-        return self.pulled.float()
+    def U_single(self) -> Tensor:
+        """Return U = H⁻¹Jᵀ at each task's input in float32 (m, C, P)."""
+        return self.U.float()
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K = J H⁻¹ Jᵀ at each task's input (m, C, C)."""
-        K = self.jacobian @ self.pulled.mT
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ at each task's input (m, C, C)."""
+        K = self.jacobian @ self.U.mT
         return linalg.covariance_root((K + K.mT) / 2)
 
     @cached_property
     def linearised_step(self) -> Tensor:
-        """H⁻¹Jᵀu (m, P), the step of the refit of the linearised network; zero where some f are not
-        allowed.
+        """Return Uᵀu (m, P), the step of the refit of the linearised network.
+
+        u (m, C) is its pull. The step is zero where some outputs are not allowed.
         """
         f = self.refit.f[self.x_rows]
         if not self.refit.new_likelihood.linear_domain:
             return torch.zeros(len(f), self.jacobian.shape[-1], dtype=torch.float64)
         pull = evaluate_at_mode(self.refit.new_likelihood, self.y, f, self.root).pull
-        return (pull.unsqueeze(-2) @ self.pulled).squeeze(-2)
+        return (pull.unsqueeze(-2) @ self.U).squeeze(-2)
 
-    def take(self, tasks: Tensor) -> _Group:
-        """Return the group of some of the tasks, with the cached values computed for them."""
+    def select_tasks(self, tasks: Tensor) -> _Group:
+        """Return the group of some of the tasks (k,), with the values that were computed for them.
+
+        `cached_property` reads values from `__dict__`, so they are not computed again.
+        """
         if len(tasks) == len(self.y):
             return self
         part = _Group(self.refit, self.x_rows[tasks], self.y[tasks])
-        cached = ("jacobian", "pulled", "root", "jacobian_single", "pulled_single")
+        cached = ("jacobian", "U", "root", "jacobian_single", "U_single")
         part.__dict__.update(
             {name: self.__dict__[name][tasks] for name in cached if name in self.__dict__}
         )
         return part
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks, and (H + JᵀΛJ)⁻¹ of it with H and J at θ̂.
+        """Compute the gradient of some tasks (m,) at points (m, P), and (H + JᵀΛJ)⁻¹ of it.
 
-        point (m, P), tasks (m,); in the dtype of the point.
+        H and J are those at θ̂. Both are in the dtype of the points.
         """
-        group = self.take(tasks)
-        gradient, f_new = group.gradient(point)
+        group = self.select_tasks(tasks)
+        gradient, f_new = group.compute_gradient(point)
         return Slope(gradient, group._preconditioned_step(gradient, f_new))
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks, and |H̃|⁻¹ of it with their own Hessians at the point.
+        """Compute the gradient of some tasks (m,) at points (m, P), and |H̃|⁻¹ of it.
 
-        point (m, P), tasks (m,).
+        H̃ is each task's own Hessian at its point.
         """
-        group = self.take(tasks)
-        gradient, _ = group.gradient(point)
+        group = self.select_tasks(tasks)
+        gradient, _ = group.compute_gradient(point)
         theta = self.refit.posterior.theta + point
-        H = self.refit.determinants.full(HESSIAN, theta, group.y, group.x)
+        H = self.refit.determinants.augmented_curvature(HESSIAN, theta, group.y, group.x)
         return Slope(gradient, saddle_free_step(H, gradient))
 
-    def gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) at points (m, P).
 
         Returns the gradient (m, P) in the dtype of the point, NaN where an output is not allowed,
@@ -429,14 +463,16 @@ class _Group:
         refit, new_likelihood = self.refit, self.refit.new_likelihood
         if not bool(point.any()):
             return self._gradient_at_start(point)
-        double = point.dtype == torch.float64
-        many, cast = (refit.many, _to_double) if double else (refit.single, _to_single)
+        if point.dtype == torch.float64:
+            networks, cast = refit.networks, _to_double
+        else:
+            networks, cast = refit.networks_single, _to_single
         theta = refit.posterior.theta.to(point.dtype) + point
         x = map_inputs(cast, self.x)
-        total, f_new = many.gradient(
+        total, f_new = networks.gradients(
             theta, x, lambda f: new_likelihood.score(self.y, f.double()), one_row_each=True
         )
-        total, outside = self._add_data_gradient(total, theta, many, cast)
+        total, outside = self._add_data_gradient(total, theta, networks, cast)
         total = total + refit.prior.gradient(point)
         # The prior's change leaves ∇log π(θ̂) out, so "as_is" adds it and "tilt" only takes ∇ℓ_D(θ̂).
         if refit.posterior.mode == AS_IS:
@@ -452,7 +488,7 @@ class _Group:
         self,
         total: Tensor,
         theta: Tensor,
-        many: ManyNetworks,
+        networks: ManyNetworks,
         cast: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
         """Return total + ∇ℓ_D(θ) for each θ (m, P), and where an output is not allowed (m,)."""
@@ -460,21 +496,21 @@ class _Group:
         outside = torch.zeros(len(theta), dtype=torch.bool)
         for block in self.refit.rows:
 
-            def score(f: Tensor, block: Any = block) -> Tensor:
+            def score(f: Tensor, block: Block = block) -> Tensor:
                 """Return the weighted scores of a block for outputs f (m, b, C)."""
                 value = likelihood.score(block.y, f.double())
                 return value if block.weights is None else value * block.weights.unsqueeze(-1)
 
-            gradient, f = many.gradient(theta, map_inputs(cast, block.x), score)
+            gradient, f = networks.gradients(theta, map_inputs(cast, block.x), score)
             total = total + gradient
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.y, f.double())).all(-1)
         return total, outside
 
     def _gradient_at_start(self, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient at θ̂ (m, P), which is known, and the outputs at x (m, C).
+        """Return the gradient at θ̂ (m, P), which needs no pass, and the outputs at x (m, C).
 
-        It is that of the new observation, and g₀ with mode="as_is". zero (m, P) gives the dtype.
+        It is that of the new observation, and g₀ with mode="as_is". zero (m, P): gives the dtype.
         """
         refit = self.refit
         f_new = refit.f[self.x_rows]
@@ -486,32 +522,35 @@ class _Group:
         return total.to(zero.dtype), f_new
 
     def _preconditioned_step(self, gradient: Tensor, f_new: Tensor) -> Tensor:
-        """Return z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P), by Woodbury's formula.
+        """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz (m, P), with z = H⁻¹g.
 
-        f_new (m, C): the outputs at x.
+        By Woodbury's formula there is no P×P matrix for a task. gradient (m, P), in whose dtype the
+        products are. f_new (m, C): the outputs at x.
         """
         refit = self.refit
         if gradient.dtype == torch.float64:
-            J, pulled = self.jacobian, self.pulled
+            J, U = self.jacobian, self.U
             z = refit.precondition(gradient)
         else:
-            J, pulled = self.jacobian_single, self.pulled_single
+            J, U = self.jacobian_single, self.U_single
             z = refit.precondition_single(gradient)
         Jz = (J @ z.unsqueeze(-1)).squeeze(-1).double()
         u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, Jz)
-        return z - (u.to(z.dtype).unsqueeze(-2) @ pulled).squeeze(-2)
+        return z - (u.to(z.dtype).unsqueeze(-2) @ U).squeeze(-2)
 
     def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the likelihood increments with the tilt (m,), the prior increments (m,), and the
-        outputs at x (m, C), for points (m, P).
+        """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
+
+        The third result is the outputs at x (m, C). point (m, P): the modes. mode="as_is" has no
+        tilt.
         """
         refit, likelihood = self.refit, self.refit.posterior.likelihood
         theta = refit.posterior.theta + point
         with torch.no_grad():
-            f_new = refit.many.outputs_on_own_rows(theta, self.x)
+            f_new = refit.networks.outputs_on_own_rows(theta, self.x)
             increment = refit.new_likelihood.log_prob(self.y, f_new)
             for block in refit.rows:
-                f = refit.many.outputs_on_same_rows(theta, block.x)
+                f = refit.networks.outputs_on_same_rows(theta, block.x)
                 change = likelihood.log_prob_difference(block.y, f, block.f)
                 change = change if block.weights is None else change * block.weights
                 increment = increment + change.sum(-1)
@@ -526,8 +565,9 @@ def open_all_weights(
 ) -> AllWeightsRefit:
     """Prepare all refits of any weights at inputs x: everything that does not depend on y.
 
-    A pass over the data sums the gradient at θ̂ (and the Hessian of few weights). TypeError for a
-    network of another kind; ValueError where the data are not those of the fit.
+    A pass over the data sums the gradient at θ̂ (and the Hessian of few weights). data: the
+    training data; None: those of the posterior. TypeError for a network of another kind; ValueError
+    where the data are not those of the fit or cannot be read again.
     """
     network, theta = posterior.network, posterior.theta
     if not isinstance(network, AnyParameters):
@@ -535,36 +575,38 @@ def open_all_weights(
             f"A refit of the weights does not support networks of type {type(network).__name__}. "
             "Use refit='output'."
         )
-    many = ManyNetworks(replace(network, rest=_changed_values(network.rest, _to_double)))
+    networks = ManyNetworks(replace(network, rest=_map_values(network.rest, _to_double)))
 
-    def prepare(inputs: Inputs) -> tuple[Inputs, Tensor]:
+    def prepare_inputs(inputs: Inputs) -> tuple[Inputs, Tensor]:
         """Return inputs in float64, and f̂ (b, C)."""
-        wide = map_inputs(_to_double, inputs)
+        inputs_64 = map_inputs(_to_double, inputs)
         with torch.no_grad():
-            return wide, many.outputs_of_one(theta, wide)
+            return inputs_64, networks.outputs_of_one(theta, inputs_64)
 
-    rows = open_rows(posterior, data, prepare)
-    wide, f = prepare(network.cast(as_inputs(x)))
-    many = replace(many, chain=open_chain(many.network, wide, theta))
-    single = replace(network, rest=_changed_values(network.rest, _to_single))
-    chain = None if many.chain is None else replace(many.chain, network=single)
+    rows = open_rows(posterior, data, prepare_inputs)
+    inputs_64, f = prepare_inputs(network.cast(as_inputs(x)))
+    networks = replace(networks, chain=open_chain(networks.network, inputs_64, theta))
+    single = replace(network, rest=_map_values(network.rest, _to_single))
+    chain = None if networks.chain is None else replace(networks.chain, network=single)
     n, gradient = 0, torch.zeros_like(theta)
     for block in rows:
         n += row_count(block.x)
-        score = block.weighted(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
-        block_gradient, _ = many.gradient(theta.unsqueeze(0), block.x, score.expand_as)
+        # The outputs at θ̂ are known, so the scores do not depend on those that are computed again.
+        score = block.apply_weights(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
+        block_gradient, _ = networks.gradients(theta.unsqueeze(0), block.x, score.expand_as)
         gradient += block_gradient.squeeze(0)
     check_same_data(posterior, n, gradient)
-    determinants = Determinants(posterior, options, many.outputs_of_one, rows)
+    determinants = Determinants(posterior, options, networks.outputs_of_one, rows)
     factor = determinants.start_factor
+    # `AnyParameters` has no Jacobians but LayerJacobian: the test below is for the type checker.
     parts = [J.double() for _, J in posterior.linearised(x)]
     return AllWeightsRefit(
         posterior=posterior,
         options=options,
-        many=many,
-        single=ManyNetworks(single, chain),
+        networks=networks,
+        networks_single=ManyNetworks(single, chain),
         rows=rows,
-        x=wide,
+        x=inputs_64,
         f=f,
         jacobian=torch.cat([J.dense().values for J in parts if isinstance(J, LayerJacobian)]),
         gradient=gradient,
@@ -577,10 +619,10 @@ def open_all_weights(
 def _precondition_in_single(
     posterior: Posterior, factor: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that applies H⁻¹ to the rows of (m, P) in float32, where the structure
-    allows it.
+    """Return a function that applies H⁻¹ to the rows of (m, P) and returns float32.
 
-    factor: a Cholesky factor of H (P, P), where there is one.
+    It computes in float32 where the structure allows it. factor: a Cholesky factor of H (P, P);
+    None: the structure is used.
     """
     operator = posterior.operator
     if isinstance(operator, WoodburyOperator):
@@ -604,8 +646,8 @@ def _to_single(part: Tensor) -> Tensor:
     return part.to("cpu", torch.float32) if part.is_floating_point() else part.to("cpu")
 
 
-def _changed_values(
+def _map_values(
     named: Mapping[str, Tensor], change: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
-    """Return named tensors with a change made to each of them."""
+    """Return named tensors, each changed by a function."""
     return {name: change(value) for name, value in named.items()}

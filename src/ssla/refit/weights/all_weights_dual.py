@@ -25,21 +25,22 @@ from ssla.refit.weights.solved import curvature_of
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-MOST_OUTPUTS = 2000  # n·C up to which nC × nC matrices are formed for each task
-AT_ONCE = 1 << 27  # bytes, where one task needs less
+MOST_OUTPUTS = 2000  # a guess: n·C up to which nC × nC matrices are formed for each task
+BYTES_AT_ONCE = 1 << 27  # a guess: bytes of the tasks that are computed together
 
 
 def allows_dual(posterior: Posterior) -> bool:
-    """Return whether `Dual` is possible: few rows, and a Gaussian prior with a precision above zero
-    for each weight.
+    """Return whether `Dual` is possible.
+
+    It is for few rows, and a Gaussian prior with a precision above zero for each weight.
     """
     precision = posterior.bound_prior.precision(posterior.theta)
     few = posterior.statistics.n * posterior.network.outputs <= MOST_OUTPUTS
     return few and isinstance(posterior.bound_prior, BoundGaussian) and bool((precision > 0).all())
 
 
-def bytes_needed(posterior: Posterior) -> int:
-    """Return the bytes that one task needs.
+def dual_task_bytes(posterior: Posterior) -> int:
+    """Return the bytes that one task of `Dual` needs.
 
     They are the Jacobian of all rows (itself, in blocks, and whitened) and six matrices of nC × nC.
     """
@@ -52,59 +53,74 @@ class Dual:
     """−½[log|H̃(θ̃)| − log|H(θ̂)|] without a P×P matrix."""
 
     posterior: Posterior
-    run: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
+    network_outputs: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
     rows: TrainingRows
-    known: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # at θ̂, by kind
+    # ½ log|I + RᵀΛR| at θ̂ and whether it exists, by kind of curvature: stored by the first call.
+    start_values: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
-    def __call__(self, point: Tensor, y: Tensor, x: Inputs, kind: str) -> tuple[Tensor, Tensor]:
-        """Compute the increments of m tasks at points θ − θ̂ (m, P) (m,), and where H̃ is positive
-        definite (m,).
+    def __call__(
+        self, point: Tensor, y: Tensor, x: Inputs, curvature_kind: str
+    ) -> tuple[Tensor, Tensor]:
+        """Compute the increments (m,) of tasks at points θ − θ̂ (m, P), and where they exist (m,).
+
+        They exist where H̃ is positive definite. y (m, …) and x (m, …) are those of the new rows.
+        The value at θ̂ is computed by the first call for a kind of curvature and stored.
         """
         theta_hat = self.posterior.theta
-        if kind not in self.known:
-            self.known[kind] = self._half_logdet(theta_hat.unsqueeze(0), kind, None)
-        start, start_exists = self.known[kind]
-        at_once = max(AT_ONCE // bytes_needed(self.posterior), 1)
+        if curvature_kind not in self.start_values:
+            self.start_values[curvature_kind] = self._half_logdet(
+                theta_hat.unsqueeze(0), curvature_kind, None
+            )
+        start, start_exists = self.start_values[curvature_kind]
+        at_once = max(BYTES_AT_ONCE // dual_task_bytes(self.posterior), 1)
         parts = [
-            self._half_logdet(theta_hat + point[tasks], kind, (y[tasks], take_rows(x, tasks)))
+            self._half_logdet(
+                theta_hat + point[tasks], curvature_kind, (y[tasks], take_rows(x, tasks))
+            )
             for tasks in torch.arange(len(point)).split(at_once)
         ]
         halves, exist = zip(*parts, strict=True)
         return start - torch.cat(halves), torch.cat(exist) & start_exists
 
     def _half_logdet(
-        self, thetas: Tensor, kind: str, new_rows: tuple[Tensor, Inputs] | None
+        self, thetas: Tensor, curvature_kind: str, new_rows: tuple[Tensor, Inputs] | None
     ) -> tuple[Tensor, Tensor]:
-        """Compute ½ log|I + RᵀΛR| at each θ (m, P) (m,), and where it is positive definite (m,).
+        """Compute ½ log|I + RᵀΛR| (m,) at each θ (m, P), and where it exists (m,).
 
-        new_rows: (y, x) of each task, which count as the last training row; None: the data alone.
+        It exists where the matrix is positive definite. new_rows: (y, x) of each task, which count
+        as the last training row; None: the data alone.
         """
         likelihood, bound_prior = self.posterior.likelihood, self.posterior.bound_prior
         parts, precisions = [], []
         for block in self.rows:
-            J, f = jacobians_of_rows(self.run, thetas, block.x)
-            precision = curvature_of(likelihood, kind, block.y, f).expand(*f.shape, f.shape[-1])
+            J, f = jacobians_of_rows(self.network_outputs, thetas, block.x)
+            precision = curvature_of(likelihood, curvature_kind, block.y, f).expand(
+                *f.shape, f.shape[-1]
+            )
             if block.weights is not None:
                 precision = precision * block.weights[:, None, None]
             parts.append(J)
             precisions.append(precision)
         if new_rows is not None:
             y, x = new_rows
-            J, f = jacobians_of_own_rows(self.run, thetas, x)
+            J, f = jacobians_of_own_rows(self.network_outputs, thetas, x)
             parts.append(J.unsqueeze(1))
-            precision = curvature_of(likelihood.predictive, kind, y, f)
+            precision = curvature_of(likelihood.predictive, curvature_kind, y, f)
             precisions.append(precision.expand(*f.shape, f.shape[-1]).unsqueeze(1))
         J, Lambda = torch.cat(parts, 1), torch.cat(precisions, 1)
+        # G = J Π⁻¹ Jᵀ of all rows together (m, nC, nC), from J with the rows (i, c) flattened.
         white = (J / bound_prior.precision(self.posterior.theta).sqrt()).flatten(1, 2)
-        R = _root(white @ white.mT)
+        R = _gram_root(white @ white.mT)
         LR = (Lambda @ R.reshape(*Lambda.shape[:3], -1)).reshape(R.shape)
         factor, info = torch.linalg.cholesky_ex(torch.eye(R.shape[-1], dtype=R.dtype) + R.mT @ LR)
         return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), info == 0
 
 
-def _root(G: Tensor) -> Tensor:
-    """Return R with R Rᵀ = G (m, k, k): Cholesky, or by eigenvalues where G is singular (equal
-    rows).
+def _gram_root(G: Tensor) -> Tensor:
+    """Return R with R Rᵀ = G (m, k, k).
+
+    It is the Cholesky factor, or Q √max(λ, 0) by eigenvalues where G is singular, as for equal
+    rows.
     """
     factor, info = torch.linalg.cholesky_ex(G)
     singular = info.nonzero().squeeze(-1)

@@ -13,28 +13,34 @@ from torch import Tensor
 from ssla.data import Inputs
 from ssla.refit.weights.refit_rows import as_batch
 
-Run = Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
+NetworkOutputs = Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
 
 
-def jacobians_of_rows(run: Run, thetas: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+def jacobians_of_rows(
+    network_outputs: NetworkOutputs, thetas: Tensor, x: Inputs
+) -> tuple[Tensor, Tensor]:
     """Return J (m, b, C, P) and f (m, b, C) of each θ (m, P) on the same rows x (b, …)."""
-    of_one_network = torch.func.vmap(_jacobian_of_row(run), in_dims=(None, 0))
-    J, f = torch.func.vmap(of_one_network, in_dims=(0, None))(thetas, x)
+    jacobians_of_one_network = torch.func.vmap(_jacobian_of_row(network_outputs), in_dims=(None, 0))
+    J, f = torch.func.vmap(jacobians_of_one_network, in_dims=(0, None))(thetas, x)
     return J.detach(), f.detach()
 
 
-def jacobians_of_own_rows(run: Run, thetas: Tensor, x: Inputs) -> tuple[Tensor, Tensor]:
+def jacobians_of_own_rows(
+    network_outputs: NetworkOutputs, thetas: Tensor, x: Inputs
+) -> tuple[Tensor, Tensor]:
     """Return J (m, C, P) and f (m, C) of each θ (m, P) on a row of its own, for x (m, …)."""
-    J, f = torch.func.vmap(_jacobian_of_row(run))(thetas, x)
+    J, f = torch.func.vmap(_jacobian_of_row(network_outputs))(thetas, x)
     return J.detach(), f.detach()
 
 
-def _jacobian_of_row(run: Run) -> Callable[[Tensor, Inputs], tuple[Tensor, Tensor]]:
-    """Return the function (θ (P,), a row of x) -> J (C, P) and f (C,)."""
+def _jacobian_of_row(
+    network_outputs: NetworkOutputs,
+) -> Callable[[Tensor, Inputs], tuple[Tensor, Tensor]]:
+    """Return the function (θ (P,), a row of x) -> J (C, P) and f (C,), in one pass."""
 
     def f_twice(theta: Tensor, row: Inputs) -> tuple[Tensor, Tensor]:
         """Return f twice: `jacrev` differentiates the first and returns the second."""
-        f = run(theta, as_batch(row)).squeeze(0)
+        f = network_outputs(theta, as_batch(row)).squeeze(0)
         return f, f
 
     jacobian: Callable[[Tensor, Inputs], tuple[Tensor, Tensor]] = torch.func.jacrev(

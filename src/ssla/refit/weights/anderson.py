@@ -25,11 +25,15 @@ SHORTEST = 2.0**-24  # a guess: the shortest part of a step that is tried
 RIDGE, SINGLE_RIDGE = 1e-14, 1e-7
 # A guess: evaluations with a shared preconditioner before a task continues with its own Hessian.
 SHARED_STEPS = 20
+# The ascents start at this part of the output refit's step: the curvature mostly grows on the way,
+# so that step is too long (docs/notes/refits.md: 7.3 and 8.7 gradients).
+START_SHARE = 0.7
 # A guess: a mixed step may be this many times as long as the plain one, because a direction of H
 # may be this much weaker than P.
 FARTHEST = 1000.0
 LEAST_RISE = 0.01  # a guess: the least slope of a mixed step over that of the plain one
 CROWDED = 0.75  # a guess: the history is copied where fewer of its tasks are still active
+LEAST_CURVATURE = 1e-8  # a guess: the least |eigenvalue| of a Hessian, over its largest one
 
 
 class Slope(NamedTuple):
@@ -89,49 +93,38 @@ def ascend(
 ) -> Ascent:
     """Maximise many objectives by preconditioned ascent with Anderson mixing over `memory` rounds.
 
-    A trial is taken where the slope along it is still above −½ of what it was, and halved
-    otherwise. All tasks advance in the same round, those that halve and those that go on, so no
-    task waits for another's line search. A task that has converged is not evaluated again. Works in
-    the dtype of `start` (M, P).
+    Points are in the dtype of `start` (M, P). A trial is taken where the slope along it is still
+    above −OVERSHOOT times what it was, and halved otherwise. All tasks advance in the same round,
+    so no task waits for another's line search. A task that has converged is not evaluated again.
 
-    toward (M, P): a first direction from `start` in place of the preconditioned gradient, for a
-    guess that may be too far. progress: called with the number of tasks that converged (see
-    `Progress`). earlier: an ascent of the same tasks, which this one continues; its evaluations
-    count towards max_steps. stop: asked before each round; the ascent ends where it is when the
-    answer is yes.
+    toward (M, P): a first direction from `start`, taken where it points uphill; it may be too long.
+    progress: called with the number of tasks that converged (see `Progress`). earlier: an ascent of
+    the same tasks, which this one continues; its evaluations count towards max_steps. stop: called
+    before each round; the ascent ends where it is when that returns True.
 
-    Fails (converged = False, the best point is kept) after max_steps evaluations, or where no step
-    helps.
+    A task has not converged after max_steps evaluations, or where no step helps. Its last accepted
+    point is kept.
     """
-    count = start.shape[0]
-    point = start.clone()
-    norm = torch.full((count,), torch.inf, dtype=start.dtype)
-    steps = torch.zeros(count, dtype=torch.long) if earlier is None else earlier.steps.clone()
-    tasks = torch.arange(count)  # those that are still active
-    first = evaluate(start, tasks)
-    state = _State(start, first.gradient, first.step)
-    finite = _finite(first)
-    norm[:] = torch.where(finite, state.norm, norm)
-    steps += 1
-    keep = (finite & (norm > tolerance) & (steps < max_steps)).nonzero().squeeze(-1)
+    state, ascent, finite = _start_ascent(evaluate, start, tolerance, earlier)
+    point, norm, steps = ascent.point, ascent.norm, ascent.steps
     if progress is not None:
-        progress(int((norm <= tolerance).sum()))
-    tasks, state = tasks[keep], state.take(keep)
+        progress(int(ascent.converged.sum()))
+    # From here on, tensors of m rows are those of the active tasks.
+    tasks = (finite & (norm > tolerance) & (steps < max_steps)).nonzero().squeeze(-1)
+    state = state.select_tasks(tasks)
     stored = None if earlier is None else earlier.history
-    history = _ActiveHistory(stored, tasks, count, memory, state)
-    direction, slope = history.mix(tasks, state)
+    history = _ActiveHistory(stored, tasks, len(start), memory, state)
+    direction, slope = history.mix_directions(tasks, state)
     if toward is not None:
-        direction, slope = _prefer_uphill(toward[keep], state.gradient, direction, slope)
+        direction, slope = _prefer_uphill(toward[tasks], state.gradient, direction, slope)
     factor = torch.ones_like(slope)
     while tasks.numel() and not (stop is not None and stop()):
         trial = state.point + factor.unsqueeze(-1) * direction
-        there = evaluate(trial, tasks)
+        at_trial = evaluate(trial, tasks)
         steps[tasks] += 1
-        # The line search: halve a trial that has gone too far beyond the maximum along its line.
-        new_slope = (there.gradient * direction).sum(-1)
-        taken = _finite(there) & (new_slope >= -OVERSHOOT * slope)
-        state, change = state.advance(trial, there, taken)
-        history.push(tasks, change)
+        taken = _is_taken(at_trial, direction, slope)
+        state, change = state.advance(trial, at_trial, taken)
+        history.add_round(tasks, change)
         factor = torch.where(taken, torch.ones_like(factor), factor / 2)
         point[tasks], norm[tasks] = state.point, state.norm
         # Tasks that have ended leave the round.
@@ -140,19 +133,52 @@ def ascend(
         if progress is not None:
             progress(int(converged.sum()))
         keep = active.nonzero().squeeze(-1)
-        tasks, state, factor = tasks[keep], state.take(keep), factor[keep]
+        tasks, state, factor = tasks[keep], state.select_tasks(keep), factor[keep]
         # Tasks whose trial was taken get a new direction; the others try a shorter step again.
-        new_direction, new_slope = history.mix(tasks, state)
+        new_direction, new_slope = history.mix_directions(tasks, state)
         advanced = taken[keep]
         direction = torch.where(advanced.unsqueeze(-1), new_direction, direction[keep])
         slope = torch.where(advanced, new_slope, slope[keep])
-    return Ascent(point, norm, steps, norm <= tolerance, history.of_all_tasks())
+    return Ascent(point, norm, steps, norm <= tolerance, history.write_back())
+
+
+def _start_ascent(
+    evaluate: Evaluate, start: Tensor, tolerance: float, earlier: Ascent | None
+) -> tuple[_State, Ascent, Tensor]:
+    """Evaluate all tasks at `start` (M, P), after the evaluations of an earlier ascent, if any.
+
+    Returns their states, an ascent that ends at the start, and where gradients and steps are finite
+    (M,).
+    """
+    count = start.shape[0]
+    first = evaluate(start, torch.arange(count))
+    state = _State(start, first.gradient, first.step)
+    finite = _is_finite(first)
+    norm = torch.full((count,), torch.inf, dtype=start.dtype)
+    norm[:] = torch.where(finite, state.norm, norm)
+    steps = torch.zeros(count, dtype=torch.long) if earlier is None else earlier.steps.clone()
+    steps += 1
+    return state, Ascent(start.clone(), norm, steps, norm <= tolerance), finite
+
+
+def _is_taken(at_trial: Slope, direction: Tensor, slope: Tensor) -> Tensor:
+    """Return which trials the line search takes (m,).
+
+    A trial that has gone too far beyond the maximum along its direction (m, P) is not taken, nor is
+    one outside the domain. slope (m,): the slope along the direction where it starts.
+    """
+    new_slope = (at_trial.gradient * direction).sum(-1)
+    return _is_finite(at_trial) & (new_slope >= -OVERSHOOT * slope)
 
 
 def _prefer_uphill(
     guess: Tensor, gradient: Tensor, direction: Tensor, slope: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return guesses (m, P) where they point uphill, else the directions (m, P), and the slopes."""
+    """Return guesses (m, P) where they point uphill, and the directions (m, P) elsewhere.
+
+    slope (m,): the slopes along the directions. The second result is the slopes along what is
+    returned.
+    """
     rise = (gradient * guess).sum(-1)
     uphill = torch.isfinite(rise) & (rise > 0)
     return torch.where(uphill.unsqueeze(-1), guess, direction), torch.where(uphill, rise, slope)
@@ -168,7 +194,8 @@ def finish_with_newton(
 ) -> Ascent:
     """Continue tasks that have not converged with their own Hessians.
 
-    newton: from the numbers of these tasks (m,) to the function that evaluates them.
+    newton: from the numbers of these tasks (m,) to the function that evaluates them. max_steps:
+    evaluations that are left; below one the ascent is returned as it is.
     """
     unfinished = (~ascent.converged).nonzero().squeeze(-1)
     if not unfinished.numel() or max_steps < 1:
@@ -187,20 +214,24 @@ def finish_with_newton(
 def saddle_free_step(H: Tensor, gradient: Tensor) -> Tensor:
     """Return |H|⁻¹g: Newton's step, uphill also where H is indefinite.
 
-    H (m, P, P) and gradient (m, P) -> (m, P). A Hessian that is not finite counts as the identity.
+    H (m, P, P) and gradient (m, P) -> (m, P). |H| has the absolute values of the eigenvalues. A
+    Hessian that is not finite counts as the identity.
     """
     finite = torch.isfinite(H).all(-1, keepdim=True).all(-2, keepdim=True)
     H = torch.where(finite, H, torch.eye(H.shape[-1], dtype=H.dtype))
     values, vectors = torch.linalg.eigh((H + H.mT) / 2)
     size = values.abs()
-    size = torch.maximum(size, 1e-8 * size.amax(-1, keepdim=True))
+    size = torch.maximum(size, LEAST_CURVATURE * size.amax(-1, keepdim=True))
     white = (vectors.mT @ gradient.unsqueeze(-1)).squeeze(-1) / size
     step: Tensor = (vectors @ white.unsqueeze(-1)).squeeze(-1)
     return step
 
 
-def _finite(slope: Slope) -> Tensor:
-    """Return where gradients and steps are finite (m,)."""
+def _is_finite(slope: Slope) -> Tensor:
+    """Return where gradients and steps are finite (m,).
+
+    Sums are tested in place of all entries: the sum of a row with NaN or infinity is not finite.
+    """
     return torch.isfinite(slope.gradient.sum(-1)) & torch.isfinite(slope.step.sum(-1))
 
 
@@ -214,24 +245,27 @@ class _State:
 
     @property
     def norm(self) -> Tensor:
-        """√(gᵀP⁻¹g) (m,), the distance from the mode."""
+        """Return √(gᵀP⁻¹g) (m,), the distance from the mode."""
         return (self.gradient * self.step).sum(-1).clamp_min(0).sqrt()
 
-    def take(self, keep: Tensor) -> _State:
-        """Return the state of some tasks."""
+    def select_tasks(self, keep: Tensor) -> _State:
+        """Return the states of some tasks, by their positions here (k,)."""
         if keep.numel() == self.point.shape[0]:
             return self
         return _State(self.point[keep], self.gradient[keep], self.step[keep])
 
-    def advance(self, trial: Tensor, there: Slope, taken: Tensor) -> tuple[_State, _State]:
-        """Move to the trials where they are taken (m,), and return the new state and its change."""
-        new = _State(trial, there.gradient, there.step)
+    def advance(self, trial: Tensor, at_trial: Slope, taken: Tensor) -> tuple[_State, _State]:
+        """Return the states after a round, and their changes.
+
+        A state moves to its trial where that is taken (m,), and stays otherwise.
+        """
+        new = _State(trial, at_trial.gradient, at_trial.step)
         if not bool(taken.all()):
-            at_trial = taken.unsqueeze(-1)
+            chosen = taken.unsqueeze(-1)
             new = _State(
-                torch.where(at_trial, trial, self.point),
-                torch.where(at_trial, there.gradient, self.gradient),
-                torch.where(at_trial, there.step, self.step),
+                torch.where(chosen, trial, self.point),
+                torch.where(chosen, at_trial.gradient, self.gradient),
+                torch.where(chosen, at_trial.step, self.step),
             )
         return new, _State(
             new.point - self.point, new.gradient - self.gradient, new.step - self.step
@@ -240,15 +274,15 @@ class _State:
 
 @dataclass(eq=False)
 class History:
-    """How points and steps of M tasks changed over the last k rounds.
+    """How points θ and steps s = P⁻¹g of M tasks changed over the last k rounds.
 
-    A round without a change is zero and counts for nothing.
+    A round in which a task did not change is zero and has no part in a mixed step.
     """
 
     mixes: Tensor  # Δθ + Δs (M, k, P)
     changes: Tensor  # Δs (M, k, P)
     gram: Tensor  # Δsᵀ Δg (M, k, k), in float64
-    round: int = 0
+    rounds: int = 0  # rounds so far; the next one replaces entry `rounds` modulo k
 
     @staticmethod
     def empty(count: int, memory: int, size: int, dtype: torch.dtype) -> History:
@@ -256,82 +290,94 @@ class History:
         past = torch.zeros(count, memory, size, dtype=dtype)
         return History(past, past.clone(), torch.zeros(count, memory, memory, dtype=torch.float64))
 
-    def take(self, tasks: Tensor, dtype: torch.dtype) -> History:
-        """Return the history of some tasks, in `dtype`."""
+    def select_tasks(self, tasks: Tensor, dtype: torch.dtype) -> History:
+        """Return the history of some tasks, in `dtype`; the Gram matrices stay in float64."""
         return History(
-            self.mixes[tasks].to(dtype), self.changes[tasks].to(dtype), self.gram[tasks], self.round
+            self.mixes[tasks].to(dtype),
+            self.changes[tasks].to(dtype),
+            self.gram[tasks],
+            self.rounds,
         )
 
-    def store(self, tasks: Tensor, part: History) -> None:
+    def store_tasks(self, tasks: Tensor, part: History) -> None:
         """Write the history of some tasks into this one, in place."""
         self.mixes[tasks] = part.mixes
         self.changes[tasks] = part.changes
         self.gram[tasks] = part.gram
-        self.round = part.round
+        self.rounds = part.rounds
 
 
 class _ActiveHistory:
     """The history of the tasks that are still active.
 
-    It is copied only when a quarter of the tasks in it have ended.
+    Tasks that have ended stay in it until a quarter of them have: taking them out is a copy.
     """
 
-    complete: History | None  # of all tasks, where this is not a continuation
+    complete: History | None  # of all tasks; None where this continues an earlier ascent
     part: History  # of the tasks `stored`
+    stored: Tensor  # the numbers of these tasks, in rising order
 
     def __init__(
         self, earlier: History | None, tasks: Tensor, count: int, memory: int, state: _State
     ) -> None:
-        """Start the history of some tasks out of `count`, or continue an earlier one."""
+        """Start the history of `count` tasks, or continue an earlier one for those in `tasks`.
+
+        memory: the rounds that are kept, for a new history. state: gives the size and the dtype.
+        """
         size, dtype = state.point.shape[1], state.point.dtype
         if earlier is not None:
             self.complete = None
-            self.part = earlier.take(tasks, dtype)
+            self.part = earlier.select_tasks(tasks, dtype)
             self.stored = tasks
         else:
             self.complete = self.part = History.empty(count, memory, size, dtype)
             self.stored = torch.arange(count)
 
-    def push(self, tasks: Tensor, change: _State) -> None:
-        """Add a round in which the states of some tasks changed; it replaces the oldest one."""
+    def add_round(self, tasks: Tensor, change: _State) -> None:
+        """Store a round in which the states of some tasks changed, in the place of the oldest one.
+
+        With a memory of no rounds nothing is stored.
+        """
         part, memory = self.part, self.part.gram.shape[-1]
         if not memory:
             return
         positions = self._positions(tasks)
-        j = part.round % memory
-        part.round += 1
+        j = part.rounds % memory
+        part.rounds += 1
         part.mixes[positions, j] = change.point + change.step
         part.changes[positions, j] = change.step
-        products = self._times_changes(positions, change.gradient)
+        products = self._multiply_changes(positions, change.gradient)
         part.gram[positions, j] = products
         part.gram[positions, :, j] = products
 
-    def mix(self, tasks: Tensor, state: _State) -> tuple[Tensor, Tensor]:
+    def mix_directions(self, tasks: Tensor, state: _State) -> tuple[Tensor, Tensor]:
         """Return Anderson's directions d = s − Σ γ_j (Δθ_j + Δs_j) (m, P), and their slopes (m,).
 
         γ minimises ‖s − Σ γ_j Δs_j‖ in the metric of P (⟨s, s'⟩ = sᵀg'). The plain step s takes the
-        place of a d that does not point uphill or is far longer.
+        place of a d that does not point uphill or is far longer. Tasks that have ended may be
+        removed from the stored history.
         """
         plain_slope = (state.gradient * state.step).sum(-1)
-        if not self.part.round or not self.part.gram.shape[-1] or not tasks.numel():
+        if not self.part.rounds or not self.part.gram.shape[-1] or not tasks.numel():
             return state.step, plain_slope
         if len(tasks) <= CROWDED * len(self.stored):
-            self._shrink(tasks)
+            self._shrink_to(tasks)
         positions = self._positions(tasks)
-        gram, right = self.part.gram[positions], self._times_changes(positions, state.gradient)
-        # Scale to a unit diagonal; rounds without a change become equations γ_j = 0.
+        gram, right = self.part.gram[positions], self._multiply_changes(positions, state.gradient)
+        # The equations are scaled to a unit diagonal.
         size = gram.diagonal(dim1=-2, dim2=-1).clamp_min(0).sqrt()
         idle = size <= 0
         size = torch.where(idle, torch.ones_like(size), size)
         scaled = gram / size.unsqueeze(-1) / size.unsqueeze(-2)
         either_idle = idle.unsqueeze(-1) | idle.unsqueeze(-2)
         scaled = torch.where(either_idle, torch.zeros_like(scaled), scaled)
+        # An idle round has a one on the diagonal and zeros elsewhere, so its γ_j is zero.
         ridge = RIDGE if state.step.dtype == torch.float64 else SINGLE_RIDGE
         solved, _ = torch.linalg.solve_ex(
             scaled + torch.diag_embed(idle + ridge), (right / size).unsqueeze(-1)
         )
         gamma = (solved.squeeze(-1) / size).to(state.step.dtype)
-        mixed = state.step - self._combine(positions, gamma)
+        mixed = state.step - self._combine_mixes(positions, gamma)
         slope = (state.gradient * mixed).sum(-1)
         # Where the mixed step is far longer, the history describes another region.
         not_far = mixed.norm(dim=-1) <= FARTHEST * state.step.norm(dim=-1)
@@ -339,36 +385,40 @@ class _ActiveHistory:
         direction = torch.where(usable.unsqueeze(-1), mixed, state.step)
         return direction, torch.where(usable, slope, plain_slope)
 
-    def of_all_tasks(self) -> History | None:
-        """Return the history of all tasks; None where this continues an earlier history."""
+    def write_back(self) -> History | None:
+        """Write the history of the active tasks into that of all tasks, and return the latter.
+
+        None where this continues an earlier history.
+        """
         if self.complete is not None and self.part is not self.complete:
-            self.complete.store(self.stored, self.part)
+            self.complete.store_tasks(self.stored, self.part)
         return self.complete
 
     def _positions(self, tasks: Tensor) -> Tensor:
         """Return the positions of tasks in `part` (m,)."""
         return torch.searchsorted(self.stored, tasks)
 
-    def _shrink(self, tasks: Tensor) -> None:
-        """Keep the history of these tasks alone."""
+    def _shrink_to(self, tasks: Tensor) -> None:
+        """Keep the history of these tasks alone, after that of the others is written back."""
         positions = self._positions(tasks)
-        self.of_all_tasks()
-        self.part = self.part.take(positions, self.part.mixes.dtype)
+        self.write_back()
+        self.part = self.part.select_tasks(positions, self.part.mixes.dtype)
         self.stored = tasks
 
-    def _times_changes(self, positions: Tensor, gradient: Tensor) -> Tensor:
+    def _multiply_changes(self, positions: Tensor, gradient: Tensor) -> Tensor:
         """Return Δs_jᵀ g for gradients (m, P) of tasks at `positions`: (m, k), in float64."""
-        spread = self._spread(positions, gradient).unsqueeze(-1)
+        spread = self._spread_over_stored(positions, gradient).unsqueeze(-1)
         return (self.part.changes @ spread).squeeze(-1)[positions].double()
 
-    def _combine(self, positions: Tensor, gamma: Tensor) -> Tensor:
+    def _combine_mixes(self, positions: Tensor, gamma: Tensor) -> Tensor:
         """Return Σ γ_j (Δθ_j + Δs_j) (m, P), for gamma (m, k)."""
-        return (self._spread(positions, gamma).unsqueeze(1) @ self.part.mixes).squeeze(1)[positions]
+        spread = self._spread_over_stored(positions, gamma).unsqueeze(1)
+        return (spread @ self.part.mixes).squeeze(1)[positions]
 
-    def _spread(self, positions: Tensor, values: Tensor) -> Tensor:
-        """Return values (m, …) in the rows of their tasks, and zero for the other stored tasks.
+    def _spread_over_stored(self, positions: Tensor, values: Tensor) -> Tensor:
+        """Return values (m, k) in the rows of their tasks, and zero for the other stored tasks.
 
-        So a product needs no copy of the history of the active tasks.
+        A product with them needs no copy of the history of the active tasks.
         """
         if len(positions) == len(self.stored):
             return values

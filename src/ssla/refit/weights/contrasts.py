@@ -23,36 +23,43 @@ class Contrasts:
 
     @cached_property
     def matrix(self) -> Tensor:
-        """Helmert's contrasts Q (C, C − 1): class k against the mean of those before it."""
+        """Return Helmert's contrasts Q (C, C − 1) in float64.
+
+        Column k compares class k + 1 with the mean of the classes before it, and has length one.
+        """
         k = torch.arange(1, self.classes, dtype=torch.float64)
         unscaled = torch.triu(torch.ones(self.classes, self.classes - 1, dtype=torch.float64))
         unscaled[torch.arange(1, self.classes), torch.arange(self.classes - 1)] = -k
         return unscaled / (k * (k + 1)).sqrt()
 
-    def of_matrices(self, values: Tensor) -> Tensor:
-        """Return QᵀΛQ of matrices (m, C, C): (m, C − 1, C − 1)."""
+    def project_matrices(self, values: Tensor) -> Tensor:
+        """Return QᵀΛQ (m, C − 1, C − 1) for matrices Λ (m, C, C)."""
         Q = self.matrix.to(values.dtype)
         return Q.mT @ values @ Q
 
-    def of_blocks(self, H: Tensor) -> Tensor:
-        """Return (Q ⊗ I)ᵀ H (Q ⊗ I) of a matrix of C × C blocks (C·F, C·F)."""
+    def project_blocks(self, H: Tensor) -> Tensor:
+        """Return (Q ⊗ I)ᵀ H (Q ⊗ I) for a matrix H of C × C blocks (C·F, C·F).
+
+        The result is ((C − 1)·F, (C − 1)·F).
+        """
         C, F = self.classes, H.shape[0] // self.classes
         blocks = torch.einsum("afbg,ac,bd->cfdg", H.reshape(C, F, C, F), self.matrix, self.matrix)
         return blocks.reshape((C - 1) * F, (C - 1) * F)
 
     @cached_property
-    def _pairs(self) -> tuple[Tensor, Tensor]:
-        """The indices of the pairs a ≤ b, each (pairs,)."""
+    def _pair_indices(self) -> tuple[Tensor, Tensor]:
+        """Return the two indices of the pairs a ≤ b of contrasts, each (pairs,)."""
         return tuple(torch.triu_indices(self.classes - 1, self.classes - 1))
 
-    def pairs(self, f: Tensor) -> Tensor:
-        """Return the entries a ≤ b of QᵀΛQ for outputs f (C, …): (pairs, …).
+    def projected_softmax_curvature(self, f: Tensor) -> Tensor:
+        """Return the entries a ≤ b of QᵀΛQ (pairs, …) for outputs f (C, …).
 
-        Λ = (diag(p) − ppᵀ)/T² with p = softmax(f/T), the curvature of a softmax.
+        Λ = (diag(p) − ppᵀ)/T² with p = softmax(f/T) is the curvature of a softmax.
         """
-        a, b = self._pairs
+        a, b = self._pair_indices
         Q = self.matrix.to(f.dtype) / self.temperature
         p = (f / self.temperature).softmax(0).flatten(1)
         Qp = Q.mT @ p
+        # Entry (a, b) is Σ_c Q_ca Q_cb p_c − (Qᵀp)_a (Qᵀp)_b, with 1/T in each Q.
         entries = ((Q[:, a] * Q[:, b]).mT @ p).addcmul_(Qp[a], Qp[b], value=-1)
         return entries.reshape(len(a), *f.shape[1:])

@@ -31,7 +31,7 @@ from ssla.refit.weights.solved import (
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-SMALL = 500  # weights up to which P×P matrices are formed for each task
+SMALL = 500  # a guess: weights up to which P×P matrices are formed for each task
 JACOBIANS_AT_ONCE = 1 << 27  # a guess: bytes of Jacobians and matrices formed together
 
 
@@ -41,22 +41,23 @@ class Determinants:
 
     posterior: Posterior
     options: Options
-    run: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
+    network_outputs: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
     rows: TrainingRows
 
     @property
-    def size(self) -> int:
-        """The number of weights P."""
+    def weight_count(self) -> int:
+        """Return the number of weights P."""
         return self.posterior.theta.numel()
 
     @cached_property
     def start_factor(self) -> Tensor | None:
-        """The Cholesky factor that preconditions the refits (P, P); None where there is no matrix.
+        """Return the Cholesky factor that preconditions the refits (P, P); None where there is
+        none.
 
         It is that of the full Hessian at θ̂ of few weights where that is positive definite, else
         that of the fitted dense curvature.
         """
-        if self.size <= SMALL:
+        if self.weight_count <= SMALL:
             hessian = self._factorise_start(HESSIAN)
             if hessian is not None:
                 return hessian
@@ -68,72 +69,81 @@ class Determinants:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the curvature increments of m tasks at points θ − θ̂ (m, P).
 
-        f_new (m, C): outputs at x. root (m, C, C): R with R Rᵀ = K. Returns the increments, where
-        the Fisher information took the place of an indefinite curvature, and where H̃ is positive
-        definite; all are (m,).
+        f_new (m, C): outputs at the new inputs x. root (m, C, C): R with R Rᵀ = K. Returns the
+        increments, NaN where they do not exist; where the Fisher information took the place of an
+        indefinite curvature; and where H̃ is positive definite. All are (m,).
         """
         if self.options.logdet == STRUCTURE:
-            return self._by_structure(point, x)
+            return self._increments_by_structure(point, x)
         value = torch.full((len(point),), torch.nan, dtype=torch.float64)
         fallback = torch.zeros(len(point), dtype=torch.bool)
         positive = torch.zeros(len(point), dtype=torch.bool)
-        for kind in dict.fromkeys((self.options.curvature, FISHER)):
+        # The kind asked for, then the Fisher information for the tasks where that is indefinite.
+        for curvature_kind in dict.fromkeys((self.options.curvature, FISHER)):
             tasks = (~positive).nonzero().squeeze(-1)
             if not tasks.numel():
                 break
             if self.options.logdet == FROZEN:
                 precision = curvature_of(
-                    self.posterior.likelihood.predictive, kind, y[tasks], f_new[tasks]
+                    self.posterior.likelihood.predictive, curvature_kind, y[tasks], f_new[tasks]
                 )
                 increment = new_row_increment(root[tasks], precision)
             else:
                 increment = self._exact_increments(
-                    point[tasks], y[tasks], take_rows(x, tasks), kind
+                    point[tasks], y[tasks], take_rows(x, tasks), curvature_kind
                 )
             value[tasks], positive[tasks] = increment
-            fallback[tasks] = kind != self.options.curvature
+            fallback[tasks] = curvature_kind != self.options.curvature
         return value, fallback, positive
 
     # --- exact -----------------------------------------------------------------------------
 
     @cached_property
     def _dual_determinants(self) -> Dual:
-        """The determinants of many weights, in the space of the outputs."""
-        return Dual(self.posterior, self.run, self.rows)
+        """Return the engine of determinants of many weights, in the space of the outputs."""
+        return Dual(self.posterior, self.network_outputs, self.rows)
 
     @cached_property
     def _start_factors(self) -> dict[str, Tensor | None]:
-        """Results of `_factorise_start`, by kind."""
+        """Return the dictionary in which `_factorise_start` stores its results, by kind."""
         return {}
 
-    def _factorise_start(self, kind: str) -> Tensor | None:
-        """Return the Cholesky factor of H(θ̂) of one kind (P, P); None where it is indefinite."""
-        if kind not in self._start_factors:
-            H = self._curvature(kind, self.posterior.theta.unsqueeze(0))[0]
+    def _factorise_start(self, curvature_kind: str) -> Tensor | None:
+        """Return the Cholesky factor of H(θ̂) of one kind (P, P); None where it is indefinite.
+
+        The result is stored: the next call with the same kind needs no pass over the data.
+        """
+        if curvature_kind not in self._start_factors:
+            H = self._posterior_curvature(curvature_kind, self.posterior.theta.unsqueeze(0))[0]
             factor, info = torch.linalg.cholesky_ex(H)
-            self._start_factors[kind] = None if int(info) else factor
-        return self._start_factors[kind]
+            self._start_factors[curvature_kind] = None if int(info) else factor
+        return self._start_factors[curvature_kind]
 
     def _exact_increments(
-        self, point: Tensor, y: Tensor, x: Inputs, kind: str
+        self, point: Tensor, y: Tensor, x: Inputs, curvature_kind: str
     ) -> tuple[Tensor, Tensor]:
         """Compute −½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ (m,), and where it exists (m,).
 
-        No two large determinants are subtracted. Many weights have theirs in the dual.
+        point (m, P), y and x of the new rows. No two large determinants are subtracted. More than
+        SMALL weights have theirs in the dual. NaN for all tasks where H(θ̂) is indefinite.
         """
-        if self.size > SMALL:
-            return self._dual_determinants(point, y, x, kind)
-        L = self._factorise_start(kind)
+        if self.weight_count > SMALL:
+            return self._dual_determinants(point, y, x, curvature_kind)
+        L = self._factorise_start(curvature_kind)
         if L is None:
             nan = torch.full((len(point),), torch.nan, dtype=torch.float64)
             return nan, torch.zeros(len(point), dtype=torch.bool)
         values, positive = [], []
         for part in torch.arange(len(point)).split(self._tasks_at_once):
             thetas = self.posterior.theta + point[part]
-            change = self.full(kind, thetas, y[part], take_rows(x, part)) - L @ L.mT
+            change = (
+                self.augmented_curvature(curvature_kind, thetas, y[part], take_rows(x, part))
+                - L @ L.mT
+            )
+            # L⁻¹(L⁻¹ΔH)ᵀ = L⁻¹ΔHL⁻ᵀ, as ΔH is symmetric.
             half = torch.linalg.solve_triangular(L, change, upper=False)
             white = torch.linalg.solve_triangular(L, half.mT, upper=False)
-            eye = torch.eye(self.size, dtype=torch.float64)
+            eye = torch.eye(self.weight_count, dtype=torch.float64)
             factor, info = torch.linalg.cholesky_ex(eye + (white + white.mT) / 2)
             values.append(-factor.diagonal(dim1=-2, dim2=-1).log().sum(-1))
             positive.append(info == 0)
@@ -141,34 +151,44 @@ class Determinants:
 
     @property
     def _tasks_at_once(self) -> int:
-        """The number of tasks whose P×P matrices are formed together, at least one."""
+        """Return the number of tasks whose P×P matrices are formed together, at least one."""
         network, budget = self.posterior.network, self.posterior.memory_budget
         rows = min(network.rows_at_once(budget), self.posterior.statistics.n)
         # J and ΛJ of a block of rows, and six P×P matrices.
-        task_bytes = 8 * self.size * (rows * network.outputs * 2 + 6 * self.size)
+        task_bytes = 8 * self.weight_count * (rows * network.outputs * 2 + 6 * self.weight_count)
         return max(JACOBIANS_AT_ONCE // task_bytes, 1)
 
-    def full(self, kind: str, thetas: Tensor, y: Tensor, x: Inputs) -> Tensor:
-        """Return H̃ of the data, the prior and each task's new row at its θ (m, P): (m, P, P)."""
-        return self._curvature(kind, thetas) + self._new_row_curvature(kind, thetas, y, x)
+    def augmented_curvature(
+        self, curvature_kind: str, thetas: Tensor, y: Tensor, x: Inputs
+    ) -> Tensor:
+        """Return H̃ of one kind at each θ (m, P): (m, P, P).
 
-    def _curvature(self, kind: str, thetas: Tensor) -> Tensor:
-        """Return −∇²(ℓ_D + log π), of one kind, at each θ (m, P): (m, P, P)."""
+        It sums the data, the prior and each task's new row, of target y (m, …) and input x (m, …).
+        """
+        return self._posterior_curvature(curvature_kind, thetas) + self._new_row_curvature(
+            curvature_kind, thetas, y, x
+        )
+
+    def _posterior_curvature(self, curvature_kind: str, thetas: Tensor) -> Tensor:
+        """Return −∇²(ℓ_D + log π) of one kind at each θ (m, P): (m, P, P).
+
+        It is a pass over the training rows.
+        """
         theta_hat, bound_prior = self.posterior.theta, self.posterior.bound_prior
         total = as_matrix(bound_prior.precision(theta_hat)).expand(len(thetas), -1, -1)
         change = PriorChange(bound_prior, theta_hat).precision(thetas - theta_hat)
         total = total if change is None else total + change
         for block in self.rows:
-            if kind == HESSIAN:
+            if curvature_kind == HESSIAN:
                 total = total + self._block_hessian(thetas, block)
             else:
-                total = total + self._block_gauss_newton(kind, thetas, block)
+                total = total + self._block_gauss_newton(curvature_kind, thetas, block)
         return total
 
-    def _block_gauss_newton(self, kind: str, thetas: Tensor, block: Block) -> Tensor:
+    def _block_gauss_newton(self, curvature_kind: str, thetas: Tensor, block: Block) -> Tensor:
         """Return Σ_i J_i(θ)ᵀ Λ_i J_i(θ) over a block at each θ (m, P): (m, P, P)."""
-        J, f = jacobians_of_rows(self.run, thetas, block.x)
-        precision = curvature_of(self.posterior.likelihood, kind, block.y, f)
+        J, f = jacobians_of_rows(self.network_outputs, thetas, block.x)
+        precision = curvature_of(self.posterior.likelihood, curvature_kind, block.y, f)
         if block.weights is not None:
             precision = precision * block.weights[:, None, None]
         return J.flatten(1, 2).mT @ (precision @ J).flatten(1, 2)
@@ -181,33 +201,41 @@ class Determinants:
         likelihood = self.posterior.likelihood
 
         def loss(theta: Tensor) -> Tensor:
-            return -block.weighted(likelihood.log_prob(block.y, self.run(theta, block.x))).sum()
+            """Return minus the block's log likelihood at one θ (P,)."""
+            return -block.apply_weights(
+                likelihood.log_prob(block.y, self.network_outputs(theta, block.x))
+            ).sum()
 
+        # Chunks bound the memory; their size is a guess.
         H: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)), chunk_size=32)(thetas)
         return H.detach()
 
-    def _new_row_curvature(self, kind: str, thetas: Tensor, y: Tensor, x: Inputs) -> Tensor:
+    def _new_row_curvature(
+        self, curvature_kind: str, thetas: Tensor, y: Tensor, x: Inputs
+    ) -> Tensor:
         """Return the curvature of each task's new observation at its θ (m, P): (m, P, P)."""
         new_likelihood = self.posterior.likelihood.predictive
-        if kind == HESSIAN:
+        if curvature_kind == HESSIAN:
 
             def loss(theta: Tensor, target: Tensor, row: Inputs) -> Tensor:
-                f = self.run(theta, as_batch(row)).squeeze(0)
+                """Return minus the log density of one new row at one θ (P,)."""
+                f = self.network_outputs(theta, as_batch(row)).squeeze(0)
                 return -new_likelihood.log_prob(target, f)
 
             H: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)))(thetas, y, x)
             return H.detach()
-        J, f = jacobians_of_own_rows(self.run, thetas, x)
-        curvature: Tensor = J.mT @ curvature_of(new_likelihood, kind, y, f) @ J
+        J, f = jacobians_of_own_rows(self.network_outputs, thetas, x)
+        curvature: Tensor = J.mT @ curvature_of(new_likelihood, curvature_kind, y, f) @ J
         return curvature
 
     # --- by structure ----------------------------------------------------------------------
 
-    def _by_structure(self, point: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-        """Fit the structure again at each θ̃, with the Fisher information.
+    def _increments_by_structure(self, point: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the increments by the structure, fitted again at each θ̃ with the Fisher
+        information.
 
-        A structure belongs to one θ, so each task is a pass over the data. Returns what a call
-        does.
+        A structure belongs to one θ, so each task is a pass over the data. Returns what `__call__`
+        returns: no task has a fallback, and all determinants exist.
         """
         start = self.posterior.operator.logdet()
         increments = [
@@ -220,10 +248,10 @@ class Determinants:
     def _logdet_of_structure(self, theta: Tensor, x: Inputs) -> float:
         """Return log|S| of the structure fitted at θ (P,) to the data and one new input."""
         network, likelihood = self.posterior.network, self.posterior.likelihood
-        sums = self.posterior.statistics.curvature.zero(self.size)
+        sums = self.posterior.statistics.curvature.zero(self.weight_count)
         for block in self.rows:
             f, J = network.linearise(network.cast(block.x), theta)
-            precision = block.weighted(likelihood.fisher(f.double()))
+            precision = block.apply_weights(likelihood.fisher(f.double()))
             sums = sums.add(J.double(), precision, block.weights)
         f, J = network.linearise(network.cast(x), theta)
         sums = sums.add(J.double(), likelihood.predictive.fisher(f.double()), None)

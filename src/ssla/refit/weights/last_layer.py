@@ -34,8 +34,8 @@ from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_group import (
     Group,
     InitialCurvature,
-    in_basis,
-    pairs,
+    change_basis,
+    index_pairs,
     pairwise_products,
 )
 from ssla.refit.weights.refit_rows import (
@@ -51,13 +51,16 @@ from ssla.refit.weights.solved import Options, Solved, curvature_of
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-# Posterior standard deviations from the mode: single precision finds it that well.
+# A guess, in posterior standard deviations: single precision finds a mode this well.
 SINGLE_MODE = 1e-4
 # The limits of single precision: `capped_exp` is exact up to e²², and squares of targets must not
 # overflow.
 SHARPEST_SINGLE, LARGEST_SINGLE = math.exp(22), 1e15
-# rows × tasks × outputs worked on together: larger arrays do not fit the processor's cache
+# A guess: rows × tasks × outputs worked on together. Larger arrays fall out of the cache.
 CACHE_ELEMENTS = 1 << 19
+# Guesses: vectors of all weights that a task of an ascent takes besides its history, and the
+# fewest tasks that are worth a pass over the rows.
+VECTORS_OF_ASCENT, FEWEST_TASKS = 12, 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +77,8 @@ class LastLayerRefit:
     f: Tensor  # f̂ at x (N, C)
     basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
     gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
-    initial_curvatures: tuple[
-        InitialCurvature, ...
-    ]  # the kind asked for first; the Fisher after it where they differ
+    # the kind asked for first; the Fisher after it where they differ
+    initial_curvatures: tuple[InitialCurvature, ...]
     # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
     fallback: bool
 
@@ -84,29 +86,32 @@ class LastLayerRefit:
 
     @property
     def new_likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return self.f.shape[1]
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that are solved together, by the cache and the memory budget."""
+        """Return the number of tasks that are solved together.
+
+        The cache limits it where the rows are in memory, the memory budget otherwise.
+        """
         P = self.gradient.numel()
         # Half of the budget is for the ascent, which keeps three vectors for each mixed round.
-        task_bytes = 8 * P * (3 * self.options.memory + 12)
+        task_bytes = 8 * P * (3 * self.options.memory + VECTORS_OF_ASCENT)
         most = self.posterior.memory_budget // 2 // task_bytes
         if self.rows.kept is None:  # a pass is expensive: as many tasks as the memory holds
             return max(most, 1)
         largest = max(block.f.shape[0] for block in self.rows)
-        return max(min(CACHE_ELEMENTS // (largest * self.outputs), most), 8)
+        return max(min(CACHE_ELEMENTS // (largest * self.outputs), most), FEWEST_TASKS)
 
     @cached_property
     def prior(self) -> PriorChange:
-        """The change of log π with a step from θ̂."""
+        """Return the change of log π with a step from θ̂, as an object."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     def from_basis(self, point: Tensor) -> Tensor:
@@ -116,56 +121,66 @@ class LastLayerRefit:
         return solved.mT.reshape(point.shape)
 
     def to_basis(self, gradient: Tensor) -> Tensor:
-        """Return gradients (m, P) in the coordinates δ' (m, P)."""
+        """Return gradients (m, P) in the coordinates δ' (m, P): L_B⁻¹g for each output."""
         by_output = gradient.reshape(-1, self.basis.shape[0])
         solved: Tensor = torch.linalg.solve_triangular(self.basis, by_output.mT, upper=False)
         return solved.mT.reshape(gradient.shape)
 
-    def prior_gradient(self, point: Tensor) -> Tensor:
-        """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P), in the precision of
-        `point`.
+    def prior_gradient_change(self, point: Tensor) -> Tensor:
+        """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P), for points δ' (m, P).
+
+        The result is in the precision of `point`.
         """
-        if not self.prior.gaussian:
+        if not self.prior.is_gaussian:
             change = self.prior.gradient(self.from_basis(point.double()))
             return self.to_basis(change).to(point.dtype)
         by_output = point.reshape(len(point), self.outputs, -1).movedim(1, 0)
-        change = -(by_output @ self._prior_precision[point.dtype])
+        change = -(by_output @ self._prior_precision_by_dtype[point.dtype])
         return change.movedim(0, 1).reshape(point.shape)
 
     @cached_property
-    def _prior_precision(self) -> dict[torch.dtype, Tensor]:
-        """The precision of a Gaussian prior in the basis (C, F, F), in single and in double."""
+    def _prior_precision_by_dtype(self) -> dict[torch.dtype, Tensor]:
+        """Return the precision T of a Gaussian prior in the basis, L_B⁻¹TL_B⁻ᵀ (C, F, F), by dtype.
+
+        The dtypes are those of single and double precision.
+        """
         diagonal = torch.diag_embed(
             self.prior.bound.precision(self.prior.theta).reshape(self.outputs, -1)
         )
+        # L⁻¹(L⁻¹T)ᵀ = L⁻¹TL⁻ᵀ, as T is symmetric.
         half = torch.linalg.solve_triangular(self.basis, diagonal, upper=False)
-        in_basis = torch.linalg.solve_triangular(self.basis, half.mT, upper=False)
-        return {torch.float64: in_basis, torch.float32: in_basis.float()}
+        precision = torch.linalg.solve_triangular(self.basis, half.mT, upper=False)
+        return {torch.float64: precision, torch.float32: precision.float()}
 
     @cached_property
-    def _stored(self) -> dict[tuple[int, str], Tensor]:
-        """Values of `store_for_block`, by the id of a kept block and a name.
+    def _stored_values(self) -> dict[tuple[int, str], Tensor]:
+        """Return the dictionary in which `store_for_block` keeps values, by block and name.
 
-        A kept block lives as long as this refit, so no other block has its id.
+        A block is known by its id: a kept block lives as long as this refit, so no other block has
+        it.
         """
         return {}
 
     def store_for_block(self, block: Block, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Return a value of a block under a name, which is computed once if it can be stored.
+        """Return the value of `compute` for a block, and store it under a name for the next call.
 
-        It is stored for kept blocks, while all such values fit a quarter of the memory budget.
+        It is stored for blocks that are kept in memory, while all such values fit a quarter of the
+        memory budget. Otherwise it is computed at every call.
         """
-        value = self._stored.get((id(block), name))
+        value = self._stored_values.get((id(block), name))
         if value is None:
             value = compute()
-            all_values = (*self._stored.values(), value)
+            all_values = (*self._stored_values.values(), value)
             used_bytes = sum(kept.numel() * kept.element_size() for kept in all_values)
             if self.rows.kept is not None and used_bytes <= self.posterior.memory_budget // 4:
-                self._stored[id(block), name] = value
+                self._stored_values[id(block), name] = value
         return value
 
-    def in_precision(self, block: Block, dtype: torch.dtype) -> Block:
-        """Return a block in single or double precision."""
+    def cast_block(self, block: Block, dtype: torch.dtype) -> Block:
+        """Return a block in single or double precision.
+
+        Targets that are whole numbers stay as they are. Results in single precision are stored.
+        """
         if dtype == torch.float64:
             return block
 
@@ -179,11 +194,10 @@ class LastLayerRefit:
         return Block(cast("x", block.x), cast("f", block.f), cast("y", block.y), weights)
 
     @cached_property
-    def holds_in_single(self) -> bool:
-        """Return whether single precision can hold the derivatives of the likelihood on all
-        training rows.
+    def fits_single_precision(self) -> bool:
+        """Return whether single precision holds the likelihood's derivatives on all training rows.
 
-        It cannot where the units of y are very small or very large.
+        It does not where the units of y are very small or very large.
         """
         likelihood = self.posterior.likelihood
         for block in self.rows:
@@ -193,28 +207,34 @@ class LastLayerRefit:
                 return False
         return True
 
-    def squares(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """Return vech(φφᵀ) of a block's rows (b, F(F + 1)/2), in `dtype`."""
+    def feature_products(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """Return vech(φφᵀ) of the rows of a block (b, F(F + 1)/2), in `dtype`."""
         return self.store_for_block(
             block, f"squares {dtype}", lambda: pairwise_products(block.x).to(dtype)
         )
 
-    def covariances(self, block: Block, initial: InitialCurvature) -> Tensor:
-        """Return the entries a ≤ b of K = J H⁻¹ Jᵀ at a block's rows (pairs, b).
+    def paired_covariances(self, block: Block, initial: InitialCurvature) -> Tensor:
+        """Return the entries a ≤ b of K = J H⁻¹ Jᵀ at the rows of a block (pairs, b).
 
-        Entries off the diagonal are doubled: their sum with ΔΛ is tr KΔΛ.
+        Entries off the diagonal stand for two of K and are doubled: the sum of products with the
+        entries of ΔΛ is then tr KΔΛ.
         """
 
         def compute_entries() -> Tensor:
             """Return the entries, which `store_for_block` keeps."""
             K = initial.operator.covariance(Features(block.x, initial.outputs))
-            return torch.stack([(1 + (a != b)) * K[:, a, b] for a, b in pairs(initial.outputs)])
+            entries = []
+            for a, b in index_pairs(initial.outputs):
+                entries.append(K[:, a, b] if a == b else 2 * K[:, a, b])
+            return torch.stack(entries)
 
-        return self.store_for_block(block, f"{initial.kind} {initial.outputs}", compute_entries)
+        return self.store_for_block(
+            block, f"{initial.curvature_kind} {initial.outputs}", compute_entries
+        )
 
     @cached_property
-    def contrasts(self) -> InitialCurvature | None:
-        """The curvature in contrasts of classes, which has C − 1 outputs in place of C.
+    def contrast_curvature(self) -> InitialCurvature | None:
+        """Return the curvature in contrasts of classes, which has C − 1 outputs in place of C.
 
         None where the ratio of determinants would not be the same: other likelihoods, the Fisher in
         place of the observed curvature, and priors that differ by class.
@@ -224,15 +244,15 @@ class LastLayerRefit:
         temperature = likelihood.logit_temperature
         if temperature is None or not likelihood.softmax or likelihood.power != 1:
             return None
-        if not prior.gaussian or initial.kind != OBSERVED:
+        if not prior.is_gaussian or initial.curvature_kind != OBSERVED:
             return None
         precision = prior.bound.precision(prior.theta).reshape(self.outputs, -1)
         if not torch.equal(precision, precision[:1].expand_as(precision)):
             return None
         contrasts = Contrasts(self.outputs, temperature)
         return InitialCurvature(
-            initial.kind,
-            torch.linalg.cholesky(contrasts.of_blocks(initial.matrix)),
+            initial.curvature_kind,
+            torch.linalg.cholesky(contrasts.project_blocks(initial.matrix)),
             self.outputs - 1,
             contrasts,
         )
@@ -242,17 +262,20 @@ class LastLayerRefit:
     def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
         """Compute the three increments of m tasks, each at its own mode.
 
-        x_rows (m,): the row of x of each task. y (m, …). Tasks whose observed curvature is
-        indefinite at the mode use the Fisher information, and are counted.
+        x_rows (m,): the row of x of each task. y (m, …). progress: called with the number of tasks
+        that converged. Tasks whose observed curvature is indefinite at the mode use the Fisher
+        information, and are marked. Tasks that fail are marked as not converged.
         """
         initial = self.initial_curvatures[0]
         group = Group(self, initial, x_rows, y)
-        ascent = self._ascend(group, progress)
+        ascent = self._find_modes(group, progress)
         likelihood, prior = group.likelihood_and_prior(ascent.point)
-        curvature, positive = group.curvature_increments(ascent.point, self.contrasts or initial)
+        curvature, positive = group.curvature_increments(
+            ascent.point, self.contrast_curvature or initial
+        )
         indefinite = (~positive).nonzero().squeeze(-1)
-        if indefinite.numel() and initial.kind == OBSERVED:
-            fisher_group = group.take(indefinite)
+        if indefinite.numel() and initial.curvature_kind == OBSERVED:
+            fisher_group = group.select_tasks(indefinite)
             curvature[indefinite], positive[indefinite] = fisher_group.curvature_increments(
                 ascent.point[indefinite], self.initial_curvatures[-1]
             )
@@ -270,58 +293,61 @@ class LastLayerRefit:
             error=torch.zeros_like(curvature),
         )
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Never: f is linear in a last layer, and refits of it are quick."""
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return False for each task (m,): f is linear, so that refits are quick."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P)."""
-        ascent = self._ascend(Group(self, self.initial_curvatures[0], x_rows, y))
+        ascent = self._find_modes(Group(self, self.initial_curvatures[0], x_rows, y))
         return self.posterior.theta + self.from_basis(ascent.point)
 
-    def _ascend(self, group: Group, progress: Progress | None = None) -> Ascent:
+    def _find_modes(self, group: Group, progress: Progress | None = None) -> Ascent:
         """Find the modes of a group's tasks, in three stages.
 
         First the shared preconditioner in single precision, where the rows are in memory; then the
-        same in double; then each task's own Hessian, for tasks that have not converged. Classes
-        (targets without rounding) may end after the first stage.
+        same in double precision; then the task's own Hessian, for tasks that have not converged.
+        Classes (targets without rounding) may end after the first stage.
         """
         tolerance, memory = self.options.tolerance, self.options.memory
         steps_left = self.options.max_steps
         start = group.start_point()
         ascent = Ascent.not_started(start)
         tasks = torch.arange(len(start))
-        if self.rows.kept is not None and self.holds_in_single:
+        if self.rows.kept is not None and self.fits_single_precision:
             may_end = tolerance >= SINGLE_MODE and not group.y.is_floating_point()
-            most = min(SHARED_STEPS, steps_left // 2)
-            rough = ascend(
+            single_steps = min(SHARED_STEPS, steps_left // 2)
+            in_single = ascend(
                 group.evaluate,
                 start.float(),
                 tolerance=max(tolerance, SINGLE_MODE),
-                max_steps=most,
+                max_steps=single_steps,
                 memory=memory,
+                # Tasks that go on in double precision are counted there.
                 progress=progress if may_end else None,
             )
-            point = torch.where(torch.isfinite(rough.point), rough.point.double(), start)
-            ascent = replace(rough, point=point, norm=rough.norm.double())
-            steps_left -= most
+            point = in_single.point.double()
+            # Where single precision overflowed, the next stage begins at the start again.
+            point = torch.where(torch.isfinite(in_single.point), point, start)
+            ascent = replace(in_single, point=point, norm=in_single.norm.double())
+            steps_left -= single_steps
             if may_end:
                 tasks = (~ascent.converged).nonzero().squeeze(-1)
         if tasks.numel():
-            most = min(SHARED_STEPS, steps_left)
-            later = ascend(
-                group.take(tasks).evaluate,
+            double_steps = min(SHARED_STEPS, steps_left)
+            in_double = ascend(
+                group.select_tasks(tasks).evaluate,
                 ascent.point[tasks],
                 tolerance=tolerance,
-                max_steps=most,
+                max_steps=double_steps,
                 memory=memory,
                 progress=progress,
             )
-            ascent = ascent.continued_by(tasks, later)
-            steps_left -= most
+            ascent = ascent.continued_by(tasks, in_double)
+            steps_left -= double_steps
         return finish_with_newton(
             ascent,
-            lambda unfinished: group.take(unfinished).evaluate_newton,
+            lambda unfinished: group.select_tasks(unfinished).evaluate_newton,
             tolerance=tolerance,
             max_steps=steps_left,
             progress=progress,
@@ -331,35 +357,39 @@ class LastLayerRefit:
 def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:
     """Prepare all refits of a last layer at inputs x: everything that does not depend on y.
 
-    A pass over the data sums gradient and curvature at θ̂. ValueError where the data are not those
-    of the fit; NoFactorError where no curvature at θ̂ is positive definite.
+    A pass over the data sums gradient and curvature at θ̂. data: the training data; None: those of
+    the posterior. ValueError where the data are not those of the fit or cannot be read again;
+    NoFactorError where no curvature at θ̂ is positive definite.
     """
     network = posterior.network
     C = network.outputs
 
-    def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
+    def prepare_inputs(inputs: Any) -> tuple[Tensor, Tensor]:
         """Return the features (b, F) and f̂ (b, C) in float64."""
         f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.double().phi, f.double()
 
-    rows = open_rows(posterior, data, prepare)
+    rows = open_rows(posterior, data, prepare_inputs)
     kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED else (FISHER,)
     n, gradient, sums = sum_gradient_and_curvature(posterior, rows, kinds)
     check_same_data(posterior, n, gradient)
     prior_precision = as_matrix(posterior.bound_prior.precision(posterior.theta))
-    curvatures = {kind: total + prior_precision for kind, total in sums.items()}
+    curvatures = {curvature_kind: total + prior_precision for curvature_kind, total in sums.items()}
     # The basis makes the average of the diagonal blocks the identity.
     blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
     basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
     factorised = []
     if not int(info):
-        factorised = [_factorise(kind, in_basis(H, basis), C) for kind, H in curvatures.items()]
+        factorised = [
+            _factorise_curvature(curvature_kind, change_basis(H, basis), C)
+            for curvature_kind, H in curvatures.items()
+        ]
     usable = tuple(initial for initial in factorised if initial is not None)
     if not usable:
         raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
     chunks = network.chunks(as_inputs(x), posterior.memory_budget)
-    parts = [prepare(network.cast(part)) for part in chunks]
+    parts = [prepare_inputs(network.cast(part)) for part in chunks]
     return LastLayerRefit(
         posterior=posterior,
         options=options,
@@ -369,29 +399,29 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
         basis=basis,
         gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
         initial_curvatures=usable,
-        fallback=usable[0].kind != options.curvature,
+        fallback=usable[0].curvature_kind != options.curvature,
     )
 
 
 def sum_gradient_and_curvature(
     posterior: Posterior, rows: TrainingRows, kinds: tuple[str, ...]
 ) -> tuple[int, Tensor, dict[str, Tensor]]:
-    """Read the training rows at θ̂ once.
+    """Sum the gradient and the curvature of the training rows at θ̂, in float64.
 
-    Returns their number, ∇ℓ_D (P,), and the data's curvature of each kind (P, P), in float64.
+    Returns the number of rows, ∇ℓ_D (P,), and the data's curvature of each kind (P, P).
     """
     C, likelihood = posterior.network.outputs, posterior.likelihood
     P = posterior.theta.numel()
     n = 0
     gradient = torch.zeros(P, dtype=torch.float64)
-    sums = {kind: torch.zeros(P, P, dtype=torch.float64) for kind in kinds}
+    sums = {curvature_kind: torch.zeros(P, P, dtype=torch.float64) for curvature_kind in kinds}
     for block in rows:
         features = Features(block.x, C)
         n += block.y.shape[0]
-        gradient += features.pull(block.weighted(likelihood.score(block.y, block.f)))
-        for kind, total in sums.items():
-            precision = curvature_of(likelihood, kind, block.y, block.f)
-            total += features.gram(block.weighted(precision))
+        gradient += features.pull(block.apply_weights(likelihood.score(block.y, block.f)))
+        for curvature_kind, total in sums.items():
+            precision = curvature_of(likelihood, curvature_kind, block.y, block.f)
+            total += features.gram(block.apply_weights(precision))
     return n, gradient, sums
 
 
@@ -401,7 +431,7 @@ def whiten(phi: Tensor, basis: Tensor) -> Tensor:
     return white.mT.contiguous()
 
 
-def _factorise(kind: str, H: Tensor, outputs: int) -> InitialCurvature | None:
+def _factorise_curvature(curvature_kind: str, H: Tensor, outputs: int) -> InitialCurvature | None:
     """Factorise H = L Lᵀ (P, P) of one kind; None where it is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(H)
-    return None if int(info) else InitialCurvature(kind, factor, outputs)
+    return None if int(info) else InitialCurvature(curvature_kind, factor, outputs)

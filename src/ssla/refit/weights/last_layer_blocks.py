@@ -25,15 +25,16 @@ from torch import Tensor
 
 from ssla.likelihoods import Likelihood
 from ssla.refit.increments import FISHER
-from ssla.refit.weights.last_layer_sketch import Estimate, from_products
+from ssla.refit.weights.last_layer_sketch import Estimate, remainder_from_products
 from ssla.refit.weights.refit_rows import Block
 
 MOST_VECTORS, LEAST_VECTORS = 64, 8  # guesses
-ITERATIONS = 60  # a guess: of conjugate gradients
-RESIDUAL = 1e-3  # a guess: √(rᵀS⁻¹r) over that of the right side, where they end
-ROWS_AT_ONCE = 1024  # a guess
+MOST_ITERATIONS = 60  # a guess: iterations of conjugate gradients
+RESIDUAL = 1e-3  # a guess: they end at this √(rᵀS⁻¹r) over that of the right side
+ROWS_AT_ONCE = 1024  # a guess: rows in one product with the curvature
+TINY = 1e-30  # keeps rows that are solved exactly from a division by zero
 NUMBERS_AT_ONCE = 1 << 21  # a guess: in each tensor over sampled rows, 16 MiB in float64
-NO_PART = 1e-4  # a guess: an eigenvalue of G over the largest one, below which it has no part
+NO_PART = 1e-4  # a guess: eigenvalues of G below this part of the largest one are left out
 SEED = 37
 
 
@@ -50,24 +51,24 @@ class SharedBlocks:
     at_z: Tensor  # J_i z_s (n, C, S)
     at_u: Tensor  # J_i u_s (n, C, S)
     variances: Tensor  # φ_iᵀ S_c⁻¹ φ_i (n, C)
-    kind: str
+    curvature_kind: str
     residual: float  # of the worst solve
 
     @property
     def outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return len(self.inverse)
 
     def solve(self, values: Tensor) -> Tensor:
         """Return S⁻¹v for each row v of values (m, P): (m, P)."""
         return solve_blocks(self.inverse, values)
 
-    def take(self, rows: Tensor) -> Block:
-        """Return some of the training rows (b,)."""
+    def select_rows(self, rows: Tensor) -> Block:
+        """Return some of the training rows (b,), by their numbers, as a block."""
         x, f, y, weights = self.rows
         return Block(x[rows], f[rows], y[rows], None if weights is None else weights[rows])
 
-    def estimate(
+    def estimate_correction(
         self,
         likelihood: Likelihood,
         rows: Tensor,
@@ -76,92 +77,102 @@ class SharedBlocks:
         phi: Tensor,
         explained: Tensor,
     ) -> Estimate:
-        """Estimate what one task adds to log|I + ΛK| + tr S⁻¹ΔH.
+        """Estimate what one task adds to log|I + ΛK| + tr S⁻¹ΔH, with the standard error.
 
-        rows: the sampled rows (b,), with the probability that each was sampled (b,). step: the
-        task's step (C, F). phi, explained: the new row's φ (F,) and G (C, C).
+        It turns S into S₁ in the trace, and adds the last two terms of the module's formula. rows:
+        the sampled rows (b,), with the probability that each was sampled (b,). step: the task's
+        step (C, F). phi, explained: the new row's φ (F,) and G (C, C).
         """
         values, vectors = torch.linalg.eigh(explained)
         keep = values.abs() > NO_PART * values.abs().amax()
-        new = _NewRow(
-            (self.inverse @ phi).mT,
-            vectors[:, keep].to(self.z.dtype),
-            values[keep].to(self.z.dtype),
+        new_row = _NewRow(
+            solved_features=(self.inverse @ phi).mT,
+            vectors=vectors[:, keep].to(self.z.dtype),
+            values=values[keep].to(self.z.dtype),
         )
-        at_once = rows_at_once(self.outputs, len(self.z))
+        at_once = sampled_rows_at_once(self.outputs, len(self.z))
         parts = [
-            self._row_sums(likelihood, chunk, probability[positions], step, new)
+            self._sum_over_rows(likelihood, chunk, probability[positions], step, new_row)
             for positions, chunk in zip(
                 torch.arange(len(rows)).split(at_once), rows.split(at_once), strict=True
             )
         ]
         sums = _RowSums(*(torch.stack(column).sum(0) for column in zip(*parts, strict=True)))
         # (u − z)ᵀ ΔH₁ z of each vector: the training rows, and the new row through G.
-        u_at_x, z_at_x = (
-            (w.reshape(len(w), self.outputs, -1) @ phi).double() for w in (self.u, self.z)
-        )  # (S, C)
-        first_order = ((u_at_x - z_at_x) @ explained * z_at_x).sum(1) + sums.first
-        controls = torch.stack([sums.plain, sums.inside], 1)
-        remainder = from_products(sums.products, controls, float(sums.added))
-        error = float(first_order.var() / len(first_order) + sums.sampling) + remainder.error**2
-        return Estimate(float(first_order.mean() - sums.taken) + remainder.value, error**0.5)
+        u_at_x = (self.u.reshape(len(self.u), self.outputs, -1) @ phi).double()  # (S, C)
+        z_at_x = (self.z.reshape(len(self.z), self.outputs, -1) @ phi).double()
+        first_order = ((u_at_x - z_at_x) @ explained * z_at_x).sum(1) + sums.first_order
+        controls = torch.stack([sums.trace_control, sums.square_control], 1)
+        remainder = remainder_from_products(sums.products, controls, float(sums.added_square))
+        # The variances of the vectors, of the sample of rows and of the sketch add up.
+        variance = float(first_order.var() / len(first_order) + sums.sampling_variance)
+        variance += remainder.error**2
+        value = float(first_order.mean() - sums.explained) + remainder.value
+        return Estimate(value, variance**0.5)
 
-    def _row_sums(
+    def _sum_over_rows(
         self,
         likelihood: Likelihood,
         rows: Tensor,
         probability: Tensor,
         step: Tensor,
-        new: _NewRow,
+        new_row: _NewRow,
     ) -> _RowSums:
-        """Sum over some sampled rows (b,), each divided by its probability (b,)."""
-        part, fisher = self.take(rows), self.kind == FISHER
+        """Sum over some sampled rows (b,), each divided by its probability of being sampled (b,).
+
+        step: the task's step (C, F). Products are in the dtype of the vectors, sums in float64.
+        """
+        part, fisher = self.select_rows(rows), self.curvature_kind == FISHER
         f = part.f + part.x @ step.mT
         weight = 1 / probability if part.weights is None else part.weights / probability
-        missing = 1 - probability  # what sampling adds to the variance of a row's term
+        # The sample of rows adds about Σ (1 − π)(t/π)² to the variance of a sum of terms t/π.
+        left_out = 1 - probability
 
         def times_change(v: Tensor) -> Tensor:
-            """Multiply v (b, C, k) by ΔΛ_i of each row."""
+            """Return ΔΛ_i v_i of each row (b, C, k), for v (b, C, k)."""
             along = v.permute(2, 0, 1)
             after = likelihood.precision_times(part.y, f, along, fisher)
             before = likelihood.precision_times(part.y, part.f, along, fisher)
             return (after - before).permute(1, 2, 0)
 
         z, u, variances = self.at_z[rows], self.at_u[rows], self.variances[rows]
-        changed = times_change(z)
+        change_z = times_change(z)
         # What the new row explains: tr(G c_iΔΛ_ic_iᵀ) with c_i the diagonal of J_iS⁻¹Jᵀ.
-        across = (part.x @ new.across).unsqueeze(-1) * new.vectors  # (b, C, k)
-        taken = ((across * times_change(across)).sum(1) * new.values).sum(1)
+        across = (part.x @ new_row.solved_features).unsqueeze(-1) * new_row.vectors  # (b, C, k)
+        explained = ((across * times_change(across)).sum(1) * new_row.values).sum(1)
         # (u − z)ᵀΔH z of each vector (b, S)
-        first = ((u - z) * changed).sum(1)
-        by_row = first.mean(1) - taken
+        first_order = ((u - z) * change_z).sum(1)
+        by_row = first_order.mean(1) - explained
         # The sketch of the remainder, with the control variates of S in place of H.
         b, C, S = z.shape
-        weighted = changed * weight[:, None, None]
+        weighted = change_z * weight[:, None, None]
         products = u.reshape(b * C, S).mT @ weighted.reshape(b * C, S)
         diagonal = likelihood.precision_diagonal(part.y, f, fisher)
         diagonal = diagonal - likelihood.precision_diagonal(part.y, part.f, fisher)
-        squares = self._squares(likelihood, part, f, variances, fisher)
-        plain = (z * weighted).sum(1).sum(0, dtype=torch.float64)
-        inside = (weighted * (variances.unsqueeze(-1) * changed)).sum(1).sum(0, dtype=torch.float64)
+        squares = self._traces_of_squares(likelihood, part, f, variances, fisher)
+        trace_form = (z * weighted).sum(1).sum(0, dtype=torch.float64)
+        K_change_z = variances.unsqueeze(-1) * change_z
+        square_form = (weighted * K_change_z).sum(1).sum(0, dtype=torch.float64)
+        trace = (weight * (variances * diagonal).sum(1)).sum(dtype=torch.float64)
         return _RowSums(
-            first=(weight.unsqueeze(1) * first).sum(0, dtype=torch.float64),
-            taken=(weight * taken).sum(dtype=torch.float64),
-            sampling=((weight * by_row).square() * missing).sum(dtype=torch.float64),
+            first_order=(weight.unsqueeze(1) * first_order).sum(0, dtype=torch.float64),
+            explained=(weight * explained).sum(dtype=torch.float64),
+            sampling_variance=((weight * by_row).square() * left_out).sum(dtype=torch.float64),
             products=products.double(),
-            plain=plain - (weight * (variances * diagonal).sum(1)).sum(dtype=torch.float64),
-            inside=inside - (weight * squares).sum(dtype=torch.float64),
-            added=(weight.square() * missing * squares).sum(dtype=torch.float64),
+            trace_control=trace_form - trace,
+            square_control=square_form - (weight * squares).sum(dtype=torch.float64),
+            added_square=(weight.square() * left_out * squares).sum(dtype=torch.float64),
         )
 
-    def _squares(
+    def _traces_of_squares(
         self, likelihood: Likelihood, part: Block, f: Tensor, variances: Tensor, fisher: bool
     ) -> Tensor:
-        """Return tr K_iΔΛ_iK_iΔΛ_i with a diagonal K_i (b,): Σ_cd k_c k_d ΔΛ_cd²."""
-        after, before = (
-            likelihood.fisher(at) if fisher else likelihood.precision(part.y, at)
-            for at in (f, part.f)
-        )
+        """Return tr K_iΔΛ_iK_iΔΛ_i of rows (b,), for diagonal K_i: Σ_cd k_c k_d ΔΛ_cd².
+
+        f (b, C): the outputs at the mode. variances (b, C): the diagonals k.
+        """
+        after = likelihood.curvature(part.y, f, fisher)
+        before = likelihood.curvature(part.y, part.f, fisher)
         entries = (after - before).square()
         return torch.einsum("bc,bcd,bd->b", variances, entries, variances)
 
@@ -169,7 +180,7 @@ class SharedBlocks:
 class _NewRow(NamedTuple):
     """The new row of a task, as it enters the sums over training rows."""
 
-    across: Tensor  # S⁻¹φ of each output (F, C)
+    solved_features: Tensor  # S⁻¹φ of each output (F, C)
     vectors: Tensor  # eigenvectors of G that have a part (C, k)
     values: Tensor  # their eigenvalues (k,)
 
@@ -177,16 +188,16 @@ class _NewRow(NamedTuple):
 class _RowSums(NamedTuple):
     """Sums over sampled rows, for one task."""
 
-    first: Tensor  # (u − z)ᵀΔH z of each vector (S,)
-    taken: Tensor  # tr G Σ c_iΔΛ_ic_iᵀ
-    sampling: Tensor  # the variance that the sample of rows adds to the first-order term
+    first_order: Tensor  # (u − z)ᵀΔH z of each vector (S,)
+    explained: Tensor  # tr G Σ c_iΔΛ_ic_iᵀ ()
+    sampling_variance: Tensor  # what the sample of rows adds to that of the first order ()
     products: Tensor  # uᵀΔH z of all pairs of vectors (S, S)
-    plain: Tensor  # zᵀΔH z of each vector, less its expectation (S,)
-    inside: Tensor  # zᵀ Σ J_iᵀΔΛ_iK_iΔΛ_iJ_i z of each vector, less its expectation (S,)
-    added: Tensor  # what the sample of rows adds to the expected squares of the products
+    trace_control: Tensor  # zᵀΔH z of each vector, less its expectation (S,)
+    square_control: Tensor  # zᵀ Σ J_iᵀΔΛ_iK_iΔΛ_iJ_i z of each vector, less its expectation (S,)
+    added_square: Tensor  # what the sample of rows adds to the expected squares of the products ()
 
 
-def rows_at_once(outputs: int, vectors: int) -> int:
+def sampled_rows_at_once(outputs: int, vectors: int) -> int:
     """Return how many sampled rows are worked on together, at least one.
 
     Several tensors (b, C, C) and (b, C, S) are held at a time.
@@ -195,29 +206,37 @@ def rows_at_once(outputs: int, vectors: int) -> int:
 
 
 def solve_blocks(inverse: Tensor, values: Tensor) -> Tensor:
-    """Return S⁻¹v for each row v of values (m, P), with the blocks of S⁻¹ (C, F, F): (m, P)."""
+    """Return S⁻¹v for each row v of values (m, P): (m, P).
+
+    inverse (C, F, F): the blocks of S⁻¹, one for each output.
+    """
     parts = values.reshape(len(values), len(inverse), -1).movedim(1, 0)
     return (parts @ inverse).movedim(0, 1).reshape(values.shape)
 
 
 def vectors_that_fit(n: int, outputs: int, width: int, itemsize: int, budget: int) -> int:
-    """Return how many vectors the budget allows beside the blocks; 0 where they do not fit."""
+    """Return how many vectors the budget allows beside the blocks; 0 for fewer than LEAST_VECTORS.
+
+    n rows, C outputs, `width` features F, and itemsize bytes for a number. Half of the budget is
+    for blocks and vectors, which are at most MOST_VECTORS.
+    """
     blocks = 3 * itemsize * outputs * width**2  # S, its factor and its inverse
+    # z and u on all rows, and six vectors of weights each in the conjugate gradients: a guess.
     each = 2 * itemsize * outputs * (n + 6 * width)
     count = min((budget // 2 - blocks) // each, MOST_VECTORS)
     return int(count) if count >= LEAST_VECTORS else 0
 
 
-def shared_blocks(
-    blocks: Iterable[Block], likelihood: Likelihood, prior: Tensor, kind: str, count: int
+def open_shared_blocks(
+    blocks: Iterable[Block], likelihood: Likelihood, prior: Tensor, curvature_kind: str, count: int
 ) -> SharedBlocks | None:
     """Sum S over rows of whitened features, and solve for `count` vectors.
 
     prior (C, F, F): its precision in the basis. None where S is not positive definite.
     """
-    rows, fisher = _join_blocks(list(blocks)), kind == FISHER
+    rows, fisher = _join_blocks(list(blocks)), curvature_kind == FISHER
     C, F = prior.shape[:2]
-    level = rows.weighted(likelihood.precision_diagonal(rows.y, rows.f, fisher))
+    level = rows.apply_weights(likelihood.precision_diagonal(rows.y, rows.f, fisher))
     S = prior.clone()
     for c in range(C):
         S[c] += (rows.x * level[:, c, None]).mT @ rows.x
@@ -231,16 +250,26 @@ def shared_blocks(
     right = torch.einsum("cfg,scg->scf", factor, signs).flatten(1)
     z = solve_blocks(inverse, right)
     del factor
-    times = curvature_times(rows, likelihood, prior, fisher)
-    u, residual = conjugate_gradients(times, lambda r: solve_blocks(inverse, r), right, z)
-    variances = _variances(rows.x, inverse)
+    times = make_curvature_product(rows, likelihood, prior, fisher)
+    u, residual = solve_by_conjugate_gradients(times, lambda r: solve_blocks(inverse, r), right, z)
+    variances = _block_variances(rows.x, inverse)
 
-    def push(vectors: Tensor) -> Tensor:
+    def outputs_of_vectors(vectors: Tensor) -> Tensor:
         """Return J_i w_s of all rows (n, C, S), for vectors w (S, P)."""
         by_output: Tensor = rows.x @ vectors.reshape(count, C, F).permute(2, 1, 0).flatten(1)
         return by_output.reshape(-1, C, count)
 
-    return SharedBlocks(inverse, rows, z, u, push(z), push(u), variances, kind, residual)
+    return SharedBlocks(
+        inverse,
+        rows,
+        z,
+        u,
+        outputs_of_vectors(z),
+        outputs_of_vectors(u),
+        variances,
+        curvature_kind,
+        residual,
+    )
 
 
 def _join_blocks(parts: list[Block]) -> Block:
@@ -254,8 +283,8 @@ def _join_blocks(parts: list[Block]) -> Block:
     )
 
 
-def _variances(features: Tensor, inverse: Tensor) -> Tensor:
-    """Compute φ_iᵀ S_c⁻¹ φ_i of rows φ (n, F) under the blocks of S⁻¹ (C, F, F): (n, C).
+def _block_variances(features: Tensor, inverse: Tensor) -> Tensor:
+    """Return φ_iᵀ S_c⁻¹ φ_i of rows φ (n, F) under the blocks of S⁻¹ (C, F, F): (n, C).
 
     One product is kept and overwritten: C new ones are not reused by the allocator, and together
     take as much memory as all refits.
@@ -268,12 +297,13 @@ def _variances(features: Tensor, inverse: Tensor) -> Tensor:
     return variances
 
 
-def curvature_times(
+def make_curvature_product(
     rows: Block, likelihood: Likelihood, prior: Tensor, fisher: bool
 ) -> Callable[[Tensor], Tensor]:
     """Return the function w (m, P) -> H w (m, P), which multiplies with the features.
 
-    prior (C, F, F): its precision in the basis.
+    prior (C, F, F): its precision in the basis. fisher: H has the Fisher information; False: the
+    observed precision.
     """
     C = len(prior)
 
@@ -296,7 +326,7 @@ def curvature_times(
     return times_curvature
 
 
-def conjugate_gradients(
+def solve_by_conjugate_gradients(
     times: Callable[[Tensor], Tensor],
     precondition: Callable[[Tensor], Tensor],
     right: Tensor,
@@ -304,8 +334,9 @@ def conjugate_gradients(
 ) -> tuple[Tensor, float]:
     """Solve H x = right for each row (m, P) by conjugate gradients, all at once.
 
-    times applies H, precondition S⁻¹. Ends at RESIDUAL, or after ITERATIONS. Returns x (m, P) and
-    the worst √(rᵀS⁻¹r) over that of the right side.
+    times applies H, precondition S⁻¹. start (m, P): the first x. It ends at RESIDUAL, or after
+    MOST_ITERATIONS. Returns x (m, P) and the worst √(rᵀS⁻¹r) over that of the right side, which
+    shows whether RESIDUAL was reached.
     """
     x = start.clone()
     scale = (right * precondition(right)).sum(-1)
@@ -313,17 +344,16 @@ def conjugate_gradients(
     white = precondition(r)
     rho = (r * white).sum(-1)
     direction = white
-    for _ in range(ITERATIONS):
+    for _ in range(MOST_ITERATIONS):
         if bool((rho <= RESIDUAL**2 * scale).all()):
             break
         H_direction = times(direction)
-        # The bounds keep rows that are solved exactly from a division by zero.
-        curvature = (direction * H_direction).sum(-1).clamp_min(1e-30)
+        curvature = (direction * H_direction).sum(-1).clamp_min(TINY)
         alpha = (rho / curvature).unsqueeze(-1)
         x = x + alpha * direction
         r = r - alpha * H_direction
         white = precondition(r)
         previous_rho = rho
         rho = (r * white).sum(-1)
-        direction = white + (rho / previous_rho.clamp_min(1e-30)).unsqueeze(-1) * direction
+        direction = white + (rho / previous_rho.clamp_min(TINY)).unsqueeze(-1) * direction
     return x, float((rho.clamp_min(0) / scale).max()) ** 0.5

@@ -18,14 +18,14 @@ from ssla.curvature.jacobians import Features
 from ssla.likelihoods import Likelihood
 from ssla.refit.increments import FISHER
 from ssla.refit.weights.contrasts import Contrasts
-from ssla.refit.weights.last_layer_group import pairs
+from ssla.refit.weights.last_layer_group import index_pairs
 from ssla.refit.weights.refit_rows import Block
 from ssla.refit.weights.solved import curvature_of
 
 COPIES = 4  # P×P matrices at the peak: H, its factor, its inverse and what LAPACK needs
 FEW_PROBES = 64  # a guess: the number of probes that any problem may have
 WORK = 3e9  # a guess: rows × parameters × probes of a task
-VECTORS = 64  # a guess: of a sketch
+VECTORS = 64  # a guess: random vectors of a sketch
 SEED = 31
 RESIDUAL = 1e-3  # a guess: ‖H H⁻¹v − v‖/‖v‖: above it single precision is not enough
 
@@ -43,23 +43,23 @@ class SharedFactor:
     probes: Tensor
     vectors: Tensor  # of N(0, H⁻¹) (S, P), for `last_layer_sketch`
     Q: Tensor  # (C, C')
-    kind: str
+    curvature_kind: str
 
     @property
     def outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return self.Q.shape[0]
 
-    def missing(self, used: int) -> float:
-        """Return the standard error with `used` probes over that of as many independent ones.
+    def missing_error(self, used: int) -> float:
+        """Return the standard error with `used` orthogonal probes, over that of independent ones.
 
-        It is zero for all P' of them, which have no error.
+        It is zero for all P' of them, which give the trace without an error.
         """
         return float(max(1 - used / len(self.inverse), 0) ** 0.5)
 
     @cached_property
     def width(self) -> int:
-        """The number of features F."""
+        """Return the number of features F."""
         return self.inverse.shape[0] // self.Q.shape[1]
 
     def solve(self, values: Tensor) -> Tensor:
@@ -69,11 +69,14 @@ class SharedFactor:
         return (self.Q @ solved.reshape(in_contrasts.shape)).flatten(1)
 
     def covariances(self, x: Tensor) -> Tensor:
-        """Return K = J H⁻¹ Jᵀ of rows with features x (b, F): (b, C, C)."""
+        """Return K = J H⁻¹ Jᵀ of rows with features x (b, F): (b, C, C).
+
+        Entries are computed in the outputs Qᵀf, for pairs a ≤ b.
+        """
         count = self.Q.shape[1]
         blocks = self.inverse.reshape(count, self.width, count, self.width)
         in_contrasts = torch.empty(count, count, len(x), dtype=x.dtype)
-        for a, b in pairs(count):
+        for a, b in index_pairs(count):
             in_contrasts[a, b] = in_contrasts[b, a] = ((x @ blocks[a, :, b, :]) * x).sum(-1)
         return self.Q @ in_contrasts.movedim(-1, 0) @ self.Q.mT
 
@@ -90,10 +93,10 @@ class SharedStructure:
     operator: Operator
     probes: Tensor  # of N(0, S⁻¹) (S, P)
     outputs: int
-    kind: str = FISHER
+    curvature_kind: str = FISHER
 
-    def missing(self, used: int) -> float:
-        """Return one: the probes are independent, so none of their error is missing."""
+    def missing_error(self, used: int) -> float:
+        """Return one: the probes are independent, so `used` does not matter."""
         return 1.0
 
     def solve(self, values: Tensor) -> Tensor:
@@ -106,11 +109,14 @@ class SharedStructure:
 
 
 def sample_structure(
-    operator: Operator, outputs: int, kind: str, dtype: torch.dtype
+    operator: Operator, outputs: int, curvature_kind: str, dtype: torch.dtype
 ) -> SharedStructure:
-    """Draw few probes for a structure: a last layer of this size is expensive."""
+    """Return the structure with FEW_PROBES probes, in `dtype`.
+
+    More probes would be too slow for a last layer of this size.
+    """
     probes = operator.sample(FEW_PROBES, torch.Generator().manual_seed(SEED))
-    return SharedStructure(operator, probes.to(dtype), outputs, kind)
+    return SharedStructure(operator, probes.to(dtype), outputs, curvature_kind)
 
 
 def factor_bytes(outputs: int, width: int, dtype: torch.dtype) -> int:
@@ -122,42 +128,46 @@ def factorise_shared(
     rows: Iterable[Block],
     likelihood: Likelihood,
     prior: Tensor,
-    kind: str,
+    curvature_kind: str,
     contrasts: Contrasts | None,
 ) -> SharedFactor | None:
     """Sum H over rows of whitened features, factorise it, and draw random vectors.
 
-    prior (C, F, F): its precision in the basis. None where H is not positive definite in this
+    prior (C, F, F): its precision in the basis. contrasts: those of the outputs in which H is
+    formed; None: the outputs themselves. None is returned where H is not positive definite in this
     precision.
     """
     outputs, width, dtype = prior.shape[0], prior.shape[1], prior.dtype
     Q = torch.eye(outputs, dtype=dtype) if contrasts is None else contrasts.matrix.to(dtype)
-    H, n = _sum_curvature(rows, likelihood, prior, kind, Q)
+    H, n = _sum_curvature(rows, likelihood, prior, curvature_kind, Q)
     generator = torch.Generator().manual_seed(SEED)
     factor, info = torch.linalg.cholesky_ex(H)
     if int(info):
         return None
-    # All P' of them would give a trace exactly; fewer have a smaller error than independent draws.
+    # All P' orthogonal probes would give a trace exactly, and fewer have a smaller error than
+    # independent draws. WORK limits them for large problems.
     probes = min(len(H), max(int(WORK / (n * outputs * width)), FEW_PROBES))
     noise = torch.randn(len(H), probes, dtype=dtype, generator=generator)
     directions = torch.linalg.qr(noise)[0] * len(H) ** 0.5
     draws: Tensor = torch.linalg.solve_triangular(factor.mT, directions, upper=True)
     lower = H.tril_()
     inverse = torch.cholesky_inverse(factor)
-    if not _inverts(lower, inverse, noise[:, 0]):
+    if not _is_inverse(lower, inverse, noise[:, 0]):
         return None
     gaussian = torch.randn(len(H), VECTORS, dtype=dtype, generator=generator)
     vectors: Tensor = torch.linalg.solve_triangular(factor.mT, gaussian, upper=True)
-    by_row = [
-        (Q @ columns.mT.reshape(-1, Q.shape[1], width)).flatten(1) for columns in (draws, vectors)
-    ]
-    return SharedFactor(inverse, by_row[0], by_row[1], Q, kind)
+
+    def to_outputs(columns: Tensor) -> Tensor:
+        """Return columns in the outputs Qᵀf (P', S) as rows in the outputs f (S, P)."""
+        return (Q @ columns.mT.reshape(-1, Q.shape[1], width)).flatten(1)
+
+    return SharedFactor(inverse, to_outputs(draws), to_outputs(vectors), Q, curvature_kind)
 
 
 def _sum_curvature(
-    rows: Iterable[Block], likelihood: Likelihood, prior: Tensor, kind: str, Q: Tensor
+    rows: Iterable[Block], likelihood: Likelihood, prior: Tensor, curvature_kind: str, Q: Tensor
 ) -> tuple[Tensor, int]:
-    """Sum H in the outputs Qᵀf, of which only the lower triangle is correct.
+    """Sum H of the outputs Qᵀf, of which only the lower triangle is correct.
 
     prior (C, F, F), Q (C, C'). Returns H (P', P') and the number of rows.
     """
@@ -166,9 +176,9 @@ def _sum_curvature(
     n = 0
     for block in rows:
         n += len(block.f)
-        precision = curvature_of(likelihood, kind, block.y, block.f)
-        in_contrasts = Q.mT @ block.weighted(precision) @ Q
-        for a, b in pairs(count):
+        precision = curvature_of(likelihood, curvature_kind, block.y, block.f)
+        in_contrasts = Q.mT @ block.apply_weights(precision) @ Q
+        for a, b in index_pairs(count):
             H[b, :, a, :] += (block.x * in_contrasts[:, a, b, None]).mT @ block.x
     for a in range(count):
         for b in range(a + 1):
@@ -176,11 +186,12 @@ def _sum_curvature(
     return H.reshape(count * width, -1), n
 
 
-def _inverts(lower: Tensor, inverse: Tensor, v: Tensor) -> bool:
+def _is_inverse(lower: Tensor, inverse: Tensor, v: Tensor) -> bool:
     """Return whether `inverse` is H⁻¹ to RESIDUAL, by its product with one vector v (P',).
 
-    lower: the lower triangle of H (P', P').
+    lower: the lower triangle of the symmetric H (P', P').
     """
     w = inverse @ v
+    # H w, from the lower triangle, its transpose, and the diagonal, which both have.
     residual = lower @ w + lower.mT @ w - lower.diagonal() * w - v
     return float(residual.norm()) <= RESIDUAL * float(v.norm())

@@ -34,7 +34,7 @@ from ssla.curvature.dense import DenseOperator
 from ssla.curvature.jacobians import Features
 from ssla.maths import linalg
 from ssla.refit.increments import FISHER, evaluate_at_mode
-from ssla.refit.weights.anderson import Slope
+from ssla.refit.weights.anderson import START_SHARE, Slope
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.refit_rows import Block
 from ssla.refit.weights.solved import (
@@ -49,17 +49,18 @@ from ssla.report import AS_IS
 if TYPE_CHECKING:
     from ssla.refit.weights.last_layer import LastLayerRefit
 
-SHORTER = 0.7  # of the linearised step (docs/notes/refits.md: 7.3 and 8.7 gradients)
-MANY_FEATURES = 24  # from here on the products over all rows are worth single precision
-LARGE_CHANGE = 10.0  # ‖ΔH‖ over the least eigenvalue of H: beyond it ΔH is in double precision
-SINGLE_TOLERANCE = 1e-6  # from this tolerance on determinants may be in single precision
-SMALL_STEP = 0.02  # posterior standard deviations: shorter steps try the trace alone
-CACHED_TASKS = 8  # tasks whose ΔΛ are formed together
-SMALL_ERROR = 1e-4  # in log density: what the trace alone may leave out
-# The square of the bound on ‖H⁻¹ΔH‖ exceeds that error by more than this factor (measured: 140 and
-# more, ten classes).
+MANY_FEATURES = 24  # a guess: from here on products over all rows are worth single precision
+# A guess: ‖ΔH‖ over the least eigenvalue of H, beyond which ΔH is in double precision.
+LARGE_CHANGE = 10.0
+SINGLE_TOLERANCE = 1e-6  # a guess: from this tolerance on determinants may be in single precision
+SMALL_STEP = 0.02  # a guess: steps below so many posterior standard deviations try the trace alone
+CACHED_TASKS = 8  # a guess: tasks whose ΔΛ are formed together
+SMALL_ERROR = 1e-4  # a guess, in log density: what the trace alone may leave out
+# The square of the bound on ‖H⁻¹ΔH‖ exceeds that error by more than this factor. Measured on ten
+# classes, by a script that was not kept: 140 and more.
 LOOSE = 50.0
-CACHE_BYTES = 1 << 20  # of matrices factorised together: more fall out of the processor's cache
+# A guess: bytes of matrices factorised together. More do not fit the processor's cache.
+CACHE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,24 +71,24 @@ class InitialCurvature:
     they are f.
     """
 
-    kind: str
+    curvature_kind: str
     factor: Tensor
     outputs: int
     contrasts: Contrasts | None = None
 
     @cached_property
     def matrix(self) -> Tensor:
-        """H (P, P)."""
+        """Return H (P, P)."""
         return self.factor @ self.factor.mT
 
     @cached_property
     def operator(self) -> DenseOperator:
-        """H⁻¹ as a structure's operator, for K = J H⁻¹ Jᵀ."""
+        """Return H⁻¹ as a structure's operator, for K = J H⁻¹ Jᵀ."""
         return DenseOperator(self.factor)
 
     @cached_property
     def single_inverse(self) -> Tensor:
-        """H⁻¹ in single precision (P, P). It steers steps and is in no answer."""
+        """Return H⁻¹ in single precision (P, P). It only steers steps: no answer depends on it."""
         return torch.cholesky_inverse(self.factor).float()
 
     def solve(self, values: Tensor) -> Tensor:
@@ -97,15 +98,16 @@ class InitialCurvature:
         return torch.cholesky_solve(values.mT, self.factor).mT
 
     @cached_property
-    def least(self) -> float:
-        """The smallest eigenvalue of H."""
+    def least_eigenvalue(self) -> float:
+        """Return the smallest eigenvalue of H."""
         return float(torch.linalg.eigvalsh(self.matrix)[0])
 
     @cached_property
     def packed_inverse(self) -> Tensor:
-        """H⁻¹ (pairs · v,), packed so that its product with a packed ΔH is tr H⁻¹ΔH.
+        """Return H⁻¹ (pairs · v,), packed so that its product with a packed ΔH is tr H⁻¹ΔH.
 
-        Entries off a diagonal stand for two of them, and so do blocks off the diagonal.
+        Packed matrices are described at `packed_positions`; v = F(F + 1)/2. Entries off the
+        diagonal of a block stand for two of them, and so do blocks off the diagonal.
         """
         C = self.outputs
         F = self.factor.shape[0] // C
@@ -113,14 +115,14 @@ class InitialCurvature:
         triangle = torch.triu_indices(F, F)
         entries_counted = torch.where(triangle[0] == triangle[1], 1.0, 2.0)
         packed = []
-        for a, b in pairs(C):
-            blocks_counted = 1 + (a != b)
+        for a, b in index_pairs(C):
+            blocks_counted = 1 if a == b else 2
             block = (blocks[a, :, b, :] + blocks[a, :, b, :].mT) / 2
             packed.append(blocks_counted * entries_counted * block[triangle[0], triangle[1]])
         return torch.cat(packed)
 
 
-class Change(NamedTuple):
+class PackedChange(NamedTuple):
     """ΔH = H(θ̃) − H(θ̂) of the data, for m tasks."""
 
     packed: Tensor  # the upper triangles of the blocks a ≤ b of outputs (m, pairs · v)
@@ -136,9 +138,10 @@ class Group:
     x_rows: Tensor
     y: Tensor
 
-    def take(self, tasks: Tensor) -> Group:
-        """Return the group of some of the tasks, with the cached values that were computed for
-        them.
+    def select_tasks(self, tasks: Tensor) -> Group:
+        """Return the group of some of the tasks (k,), with the values that were computed for them.
+
+        `cached_property` reads values from `__dict__`, so they are not computed again.
         """
         if len(tasks) == len(self.y):
             return self
@@ -149,12 +152,12 @@ class Group:
 
     @cached_property
     def phi(self) -> Tensor:
-        """The features of each task's input (m, F)."""
+        """Return the features of each task's input (m, F), in the basis."""
         return self.refit.features[self.x_rows]
 
     @cached_property
     def f(self) -> Tensor:
-        """The outputs at θ̂ of each task's input (m, C)."""
+        """Return the outputs at θ̂ of each task's input (m, C)."""
         return self.refit.f[self.x_rows]
 
     def push(self, point: Tensor) -> Tensor:
@@ -171,7 +174,7 @@ class Group:
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each different input."""
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each distinct input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         K = self.initial.operator.covariance(
             Features(self.refit.features[distinct], self.refit.outputs)
@@ -179,34 +182,34 @@ class Group:
         return linalg.covariance_root((K + K.mT) / 2)[index]
 
     def start_point(self) -> Tensor:
-        """Return where the ascent starts (m, P): SHORTER times H⁻¹Jᵀu, the step of the output
-        refit.
+        """Return where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
 
-        The step is shorter because the curvature mostly grows on the way. Where some outputs are
-        not allowed the ascent starts at θ̂, which is allowed.
+        Where some outputs are not allowed the ascent starts at θ̂, which is allowed.
         """
         if not self.refit.new_likelihood.linear_domain:
             return torch.zeros(len(self.y), self.refit.gradient.numel(), dtype=torch.float64)
         u = evaluate_at_mode(self.refit.new_likelihood, self.y, self.f, self.root).pull
-        return SHORTER * self.initial.solve(self.pull(u))
+        return START_SHARE * self.initial.solve(self.pull(u))
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) of some tasks, and (H +
-        JᵀΛJ)⁻¹ of it.
+        """Compute the gradient of some tasks (m,) at points (m, P), and (H + JᵀΛJ)⁻¹ of it.
 
-        point (m, P), tasks (m,). Scores are subtracted from those at θ̂ row by row, so that g₀
-        cancels exactly.
+        It is the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂). Scores are subtracted from
+        those at θ̂ row by row, so that g₀ cancels exactly.
         """
-        return self.take(tasks)._evaluate(point)
+        return self.select_tasks(tasks)._evaluate_all(point)
 
-    def _evaluate(self, point: Tensor) -> Slope:
-        """Evaluate all tasks at points (m, P), in their precision; NaN where f is not allowed."""
+    def _evaluate_all(self, point: Tensor) -> Slope:
+        """Compute gradients and steps of all tasks at points (m, P), in the precision of `point`.
+
+        The gradient is NaN where an output is not allowed.
+        """
         refit, new_likelihood, dtype = self.refit, self.refit.new_likelihood, point.dtype
-        gradient, outside = self._data_gradient(point)
-        y = _in_precision(self.y, dtype)
+        gradient, outside = self._data_gradient_change(point)
+        y = _cast_target(self.y, dtype)
         f_new = self.f.to(dtype) + self.push(point)
         gradient = gradient + self.pull(new_likelihood.score(y, f_new).to(dtype))
-        gradient = gradient + refit.prior_gradient(point)
+        gradient = gradient + refit.prior_gradient_change(point)
         # With mode="as_is" g₀ is not subtracted, so it stays in the gradient.
         if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient.unsqueeze(0)).to(dtype)
@@ -215,15 +218,17 @@ class Group:
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
         return Slope(gradient, self._preconditioned_step(gradient, y, f_new))
 
-    def _data_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change of the data's gradient from θ̂ (m, P), and where an output of a training
-        row is not allowed (m,).
+    def _data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
+
+        The second result marks tasks for which the output of a training row is not allowed (m,).
+        Products are in the precision of `point`.
         """
         likelihood = self.refit.posterior.likelihood
         m, C = self.f.shape
         total = torch.zeros(C, m, self.phi.shape[1], dtype=point.dtype)
         outside = torch.zeros(m, dtype=torch.bool)
-        for _, block, f in self._outputs_by_block(point):
+        for _, block, f in self._yield_outputs(point):
             if likelihood.softmax:
                 # For classes y cancels in the difference.
                 score = likelihood.score_change(block.targets, f, block.f.unsqueeze(1))
@@ -233,31 +238,34 @@ class Group:
                 score = likelihood.score(block.targets, f) - before
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
-            total += block.weighted(score).to(point.dtype).movedim(-1, 0).mT @ block.x
+            total += block.apply_weights(score).to(point.dtype).movedim(-1, 0).mT @ block.x
         return total.movedim(0, 1).reshape(m, -1), outside
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks, and H̃(θ)⁻¹ of it with each task's own Hessian.
+        """Compute the gradient of some tasks (m,) at points (m, P), and H̃⁻¹ of it.
 
-        It is for tasks that have not converged with the shared preconditioner. point (m, P), tasks
-        (m,).
+        H̃ is each task's own Hessian: this is for tasks that have not converged with the shared
+        one.
         """
-        group = self.take(tasks)
+        group = self.select_tasks(tasks)
         size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
         parts = [
-            group.take(rows)._evaluate_with_newton(point[rows])
+            group.select_tasks(rows)._evaluate_with_newton(point[rows])
             for rows in torch.arange(len(point)).split(size)
         ]
         return Slope(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
     def _evaluate_with_newton(self, point: Tensor) -> Slope:
-        """Evaluate all tasks with Newton's step, or the shared one where H̃ has no inverse."""
-        shared = self._evaluate(point)
-        change = self._curvature_change(point, self.initial, torch.float64)
-        precision = self._new_precision(point, self.initial)
+        """Compute gradients and Newton steps of all tasks at points (m, P), in float64.
+
+        The shared step takes the place of Newton's where H̃ has no Cholesky factor.
+        """
+        shared = self._evaluate_all(point)
+        change = self._sum_packed_change(point, self.initial, torch.float64)
+        precision = self._new_row_precision(point, self.initial)
         newton_steps = []
         for H, gradient, shared_step in zip(
-            self._augmented_curvatures(change.packed, point, precision, self.initial),
+            self._yield_augmented_curvatures(change.packed, point, precision, self.initial),
             shared.gradient.split(self._matrices_at_once),
             shared.step.split(self._matrices_at_once),
             strict=True,
@@ -268,16 +276,19 @@ class Group:
             newton_steps.append(torch.where(exists.unsqueeze(-1), step, shared_step))
         return Slope(shared.gradient, torch.cat(newton_steps))
 
-    def _new_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
-        """Return Λ of the new observation at f̃ (m, C, C), of the kind of `initial`."""
+    def _new_row_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
+        """Return Λ of each task's new row at f̃ (m, C, C), of the kind of `initial`.
+
+        point (m, P): θ̃ in the basis.
+        """
         f_new = self.f + self.push(point)
-        return curvature_of(self.refit.new_likelihood, initial.kind, self.y, f_new)
+        return curvature_of(self.refit.new_likelihood, initial.curvature_kind, self.y, f_new)
 
     def _preconditioned_step(self, gradient: Tensor, y: Tensor, f_new: Tensor) -> Tensor:
         """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P).
 
-        By Woodbury's formula there is no P×P matrix for a task. f_new (m, C): outputs at the new
-        rows.
+        By Woodbury's formula there is no P×P matrix for a task. gradient (m, P), y and f_new (m,
+        C): targets and outputs of the new rows.
         """
         z = self.initial.solve(gradient)
         u = new_row_pull(
@@ -285,28 +296,33 @@ class Group:
         )
         return z - self.initial.solve(self.pull(u))
 
-    def _outputs_by_block(self, point: Tensor) -> Iterator[tuple[Block, Block, Tensor]]:
-        """Yield each block of training rows as it is stored, the same in the precision of `point`,
-        and the outputs of all tasks on it (b, m, C), stored component-major.
+    def _yield_outputs(self, point: Tensor) -> Iterator[tuple[Block, Block, Tensor]]:
+        """Yield blocks of training rows with the outputs of all tasks on them, for points (m, P).
+
+        The parts are the block as it is stored, the same in the precision of `point`, and the
+        outputs (b, m, C), stored component-major.
         """
         # Steps have the shape (C, F, m) here: one product with the features for all tasks.
         step = point.reshape(len(point), self.refit.outputs, -1).permute(1, 2, 0).contiguous()
         for stored in self.refit.rows:
-            block = self.refit.in_precision(stored, point.dtype)
+            block = self.refit.cast_block(stored, point.dtype)
             f = (block.x @ step).add_(block.f.mT.unsqueeze(-1)).movedim(0, -1)
             yield stored, block, f
 
     def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likelihood increments less g₀ᵀ(θ̃−θ̂), and the prior increments (m,)."""
+        """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
+
+        point (m, P): the modes. The tilt is −g₀ᵀ(θ̃−θ̂); mode="as_is" has none.
+        """
         refit = self.refit
         likelihood = refit.posterior.likelihood
         step = refit.from_basis(point)
         increment = refit.new_likelihood.log_prob(self.y, self.f + self.push(point))
         # Differences row by row do not cancel, so classes may have them in single precision.
         single = refit.options.tolerance >= SINGLE_TOLERANCE and not self.y.is_floating_point()
-        for _, block, f in self._outputs_by_block(point.float() if single else point):
+        for _, block, f in self._yield_outputs(point.float() if single else point):
             change = likelihood.log_prob_difference(block.targets, f, block.f.unsqueeze(1))
-            increment = increment + block.weighted(change).sum(0, dtype=torch.float64)
+            increment = increment + block.apply_weights(change).sum(0, dtype=torch.float64)
         if refit.posterior.mode != AS_IS:
             increment = increment - step @ refit.gradient
         return increment, refit.prior.value(step)
@@ -314,104 +330,110 @@ class Group:
     def curvature_increments(
         self, point: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|] at points (m, P), and where H̃ is positive definite
-        (m,).
+        """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|] (m,) at points (m, P), and where it exists (m,).
+
+        It exists where H̃ is positive definite. initial: the curvature at θ̂, whose kind H̃ has.
         """
-        precision = self._new_precision(point, initial)
+        precision = self._new_row_precision(point, initial)
         if self.refit.options.logdet == FROZEN:
             return new_row_increment(self.root, precision)
         size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
         parts = [
-            self.take(rows)._by_factors(point[rows], precision[rows], initial)
+            self.select_tasks(rows)._increments_by_factors(point[rows], precision[rows], initial)
             for rows in torch.arange(len(point)).split(size)
         ]
         increments, positive = zip(*parts, strict=True)
         return torch.cat(increments), torch.cat(positive)
 
-    def _by_factors(
+    def _increments_by_factors(
         self, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
         """Compute the curvature increments by a Cholesky factor of H + ΔH + JᵀΛJ for each task.
 
-        point (m, P), precision (m, C, C). Returns the increments and where the matrix is positive
-        definite (m,). With few features all of it is in double precision. With many, ΔH is formed
-        in single precision and tr H⁻¹ΔH, the first order of the log determinant, in double. The
-        remainder is off by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (measured: 2e-10).
-        Tasks with ‖ΔH‖ > LARGE_CHANGE·λ are in double precision throughout. With a tolerance that
-        single precision meets, see `_by_single_precision`.
+        point (m, P), precision (m, C, C) of the new rows. Returns the increments and where the
+        matrix is positive definite (m,). With few features all of it is in double precision. With
+        many, ΔH is formed in single precision and tr H⁻¹ΔH, the first order of the log determinant,
+        in double. The rest is off by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (2e-10 was
+        seen; tests/refit/test_weights.py allows 1e-9). Tasks with ‖ΔH‖ > LARGE_CHANGE·λ are in
+        double precision throughout. With a tolerance that single precision meets, see
+        `_increments_in_single`.
         """
-        if self.phi.shape[1] < MANY_FEATURES or not self.refit.holds_in_single:
-            half, positive = self._half_logdet(
-                self._curvature_change(point, initial, torch.float64).packed,
+        if self.phi.shape[1] < MANY_FEATURES or not self.refit.fits_single_precision:
+            half, positive = self._half_logdet_change(
+                self._sum_packed_change(point, initial, torch.float64).packed,
                 point,
                 precision,
                 initial,
             )
             return -half, positive
         if self.refit.options.tolerance >= SINGLE_TOLERANCE:
-            return self._by_single_precision(point, precision, initial)
-        packed, trace = self._curvature_change(point, initial, torch.float32)
-        size = (2 * packed.square().sum(-1)).sqrt()  # ‖ΔH‖ or more: triangles count twice
-        large = (size > LARGE_CHANGE * initial.least).nonzero().squeeze(-1)
+            return self._increments_in_single(point, precision, initial)
+        packed, trace = self._sum_packed_change(point, initial, torch.float32)
+        size = (2 * packed.square().sum(-1)).sqrt()
+        # `size` is ‖ΔH‖ up to a factor √2: an entry of the packed form stands for 1, 2 or 4 of ΔH.
+        large = (size > LARGE_CHANGE * initial.least_eigenvalue).nonzero().squeeze(-1)
         packed = packed.double()
         if large.numel():
-            in_double = self.take(large)._curvature_change(point[large], initial, torch.float64)
+            in_double = self.select_tasks(large)._sum_packed_change(
+                point[large], initial, torch.float64
+            )
             packed[large] = in_double.packed
             trace[large] = in_double.trace
-        return self._with_trace(Change(packed, trace), point, precision, initial)
+        return self._increments_with_exact_trace(
+            PackedChange(packed, trace), point, precision, initial
+        )
 
-    def _by_single_precision(
+    def _increments_in_single(
         self, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `_by_factors` does in single precision, but for the sum of the trace.
+        """Compute what `_increments_by_factors` does with matrices in single precision.
 
-        Tasks with a small step have log|I + ΛK| + tr H⁻¹ΔH and no matrix, where a bound on what
-        that leaves out is small enough.
+        The trace of H⁻¹ΔH is summed in double precision. Tasks with a small step have log|I + ΛK| +
+        tr H⁻¹ΔH and no matrix, where a bound on what that leaves out is small enough.
         """
         single = point.float()
         value = torch.empty(len(point), dtype=torch.float64)
         positive = torch.zeros(len(point), dtype=torch.bool)
         small_steps = (point.norm(dim=-1) < SMALL_STEP).nonzero().squeeze(-1)
-        if small_steps.numel() and self.refit.prior.gaussian:
-            group = self.take(small_steps)
-            trace, bound = group._trace_and_bound(single[small_steps], initial)
+        if small_steps.numel() and self.refit.prior.is_gaussian:
+            group = self.select_tasks(small_steps)
+            trace, bound = group._compute_trace_and_bound(single[small_steps], initial)
             frozen, exists = new_row_increment(group.root, precision[small_steps])
             value[small_steps] = frozen - 0.5 * trace
             positive[small_steps] = exists & (bound.square() <= LOOSE * SMALL_ERROR)
         for tasks in (~positive).nonzero().squeeze(-1).split(CACHED_TASKS):
             if not tasks.numel():  # `split` gives one empty part of nothing
                 continue
-            group = self.take(tasks)
-            change = group._curvature_change(single[tasks], initial, torch.float32)
-            value[tasks], positive[tasks] = group._with_trace(
+            group = self.select_tasks(tasks)
+            change = group._sum_packed_change(single[tasks], initial, torch.float32)
+            value[tasks], positive[tasks] = group._increments_with_exact_trace(
                 change, point[tasks], precision[tasks], initial
             )
         return value, positive
 
-    def _with_trace(
-        self, change: Change, point: Tensor, precision: Tensor, initial: InitialCurvature
+    def _increments_with_exact_trace(
+        self, change: PackedChange, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Return the increments from a rounded ΔH, with its rounded trace replaced by the exact one
-        (m,).
+        """Return the increments (m,) from a rounded ΔH, and where the determinant exists (m,).
 
-        The second value states where the determinant exists (m,).
+        The trace of the rounded ΔH is replaced by the exact one. point (m, P), precision (m, C, C).
         """
         rounding = change.trace - change.packed.double() @ initial.packed_inverse
-        half, positive = self._half_logdet(change.packed, point, precision, initial)
+        half, positive = self._half_logdet_change(change.packed, point, precision, initial)
         return -half - 0.5 * rounding, positive
 
-    def _half_logdet(
+    def _half_logdet_change(
         self, change: Tensor, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Compute ½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,), and where the matrix is positive definite
-        (m,).
+        """Compute ½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,), and where it exists (m,).
 
-        change (m, pairs · v) is the packed ΔH; matrices have its precision. The value is a sum of
-        logarithms of ratios of pivots, which are near one: no two large determinants are
+        It exists where the matrix is positive definite. change (m, pairs · v) is the packed ΔH;
+        matrices have its precision. point (m, P), precision (m, C, C) of the new rows. The value is
+        a sum of logarithms of ratios of pivots, which are near one: no two large determinants are
         subtracted.
         """
         pivots, infos = [], []
-        for H in self._augmented_curvatures(change, point, precision, initial):
+        for H in self._yield_augmented_curvatures(change, point, precision, initial):
             factor, info = torch.linalg.cholesky_ex(H)
             pivots.append(factor.diagonal(dim1=-2, dim2=-1))
             infos.append(info)
@@ -420,24 +442,24 @@ class Group:
 
     @property
     def _matrices_at_once(self) -> int:
-        """The number of P×P matrices that fit the processor's cache together, at least one."""
+        """Return the number of P×P matrices that fit the cache together, at least one."""
         return max(CACHE_BYTES // (8 * self.refit.gradient.numel() ** 2), 1)
 
-    def _augmented_curvatures(
+    def _yield_augmented_curvatures(
         self, change: Tensor, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> Iterator[Tensor]:
-        """Yield H + ΔH + JᵀΛJ of as many tasks as fit the cache (k, P, P), in ΔH's precision.
+        """Yield H + ΔH + JᵀΛJ of as many tasks as fit the cache (k, P, P), in the precision of ΔH.
 
-        change (m, pairs · v) is the packed ΔH.
+        change (m, pairs · v) is the packed ΔH. point (m, P) gives the change of the prior's
+        curvature, precision (m, C, C) is Λ.
         """
         m, C, F = len(self.y), initial.outputs, self.phi.shape[1]
         dtype = change.dtype
         if initial.contrasts is not None:
-            precision = initial.contrasts.of_matrices(precision)
-        by_pairs = torch.stack([precision[:, a, b] for a, b in pairs(C)], 1)
-        new_row = by_pairs.unsqueeze(-1) * pairwise_products(self.phi).unsqueeze(
-            1
-        )  # JᵀΛJ, packed as ΔH
+            precision = initial.contrasts.project_matrices(precision)
+        by_pairs = torch.stack([precision[:, a, b] for a, b in index_pairs(C)], 1)
+        # JᵀΛJ, packed as ΔH: each entry of Λ times all products of two features.
+        new_row = by_pairs.unsqueeze(-1) * pairwise_products(self.phi).unsqueeze(1)
         packed = new_row.flatten(1).to(dtype) + change
         prior_precision = self.refit.prior.precision(self.refit.from_basis(point))
         for part in torch.arange(m).split(self._matrices_at_once):
@@ -448,93 +470,102 @@ class Group:
                 .add_(initial.matrix.to(dtype))
             )
             if prior_precision is not None:
-                H += in_basis(prior_precision[part], self.refit.basis).to(dtype)
+                H += change_basis(prior_precision[part], self.refit.basis).to(dtype)
             yield H
 
-    def _curvature_changes(
+    def _yield_row_changes(
         self, point: Tensor, initial: InitialCurvature
     ) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block with Λ(f̃_i) − Λ(f̂_i) of its rows under all tasks (pairs, b, m).
+        """Yield blocks of rows with Λ(f̃_i) − Λ(f̂_i) of their rows under all tasks (pairs, b, m).
 
-        Pairs are a ≤ b. Blocks without a change (Gaussian noise) are left out.
+        The entries are those of the pairs a ≤ b. Blocks without a change (Gaussian noise) are left
+        out. point (m, P).
         """
         if initial.contrasts is not None:
-            yield from self._class_curvature_changes(point, initial.contrasts)
+            yield from self._yield_class_row_changes(point, initial.contrasts)
             return
         likelihood = self.refit.posterior.likelihood
-        for stored, block, f in self._outputs_by_block(point):
-            if initial.kind == FISHER:
+        for stored, block, f in self._yield_outputs(point):
+            if initial.curvature_kind == FISHER:
                 change = likelihood.fisher(f) - likelihood.fisher(block.f).unsqueeze(1)
             else:
                 change = likelihood.precision(block.targets, f) - likelihood.precision(
                     block.y, block.f
                 ).unsqueeze(1)
             if bool(change.any()):
-                by_entry = block.weighted(change).movedim((-2, -1), (0, 1)).flatten(0, 1)
+                by_entry = block.apply_weights(change).movedim((-2, -1), (0, 1)).flatten(0, 1)
                 yield stored, by_entry[upper_positions(self.refit.outputs)]
 
-    def _class_curvature_changes(
+    def _yield_class_row_changes(
         self, point: Tensor, contrasts: Contrasts
     ) -> Iterator[tuple[Block, Tensor]]:
-        """Yield each block with the changes of its curvatures for a softmax, in contrasts of
-        classes.
+        """Yield what `_yield_row_changes` does for a softmax, in contrasts of classes.
+
+        The values at θ̂ are stored for the block.
         """
-        for stored, block, f in self._outputs_by_block(point):
+        for stored, block, f in self._yield_outputs(point):
             before = self.refit.store_for_block(
-                stored, f"pairs {f.dtype}", partial(contrasts.pairs, block.f.mT)
+                stored,
+                f"pairs {f.dtype}",
+                partial(contrasts.projected_softmax_curvature, block.f.mT),
             )
-            change = contrasts.pairs(f.movedim(-1, 0)).sub_(before.unsqueeze(-1))
+            change = contrasts.projected_softmax_curvature(f.movedim(-1, 0)).sub_(
+                before.unsqueeze(-1)
+            )
             if block.weights is not None:
                 change = change * block.weights.unsqueeze(-1)
             yield stored, change
 
-    def _curvature_change(
+    def _sum_packed_change(
         self, point: Tensor, initial: InitialCurvature, dtype: torch.dtype
-    ) -> Change:
-        """Compute ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ at points (m, P), in `dtype`.
+    ) -> PackedChange:
+        """Compute ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ at points (m, P), packed and in `dtype`.
 
-        It is a product of the tasks' ΔΛ with vech(φφᵀ) of the rows, which all tasks share.
+        It is a product of the tasks' ΔΛ with vech(φφᵀ) of the rows, which all tasks share. The
+        trace of H⁻¹ΔH is summed in double precision.
         """
         m, F = len(point), self.phi.shape[1]
-        count = len(pairs(initial.outputs))
+        count = len(index_pairs(initial.outputs))
         total = torch.zeros(m * count, F * (F + 1) // 2, dtype=dtype)
         trace = torch.zeros(m, dtype=torch.float64)
-        for block, change in self._curvature_changes(point, initial):
-            K = self.refit.covariances(block, initial).to(change.dtype)
+        for block, change in self._yield_row_changes(point, initial):
+            K = self.refit.paired_covariances(block, initial).to(change.dtype)
             trace += torch.einsum("pb,pbm->m", K, change)
             by_task = change.to(dtype).movedim(-1, 0).reshape(m * count, -1)
-            total.addmm_(by_task, self.refit.squares(block, dtype))
-        return Change(total.reshape(m, -1), trace)
+            total.addmm_(by_task, self.refit.feature_products(block, dtype))
+        return PackedChange(total.reshape(m, -1), trace)
 
-    def _trace_and_bound(self, point: Tensor, initial: InitialCurvature) -> tuple[Tensor, Tensor]:
-        """Compute tr H⁻¹ΔH = Σ_i tr K_iΔΛ_i (m,), and a bound on ‖H⁻¹ΔH‖, Σ_i Σ_ab |K_i||ΔΛ_i|
+    def _compute_trace_and_bound(
+        self, point: Tensor, initial: InitialCurvature
+    ) -> tuple[Tensor, Tensor]:
+        """Compute tr H⁻¹ΔH = Σ_i tr K_iΔΛ_i, and a bound on ‖H⁻¹ΔH‖, Σ_i Σ_ab |K_i||ΔΛ_i|: both
         (m,).
 
         No matrix is formed: the K_i of the training rows are shared by all tasks.
         """
         trace = torch.zeros(len(point), dtype=torch.float64)
         bound = torch.zeros(len(point), dtype=torch.float64)
-        for block, change in self._curvature_changes(point, initial):
-            K = self.refit.covariances(block, initial).to(change.dtype)
+        for block, change in self._yield_row_changes(point, initial):
+            K = self.refit.paired_covariances(block, initial).to(change.dtype)
             trace += torch.einsum("pb,pbm->m", K, change)
             bound += torch.einsum("pb,pbm->m", K.abs(), change.abs())
         return trace, bound
 
 
-def _in_precision(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return y in single or double precision; whole numbers (classes) as they are."""
+def _cast_target(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return targets in a precision; whole numbers (classes) stay as they are."""
     return y.to(dtype) if y.is_floating_point() else y
 
 
-def pairs(size: int) -> list[tuple[int, int]]:
-    """Return all (a, b) with a ≤ b < size."""
+def index_pairs(size: int) -> list[tuple[int, int]]:
+    """Return all pairs (a, b) with a ≤ b < size, in the order of the rows of an upper triangle."""
     return [(a, b) for a in range(size) for b in range(a, size)]
 
 
 @lru_cache(maxsize=8)
 def upper_positions(size: int) -> Tensor:
     """Return the positions of the pairs a ≤ b in a flattened size × size matrix (pairs,)."""
-    return torch.tensor([a * size + b for a, b in pairs(size)])
+    return torch.tensor([a * size + b for a, b in index_pairs(size)])
 
 
 def pairwise_products(phi: Tensor) -> Tensor:
@@ -547,22 +578,23 @@ def pairwise_products(phi: Tensor) -> Tensor:
 def packed_positions(outputs: int, size: int) -> Tensor:
     """Return the position of each entry of a P×P matrix in its packed form (P²,).
 
-    The matrix has outputs × outputs symmetric blocks. The packed form has the upper triangles of
-    the blocks a ≤ b, one after the other.
+    The matrix has outputs × outputs symmetric blocks of size × size. The packed form has the upper
+    triangles of the blocks a ≤ b, one after the other.
     """
     triangle = torch.triu_indices(size, size)
     position = torch.empty(size, size, dtype=torch.long)
-    position[triangle[0], triangle[1]] = position[triangle[1], triangle[0]] = torch.arange(
-        triangle.shape[1]
-    )
+    numbers = torch.arange(triangle.shape[1])
+    position[triangle[0], triangle[1]] = numbers
+    position[triangle[1], triangle[0]] = numbers
     index = torch.empty(outputs, size, outputs, size, dtype=torch.long)
-    for k, (a, b) in enumerate(pairs(outputs)):
-        index[a, :, b, :] = index[b, :, a, :] = k * triangle.shape[1] + position
+    for k, (a, b) in enumerate(index_pairs(outputs)):
+        index[a, :, b, :] = k * triangle.shape[1] + position
+        index[b, :, a, :] = index[a, :, b, :]
     return index.flatten()
 
 
-def in_basis(H: Tensor, basis: Tensor) -> Tensor:
-    """Return T⁻¹ H T⁻ᵀ with T = I ⊗ L_B, for H (…, P, P)."""
+def change_basis(H: Tensor, basis: Tensor) -> Tensor:
+    """Return T⁻¹ H T⁻ᵀ with T = I ⊗ L_B, for symmetric H (…, P, P) and the basis L_B (F, F)."""
     F, P = basis.shape[0], H.shape[-1]
 
     def solve_left(matrix: Tensor) -> Tensor:
@@ -573,4 +605,5 @@ def in_basis(H: Tensor, basis: Tensor) -> Tensor:
         )
         return solved.reshape(matrix.shape)
 
+    # (T⁻¹H)ᵀ = HT⁻ᵀ, as H is symmetric.
     return solve_left(solve_left(H).mT)

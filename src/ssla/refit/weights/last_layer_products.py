@@ -35,11 +35,11 @@ from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.refit.increments import FISHER, OBSERVED, evaluate_at_mode
-from ssla.refit.weights.anderson import Ascent, Progress, Slope, ascend
+from ssla.refit.weights.anderson import START_SHARE, Ascent, Progress, Slope, ascend
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_blocks import (
     SharedBlocks,
-    shared_blocks,
+    open_shared_blocks,
     vectors_that_fit,
 )
 from ssla.refit.weights.last_layer_curvature import (
@@ -85,22 +85,24 @@ from ssla.report import AS_IS
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-SHORTER = 0.7  # of the linearised step, as in `last_layer_group`
 SINGLE_TOLERANCE = 1e-6  # a guess: from this tolerance on, classes are refitted in single precision
 CACHE_ELEMENTS = 1 << 18  # a guess: rows × tasks × outputs worked on together, to stay in the cache
-MOST_TASKS = 64  # a guess
+FEWEST_ROWS = 64  # a guess: rows worked on together, however many tasks there are
+MOST_TASKS = 64  # a guess: tasks that are solved together
+# A guess: vectors of all weights that a task of an ascent takes besides its history.
+VECTORS_OF_ASCENT = 8
 # A guess: the precision of an output at the new row below which that row does not explain it.
 RARE_OUTPUT = 1e-4
 # Guesses: the standard error in log density at which probing ends, of small and of large problems.
 ERROR, LARGE_ERROR = 5e-4, 2e-3
 LARGE = 2e7  # a guess: rows × parameters
 RARE_ERROR = 10.0  # a guess: by which the error of a rare y may be larger
-ENOUGH = 1.5  # a guess: times that error; more of it is not worth probes
-# Guesses: the first for rare y, the second where that is not enough.
-FEW_ROWS_SKETCHED, MANY_ROWS_SKETCHED = ROWS_SKETCHED = 512, 2048
-# A guess, times the error of a certain y: a y with a larger one (p below 0.04) is rare.
+ENOUGH = 1.5  # a guess: a sketch whose error is this many times the allowed one is not probed
+# Guesses: rows that a sketch samples, for rare y and where those are not enough.
+FEW_ROWS_SKETCHED, MANY_ROWS_SKETCHED = 512, 2048
+# A guess: a y is rare where its allowed error is this many times that of a certain y (p < 0.04).
 LIKELY = 5.0
-OFFSET = 0.5  # of systematic sampling; a guess
+OFFSET = 0.5  # a guess: where systematic sampling of rows begins
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,29 +126,29 @@ class ProductsRefit:
     prior_precision: Tensor  # in the basis (C, F, F)
 
     @property
-    def large(self) -> bool:
+    def is_large(self) -> bool:
         """Return whether the problem is large, so that larger errors are allowed for less work."""
         return is_large_problem(self.posterior)
 
-    def target(self, log_density: Tensor) -> Tensor:
-        """Return the standard error of each log density (m,) at which probing ends.
+    def allowed_errors(self, log_density: Tensor) -> Tensor:
+        """Return the standard error at which probing of each log density ends (m,).
 
         log_density (m,): log densities that are nearly right. Errors e of log probabilities change
         the predictive by a Kullback–Leibler divergence of about ½ Σ p e². A large problem therefore
-        allows LARGE_ERROR/√p for a probability p.
+        allows LARGE_ERROR/√p for a probability p, and at most RARE_ERROR times LARGE_ERROR.
         """
-        if not self.large:
+        if not self.is_large:
             return torch.full_like(log_density, ERROR)
         return LARGE_ERROR * (-0.5 * log_density.clamp(max=0)).exp().clamp(max=RARE_ERROR)
 
     @cached_property
-    def vectors(self) -> SharedVectors | None:
-        """The random vectors on all training rows; None where the sketch is not used.
+    def shared_vectors(self) -> SharedVectors | None:
+        """Return the random vectors with their outputs on all training rows; None without a sketch.
 
         The sketch is for large problems whose rows are kept in memory, and only where the vectors
         fit a quarter of the memory budget.
         """
-        if not self.large or self.rows.kept is None or not isinstance(self.shared, SharedFactor):
+        if not self.is_large or self.rows.kept is None or not isinstance(self.shared, SharedFactor):
             return None
         bytes_of_one = self.dtype.itemsize * self.posterior.statistics.n * self.outputs
         if bytes_of_one * len(self.shared.vectors) > self.posterior.memory_budget // 4:
@@ -158,64 +160,77 @@ class ProductsRefit:
 
     @property
     def new_likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the products with the features."""
+        """Return the dtype of the products with the features."""
         return self.features.dtype
 
     @property
     def outputs(self) -> int:
-        """The number of outputs C."""
+        """Return the number of outputs C."""
         return self.f.shape[1]
 
     @property
-    def fisher(self) -> bool:
+    def uses_fisher(self) -> bool:
         """Return whether the Fisher information is the curvature of every row."""
-        return self.shared.kind == FISHER
+        return self.shared.curvature_kind == FISHER
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that are solved together, within an eighth of the memory budget."""
+        """Return the number of tasks that are solved together, by the memory budget.
+
+        They take at most an eighth of it. Where the rows are in memory they are at most MOST_TASKS;
+        otherwise a pass over the rows is expensive.
+        """
         P = self.gradient.numel()
         C = self.outputs
-        # An ascent keeps three vectors for each mixed round, and probing four for each probe.
-        vectors = 3 * self.options.memory + 8 + C + 4 * MORE_PROBES
+        # An ascent keeps three vectors for each mixed round, and probing four for each probe. The
+        # group keeps C vectors, H⁻¹Jᵀ.
+        vectors = 3 * self.options.memory + VECTORS_OF_ASCENT + C + 4 * MORE_PROBES
         task_bytes = self.dtype.itemsize * P * vectors
         most = max(self.posterior.memory_budget // 8 // task_bytes, 1)
         return most if self.rows.kept is None else min(most, MOST_TASKS)
 
     @cached_property
     def prior(self) -> PriorChange:
-        """The change of log π with a step from θ̂."""
+        """Return the change of log π with a step from θ̂, as an object."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     def from_basis(self, point: Tensor) -> Tensor:
-        """Return steps δ' (m, P) in the coordinates of θ, as δ (m, P) in float64."""
+        """Return steps δ' (m, P) in the coordinates of θ, in float64: δ = L_B⁻ᵀδ' (m, P).
+
+        Each output has its own F coordinates.
+        """
         by_output = point.double().reshape(-1, self.basis.shape[0])
         solved: Tensor = torch.linalg.solve_triangular(self.basis.mT, by_output.mT, upper=True)
         return solved.mT.reshape(point.shape)
 
     def to_basis(self, gradient: Tensor) -> Tensor:
-        """Return a gradient (P,) in the coordinates δ', in the dtype of the products (P,)."""
+        """Return a gradient (P,) in the coordinates δ', in `dtype`: L_B⁻¹g (P,).
+
+        Each output has its own F coordinates.
+        """
         by_output = gradient.reshape(-1, self.basis.shape[0])
         solved: Tensor = torch.linalg.solve_triangular(self.basis, by_output.mT, upper=False)
         return solved.mT.reshape(gradient.shape).to(self.dtype)
 
     @cached_property
     def _stored_covariances(self) -> dict[int, Tensor]:
-        """Results of `covariances`, by the id of a kept block.
+        """Return the dictionary in which `covariances` stores its results, by block.
 
-        A kept block lives as long as this refit, so no other block has its id.
+        A block is known by its id: a kept block lives as long as this refit, so no other block has
+        it.
         """
         return {}
 
     def covariances(self, block: Block) -> Tensor:
         """Return K = J H⁻¹ Jᵀ at the rows of a block (b, C, C).
 
-        Results are stored for kept blocks while they fit an eighth of the memory budget.
+        Results are stored for kept blocks while they fit an eighth of the memory budget. It is not
+        for blocks of H, which have variances alone.
         """
         stored = self._stored_covariances
         covariances = stored.get(id(block))
@@ -236,11 +251,13 @@ class ProductsRefit:
         whose determinant does not exist, are marked as not converged.
         """
         group = Group(self, x_rows, y)
-        ascent = self._ascend(group, progress)
+        ascent = self._find_modes(group, progress)
         precision = group.new_row_precision(ascent.point)
         # Frozen determinants need only the new row's own curvature, which `new_row_increment` has.
-        new_row = None if self.options.logdet == FROZEN else NewRow.of(group.K, precision)
-        changes = group.row_changes(ascent.point, new_row)
+        new_row = None
+        if self.options.logdet != FROZEN:
+            new_row = NewRow.from_covariance(group.K, precision)
+        changes = group.sum_row_changes(ascent.point, new_row)
         likelihood, prior = group.likelihood_and_prior(ascent.point, changes)
         curvature = group.curvature_increments(
             ascent.point, precision, new_row, changes, likelihood + prior
@@ -257,16 +274,16 @@ class ProductsRefit:
             error=curvature.error,
         )
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return False for each task (m,): f is linear in a last layer, so refits are quick."""
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return False for each task (m,): f is linear, so that refits are quick."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P)."""
-        ascent = self._ascend(Group(self, x_rows, y))
+        ascent = self._find_modes(Group(self, x_rows, y))
         return self.posterior.theta + self.from_basis(ascent.point)
 
-    def _ascend(self, group: Group, progress: Progress | None = None) -> Ascent:
+    def _find_modes(self, group: Group, progress: Progress | None = None) -> Ascent:
         """Find the modes of a group's tasks with the shared preconditioner."""
         options = self.options
         return ascend(
@@ -279,9 +296,9 @@ class ProductsRefit:
         )
 
 
-class Curvature(NamedTuple):
+class CurvatureIncrements(NamedTuple):
     """−½[log|H̃(θ̃)| − log|H(θ̂)|] of m tasks, where H̃ is positive definite, and the standard
-    error of the value. All (m,).
+    error of the value. All are (m,).
     """
 
     value: Tensor
@@ -297,14 +314,15 @@ class Group:
     x_rows: Tensor
     y: Tensor
 
-    def take(self, tasks: Tensor) -> Group:
-        """Return the group of some of the tasks, with the cached values that were computed for
-        them.
+    def select_tasks(self, tasks: Tensor) -> Group:
+        """Return the group of some of the tasks (k,), with the values that were computed for them.
+
+        `cached_property` reads values from `__dict__`, so they are not computed again.
         """
         if len(tasks) == len(self.y):
             return self
         part = Group(self.refit, self.x_rows[tasks], self.y[tasks])
-        cached = ("phi", "f", "pulled", "K", "root")
+        cached = ("phi", "f", "U", "K", "root")
         part.__dict__.update(
             {name: self.__dict__[name][tasks] for name in cached if name in self.__dict__}
         )
@@ -312,35 +330,35 @@ class Group:
 
     @cached_property
     def phi(self) -> Tensor:
-        """The whitened features of each task's input (m, F)."""
+        """Return the whitened features of each task's input (m, F)."""
         return self.refit.features[self.x_rows]
 
     @cached_property
     def f(self) -> Tensor:
-        """The outputs at θ̂ of each task's input (m, C)."""
+        """Return the outputs at θ̂ of each task's input (m, C)."""
         return self.refit.f[self.x_rows]
 
     @cached_property
-    def pulled(self) -> Tensor:
-        """U = H⁻¹Jᵀ at each task's input (m, C, P), computed once for each distinct input."""
+    def U(self) -> Tensor:
+        """Return U = H⁻¹Jᵀ at each task's input (m, C, P), computed once for each input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         phi = self.refit.features[distinct]
         C = self.refit.outputs
-        J = torch.einsum("ab,nf->nabf", torch.eye(C, dtype=phi.dtype), phi).reshape(
-            len(distinct) * C, -1
-        )
+        # J = I ⊗ φᵀ of each input, all below one another.
+        J = torch.einsum("ab,nf->nabf", torch.eye(C, dtype=phi.dtype), phi)
+        J = J.reshape(len(distinct) * C, -1)
         return self.refit.shared.solve(J).reshape(len(distinct), C, -1)[index]
 
     @cached_property
     def K(self) -> Tensor:
-        """J H⁻¹ Jᵀ at each task's input (m, C, C), in float64."""
-        blocks = self.pulled.reshape(*self.pulled.shape[:2], self.refit.outputs, -1)
+        """Return J H⁻¹ Jᵀ at each task's input (m, C, C), in float64."""
+        blocks = self.U.reshape(*self.U.shape[:2], self.refit.outputs, -1)
         K = torch.einsum("macf,mf->mac", blocks, self.phi).double()
         return (K + K.mT) / 2
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K (m, C, C)."""
+        """Return R with R Rᵀ = K (m, C, C)."""
         return linalg.covariance_root(self.K)
 
     def push(self, point: Tensor) -> Tensor:
@@ -350,33 +368,34 @@ class Group:
         )
 
     def start_point(self) -> Tensor:
-        """Return where the ascent starts (m, P): SHORTER times the linearised step H⁻¹Jᵀu.
+        """Return where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
 
-        The step is shorter because the curvature mostly grows on the way. Where some outputs are
-        not allowed the ascent starts at θ̂, which is allowed.
+        Where some outputs are not allowed the ascent starts at θ̂, which is allowed.
         """
         refit = self.refit
         if not refit.new_likelihood.linear_domain:
             return torch.zeros(len(self.y), refit.gradient.numel(), dtype=refit.dtype)
         u = evaluate_at_mode(refit.new_likelihood, self.y, self.f, self.root).pull
-        return SHORTER * torch.einsum("mc,mcp->mp", u.to(refit.dtype), self.pulled)
+        return START_SHARE * torch.einsum("mc,mcp->mp", u.to(refit.dtype), self.U)
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) for some tasks, and H₁⁻¹
-        of it.
+        """Compute the gradient of some tasks (m,) at points (m, P), and H₁⁻¹ of it.
 
-        Differences from θ̂ are taken row by row, so that g₀ cancels exactly. point (m, P), tasks
-        (m,).
+        It is the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂). Differences from θ̂ are taken
+        row by row, so that g₀ cancels exactly.
         """
-        return self.take(tasks)._evaluate(point)
+        return self.select_tasks(tasks)._evaluate_all(point)
 
-    def _evaluate(self, point: Tensor) -> Slope:
-        """Evaluate all tasks at points (m, P); NaN where an output is outside its domain."""
+    def _evaluate_all(self, point: Tensor) -> Slope:
+        """Compute gradients and steps of all tasks at points (m, P).
+
+        The gradient is NaN where an output is not allowed.
+        """
         refit = self.refit
         f_new = self.f + self.push(point).double()
-        gradient, outside = self._data_gradient(point)
+        gradient, outside = self._data_gradient_change(point)
         new_score = refit.new_likelihood.score(self.y, f_new)
-        gradient = gradient + self.pull(new_score) + self.prior_gradient(point)
+        gradient = gradient + self.pull(new_score) + self.prior_gradient_change(point)
         # With mode="as_is" g₀ is not subtracted, so it stays in the gradient.
         if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient)
@@ -386,18 +405,19 @@ class Group:
         # (H + JᵀΛJ)⁻¹g = z − U(I + ΛK)⁻¹ΛJz with z = H⁻¹g
         z = refit.shared.solve(gradient)
         u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, self.push(z).double())
-        return Slope(gradient, z - torch.einsum("mc,mcp->mp", u.to(z.dtype), self.pulled))
+        return Slope(gradient, z - torch.einsum("mc,mcp->mp", u.to(z.dtype), self.U))
 
-    def _data_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change of the data's gradient from θ̂ (m, P), and where an output is not
-        allowed (m,).
+    def _data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
+
+        The second result marks tasks for which the output of a training row is not allowed (m,).
         """
         refit = self.refit
         likelihood = refit.posterior.likelihood
         m, C = self.f.shape
         total = torch.zeros(C * m, self.phi.shape[1], dtype=refit.dtype)
         outside = torch.zeros(m, dtype=torch.bool)
-        for part, f in self.outputs_by_part(point):
+        for part, f in self.yield_outputs(point):
             change = likelihood.score_change(part.y, f, part.f)
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(part.y, f)).all(-1)
@@ -408,19 +428,19 @@ class Group:
         """Return Jᵀu at each task's input (m, P), for u (m, C)."""
         return (u.to(self.phi.dtype).unsqueeze(-1) * self.phi.unsqueeze(1)).flatten(1)
 
-    def prior_gradient(self, point: Tensor) -> Tensor:
+    def prior_gradient_change(self, point: Tensor) -> Tensor:
         """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P)."""
         by_output = point.reshape(len(point), self.refit.outputs, -1).movedim(1, 0)
         return -(by_output @ self.refit.prior_precision).movedim(0, 1).reshape(point.shape)
 
-    def chunks(self, columns: int) -> Iterator[tuple[Block, Block, slice]]:
-        """Yield parts of the training rows that stay in the cache: a block, a part of it, and its
-        rows.
+    def yield_parts(self, columns: int) -> Iterator[tuple[Block, Block, slice]]:
+        """Yield parts of the training rows that stay in the cache.
 
-        columns: the numbers that are worked on for each row, so that a part has
-        CACHE_ELEMENTS/columns rows.
+        The values are a block, a part of it, and the rows of the part in the block. columns: the
+        numbers that are worked on for each row. A part has CACHE_ELEMENTS/columns rows, at least
+        FEWEST_ROWS.
         """
-        rows_at_once = max(CACHE_ELEMENTS // columns, 64)
+        rows_at_once = max(CACHE_ELEMENTS // columns, FEWEST_ROWS)
         for block in self.refit.rows:
             for start in range(0, len(block.f), rows_at_once):
                 part_rows = slice(start, start + rows_at_once)
@@ -432,23 +452,27 @@ class Group:
                 )
 
     def output_changes(self, x: Tensor, step: Tensor) -> Tensor:
-        """Return the change φᵀΔ of the outputs of rows under m steps (m, b, C), stored
-        component-major.
+        """Return the change φᵀΔ of the outputs of rows under m steps (m, b, C).
 
-        x (b, F) are features, step (C, m, F) the steps.
+        x (b, F) are features, step (C, m, F) the steps by output. The result is stored
+        component-major.
         """
         moved: Tensor = (step.flatten(0, 1) @ x.mT).unflatten(0, step.shape[:2])
         return moved.movedim(0, -1)
 
-    def outputs_by_part(self, point: Tensor) -> Iterator[tuple[Block, Tensor]]:
+    def yield_outputs(self, point: Tensor) -> Iterator[tuple[Block, Tensor]]:
         """Yield parts of the training rows with the outputs of all tasks on them (m, b, C)."""
         m, C = self.f.shape
         step = split_by_output(point, C)
-        for _, part, _ in self.chunks(m * C):
+        for _, part, _ in self.yield_parts(m * C):
             yield part, self.output_changes(part.x, step).add_(part.f)
 
     def likelihood_and_prior(self, point: Tensor, changes: RowChanges) -> tuple[Tensor, Tensor]:
-        """Return the likelihood increments, with the tilt, and the prior increments (m,)."""
+        """Return the likelihood increments, with the tilt, and the prior increments (m,).
+
+        point (m, P): the modes. changes: those of the training rows there. mode="as_is" has no
+        tilt.
+        """
         refit = self.refit
         step = refit.from_basis(point)
         f_new = self.f + self.push(point).double()
@@ -462,7 +486,9 @@ class Group:
     def new_row_precision(self, point: Tensor) -> Tensor:
         """Return Λ (m, C, C) of each task's new row at its outputs f̃, for points (m, P)."""
         f_new = self.f + self.push(point).double()
-        return curvature_of(self.refit.new_likelihood, self.refit.shared.kind, self.y, f_new)
+        return curvature_of(
+            self.refit.new_likelihood, self.refit.shared.curvature_kind, self.y, f_new
+        )
 
     def curvature_increments(
         self,
@@ -471,39 +497,46 @@ class Group:
         new_row: NewRow | None,
         changes: RowChanges,
         other_increments: Tensor,
-    ) -> Curvature:
+    ) -> CurvatureIncrements:
         """Compute the curvature increments at points (m, P) by the terms of the module's docstring.
 
-        precision (m, C, C): Λ of the new rows. other_increments (m,): the sum of the likelihood and
-        prior increments, which tells how probable a y is and so which error is allowed.
+        precision (m, C, C): Λ of the new rows. new_row: what they explain; None: determinants are
+        frozen at θ̂ but for them. changes: those of the training rows. other_increments (m,): the
+        sum of the likelihood and prior increments. It tells how probable a y is, and so which error
+        is allowed.
         """
         refit = self.refit
         value, positive = new_row_increment(self.root, precision)
         error = torch.zeros_like(value)
         if new_row is None:  # frozen at θ̂ but for the new row
-            return Curvature(value, positive, error)
+            return CurvatureIncrements(value, positive, error)
         if isinstance(refit.shared, SharedBlocks):
             return self._correct_by_blocks(
-                point, new_row, Curvature(value, positive, error), refit.shared
+                point, new_row, CurvatureIncrements(value, positive, error), refit.shared
             )
         trace = changes.trace
         assert trace is not None
         value = value - 0.5 * trace
         # The log densities, up to the remainder that is estimated below.
-        target = refit.target(other_increments + value)
+        target = refit.allowed_errors(other_increments + value)
         remainder = torch.zeros_like(value)
+        # Where no curvature changes there is no remainder.
         not_done = positive & (trace != 0)
         if changes.rows is not None:
             self._sketch_where_enough(new_row, changes.rows, target, remainder, error, not_done)
         tasks = not_done.nonzero().squeeze(-1)
         if tasks.numel():
             probing = Probing(
-                self.take(tasks), point[tasks], new_row.take(tasks), trace[tasks], target[tasks]
+                self.select_tasks(tasks),
+                point[tasks],
+                new_row.select_tasks(tasks),
+                trace[tasks],
+                target[tasks],
             )
-            remainder[tasks], exists, spread = probing.run()
+            remainder[tasks], exists, standard_error = probing.estimate_remainders()
             positive[tasks] &= exists
-            error[tasks] = 0.5 * spread
-        return Curvature(value - 0.5 * remainder, positive, error)
+            error[tasks] = 0.5 * standard_error
+        return CurvatureIncrements(value - 0.5 * remainder, positive, error)
 
     def _sketch_where_enough(
         self,
@@ -516,9 +549,10 @@ class Group:
     ) -> None:
         """Estimate tr[log(I + A) − A] of tasks by the sketch, in place, all (m,).
 
-        Writes `remainder` and its `error`, and clears `not_done` where the error meets the target.
+        Writes `remainder` and its `error`, and sets `not_done` to False where the error is at most
+        ENOUGH times the target.
         """
-        for count in ROWS_SKETCHED:
+        for count in (FEW_ROWS_SKETCHED, MANY_ROWS_SKETCHED):
             tasks = not_done.nonzero().squeeze(-1)
             # Probable y have a smaller target, which few rows do not reach.
             if count < MANY_ROWS_SKETCHED:
@@ -530,44 +564,44 @@ class Group:
                 not_done[tasks] = ~(error[tasks] <= ENOUGH * target[tasks])
 
     def _correct_by_blocks(
-        self, point: Tensor, new_row: NewRow, at_new_row: Curvature, shared: SharedBlocks
-    ) -> Curvature:
-        """Add what the training rows change to the increments `at_new_row`, by blocks of H.
+        self, point: Tensor, new_row: NewRow, at_new_row: CurvatureIncrements, shared: SharedBlocks
+    ) -> CurvatureIncrements:
+        """Return the increments `at_new_row` with what the training rows change, by blocks of H.
 
         The formula is that of `ssla.refit.weights.last_layer_blocks`. Tasks run one by one, because
-        each has rows of its own.
+        each has sampled rows of its own.
         """
         likelihood = self.refit.posterior.likelihood
         value = at_new_row.value.clone()
         error = at_new_row.error.clone()
-        y, f_hat, fisher = shared.rows.y, shared.rows.f, shared.kind == FISHER
+        y, f_hat, fisher = shared.rows.y, shared.rows.f, shared.curvature_kind == FISHER
         diagonal = likelihood.precision_diagonal(y, f_hat, fisher)
         for task, step in enumerate(point.reshape(len(point), self.refit.outputs, -1)):
             f = f_hat + shared.rows.x @ step.mT
             change = likelihood.precision_diagonal(y, f, fisher) - diagonal
-            trace_by_row = shared.rows.weighted((shared.variances * change).sum(1))
+            trace_by_row = shared.rows.apply_weights((shared.variances * change).sum(1))
             # Rows are sampled by how much they change: a change of the score costs no matrix.
             size = shared.variances.sum(1) * likelihood.score_change(y, f, f_hat).norm(dim=-1)
             if not bool(size.any()):
                 continue
             pi = sampling_probabilities(size, MANY_ROWS_SKETCHED)
             rows = sample_systematically(pi, OFFSET)
-            correction = shared.estimate(
+            correction = shared.estimate_correction(
                 likelihood, rows, pi[rows], step, self.phi[task], new_row.explained[task]
             )
             trace = float(trace_by_row.sum(dtype=torch.float64))
             value[task] -= 0.5 * (trace + correction.value)
             error[task] = 0.5 * correction.error
-        return Curvature(value, at_new_row.positive & torch.isfinite(value), error)
+        return CurvatureIncrements(value, at_new_row.positive & torch.isfinite(value), error)
 
     def sketch_remainders(
         self, tasks: Tensor, new_row: NewRow, changed: ChangedRows, count: int
     ) -> tuple[Tensor, Tensor]:
         """Estimate tr[log(I + A) − A] of some tasks (k,) from the shared vectors on `count` rows.
 
-        Returns the estimates and half of their standard errors (k,).
+        Returns the estimates (k,), and half of their standard errors (k,): those of the increments.
         """
-        shared = self.refit.vectors
+        shared = self.refit.shared_vectors
         assert shared is not None
         likelihood = self.refit.posterior.likelihood
         # A task has its own rows and fills the cache: a guess that tasks together would not be
@@ -576,7 +610,7 @@ class Group:
             estimate_remainder(
                 likelihood,
                 self._sample_rows(task, new_row, changed, count, shared),
-                self.refit.fisher,
+                self.refit.uses_fisher,
             )
             for task in tasks.tolist()
         ]
@@ -586,85 +620,125 @@ class Group:
     def _sample_rows(
         self, task: int, new_row: NewRow, changed: ChangedRows, count: int, shared: SharedVectors
     ) -> Sampled:
-        """Sample `count` training rows by how much one task changes them, with H₁ for H."""
+        """Sample about `count` training rows by how much one task changes them.
+
+        Vectors and covariances become those of H₁, which includes the new row.
+        """
         outputs = changed.outputs
         pi = sampling_probabilities(changed.sizes[task], count)
         rows = sample_systematically(pi, OFFSET)
         inverse = 1 / pi[rows]
         weight = inverse if shared.weights is None else inverse * shared.weights[rows]
-        c = changed.across[changed.places[task]].index_select(0, rows)  # (b, C, r)
+        c = changed.cross_covariances[changed.input_numbers[task]].index_select(
+            0, rows
+        )  # (b, C, r)
         # Draws of N(0, H⁻¹) become draws of N(0, H₁⁻¹), and K becomes J_i H₁⁻¹ J_iᵀ.
         w = shared.w.reshape(len(shared.w), self.refit.outputs, -1)
         shrink = new_row.shrink[task, outputs].to(c.dtype) @ (w @ self.phi[task]).mT
         explained = new_row.explained[task, outputs][:, outputs].to(c.dtype)
-        v = shared.v.index_select(0, rows)  # a third of the time of [rows]
+        v = shared.v.index_select(0, rows)  # a copy, in a third of the time of [rows]
         v.flatten(0, 1).addmm_(c.flatten(0, 1), shrink, alpha=-1)
         K = shared.K.index_select(0, rows) - c @ explained @ c.mT
         f = changed.f[:, task].index_select(1, rows).mT.contiguous()
         return Sampled(shared.y[rows], shared.f[rows], f, weight, inverse, v, K)
 
-    def row_changes(self, point: Tensor, new_row: NewRow | None) -> RowChanges:
-        """Read the training rows once at the modes: log likelihoods, and traces with `new_row`.
+    def sum_row_changes(self, point: Tensor, new_row: NewRow | None) -> RowChanges:
+        """Sum over the training rows at points (m, P): changes of log likelihoods, and traces.
 
-        point (m, P). Without `new_row`, or with blocks of H, only log likelihoods are needed.
+        new_row: what the new rows explain. Without it, or with blocks of H, only log likelihoods
+        are needed. With shared vectors the changes of each row are returned too.
         """
-        refit, likelihood, fisher = self.refit, self.refit.posterior.likelihood, self.refit.fisher
-        m, C = self.f.shape
-        log_prob = torch.zeros(m, dtype=torch.float64)
+        refit = self.refit
         if new_row is None or isinstance(refit.shared, SharedBlocks):
-            for part, f in self.outputs_by_part(point):
-                log_prob += self.log_prob_change(part, f)
-            return RowChanges(log_prob)
+            return RowChanges(self._sum_log_prob_changes(point))
+        m, C = self.f.shape
         inputs, first = number_distinct_inputs(self.x_rows)
+        tasks_at = [(inputs == k).nonzero().squeeze(-1) for k in range(len(first))]
         # Outputs that the new row says nothing about have no part in G.
         important = new_row.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT
         outputs = important.any(0).nonzero().squeeze(-1)
         explained = new_row.explained[:, outputs][:, :, outputs]
-        pulled = self._pulled_by_output(first, outputs)
-        tasks_at = [(inputs == k).nonzero().squeeze(-1) for k in range(len(first))]
+        U = self._U_by_output(first, outputs)
+        log_prob = torch.zeros(m, dtype=torch.float64)
         trace = torch.zeros(m, dtype=torch.float64)
         step = split_by_output(point, C)
-        sizes, new_outputs, across = [], [], []
-        for block, part, part_rows in self.chunks(C * max(m, len(first) * len(outputs), C)):
+        sizes, new_outputs, cross_covariances = [], [], []
+        for block, part, part_rows in self.yield_parts(C * max(m, len(first) * len(outputs), C)):
             f = self.output_changes(part.x, step).add_(part.f)
             log_prob += self.log_prob_change(part, f)
-            # tr K_iΔΛ_i
             K = refit.covariances(block)[part_rows]
-            change = likelihood.precision_trace(part.y, f, K, fisher)
-            change = change - likelihood.precision_trace(part.y, part.f.unsqueeze(0), K, fisher)
-            change = change if part.weights is None else change * part.weights
-            trace += change.sum(-1, dtype=torch.float64)
-            # tr G c_iΔΛ_ic_iᵀ, for the tasks of one input after the other: they share c_i.
-            c = self.output_changes(part.x, pulled).unflatten(0, (len(first), len(outputs)))
+            trace += self._trace_change(part, f, K)
+            c = self.output_changes(part.x, U).unflatten(0, (len(first), len(outputs)))
             c = c.permute(0, 2, 3, 1).contiguous()  # (k, b, C, r)
-            for tasks, along in zip(tasks_at, c, strict=True):
-                f_of_tasks = f.movedim(-1, 0)[:, tasks].movedim(0, -1)  # component-major, as f
-                along_new_row = likelihood.precision_change_along(
-                    part.y, f_of_tasks, part.f, along, part.weights, fisher
-                )
-                trace[tasks] -= (explained[tasks] * along_new_row).sum((1, 2))
-            if refit.vectors is not None:
+            trace -= self._explained_trace(part, f, c, explained, tasks_at)
+            if refit.shared_vectors is not None:
                 variances = K.diagonal(dim1=-2, dim2=-1).sum(-1)
-                sizes.append(variances * likelihood.score_change(part.y, f, part.f).norm(dim=-1))
+                score_change = refit.posterior.likelihood.score_change(part.y, f, part.f)
+                sizes.append(variances * score_change.norm(dim=-1))
                 new_outputs.append(f.movedim(-1, 0))
-                across.append(c)
-        if refit.vectors is None:
+                cross_covariances.append(c)
+        if refit.shared_vectors is None:
             return RowChanges(log_prob, trace)
         changed = ChangedRows(
-            inputs, outputs, torch.cat(sizes, 1), torch.cat(new_outputs, 2), torch.cat(across, 1)
+            input_numbers=inputs,
+            outputs=outputs,
+            sizes=torch.cat(sizes, 1),
+            f=torch.cat(new_outputs, 2),
+            cross_covariances=torch.cat(cross_covariances, 1),
         )
         return RowChanges(log_prob, trace, changed)
 
-    def _pulled_by_output(self, first: Tensor, outputs: Tensor) -> Tensor:
-        """Return some rows r of U at the inputs of the tasks `first` (k,): (C, k · r, F)."""
-        k, r = len(first), len(outputs)  # r may be zero
+    def _sum_log_prob_changes(self, point: Tensor) -> Tensor:
+        """Return the change of the data's log likelihood from θ̂ at points (m, P): (m,)."""
+        log_prob = torch.zeros(len(point), dtype=torch.float64)
+        for part, f in self.yield_outputs(point):
+            log_prob += self.log_prob_change(part, f)
+        return log_prob
+
+    def _trace_change(self, part: Block, f: Tensor, K: Tensor) -> Tensor:
+        """Return Σ_i tr(K_iΔΛ_i) over the rows of a part (m,), summed in float64.
+
+        f (m, b, C): their outputs. K (b, C, C): their covariances.
+        """
+        likelihood, fisher = self.refit.posterior.likelihood, self.refit.uses_fisher
+        change = likelihood.precision_trace(part.y, f, K, fisher)
+        change = change - likelihood.precision_trace(part.y, part.f.unsqueeze(0), K, fisher)
+        change = change if part.weights is None else change * part.weights
+        return change.sum(-1, dtype=torch.float64)
+
+    def _explained_trace(
+        self, part: Block, f: Tensor, c: Tensor, explained: Tensor, tasks_at: list[Tensor]
+    ) -> Tensor:
+        """Return tr(G Σ_i c_iΔΛ_ic_iᵀ) over the rows of a part (m,), which the new rows explain.
+
+        f (m, b, C): the outputs of the rows. c (k, b, C, r): c_iᵀ at the k inputs. explained
+        (m, r, r): G of each task. tasks_at: the tasks at each input, which share c_i.
+        """
+        likelihood, fisher = self.refit.posterior.likelihood, self.refit.uses_fisher
+        total = torch.zeros(len(explained), dtype=torch.float64)
+        for tasks, c_of_input in zip(tasks_at, c, strict=True):
+            f_of_tasks = f.movedim(-1, 0)[:, tasks].movedim(0, -1)  # component-major, as f
+            along_new_row = likelihood.precision_change_along(
+                part.y, f_of_tasks, part.f, c_of_input, part.weights, fisher
+            )
+            total[tasks] = (explained[tasks] * along_new_row).sum((1, 2))
+        return total
+
+    def _U_by_output(self, first: Tensor, outputs: Tensor) -> Tensor:
+        """Return rows of U = H⁻¹Jᵀ at some inputs by output, as (C, k · r, F).
+
+        first (k,): a task at each of the inputs. outputs (r,): the rows of U, which may be none.
+        """
+        k, r = len(first), len(outputs)
+        # The shapes are stated in full: −1 is ambiguous where r is zero.
         C, F = self.refit.outputs, self.phi.shape[1]
-        pulled = self.pulled[first][:, outputs].reshape(k, r, C, F)
-        return pulled.permute(2, 0, 1, 3).reshape(C, k * r, F).contiguous()
+        U = self.U[first][:, outputs].reshape(k, r, C, F)
+        return U.permute(2, 0, 1, 3).reshape(C, k * r, F).contiguous()
 
     def log_prob_change(self, part: Block, f: Tensor) -> Tensor:
-        """Return Σ_i of the change of log p(y_i|f_i) from θ̂ (m,) in float64, for outputs f (m, b,
-        C).
+        """Return Σ_i of the change of log p(y_i|f_i) from θ̂ (m,), summed in float64.
+
+        f (m, b, C): the outputs of the rows of `part`.
         """
         change = self.refit.posterior.likelihood.log_prob_difference(part.y, f, part.f)
         change = change if part.weights is None else change * part.weights
@@ -676,13 +750,13 @@ class ChangedRows(NamedTuple):
     needs it.
     """
 
-    places: Tensor  # of each task's input among the k (m,)
-    outputs: Tensor  # those of the new rows that have a part (r,)
+    input_numbers: Tensor  # the number of each task's input among the k (m,)
+    outputs: Tensor  # the outputs of the new rows that explain anything (r,)
     # (m, n): tr K_i times the change of a row's score, which for classes is as large as that of
     # its curvature.
     sizes: Tensor
     f: Tensor  # at the modes (C, m, n)
-    across: Tensor  # J_iUᵀ (k, n, C, r)
+    cross_covariances: Tensor  # J_iUᵀ (k, n, C, r)
 
 
 class RowChanges(NamedTuple):
@@ -695,9 +769,9 @@ class RowChanges(NamedTuple):
 
 
 def number_distinct_inputs(x_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the distinct inputs of tasks.
+    """Return the number of each task's input among the distinct ones (m,), for x_rows (m,).
 
-    Returns the number of each task's input (m,), and the first task at each distinct input (k,).
+    The second result is the first task at each distinct input (k,).
     """
     unique, index = x_rows.unique(return_inverse=True)
     first = torch.stack([(index == k).nonzero()[0, 0] for k in range(len(unique))])
@@ -705,7 +779,9 @@ def number_distinct_inputs(x_rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_large_problem(posterior: Posterior) -> bool:
-    """Return whether a product with the features takes so long that larger errors are worth it."""
+    """Return whether rows × parameters exceed LARGE: products are slow, so larger errors are
+    allowed.
+    """
     return posterior.statistics.n * posterior.theta.numel() > LARGE
 
 
@@ -714,21 +790,22 @@ def open_products(
 ) -> ProductsRefit:
     """Prepare all refits of a last layer at inputs x: everything that does not depend on y.
 
-    A pass over the data sums gradient and basis at θ̂, another one the curvature. single: products
-    are in float32. ValueError where the data are not those of the fit; NoFactorError where the
-    curvature at θ̂ is not positive definite.
+    A pass over the data sums gradient and basis at θ̂, another one the curvature. data: the
+    training data; None: those of the posterior. single: products are in float32, unless H is not
+    positive definite in it. ValueError where the data are not those of the fit or cannot be read
+    again; NoFactorError where the curvature at θ̂ is not positive definite.
     """
     network, budget = posterior.network, posterior.memory_budget
     C, F = network.outputs, posterior.theta.numel() // network.outputs
     dtype = torch.float32 if single else torch.float64
 
-    def prepare(inputs: Any) -> tuple[Tensor, Tensor]:
+    def prepare_inputs(inputs: Any) -> tuple[Tensor, Tensor]:
         """Return the features with their column of ones (b, F), and f̂ (b, C)."""
         f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.with_ones().to("cpu", dtype), f.double()
 
-    rows = replace(open_rows(posterior, data, prepare), size=stored_bytes)
+    rows = replace(open_rows(posterior, data, prepare_inputs), size=stored_bytes)
     n, gradient, data_curvature = sum_gradient_and_curvature(posterior, rows)
     check_same_data(posterior, n, gradient)
     matrix_fits = factor_bytes(C, F, dtype) <= budget
@@ -736,23 +813,17 @@ def open_products(
     if not matrix_fits and rows.kept is not None:
         vectors = vectors_that_fit(n, C, F, dtype.itemsize, budget)
     # The structure has coordinates of its own, so features stay as they are for it.
-    whitens = bool(matrix_fits or vectors)
+    is_whitened = bool(matrix_fits or vectors)
     prior_precision = posterior.bound_prior.precision(posterior.theta).reshape(C, F)
     basis = torch.eye(F, dtype=torch.float64)
-    if whitens:
-        basis, info = torch.linalg.cholesky_ex(data_curvature + torch.diag(prior_precision.mean(0)))
-        if int(info):
-            raise NoFactorError(
-                factorisation_error_text(prior_precision.flatten(), " on the data to refit on")
-            )
-    whitening = _Whitening(basis if whitens else None, dtype)
-    rows = rows.changed(whitening.of_block)
-    prior = _prior_in_basis(prior_precision, basis, dtype)
+    if is_whitened:
+        basis = _factorise_basis(data_curvature, prior_precision)
+    whitening = _Whitening(basis if is_whitened else None, dtype)
+    rows = rows.changed(whitening.whiten_block)
+    prior = _transform_prior(prior_precision, basis, dtype)
     shared: SharedFactor | SharedBlocks | SharedStructure | None
-    if whitens:
-        # Single precision is for classes, whose observed curvature is the Fisher information.
-        observed_first = options.curvature == OBSERVED and not single
-        kinds = (OBSERVED, FISHER) if observed_first else (options.curvature,)
+    if is_whitened:
+        kinds = _curvature_kinds(options, single)
         shared = _share_curvature(posterior, rows, prior, kinds, vectors)
     else:
         _warn_of_structure(posterior)
@@ -760,22 +831,49 @@ def open_products(
     if shared is None:
         if single:
             return open_products(posterior, x, options, data, single=False)
-        raise NoFactorError(
-            factorisation_error_text(prior_precision.flatten(), " on the data to refit on")
-        )
-    parts = [prepare(network.cast(part)) for part in network.chunks(as_inputs(x), budget)]
+        raise _no_factor_error(prior_precision)
+    parts = [prepare_inputs(network.cast(part)) for part in network.chunks(as_inputs(x), budget)]
     return ProductsRefit(
         posterior=posterior,
         options=options,
         rows=rows,
-        features=whitening.of_features(torch.cat([phi for phi, _ in parts])),
+        features=whitening.whiten_features(torch.cat([phi for phi, _ in parts])),
         f=torch.cat([f for _, f in parts]),
         basis=basis,
         gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
         shared=shared,
-        fallback=shared.kind != options.curvature,
+        fallback=shared.curvature_kind != options.curvature,
         prior_precision=prior,
     )
+
+
+def _factorise_basis(data_curvature: Tensor, prior_precision: Tensor) -> Tensor:
+    """Return the basis L_B (F, F): the Cholesky factor of the mean curvature over outputs.
+
+    data_curvature (F, F), prior_precision (C, F). NoFactorError where it is not positive definite.
+    """
+    basis, info = torch.linalg.cholesky_ex(data_curvature + torch.diag(prior_precision.mean(0)))
+    if int(info):
+        raise _no_factor_error(prior_precision)
+    return basis
+
+
+def _no_factor_error(prior_precision: Tensor) -> NoFactorError:
+    """Return the error for a curvature that is not positive definite."""
+    return NoFactorError(
+        factorisation_error_text(prior_precision.flatten(), " on the data to refit on")
+    )
+
+
+def _curvature_kinds(options: Options, single: bool) -> tuple[str, ...]:
+    """Return the kinds of curvature to try, in this order.
+
+    The Fisher information follows the observed curvature, which may be indefinite. In single
+    precision that is not needed: it is for classes, where both are the same.
+    """
+    if options.curvature == OBSERVED and not single:
+        return OBSERVED, FISHER
+    return (options.curvature,)
 
 
 @dataclass(frozen=True, eq=False)
@@ -785,28 +883,28 @@ class _Whitening:
     basis: Tensor | None  # L_B (F, F)
     dtype: torch.dtype
 
-    def of_features(self, phi: Tensor) -> Tensor:
-        """Return features (b, F) in the basis (b, F)."""
+    def whiten_features(self, phi: Tensor) -> Tensor:
+        """Return features (b, F) in the basis: L_B⁻¹φ of each row (b, F)."""
         if self.basis is None:
             return phi
         white: Tensor = torch.linalg.solve_triangular(self.basis, phi.double().mT, upper=False)
         return white.mT.to(self.dtype).contiguous()
 
-    def of_block(self, block: Block) -> Block:
+    def whiten_block(self, block: Block) -> Block:
         """Return a block with features in the basis, in the dtype of the products."""
         f = block.f.to(self.dtype).mT.contiguous().mT  # component-major, as those of many tasks
         y = block.y.to(self.dtype) if block.y.is_floating_point() else block.y
         weights = None if block.weights is None else block.weights.to(self.dtype)
-        return Block(self.of_features(block.x), f, y, weights)
+        return Block(self.whiten_features(block.x), f, y, weights)
 
 
 def sum_gradient_and_curvature(
     posterior: Posterior, rows: TrainingRows
 ) -> tuple[int, Tensor, Tensor]:
-    """Read the training rows at θ̂ once.
+    """Sum the gradient and the curvature of the training rows at θ̂, in float64.
 
-    Returns their number, ∇ℓ_D (P,), and the mean over outputs of the data's diagonal blocks of the
-    Fisher curvature (F, F), all in float64.
+    Returns the number of rows, ∇ℓ_D (P,), and the mean over outputs of the diagonal blocks of the
+    data's Fisher information (F, F).
     """
     C, likelihood = posterior.network.outputs, posterior.likelihood
     P = posterior.theta.numel()
@@ -816,13 +914,15 @@ def sum_gradient_and_curvature(
     for block in rows:
         n += block.y.shape[0]
         phi = block.x.double()
-        gradient += Features(phi, C).pull(block.weighted(likelihood.score(block.y, block.f)))
-        level = block.weighted(likelihood.precision_diagonal(block.y, block.f, True)).mean(-1)
+        gradient += Features(phi, C).pull(block.apply_weights(likelihood.score(block.y, block.f)))
+        level = block.apply_weights(
+            likelihood.precision_diagonal(block.y, block.f, fisher=True)
+        ).mean(-1)
         data_curvature += (phi * level.unsqueeze(-1)).mT @ phi
     return n, gradient, data_curvature
 
 
-def _prior_in_basis(precision: Tensor, basis: Tensor, dtype: torch.dtype) -> Tensor:
+def _transform_prior(precision: Tensor, basis: Tensor, dtype: torch.dtype) -> Tensor:
     """Transform the prior precision of each output (C, F) to the basis L (F, F): L⁻¹TL⁻ᵀ (C, F, F).
 
     Outputs with the same precisions share one matrix, and only one is formed in float64 at a time:
@@ -831,6 +931,7 @@ def _prior_in_basis(precision: Tensor, basis: Tensor, dtype: torch.dtype) -> Ten
     distinct, index = precision.unique(dim=0, return_inverse=True)
     matrices = torch.empty(len(distinct), *basis.shape, dtype=dtype)
     for matrix, of_output in zip(matrices, distinct, strict=True):
+        # L⁻¹(L⁻¹T)ᵀ = L⁻¹TL⁻ᵀ, as T is symmetric.
         half = torch.linalg.solve_triangular(basis, of_output.diag(), upper=False)
         matrix.copy_(torch.linalg.solve_triangular(basis, half.mT, upper=False))
     return matrices.expand(len(precision), -1, -1) if len(distinct) == 1 else matrices[index]
@@ -841,17 +942,17 @@ def _share_curvature(
 ) -> SharedFactor | SharedBlocks | None:
     """Factorise the curvature at θ̂ of the first kind for which it is positive definite.
 
-    prior (C, F, F): its precision in the basis. vectors: the number for blocks of the curvature; 0
-    for all of it. None where no kind is positive definite.
+    prior (C, F, F): its precision in the basis. vectors: the number of random vectors, where blocks
+    of H take the place of H; 0: all of H is factorised. None where no kind is positive definite.
     """
     likelihood = posterior.likelihood
     contrasts = class_contrasts(posterior)
-    for kind in kinds:
+    for curvature_kind in kinds:
         shared: SharedFactor | SharedBlocks | None
         if vectors:
-            shared = shared_blocks(rows, likelihood, prior, kind, vectors)
+            shared = open_shared_blocks(rows, likelihood, prior, curvature_kind, vectors)
         else:
-            shared = factorise_shared(rows, likelihood, prior, kind, contrasts)
+            shared = factorise_shared(rows, likelihood, prior, curvature_kind, contrasts)
         if shared is not None:
             return shared
     return None
@@ -872,8 +973,7 @@ def _warn_of_structure(posterior: Posterior) -> None:
 def class_contrasts(posterior: Posterior) -> Contrasts | None:
     """Return contrasts of classes; None where they would change the answer.
 
-    They are exact where the sum over classes keeps the prior's curvature and no gradient moves
-    along it.
+    They are exact where the sum over classes has only the prior's curvature and no gradient.
     """
     C = posterior.network.outputs
     prior_precision = posterior.bound_prior.precision(posterior.theta).reshape(C, -1)
@@ -884,5 +984,5 @@ def class_contrasts(posterior: Posterior) -> Contrasts | None:
 
 
 def stored_bytes(block: Block) -> int:
-    """Return the bytes of a block as it is kept."""
+    """Return the bytes of a block as it is kept in memory."""
     return sum(part.numel() * part.element_size() for part in (block.x, block.f, block.y))

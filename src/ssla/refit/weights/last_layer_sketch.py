@@ -16,7 +16,7 @@ cheap:
   of tr A²;
 - the vectors are the same for all tasks.
 
-Fails where A has eigenvalues that are not small beside one: the error is then large, and stated.
+It fails where A has eigenvalues that are not small beside one. The stated error is then large.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ from torch import Tensor
 from ssla.likelihoods import Likelihood
 from ssla.refit.weights.refit_rows import Block
 
-# A guess, of the share of rows: the least probability that a row is sampled, over the mean.
+# A guess: the least size of a row for sampling, over the mean size.
 FLOOR = 0.1
-ROUNDS = 8  # a guess: of dividing what certain rows leave over among the others
+ROUNDS = 8  # a guess: rounds in which what certain rows leave over is divided among the others
+SMALL = 1e-3  # a guess: below it (log(1 + t) − t)/t² is computed by its series
 
 
 class Estimate(NamedTuple):
@@ -60,10 +61,10 @@ class SharedVectors:
 def compute_shared_vectors(
     blocks: list[Block], w: Tensor, covariances: list[Tensor]
 ) -> SharedVectors:
-    """Compute the outputs of vectors w (S, P) on the rows of all blocks, which have features (b,
-    F).
+    """Compute the outputs of vectors w (S, P) on the rows of all blocks, with features (b, F).
 
-    covariances: J_i H⁻¹ J_iᵀ of the rows of each block (b, C, C).
+    covariances: J_i H⁻¹ J_iᵀ of the rows of each block (b, C, C). Blocks all have weights, or none
+    has.
     """
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])
@@ -87,12 +88,17 @@ class Sampled(NamedTuple):
 
 
 def sampling_probabilities(size: Tensor, count: int) -> Tensor:
-    """Return probabilities π (n,) in proportion to sizes (n,), at most one, of sum `count`."""
+    """Return the probabilities π (n,) with which rows are sampled, of sum `count` and at most one.
+
+    They are in proportion to the sizes (n,) plus a floor. All are one where there are not more rows
+    than `count`.
+    """
     n = len(size)
     if count >= n:
         return torch.ones_like(size)
     share = size + FLOOR * size.mean()
     pi = share * (count / share.sum())
+    # A probability above one becomes one, and the rest of the count is divided among the others.
     for _ in range(ROUNDS):
         if not bool((pi > 1).any()):
             break
@@ -105,24 +111,29 @@ def sampling_probabilities(size: Tensor, count: int) -> Tensor:
 def sample_systematically(pi: Tensor, offset: float) -> Tensor:
     """Choose rows (b,) with inclusion probabilities π (n,) by systematic sampling.
 
-    A row is chosen where the cumulated sum passes `offset` plus a whole number.
+    A row is chosen where the cumulated sum of π passes `offset` plus a whole number, with offset in
+    [0, 1).
     """
     after = pi.double().cumsum(0) + offset
-    return (after.floor() > (after - pi.double()).floor()).nonzero().squeeze(-1)
+    before = after - pi.double()
+    return (after.floor() > before.floor()).nonzero().squeeze(-1)
 
 
 def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -> Estimate:
     """Estimate tr[log(I + A) − A] of one task from sampled rows.
 
-    fisher: ΔΛ is the change of the Fisher information, else of the observed curvature.
+    fisher: ΔΛ is the change of the Fisher information; False: of the observed curvature.
     """
     y, before, f, weight, inverse, v, K = sampled
     b, C, S = v.shape
-    change = curvatures(likelihood, y, f, fisher) - curvatures(likelihood, y, before, fisher)
+    change = row_precisions(likelihood, y, f, fisher) - row_precisions(
+        likelihood, y, before, fisher
+    )
     scaled = change * weight[:, None, None]
     pushed = scaled @ v
     Q = (v.reshape(b * C, S).mT @ pushed.reshape(b * C, S)).double()
     K_change = K @ change
+    # What sampling rows adds to E Q_st Q_ts (see the module's docstring).
     squares = (K_change * K_change.mT).sum((-2, -1))  # tr K_iΔΛ_iK_iΔΛ_i, the row weights apart
     added = (weight * weight * (1 - 1 / inverse) * squares).sum(dtype=torch.float64)
     # Both controls have the expectation zero, given the rows.
@@ -133,31 +144,40 @@ def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -
     torch.matmul(scaled @ K_change, v, out=pushed)
     quadratic = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)
     square_control = quadratic - (weight * squares).sum(dtype=torch.float64)
-    return from_products(Q, torch.stack([trace_control, square_control], 1), float(added))
+    return remainder_from_products(Q, torch.stack([trace_control, square_control], 1), float(added))
 
 
-def curvatures(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
-    """Return Λ_i of rows with outputs f (b, C): (b, C, C)."""
+def row_precisions(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
+    """Return Λ_i of rows with targets y and outputs f (b, C): (b, C, C).
+
+    fisher: the Fisher information; False: the observed precision.
+    """
     precision = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
     return precision.expand(*f.shape, f.shape[-1])
 
 
-def from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
+def remainder_from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
     """Estimate tr[log(I + A) − A] from products Q (S, S) of the vectors.
 
     Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹, need not be symmetric. controls (S, k): control
-    variates with the expectation zero. added: what the sampling of rows adds to E Q_st Q_ts.
+    variates with the expectation zero. added: what the sampling of rows adds to E Q_st Q_ts. The
+    error is infinite where the mean eigenvalue is at most −½.
     """
     S = len(Q)
     off_diagonal = Q - torch.diag(Q.diagonal())
-    squared, pairs = off_diagonal @ off_diagonal, off_diagonal * off_diagonal.mT
-    means = pairs.sum(1) / (S - 1) - added  # over the others, of each vector
+    squared = off_diagonal @ off_diagonal
+    pairs = off_diagonal * off_diagonal.mT  # Q_st Q_ts
+    means = pairs.sum(1) / (S - 1) - added  # of each vector s, over all other vectors t
+    # The means are regressed on the control variates, which leaves less of their variance.
     centred = controls - controls.mean(0)
     beta = torch.linalg.lstsq(centred, (means - means.mean()).unsqueeze(1)).solution.squeeze(1)
     residuals = means - means.mean() - centred @ beta
     # Each pair belongs to two vectors, so a vector's own deviation counts twice.
     second = float(means.mean() - 2 * controls.mean(0) @ beta)
     error = 2 * float(residuals.square().sum() / (S - 1 - len(beta)) / S) ** 0.5
+    # Estimates of tr A³ and tr A⁴ from triples and quadruples of distinct vectors. The diagonal is
+    # zero, so neighbours in a cycle differ; quadruples whose opposite vectors are the same are
+    # taken out.
     third = float((squared * off_diagonal.mT).sum()) / (S * (S - 1) * (S - 2))
     fourth = float(
         (squared * squared.mT).sum() - 2 * squared.diagonal().square().sum() + pairs.square().sum()
@@ -165,18 +185,18 @@ def from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
     fourth /= S * (S - 1) * (S - 2) * (S - 3)
     if not second > 0:
         return Estimate(-0.5 * second, error)
-    # Under the weights λ² the mean of (log(1 + λ) − λ)/λ²: at the mean λ, and with the variance of
-    # λ to second order.
+    # With h(λ) = (log(1 + λ) − λ)/λ² the remainder is Σ λ² h(λ), the mean of h under the weights λ²
+    # times their sum. h is expanded at the mean of λ to second order, with ½|h″| ≈ ¼/(1 + λ)².
     mean = third / second
     if not mean > -0.5:
         return Estimate(-0.5 * second, math.inf)
     spread = max(fourth - third * mean, 0.0)
     bend = 0.25 * spread / (1 + mean) ** 2
-    return Estimate(second * remainder(mean) - bend, math.hypot(0.5 * error, bend))
+    return Estimate(second * scaled_remainder(mean) - bend, math.hypot(0.5 * error, bend))
 
 
-def remainder(t: float) -> float:
-    """Return (log(1 + t) − t)/t², by its series near zero."""
-    if abs(t) < 1e-3:
+def scaled_remainder(t: float) -> float:
+    """Return (log(1 + t) − t)/t² for t > −1, by its series near zero."""
+    if abs(t) < SMALL:
         return -0.5 + t / 3 - t * t / 4
     return (math.log1p(t) - t) / t**2

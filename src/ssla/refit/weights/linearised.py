@@ -38,17 +38,24 @@ from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER, OBSERVED, evaluate_at_mode
 from ssla.refit.interrupts import Interrupted
 from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS
-from ssla.refit.weights.anderson import SHARED_STEPS, Ascent, Progress, Slope, ascend
+from ssla.refit.weights.anderson import (
+    SHARED_STEPS,
+    START_SHARE,
+    Ascent,
+    Progress,
+    Slope,
+    ascend,
+)
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_probing import NewRow
 from ssla.refit.weights.linearised_covariance import (
     SHARE,
     Jacobians,
     OutputCovariance,
-    bytes_needed,
-    output_covariance,
+    covariance_bytes,
+    form_output_covariance,
 )
-from ssla.refit.weights.linearised_determinants import CurvatureChange, OwnCurvature
+from ssla.refit.weights.linearised_determinants import CurvatureChange, TaskCurvature
 from ssla.refit.weights.refit_rows import Block, TrainingRows, check_same_data, open_rows
 from ssla.refit.weights.solved import (
     EXACT,
@@ -65,12 +72,14 @@ from ssla.report import AS_IS
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-SHORTER = 0.7  # of the output refit's step, as in `last_layer_group`
-MOST_TASKS = 64  # a guess
-# Guesses: the error aimed at is TARGET_ERROR/√p for a probability p, at most RARE_ERROR times as
-# large.
+MOST_TASKS = 64  # a guess: tasks that are solved together
+# Guesses: the standard error aimed at, in log density, is TARGET_ERROR/√p for a probability p, and
+# at most RARE_ERROR times TARGET_ERROR.
 TARGET_ERROR, RARE_ERROR = 2e-3, 10.0
-NEGATIVE = -1e-9  # an eigenvalue of Λ over the largest one, below which it is not rounding
+NEGATIVE = -1e-9  # a guess: an eigenvalue of Λ above it, over the largest one, may be rounding
+# Guesses, for the memory of one task: vectors of outputs besides those of the history, and float64
+# values of each output of a row.
+VECTORS_OF_ASCENT, VALUES_OF_OUTPUT = 8, 8
 
 
 class OutputCounts(NamedTuple):
@@ -81,16 +90,17 @@ class OutputCounts(NamedTuple):
     new: int
 
     @staticmethod
-    def of(posterior: Posterior, new_rows: int) -> OutputCounts:
-        """Count the outputs, in contrasts, of a posterior's training rows and of new rows."""
-        outputs = contrasts_of(posterior).shape[1]
+    def from_posterior(posterior: Posterior, new_rows: int) -> OutputCounts:
+        """Return the counts for a posterior and some new rows; outputs are counted in contrasts."""
+        outputs = output_contrasts(posterior).shape[1]
         training = posterior.statistics.n * outputs
         return OutputCounts(training, posterior.theta.numel(), new_rows * outputs)
 
 
-def contrasts_of(posterior: Posterior) -> Tensor:
-    """Return Q (C, c): contrasts of classes where the likelihood does not depend on their sum, else
-    I.
+def output_contrasts(posterior: Posterior) -> Tensor:
+    """Return Q (C, c): contrasts of classes where the likelihood allows them, else the identity.
+
+    They are allowed where the likelihood does not depend on the sum of the outputs.
     """
     C = posterior.network.outputs
     if posterior.likelihood.shift_invariant:
@@ -102,7 +112,7 @@ def why_not_linearised(posterior: Posterior, new_rows: int, single: bool) -> str
     """Return why refits of the linearised network are not possible, with a remedy; None where they
     are.
 
-    single: products would be in float32.
+    new_rows: the number of new inputs. single: products would be in float32.
     """
     prior = posterior.bound_prior
     proper = isinstance(prior, BoundGaussian)
@@ -117,8 +127,8 @@ def why_not_linearised(posterior: Posterior, new_rows: int, single: bool) -> str
             "Refits of the linearised network start from a mode, but this posterior has "
             "mode='as_is'. Use mode='tilt', or refit='output'."
         )
-    size = OutputCounts.of(posterior, new_rows)
-    needed = bytes_needed(*size, itemsize=4 if single else 8)
+    size = OutputCounts.from_posterior(posterior, new_rows)
+    needed = covariance_bytes(*size, itemsize=4 if single else 8)
     if needed > posterior.memory_budget:
         return (
             f"Refits of the linearised network need {needed / 2**30:.2g} GiB for the covariance of "
@@ -139,7 +149,7 @@ class RowsAtMode:
     score: Tensor  # weighted g(y, f̂) in contrasts (n, c), in float64
     precision: Tensor  # weighted Λ(f̂) in contrasts (n, c, c)
 
-    def weighted(self, values: Tensor) -> Tensor:
+    def apply_weights(self, values: Tensor) -> Tensor:
         """Return values (m, n, c) times the weights of the rows."""
         return values if self.weights is None else values * self.weights.to(values).unsqueeze(-1)
 
@@ -156,34 +166,35 @@ class LinearisedRefit:
     f: Tensor  # f̂ at x (N, C)
     Q: Tensor  # contrasts of outputs (C, c)
     covariance: OutputCovariance
-    kind: str  # of the curvature in both determinants
+    curvature_kind: str  # of the curvature in both determinants
     dtype: torch.dtype
     interrupted: Interrupted
 
     @property
     def new_likelihood(self) -> Likelihood:
-        """The likelihood of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.posterior.likelihood.predictive
 
     @property
     def fallback(self) -> bool:
-        """Return whether the Fisher information takes the place of an observed curvature that is
-        indefinite.
-        """
-        return self.kind != self.options.curvature
+        """Return whether the Fisher information replaces an indefinite observed curvature."""
+        return self.curvature_kind != self.options.curvature
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that are solved together, within an eighth of the memory budget."""
+        """Return the number of tasks that are solved together, at most MOST_TASKS.
+
+        They take at most an eighth of the memory budget.
+        """
         n, C = self.rows.f.shape
         numbers = 2 * n * self.Q.shape[1]  # of a point: a and Jδ
-        # The ascent's history in the dtype of the refits, and eight float64 values of all outputs.
-        history_bytes = self.dtype.itemsize * numbers * (3 * self.options.memory + 8)
-        task_bytes = history_bytes + 8 * 8 * n * C
+        # The ascent keeps three vectors for each mixed round, in the dtype of the refits.
+        vectors = 3 * self.options.memory + VECTORS_OF_ASCENT
+        task_bytes = self.dtype.itemsize * numbers * vectors + 8 * VALUES_OF_OUTPUT * n * C
         return max(min(self.posterior.memory_budget // 8 // task_bytes, MOST_TASKS), 1)
 
-    def in_contrasts(self, precision: Tensor) -> Tensor:
-        """Return QᵀΛQ (…, c, c) for Λ (…, C, C)."""
+    def project_to_contrasts(self, precision: Tensor) -> Tensor:
+        """Return QᵀΛQ (…, c, c) for precisions Λ (…, C, C)."""
         Q = self.Q.to(precision.dtype)
         return Q.mT @ precision @ Q
 
@@ -195,9 +206,9 @@ class LinearisedRefit:
         """
         if self.interrupted.asked:
             return Solved.untried(len(x_rows))
-        with self.interrupted.listening():
+        with self.interrupted.listen():
             group = Group(self, x_rows, y)
-            ascent = self._ascend(group, progress)
+            ascent = self._find_modes(group, progress)
             likelihood, prior = group.likelihood_and_prior(ascent.point)
             curvature, positive, error = group.curvature_increments(
                 ascent.point, likelihood + prior
@@ -214,18 +225,21 @@ class LinearisedRefit:
             error=error,
         )
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return False for each task (m,): the outputs are linear in the weights."""
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return False for each task (m,): outputs are linear in the weights, and modes exist."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return θ̃ = θ̂ + T⁻¹(Jᵀ(a − ΛJδ) + J_xᵀb) of each task (m, P), by a pass over the rows."""
+        """Return θ̃ = θ̂ + T⁻¹(Jᵀ(a − ΛJδ) + J_xᵀb) of each task (m, P).
+
+        It needs a pass over the training rows, whose Jacobians are not kept.
+        """
         group = Group(self, x_rows, y)
-        ascent = group.split(self._ascend(group).point)
+        parts = group.split_point(self._find_modes(group).point)
         network, theta = self.posterior.network, self.posterior.theta
         total = torch.zeros(len(theta), len(y), dtype=torch.float64)
         # Jᵀ of the training rows, block by block.
-        pulled = (ascent.a - group.times_precision(ascent.moved)).double()
+        pulled = (parts.a - group.times_precision(parts.moved)).double()
         by_row = pulled.reshape(len(y), *self.rows.precision.shape[:2]) @ self.Q.mT
         first = 0
         for block in self.blocks:
@@ -235,7 +249,7 @@ class LinearisedRefit:
             first = last
         # J_xᵀ of the new rows: each task has its b at its own input.
         at_x = torch.zeros(len(self.f), len(self.Q), len(y), dtype=torch.float64)
-        at_x[x_rows, :, torch.arange(len(y))] = ascent.b.double() @ self.Q.mT
+        at_x[x_rows, :, torch.arange(len(y))] = parts.b.double() @ self.Q.mT
         first = 0
         for inputs in network.chunks(self.x, self.posterior.memory_budget):
             last = first + row_count(inputs)
@@ -244,10 +258,11 @@ class LinearisedRefit:
             first = last
         return theta + total.mT / self.posterior.bound_prior.precision(theta)
 
-    def _ascend(self, group: Group, progress: Progress | None = None) -> Ascent:
+    def _find_modes(self, group: Group, progress: Progress | None = None) -> Ascent:
         """Find the modes of a group's tasks: with the curvature at θ̂ first.
 
-        After SHARED_STEPS the tasks that have not converged continue with their own curvatures.
+        After every SHARED_STEPS the tasks that have not converged continue with their own
+        curvatures at the points that they have reached.
         """
         options = self.options
         start = group.start_point()
@@ -270,7 +285,7 @@ class LinearisedRefit:
             steps_left -= SHARED_STEPS
             start = later.point[unfinished]
             if len(tasks) and steps_left > 0:
-                group = group.take(unfinished).with_own_curvature(start)
+                group = group.select_tasks(unfinished).with_task_curvatures(start)
         return ascent
 
 
@@ -290,148 +305,168 @@ class Group:
     refit: LinearisedRefit
     x_rows: Tensor
     y: Tensor
-    own: tuple[OwnCurvature, ...] | None = None  # of each task, in its preconditioner
+    # of each task, as part of its preconditioner; None: all have the shared one
+    task_curvatures: tuple[TaskCurvature, ...] | None = None
 
-    def take(self, tasks: Tensor) -> Group:
-        """Return the group of some of the tasks, with the cached values that were computed for
-        them.
+    def select_tasks(self, tasks: Tensor) -> Group:
+        """Return the group of some of the tasks (k,), with the values that were computed for them.
+
+        `cached_property` reads values from `__dict__`, so they are not computed again.
         """
         if len(tasks) == len(self.y):
             return self
-        curvatures = None if self.own is None else tuple(self.own[task] for task in tasks.tolist())
+        curvatures = None
+        if self.task_curvatures is not None:
+            curvatures = tuple(self.task_curvatures[task] for task in tasks.tolist())
         part = Group(self.refit, self.x_rows[tasks], self.y[tasks], curvatures)
-        names = ("across", "root")
+        names = ("cross_covariance", "root")
         cached = {name: self.__dict__[name][tasks] for name in names if name in self.__dict__}
         part.__dict__.update(cached)
         return part
 
-    def with_own_curvature(self, point: Tensor) -> Group:
+    def with_task_curvatures(self, point: Tensor) -> Group:
         """Return the group with each task's curvature at its point (m, …) in its preconditioner."""
-        at = self.split(point)
-        changes = self._curvature_changes(at, self._new_row_precision(at), range(len(self.y)))
-        return replace(self, own=tuple(change.own_curvature() for change in changes))
+        parts = self.split_point(point)
+        changes = self._yield_curvature_changes(
+            parts, self._new_row_precision(parts), range(len(self.y))
+        )
+        return replace(self, task_curvatures=tuple(change.task_curvature() for change in changes))
 
-    def _new_row_precision(self, at: Point) -> Tensor:
-        """Return Λ of each new row at its outputs (m, C, C)."""
+    def _new_row_precision(self, parts: Point) -> Tensor:
+        """Return Λ of each new row at its outputs (m, C, C), of the kind of the refits."""
         refit = self.refit
-        return curvature_of(refit.new_likelihood, refit.kind, self.y, self.new_outputs(at))
+        return curvature_of(
+            refit.new_likelihood, refit.curvature_kind, self.y, self.new_outputs(parts)
+        )
 
-    def _curvature_changes(
-        self, at: Point, precision: Tensor, tasks: Iterable[int]
+    def _yield_curvature_changes(
+        self, parts: Point, precision: Tensor, tasks: Iterable[int]
     ) -> Iterator[CurvatureChange]:
         """Yield how the curvature of the training rows changes in some tasks.
 
-        precision (m, C, C): Λ of the new rows.
+        precision (m, C, C): Λ of the new rows of all tasks.
         """
-        explained = NewRow.of(self.new, self.refit.in_contrasts(precision)).explained
-        f = self.outputs(at.moved)
+        explained = NewRow.from_covariance(
+            self.K_in_contrasts, self.refit.project_to_contrasts(precision)
+        ).explained
+        f = self.training_outputs(parts.moved)
         for task in tasks:
-            yield CurvatureChange(self.refit, f[task], self.across[task], explained[task])
+            yield CurvatureChange(self.refit, f[task], self.cross_covariance[task], explained[task])
 
     @cached_property
-    def across(self) -> Tensor:
-        """J H⁻¹ J_xᵀ of each task's input (m, R, c)."""
-        return self.refit.covariance.across[self.x_rows]
+    def cross_covariance(self) -> Tensor:
+        """Return J H⁻¹ J_xᵀ of each task's input (m, R, c)."""
+        return self.refit.covariance.cross_covariance[self.x_rows]
 
     @property
-    def new(self) -> Tensor:
-        """K_x in contrasts (m, c, c), in float64."""
-        return self.refit.covariance.new[self.x_rows]
+    def K_in_contrasts(self) -> Tensor:
+        """Return K_x in contrasts (m, c, c), in float64."""
+        return self.refit.covariance.new_covariance[self.x_rows]
 
     @property
     def K(self) -> Tensor:
-        """K_x of all outputs (m, C, C)."""
-        return self.refit.Q @ self.new @ self.refit.Q.mT
+        """Return K_x of all outputs (m, C, C), in float64."""
+        return self.refit.Q @ self.K_in_contrasts @ self.refit.Q.mT
 
     @cached_property
     def root(self) -> Tensor:
-        """R with R Rᵀ = K_x (m, C, C)."""
+        """Return R with R Rᵀ = K_x (m, C, C)."""
         return linalg.covariance_root(self.K)
 
     @property
     def f(self) -> Tensor:
-        """f̂ at each task's input (m, C)."""
+        """Return f̂ at each task's input (m, C)."""
         return self.refit.f[self.x_rows]
 
-    def split(self, point: Tensor) -> Point:
+    def split_point(self, point: Tensor) -> Point:
         """Return the four parts of points (m, 2R + 2c)."""
-        R, c = self.refit.covariance.across.shape[1:]
+        R, c = self.refit.covariance.cross_covariance.shape[1:]
         return Point(*point.split([R, c, R, c], -1))
 
     def start_point(self) -> Tensor:
-        """Return where the ascent starts (m, 2R + 2c): SHORTER times the step of the output refit.
+        """Return where the ascent starts (m, 2R + 2c): START_SHARE times the output refit's step.
 
-        In that step a = 0. Where some outputs are not allowed the ascent starts at θ̂.
+        In that step a = 0. Where some outputs are not allowed the ascent starts at θ̂, which is
+        allowed.
         """
         refit = self.refit
         m = len(self.y)
-        R, c = self.across.shape[1:]
+        R, c = self.cross_covariance.shape[1:]
         if not refit.new_likelihood.linear_domain:
             return torch.zeros(m, 2 * (R + c), dtype=refit.dtype)
         output_refit = evaluate_at_mode(refit.new_likelihood, self.y, self.f, self.root)
-        # A shorter step, because the curvature mostly grows on the way (docs/notes/refits.md).
-        b = (SHORTER * output_refit.pull @ refit.Q).to(refit.dtype)
+        b = (START_SHARE * output_refit.pull @ refit.Q).to(refit.dtype)
         moved, at_x = self._output_changes(torch.zeros(m, R, dtype=refit.dtype), b)
         return torch.cat([torch.zeros_like(moved), b, moved, at_x], -1)
 
     def _output_changes(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return J δ (m, R) and J_x δ (m, c) for δ = H⁻¹(Jᵀa + J_xᵀb), a (m, R) and b (m, c)."""
-        along = (self.across @ b.unsqueeze(-1)).squeeze(-1)
-        at_x = (self.new.to(b.dtype) @ b.unsqueeze(-1)).squeeze(-1)
+        along = (self.cross_covariance @ b.unsqueeze(-1)).squeeze(-1)
+        at_x = (self.K_in_contrasts.to(b.dtype) @ b.unsqueeze(-1)).squeeze(-1)
+        # At the start a = 0: the product with K, the expensive one, is left out.
         if not bool(a.any()):
             return along, at_x
-        moved = self.refit.covariance.times(a) + along
-        return moved, at_x + (a.unsqueeze(-2) @ self.across).squeeze(-2)
+        moved = self.refit.covariance.multiply(a) + along
+        return moved, at_x + (a.unsqueeze(-2) @ self.cross_covariance).squeeze(-2)
 
-    def outputs(self, moved: Tensor) -> Tensor:
-        """Return the outputs of the training rows (m, n, C), in the dtype of `moved`, from Jδ (m,
-        R).
+    def training_outputs(self, moved: Tensor) -> Tensor:
+        """Return the outputs of the training rows (m, n, C) after a change Jδ of them (m, R).
+
+        They are in the dtype of `moved`.
         """
         rows, Q = self.refit.rows, self.refit.Q.to(moved.dtype)
         by_row = moved.reshape(len(moved), len(rows.f), -1)
         return rows.f.to(moved.dtype) + by_row @ Q.mT
 
-    def new_outputs(self, at: Point) -> Tensor:
+    def new_outputs(self, parts: Point) -> Tensor:
         """Return the outputs of each task's new row (m, C), in float64."""
-        return self.f + at.at_x.double() @ self.refit.Q.mT
+        return self.f + parts.at_x.double() @ self.refit.Q.mT
 
     def times_precision(self, moved: Tensor) -> Tensor:
-        """Return Λ Jδ (m, R), from Jδ (m, R)."""
+        """Return Λ Jδ (m, R), for Jδ (m, R) and Λ of the training rows at θ̂."""
         precision = self.refit.rows.precision
         by_row = moved.reshape(len(moved), len(precision), -1)
         product = torch.einsum("ncd,mnd->mnc", precision.to(moved.dtype), by_row)
         return product.reshape(moved.shape)
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient in (Jδ, J_xδ) of some tasks, and the step with H₁ = H + J_xᵀΛJ_x."""
-        return self.take(tasks)._evaluate(point)
+        """Compute the gradient of some tasks (m,) in (Jδ, J_xδ), and the step with H₁.
 
-    def _evaluate(self, point: Tensor) -> Slope:
+        H₁ = H + J_xᵀΛJ_x, or the curvature of the task itself. point (m, 2R + 2c): see `Point`.
+        """
+        return self.select_tasks(tasks)._evaluate_all(point)
+
+    def _evaluate_all(self, point: Tensor) -> Slope:
         """Evaluate all tasks by the formulas of the module's docstring, at points (m, 2R + 2c).
 
-        The gradient is NaN where an output is not allowed.
+        The gradient has zeros for the parts a and b of a point: its product with a step is the
+        slope. It is NaN where an output is not allowed.
         """
         refit, new_likelihood = self.refit, self.refit.new_likelihood
         likelihood = refit.posterior.likelihood
-        at = self.split(point)
-        f, f_new = self.outputs(at.moved), self.new_outputs(at)
+        parts = self.split_point(point)
+        f, f_new = self.training_outputs(parts.moved), self.new_outputs(parts)
         y = refit.rows.y
         change = likelihood.score_change(y, f, refit.rows.f.to(f.dtype))
-        change = (refit.rows.weighted(change) @ refit.Q.to(refit.dtype)).flatten(1)
-        r = change + self.times_precision(at.moved) - at.a
-        r_x = (new_likelihood.score(self.y, f_new) @ refit.Q).to(refit.dtype) - at.b
+        change = (refit.rows.apply_weights(change) @ refit.Q.to(refit.dtype)).flatten(1)
+        r = change + self.times_precision(parts.moved) - parts.a
+        r_x = (new_likelihood.score(self.y, f_new) @ refit.Q).to(refit.dtype) - parts.b
         gradient = torch.cat([torch.zeros_like(r), torch.zeros_like(r_x), r, r_x], -1)
         if not (likelihood.linear_domain and new_likelihood.linear_domain):
             allowed = torch.isfinite(likelihood.log_prob(y, f)).all(-1)
             allowed &= torch.isfinite(new_likelihood.log_prob(self.y, f_new))
             gradient = torch.where(allowed.unsqueeze(-1), gradient, torch.nan)
         step = self._preconditioned_step(r, r_x, f_new)
-        if self.own is not None:
-            # Woodbury's formula for a task's own curvature: its r, corrected, and one more step.
+        if self.task_curvatures is not None:
+            # Woodbury's formula for the curvature of each task: r is corrected, and the step taken
+            # once more.
             n, c, _ = refit.rows.precision.shape
-            by_row = zip(self.own, r.reshape(-1, n, c), step.moved.reshape(-1, n, c), strict=True)
+            by_row = zip(
+                self.task_curvatures, r.reshape(-1, n, c), step.moved.reshape(-1, n, c), strict=True
+            )
             corrected = [
-                curvature.corrected(r_of_task, moved) for curvature, r_of_task, moved in by_row
+                curvature.correct_gradient(r_of_task, moved)
+                for curvature, r_of_task, moved in by_row
             ]
             step = self._preconditioned_step(torch.stack(corrected).flatten(1), r_x, f_new)
         return Slope(gradient, torch.cat(step, -1))
@@ -452,21 +487,22 @@ class Group:
     def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likelihood increments, with the tilt, and prior increments (m,), in float64.
 
-        log π(θ̃) − log π(θ̂) = ∇log πᵀδ − ½ δᵀTδ, and δᵀTδ = (Jδ)ᵀ(a − ΛJδ) + (J_xδ)ᵀb.
+        point (m, 2R + 2c). log π(θ̃) − log π(θ̂) = ∇log πᵀδ − ½ δᵀTδ, and δᵀTδ = (Jδ)ᵀ(a − ΛJδ) +
+        (J_xδ)ᵀb.
         """
         refit, rows, covariance = self.refit, self.refit.rows, self.refit.covariance
-        at = self.split(point.double())
-        f = self.outputs(at.moved)
+        parts = self.split_point(point.double())
+        f = self.training_outputs(parts.moved)
         change = refit.posterior.likelihood.log_prob_difference(rows.y, f, rows.f)
         if rows.weights is not None:
             change = change * rows.weights
         new_slope = covariance.new_slope[self.x_rows]
-        along_prior = at.a @ covariance.slope + (at.b * new_slope).sum(-1)
-        along_data = at.moved @ rows.score.flatten()
-        log_prob = refit.new_likelihood.log_prob(self.y, self.new_outputs(at))
+        along_prior = parts.a @ covariance.slope + (parts.b * new_slope).sum(-1)
+        along_data = parts.moved @ rows.score.flatten()
+        log_prob = refit.new_likelihood.log_prob(self.y, self.new_outputs(parts))
         likelihood = log_prob + change.sum(-1) - along_data - along_prior
-        T_product = at.a - self.times_precision(at.moved)
-        square = (at.moved * T_product).sum(-1) + (at.at_x * at.b).sum(-1)
+        T_product = parts.a - self.times_precision(parts.moved)
+        square = (parts.moved * T_product).sum(-1) + (parts.at_x * parts.b).sum(-1)
         return likelihood, along_prior - 0.5 * square
 
     # --- determinants ----------------------------------------------------------------------
@@ -474,20 +510,23 @@ class Group:
     def curvature_increments(
         self, point: Tensor, other_increments: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|], where H̃ is positive definite, and the standard error.
+        """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|], where it exists, and its standard error: all (m,).
 
-        All are (m,). other_increments (m,): the sum of the other increments, which tells how
-        probable a y is and so which error is allowed.
+        It exists where H̃ is positive definite. point (m, 2R + 2c). other_increments (m,): the sum
+        of the likelihood and prior increments. It tells how probable a y is, and so which error is
+        allowed.
         """
         options = self.refit.options
-        at = self.split(point)
-        precision = self._new_row_precision(at)
+        parts = self.split_point(point)
+        precision = self._new_row_precision(parts)
         value, positive = new_row_increment(self.root, precision)
         error = torch.zeros_like(value)
         if options.logdet == FROZEN:
             return value, positive, error
         tasks = positive.nonzero().squeeze(-1).tolist()
-        for task, change in zip(tasks, self._curvature_changes(at, precision, tasks), strict=True):
+        for task, change in zip(
+            tasks, self._yield_curvature_changes(parts, precision, tasks), strict=True
+        ):
             allowed = 0.0
             if options.logdet != EXACT:
                 probability = float((other_increments[task] + value[task]).clamp(max=0).exp())
@@ -498,10 +537,8 @@ class Group:
 
 
 def default_logdet(posterior: Posterior) -> str:
-    """Return the logdet option for a posterior: exact determinants for few outputs, traces for
-    more.
-    """
-    has_few_outputs = OutputCounts.of(posterior, 0).R <= MOST_OUTPUTS
+    """Return the default of the option logdet: exact determinants for few outputs, else traces."""
+    has_few_outputs = OutputCounts.from_posterior(posterior, 0).R <= MOST_OUTPUTS
     return EXACT if has_few_outputs else TRACES
 
 
@@ -510,9 +547,10 @@ def open_linearised(
 ) -> LinearisedRefit:
     """Prepare all refits of the linearised network at inputs x: what does not depend on y.
 
-    Passes over the data give the gradient at θ̂ and the covariance of all outputs. single: products
-    are in float32. ValueError where `why_not_linearised` has a reason, where the inputs do not fit
-    in memory, and where the data are not those of the fit.
+    Passes over the data give the gradient at θ̂ and the covariance of all outputs. data: the
+    training data; None: those of the posterior. single: products are in float32. ValueError where
+    `why_not_linearised` has a reason, where the inputs do not fit in memory, and where the data are
+    not those of the fit.
     """
     network, theta = posterior.network, posterior.theta
     likelihood = posterior.likelihood
@@ -520,19 +558,19 @@ def open_linearised(
     reason = why_not_linearised(posterior, row_count(inputs), single)
     if reason is not None:
         raise ValueError(reason)
-    Q = contrasts_of(posterior)
+    Q = output_contrasts(posterior)
     dtype = torch.float32 if single else torch.float64
 
-    def prepare(part: Inputs) -> tuple[Inputs, Tensor]:
-        """Return cast inputs, and f̂ (b, C) in float64."""
+    def prepare_inputs(part: Inputs) -> tuple[Inputs, Tensor]:
+        """Return inputs as they are, and f̂ (b, C) in float64."""
         return part, network.evaluate(part, theta).double()
 
-    blocks = open_rows(posterior, data, prepare)
-    _check_rows(posterior, blocks)
+    blocks = open_rows(posterior, data, prepare_inputs)
+    _check_training_rows(posterior, blocks)
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])
     weights = join_row_weights(list(blocks))
-    kind, precision = curvature_at_mode(likelihood, options.curvature, y, f)
+    curvature_kind, precision = curvature_at_mode(likelihood, options.curvature, y, f)
     score = likelihood.score(y, f) @ Q
     precision = Q.mT @ precision @ Q
     if weights is not None:
@@ -548,21 +586,21 @@ def open_linearised(
         x=inputs,
         f=torch.cat([network.evaluate(part, theta).double() for part in chunks]),
         Q=Q,
-        covariance=output_covariance(jacobians, dtype, posterior.memory_budget),
-        kind=kind,
+        covariance=form_output_covariance(jacobians, dtype, posterior.memory_budget),
+        curvature_kind=curvature_kind,
         dtype=dtype,
         interrupted=Interrupted(),
     )
 
 
-def _check_rows(posterior: Posterior, blocks: TrainingRows) -> None:
+def _check_training_rows(posterior: Posterior, blocks: TrainingRows) -> None:
     """Raise a ValueError unless the rows are those of the fit, and their inputs fit in memory."""
     network, likelihood, theta = posterior.network, posterior.likelihood, posterior.theta
     n, gradient = 0, torch.zeros_like(theta)
     for block in blocks:
         n += len(block.f)
         _, J = network.linearise(block.x, theta)
-        gradient += J.double().pull(block.weighted(likelihood.score(block.y, block.f)))
+        gradient += J.double().pull(block.apply_weights(likelihood.score(block.y, block.f)))
     check_same_data(posterior, n, gradient)
     if blocks.kept is None:
         raise ValueError(
@@ -575,7 +613,7 @@ def _check_rows(posterior: Posterior, blocks: TrainingRows) -> None:
 def _open_jacobians(
     posterior: Posterior, blocks: TrainingRows, inputs: Inputs, Q: Tensor, root: Tensor
 ) -> Jacobians:
-    """Return the Jacobians of training rows and new inputs, computed when they are read.
+    """Return the Jacobians of training rows and new inputs, computed anew at each read.
 
     Q (C, c): contrasts of outputs. root (n, c, c): Λ^½ of the training rows.
     """
@@ -585,16 +623,17 @@ def _open_jacobians(
     at_once = max(budget // SHARE // (8 * len(Q) * len(theta)), 1)
     at_once = min(at_once, network.rows_at_once(budget))
 
-    def columns(x: Iterable[Inputs], first: int, last: int) -> Iterator[Tensor]:
-        """Yield QᵀJ T^-½ of blocks of rows in some weights (b·c, last − first)."""
-        for part in (part for block in x for part in in_chunks(block, at_once)):
-            _, J = network.linearise(part, theta)
-            values = J.dense().values[:, :, first:last].double() / prior_root[first:last]
-            yield (Q.mT @ values).flatten(0, 1)
+    def yield_columns(x: Iterable[Inputs], first: int, last: int) -> Iterator[Tensor]:
+        """Yield QᵀJ T^-½ of blocks of rows (b·c, weights), for the weights first, …, last − 1."""
+        for block in x:
+            for part in in_chunks(block, at_once):
+                _, J = network.linearise(part, theta)
+                values = J.dense().values[:, :, first:last].double() / prior_root[first:last]
+                yield (Q.mT @ values).flatten(0, 1)
 
     return Jacobians(
-        training=lambda first, last: columns((block.x for block in blocks), first, last),
-        new=lambda first, last: columns([inputs], first, last),
+        training=lambda first, last: yield_columns((block.x for block in blocks), first, last),
+        new=lambda first, last: yield_columns([inputs], first, last),
         P=len(theta),
         R=len(root) * Q.shape[1],
         new_outputs=row_count(inputs) * Q.shape[1],
@@ -604,13 +643,14 @@ def _open_jacobians(
 
 
 def curvature_at_mode(
-    likelihood: Likelihood, kind: str, y: Tensor, f: Tensor
+    likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tensor
 ) -> tuple[str, Tensor]:
     """Return the kind of curvature that is used, and Λ of all rows at f̂ (n, C, C).
 
-    The Fisher information takes the place of an observed curvature that is indefinite.
+    curvature_kind: the kind asked for. The Fisher information takes the place of an observed
+    curvature that is indefinite in some row.
     """
-    if kind == OBSERVED:
+    if curvature_kind == OBSERVED:
         precision = likelihood.precision(y, f).expand(*f.shape, f.shape[-1])
         values = torch.linalg.eigvalsh(precision)
         if bool((values.amin(-1) >= NEGATIVE * values.abs().amax(-1)).all()):
@@ -626,7 +666,7 @@ def symmetric_roots(precision: Tensor) -> Tensor:
 
 
 def join_row_weights(blocks: list[Block]) -> Tensor | None:
-    """Return the weights of all rows (n,) in float64; None where all are one."""
+    """Return the weights of all rows (n,) in float64; None where no block has weights."""
     if all(block.weights is None for block in blocks):
         return None
-    return torch.cat([block.weighted(torch.ones(len(block.f)).double()) for block in blocks])
+    return torch.cat([block.apply_weights(torch.ones(len(block.f)).double()) for block in blocks])

@@ -36,22 +36,22 @@ class OutputCovariance:
     matrix: Tensor | None  # K (R, R), or
     factor: Tensor | None  # V (R, P) with K = VVᵀ
     blocks: Tensor  # K_i of each training row (n, c, c)
-    across: Tensor  # J H⁻¹ J_xᵀ (N, R, c)
-    new: Tensor  # J_x H⁻¹ J_xᵀ (N, c, c)
+    cross_covariance: Tensor  # J H⁻¹ J_xᵀ (N, R, c)
+    new_covariance: Tensor  # J_x H⁻¹ J_xᵀ (N, c, c)
     slope: Tensor  # J H⁻¹ ∇log π(θ̂) (R,)
     new_slope: Tensor  # J_x H⁻¹ ∇log π(θ̂) (N, c)
 
-    def times(self, values: Tensor) -> Tensor:
+    def multiply(self, values: Tensor) -> Tensor:
         """Return K v for each row v of values (m, R): (m, R)."""
         if self.matrix is not None:
             return values @ self.matrix
         assert self.factor is not None
         return (values @ self.factor) @ self.factor.mT
 
-    def of_directions(self, rows: Tensor, directions: Tensor) -> Tensor:
-        """Return the covariances of eᵀf_i with all outputs (k, R).
+    def covariances_of_directions(self, rows: Tensor, directions: Tensor) -> Tensor:
+        """Return the covariances of outputs eᵀf_i with all outputs (k, R).
 
-        rows (k,): the rows i; directions (k, c): the vectors e.
+        rows (k,): the training rows i; directions (k, c): the vectors e. Chunks bound the memory.
         """
         n, c, _ = self.blocks.shape
         source = self.factor if self.matrix is None else self.matrix
@@ -75,8 +75,13 @@ def keeps_matrix(R: int, P: int) -> bool:
     return R <= 2 * P
 
 
-def bytes_needed(R: int, P: int, new_outputs: int, itemsize: int) -> int:
-    """Return the bytes at the peak for R training outputs and the outputs of all new rows."""
+def covariance_bytes(R: int, P: int, new_outputs: int, itemsize: int) -> int:
+    """Return the bytes that forming K needs at its peak.
+
+    R outputs of training rows, P weights, and the outputs of all new rows. itemsize: bytes of a
+    number in the products with K.
+    """
+    # Covariances with the new outputs and with the prior's gradient, in three copies: a guess.
     sides = 3 * 8 * R * (new_outputs + 1)
     if is_from_outputs(R, P):
         return 8 * (COPIES * R * R + R * min(P, LEAST_WEIGHTS)) + sides
@@ -106,35 +111,40 @@ class Jacobians:
         return (self.root @ by_row).reshape(values.shape)
 
 
-def output_covariance(
+def form_output_covariance(
     jacobians: Jacobians,
     dtype: torch.dtype,
     budget: int,
 ) -> OutputCovariance:
-    """Form K from the Jacobians in the cheaper way; products with it are in `dtype`."""
+    """Form K from the Jacobians, in the way that is cheaper for their shapes.
+
+    dtype: that of products with K. budget: the memory budget in bytes.
+    """
     if is_from_outputs(jacobians.R, jacobians.P):
-        return _from_outputs(jacobians, dtype, budget)
-    return _from_weights(jacobians, dtype)
+        return _form_from_outputs(jacobians, dtype, budget)
+    return _form_from_weights(jacobians, dtype)
 
 
-def _from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) -> OutputCovariance:
-    """Form K from G = J T⁻¹ Jᵀ of all outputs, then condition on the data.
+def _form_from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) -> OutputCovariance:
+    """Form K from G = J T⁻¹ Jᵀ of all outputs, by conditioning on the data.
 
-    Arrays of R × R are deleted as soon as they are not needed: `COPIES` counts them.
+    The steps are those of the module's docstring. Arrays of R × R are deleted as soon as they are
+    not needed: COPIES counts them.
     """
     n, c, _ = jacobians.root.shape
     R, N = jacobians.R, jacobians.new_outputs // c
-    G, sides, new, new_slope = _prior_covariance(jacobians, budget)
+    G, sides, new, new_slope = _sum_prior_covariances(jacobians, budget)
     W = jacobians.times_root(G)
-    B = jacobians.times_root(W.mT)
+    B = jacobians.times_root(W.mT)  # I + Λ^½GΛ^½, once one is added to the diagonal
     B.diagonal().add_(1.0)
     L = torch.linalg.cholesky(B)
     del B
     W = torch.linalg.solve_triangular(L, W, upper=False, out=W)
+    # Covariances with the new outputs lose what the data explain, like K itself.
     white = torch.linalg.solve_triangular(L, jacobians.times_root(sides), upper=False)
     del L
     sides -= W.mT @ white
-    add_gram(G, W, -1.0)
+    add_gram(G, W, sign=-1.0)
     del W
     by_row = white[:, :-1].reshape(R, N, c).movedim(1, 0)
     new -= by_row.mT @ by_row
@@ -144,18 +154,21 @@ def _from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) -> Outp
         matrix=G.to(dtype),
         factor=None,
         blocks=blocks.to(dtype),
-        across=sides[:, :-1].reshape(R, N, c).movedim(1, 0).to(dtype).contiguous(),
-        new=(new + new.mT) / 2,
+        cross_covariance=sides[:, :-1].reshape(R, N, c).movedim(1, 0).to(dtype).contiguous(),
+        new_covariance=(new + new.mT) / 2,
         slope=sides[:, -1].clone(),
         new_slope=new_slope.reshape(N, c),
     )
 
 
-def _prior_covariance(jacobians: Jacobians, budget: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _sum_prior_covariances(
+    jacobians: Jacobians, budget: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sum the covariances under the prior alone over groups of weights, in float64.
 
     Returns G (R, R); those with the new outputs, with J T⁻¹ ∇log π as the last column (R, N·c + 1);
-    those of each new row (N, c, c); and J_x T⁻¹ ∇log π (N·c,).
+    those of each new row (N, c, c); and J_x T⁻¹ ∇log π (N·c,). Groups bound the memory: Jacobians
+    of a group take 1/SHARE of the budget, and have at least LEAST_WEIGHTS weights.
     """
     P, R, c = jacobians.P, jacobians.R, jacobians.root.shape[1]
     N = jacobians.new_outputs // c
@@ -171,7 +184,7 @@ def _prior_covariance(jacobians: Jacobians, budget: int) -> tuple[Tensor, Tensor
         J_new = torch.empty(jacobians.new_outputs, last - first, dtype=torch.float64)
         fill_rows(J_new, jacobians.new(first, last))
         gradient = jacobians.prior_gradient[first:last]
-        add_gram(G, J.mT, 1.0)
+        add_gram(G, J.mT, sign=1.0)
         sides[:, :-1] += J @ J_new.mT
         sides[:, -1] += J @ gradient
         new_slope += J_new @ gradient
@@ -181,29 +194,34 @@ def _prior_covariance(jacobians: Jacobians, budget: int) -> tuple[Tensor, Tensor
     return G, sides, new, new_slope
 
 
-def _from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovariance:
-    """Form V with K = VVᵀ by the Cholesky factor of H in the weights."""
+def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovariance:
+    """Form V with K = VVᵀ by the Cholesky factor F of H in the weights.
+
+    K itself is formed too where products with it are cheaper.
+    """
     P, R, root = jacobians.P, jacobians.R, jacobians.root
     n, c, _ = root.shape
     N = jacobians.new_outputs // c
     H = torch.eye(P, dtype=torch.float64)
-    V = torch.empty(R, P, dtype=dtype)
+    V = torch.empty(R, P, dtype=dtype)  # J T^-½ at first
     first = 0
     for J in jacobians.training(0, P):
         last = first + len(J)
         V[first:last] = J.to(dtype)
         roots = root[first // c : last // c]
+        # H = I + T^-½ JᵀΛJ T^-½ is a sum over blocks of (Λ^½ J T^-½)ᵀ(Λ^½ J T^-½).
         scaled = (roots @ J.reshape(len(roots), c, P)).reshape(J.shape)
-        add_gram(H, scaled, 1.0)
+        add_gram(H, scaled, sign=1.0)
         first = last
     F = torch.linalg.cholesky(H)
     del H
 
     def whiten(values: Tensor) -> Tensor:
-        """Return F⁻¹ of each row of values (k, P)."""
+        """Return F⁻¹ times each row of values (k, P), in float64."""
         solved: Tensor = torch.linalg.solve_triangular(F, values.double().mT, upper=False)
         return solved.mT
 
+    # V = J T^-½ F^-T, in place and in panels, which bounds the memory.
     for part in torch.arange(R).split(PANEL):
         V[part] = whiten(V[part]).to(dtype)
     V_new = torch.cat([whiten(J) for J in jacobians.new(0, P)])
@@ -215,15 +233,15 @@ def _from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovariance:
         matrix=matrix,
         factor=None if matrix is not None else V,
         blocks=by_row @ by_row.mT,
-        across=(V @ V_new.to(dtype).mT).reshape(R, N, c).movedim(1, 0).contiguous(),
-        new=new_by_row @ new_by_row.mT,
+        cross_covariance=(V @ V_new.to(dtype).mT).reshape(R, N, c).movedim(1, 0).contiguous(),
+        new_covariance=new_by_row @ new_by_row.mT,
         slope=(V @ gradient.to(dtype)).double(),
         new_slope=(V_new @ gradient).reshape(N, c),
     )
 
 
 def fill_rows(total: Tensor, blocks: Iterable[Tensor]) -> None:
-    """Write blocks of rows into `total`, one below the other."""
+    """Write blocks of rows into `total`, one below the other, in place."""
     first = 0
     for block in blocks:
         total[first : first + len(block)] = block
@@ -231,9 +249,9 @@ def fill_rows(total: Tensor, blocks: Iterable[Tensor]) -> None:
 
 
 def add_gram(total: Tensor, factor: Tensor, sign: float) -> None:
-    """Add sign · factorᵀ factor to `total` in place: one triangle is computed and the other copied.
+    """Add sign · factorᵀ factor to the symmetric `total` (k, k) in place, for factor (r, k).
 
-    total (k, k) is symmetric, factor is (r, k).
+    One triangle is computed, in panels of rows, and copied to the other.
     """
     for first in range(0, len(total), PANEL):
         last = min(first + PANEL, len(total))

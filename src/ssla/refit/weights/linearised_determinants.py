@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ssla.refit.increments import FISHER
-from ssla.refit.weights.last_layer_sketch import curvatures
+from ssla.refit.weights.last_layer_sketch import row_precisions
 
 if TYPE_CHECKING:
     from ssla.refit.weights.linearised import LinearisedRefit
@@ -56,12 +56,12 @@ class Kept(NamedTuple):
 class _Inverse(NamedTuple):
     """The inverse of I + S EᵀK₁E, for k directions E with changes S, and its determinant."""
 
-    inside: Tensor  # (I + S EᵀK₁E)⁻¹S (k, k), in float64
+    X: Tensor  # (I + S EᵀK₁E)⁻¹S (k, k), in float64
     half: float  # ½ log|I + S EᵀK₁E|
     exists: bool
 
 
-class OwnCurvature(NamedTuple):
+class TaskCurvature(NamedTuple):
     """Changes of the curvature in k directions, as part of a task's own preconditioner.
 
     With them (H₁ + JᵀESEᵀJ)⁻¹Jᵀr = H₁⁻¹Jᵀ(r − E X EᵀK₁r), X = (I + S EᵀK₁E)⁻¹S.
@@ -69,12 +69,16 @@ class OwnCurvature(NamedTuple):
 
     rows: Tensor  # (k,)
     directions: Tensor  # E (k, c)
-    inside: Tensor  # X (k, k)
+    X: Tensor  # X (k, k)
 
-    def corrected(self, r: Tensor, moved: Tensor) -> Tensor:
-        """Return r − E X Eᵀ(K₁r), from r and K₁r by rows (n, c) each: (n, c)."""
+    def correct_gradient(self, r: Tensor, moved: Tensor) -> Tensor:
+        """Return r − E X Eᵀ(K₁r) by rows (n, c).
+
+        r (n, c) and moved (n, c): r and K₁r by rows. With it in place of r, H₁⁻¹Jᵀr becomes the
+        step under the task's curvature.
+        """
         along = (moved[self.rows] * self.directions).sum(-1)
-        taken = (self.inside @ along).unsqueeze(-1) * self.directions
+        taken = (self.X @ along).unsqueeze(-1) * self.directions
         return r.index_add(0, self.rows, taken, alpha=-1)
 
 
@@ -87,122 +91,135 @@ class CurvatureChange:
 
     refit: LinearisedRefit
     f: Tensor  # the outputs of the training rows at the mode (n, C)
-    across: Tensor  # c (R, c)
+    cross_covariance: Tensor  # c (R, c)
     explained: Tensor  # G (c, c), in float64
 
-    def half_logdet(self, allowed: float) -> HalfLogdet:
-        """Compute ½ log|I + ΔΛ K₁| with an error of about `allowed`; exact where that is zero."""
-        if allowed == 0:
-            changing = self.sizes.argsort()[int((self.sizes == 0).sum()) :]
-            return self._keep_directions(changing, allowed)
+    def half_logdet(self, allowed_error: float) -> HalfLogdet:
+        """Compute ½ log|I + ΔΛ K₁| with an error of about `allowed_error`; exact where that is 0.
+
+        More directions are kept until the error is small enough, as LEFT_OUT sets. The last attempt
+        is returned with its error, however large.
+        """
+        if allowed_error == 0:
+            # In rising order, the directions without a change come first.
+            changing = self.direction_sizes.argsort()[int((self.direction_sizes == 0).sum()) :]
+            return self._half_logdet_with_kept(changing, allowed_error)
         for left_out in LEFT_OUT:
-            order = self.sizes.argsort()
-            few = int((self.sizes[order].cumsum(0) <= left_out).sum())
-            half_logdet = self._keep_directions(order[few:], allowed)
-            if half_logdet.error <= allowed:
+            order = self.direction_sizes.argsort()
+            few = int((self.direction_sizes[order].cumsum(0) <= left_out).sum())
+            half_logdet = self._half_logdet_with_kept(order[few:], allowed_error)
+            if half_logdet.error <= allowed_error:
                 break
         return half_logdet
 
-    def own_curvature(self) -> OwnCurvature:
-        """Return the directions in which the curvature grows most: H₁ with them is positive
+    def task_curvature(self) -> TaskCurvature:
+        """Return the changes of the curvature in the directions in which it grows most.
+
+        Directions in which it shrinks are left out, so that H₁ with these changes is positive
         definite.
         """
-        c = self.eigen[0].shape[1]
-        sizes = torch.where(self.eigen[0].flatten() > 0, self.sizes, 0.0)
+        c = self.eigenpairs[0].shape[1]
+        sizes = torch.where(self.eigenpairs[0].flatten() > 0, self.direction_sizes, 0.0)
         order = sizes.argsort()
         kept = order[int((sizes[order].cumsum(0) <= LEFT_OUT[0]).sum()) :]
-        e = self.eigen[1].flatten(0, 1)[kept].to(self.refit.dtype)
+        e = self.eigenpairs[1].flatten(0, 1)[kept].to(self.refit.dtype)
         X = torch.zeros(0, 0, dtype=e.dtype)
         if len(kept):
-            X = self._invert_kept(kept, self._covariances_of(kept)).inside.to(e.dtype)
-        return OwnCurvature(kept // c, e, X)
+            X = self._invert_kept(kept, self._covariances_of(kept)).X.to(e.dtype)
+        return TaskCurvature(kept // c, e, X)
 
     @cached_property
-    def change(self) -> Tensor:
-        """ΔΛ_i in contrasts, with the weights of rows (n, c, c), in float64."""
+    def row_changes(self) -> Tensor:
+        """Return ΔΛ_i in contrasts, times the weights of rows (n, c, c), in float64."""
         rows, likelihood = self.refit.rows, self.refit.posterior.likelihood
-        fisher = self.refit.kind == FISHER
-        after = curvatures(likelihood, rows.y, self.f.double(), fisher)
-        change = after - curvatures(likelihood, rows.y, rows.f, fisher)
+        fisher = self.refit.curvature_kind == FISHER
+        after = row_precisions(likelihood, rows.y, self.f.double(), fisher)
+        change = after - row_precisions(likelihood, rows.y, rows.f, fisher)
         if rows.weights is not None:
             change = change * rows.weights[:, None, None]
-        return self.refit.in_contrasts(change)
+        return self.refit.project_to_contrasts(change)
 
     @cached_property
-    def eigen(self) -> tuple[Tensor, Tensor]:
-        """The eigenvalues s (n, c) of each ΔΛ_i, and its eigenvectors e as rows (n, c, c)."""
-        values, vectors = torch.linalg.eigh(self.change)
+    def eigenpairs(self) -> tuple[Tensor, Tensor]:
+        """Return the eigenvalues s (n, c) of each ΔΛ_i, and its eigenvectors e as rows."""
+        values, vectors = torch.linalg.eigh(self.row_changes)
         return values, vectors.mT.contiguous()
 
     @cached_property
-    def variances(self) -> Tensor:
-        """eᵀK₁e of each direction (n, c)."""
-        n, c = self.eigen[0].shape
-        across = self.across.double().reshape(n, c, -1)
+    def direction_variances(self) -> Tensor:
+        """Return eᵀK₁e of each direction (n, c)."""
+        n, c = self.eigenpairs[0].shape
+        cross_covariance = self.cross_covariance.double().reshape(n, c, -1)
         blocks = self.refit.covariance.blocks.double()
-        return self._quadratic_forms(blocks - across @ self.explained @ across.mT)
+        return self._quadratic_forms(
+            blocks - cross_covariance @ self.explained @ cross_covariance.mT
+        )
 
     @cached_property
-    def sizes(self) -> Tensor:
-        """|s_j| e_jᵀK₁e_j of all directions (n·c,)."""
-        return (self.eigen[0].abs() * self.variances.clamp_min(0)).flatten()
+    def direction_sizes(self) -> Tensor:
+        """Return |s_j| e_jᵀK₁e_j of all directions (n·c,)."""
+        return (self.eigenpairs[0].abs() * self.direction_variances.clamp_min(0)).flatten()
 
     def _quadratic_forms(self, blocks: Tensor) -> Tensor:
         """Return eᵀBe of each direction (n, c), for blocks B of rows (n, c, c)."""
-        vectors = self.eigen[1]
+        vectors = self.eigenpairs[1]
         return ((vectors @ blocks) * vectors).sum(-1)
 
     def _covariances_of(self, chosen: Tensor) -> Tensor:
         """Return eᵀK₁ of some directions (k,): their covariances with all outputs (k, R)."""
         refit = self.refit
-        n, c = self.eigen[0].shape
+        n, c = self.eigenpairs[0].shape
         rows = chosen // c
-        e = self.eigen[1].flatten(0, 1)[chosen].to(refit.dtype)
-        along = (e.unsqueeze(1) @ self.across.reshape(n, c, -1)[rows]).squeeze(1)
-        covariances = refit.covariance.of_directions(rows, e)
-        return covariances.addmm_(along @ self.explained.to(e.dtype), self.across.mT, alpha=-1)
+        e = self.eigenpairs[1].flatten(0, 1)[chosen].to(refit.dtype)
+        along = (e.unsqueeze(1) @ self.cross_covariance.reshape(n, c, -1)[rows]).squeeze(1)
+        covariances = refit.covariance.covariances_of_directions(rows, e)
+        return covariances.addmm_(
+            along @ self.explained.to(e.dtype), self.cross_covariance.mT, alpha=-1
+        )
 
     def _in_directions(self, products: Tensor) -> Tensor:
         """Return covariances with all directions (k, n·c), from those with all outputs (k, R)."""
-        n, c = self.eigen[0].shape
-        vectors = self.eigen[1].to(products.dtype)
+        n, c = self.eigenpairs[0].shape
+        vectors = self.eigenpairs[1].to(products.dtype)
         by_row = products.reshape(len(products), n, c).movedim(1, 0) @ vectors.mT
         return by_row.movedim(0, 1).flatten(1)
 
-    def _keep_directions(self, kept: Tensor, allowed: float) -> HalfLogdet:
+    def _half_logdet_with_kept(self, kept: Tensor, allowed_error: float) -> HalfLogdet:
         """Compute ½ log|I + ΔΛ K₁| with some directions exactly, the others to second order.
 
         kept (k,): the numbers of these directions. The second order comes from random directions,
-        unless its bound is below `allowed`.
+        unless its bound is below `allowed_error`.
         """
-        s = self.eigen[0].flatten()
+        s = self.eigenpairs[0].flatten()
         left_out = torch.ones(len(s), dtype=torch.bool)
         left_out[kept] = False
-        left_out &= self.sizes > 0
-        condition = self._condition_on(kept) if len(kept) else None
+        left_out &= self.direction_sizes > 0
+        condition = self._condition_on_kept(kept) if len(kept) else None
         half = condition.half if condition is not None else 0.0
         exists = condition.exists if condition is not None else True
         if not bool(left_out.any()):
             return HalfLogdet(half, 0.0, exists)
-        variances = self.variances
+        variances = self.direction_variances
         if condition is not None:
             variances = variances - self._explained_variances(condition)
         diagonal = torch.where(left_out, s * variances.flatten(), 0.0)
         half += 0.5 * float(diagonal.sum())
-        # tr A² is at most the square of this sum: often that is small enough.
+        # ½ log|I + A| = ½ tr A − ¼ tr A² + …, and tr A² is at most the square of the sum of |A_jj|:
+        # often that is small enough.
         total = float(diagonal.abs().sum())
-        if 0.25 * total**2 <= allowed:
+        if 0.25 * total**2 <= allowed_error:
             return HalfLogdet(half, 0.25 * total**2, exists)
         second, deviation = self._second_order(condition, left_out, diagonal)
-        third = max(second, 0.0) ** 1.5 / 6
-        return HalfLogdet(half - 0.25 * second, (0.25 * deviation) + third, exists)
+        third = max(second, 0.0) ** 1.5 / 6  # half of the bound on the next term
+        return HalfLogdet(half - 0.25 * second, 0.25 * deviation + third, exists)
 
     def _invert_kept(self, kept: Tensor, products: Tensor) -> _Inverse:
-        """Compute (I + S EᵀK₁E)⁻¹S of kept directions (k,) and its determinant, from EᵀK₁ (k, R).
+        """Compute (I + S EᵀK₁E)⁻¹S of kept directions (k,) and ½ log of its determinant.
 
-        The determinant exists where it is positive, which an even number of negative pivots shows.
+        products (k, R): EᵀK₁. The determinant exists where it is positive: an even number of pivots
+        of the LU factors, and of swaps of rows, is negative.
         """
-        s = self.eigen[0].flatten()[kept]
+        s = self.eigenpairs[0].flatten()[kept]
         matrix = s.unsqueeze(-1) * self._in_directions(products)[:, kept].double()
         matrix.diagonal().add_(1.0)
         factor, pivots, info = torch.linalg.lu_factor_ex(matrix)
@@ -213,18 +230,19 @@ class CurvatureChange:
         half = 0.5 * float(diagonal.abs().log().sum())
         return _Inverse(X, half, int(info) == 0 and negative % 2 == 0)
 
-    def _condition_on(self, kept: Tensor) -> Kept:
-        """Make the changes in some directions (k,) part of the curvature."""
+    def _condition_on_kept(self, kept: Tensor) -> Kept:
+        """Return the covariances of kept directions (k,), with their changes in the curvature."""
         products = self._covariances_of(kept)
         X, half, exists = self._invert_kept(kept, products)
         # A solve of k columns and a product are faster than a solve of all R columns.
         return Kept(products, X.to(products.dtype) @ products, half, exists)
 
     def _explained_variances(self, kept: Kept) -> Tensor:
-        """Return eᵀ(K₁ − K₂)e of each direction (n, c): the part of the variances that kept changes
-        explain.
+        """Return eᵀ(K₁ − K₂)e of each direction (n, c).
+
+        It is the part of the variances that the kept changes explain.
         """
-        n, c = self.eigen[0].shape
+        n, c = self.eigenpairs[0].shape
         by_row = kept.products.reshape(-1, n, c).permute(1, 2, 0)
         explained = by_row @ kept.solved.reshape(-1, n, c).movedim(1, 0)
         return self._quadratic_forms(explained.double())
@@ -235,23 +253,23 @@ class CurvatureChange:
         left_out: Tensor,
         diagonal: Tensor,
     ) -> tuple[float, float]:
-        """Estimate tr A² = Σ_jl s_j s_l (e_jᵀK₂e_l)² and its standard error, from random directions
-        j.
+        """Estimate tr A² = Σ_jl s_j s_l (e_jᵀK₂e_l)², and its standard error, from random j.
 
-        left_out (n·c,): the directions of A. diagonal (n·c,): that of A; a direction j is drawn
-        with a probability in proportion to |A_jj|.
+        kept: the kept directions; None: there are none. left_out (n·c,): whether a direction is one
+        of A. diagonal (n·c,): that of A. A direction j is drawn with a probability in proportion to
+        |A_jj|, and its term is divided by it.
         """
         generator = torch.Generator().manual_seed(SEED)
         share = diagonal.abs() / diagonal.abs().sum()
         drawn = torch.multinomial(share, SAMPLES, replacement=True, generator=generator)
         products = self._covariances_of(drawn)
         if kept is not None:
-            vectors = self.eigen[1].flatten(0, 1)[drawn].to(products.dtype).unsqueeze(-1)
-            by_row = kept.products.reshape(len(kept.products), *self.eigen[0].shape)
+            vectors = self.eigenpairs[1].flatten(0, 1)[drawn].to(products.dtype).unsqueeze(-1)
+            by_row = kept.products.reshape(len(kept.products), *self.eigenpairs[0].shape)
             rows = drawn // by_row.shape[2]
             along = (by_row[:, rows].movedim(1, 0) @ vectors).squeeze(-1)  # (q, k)
             products = products - along @ kept.solved
         squares = self._in_directions(products).double().square()
-        s = self.eigen[0].flatten()
+        s = self.eigenpairs[0].flatten()
         sums = s[drawn] * (squares * torch.where(left_out, s, 0.0)).sum(-1) / share[drawn]
         return float(sums.mean()), float(sums.std() / SAMPLES**0.5)

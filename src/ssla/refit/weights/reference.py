@@ -27,15 +27,17 @@ from ssla.data import Batch, Inputs, as_inputs, check_batch, map_inputs
 from ssla.likelihoods import Likelihood
 from ssla.network import AnyParameters
 from ssla.refit.increments import FISHER, OBSERVED
-from ssla.refit.weights.refit_rows import as_matrix, training_data
+from ssla.refit.weights.refit_rows import as_matrix, open_training_data
 from ssla.refit.weights.solved import HESSIAN
 from ssla.report import AS_IS
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-TOLERANCE = 1e-10  # on √(gᵀH̃⁻¹g), the distance from the mode in posterior standard deviations
-MOST_STEPS = 200
+# A guess: the largest √(gᵀH̃⁻¹g) at the end, the distance from the mode in posterior standard
+# deviations.
+TOLERANCE = 1e-10
+MOST_STEPS = 200  # a guess
 DAMPING = 1e-3  # a guess: the first λ, times the largest diagonal entry of H̃
 ROUNDING = 1e-12  # a guess: of the objective's sum; a step may lower it by so much
 
@@ -52,17 +54,24 @@ class Observations(NamedTuple):
         """Return ℓ(θ) = Σ_i w_i log p(y_i|f_i), for θ (P,)."""
         return (self.weights * self.likelihood.log_prob(self.y, self.f(theta))).sum()
 
-    def change(self, theta: Tensor, start: Tensor) -> Tensor:
-        """Return ℓ(θ) − ℓ(θ̂), row by row: two large sums are never subtracted [5]."""
+    def log_prob_change(self, theta: Tensor, start: Tensor) -> Tensor:
+        """Return ℓ(θ) − ℓ(start) as a sum of differences row by row, for θ and start (P,).
+
+        Two large sums are never subtracted [5].
+        """
         rows = self.likelihood.log_prob_difference(self.y, self.f(theta), self.f(start))
         return (self.weights * rows).sum()
 
-    def curvature(self, kind: str, theta: Tensor) -> Tensor:
-        """Return −∇²ℓ(θ), or Σ_i w_i J_iᵀ Λ_i J_i of the observed or expected Λ [1, 3] (P, P)."""
-        if kind == HESSIAN:
+    def curvature(self, curvature_kind: str, theta: Tensor) -> Tensor:
+        """Return −∇²ℓ(θ) of one kind (P, P), for θ (P,).
+
+        curvature_kind: "hessian" for the exact −∇²ℓ; "fisher" or "observed" for Σ_i w_i J_iᵀ Λ_i
+        J_i with the expected or the observed Λ [1, 3].
+        """
+        if curvature_kind == HESSIAN:
             return -jacrev(grad(self.log_prob))(theta)  # type: ignore[no-any-return]
         f, J = self.f(theta), jacrev(self.f)(theta)
-        if kind == FISHER:
+        if curvature_kind == FISHER:
             Lambda = self.likelihood.fisher(f)
         else:
             Lambda = self.likelihood.precision(self.y, f)
@@ -77,22 +86,23 @@ class ReferenceRefit(NamedTuple):
     curvature: Tensor
     theta: Tensor  # θ̃ (P,)
     steps: int  # Newton steps that were tried
-    kind: str  # of both determinants: as asked for, or "fisher" where that is indefinite
+    # of both determinants: as asked for, or "fisher" where that is indefinite
+    curvature_kind: str
 
 
 def refit_one(
-    posterior: Posterior, x: Inputs, y: Tensor, kind: str = OBSERVED, data: Any = None
+    posterior: Posterior, x: Inputs, y: Tensor, curvature_kind: str = OBSERVED, data: Any = None
 ) -> ReferenceRefit:
     """Compute (1) for one input x (1, …) and one y.
 
-    kind: the curvature of both determinants, "observed", "fisher" or "hessian". data: the training
-    data, where the posterior does not hold them. RuntimeError where Newton's method finds no
-    maximum, or no curvature is positive definite.
+    curvature_kind: the curvature of both determinants, "observed", "fisher" or "hessian". data: the
+    training data; None: those of the posterior. RuntimeError where Newton's method finds no
+    maximum, or no curvature is positive definite. ValueError where the data cannot be read again.
     """
     prior, start = posterior.bound_prior, posterior.theta  # π, θ̂
     D = [
         open_observations(posterior, batch, posterior.likelihood)
-        for batch in training_data(posterior, data)
+        for batch in open_training_data(posterior, data)
     ]
     new_batch = Batch(as_inputs(x), y.unsqueeze(0), None)
     new = open_observations(posterior, new_batch, posterior.likelihood.predictive)
@@ -100,58 +110,81 @@ def refit_one(
 
     def gradient(rows: list[Observations], theta: Tensor) -> Tensor:
         """Return ∇(ℓ + log π) at θ (P,)."""
-        return torch.stack([grad(r.log_prob)(theta) for r in rows]).sum(0) + prior.gradient(theta)
+        data_gradient = torch.stack([grad(part.log_prob)(theta) for part in rows]).sum(0)
+        return data_gradient + prior.gradient(theta)
 
-    def H(kind: str, rows: list[Observations], theta: Tensor) -> Tensor:
-        """Return −∇²(ℓ + log π) at θ, of one kind [1]: (P, P)."""
-        total = torch.stack([r.curvature(kind, theta) for r in rows]).sum(0)
+    def H(curvature_kind: str, rows: list[Observations], theta: Tensor) -> Tensor:
+        """Return −∇²(ℓ + log π) at θ (P,), of one kind [1]: (P, P)."""
+        total = torch.stack([part.curvature(curvature_kind, theta) for part in rows]).sum(0)
         return total + as_matrix(prior.precision(theta))
 
-    # g₀ makes θ̂ the mode of the objective without (x, y) [4]; "as_is" takes it for one.
+    # g₀ makes θ̂ the mode of the objective without (x, y) [4]. mode="as_is" leaves it out.
     g0 = torch.zeros_like(start) if posterior.mode == AS_IS else gradient(D, start)
 
     def likelihood(theta: Tensor) -> Tensor:
-        """Return the first bracket of (1), tilted by g₀."""
-        change = torch.stack([rows.change(theta, start) for rows in D]).sum()
-        return change + new.log_prob(theta) - g0 @ (theta - start)
+        """Return the first bracket of (1) at θ (P,), with the tilt −g₀ᵀ(θ − θ̂)."""
+        log_prob_change = torch.stack([rows.log_prob_change(theta, start) for rows in D]).sum()
+        return log_prob_change + new.log_prob(theta) - g0 @ (theta - start)
 
     def objective(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the augmented log posterior, its gradient (P,) and its −∇² (P, P)."""
         value = likelihood(theta) + prior.log_prob(theta)
         return value, gradient(augmented, theta) - g0, H(HESSIAN, augmented, theta)
 
-    theta, steps = maximise(objective, start)  # θ̃: the mode of the augmented log posterior [2]
+    # θ̃: the mode of the augmented log posterior [2].
+    theta, steps = maximise_by_newton(objective, start)
     prior_increment = prior.log_prob(theta) - prior.log_prob(start)  # the second bracket of (1)
-    for used in (kind, FISHER):  # [3]: the Fisher where the kind asked for is indefinite
+    # The Fisher information where the kind asked for is indefinite [3].
+    for used_kind in (curvature_kind, FISHER):
         # [5] forbids to subtract two determinants; few weights in float64 allow it.
-        curvature = half_logdet(H(used, D, start)) - half_logdet(H(used, augmented, theta))
+        curvature = half_logdet(H(used_kind, D, start)) - half_logdet(
+            H(used_kind, augmented, theta)
+        )
         if not curvature.isnan():
-            return ReferenceRefit(likelihood(theta), prior_increment, curvature, theta, steps, used)
+            return ReferenceRefit(
+                likelihood(theta), prior_increment, curvature, theta, steps, used_kind
+            )
     raise RuntimeError("H(θ̂) or H̃(θ̃) is not positive definite. Give a stronger prior.")
 
 
 def open_observations(posterior: Posterior, batch: Batch, likelihood: Likelihood) -> Observations:
-    """Check the rows of a batch, and return them with f as a function of θ in float64."""
-    network, start = posterior.network, posterior.theta
+    """Check the rows of a batch, and return them with f as a function of θ in float64.
+
+    ValueError where a target is not in the support of the likelihood. Rows without weights have
+    weight one.
+    """
+    network = posterior.network
     x, y, weights = check_batch(batch, likelihood.support_for(network.outputs), network.outputs)
-    if isinstance(network, AnyParameters):
-        double = lambda part: part.double() if part.is_floating_point() else part  # noqa: E731
-        network_64 = replace(network, rest=map_inputs(double, network.rest))
-        x_64 = map_inputs(double, network.cast(x))
-        f = lambda theta: network_64.run(network_64.layout.unpack(theta), x_64)  # noqa: E731
-    else:  # a last layer: f = f̂ + J(θ − θ̂)
-        f_hat, J = network.linearise(network.cast(x), start)
-        f = lambda theta: f_hat + J.double().dense().values @ (theta - start)  # noqa: E731
     if weights is None:
         weights = torch.ones(len(y)).double()
-    return Observations(f, y, weights, likelihood)
+    return Observations(open_outputs(posterior, x), y, weights, likelihood)
 
 
-def maximise(objective: Callable[[Tensor], Any], theta: Tensor) -> tuple[Tensor, int]:
+def open_outputs(posterior: Posterior, x: Inputs) -> Callable[[Tensor], Tensor]:
+    """Return the function θ (P,) -> f_θ(x) (b, C) in float64.
+
+    A last layer is linear: f = f̂ + J(θ − θ̂).
+    """
+    network, start = posterior.network, posterior.theta
+    if not isinstance(network, AnyParameters):
+        f_hat, J = network.linearise(network.cast(x), start)
+        return lambda theta: f_hat + J.double().dense().values @ (theta - start)
+    network_64 = replace(network, rest=map_inputs(_to_double, network.rest))
+    x_64 = map_inputs(_to_double, network.cast(x))
+    return lambda theta: network_64.run(network_64.layout.unpack(theta), x_64)
+
+
+def _to_double(part: Tensor) -> Tensor:
+    """Return a tensor in float64; whole numbers, as of embeddings, keep their dtype."""
+    return part.double() if part.is_floating_point() else part
+
+
+def maximise_by_newton(objective: Callable[[Tensor], Any], theta: Tensor) -> tuple[Tensor, int]:
     """Return the maximum θ̃ that Newton's method reaches from θ (P,), and the number of steps.
 
-    A step is (H + λI)⁻¹g with the least λ that goes uphill. objective: θ -> value, gradient (P,)
-    and −∇² (P, P). RuntimeError where no maximum is reached.
+    A step is (H + λI)⁻¹g. λ starts at zero, grows tenfold after a step that is not uphill, and
+    shrinks again after one that is. objective: θ -> value, gradient (P,) and −∇² (P, P).
+    RuntimeError where no maximum is reached in MOST_STEPS.
     """
     damping = 0.0
     value, g, H = objective(theta)
@@ -159,6 +192,7 @@ def maximise(objective: Callable[[Tensor], Any], theta: Tensor) -> tuple[Tensor,
         ridge = damping * H.diagonal().abs().max() * torch.eye(len(H), dtype=H.dtype)
         factor, info = torch.linalg.cholesky_ex(H + ridge)
         move = torch.cholesky_solve(g.unsqueeze(-1), factor).squeeze(-1)
+        # `info` is not zero where H + λI is not positive definite: `move` has no meaning then.
         if not info and not damping and g @ move <= TOLERANCE**2:
             return theta, step
         trial = objective(theta + move)

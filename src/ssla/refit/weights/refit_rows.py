@@ -26,15 +26,19 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 
-class Purpose(NamedTuple):
-    """The words of an error: what the training data are read for, and how a user gives them."""
+class DataPurpose(NamedTuple):
+    """The words of an error about training data: what reads them, and how a user gives them."""
 
     task: str  # what needs the data
     data: str  # what the data are called
     call: str  # how a user gives them, with {} in the place of the data
 
 
-REFIT = Purpose("A refit of the weights", "The data to refit on", "refit=ssla.WeightRefit(data={})")
+REFIT = DataPurpose(
+    "A refit of the weights", "The data to refit on", "refit=ssla.WeightRefit(data={})"
+)
+# A guess, in posterior standard deviations: the gradients of the same data differ by less, over √P.
+SAME_GRADIENT = 0.01
 
 
 class Block(NamedTuple):
@@ -47,10 +51,10 @@ class Block(NamedTuple):
 
     @property
     def targets(self) -> Tensor:
-        """y (b, 1, …), which broadcasts with the outputs of many tasks (b, m, C)."""
+        """Return y (b, 1, …), which broadcasts with the outputs of many tasks (b, m, C)."""
         return self.y.unsqueeze(1)
 
-    def weighted(self, values: Tensor) -> Tensor:
+    def apply_weights(self, values: Tensor) -> Tensor:
         """Return values (b, …) times the row weights."""
         if self.weights is None:
             return values
@@ -60,9 +64,11 @@ class Block(NamedTuple):
 TrainingRows = Rows[Block]
 
 
-def training_data(posterior: Posterior, data: Any, purpose: Purpose = REFIT) -> Source:
-    """Return the data behind a posterior, or those the user gives; ValueError if they cannot be
-    read twice.
+def open_training_data(posterior: Posterior, data: Any, purpose: DataPurpose = REFIT) -> Source:
+    """Return the data behind a posterior, or those the user gives.
+
+    data: the user's data; None: those of the posterior. purpose: the words of the error. ValueError
+    where there are none, or they can be read only once.
     """
     source = posterior.source if data is None else open_source(data)
     if source is None:
@@ -81,17 +87,18 @@ def training_data(posterior: Posterior, data: Any, purpose: Purpose = REFIT) -> 
 def open_rows(
     posterior: Posterior, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]
 ) -> TrainingRows:
-    """Open the rows behind a posterior, or those the user gives.
+    """Open the training rows behind a posterior, or those the user gives, as blocks.
 
-    prepare: from cast inputs to (x, f at θ̂) of a `Block`. ValueError if the rows cannot be read
-    again.
+    data: the user's data; None: those of the posterior. prepare: from cast inputs to (x, f at θ̂)
+    of a `Block`. Blocks are kept in memory where all of them fit a quarter of the memory budget.
+    ValueError where the rows cannot be read again.
     """
-    source = training_data(posterior, data)
+    source = open_training_data(posterior, data)
     network, budget = posterior.network, posterior.memory_budget
     support = posterior.likelihood.support_for(network.outputs)
 
     def prepare_block(batch: Batch) -> Block:
-        """Check the targets of a batch, and prepare its inputs."""
+        """Check the targets and weights of a batch, and return it as a block."""
         _, y, weights = check_batch(batch, support, network.outputs)
         return Block(*prepare(network.cast(batch.x)), y, weights)
 
@@ -100,18 +107,17 @@ def open_rows(
 
 
 def _count_bytes(block: Block) -> int:
-    """Return the bytes of a block in float64."""
+    """Return the bytes that the inputs, outputs and targets of a block take in float64."""
     return sum(8 * leaf.numel() for leaf in (*input_tensors(block.x), block.f, block.y))
 
 
 def check_same_data(
-    posterior: Posterior, n: int, gradient: Tensor, purpose: Purpose = REFIT
+    posterior: Posterior, n: int, gradient: Tensor, purpose: DataPurpose = REFIT
 ) -> None:
-    """Raise a ValueError unless these rows are those of the fit: as many, with the same gradient at
-    θ̂.
+    """Raise a ValueError unless these rows are those of the fit: as many, with the same gradient.
 
     n: the number of rows; gradient (P,): ∇ℓ_D(θ̂). A difference of the gradients is measured in
-    posterior standard deviations.
+    posterior standard deviations. purpose: the words of the error.
     """
     call = purpose.call.format("…")
     if n != posterior.statistics.n:
@@ -121,8 +127,8 @@ def check_same_data(
             "drops or samples rows, take that out."
         )
     difference = gradient - posterior.statistics.gradient
-    distance = float(difference @ _operator_by_data(posterior).solve(difference)) ** 0.5
-    if not distance <= 0.01 * len(difference) ** 0.5:
+    distance = float(difference @ _operator_with_weak_prior(posterior).solve(difference)) ** 0.5
+    if not distance <= SAME_GRADIENT * len(difference) ** 0.5:  # also where it is NaN
         raise ValueError(
             f"{purpose.data} are not those of the fit: the log likelihood's gradient at θ̂ differs "
             f"by {distance:.3g} posterior standard deviations. Likely causes: (a) other data, or "
@@ -131,14 +137,16 @@ def check_same_data(
         )
 
 
-def _operator_by_data(posterior: Posterior) -> Operator:
-    """Return H⁻¹ with a prior that is no stronger than the data on average.
+def _operator_with_weak_prior(posterior: Posterior) -> Operator:
+    """Return H⁻¹ with each prior precision at most twice the mean curvature of the data.
 
-    A strong prior would make every difference of data look small.
+    A strong prior would make every difference of data look small. A prior with a full precision
+    matrix stays as it is.
     """
     curvature = posterior.statistics.curvature
     precision = posterior.objective_prior.precision(posterior.theta)
-    # vᵀSv/‖v‖² along a direction v that no symmetry of θ singles out.
+    # The mean curvature vᵀSv/‖v‖², along a direction v that no symmetry of θ singles out. The
+    # squares of P cosines sum to about P/2.
     v = torch.arange(len(posterior.theta), dtype=torch.float64).cos()
     level = 2 * float(v @ curvature.push(v)) / len(v)
     if precision.dim() == 2 or not 0 < level < float(precision.max()):
@@ -147,9 +155,10 @@ def _operator_by_data(posterior: Posterior) -> Operator:
 
 
 def map_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply a function to each row of values, at once where it can be vectorised.
+    """Apply a function to each row of values and stack the results.
 
-    A user's own code with control flow cannot: it is called row by row.
+    Rows are mapped at once where the function can be vectorised. A user's own code with control
+    flow cannot: it is called row by row.
     """
     try:
         result: Tensor = torch.func.vmap(function)(values)
@@ -160,37 +169,39 @@ def map_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PriorChange:
-    """The change of log π with a step δ (m, P) from θ̂; exact and without cancellation for a
-    Gaussian.
+    """The change of log π with a step δ (m, P) from θ̂.
+
+    For a Gaussian prior it is computed without cancellation.
     """
 
     bound: BoundPrior
     theta: Tensor
 
     @property
-    def gaussian(self) -> bool:
+    def is_gaussian(self) -> bool:
         """Return whether the prior is Gaussian, so that its curvature does not change."""
         return isinstance(self.bound, BoundGaussian)
 
     def value(self, step: Tensor) -> Tensor:
         """Return log π(θ̂ + δ) − log π(θ̂) (m,)."""
-        if self.gaussian:
+        if self.is_gaussian:
+            # ∇log πᵀδ − ½ δᵀTδ, and −Tδ is the change of the gradient.
             return (step * (self.bound.gradient(self.theta) + 0.5 * self.gradient(step))).sum(-1)
         return map_rows(self.bound.log_prob, self.theta + step) - self.bound.log_prob(self.theta)
 
     def gradient(self, step: Tensor) -> Tensor:
         """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P)."""
-        if self.gaussian:
+        if self.is_gaussian:
             return -self.bound.precision(self.theta) * step
         return map_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
 
     def precision(self, step: Tensor) -> Tensor | None:
-        """Return the change of −∇² log π (m, P, P); None where there is none."""
-        if self.gaussian:
+        """Return the change of −∇² log π (m, P, P); None for a Gaussian prior, which has none."""
+        if self.is_gaussian:
             return None
-        change = map_rows(self.bound.precision, self.theta + step) - self.bound.precision(
-            self.theta
-        )
+        after = map_rows(self.bound.precision, self.theta + step)
+        change = after - self.bound.precision(self.theta)
+        # A diagonal (m, P) becomes matrices.
         return torch.diag_embed(change) if change.dim() == 2 else change
 
 
@@ -207,7 +218,7 @@ def as_matrix(precision: Tensor) -> Tensor:
 def solve_rows(operator: Operator, factor: Tensor | None, values: Tensor) -> Tensor:
     """Return H⁻¹v for each row v of values (m, P): (m, P).
 
-    It uses the Cholesky factor of H (P, P) where there is one, else the structure.
+    factor: the Cholesky factor of H (P, P); None: the operator of the fitted structure is used.
     """
     if factor is not None:
         return torch.cholesky_solve(values.mT, factor).mT

@@ -18,7 +18,7 @@ HESSIAN = "hessian"
 LOGDETS = (EXACT, TRACES, FROZEN, STRUCTURE)
 FALLBACK, NAN, RAISE = "fallback", "nan", "raise"
 FAILURES = (FALLBACK, NAN, RAISE)
-MATRICES_AT_ONCE = 1 << 26  # bytes of P×P matrices formed together
+MATRICES_AT_ONCE = 1 << 26  # a guess: bytes of P×P matrices formed together
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Solved(NamedTuple):
     likelihood: Tensor
     prior: Tensor
     curvature: Tensor
-    fallback: Tensor  # the Fisher in place of an indefinite observed curvature
+    fallback: Tensor  # whether the Fisher replaced an indefinite observed curvature
     converged: Tensor
     steps: Tensor  # evaluations of the gradient
     norm: Tensor  # √(gᵀH⁻¹g) at the end: posterior standard deviations from the mode
@@ -46,18 +46,27 @@ class Solved(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        """The un-normalised log densities (M,)."""
+        """Return the un-normalised log densities (M,)."""
         return self.likelihood + self.prior + self.curvature
 
     @staticmethod
     def untried(count: int) -> Solved:
-        """Return `count` tasks that were not solved: NaN, and not converged."""
+        """Return the results of `count` tasks that were not solved: NaN, and not converged."""
         nan = torch.full((count,), torch.nan, dtype=torch.float64)
-        no = torch.zeros(count, dtype=torch.bool)
-        return Solved(nan, nan, nan, no, no, no.long(), nan, error=torch.zeros_like(nan))
+        never = torch.zeros(count, dtype=torch.bool)
+        return Solved(
+            likelihood=nan,
+            prior=nan,
+            curvature=nan,
+            fallback=never,
+            converged=never,
+            steps=never.long(),
+            norm=nan,
+            error=torch.zeros_like(nan),
+        )
 
     def with_tasks(self, tasks: Tensor, answers: Solved) -> Solved:
-        """Replace the answers of some tasks (k,)."""
+        """Return these results with the `answers` of some tasks (k,) in the place of theirs."""
         columns = zip(self, answers, strict=True)
         return Solved(*(before.index_copy(0, tasks, after) for before, after in columns))
 
@@ -67,43 +76,43 @@ class Engine(Protocol):
 
     @property
     def tasks_at_once(self) -> int:
-        """The number of tasks that `solve` should get in one call."""
+        """Return the number of tasks that `solve` should get in one call."""
         ...
 
     def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
-        """Refit each task at its own mode.
+        """Compute the increments of each task at its own mode.
 
-        progress: called with the number of tasks that converged (see `Progress`).
+        x_rows (M,): the row of x of each task. y (M, …). progress: called with the number of tasks
+        that converged (see `Progress`). Tasks that fail are marked as not converged.
         """
         ...
 
-    def stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return which tasks do not approach a mode in a few gradients (M,), because none is near
-        θ̂.
+    def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Return which tasks (M,) do not approach a mode in a few gradients: none is near θ̂.
 
-        It is for a trial before many tasks.
+        It is a trial before many tasks. x_rows (M,), y (M, …).
         """
         ...
 
     def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return θ̃ of each task (M, P)."""
+        """Return θ̃ of each task (M, P), for x_rows (M,) and y (M, …)."""
         ...
 
 
-def curvature_of(likelihood: Likelihood, kind: str, y: Tensor, f: Tensor) -> Tensor:
-    """Return Λ of one kind at outputs f (…, C): (…, C, C), which may broadcast.
+def curvature_of(likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tensor) -> Tensor:
+    """Return Λ of one kind at outputs f (…, C): (…, C, C), or a shape that broadcasts to it.
 
-    kind: FISHER for the Fisher information; any other kind has the observed curvature.
+    curvature_kind: FISHER for the Fisher information; any other kind has the observed curvature.
     """
-    return likelihood.fisher(f) if kind == FISHER else likelihood.precision(y, f)
+    return likelihood.fisher(f) if curvature_kind == FISHER else likelihood.precision(y, f)
 
 
 def new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-    """Return −½ log|I + ΛK| (m,), and where it exists (m,): the determinant frozen at θ̂ but for
-    the new row.
+    """Return −½ log|I + ΛK| (m,), and where it exists (m,); NaN where it does not.
 
-    root R (m, C, C) with R Rᵀ = K, precision Λ (m, C, C). It leaves out tr H⁻¹(H(θ̃) − H(θ̂)),
-    which is O(1/n).
+    It is the curvature increment with the training rows' curvature frozen at θ̂. root R (m, C, C)
+    with R Rᵀ = K, precision Λ (m, C, C) of the new row. It leaves out tr H⁻¹(H(θ̃) − H(θ̂)), which
+    is O(1/n).
     """
     factor = linalg.factorise_identity_plus(root, precision)
     return torch.where(factor.positive, -0.5 * factor.logdet(), torch.nan), factor.positive
@@ -112,9 +121,9 @@ def new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
 def new_row_pull(likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz: Tensor) -> Tensor:
     """Return u = (I + ΛK)⁻¹Λ Jz at each task's new row (m, C), for Jz (m, C).
 
-    By Woodbury's formula it is what the curvature of that row takes off a step z. Λ is the observed
+    By Woodbury's formula a step z with H⁻¹ becomes z − H⁻¹Jᵀu with (H + JᵀΛJ)⁻¹. Λ is the observed
     precision at outputs f (m, C), and the Fisher information where that makes I + RᵀΛR indefinite:
-    it steers a step and is in no answer.
+    u only steers steps and is in no answer. root R (m, C, C) with R Rᵀ = K.
     """
     precision = likelihood.precision(y, f)
     factor = linalg.factorise_identity_plus(root, precision)
@@ -129,5 +138,9 @@ def new_row_pull(likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz:
 
 
 def matrices_at_once(budget: int, size: int) -> int:
-    """Return how many P×P matrices of `size` may be formed together, at least one."""
+    """Return how many tasks may form their P×P matrices together, at least one.
+
+    budget: the memory budget in bytes; size: the number of weights P. A task counts as four
+    matrices in float64.
+    """
     return max(min(MATRICES_AT_ONCE, budget // 4) // (8 * 4 * size * size), 1)

@@ -13,7 +13,7 @@ from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.outputs import OutputRefit
 from ssla.refit.weights.all_weights import open_all_weights
-from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, bytes_needed
+from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, dual_task_bytes
 from ssla.refit.weights.determinants import SMALL
 from ssla.refit.weights.last_layer import open_last_layer
 from ssla.refit.weights.last_layer_blocks import vectors_that_fit
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 # A guess: the tolerance for classes of a large last layer, whose determinants have a larger error.
 LARGE_TOLERANCE = 5e-4
+# A guess: P×P matrices that refits of a last layer hold at the peak.
+DENSE_COPIES = 6
+# Guesses: rounds that the ascents of the dense engine, of products and of all weights mix.
+DENSE_ROUNDS, PRODUCT_ROUNDS, ALL_WEIGHTS_ROUNDS = 4, 6, 12
 CURVATURES = (OBSERVED, FISHER, HESSIAN)
 NO_STRUCTURE = (
     "Refits of the linearised network have no logdet='structure'. Use 'exact', 'traces' or "
@@ -145,8 +149,9 @@ class WeightRefit:
             )
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
-        """Return the log density of y at x by refits; ValueError for another convention than
-        "exact".
+        """Return the log density of y at x by refits.
+
+        ValueError for a convention other than "exact".
         """
         if posterior.convention != "exact":
             raise ValueError(
@@ -161,32 +166,41 @@ class WeightRefit:
     def engine(self, posterior: Posterior, x: Inputs) -> Engine:
         """Open the engine that refits the posterior's own weights at x: what does not depend on y.
 
-        ValueError where the options, the prior or the memory budget do not allow it.
+        A last layer has the dense engine or products with features, other weights that of all
+        weights. ValueError where the options, the prior or the memory budget do not allow it.
         """
         if posterior.network.linear:
-            options = self._last_layer_options(posterior)
+            options = self._resolve_last_layer_options(posterior)
             if self._uses_products(posterior):
                 single = self._in_single_precision(posterior)
                 return open_products(posterior, x, options, self.data, single)
             return open_last_layer(posterior, x, options, self.data)
-        return open_all_weights(posterior, x, self._all_weights_options(posterior), self.data)
+        return open_all_weights(
+            posterior, x, self._resolve_all_weights_options(posterior), self.data
+        )
 
     def linearised_engine(self, posterior: Posterior, x: Inputs) -> Engine:
-        """Open the engine that refits the network linearised at θ̂; ValueError where it is not
-        possible.
+        """Open the engine that refits the network linearised at θ̂.
+
+        ValueError where that is not possible, as for logdet="structure".
         """
         if self.logdet == STRUCTURE:
             raise ValueError(NO_STRUCTURE)
         # The Hessian of outputs that are linear in the weights is the observed curvature.
         curvature = FISHER if self.curvature == FISHER else OBSERVED
         logdet = self.logdet or default_logdet(posterior)
-        options = Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=6)
+        options = Options(
+            self._resolve_tolerance(posterior), self.max_steps, curvature, logdet, PRODUCT_ROUNDS
+        )
         return open_linearised(
             posterior, x, options, self.data, self._in_single_precision(posterior)
         )
 
     def why_not_linearised(self, posterior: Posterior, x: Inputs) -> str | None:
-        """Return why the linearised network cannot take the network's place; None where it can."""
+        """Return why the linearised network cannot take the network's place; None where it can.
+
+        The text names the option or the reason, with a remedy.
+        """
         if self.linearised is False:
             return "linearised=False rules out refits of the linearised network."
         # With "nan" and "raise" the user wants to know that the network itself has no mode.
@@ -200,8 +214,11 @@ class WeightRefit:
             posterior, row_count(as_inputs(x)), self._in_single_precision(posterior)
         )
 
-    def _tolerance(self, posterior: Posterior) -> float:
-        """Return the tolerance of the ascent, or its default for the posterior."""
+    def _resolve_tolerance(self, posterior: Posterior) -> float:
+        """Return the tolerance of the ascent: the option, or its default for the posterior.
+
+        The default is 1e-4 for classes and 1e-8 for other targets, as the class documents.
+        """
         if self.tolerance is not None:
             return self.tolerance
         return 1e-4 if self._is_for_classes(posterior) else 1e-8
@@ -210,8 +227,11 @@ class WeightRefit:
         """Return whether y is a class."""
         return posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
 
-    def _last_layer_options(self, posterior: Posterior) -> Options:
-        """Resolve the options for a last layer; ValueError where they are not possible for it."""
+    def _resolve_last_layer_options(self, posterior: Posterior) -> Options:
+        """Return the options for a last layer with their defaults resolved.
+
+        ValueError where they are not possible for it.
+        """
         if self.logdet == STRUCTURE:
             raise ValueError(
                 "logdet='structure' is for weights='all'; a last layer has its exact curvature: "
@@ -219,7 +239,7 @@ class WeightRefit:
             )
         # f is linear, so the Hessian is the observed curvature.
         curvature = FISHER if self.curvature == FISHER else OBSERVED
-        tolerance = self._tolerance(posterior)
+        tolerance = self._resolve_tolerance(posterior)
         if not self._uses_products(posterior):
             _check_budget(
                 f"A refit of a last layer with {posterior.theta.numel():,} parameters",
@@ -227,19 +247,20 @@ class WeightRefit:
                 posterior,
                 "logdet='traces', refit='output'",
             )
-            return Options(tolerance, self.max_steps, curvature, self.logdet or EXACT, memory=4)
+            return Options(tolerance, self.max_steps, curvature, self.logdet or EXACT, DENSE_ROUNDS)
         self._check_gaussian_prior(posterior)
         if self.logdet is None:
-            self._check_size(posterior)
+            self._check_shared_curvature(posterior)
+        # A mode nearer than this gains nothing beside the error of the determinants.
         if (
             self.tolerance is None
             and self._in_single_precision(posterior)
             and is_large_problem(posterior)
         ):
             tolerance = LARGE_TOLERANCE
-        return Options(tolerance, self.max_steps, curvature, self.logdet or TRACES, memory=6)
+        return Options(tolerance, self.max_steps, curvature, self.logdet or TRACES, PRODUCT_ROUNDS)
 
-    def _check_size(self, posterior: Posterior) -> None:
+    def _check_shared_curvature(self, posterior: Posterior) -> None:
         """Raise a ValueError where neither a shared P×P matrix nor blocks of it fit the budget.
 
         Determinants would then come from the fitted structure, and may be off by 0.1: a user has to
@@ -270,9 +291,7 @@ class WeightRefit:
         return gaussian and dense_bytes(posterior) > posterior.memory_budget
 
     def _check_gaussian_prior(self, posterior: Posterior) -> None:
-        """Raise a ValueError unless the prior is Gaussian, as refits by products with features
-        need.
-        """
+        """Raise a ValueError unless the prior is Gaussian, which products with features need."""
         if not isinstance(posterior.bound_prior, BoundGaussian):
             raise ValueError(
                 "logdet='traces' needs a Gaussian prior, whose curvature is the same everywhere, "
@@ -283,12 +302,18 @@ class WeightRefit:
     def _in_single_precision(self, posterior: Posterior) -> bool:
         """Return whether products are in single precision.
 
-        They are for classes, which have no rounding, at a tolerance that it meets.
+        They are for classes, whose targets have no rounding, at a tolerance that single precision
+        meets.
         """
-        return self._tolerance(posterior) >= SINGLE_TOLERANCE and self._is_for_classes(posterior)
+        return self._resolve_tolerance(posterior) >= SINGLE_TOLERANCE and self._is_for_classes(
+            posterior
+        )
 
-    def _all_weights_options(self, posterior: Posterior) -> Options:
-        """Resolve the options for any weights; ValueError where they are not possible for them."""
+    def _resolve_all_weights_options(self, posterior: Posterior) -> Options:
+        """Return the options for any weights with their defaults resolved.
+
+        ValueError where they are not possible for them.
+        """
         size = posterior.theta.numel()
         if self.logdet == TRACES:
             raise ValueError(
@@ -305,12 +330,18 @@ class WeightRefit:
                     "or 'fisher'."
                 )
             if logdet == EXACT:
-                _check_dual(posterior)
-        return Options(self._tolerance(posterior), self.max_steps, curvature, logdet, memory=12)
+                _check_exact_determinants(posterior)
+        return Options(
+            self._resolve_tolerance(posterior),
+            self.max_steps,
+            curvature,
+            logdet,
+            ALL_WEIGHTS_ROUNDS,
+        )
 
 
-def _check_dual(posterior: Posterior) -> None:
-    """Raise a ValueError unless many weights can have exact determinants, in the dual."""
+def _check_exact_determinants(posterior: Posterior) -> None:
+    """Raise a ValueError unless many weights can have exact determinants, by `all_weights_dual`."""
     size = posterior.theta.numel()
     if not allows_dual(posterior):
         raise ValueError(
@@ -322,19 +353,19 @@ def _check_dual(posterior: Posterior) -> None:
         )
     _check_budget(
         f"logdet='exact' for {size:,} weights",
-        bytes_needed(posterior),
+        dual_task_bytes(posterior),
         posterior,
         "logdet='frozen'",
     )
 
 
 def dense_bytes(posterior: Posterior) -> int:
-    """Return the bytes of refits of a last layer with P×P matrices: six of them."""
-    return 8 * 6 * posterior.theta.numel() ** 2
+    """Return the bytes that refits of a last layer with P×P matrices in float64 need."""
+    return 8 * DENSE_COPIES * posterior.theta.numel() ** 2
 
 
 def _check_budget(task: str, needed: int, posterior: Posterior, instead: str) -> None:
-    """Raise a ValueError where the bytes needed exceed the memory budget.
+    """Raise a ValueError where the bytes `needed` exceed the memory budget.
 
     task and instead are parts of its text: what needs them, and what the user may do.
     """
