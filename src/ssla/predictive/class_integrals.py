@@ -249,7 +249,7 @@ def root_times_nodes(root: Root, z: Tensor) -> Tensor:
     return moved * factor if moved.requires_grad else moved.mul_(factor)
 
 
-def at_temperature_one(
+def divide_by_temperature(
     likelihood: Likelihood, parts: Iterable[tuple[Tensor, Root]]
 ) -> Iterator[tuple[Tensor, Root]]:
     """Yield f̂ and a root of K in units of the temperature, so that the integrals are those of

@@ -20,7 +20,7 @@ from ssla._checks import is_inside_vmap
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.maths.roots import FullRoot, Root
-from ssla.predictive.class_integrals import at_temperature_one, integrate_with_graph
+from ssla.predictive.class_integrals import divide_by_temperature, integrate_with_graph
 from ssla.predictive.class_law import integrated_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
 from ssla.predictive.implicit import pointwise_predictive
@@ -120,7 +120,7 @@ def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -
     R = torch.cat([no_rows, *(root.times(eye.to(root.dtype)).double() for _, root in parts)])
     marginal = Marginal(f, R @ R.mT)
     moments = Moments(likelihood, marginal, True, posterior.like(marginal))
-    integrals = integrate_with_graph(at_temperature_one(likelihood, parts), outputs)
+    integrals = integrate_with_graph(divide_by_temperature(likelihood, parts), outputs)
     return integrated_predictive(moments, integrals, rung.name, differentiable=True)
 
 

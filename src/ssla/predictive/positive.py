@@ -41,14 +41,14 @@ class Positive:
         """Return z₀ = low − 1, where T is zero."""
         return self.low - 1
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return T(z), zero for z ≤ z₀."""
         inside = z.clamp(self.low, self.high)
         value = inside.exp() * (1 + z - inside).clamp_min(0.0)
         # 1 + (low − 1) − low is not always zero in floating point.
         return torch.where(z > self.zero, value, 0.0)
 
-    def into(self, y: Tensor) -> Tensor:
+    def to_z(self, y: Tensor) -> Tensor:
         """Return T⁻¹(y); on a closed scale z₀ for y ≤ 0."""
         inside = y.clamp(math.exp(self.low), math.exp(self.high))
         return inside.log() + (y.clamp_min(0) if self.closed else y) / inside - 1
@@ -57,7 +57,7 @@ class Positive:
         """Return log T′(z), which is constant below `low` and above `high`."""
         return z.clamp(self.low, self.high)
 
-    def inside(self, y: Tensor) -> Tensor:
+    def is_in_support(self, y: Tensor) -> Tensor:
         """Tell which y are not negative; on an open scale, which are finite."""
         return y >= 0 if self.closed else y.isfinite()
 
@@ -86,11 +86,11 @@ class Censored:
     support: ClassVar[str] = "zero or positive"
     atom: ClassVar[float | None] = 0.0
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return max(z, 0)."""
         return z.clamp_min(0.0)
 
-    def into(self, y: Tensor) -> Tensor:
+    def to_z(self, y: Tensor) -> Tensor:
         """Return y, or zero for negative y."""
         return y.clamp_min(0.0)
 
@@ -98,7 +98,7 @@ class Censored:
         """Return zeros: the slope above zero is one."""
         return torch.zeros_like(z)
 
-    def inside(self, y: Tensor) -> Tensor:
+    def is_in_support(self, y: Tensor) -> Tensor:
         """Tell which y are not negative."""
         return y >= 0
 

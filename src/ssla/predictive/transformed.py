@@ -51,11 +51,11 @@ class Transform(Protocol):
     support: ClassVar[str]
     atom: ClassVar[float | None]  # the value at the constant end
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return T(z)."""
         ...
 
-    def into(self, y: Tensor) -> Tensor:
+    def to_z(self, y: Tensor) -> Tensor:
         """Return T⁻¹(y); −∞ and ∞ (or the ends) beyond the support."""
         ...
 
@@ -63,7 +63,7 @@ class Transform(Protocol):
         """Return log T′(z)."""
         ...
 
-    def inside(self, y: Tensor) -> Tensor:
+    def is_in_support(self, y: Tensor) -> Tensor:
         """Tell which y are in the support, as booleans."""
         ...
 
@@ -76,11 +76,11 @@ class Exponential:
     support: ClassVar[str] = "positive"
     atom: ClassVar[float | None] = None
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return exp(z)."""
         return z.exp()
 
-    def into(self, y: Tensor) -> Tensor:
+    def to_z(self, y: Tensor) -> Tensor:
         """Return log y; −∞ for y ≤ 0."""
         return y.clamp_min(0).log()
 
@@ -88,7 +88,7 @@ class Exponential:
         """Return log exp(z) = z."""
         return z
 
-    def inside(self, y: Tensor) -> Tensor:
+    def is_in_support(self, y: Tensor) -> Tensor:
         """Tell which y are positive."""
         return y > 0
 
@@ -101,11 +101,11 @@ class Logistic:
     support: ClassVar[str] = "strictly between 0 and 1"
     atom: ClassVar[float | None] = None
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return the sigmoid of z."""
         return z.sigmoid()
 
-    def into(self, y: Tensor) -> Tensor:
+    def to_z(self, y: Tensor) -> Tensor:
         """Return the logit of y; −∞ for y ≤ 0 and ∞ for y ≥ 1."""
         return y.clamp(0, 1).logit()
 
@@ -113,7 +113,7 @@ class Logistic:
         """Return log σ(z)(1 − σ(z)), with σ the sigmoid."""
         return logsigmoid(z) + logsigmoid(-z)
 
-    def inside(self, y: Tensor) -> Tensor:
+    def is_in_support(self, y: Tensor) -> Tensor:
         """Tell which y are strictly between 0 and 1."""
         return (y > 0) & (y < 1)
 
@@ -227,23 +227,23 @@ class TransformedLaw(Law):
 
     def check(self, y: Tensor) -> None:
         """Raise ValueError where y is outside the support of T, or of the base."""
-        outside = ~self.transform.inside(y)
+        outside = ~self.transform.is_in_support(y)
         if bool(outside.any()):
             raise ValueError(
                 f"y must be {self.transform.support}, because this predictive has density nowhere "
                 f"else, but {int(outside.sum())} of {y.numel()} values are not (one is "
                 f"{float(y[outside][0]):g})."
             )
-        self.base.check(self.transform.into(y))
+        self.base.check(self.transform.to_z(y))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(z) − log T′(z), (N, k) -> (N, k)."""
-        z = self.transform.into(y)
+        z = self.transform.to_z(y)
         return self.base.log_prob(z) - self.transform.log_slope(z)
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y), (N, k) -> (N, k)."""
-        return self.base.cdf(self.transform.into(y))
+        return self.base.cdf(self.transform.to_z(y))
 
     def below(self, y: Tensor) -> Tensor:
         """Return P(Y < y), (N, k) -> (N, k); zero at the atom, which is the lowest value."""
@@ -252,7 +252,7 @@ class TransformedLaw(Law):
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles T(Q_z(q)) at q (k,): (N, k)."""
-        return self.transform.out(self.base.icdf(q))
+        return self.transform.to_y(self.base.icdf(q))
 
     def hdr(self, level: float) -> Regions:
         """Return the smallest region with that probability, a union of intervals."""
@@ -260,11 +260,11 @@ class TransformedLaw(Law):
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n values for each input (n, N)."""
-        return self.transform.out(self.base.sample(n, generator))
+        return self.transform.to_y(self.base.sample(n, generator))
 
     def increments(self, y: Tensor) -> Increments:
         """Return the increments of the base; the change of scale is counted with the likelihood."""
-        z = self.transform.into(y)
+        z = self.transform.to_z(y)
         parts = self.base.increments(z)
         return replace(parts, likelihood=parts.likelihood - self.transform.log_slope(z))
 
@@ -371,7 +371,7 @@ def _integrate_moments(
     logs = logs - logs.logsumexp(1, keepdim=True)
     x = shift[:, None] + scale[:, None] * z
     if not isinstance(transform, Exponential):
-        values = transform.out(x)
+        values = transform.to_y(x)
         mean = (logs.exp() * values).sum(1)
         return mean, (logs.exp() * (values - mean[:, None]) ** 2).sum(1)
     # Moments of exp are summed in logarithms, without overflow: Var = E[(eˣ/mean − 1)²] mean².

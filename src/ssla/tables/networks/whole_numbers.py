@@ -52,5 +52,5 @@ def log_probs(
     """Return log P (n,) of what rounds to counts y (n,), by a network with outputs f (n, C)."""
     ends = torch.stack([y - 0.5, y + 0.5], 1)
     mean, sd = moments(likelihood, f, unit)
-    t = ((ends if scale is None else scale.into(ends)) - mean[:, None]) / sd[:, None]
+    t = ((ends if scale is None else scale.to_z(ends)) - mean[:, None]) / sd[:, None]
     return log_normal_between(torch.where(y == 0, -torch.inf, t[:, 0]), t[:, 1])
