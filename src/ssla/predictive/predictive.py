@@ -203,8 +203,8 @@ class Predictive:
         nats (N,).
 
         For a refit of the weights (and "newton") its share of the entropy is computed under
-        f ~ N(f̂, K), and applied to the entropy of the refit's predictive. In a mixture the members'
-        disagreement is part of it. Raises AttributeError for targets other than classes.
+        f ~ N(f̂, K), and multiplied by the entropy of the refit's predictive. In a mixture it
+        contains the disagreement of the members. Raises AttributeError for other targets.
         """
         return self._cast(self.law.mutual_information)
 
