@@ -112,7 +112,7 @@ class Posterior:
         The diagonal blocks are those of `marginal`. A matrix beyond the memory budget is refused:
         see `draw_functions`. differentiable: both carry gradients in x.
         """
-        return functions.joint(self, x, differentiable)
+        return functions.compute_joint(self, x, differentiable)
 
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> Functions:
         """Draw the function f n times, with the covariance of `joint`, to be evaluated at any x:

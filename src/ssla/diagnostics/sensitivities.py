@@ -28,7 +28,7 @@ from ssla.likelihoods import Likelihood
 from ssla.maths.linalg import covariance_root
 from ssla.predictive import GaussianLaw, Predictive
 from ssla.predictive.class_integrals import class_slopes
-from ssla.predictive.expectation import Event, expect, nodes_of, probability
+from ssla.predictive.expectation import Event, expect, get_expectation_nodes, probability
 from ssla.priors import EXACT, BoundGaussian, Prior, as_prior, describe
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.refit import Refit
@@ -317,7 +317,7 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     slope, exact = _log_density_slope(likelihood, grid, marginal, change)
     if not isinstance(predictive.law, GaussianLaw):
         # The mass changes too: d log ∫ is the expectation of the slope.
-        nodes, weights = nodes_of(predictive)
+        nodes, weights = get_expectation_nodes(predictive)
         slope_at_nodes, exact_at_nodes = _log_density_slope(likelihood, nodes, marginal, change)
         used = weights > USED_WEIGHT
         slope = slope - (weights * torch.where(used, slope_at_nodes, 0.0)).sum(1, keepdim=True)

@@ -14,7 +14,7 @@ from ssla.likelihoods.support import Classes
 from ssla.predictive.class_integrals import ClassIntegrals, entropy_of
 from ssla.predictive.law import Law, select_highest
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import mean_entropy, total_variance
+from ssla.predictive.spread import average_entropies, total_variance
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
@@ -163,7 +163,7 @@ class ClassLaw(ClassProbabilities):
             return torch.zeros_like(self.entropy)
         if self.integrals is None:
             classes = self.log_weights.shape[1]
-            of_mean, mean = mean_entropy(
+            of_mean, mean = average_entropies(
                 self.log_density.likelihood, *self.log_density.marginal, classes
             )
             doubt = of_mean - mean
