@@ -27,7 +27,7 @@ from ssla.fitting.evidence import eigenbasis
 from ssla.likelihoods import Likelihood
 from ssla.maths.linalg import covariance_root
 from ssla.predictive import GaussianLaw, Predictive
-from ssla.predictive.class_integrals import class_slopes
+from ssla.predictive.class_integrals import differentiate_log_probs
 from ssla.predictive.expectation import Event, expect, get_expectation_nodes, probability
 from ssla.priors import EXACT, BoundGaussian, Prior, as_prior, describe
 from ssla.priors import Gaussian as GaussianPrior
@@ -331,7 +331,7 @@ def _class_slopes(temperature: float, marginal: Marginal, change: Marginal) -> T
     marginal f̂ (N, C) and K (N, C, C) of the logits, change: their d/dε. The temperature divides
     logits, and its square their covariances.
     """
-    return class_slopes(
+    return differentiate_log_probs(
         marginal.mean / temperature,
         marginal.covariance / temperature**2,
         change.mean / temperature,
