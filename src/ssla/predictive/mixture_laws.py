@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ssla.maths.quadrature import Regions, bracketed_root
 from ssla.predictive.class_law import ClassProbabilities, draw_classes
-from ssla.predictive.count_law import densest_runs
+from ssla.predictive.count_law import find_densest_runs
 from ssla.predictive.law import Law, find_runs
 from ssla.predictive.predictive import vector_targets
 from ssla.refit.increments import Increments
@@ -252,7 +252,7 @@ class ScalarMixtureLaw(MixtureLaw):
         heights = torch.where(
             last >= first, self.log_prob(((first + last) / 2).floor().clamp_min(0)), -torch.inf
         )
-        return densest_runs(edges, heights, share, level)
+        return find_densest_runs(edges, heights, share, level)
 
     @property
     def _count_edges(self) -> Tensor:
