@@ -16,7 +16,7 @@ from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest_li
 from ssla.refit.increments import Increments
 
 
-def _property_of_each(name: str) -> Any:
+def _make_joined_property(name: str) -> Any:
     """Make a property of JoinedLaw: the property `name` of each law, in the order of the inputs.
 
     It raises AttributeError where a law does.
@@ -35,17 +35,17 @@ class JoinedLaw(Law):
     laws: tuple[Law, ...]
     index: tuple[Tensor, ...]  # for each law the indices (m,) of its rows among the N inputs
 
-    mean = _property_of_each("mean")
-    variance = _property_of_each("variance")
-    stddev = _property_of_each("stddev")
-    covariance = _property_of_each("covariance")
-    mode = _property_of_each("mode")
-    probs = _property_of_each("probs")
-    mass = _property_of_each("mass")
-    epistemic = _property_of_each("epistemic")
-    aleatoric = _property_of_each("aleatoric")
-    entropy = _property_of_each("entropy")
-    mutual_information = _property_of_each("mutual_information")
+    mean = _make_joined_property("mean")
+    variance = _make_joined_property("variance")
+    stddev = _make_joined_property("stddev")
+    covariance = _make_joined_property("covariance")
+    mode = _make_joined_property("mode")
+    probs = _make_joined_property("probs")
+    mass = _make_joined_property("mass")
+    epistemic = _make_joined_property("epistemic")
+    aleatoric = _make_joined_property("aleatoric")
+    entropy = _make_joined_property("entropy")
+    mutual_information = _make_joined_property("mutual_information")
 
     @property
     def kind(self) -> str:
