@@ -8,7 +8,7 @@ from ssla.likelihoods.support import Counts, Real
 from ssla.predictive.count_law import _find_in_blocks, _with_empty_blocks
 from ssla.predictive.interpolation import _push_apart
 from ssla.predictive.law import find_runs, gather_rows, select_highest
-from ssla.predictive.mixture_laws import _region_above, draw_indices
+from ssla.predictive.mixture_laws import _find_region_above, draw_indices
 from ssla.predictive.refitted import MARGIN, _widen_quantiles
 
 
@@ -52,7 +52,7 @@ def test_indices_are_drawn_by_their_weights():
 
 
 def test_a_region_ends_where_log_p_is_linear_between_nodes():
-    region = _region_above(rows_of([0.0, 1.0, 2.0]), rows_of([-1.0, 1.0, -3.0]), rows_of(0.0))
+    region = _find_region_above(rows_of([0.0, 1.0, 2.0]), rows_of([-1.0, 1.0, -3.0]), rows_of(0.0))
     assert torch.allclose(region.lower, rows_of([0.5]))
     assert torch.allclose(region.upper, rows_of([1.25]))
 
