@@ -26,7 +26,7 @@ from ssla.predictive.cavities import (
     Sites,
     collect_sites,
     compute_cavity,
-    predictives_of,
+    iterate_predictives,
     rank_targets,
 )
 from ssla.priors import EXACT
@@ -273,7 +273,7 @@ def _chunk_of_site(site: Site, posterior: Posterior) -> Chunk:
 def _predict_rows(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> _RowAnswers:
     """Predict y (n, …) by the predictives of f ~ N(f₋, K₋), with f₋ (n, C) and K₋ (n, C, C)."""
     answers = []
-    for predictive, targets in predictives_of(likelihood, marginal, y):
+    for predictive, targets in iterate_predictives(likelihood, marginal, y):
         lower, upper = rank_targets(predictive, targets)
         log_prob = predictive.log_prob(targets)
         answers.append(_RowAnswers(log_prob, lower, upper, predictive.diagnostics.inaccurate))
