@@ -173,7 +173,7 @@ def sensitivity(
 
     >>> s = ssla.sensitivity(post, x, (0.01, 100)); print(s)      # doctest: +SKIP
     """
-    chosen = named_priors(posterior, priors)
+    chosen = name_priors(posterior, priors)
     posteriors: dict[str, Posterior] = {}
     failed: dict[str, NoFactorError] = {}
     for name, prior in chosen.items():
@@ -226,7 +226,7 @@ def _keeps_averages(posterior: Posterior, convention: str) -> bool:
     )
 
 
-def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
+def name_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
     """Turn a dict, a list or a range of priors into priors by name.
 
     Raises TypeError for anything else, and ValueError for a range that is not one or for no prior.
