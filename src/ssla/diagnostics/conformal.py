@@ -455,8 +455,8 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
     ]
     centres = [centre for centre, _ in moments]
     scales = [scale for _, scale in moments]
-    # With too few rows, or too many that cannot be removed, the quantile is infinite, and every y is
-    # inside.
+    # With too few rows, or too many that cannot be removed, the quantile is infinite: every y is in
+    # the set.
     if bool(conformal_quantile(torch.where(sound, 0.0, torch.inf), weights, level).isinf()):
         whole_line = torch.tensor([-torch.inf, torch.inf], dtype=torch.float64)
         return whole_line.expand(len(scales[0]), 2)
