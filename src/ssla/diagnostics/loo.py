@@ -117,7 +117,8 @@ class LeaveOneOut:
     def __str__(self) -> str:
         """Return the scores and the numbers of rows of each kind as text, one a line."""
         shares = ", ".join(f"{self.coverage(level):.3f} at {level:g}" for level in LEVELS)
-        failed, doubtful = int(self.failed.sum()), int(self.doubtful.sum())
+        failed = int(self.failed.sum())
+        doubtful = int(self.doubtful.sum())
         lines = [
             f"leave-one-out   {len(self.log_prob):,} rows, each predicted from the others",
             f"nll             {self.nll:.4g}",
@@ -166,7 +167,9 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
     ):
         raise ValueError(f"refits must be a whole number from 0, or None, but is {refits!r}.")
     sites = collect_sites(posterior, data)
-    answers, influences, weights = [], [], []
+    answers = []
+    influences = []
+    weights = []
     for site in sites:
         without = compute_cavity(site, None, posterior.covariance)
         answers.append(_predict_rows(sites.likelihood, without.marginal, site.y))

@@ -172,7 +172,9 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
 
     >>> affine(post.predict(x), shift=y.mean(), scale=y.std())      # doctest: +SKIP
     """
-    kind, law, like = predictive.kind, predictive.law, predictive.like
+    kind = predictive.kind
+    law = predictive.law
+    like = predictive.like
     if kind not in (SCALAR, VECTOR):
         raise TypeError(
             "Only continuous targets can be shifted and scaled, but this predictive is of kind "

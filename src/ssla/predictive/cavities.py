@@ -98,7 +98,9 @@ def collect_sites(
     Raises ValueError unless the rows are those of the fit.
     """
     source = training_data(posterior, data, purpose)
-    network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
+    network = posterior.network
+    likelihood = posterior.likelihood
+    budget = posterior.memory_budget
     support = likelihood.support_for(network.outputs)
     fisher = uses_expected_fisher(posterior)
 
@@ -122,7 +124,8 @@ def collect_sites(
     rows = Rows(source, lambda _: rows_at_once, compute_site, count_site_bytes, budget // 4)
     # The number of rows and the gradient at θ̂ tell whether these are the rows of the fit. The
     # outputs of a site are at the Gaussian's mean, so they are moved to θ̂ first.
-    row_count, gradient = 0, torch.zeros_like(posterior.theta)
+    row_count = 0
+    gradient = torch.zeros_like(posterior.theta)
     for site in rows:
         row_count += len(site.f)
         f_at_theta = site.f - site.J.push(posterior.mean - posterior.theta)
@@ -168,7 +171,8 @@ def compute_cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cav
     The Gaussian of θ is N(m + step, covariance), with m the mean at which the sites were computed
     and step (P,), None for zero. The sites are fixed, so that the score there is g − ΛJ step.
     """
-    f, g = site.f, site.score
+    f = site.f
+    g = site.score
     if step is not None:
         move = site.J.push(step)
         f = f + move

@@ -107,7 +107,8 @@ def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
     Raises ValueError if the joint covariance of all rows, or the Jacobian of one row, exceeds the
     budget.
     """
-    network, budget = posterior.network, posterior.memory_budget
+    network = posterior.network
+    budget = posterior.memory_budget
     size = rows * network.outputs
     need = 2 * 8 * size**2  # the result, and a copy in the model's dtype
     if need > budget:
@@ -128,7 +129,8 @@ def _rows_at_once(posterior: Posterior) -> int:
 
     Raises ValueError if the Jacobian of one row exceeds it.
     """
-    network, budget = posterior.network, posterior.memory_budget
+    network = posterior.network
+    budget = posterior.memory_budget
     row_bytes = COPIES * 8 * network.outputs * network.layout.size
     if row_bytes > budget:
         raise ValueError(
@@ -207,7 +209,8 @@ def draw_functions(posterior: Posterior, n: int, generator: torch.Generator | No
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n must be a whole number of functions, at least 1, but is {n!r}.")
-    size, budget = posterior.network.layout.size, posterior.memory_budget
+    size = posterior.network.layout.size
+    budget = posterior.memory_budget
     need = 2 * 8 * n * size  # bytes: the draws in float64, and one copy
     if need > budget:
         raise ValueError(

@@ -252,7 +252,7 @@ def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor)
     counts as failed.
     """
     frame = Frame.build(_get_support(weights), quantiles, FIRST_NODES)
-    no = torch.zeros_like(chosen)
+    no_row = torch.zeros_like(chosen)
     zeros = torch.zeros(len(chosen), MOST_NODES, dtype=torch.float64)
     state = Corrected(
         weights,
@@ -261,9 +261,9 @@ def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor)
         nodes=zeros + torch.nan,
         values=zeros,
         coefficients=zeros,
-        fallback=no,
+        fallback=no_row,
         failed=chosen & ~frame.is_usable,
-        inaccurate=no,
+        inaccurate=no_row,
     )
     return _refine_correction(state, chosen & frame.is_usable, (FIRST_NODES, *MORE_NODES))
 
@@ -407,7 +407,7 @@ def make_uncorrected(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) 
 
     chosen, failed (N,) bool: the rows with refits, and those in which a refit failed.
     """
-    no = torch.zeros_like(chosen)
+    no_row = torch.zeros_like(chosen)
     zeros = torch.zeros(len(chosen), dtype=torch.float64)
     ones = zeros + 1
     no_node = zeros.unsqueeze(1) + torch.nan
@@ -418,9 +418,9 @@ def make_uncorrected(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) 
         nodes=no_node,
         values=zeros.unsqueeze(1),
         coefficients=zeros.unsqueeze(1),
-        fallback=no,
+        fallback=no_row,
         failed=failed,
-        inaccurate=no,
+        inaccurate=no_row,
     )
 
 

@@ -51,7 +51,8 @@ def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Swi
     """
     if not likelihood.several_modes:
         return None
-    f, R = marginal.mean, linalg.covariance_root(marginal.covariance)
+    f = marginal.mean
+    R = linalg.covariance_root(marginal.covariance)
     y = _refine_nodes(grid.nodes)
     rows, count = y.shape
     outputs = [part.repeat_interleave(count, 0) for part in (f, R)]
@@ -147,7 +148,8 @@ def derivative_of_jumps(
         if switches is None:
             return change
         slope = _difference_slope_in_y(likelihood, plain, switches)
-        terms, nodes = grid.log_terms[switches.rows].exp(), grid.nodes[switches.rows]
+        terms = grid.log_terms[switches.rows].exp()  # of the quadrature of the mass
+        nodes = grid.nodes[switches.rows]
     y = switches.y
     f, K = (part[switches.rows] for part in marginal)
     before, after = (

@@ -195,8 +195,8 @@ class TransformedLaw(Law):
 
     def _iterate_base_parts(self) -> Iterator[tuple[Tensor, Law, Tensor, Tensor]]:
         """Yield the parts of the base as (weight, law, shift, scale): see `_iterate_parts`."""
-        one = torch.ones(self.rows, dtype=torch.float64)
-        return _iterate_parts(self.base, torch.zeros_like(one), one, one)
+        ones = torch.ones(self.rows, dtype=torch.float64)
+        return _iterate_parts(self.base, shift=torch.zeros_like(ones), scale=ones, weight=ones)
 
     @property
     def mean(self) -> Tensor:
