@@ -152,7 +152,7 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
         """
         counts = []
         for one in prepared:
-            own = full_conformal.nonconformity(LAW, y, one.query.f, one.query.K)
+            own = full_conformal.compute_nonconformity(LAW, y, one.query.f, one.query.K)
             counts.append(
                 ((one.score_rows(y) < own[:, None]) & (side * (y[:, None] - one.query.f) > 0)).sum(
                     1
@@ -226,7 +226,7 @@ def set_by_fits(law, outputs, x, y, at, candidates, level):
                 mode="polish",
             )
             scores.append(
-                full_conformal.nonconformity(
+                full_conformal.compute_nonconformity(
                     law, targets[i : i + 1].double(), *post.marginal(rows[i : i + 1])
                 )
             )

@@ -14,8 +14,8 @@ from ssla.predictive.count_law import (
     SINGLE_COUNTS,
     TAIL,
     Table,
-    find_densest_runs,
     estimate_tails,
+    find_densest_runs,
     sum_blocks,
 )
 

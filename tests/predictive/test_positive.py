@@ -92,7 +92,7 @@ def test_density_quantiles_and_moments_are_those_of_an_integration(kind, scale):
             )
             for k in range(3)
         ]
-        atom = float(base.cdf(torch.full((3,), SCALE.zero, dtype=torch.float64))[i])
+        atom = float(base.cdf(torch.full((3,), SCALE.zero_point, dtype=torch.float64))[i])
         assert found[0] + atom == pytest.approx(1, abs=2e-6)
         assert float(p.mean[i]) == pytest.approx(found[1], rel=2e-4)
         assert float(p.variance[i]) == pytest.approx(
@@ -162,7 +162,7 @@ def test_what_is_below_zero_becomes_exactly_zero():
     for low in np.random.default_rng(0).uniform(-16, 16, 400):
         scale = Positive(low, low + 5)
         assert (scale.to_y(z) == 0).all()
-        at = torch.tensor([scale.zero, scale.zero + 1e-3], dtype=torch.float64)
+        at = torch.tensor([scale.zero_point, scale.zero_point + 1e-3], dtype=torch.float64)
         assert torch.allclose(
             scale.to_y(at), math.exp(low) * torch.tensor([0, 1e-3], dtype=torch.float64), rtol=1e-10
         )

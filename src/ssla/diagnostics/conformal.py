@@ -51,9 +51,9 @@ from ssla._checks import warn
 from ssla.data import Inputs, as_inputs, as_tensor, row_count, take_rows
 from ssla.diagnostics.explanations import (
     Query,
+    compute_mean_slopes,
     first_order_variance,
     iterate_queries,
-    mean_slopes,
     queries_at_once,
 )
 from ssla.likelihoods import Likelihood
@@ -321,7 +321,7 @@ class _Candidates(NamedTuple):
         without = (without + without.mT) / 2  # symmetric but for rounding
         f_without = rows.f + move - (without @ g.unsqueeze(-1)).squeeze(-1)
         targets = rows.y.expand(len(X), -1)
-        scores = nonconformity(
+        scores = compute_nonconformity(
             self.likelihood.predictive,
             targets.flatten(),
             f_without.flatten(0, 1),
@@ -336,18 +336,20 @@ def _share_mean_output(members: list[_Candidates]) -> list[_Candidates]:
     return [member._replace(query=member.query._replace(f=f)) for member in members]
 
 
-def nonconformity(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+def compute_nonconformity(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """Compute the score of the module, which says how badly outputs N(f, K) predict y.
 
     y (M,), f (M, C), K (M, C, C) -> (M,). Raises ValueError where the variance of y is infinite.
     """
     if likelihood.support_for(f.shape[1]).kind == "class":
-        return 1 - _class_probabilities(likelihood, f, K).gather(1, y.long()[:, None]).squeeze(1)
-    centre, scale = _moments_of_y(likelihood, f, K)
+        return 1 - _approximate_class_probabilities(likelihood, f, K).gather(
+            1, y.long()[:, None]
+        ).squeeze(1)
+    centre, scale = _compute_moments_of_y(likelihood, f, K)
     return (y - centre).abs() / scale
 
 
-def _class_probabilities(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
+def _approximate_class_probabilities(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
     """Approximate the class probabilities by those at f/√(1 + πk/8), with k the variances of f.
 
     f (M, C), K (M, C, C) -> (M, C), or (M, 2) for one output. This is MacKay's approximation of the
@@ -357,12 +359,12 @@ def _class_probabilities(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor
     return p if p.dim() == 2 else torch.stack([1 - p, p], 1)
 
 
-def _moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+def _compute_moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the mean and, to first order, the standard deviation of y, (M,) each.
 
     f (M, C), K (M, C, C). Raises ValueError where the standard deviation is not finite.
     """
-    doubt = first_order_variance(mean_slopes(likelihood, f, K), K).squeeze(1)
+    doubt = first_order_variance(compute_mean_slopes(likelihood, f, K), K).squeeze(1)
     scale = (likelihood.variance(f) + doubt).sqrt()
     if not bool(scale.isfinite().all()):
         raise ValueError(
@@ -381,7 +383,7 @@ def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
 
     The ends are quantiles of the crossings of all members' rows, by row weight.
     """
-    crossings = [_gaussian_crossings(member) for member in members]
+    crossings = [_compute_gaussian_crossings(member) for member in members]
     lower = torch.cat([low for low, _ in crossings], 1)
     upper = torch.cat([high for _, high in crossings], 1)
     weights = torch.cat([member.rows.weights for member in members])
@@ -390,7 +392,7 @@ def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
     )
 
 
-def _gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
+def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
     """Compute the lower and the upper y between which each training row has the higher score,
     (q, m) each.
 
@@ -450,7 +452,7 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
     weights = torch.cat([member.rows.weights for member in members])
     sound = torch.cat([member.rows.sound for member in members])
     moments = [
-        _moments_of_y(member.likelihood.predictive, member.query.f, member.query.K)
+        _compute_moments_of_y(member.likelihood.predictive, member.query.f, member.query.K)
         for member in members
     ]
     centres = [centre for centre, _ in moments]
@@ -513,7 +515,7 @@ def _find_class_sets(members: list[_Candidates], level: float) -> Tensor:
         y = torch.full((len(query.f),), float(label), dtype=torch.float64)
         excess = []  # the scores of the rows less that of the candidate (q, m)
         for member in members:
-            candidate_score = nonconformity(
+            candidate_score = compute_nonconformity(
                 member.likelihood.predictive, y, member.query.f, member.query.K
             )
             excess.append(member.score_rows(y) - candidate_score[:, None])

@@ -29,7 +29,7 @@ class Merged(NamedTuple):
     upper: Tensor
 
 
-def smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor:
+def find_smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor:
     """Compute for each row the shortest interval [a, b] with min_m P_m([a, b]) ≥ level: (N, 2).
 
     For each a the least b is found by bisection, because the least probability grows with b. a is
@@ -40,13 +40,13 @@ def smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor
         raise TypeError("Classes have no intervals. Ask for probability([…]).")
     members: Sequence[Any] = predictives
     if predictives[0].kind == "count":
-        return _smallest_interval_of_counts(members, level)
+        return _find_smallest_interval_of_counts(members, level)
     # The first grid (N, k): the least quantiles of the members at probabilities up to 1 − level,
     # because no member may have more below a.
     share = torch.linspace(1e-6, 1 - 1e-6, FIRST_POINTS, dtype=torch.float64) * (1 - level)
     a = torch.stack([p.icdf(share).double() for p in members]).amin(0)
     far = torch.stack([p.icdf(1 - FAR).double() for p in members]).amax(0)
-    b = _least_upper_ends(members, a, far, level)
+    b = _find_least_upper_ends(members, a, far, level)
     grid = torch.linspace(0, 1, ZOOM_POINTS, dtype=torch.float64)
     for _ in range(ZOOMS):
         # The next grid lies between the neighbours of the best point.
@@ -54,7 +54,7 @@ def smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor
         a_before = a.gather(1, (best - 1).clamp_min(0))
         a_after = a.gather(1, (best + 1).clamp_max(a.shape[1] - 1))
         a = a_before + (a_after - a_before) * grid
-        b = _least_upper_ends(members, a, far, level)
+        b = _find_least_upper_ends(members, a, far, level)
     return _select_shortest(a, b)
 
 
@@ -78,7 +78,7 @@ def _least_probability(members: Sequence[Any], below: list[Tensor], b: Tensor) -
     return torch.stack(probabilities).amin(0)
 
 
-def _least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level: float) -> Tensor:
+def _find_least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level: float) -> Tensor:
     """Find the least b with min_m P_m([a, b]) ≥ level, for a (N, k) and the largest b, far (N,).
 
     Returns (N, k), infinite where no b up to `far` has that probability. Targets are continuous.
@@ -95,7 +95,7 @@ def _least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level: flo
     return torch.where(possible, high, torch.inf)
 
 
-def _smallest_interval_of_counts(members: Sequence[Any], level: float) -> Tensor:
+def _find_smallest_interval_of_counts(members: Sequence[Any], level: float) -> Tensor:
     """Compute for each row the shortest interval of counts [a, b] with min_m P_m([a, b]) ≥ level:
     (N, 2).
 

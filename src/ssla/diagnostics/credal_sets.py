@@ -24,16 +24,16 @@ from ssla._checks import check_level as checked_level
 from ssla.data import Inputs
 from ssla.diagnostics.credal_intervals import (
     Merged,
+    find_smallest_interval,
     merge_regions,
     probability_between,
-    smallest_interval,
 )
 from ssla.diagnostics.predictive_sets import Bounds, FiniteMembers, Members, require_order
 from ssla.diagnostics.prior_box import BoxMembers
 from ssla.diagnostics.sensitivities import name_priors
 from ssla.predictive import Predictive
 from ssla.predictive.expectation import Event, expect, probability
-from ssla.predictive.predictive import as_probabilities, drop_single_value, scalar_targets
+from ssla.predictive.predictive import drop_single_value, parse_probabilities, shape_scalar_targets
 from ssla.priors import EXACT, Box, Prior
 from ssla.refit import Refit
 from ssla.report import PRIOR, subject
@@ -78,7 +78,7 @@ class Credal:
 
         Raises TypeError for classes.
         """
-        return self._bounds_at(y, lambda p, value: require_order(p).cdf(value))
+        return self._compute_bounds_at(y, lambda p, value: require_order(p).cdf(value))
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> Bounds:
         """Return lower and upper E function(Y) (N,).
@@ -86,7 +86,7 @@ class Credal:
         function: applied to each y of a tensor (N, k). Raises ValueError unless it returns one
         value for each y.
         """
-        return self._bounds_by_row(lambda p: expect(p, function))
+        return self._compute_row_bounds(lambda p: expect(p, function))
 
     def probability(self, event: Event) -> Bounds:
         """Return lower and upper P(Y ∈ event) (N,).
@@ -94,12 +94,12 @@ class Credal:
         event: (low, high), a list of such intervals, a class or a list of classes, or a function of
         y. Raises ValueError or TypeError for an event that does not fit the target.
         """
-        return self._bounds_by_row(lambda p: probability(p, event))
+        return self._compute_row_bounds(lambda p: probability(p, event))
 
     @property
     def mean(self) -> Bounds:
         """Return the bounds of the mean (N,)."""
-        return self._bounds_by_row(lambda p: p.mean.double())
+        return self._compute_row_bounds(lambda p: p.mean.double())
 
     @property
     def stddev(self) -> Bounds:
@@ -107,20 +107,20 @@ class Credal:
 
         A mixture of members may have a larger one.
         """
-        return self._bounds_by_row(lambda p: p.stddev.double())
+        return self._compute_row_bounds(lambda p: p.stddev.double())
 
     def log_prob(self, y: Any) -> Bounds:
         """Return the lower and upper log density at y: (N,) or (N, k) -> the same shape."""
-        return self._bounds_at(y, lambda p, value: p.log_prob(value))
+        return self._compute_bounds_at(y, lambda p, value: p.log_prob(value))
 
     def quantile(self, q: Any) -> Bounds:
         """Return the bounds of the q-quantile: (N,) for one q, (N, k) for k of them.
 
         Raises TypeError for classes, and ValueError unless 0 ≤ q ≤ 1.
         """
-        levels, is_single = as_probabilities(q)
+        levels, is_single = parse_probabilities(q)
         bounds = [
-            self._bounds_by_row(partial(_compute_quantile, level=level))
+            self._compute_row_bounds(partial(_compute_quantile, level=level))
             for level in levels.tolist()
         ]
         lower = torch.stack([of_level.lower for of_level in bounds], 1)
@@ -136,13 +136,13 @@ class Credal:
         """
         checked_level(level)
         known = self.members.list_members()
-        ends = smallest_interval(known, level)
+        ends = find_smallest_interval(known, level)
         for _ in range(ROUNDS if self.members.is_family else 0):
             worst = self.members.find_worst(partial(probability_between, ends=ends))
             if bool((worst.value >= level - SLACK).all()):
                 return ends
             known = [*known, worst.predictive]
-            ends = smallest_interval(known, level)
+            ends = find_smallest_interval(known, level)
         return ends
 
     def hdr(self, level: float = 0.95) -> Merged:
@@ -166,8 +166,8 @@ class Credal:
             upper: Tensor = require_order(p).hdr(level).upper
             return torch.nan_to_num(upper.double(), nan=-torch.inf).amax(1)
 
-        low = self._bounds_by_row(find_lowest_end).lower
-        high = self._bounds_by_row(find_highest_end).upper
+        low = self._compute_row_bounds(find_lowest_end).lower
+        high = self._compute_row_bounds(find_highest_end).upper
         return Merged(low[:, None], high[:, None])
 
     def imprecision(self, event: Event | None = None) -> Tensor:
@@ -188,26 +188,32 @@ class Credal:
         central interval at that level, (N,) each.
         """
         checked_level(level)
-        width = self._bounds_by_row(lambda p: p.interval(level).double().diff(dim=1).squeeze(1))
+        width = self._compute_row_bounds(
+            lambda p: p.interval(level).double().diff(dim=1).squeeze(1)
+        )
         return Decomposition(self.mean.imprecision, width.lower, width.upper)
 
-    def _bounds_at(self, y: Any, function: Callable[[Predictive, Tensor], Tensor]) -> Bounds:
+    def _compute_bounds_at(
+        self, y: Any, function: Callable[[Predictive, Tensor], Tensor]
+    ) -> Bounds:
         """Compute the bounds over the set of function(member, y): y (N,) or (N, k) -> the same
         shape.
 
         The function maps y (N, k) to (N, k).
         """
-        value, is_single = scalar_targets(y, self.members.rows)
-        bounds = self.members.bounds(lambda p, y_of_rows: function(p, y_of_rows).double(), value)
+        value, is_single = shape_scalar_targets(y, self.members.rows)
+        bounds = self.members.compute_bounds(
+            lambda p, y_of_rows: function(p, y_of_rows).double(), value
+        )
         return Bounds(
             drop_single_value(bounds.lower, is_single), drop_single_value(bounds.upper, is_single)
         )
 
-    def _bounds_by_row(self, function: Callable[[Predictive], Tensor]) -> Bounds:
+    def _compute_row_bounds(self, function: Callable[[Predictive], Tensor]) -> Bounds:
         """Compute the bounds over the set of function(member), which is (N,)."""
-        # `Members.bounds` needs an argument, which is not used here.
+        # `Members.compute_bounds` needs an argument, which is not used here.
         unused = torch.zeros(self.members.rows, 1, dtype=torch.float64)
-        bounds = self.members.bounds(lambda p, _: function(p).unsqueeze(1), unused)
+        bounds = self.members.compute_bounds(lambda p, _: function(p).unsqueeze(1), unused)
         return Bounds(bounds.lower.squeeze(1), bounds.upper.squeeze(1))
 
 

@@ -221,7 +221,7 @@ def _split_variance(posterior: Posterior, x: Inputs, marginal: Marginal) -> Spli
     """
     law = predict(posterior, x).law
     doubt = law.epistemic
-    A = mean_slopes(posterior.likelihood.predictive, *marginal)
+    A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
     by_prior = first_order_variance(A, prior_response(posterior, x).covariance)
     share = by_prior / first_order_variance(A, marginal.covariance)
     # 0/0 where y does not depend on θ: nothing is the prior's.
@@ -245,7 +245,7 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
     for query in iterate_queries(
         posterior, targets, _count_query_numbers(posterior, row_count(pool))
     ):
-        A = mean_slopes(posterior.likelihood.predictive, query.f, query.K)
+        A = compute_mean_slopes(posterior.likelihood.predictive, query.f, query.K)
         doubt += float(first_order_variance(A, query.K).sum())
         start = 0
         for f, J in _linearise_in_chunks(posterior, pool):
@@ -261,7 +261,7 @@ def _compute_removed_doubt(
     """Compute the doubt at a query, summed over its inputs, that a label of each row removes (b,).
 
     f (b, C) and J: outputs and Jacobian of the rows. A (q, M, C): the slopes of the query's means
-    of y, see `mean_slopes`.
+    of y, see `compute_mean_slopes`.
     """
     # A label takes X Q Xᵀ from the query's K, with Q = L(I + LᵀKL)⁻¹Lᵀ = BᵀB.
     L = covariance_root(posterior.likelihood.fisher(f))
@@ -363,14 +363,16 @@ def _measure_influence(
     for query in iterate_queries(posterior, x, _count_query_numbers(posterior, n)):
         best: _RankedRows | None = None
         response = (
-            None if posterior.likelihood.quadratic else _precision_response(posterior, sites, query)
+            None
+            if posterior.likelihood.quadratic
+            else _compute_precision_response(posterior, sites, query)
         )
         start = 0
         for site in sites:
             removal = _compute_removal(site, posterior.covariance)
             failed[start : start + len(site.f)] = ~removal.sound
             rows = _compute_influence(posterior, site, removal, query, response, by)
-            best = _keep_best(best, rows._replace(rows=rows.rows + start), most)
+            best = _keep_best_rows(best, rows._replace(rows=rows.rows + start), most)
             start += len(site.f)
         assert best is not None
         ranked.append(best)
@@ -392,8 +394,8 @@ def _compute_influence(
     """Compute what each of the b rows of a chunk adds to the outputs of a query (q inputs) and to
     their variances.
 
-    removal: that of the rows. response: S v (P, q·C) of `_precision_response`; None for Gaussian
-    noise. by: MEAN or VARIANCE, for the score. A row that cannot be removed has score −1.
+    removal: that of the rows. response: S v (P, q·C) of `_compute_precision_response`; None for
+    Gaussian noise. by: MEAN or VARIANCE, for the score. A row that cannot be removed has score −1.
     """
     C = site.f.shape[1]
     a, W, sound = removal
@@ -405,7 +407,7 @@ def _compute_influence(
         # precision is left out, because the row leaves with it (see the module).
         of_all_rows = torch.einsum("baqc,ba->qbc", site.J.push_many(response).view_as(X), a)
         of_own_row = torch.einsum(
-            "baqc,bad,bdqc->qbc", X, _own_precision_change(posterior, site, a), X
+            "baqc,bad,bdqc->qbc", X, _differentiate_own_precision(posterior, site, a), X
         )
         variance -= of_all_rows - OWN * of_own_row
     # Rows are ranked in units of the outputs' own variances, summed over outputs.
@@ -416,7 +418,7 @@ def _compute_influence(
     return _RankedRows(score, places, mean, variance)
 
 
-def _precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
+def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
     """Compute S v (P, q·C) of the module: how the variances at the query depend on θ through the
     precisions of all rows.
     """
@@ -429,7 +431,7 @@ def _precision_response(posterior: Posterior, sites: Sites, query: Query) -> Ten
         for d in range(X.shape[1]):
             move = torch.zeros_like(site.f)
             move[:, d] = steps[:, d]
-            change = _precision_change(posterior, site, move)
+            change = _compute_precision_change(posterior, site, move)
             # A central difference; where the precision is not finite, it counts as zero.
             change = torch.nan_to_num(change / (2 * steps[:, d, None, None]), 0.0, 0.0, 0.0)
             slopes.append((X * (change @ X)).sum(1))
@@ -437,7 +439,7 @@ def _precision_response(posterior: Posterior, sites: Sites, query: Query) -> Ten
     return posterior.covariance.solve_many(total)
 
 
-def _own_precision_change(posterior: Posterior, site: Site, a: Tensor) -> Tensor:
+def _differentiate_own_precision(posterior: Posterior, site: Site, a: Tensor) -> Tensor:
     """Compute the derivative of each row's Λ along K a, the row's effect on its own outputs.
 
     a (b, C): that of `_Removal`. The result is (b, C, C), for one copy of a row of weight above 1.
@@ -447,13 +449,13 @@ def _own_precision_change(posterior: Posterior, site: Site, a: Tensor) -> Tensor
     deviation = K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY).sqrt()
     # The step is at most STEP standard deviations of any output.
     step = STEP / (move / deviation).abs().amax(-1).clamp_min(STEP)
-    change = _precision_change(posterior, site, move * step.unsqueeze(-1))
+    change = _compute_precision_change(posterior, site, move * step.unsqueeze(-1))
     # A central difference; where the precision is not finite, it counts as zero.
     once = site.row_weights.clamp_max(1.0)
     return torch.nan_to_num(change * (once / (2 * step))[:, None, None], 0.0, 0.0, 0.0)
 
 
-def _precision_change(posterior: Posterior, site: Site, move: Tensor) -> Tensor:
+def _compute_precision_change(posterior: Posterior, site: Site, move: Tensor) -> Tensor:
     """Compute Λ at the outputs f + move less Λ at f − move: move (b, C) -> (b, C, C)."""
     above = _compute_precision(posterior, site, site.f + move)
     return above - _compute_precision(posterior, site, site.f - move)
@@ -481,7 +483,7 @@ class _RankedRows(NamedTuple):
     variance: Tensor  # what the row adds to the variance of f (q, k, C)
 
 
-def _keep_best(old: _RankedRows | None, new: _RankedRows, most: int) -> _RankedRows:
+def _keep_best_rows(old: _RankedRows | None, new: _RankedRows, most: int) -> _RankedRows:
     """Return the `most` rows with the highest scores of old and new together, the highest first.
 
     Of rows with equal scores the earlier one is kept. old=None: there are no old rows.
@@ -539,7 +541,7 @@ def _compute_removal(site: Site, covariance: Operator) -> _Removal:
 # --- doubt and inputs ----------------------------------------------------------------------
 
 
-def mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
+def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
     """Compute ∂E[y|f]/∂f (N, M, C), where E[y|f] has M values for each input.
 
     f (N, C), K (N, C, C). It is by autograd, or by central differences where autograd cannot
@@ -567,7 +569,7 @@ def mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
 def first_order_variance(A: Tensor, K: Tensor) -> Tensor:
     """Compute the variance of E[y|f] to first order, which is the diagonal of A K Aᵀ.
 
-    A (N, M, C): the slopes of `mean_slopes`. K (N, C, C). The result is (N, M).
+    A (N, M, C): the slopes of `compute_mean_slopes`. K (N, C, C). The result is (N, M).
     """
     return ((A @ K) * A).sum(-1)
 
@@ -596,10 +598,10 @@ def _choose_reference(posterior: Posterior, x: Inputs, reference: Any, data: Any
             )
         check_finite("reference", values, "Give finite values.")
         return values
-    return _mean_input(posterior, cast.shape[1], data)
+    return _average_inputs(posterior, cast.shape[1], data)
 
 
-def _mean_input(posterior: Posterior, columns: int, data: Any) -> Tensor:
+def _average_inputs(posterior: Posterior, columns: int, data: Any) -> Tensor:
     """Compute the mean of each column over the training rows, by row weight (columns,).
 
     data: the training rows; None: those that the posterior keeps.
@@ -640,5 +642,5 @@ def _compute_input_effects(posterior: Posterior, x: Tensor, reference: Tensor) -
 def _compute_doubt(posterior: Posterior, x: Tensor) -> Tensor:
     """Compute the variance of E[y|f] to first order at x (N, D), summed over values of y: (N,)."""
     marginal = posterior.outputs_at(x)
-    A = mean_slopes(posterior.likelihood.predictive, *marginal)
+    A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
     return first_order_variance(A, marginal.covariance).sum(-1)

@@ -182,8 +182,8 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
     for values in (answer.log_prob, answer.lower, answer.upper):
         values[failed] = torch.nan
     most = max(ROWS_TO_REFIT // len(failed), 1) if refits is None else refits
-    rows = _rows_to_refit(posterior, influence, most)
-    refitted = _replace_by_refits(answer, list(_refit_without(posterior, sites, rows)), sites)
+    rows = _choose_rows_to_refit(posterior, influence, most)
+    refitted = _replace_by_refits(answer, list(_refit_without_rows(posterior, sites, rows)), sites)
     _warn_of_bad_rows(failed & ~refitted, answer.inaccurate)
     support = posterior.likelihood.predictive.support_for(posterior.network.outputs)
     return LeaveOneOut(support.kind, *answer, influence, refitted, torch.cat(weights))
@@ -226,7 +226,7 @@ def _warn_of_bad_rows(failed: Tensor, inaccurate: Tensor) -> None:
         )
 
 
-def _rows_to_refit(posterior: Posterior, influence: Tensor, most: int) -> list[int]:
+def _choose_rows_to_refit(posterior: Posterior, influence: Tensor, most: int) -> list[int]:
     """Choose the rows to refit by their influence (n,), at most `most`, the most influential first.
 
     A row without a cavity has infinite influence. Only such rows are chosen where cavities are
@@ -246,7 +246,7 @@ class _RefitRow(NamedTuple):
     y: Tensor  # (1,) or (1, D)
 
 
-def _refit_without(posterior: Posterior, sites: Sites, rows: list[int]) -> Iterator[_RefitRow]:
+def _refit_without_rows(posterior: Posterior, sites: Sites, rows: list[int]) -> Iterator[_RefitRow]:
     """Fit the Gaussian again without each of the rows, and yield the row's outputs under it.
 
     Only a last layer is refitted, whose sites are in memory and whose mode moves with the data;

@@ -47,7 +47,7 @@ class Members(Protocol):
         """Tell whether there are more members than `list_members` returns."""
         ...
 
-    def bounds(self, functional: Functional, argument: Tensor) -> Bounds:
+    def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
         """Compute the bounds of functional(·, argument) over the set, entry by entry.
 
         argument (N, k); the bounds are (N, k) each.
@@ -79,7 +79,7 @@ class FiniteMembers:
         """Return N, the number of rows of every member."""
         return self.predictives[0].mean.shape[0]
 
-    def bounds(self, functional: Functional, argument: Tensor) -> Bounds:
+    def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
         """Compute the bounds of functional(·, argument) over the set: (N, k) -> (N, k) each."""
         values = torch.stack([functional(p, argument) for p in self.predictives])
         return Bounds(values.amin(0), values.amax(0))

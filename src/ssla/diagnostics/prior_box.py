@@ -100,7 +100,7 @@ class BoxMembers:
                 "list of priors."
             )
         layout = posterior.network.layout
-        ranges = _precision_ranges(box, layout)
+        ranges = _find_precision_ranges(box, layout)
         lowest_mean, highest_mean = box.means(layout)
         basis = _find_basis(posterior.sums.curvature, ranges, layout.size)
         moves = posterior.follows_prior
@@ -187,7 +187,7 @@ class BoxMembers:
             warnings.simplefilter("ignore", UserWarning)
             return from_marginal(self.likelihood, *self.marginal(u, rows), self.refit)
 
-    def bounds(self, functional: Functional, argument: Tensor) -> Bounds:
+    def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
         """Compute the bounds of functional(·, argument) over the box: (N, k) -> (N, k) each.
 
         Each entry of the argument is a task with a search of its own.
@@ -293,7 +293,7 @@ class BoxMembers:
         return best_u, best
 
 
-def _precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
+def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
     """Return the ranges of log precisions of a box by groups of parameters.
 
     All parameters are one group if their ranges are equal and the box does not name layers; else

@@ -254,7 +254,7 @@ def name_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
         and len(priors) in (2, 3)
         and all(isinstance(v, int | float) for v in priors)
     ):
-        chosen = _range_of_priors(posterior, priors)
+        chosen = _make_range_of_priors(posterior, priors)
     elif isinstance(priors, Sequence) and not isinstance(priors, str):
         chosen = {}
         for prior in priors:
@@ -272,7 +272,7 @@ def name_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
     return chosen
 
 
-def _range_of_priors(posterior: Posterior, limits: tuple[float, ...]) -> dict[str, Prior]:
+def _make_range_of_priors(posterior: Posterior, limits: tuple[float, ...]) -> dict[str, Prior]:
     """Return Gaussian priors by name, with precisions in equal ratios from low to high.
 
     limits: (low, high[, count]), with COUNT priors unless given. The priors have the means of the
@@ -505,7 +505,7 @@ def conflict(posterior: Posterior) -> Conflict:
         c = basis.rotated(r)[kept]
         values = basis.values[kept]
         statistic = float((c * c / (values + values**2 / tau[kept])).sum())
-        return _conflict_of_statistic(statistic, len(values))
+        return _make_conflict(statistic, len(values))
     if not curvature.exact:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
@@ -516,10 +516,10 @@ def conflict(posterior: Posterior) -> Conflict:
     # S + S T⁻¹ S in the coordinates of the eigenvectors that are kept.
     spread = torch.diag(values) + values[:, None] * (vectors.mT @ (vectors / tau[:, None])) * values
     c = vectors.mT @ r
-    return _conflict_of_statistic(float(c @ torch.linalg.solve(spread, c)), len(values))
+    return _make_conflict(float(c @ torch.linalg.solve(spread, c)), len(values))
 
 
-def _conflict_of_statistic(statistic: float, df: int) -> Conflict:
+def _make_conflict(statistic: float, df: int) -> Conflict:
     """Return the statistic with its tail probability under χ² with df degrees of freedom.
 
     The tail probability is gammaincc(df/2, statistic/2).

@@ -17,13 +17,13 @@ from ssla.likelihoods.support import Classes, Continuous
 from ssla.maths.quadrature import Regions
 from ssla.maths.roots import Root, full_root
 from ssla.predictive.affine import affine
-from ssla.predictive.circular import circular_predictive
+from ssla.predictive.circular import make_circular_predictive
 from ssla.predictive.class_integrals import divide_by_temperature, integrate_classes
-from ssla.predictive.class_law import class_predictive, integrated_predictive
-from ssla.predictive.count_law import count_predictive
-from ssla.predictive.differentiable import differentiable_predictive
+from ssla.predictive.class_law import make_class_predictive, make_integrated_predictive
+from ssla.predictive.count_law import make_count_predictive
+from ssla.predictive.differentiable import make_differentiable_predictive
 from ssla.predictive.gaussian_law import Ellipsoid, GaussianLaw, multiply_by_prior
-from ssla.predictive.grid_law import grid_predictive
+from ssla.predictive.grid_law import make_grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mixing import mixture
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
@@ -86,7 +86,7 @@ def predict(
         )
     rung = resolve(refit)
     if differentiable:
-        return differentiable_predictive(posterior, x, rung)
+        return make_differentiable_predictive(posterior, x, rung)
     if posterior.convention != EXACT and not isinstance(rung, OutputRung):
         raise ValueError(
             f"refit={rung.name!r} works with the exact convention only, but this posterior has "
@@ -115,7 +115,7 @@ def _predict_by_weights(
     weights = rung(posterior, x)
     output = _make_predictive(weights.output, OUTPUT)
     check_refittable(weights)
-    reasons = _refit_reasons(rung, weights, output) if isinstance(rung, AutoRefit) else None
+    reasons = _find_refit_reasons(rung, weights, output) if isinstance(rung, AutoRefit) else None
     predictive = make_refitted_predictive(weights, output, rung.name, reasons)
     answered_by = predictive.diagnostics.rung or ()
     # A row with a refit has failed if another rung answered for it.
@@ -152,7 +152,7 @@ def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Pred
     many = rows * outputs > MOST_IN_FLOAT64 and log_density.like.dtype.itemsize <= 4
     dtype = torch.float32 if many else torch.float64
     integrals = integrate_classes(parts, outputs, posterior.memory_budget, rows, dtype)
-    predictive = integrated_predictive(log_density, integrals, rung.name)
+    predictive = make_integrated_predictive(log_density, integrals, rung.name)
     # Without rows there are no chunks, and so no flags.
     return _flag_extreme_rows(predictive, torch.cat(extreme)) if extreme else predictive
 
@@ -176,7 +176,9 @@ def _integrates_classes(rung: Refit, likelihood: Likelihood, convention: str) ->
     )
 
 
-def _refit_reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
+def _find_refit_reasons(
+    auto: AutoRefit, weights: WeightLogDensity, output: Predictive
+) -> list[str]:
     """Return for each row why "auto" refits the weights; an empty text where it does not.
 
     output: the predictive of the output rung, whose mass and flags decide.
@@ -252,16 +254,16 @@ def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
     ):
         parts = divide_by_temperature(likelihood, [(f, full_root(K))])
         integrals = integrate_classes(parts, f.shape[1], DEFAULT_BUDGET)
-        predictive = integrated_predictive(log_density, integrals, rung.name)
+        predictive = make_integrated_predictive(log_density, integrals, rung.name)
     elif isinstance(support, Classes):
-        predictive = class_predictive(log_density, support.count, rung.name)
+        predictive = make_class_predictive(log_density, support.count, rung.name)
     elif support.kind == "count":
-        predictive = count_predictive(log_density, rung.name)
+        predictive = make_count_predictive(log_density, rung.name)
     elif support.kind == "circular":
-        predictive = circular_predictive(log_density, rung.name)
+        predictive = make_circular_predictive(log_density, rung.name)
     else:
         assert isinstance(support, Continuous)
-        predictive = grid_predictive(log_density, support, rung.name)
+        predictive = make_grid_predictive(log_density, support, rung.name)
     flags = replace(predictive.diagnostics, convention=convention)
     predictive = replace(predictive, diagnostics=flags)
     return _flag_extreme_rows(predictive, is_extreme(f, K.diagonal(dim1=1, dim2=2)))

@@ -49,15 +49,15 @@ class AffineLaw(Law):
         """Return y = shift + scale · z, in the new unit: z (N, …) or (N, …, D) -> y of its
         shape.
         """
-        return self._shift_like(z) + self.scale * z
+        return self._broadcast_shift(z) + self.scale * z
 
     def _to_z(self, y: Tensor) -> Tensor:
         """Return z = (y − shift)/scale, in the unit of the base: y (N, …) or (N, …, D) -> z of its
         shape.
         """
-        return (y - self._shift_like(y)) / self.scale
+        return (y - self._broadcast_shift(y)) / self.scale
 
-    def _shift_like(self, values: Tensor) -> Tensor:
+    def _broadcast_shift(self, values: Tensor) -> Tensor:
         """Return the shift in a shape that broadcasts with values (N, …) or (N, …, D).
 
         A shift by row (N,) is along the first dimension of the values, one by target (D,) along

@@ -75,9 +75,9 @@ class CircularLaw(PointwiseLaw):
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): angles (N, k)."""
-        return self._quantiles(q.expand(self.rows, -1))
+        return self._compute_quantiles(q.expand(self.rows, -1))
 
-    def _quantiles(self, q: Tensor) -> Tensor:
+    def _compute_quantiles(self, q: Tensor) -> Tensor:
         """Return the quantiles at probabilities q that differ by row: (N, k) -> (N, k)."""
         return gather_rows(self.pieces, [p.circle.icdf(q[p.rows]) for p in self.pieces])
 
@@ -93,7 +93,9 @@ class CircularLaw(PointwiseLaw):
             self.pieces, [p.circle.cdf(wrap_angles(mean[p.rows] - torch.pi)) for p in self.pieces]
         )
         # The cdf counts from −π. Counted from the cut, probability q is at q + cdf(cut), modulo 1.
-        ends = self._quantiles((cut + torch.tensor([tail, 1 - tail], dtype=torch.float64)) % 1)
+        ends = self._compute_quantiles(
+            (cut + torch.tensor([tail, 1 - tail], dtype=torch.float64)) % 1
+        )
         return mean + wrap_angles(ends - mean)
 
     def hdr(self, level: float) -> Regions:
@@ -106,14 +108,14 @@ class CircularLaw(PointwiseLaw):
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n angles for each input (n, N), by inversion of the cdf."""
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
-        return self._quantiles(u).mT
+        return self._compute_quantiles(u).mT
 
     def increments(self, y: Tensor) -> Increments:
         """Return the increments of the refit at angles y (N, k), each of shape (N, k)."""
         return self.log_density(wrap_angles(y))
 
 
-def circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
+def make_circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
     """Return the predictive of an angle, by integrals around the circle for each row.
 
     refit: the name of the rung. Rows whose integral does not reach its tolerance are flagged as

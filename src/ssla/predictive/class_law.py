@@ -138,7 +138,9 @@ class ClassLaw(ClassProbabilities):
         if not self.log_density.moves:
             return torch.zeros_like(self.variance)
         share = (
-            self._estimated_share if self.integrals is None else self._share_from(self.integrals)
+            self._estimated_epistemic_share
+            if self.integrals is None
+            else self._epistemic_share_from(self.integrals)
         )
         return self.variance * share
 
@@ -148,14 +150,14 @@ class ClassLaw(ClassProbabilities):
         return self.variance - self.epistemic
 
     @cached_property
-    def _estimated_share(self) -> Tensor:
+    def _estimated_epistemic_share(self) -> Tensor:
         """Return the epistemic share of the variance, of the shape of the mean, by a quadrature
         over f.
         """
         doubt, noise = total_variance(self.log_density.likelihood, *self.log_density.marginal)
         return doubt / (doubt + noise).clamp_min(1e-300)
 
-    def _share_from(self, integrals: ClassIntegrals) -> Tensor:
+    def _epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:
         """Return the epistemic share Var_f E[y|f] / Var[y], of the shape of the mean, from
         integrals.
         """
@@ -222,7 +224,7 @@ def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Te
     return torch.multinomial(probs, n, replacement=True, generator=generator).mT
 
 
-def integrated_predictive(
+def make_integrated_predictive(
     log_density: LogDensity, integrals: ClassIntegrals, refit: str, differentiable: bool = False
 ) -> Predictive:
     """Make the predictive whose class probabilities are integrals over f; no row is flagged.
@@ -235,7 +237,7 @@ def integrated_predictive(
     return Predictive(law, log_density.like, flags, differentiable=differentiable)
 
 
-def class_predictive(log_density: LogDensity, count: int, refit: str) -> Predictive:
+def make_class_predictive(log_density: LogDensity, count: int, refit: str) -> Predictive:
     """Make the predictive of `count` classes from one evaluation of the log density for each class
     at every input.
 

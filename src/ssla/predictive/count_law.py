@@ -231,7 +231,7 @@ def find_densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: flo
     """
     widths = edges.diff(dim=1)
     inside = select_highest(heights, shares, level)
-    first, last = find_runs(_with_empty_blocks(inside, widths == 0))
+    first, last = find_runs(_fill_empty_blocks(inside, widths == 0))
     lower = edges.gather(1, first.clamp_min(0))
     upper = edges.gather(1, last.clamp_min(0) + 1) - 1
     # The block to cut, and how many of its counts the level still needs.
@@ -267,7 +267,7 @@ def _neighbour_heights(heights: Tensor, blocks: Tensor, step: int) -> Tensor:
     return torch.where(beyond, -torch.inf, heights.gather(1, beside.clamp(0, heights.shape[1] - 1)))
 
 
-def _with_empty_blocks(inside: Tensor, empty: Tensor) -> Tensor:
+def _fill_empty_blocks(inside: Tensor, empty: Tensor) -> Tensor:
     """Return `inside` with each empty block set as the last block with a count before it.
 
     inside, empty (N, k) bool: blocks of the region, and blocks without a count. Otherwise empty
@@ -279,7 +279,7 @@ def _with_empty_blocks(inside: Tensor, empty: Tensor) -> Tensor:
     return torch.where(empty & (last_full >= 0), is_last_full_inside, inside & ~empty)
 
 
-def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
+def make_count_predictive(log_density: LogDensity, refit: str) -> Predictive:
     """Return the predictive of a count, from the sums of its probabilities.
 
     refit: the name of the rung. The window of a row is widened until its tails hold less than 1e-8
@@ -287,7 +287,7 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
     no sum. They are cut where they begin to rise, and the row is flagged as inaccurate.
     """
     tabulation = _Tabulation(log_density)
-    tables = _tabulate_rows(tabulation)
+    tables = _tabulate_all_rows(tabulation)
     inaccurate = torch.zeros_like(tabulation.fallback)
     for table in tables:
         inaccurate[table.rows] = ~table.accurate
@@ -314,7 +314,7 @@ class _Tabulation:
         self.fallback = torch.zeros(len(f), dtype=torch.bool)
         self.unconverged = torch.zeros_like(self.fallback)
 
-    def tabulate(self, rows: Tensor, reach: float, finer: int = 1) -> Table:
+    def tabulate_rows(self, rows: Tensor, reach: float, finer: int = 1) -> Table:
         """Return the table of rows (m,), with blocks from t = −reach to reach (see `Table`).
 
         finer: how many times more blocks than usual. The rows must have edges of one pattern (see
@@ -335,7 +335,7 @@ class _Tabulation:
         accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH
         return table._replace(logs=totals, centres=centres, accurate=accurate)
 
-    def refine(self, table: Table, reach: float) -> list[Table]:
+    def refine_table(self, table: Table, reach: float) -> list[Table]:
         """Return the table in parts, with the inaccurate rows tabulated again in smaller blocks.
 
         A peak may be narrow beside the scale, as where zeros are mixed with large counts. Rows with
@@ -352,11 +352,11 @@ class _Tabulation:
             finer *= 4
             rough = tables.pop()
             tables.append(rough.take(rough.accurate))
-            tables.append(self.tabulate(rough.rows[~rough.accurate], reach, finer))
+            tables.append(self.tabulate_rows(rough.rows[~rough.accurate], reach, finer))
         return tables
 
 
-def _tabulate_rows(tabulation: _Tabulation) -> list[Table]:
+def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
     """Return tables of all rows, in windows that are widened until both tails hold less than TAIL.
 
     A row whose sum does not exist, or whose widest window is too short, is marked as inaccurate.
@@ -376,11 +376,11 @@ def _tabulate_rows(tabulation: _Tabulation) -> list[Table]:
         short = mean[pending] + scale[pending] * math.sinh(reach) <= SINGLE_COUNTS
         to_widen = [pending[short]]
         for rows in _split_rows(pending[~short], mean, scale, reach):
-            table = tabulation.tabulate(rows, reach)
+            table = tabulation.tabulate_rows(rows, reach)
             left_tail, right_tail = estimate_tails(table)
             done = (left_tail <= TAIL) & (right_tail <= TAIL)
             if bool(done.any()):
-                tables += tabulation.refine(table.take(done), reach)
+                tables += tabulation.refine_table(table.take(done), reach)
             if not is_last:
                 to_widen.append(rows[~done])
                 continue
@@ -390,7 +390,7 @@ def _tabulate_rows(tabulation: _Tabulation) -> list[Table]:
             if bool(cut.any()):
                 tables.append(_mark_inaccurate(table.take(cut)))
             if bool(endless.any()):
-                near = tabulation.tabulate(rows[endless], FIRST_REACH)
+                near = tabulation.tabulate_rows(rows[endless], FIRST_REACH)
                 tables.append(_cut_at_valley(near, mean[rows[endless]]))
         pending = torch.cat(to_widen)
         reach = min(WIDER * reach, WIDEST_REACH)
@@ -438,10 +438,10 @@ def _choose_edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Te
         more = torch.cat([more, growing.round()])
     # An edge beyond the window becomes 0, which is dropped as a repetition.
     in_window = torch.where(more < edges[:, -1:], more, 0.0)
-    return _drop_repeated(torch.cat([edges, in_window], 1).sort(1).values)
+    return _drop_repeated_edges(torch.cat([edges, in_window], 1).sort(1).values)
 
 
-def _drop_repeated(edges: Tensor) -> Tensor:
+def _drop_repeated_edges(edges: Tensor) -> Tensor:
     """Drop the edges that repeat the one before: (m, k) in order -> (m, j) with j ≤ k.
 
     j is the largest number of different edges in a row. Rows with fewer begin with repetitions of

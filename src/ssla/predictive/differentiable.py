@@ -21,9 +21,9 @@ from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.maths.roots import FullRoot, Root
 from ssla.predictive.class_integrals import divide_by_temperature, integrate_with_graph
-from ssla.predictive.class_law import integrated_predictive
+from ssla.predictive.class_law import make_integrated_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
-from ssla.predictive.implicit import pointwise_predictive
+from ssla.predictive.implicit import make_pointwise_predictive
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.priors import EXACT
 from ssla.refit import Density, NoRefit, OutputRefit, OutputRung, Refit
@@ -68,32 +68,34 @@ def _refuse_increments() -> NoReturn:
     )
 
 
-def differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> Predictive:
+def make_differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> Predictive:
     """Return the predictive of y at x, with the graph of x.
 
     Raises ValueError for a convention, refit or likelihood whose answers have no derivative.
     """
     likelihood = posterior.likelihood.predictive
     if posterior.convention != EXACT:
-        _refuse(
+        _refuse_request(
             f"convention={posterior.convention!r}",
             "Use posterior.with_prior(posterior.prior), the exact convention",
         )
     if not isinstance(rung, OutputRung):
-        _refuse(f"refit={rung.name!r}", "Use refit='output'")
+        _refuse_request(f"refit={rung.name!r}", "Use refit='output'")
     # Gaussian noise has a closed form for every other rung; the other likelihoods have derivatives
     # for the full output refit only.
     if likelihood.quadratic and not (isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL):
         return _make_gaussian_predictive(posterior, x, rung)
     if not likelihood.differentiable and likelihood.logit_temperature is None:
-        _refuse(
+        _refuse_request(
             f"{type(likelihood).__name__}() with refit={rung.name!r}",
             "posterior.marginal(x, differentiable=True) has gradients for every likelihood",
         )
     if not isinstance(rung, OutputRefit) or rung.steps is not None:
-        _refuse(f"{type(likelihood).__name__}() with refit={rung.name!r}", "Use refit='output'")
+        _refuse_request(
+            f"{type(likelihood).__name__}() with refit={rung.name!r}", "Use refit='output'"
+        )
     if likelihood.differentiable:
-        return pointwise_predictive(posterior, x, rung)
+        return make_pointwise_predictive(posterior, x, rung)
     return _make_class_predictive(posterior, x, rung)
 
 
@@ -129,7 +131,7 @@ def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -
     marginal = Marginal(f, R @ R.mT)
     moments = Moments(likelihood, marginal, moves=True, like=posterior.like(marginal))
     integrals = integrate_with_graph(divide_by_temperature(likelihood, parts), outputs)
-    return integrated_predictive(moments, integrals, rung.name, differentiable=True)
+    return make_integrated_predictive(moments, integrals, rung.name, differentiable=True)
 
 
 def _iterate_roots_with_graph(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
@@ -155,7 +157,7 @@ def _iterate_roots_with_graph(posterior: Posterior, x: Inputs) -> Iterator[tuple
         yield f, root
 
 
-def _refuse(request: str, remedy: str) -> NoReturn:
+def _refuse_request(request: str, remedy: str) -> NoReturn:
     """Raise ValueError for a request whose answers have no derivative.
 
     request, remedy: parts of the message; the remedy has no full stop.

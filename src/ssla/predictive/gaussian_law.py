@@ -15,7 +15,7 @@ from ssla._checks import in_plain_torch
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.maths.quadrature import Regions
 from ssla.predictive.law import Law
-from ssla.predictive.predictive import vector_targets
+from ssla.predictive.predictive import shape_vector_targets
 from ssla.priors import EXACT
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
@@ -38,7 +38,7 @@ class Ellipsoid(NamedTuple):
         Raises ValueError for other shapes.
         """
         rows, size = self.centre.shape
-        value = vector_targets(y, rows, size).to(self.centre.device)
+        value = shape_vector_targets(y, rows, size).to(self.centre.device)
         several = value if value.dim() == 3 else value.unsqueeze(1)
         residual = (several - self.centre.double().unsqueeze(1)).mT  # (N, D, k)
         factor = torch.linalg.cholesky(self.covariance.double())

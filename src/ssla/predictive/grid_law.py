@@ -75,9 +75,9 @@ class GridLaw(PointwiseLaw):
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): (N, k)."""
-        return self._quantiles(q.expand(self.rows, -1))
+        return self._compute_quantiles(q.expand(self.rows, -1))
 
-    def _quantiles(self, q: Tensor) -> Tensor:
+    def _compute_quantiles(self, q: Tensor) -> Tensor:
         """Return the quantiles at probabilities q that differ by row: (N, k) -> (N, k)."""
         z = gather_rows(self.pieces, [p.grid.icdf(q[p.rows]) for p in self.pieces])
         return self.support.from_real(z)
@@ -93,10 +93,10 @@ class GridLaw(PointwiseLaw):
         """Draw n values for each input (n, N), by inversion of the cdf."""
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
         # The quantiles at 0 and 1 may be infinite.
-        return self._quantiles(u.clamp(1e-12, 1 - 1e-12)).mT
+        return self._compute_quantiles(u.clamp(1e-12, 1 - 1e-12)).mT
 
 
-def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> Predictive:
+def make_grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> Predictive:
     """Return the predictive of one continuous target, by a grid over y for each row.
 
     refit: the name of the rung. Rows whose integral does not reach its tolerance are flagged as

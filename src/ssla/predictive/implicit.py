@@ -24,8 +24,8 @@ from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Real
 from ssla.maths import linalg
 from ssla.maths.quadrature import RowGrid
-from ssla.predictive.count_law import CountLaw, Table, count_predictive
-from ssla.predictive.grid_law import GridLaw, grid_predictive
+from ssla.predictive.count_law import CountLaw, Table, make_count_predictive
+from ssla.predictive.grid_law import GridLaw, make_grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mode_switches import derivative_of_jumps
 from ssla.predictive.predictive import Predictive
@@ -80,7 +80,7 @@ class GraphDensity:
 
     def __call__(self, y: Tensor) -> Increments:
         """Raise ValueError: increments carry no gradient. The argument is part of the protocol."""
-        _refuse("increments")
+        _refuse_answer("increments")
 
 
 @final
@@ -129,7 +129,7 @@ class ImplicitLaw(Law):
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y) with its graph, (N, k) -> (N, k). Raises ValueError for counts."""
-        return self.law.cdf(y) if isinstance(self.law, GridLaw) else _refuse("cdf")
+        return self.law.cdf(y) if isinstance(self.law, GridLaw) else _refuse_answer("cdf")
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,), with their graph: (N, k). Raises ValueError for counts.
@@ -138,7 +138,7 @@ class ImplicitLaw(Law):
         derivative dy = −dF(y) / p(y).
         """
         if not isinstance(self.law, GridLaw):
-            _refuse("icdf and interval")
+            _refuse_answer("icdf and interval")
         with torch.no_grad():
             y = self.law.icdf(q)
             density = self.law.log_prob(y).exp()
@@ -147,21 +147,21 @@ class ImplicitLaw(Law):
     @property
     def mode(self) -> Tensor:
         """Raise ValueError: the mode carries no gradient."""
-        _refuse("mode")
+        _refuse_answer("mode")
 
     @property
     def epistemic(self) -> Tensor:
         """Return the epistemic variance (N,), with its graph. Raises ValueError where the
         likelihood does not allow every f.
         """
-        return self.law.epistemic if self._splits_with_graph else _refuse("epistemic")
+        return self.law.epistemic if self._splits_with_graph else _refuse_answer("epistemic")
 
     @property
     def aleatoric(self) -> Tensor:
         """Return the aleatoric variance (N,), with its graph. Raises ValueError where the
         likelihood does not allow every f.
         """
-        return self.law.aleatoric if self._splits_with_graph else _refuse("aleatoric")
+        return self.law.aleatoric if self._splits_with_graph else _refuse_answer("aleatoric")
 
     @property
     def _splits_with_graph(self) -> bool:
@@ -176,15 +176,15 @@ class ImplicitLaw(Law):
 
     def hdr(self, level: float) -> NoReturn:
         """Raise ValueError: the region carries no gradient."""
-        _refuse("hdr")
+        _refuse_answer("hdr")
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Raise ValueError: draws carry no gradient."""
-        _refuse("sample")
+        _refuse_answer("sample")
 
     def increments(self, y: Tensor) -> Increments:
         """Raise ValueError: increments carry no gradient."""
-        _refuse("increments")
+        _refuse_answer("increments")
 
 
 def _zero_with_graph(value: Tensor) -> Tensor:
@@ -192,7 +192,7 @@ def _zero_with_graph(value: Tensor) -> Tensor:
     return value - value.detach()
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse_answer(name: str) -> NoReturn:
     """Raise ValueError for the answer of this name, which carries no gradient."""
     raise ValueError(
         f"With differentiable=True, {name} of this predictive carries no gradient yet. Moments, "
@@ -257,7 +257,7 @@ def _multiply_by_covariance(K: Tensor, u: Tensor) -> Tensor:
     return (K @ u.unsqueeze(-1)).squeeze(-1)
 
 
-def _table_with_graph(table: Table, density: GraphDensity) -> Table:
+def _add_graph_to_table(table: Table, density: GraphDensity) -> Table:
     """Return a table of counts with the derivative of the log density added to its block totals.
 
     The derivative of a total is taken as that of log p at the mean count of the block. Blocks
@@ -268,7 +268,7 @@ def _table_with_graph(table: Table, density: GraphDensity) -> Table:
     return table._replace(logs=table.logs + torch.where(empty, 0.0, zero))
 
 
-def _grid_with_graph(piece: RowGrid, density: GraphDensity) -> RowGrid:
+def _add_graph_to_grid(piece: RowGrid, density: GraphDensity) -> RowGrid:
     """Return a grid with the derivative of the log density added to its values at the nodes.
 
     It contains what moving jumps of the density add to integrals (see the module). The nodes stay
@@ -285,7 +285,7 @@ def _grid_with_graph(piece: RowGrid, density: GraphDensity) -> RowGrid:
     return RowGrid(rows, replace(grid, logs=grid.logs + zero))
 
 
-def pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
+def make_pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
     """Return the predictive of a count or a number at x, with the graph of x.
 
     Raises ValueError where a refit does not reach a mode.
@@ -295,9 +295,9 @@ def pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> 
         log_density = rung(posterior, x_without_graph)
         support = log_density.likelihood.support_for(posterior.network.outputs)
         predictive = (
-            grid_predictive(log_density, support, rung.name)
+            make_grid_predictive(log_density, support, rung.name)
             if isinstance(support, Real)
-            else count_predictive(log_density, rung.name)
+            else make_count_predictive(log_density, rung.name)
         )
     marginal = posterior.outputs_at(x, differentiable=True)
     return add_graph(predictive, GraphDensity(log_density, marginal))
@@ -310,10 +310,10 @@ def add_graph(predictive: Predictive, density: GraphDensity) -> Predictive:
     """
     law = predictive.law
     if isinstance(law, GridLaw):
-        pieces = [_grid_with_graph(piece, density) for piece in law.pieces]
+        pieces = [_add_graph_to_grid(piece, density) for piece in law.pieces]
         law = replace(law, log_density=density, pieces=pieces)
     else:
         assert isinstance(law, CountLaw)
-        tables = [_table_with_graph(table, density) for table in law.tables]
+        tables = [_add_graph_to_table(table, density) for table in law.tables]
         law = replace(law, log_density=density, tables=tables)
     return replace(predictive, law=ImplicitLaw(law), differentiable=True)

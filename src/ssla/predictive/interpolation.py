@@ -137,7 +137,7 @@ class Frame:
         if bool(known.isnan().all()):
             y = self.to_y(chebyshev_nodes(more).expand(len(known), -1))
             # Rounding may have made neighbouring counts equal.
-            y = _push_apart(y, self.high) if self.is_of_counts else y
+            y = _separate_counts(y, self.high) if self.is_of_counts else y
             return y, torch.ones_like(y, dtype=torch.bool)
         candidates = self.to_y(chebyshev_nodes(CANDIDATES).expand(len(known), -1))
         t = self.to_t(candidates)
@@ -162,7 +162,7 @@ def chebyshev_nodes(count: int) -> Tensor:
     return -torch.cos(math.pi * torch.arange(count, dtype=torch.float64) / (count - 1))
 
 
-def _push_apart(z: Tensor, top: Tensor) -> Tensor:
+def _separate_counts(z: Tensor, top: Tensor) -> Tensor:
     """Return whole numbers in rising order (m, k), moved so that no two are equal.
 
     They are moved up where needed, and then down so that the last is at most `top` (m,).
@@ -193,7 +193,7 @@ class Corrected:
     moves = True
 
     @property
-    def refits(self) -> Tensor:
+    def refit_counts(self) -> Tensor:
         """Return the number of refits in each row (N,)."""
         return (~self.nodes.isnan()).sum(1)
 
@@ -280,7 +280,7 @@ def widen_correction(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corre
     refits so far are kept and more are made. A row that already has nearly MOST_NODES keeps its
     region and is flagged as inaccurate.
     """
-    full = rows & (known.refits + MORE_NODES[0] > MOST_NODES)
+    full = rows & (known.refit_counts + MORE_NODES[0] > MOST_NODES)
     known = replace(known, inaccurate=known.inaccurate | full)
     rows = rows & ~full
     wider = Frame.build(known.frame.support, quantiles, FIRST_NODES)

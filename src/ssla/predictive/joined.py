@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from ssla.maths.quadrature import Regions
 from ssla.predictive.law import Law
-from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest_like
+from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, choose_widest_like
 from ssla.refit.increments import Increments
 
 
@@ -149,7 +149,7 @@ def join_predictives(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Pre
         flags[0].convention,
         mixed=law if any(part.mixed is not None for part in flags) else None,
     ).with_extreme(_join_rows(rows, [part.extreme_rows for part in flags]))
-    return Predictive(law, widest_like(parts), diagnostics, tuple(parts))
+    return Predictive(law, choose_widest_like(parts), diagnostics, tuple(parts))
 
 
 def _join_rows(index: Sequence[Tensor], answers: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from ssla.predictive.mixture_laws import (
     ScalarMixtureLaw,
     VectorMixtureLaw,
 )
-from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest_like
+from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, choose_widest_like
 
 LAWS: dict[str, type[MixtureLaw]] = {
     "scalar": ScalarMixtureLaw,
@@ -71,7 +71,7 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     diagnostics = _merge_diagnostics(members)
     if isinstance(law, ScalarMixtureLaw):
         diagnostics = replace(diagnostics, mixed=law)
-    return Predictive(law, widest_like(predictives), diagnostics, tuple(members))
+    return Predictive(law, choose_widest_like(predictives), diagnostics, tuple(members))
 
 
 def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:

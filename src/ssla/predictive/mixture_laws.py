@@ -22,7 +22,7 @@ from ssla.maths.quadrature import Regions, bracketed_root
 from ssla.predictive.class_law import ClassProbabilities, draw_classes
 from ssla.predictive.count_law import find_densest_runs
 from ssla.predictive.law import Law, find_runs
-from ssla.predictive.predictive import vector_targets
+from ssla.predictive.predictive import shape_vector_targets
 from ssla.refit.increments import Increments
 
 # How finely a mixture is searched. These numbers are guesses unless a reason is given.
@@ -54,28 +54,28 @@ class MixtureLaw(Law):
         """Return one answer (N, …) of each member in one tensor (M, N, …)."""
         return torch.stack([ask(law) for law in self.laws])
 
-    def average(self, ask: Callable[[Law], Tensor]) -> Tensor:
+    def average_members(self, ask: Callable[[Law], Tensor]) -> Tensor:
         """Return Σ w_m a_m over the answers a_m (N, …) of the members."""
         return self._weighted_sum(self.stack_members(ask))
 
     def _weighted_sum(self, values: Tensor) -> Tensor:
         """Return Σ w_m values_m: (M, N, …) -> (N, …)."""
-        return (self._weights_like(values) * values).sum(0)
+        return (self._broadcast_weights(values) * values).sum(0)
 
-    def _weights_like(self, values: Tensor) -> Tensor:
+    def _broadcast_weights(self, values: Tensor) -> Tensor:
         """Reshape the weights so that they broadcast with values (M, N, …)."""
         by_row = self.weights if self.weights.dim() == 2 else self.weights[:, None]
         return by_row.reshape(*by_row.shape, *[1] * (values.dim() - 2))
 
-    def log_average(self, ask: Callable[[Law], Tensor]) -> Tensor:
+    def log_average_members(self, ask: Callable[[Law], Tensor]) -> Tensor:
         """Return log Σ w_m exp(a_m) over the answers a_m (N, …) of the members."""
         values = self.stack_members(ask)
-        return (values + self._weights_like(values).log()).logsumexp(0)
+        return (values + self._broadcast_weights(values).log()).logsumexp(0)
 
     @cached_property
     def mean(self) -> Tensor:
         """Return Σ w_m E_m[y], of the shape of a member's mean."""
-        return self.average(lambda m: m.mean)
+        return self.average_members(lambda m: m.mean)
 
     @property
     def variance(self) -> Tensor:
@@ -86,17 +86,17 @@ class MixtureLaw(Law):
     def epistemic(self) -> Tensor:
         """Return the average of the members' epistemic variances, plus Var_m E_m[y]."""
         disagreement = self._weighted_sum((self.stack_members(lambda m: m.mean) - self.mean) ** 2)
-        return self.average(lambda m: m.epistemic) + disagreement
+        return self.average_members(lambda m: m.epistemic) + disagreement
 
     @cached_property
     def aleatoric(self) -> Tensor:
         """Return the average of the members' aleatoric variances."""
-        return self.average(lambda m: m.aleatoric)
+        return self.average_members(lambda m: m.aleatoric)
 
     @property
     def mass(self) -> Tensor:
         """Return the average of the members' masses (N,)."""
-        return self.average(lambda m: m.mass)
+        return self.average_members(lambda m: m.mass)
 
     def check(self, y: Tensor) -> None:
         """Raise ValueError where y is outside the support of any member."""
@@ -105,7 +105,7 @@ class MixtureLaw(Law):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log Σ w_m p_m(y), of the shape that a member returns."""
-        return self.log_average(lambda m: m.log_prob(y))
+        return self.log_average_members(lambda m: m.log_prob(y))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n values for each row, each from a member that is drawn by its weight: (n, N, …).
@@ -147,11 +147,11 @@ class ScalarMixtureLaw(MixtureLaw):
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return Σ w_m P_m(Y ≤ y), (N, k) -> (N, k)."""
-        return self.average(lambda m: m.cdf(y))
+        return self.average_members(lambda m: m.cdf(y))
 
     def below(self, y: Tensor) -> Tensor:
         """Return Σ w_m P_m(Y < y), (N, k) -> (N, k)."""
-        return self.average(lambda m: m.below(y))
+        return self.average_members(lambda m: m.below(y))
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): (N, k). They are searched for between the least and the
@@ -242,7 +242,7 @@ class ScalarMixtureLaw(MixtureLaw):
             high = torch.where(enough, high, threshold)
         # Where the atom alone is enough, the rest of the region is empty.
         region = _find_region_above(nodes, logs, torch.where(needed > 0, low, torch.inf))
-        return _with_atom(region, lowest, (atom > 0)[:, None])
+        return _add_atom(region, lowest, (atom > 0)[:, None])
 
     @cached_property
     def _searched_counts(self) -> tuple[Tensor, Tensor]:
@@ -310,7 +310,7 @@ class DensityRegion:
 
         Raises ValueError for another number of rows or targets, and where y is not finite.
         """
-        value = vector_targets(y, *self.law.mean.shape)
+        value = shape_vector_targets(y, *self.law.mean.shape)
         self.law.check(value)
         return self.law.log_prob(value) >= self.threshold
 
@@ -327,7 +327,7 @@ class VectorMixtureLaw(MixtureLaw):
         """Return the average of the members' covariances, plus that of their means (N, D, D)."""
         off = self.stack_members(lambda m: m.mean) - self.mean
         disagreement = self._weighted_sum(off.unsqueeze(-1) * off.unsqueeze(-2))
-        return self.average(lambda m: m.covariance) + disagreement
+        return self.average_members(lambda m: m.covariance) + disagreement
 
     @property
     def variance(self) -> Tensor:
@@ -346,7 +346,7 @@ class VectorMixtureLaw(MixtureLaw):
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return Σ w_m P_m(Y_d ≤ y_d) of each target, of y's shape."""
-        return self.average(lambda m: m.cdf(y))
+        return self.average_members(lambda m: m.cdf(y))
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles of each target at q (k,): (N, D, k). They are searched for between
@@ -379,7 +379,7 @@ class ClassMixtureLaw(ClassProbabilities, MixtureLaw):
     def log_probs(self) -> Tensor:
         """Return log Σ w_m P_m(Y = c) for every class c (N, C)."""
         classes = torch.arange(self.laws[0].probs.shape[1], dtype=torch.float64)
-        return self.log_average(lambda m: m.log_prob(classes.expand(self.rows, -1)))
+        return self.log_average_members(lambda m: m.log_prob(classes.expand(self.rows, -1)))
 
     @cached_property
     def mutual_information(self) -> Tensor:
@@ -387,7 +387,7 @@ class ClassMixtureLaw(ClassProbabilities, MixtureLaw):
 
         It contains the mutual information of the members and their disagreement.
         """
-        noise = self.average(lambda m: m.entropy - m.mutual_information)
+        noise = self.average_members(lambda m: m.entropy - m.mutual_information)
         return (self.entropy - noise).clamp_min(0)
 
 
@@ -439,7 +439,7 @@ def _choose_reach(level: float) -> float:
     return max(REACH, min(-float(torch.special.ndtri(tail)), FARTHEST_REACH))
 
 
-def _with_atom(region: Regions, lowest: Tensor, has_atom: Tensor) -> Regions:
+def _add_atom(region: Regions, lowest: Tensor, has_atom: Tensor) -> Regions:
     """Return the region (N, R) with an interval for the atom at the lowest value (N, 1).
 
     It is added in the rows with an atom, (N, 1) bool, in which no interval begins at or below it.

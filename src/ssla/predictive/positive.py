@@ -37,7 +37,7 @@ class Positive:
     atom: ClassVar[float | None] = 0.0
 
     @property
-    def zero(self) -> float:
+    def zero_point(self) -> float:
         """Return z₀ = low − 1, the z at which T reaches zero."""
         return self.low - 1
 
@@ -47,7 +47,7 @@ class Positive:
         nearest = z.clamp(self.low, self.high)
         value = nearest.exp() * (1 + z - nearest).clamp_min(0.0)
         # 1 + (low − 1) − low is not always zero in floating point.
-        return torch.where(z > self.zero, value, 0.0)
+        return torch.where(z > self.zero_point, value, 0.0)
 
     def to_z(self, y: Tensor) -> Tensor:
         """Return z = T⁻¹(y); on a closed scale it is z₀ for y ≤ 0."""
@@ -72,12 +72,14 @@ class Positive:
         """
         infinite = torch.full_like(means, torch.inf)
         # the ends of the ranges in standard deviations of z from its mean
-        a, b, c = ((end - means) / scales for end in (self.zero, self.low, self.high))
+        a, b, c = ((end - means) / scales for end in (self.zero_point, self.low, self.high))
         below = _line_moments(self.low, means, scales, a, b)
         above = _line_moments(self.high, means, scales, c, infinite)
         # log E[e^{kz}; low ≤ z ≤ high]: e^{kz} turns N(m, s²) into N(m + k s², s²), times a factor.
         logs = [
-            k * means + 0.5 * (k * scales) ** 2 + log_normal_between(b - k * scales, c - k * scales)
+            k * means
+            + 0.5 * (k * scales) ** 2
+            + log_normal_probability(b - k * scales, c - k * scales)
             for k in (1, 2)
         ]
         return below[0] + logs[0].exp() + above[0], below[1] + logs[1].exp() + above[1]
@@ -140,7 +142,7 @@ def _line_moments(
     return math.exp(end) * first, math.exp(2 * end) * second
 
 
-def log_normal_between(a: Tensor, b: Tensor) -> Tensor:
+def log_normal_probability(a: Tensor, b: Tensor) -> Tensor:
     """Return log(Φ(b) − Φ(a)) for a < b of one shape, without cancellation in either tail.
 
     Φ is the standard normal distribution function.

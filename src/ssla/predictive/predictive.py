@@ -221,7 +221,7 @@ class Predictive:
         One target: (N,) -> (N,), (N, k) -> (N, k). D targets: (N, D) -> (N,), (N, k, D) -> (N, k).
         Raises ValueError for other shapes, and where y is outside the support.
         """
-        value, is_single = self._as_targets(y)
+        value, is_single = self._shape_targets(y)
         self.law.check(value)
         return self._cast(drop_single_value(self.law.log_prob(value), is_single))
 
@@ -237,7 +237,7 @@ class Predictive:
     @in_plain_torch
     def _evaluate_cdf(self, y: Any) -> Tensor:
         """Return P(Y ≤ y), of y's shape. y may be infinite; raises ValueError where it is NaN."""
-        value, is_single = self._as_targets(y)
+        value, is_single = self._shape_targets(y)
         check_not_nan(value)
         return self._cast(drop_single_value(self.law.cdf(value), is_single))
 
@@ -256,7 +256,7 @@ class Predictive:
 
         Raises ValueError unless 0 ≤ q ≤ 1.
         """
-        value, is_single = as_probabilities(q)
+        value, is_single = parse_probabilities(q)
         return self._cast(drop_single_value(self.law.icdf(value), is_single))
 
     def interval(self, level: float = 0.95) -> Tensor:
@@ -295,7 +295,7 @@ class Predictive:
         Raises TypeError for predictives that are not from one refit, such as mixtures, and
         ValueError where y is outside the support.
         """
-        value, is_single = self._as_targets(y)
+        value, is_single = self._shape_targets(y)
         self.law.check(value)
         return self.law.increments(value).map(
             lambda part: self._cast(drop_single_value(part, is_single))
@@ -305,7 +305,7 @@ class Predictive:
         """Cast numbers to the dtype and device of `like`; booleans and integers to its device."""
         return value.to(self.like) if value.is_floating_point() else value.to(self.like.device)
 
-    def _as_targets(self, y: Any) -> tuple[Tensor, bool]:
+    def _shape_targets(self, y: Any) -> tuple[Tensor, bool]:
         """Return y in float64 on the CPU, and whether the answer has a last dimension to drop.
 
         y is (N, k) for one target, with k = 1 and True for one value by row; (N, D) or (N, k, D)
@@ -313,8 +313,8 @@ class Predictive:
         """
         if self.kind == "vector":
             rows, size = self.law.mean.shape
-            return vector_targets(y, rows, size, self.differentiable), False
-        return scalar_targets(y, self.law.rows, self.differentiable)
+            return shape_vector_targets(y, rows, size, self.differentiable), False
+        return shape_scalar_targets(y, self.law.rows, self.differentiable)
 
 
 def is_extreme(f: Tensor, variances: Tensor) -> Tensor:
@@ -342,7 +342,7 @@ def is_off_centre(law: Law) -> Tensor:
     return (high > low) & ((mean - median).abs() > high - low)
 
 
-def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:
+def shape_scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:
     """Return y as (N, k) in float64, and whether it has one value for each row (k = 1).
 
     rows: N. Accepts a number, (N,), (N, k) and (1, k), and raises ValueError for other shapes.
@@ -362,7 +362,7 @@ def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Ten
     )
 
 
-def vector_targets(y: Any, rows: int, size: int, differentiable: bool = False) -> Tensor:
+def shape_vector_targets(y: Any, rows: int, size: int, differentiable: bool = False) -> Tensor:
     """Return y (N, D) or (N, k, D) in float64, for N = rows and D = size.
 
     Raises ValueError for other shapes. differentiable: whether the graph of y is kept.
@@ -382,7 +382,7 @@ def check_not_nan(y: Tensor) -> None:
         raise ValueError("y must not be NaN. Ask for numbers (infinite ones are fine).")
 
 
-def as_probabilities(q: Any) -> tuple[Tensor, bool]:
+def parse_probabilities(q: Any) -> tuple[Tensor, bool]:
     """Return q as (k,) in float64, and whether it is a single number.
 
     Raises ValueError for more dimensions, and unless 0 ≤ q ≤ 1.
@@ -401,7 +401,7 @@ def drop_single_value(value: Tensor, is_single: bool) -> Tensor:
     return value.squeeze(-1) if is_single else value
 
 
-def widest_like(predictives: Sequence[Predictive]) -> Tensor:
+def choose_widest_like(predictives: Sequence[Predictive]) -> Tensor:
     """Return the `like` tensor with the largest dtype among the predictives; of equal ones the
     first.
     """

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ssla.likelihoods.support import Classes, Continuous, Support
 from ssla.predictive.class_law import ClassLaw
-from ssla.predictive.count_law import count_predictive
+from ssla.predictive.count_law import make_count_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
-from ssla.predictive.grid_law import grid_predictive
+from ssla.predictive.grid_law import make_grid_predictive
 from ssla.predictive.interpolation import (
     QUANTILES,
     REGION,
@@ -67,7 +67,7 @@ def make_refitted_predictive(
         # requested rung: all rows of "weights", none of "auto".
         chosen &= reasons is None
         rungs = _name_rungs(weights, chosen, failed=torch.zeros_like(chosen))
-        flags = _with_rungs(output.diagnostics, name, rungs, reasons, refits=None)
+        flags = _add_rungs(output.diagnostics, name, rungs, reasons, refits=None)
         law = GaussianLaw(weights, output.law.noise, loses_mass=False)
         return Predictive(law, weights.like, flags)
     if isinstance(support, Classes):
@@ -76,7 +76,7 @@ def make_refitted_predictive(
     log_density, predictive = _widen_until_covered(weights, quantiles, chosen, support, name)
     of_quadrature = predictive.diagnostics
     # A row that is NaN by request is not called inaccurate.
-    is_nan = _nan_rows(weights, log_density.failed)
+    is_nan = _find_nan_rows(weights, log_density.failed)
     flags = Diagnostics(
         name,
         of_quadrature.fallback | log_density.fallback,
@@ -84,8 +84,8 @@ def make_refitted_predictive(
         (of_quadrature.inaccurate & ~is_nan) | log_density.inaccurate,
     )
     rungs = _name_rungs(weights, chosen, log_density.failed)
-    flags = _with_rungs(flags, name, rungs, reasons, log_density.refits)
-    return replace(predictive, diagnostics=_with_linearised(flags, weights))
+    flags = _add_rungs(flags, name, rungs, reasons, log_density.refit_counts)
+    return replace(predictive, diagnostics=_add_linearised_rows(flags, weights))
 
 
 def _widen_until_covered(
@@ -100,7 +100,7 @@ def _widen_until_covered(
     """
     log_density = fit_correction(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
-        predictive = _predictive_by_support(log_density, support, name)
+        predictive = _make_predictive_by_support(log_density, support, name)
         ends = predictive.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
         beyond = (ends[:, 0] < quantiles[:, 0]) | (ends[:, 1] > quantiles[:, -1])
         good = chosen & ~log_density.failed
@@ -112,19 +112,19 @@ def _widen_until_covered(
         wider = _widen_quantiles(quantiles, ends, support)
         quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
         log_density = widen_correction(log_density, quantiles, beyond)
-    predictive = _predictive_by_support(log_density, support, name)
+    predictive = _make_predictive_by_support(log_density, support, name)
     log_density.inaccurate[beyond] = True
     return log_density, predictive
 
 
-def _predictive_by_support(log_density: Corrected, support: Support, name: str) -> Predictive:
+def _make_predictive_by_support(log_density: Corrected, support: Support, name: str) -> Predictive:
     """Return the predictive of a log density: of a number by a grid, of a count by sums.
 
     name: of the rung.
     """
     if isinstance(support, Continuous):
-        return grid_predictive(log_density, support, name)
-    return count_predictive(log_density, name)
+        return make_grid_predictive(log_density, support, name)
+    return make_count_predictive(log_density, name)
 
 
 def _widen_quantiles(quantiles: Tensor, ends: Tensor, support: Support) -> Tensor:
@@ -180,14 +180,14 @@ def _make_class_predictive(
         logs[rows, y] = refitted_logs
         if density.error is not None:
             errors[rows, y] = density.error[good].to(errors.dtype)
-        logs[_nan_rows(weights, failed)] = torch.nan
+        logs[_find_nan_rows(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, inaccurate=torch.zeros_like(fallback))
     refits = torch.where(chosen, 0 if weights.stopped else is_refitted.sum(1), 0)
-    flags = _with_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
+    flags = _add_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
     # The standard error of a row: √Σ p e² over the classes.
     error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
-    flags = _with_linearised(replace(flags, error=error), weights)
+    flags = _add_linearised_rows(replace(flags, error=error), weights)
     log_density = make_uncorrected(weights, chosen & ~failed, failed)
     law = ClassLaw(log_density, logs, output.law.integrals)
     return Predictive(law, weights.like, flags)
@@ -212,7 +212,7 @@ def _change_rare_classes(
     return torch.where(has_refit.any(1, keepdim=True), logs + torch.nan_to_num(change), logs)
 
 
-def _nan_rows(weights: WeightLogDensity, failed: Tensor) -> Tensor:
+def _find_nan_rows(weights: WeightLogDensity, failed: Tensor) -> Tensor:
     """Return the failed rows (N,) bool if on_failure is "nan", because their answer is NaN; else
     none.
     """
@@ -226,14 +226,14 @@ def _name_rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tu
     chosen, failed (N,) bool: the rows to refit, and those in which a refit failed.
     """
     by_weights = (chosen & ~failed).tolist()
-    is_nan = _nan_rows(weights, failed).tolist()
+    is_nan = _find_nan_rows(weights, failed).tolist()
     return tuple(
         "failed" if row_is_nan else "weights" if row_by_weights else "output"
         for row_by_weights, row_is_nan in zip(by_weights, is_nan, strict=True)
     )
 
 
-def _with_linearised(flags: Diagnostics, weights: WeightLogDensity) -> Diagnostics:
+def _add_linearised_rows(flags: Diagnostics, weights: WeightLogDensity) -> Diagnostics:
     """Return the diagnostics with flags for the rows that refits of the linearised network
     answered.
 
@@ -246,7 +246,7 @@ def _with_linearised(flags: Diagnostics, weights: WeightLogDensity) -> Diagnosti
     return replace(flags, linearised=linearised & answered & (flags.refits.cpu() > 0))
 
 
-def _with_rungs(
+def _add_rungs(
     flags: Diagnostics,
     name: str,
     rungs: tuple[str, ...],

@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.utils.validation import check_is_fitted
 
 from ssla._checks import all_in_plain_torch
-from ssla.predictive.predictive import as_probabilities
+from ssla.predictive.predictive import parse_probabilities
 
 
 @all_in_plain_torch
@@ -32,7 +32,7 @@ class NumberAnswers:
         Raises ValueError for probabilities that are not between 0 and 1.
         """
         check_is_fitted(self, "ensemble_")
-        as_probabilities(q)
+        parse_probabilities(q)
         quantiles: np.ndarray = self.predict_dist(X).icdf(np.asarray(q, dtype=np.float64)).numpy()
         return quantiles
 

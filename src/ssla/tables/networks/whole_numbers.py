@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
-from ssla.predictive.positive import log_normal_between
+from ssla.predictive.positive import log_normal_probability
 from ssla.predictive.transformed import Transform
 from ssla.tables.networks.scaling import Scaling
 
@@ -53,4 +53,4 @@ def log_probs(
     ends = torch.stack([y - 0.5, y + 0.5], 1)
     mean, sd = moments(likelihood, f, unit)
     t = ((ends if scale is None else scale.to_z(ends)) - mean[:, None]) / sd[:, None]
-    return log_normal_between(torch.where(y == 0, -torch.inf, t[:, 0]), t[:, 1])
+    return log_normal_probability(torch.where(y == 0, -torch.inf, t[:, 0]), t[:, 1])
