@@ -115,7 +115,7 @@ class Posterior:
         The diagonal blocks are those of `marginal`. differentiable: both carry gradients in x.
         Raises ValueError for a matrix beyond the memory budget: `draw_functions` needs none.
         """
-        return functions.joint(self, x, differentiable)
+        return functions.compute_joint(self, x, differentiable)
 
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> Functions:
         """Draw the function f n times, with the covariance of `joint`.

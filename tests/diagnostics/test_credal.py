@@ -14,7 +14,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors, structures
-from ssla.diagnostics.credal_intervals import merge_regions, smallest_interval
+from ssla.diagnostics.credal_intervals import find_smallest_interval, merge_regions
 from ssla.maths.quadrature import Regions
 from ssla.predictive.expectation import probability
 
@@ -151,7 +151,7 @@ def test_mixtures_of_members_stay_inside():
 def test_the_interval_is_the_smallest_that_every_member_allows():
     members = [ssla.predictive.from_marginal(L.Gaussian(noise=s), torch.tensor([[m]]).double(), torch.zeros(1, 1, 1)) for m, s in
                [(0.0, 1.0), (0.7, 1.3), (-0.2, 0.6)]]  # fmt: skip
-    a, b = smallest_interval(members, 0.9)[0].tolist()
+    a, b = find_smallest_interval(members, 0.9)[0].tolist()
     laws = [stats.norm(m, s) for m, s in [(0.0, 1.0), (0.7, 1.3), (-0.2, 0.6)]]
     least = min(law.cdf(b) - law.cdf(a) for law in laws)
     assert 0.9 - 1e-6 <= least < 0.9 + 1e-3

@@ -140,7 +140,10 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
     ]
     found = full_conformal.cross_conformal_sets(members, LEVEL)
     prepared = full_conformal._share_mean_output(
-        [full_conformal._Comparison.prepare(member).candidates(slice(0, 6)) for member in members]
+        [
+            full_conformal._Comparison.read_rows(member).make_candidates(slice(0, 6))
+            for member in members
+        ]
     )
 
     def lower_scores(y, side):
@@ -149,9 +152,11 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
         """
         counts = []
         for one in prepared:
-            own = full_conformal.nonconformity(LAW, y, one.query.f, one.query.K)
+            own = full_conformal.compute_nonconformity(LAW, y, one.query.f, one.query.K)
             counts.append(
-                ((one.scores(y) < own[:, None]) & (side * (y[:, None] - one.query.f) > 0)).sum(1)
+                ((one.score_rows(y) < own[:, None]) & (side * (y[:, None] - one.query.f) > 0)).sum(
+                    1
+                )
             )
         return sum(counts)
 
@@ -221,7 +226,7 @@ def set_by_fits(law, outputs, x, y, at, candidates, level):
                 mode="polish",
             )
             scores.append(
-                full_conformal.nonconformity(
+                full_conformal.compute_nonconformity(
                     law, targets[i : i + 1].double(), *post.marginal(rows[i : i + 1])
                 )
             )

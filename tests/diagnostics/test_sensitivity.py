@@ -16,7 +16,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.fitting.variational import with_sums
-from ssla.predictive.expectation import expect, nodes_of, probability
+from ssla.predictive.expectation import expect, get_expectation_nodes, probability
 from support.oracles import Constant, linear_predictive
 
 G = torch.Generator().manual_seed(4)
@@ -147,7 +147,7 @@ def test_events_are_intervals_unions_classes_or_functions():
     classes = fit("categorical").predict(NEW)
     assert torch.allclose(probability(classes, [0, 2]), 1 - classes.probs[:, 1].double())
     for predictive in (p, counts, classes, fit("student").predict(NEW)):
-        assert (nodes_of(predictive).weights.sum(1) - 1).abs().max() < 1e-9
+        assert (get_expectation_nodes(predictive).weights.sum(1) - 1).abs().max() < 1e-9
 
 
 # --- derivatives ------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ from ssla.predictive.count_law import (
     SINGLE_COUNTS,
     TAIL,
     Table,
-    densest_runs,
     estimate_tails,
+    find_densest_runs,
     sum_blocks,
 )
 
@@ -152,10 +152,10 @@ def test_the_densest_set_of_two_peaks_has_two_runs():
     edges = torch.tensor([[0.0, 1, 2, 3, 4, 14]], dtype=F64)
     shares = torch.tensor([[0.4, 0.04, 0.02, 0.04, 0.5]], dtype=F64)
     heights = (shares / edges.diff(dim=1)).log()
-    region = densest_runs(edges, heights, shares, 0.4)
+    region = find_densest_runs(edges, heights, shares, 0.4)
     assert [region.lower[0, 0], region.upper[0, 0]] == [0, 0]
     # 0.4, and as many of the ten counts of 0.05 each as 0.79 needs: eight
-    region = densest_runs(edges, heights, shares, 0.79)
+    region = find_densest_runs(edges, heights, shares, 0.79)
     lower, upper = (part[0][~part[0].isnan()].tolist() for part in region)
     sizes = sum(b - a + 1 for a, b in zip(lower, upper, strict=True))
     assert lower[0] == 0

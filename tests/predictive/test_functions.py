@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 import ssla
 from ssla import likelihoods, priors
-from ssla.predictive.functions import joint_of_groups
+from ssla.predictive.functions import compute_joint_of_groups
 from support.networks import SCOPES, STRUCTURES, data, fitted_mlp, mlp
 
 AT = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
@@ -148,12 +148,12 @@ def test_groups_are_blocks_of_the_joint_gaussian(structure, scope, rows):
     post, x = fitted(structure, scope), torch.cat([AT, AT[:1]])
     mean, K = post.joint(x)
     budget = 4 * 8 * 3 * post.network.layout.size * rows
-    found = joint_of_groups(replace(post, memory_budget=max(budget, 2 * 8 * 36)), x, 2)
+    found = compute_joint_of_groups(replace(post, memory_budget=max(budget, 2 * 8 * 36)), x, 2)
     torch.testing.assert_close(found.mean, mean.view(3, 6))
     blocks = torch.stack([K[i : i + 6, i : i + 6] for i in (0, 6, 12)])
     torch.testing.assert_close(found.covariance, blocks, rtol=1e-8, atol=1e-11)
     assert torch.equal(found.covariance, found.covariance.mT)
-    assert joint_of_groups(post, x[:0], 2).covariance.shape == (0, 6, 6)
+    assert compute_joint_of_groups(post, x[:0], 2).covariance.shape == (0, 6, 6)
 
 
 def test_a_single_precision_model_answers_in_its_dtype():

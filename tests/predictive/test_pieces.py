@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from ssla.likelihoods.support import Counts, Real
-from ssla.predictive.count_law import _find_in_blocks, _with_empty_blocks
-from ssla.predictive.interpolation import _push_apart
+from ssla.predictive.count_law import _fill_empty_blocks, _find_in_blocks
+from ssla.predictive.interpolation import _separate_counts
 from ssla.predictive.law import find_runs, gather_rows, select_highest
-from ssla.predictive.mixture_laws import _region_above, draw_indices
+from ssla.predictive.mixture_laws import _find_region_above, draw_indices
 from ssla.predictive.refitted import MARGIN, _widen_quantiles
 
 
@@ -35,7 +35,7 @@ def test_the_fewest_atoms_that_reach_the_level_are_selected():
 def test_an_empty_block_does_not_cut_a_run():
     inside = torch.tensor([[True, False, True, False, False]])
     empty = torch.tensor([[False, True, False, False, True]])
-    assert _with_empty_blocks(inside, empty).tolist() == [[True, True, True, False, False]]
+    assert _fill_empty_blocks(inside, empty).tolist() == [[True, True, True, False, False]]
 
 
 def test_targets_are_found_in_the_block_that_holds_them():
@@ -52,14 +52,14 @@ def test_indices_are_drawn_by_their_weights():
 
 
 def test_a_region_ends_where_log_p_is_linear_between_nodes():
-    region = _region_above(rows_of([0.0, 1.0, 2.0]), rows_of([-1.0, 1.0, -3.0]), rows_of(0.0))
+    region = _find_region_above(rows_of([0.0, 1.0, 2.0]), rows_of([-1.0, 1.0, -3.0]), rows_of(0.0))
     assert torch.allclose(region.lower, rows_of([0.5]))
     assert torch.allclose(region.upper, rows_of([1.25]))
 
 
 def test_equal_counts_are_pushed_apart_below_the_top():
-    assert _push_apart(rows_of([0.0, 0.0, 1.0]), rows_of(9.0)).tolist() == [[0, 1, 2]]
-    assert _push_apart(rows_of([1.0, 2.0, 2.0]), rows_of(2.0)).tolist() == [[0, 1, 2]]
+    assert _separate_counts(rows_of([0.0, 0.0, 1.0]), rows_of(9.0)).tolist() == [[0, 1, 2]]
+    assert _separate_counts(rows_of([1.0, 2.0, 2.0]), rows_of(2.0)).tolist() == [[0, 1, 2]]
 
 
 def test_wider_quantiles_contain_the_ends_and_never_shrink():

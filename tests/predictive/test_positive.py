@@ -63,14 +63,14 @@ BASES = {
 @pytest.mark.parametrize("scale", [SCALE, OPEN])
 def test_the_scale_is_smooth_and_inverted(scale):
     z = torch.linspace(-1.999, 6.0, 300, dtype=torch.float64).requires_grad_(True)
-    y = scale.out(z)
-    assert torch.allclose(scale.into(y), z)
+    y = scale.to_y(z)
+    assert torch.allclose(scale.to_z(y), z)
     (slope,) = torch.autograd.grad(y.sum(), z)
     assert torch.allclose(slope.log(), scale.log_slope(z))
     inside = torch.linspace(-1, 2, 7, dtype=torch.float64)
-    assert torch.allclose(scale.out(inside), inside.exp())
-    assert float(scale.out(torch.tensor(SCALE.low - 1))) == pytest.approx(0, abs=1e-12)
-    assert float(scale.out(torch.tensor(-9.0))) == 0
+    assert torch.allclose(scale.to_y(inside), inside.exp())
+    assert float(scale.to_y(torch.tensor(SCALE.low - 1))) == pytest.approx(0, abs=1e-12)
+    assert float(scale.to_y(torch.tensor(-9.0))) == 0
 
 
 @pytest.mark.parametrize("scale", [SCALE, OPEN])
@@ -92,7 +92,7 @@ def test_density_quantiles_and_moments_are_those_of_an_integration(kind, scale):
             )
             for k in range(3)
         ]
-        atom = float(base.cdf(torch.full((3,), SCALE.zero, dtype=torch.float64))[i])
+        atom = float(base.cdf(torch.full((3,), SCALE.zero_point, dtype=torch.float64))[i])
         assert found[0] + atom == pytest.approx(1, abs=2e-6)
         assert float(p.mean[i]) == pytest.approx(found[1], rel=2e-4)
         assert float(p.variance[i]) == pytest.approx(
@@ -161,10 +161,10 @@ def test_what_is_below_zero_becomes_exactly_zero():
     z = torch.tensor([-50.0, -1e300], dtype=torch.float64)
     for low in np.random.default_rng(0).uniform(-16, 16, 400):
         scale = Positive(low, low + 5)
-        assert (scale.out(z) == 0).all()
-        at = torch.tensor([scale.zero, scale.zero + 1e-3], dtype=torch.float64)
+        assert (scale.to_y(z) == 0).all()
+        at = torch.tensor([scale.zero_point, scale.zero_point + 1e-3], dtype=torch.float64)
         assert torch.allclose(
-            scale.out(at), math.exp(low) * torch.tensor([0, 1e-3], dtype=torch.float64), rtol=1e-10
+            scale.to_y(at), math.exp(low) * torch.tensor([0, 1e-3], dtype=torch.float64), rtol=1e-10
         )
 
 

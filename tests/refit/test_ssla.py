@@ -712,5 +712,5 @@ def test_a_region_of_few_counts_that_is_widened_keeps_its_nodes():
     assert float(t[~t.isnan()].abs().max()) <= 1 + 1e-12
     assert torch.isfinite(wider.coefficients).all()
     assert (
-        Frame.over(first.frame.support, lower, FIRST_NODES).high < first.frame.high
+        Frame.build(first.frame.support, lower, FIRST_NODES).high < first.frame.high
     )  # the case in question

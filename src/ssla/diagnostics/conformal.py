@@ -51,9 +51,9 @@ from ssla._checks import warn
 from ssla.data import Inputs, as_inputs, as_tensor, row_count, take_rows
 from ssla.diagnostics.explanations import (
     Query,
+    compute_mean_slopes,
     first_order_variance,
     iterate_queries,
-    mean_slopes,
     queries_at_once,
 )
 from ssla.likelihoods import Likelihood
@@ -78,27 +78,24 @@ NUMBERS = 16  # numbers, or C×C matrices, that are held for a training row and 
 
 
 class Member(NamedTuple):
-    """A posterior, the new inputs as its network takes them, its training data, and the rows to
-    compare with (n,) bool.
-
-    shares: how much of each row this posterior counts (n,), where several posteriors compare with
-    the same row.
-    """
+    """A posterior with the training rows that it compares candidates with."""
 
     posterior: Posterior
-    x: Inputs
-    data: Any = None
-    rows: Any = None
+    x: Inputs  # the new inputs, as its network takes them
+    data: Any = None  # its training data; None: those that it keeps
+    rows: Any = None  # the n training rows to compare with (n,) bool; None: all
+    # the share of each row that this posterior counts (n,), where several posteriors compare with
+    # the same row; None: all of each
     shares: Tensor | None = None
 
 
 def predictive_set(
     posterior: Posterior, x: Inputs, level: float, data: Any = None, rows: Any = None
 ) -> Tensor:
-    """Compute the conformal sets of one posterior; see Posterior.predictive_set.
+    """Compute the conformal sets of one posterior at the N inputs x; see Posterior.predictive_set.
 
-    Returns intervals (N, 2) in the dtype of the posterior's outputs, or sets of classes, bool
-    (N, C). Raises what `cross_conformal_sets` raises.
+    data, rows: as in `Member`. Returns intervals (N, 2) in the dtype of the posterior's answers, or
+    sets of classes, bool (N, C). Raises what `cross_conformal_sets` raises.
     """
     sets = cross_conformal_sets([Member(posterior, as_inputs(x), data, rows)], level)
     if sets.dtype == torch.bool:
@@ -109,20 +106,22 @@ def predictive_set(
 def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
     """Compute conformal sets from one or several posteriors of the same likelihood.
 
-    Returns intervals (N, 2) in float64, or sets of classes, bool (N, C). Raises ValueError for
-    another convention than the exact one and for rows that are not those of the fit, and TypeError
-    for targets that are neither numbers, counts nor classes.
+    Returns intervals (N, 2) in float64, or sets of classes, bool (N, C). Warns of sets that are
+    infinite or too large. Raises ValueError for another convention than the exact one, for rows
+    that are not those of the fit and for a y of infinite variance, and TypeError for targets other
+    than numbers on the whole line, counts and classes.
     """
     level = checked_level(level)
     first = members[0].posterior
-    support = _checked_support(first)
-    comparisons = [_Comparison.prepare(member) for member in members]
+    support = _check_posterior(first)
+    comparisons = [_Comparison.read_rows(member) for member in members]
     _warn_of_large_sets(
         torch.cat([comparison.rows.weights for comparison in comparisons]),
         torch.cat([comparison.rows.sound for comparison in comparisons]),
         level,
     )
     find_sets: Callable[[list[_Candidates], float], Tensor]
+    # The first, empty result gives the right shape where there are no inputs.
     if isinstance(support, Classes):
         find_sets = _find_class_sets
         sets = [torch.empty(0, support.count, dtype=torch.bool)]
@@ -130,20 +129,25 @@ def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
         find_sets = _solve_gaussian_ends if first.likelihood.quadratic else _search_ends
         sets = [torch.empty(0, 2, dtype=torch.float64)]
     # A few new inputs at a time, so that their covariances with all training rows fit the budget.
-    numbers = NUMBERS * first.network.outputs * sum(len(each.rows.y) for each in comparisons)
+    compared_rows = sum(len(comparison.rows.y) for comparison in comparisons)
+    numbers = NUMBERS * first.network.outputs * compared_rows
     at_once = queries_at_once(first, numbers)
     for start in range(0, row_count(members[0].x), at_once):
         inputs = slice(start, start + at_once)
-        candidates = [comparison.candidates(inputs) for comparison in comparisons]
+        candidates = [comparison.make_candidates(inputs) for comparison in comparisons]
         sets.append(find_sets(_share_mean_output(candidates), level))
     result = torch.cat(sets)
-    if isinstance(support, Counts):
+    if isinstance(support, Counts):  # the whole numbers inside
         return torch.stack([result[:, 0].clamp_min(0).ceil(), result[:, 1].floor()], 1)
     return result
 
 
-def _checked_support(posterior: Posterior) -> Support:
-    """Return the support of y; ValueError or TypeError where conformal sets are not defined."""
+def _check_posterior(posterior: Posterior) -> Support:
+    """Return the support of y, if conformal sets are defined for the posterior.
+
+    Raises ValueError for another convention than the exact one, and TypeError for other targets
+    than numbers on the whole line, counts and classes.
+    """
     if posterior.convention != EXACT:
         raise ValueError(
             "predictive_set works with the exact convention only, but this posterior has "
@@ -161,8 +165,10 @@ def _checked_support(posterior: Posterior) -> Support:
 
 
 def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
-    """Warn where sets are infinite because rows are few, or too large because rows cannot be
-    removed from the fit.  weights (m,), sound (m,) bool.
+    """Warn if all sets are infinite because there are few rows, and if sets are too large because
+    some rows cannot be removed from the fit.
+
+    weights (m,): of the compared rows. sound (m,) bool: whether the row can be removed.
     """
     short = describe_row_shortage(weights, level, "rows")
     if short is not None:
@@ -183,9 +189,10 @@ def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
 # --- training rows -------------------------------------------------------------------------
 
 
-def _checked_rows(rows: Any, n: int) -> Tensor:
-    """Return the rows to compare with, (n,) bool, all of them for None; ValueError for a wrong
-    shape or dtype, or none at all.
+def _check_rows(rows: Any, n: int) -> Tensor:
+    """Return the rows to compare with, (n,) bool; None means all n of them.
+
+    Raises ValueError unless `rows` is (n,) of dtype bool with at least one True.
     """
     if rows is None:
         return torch.ones(n, dtype=torch.bool)
@@ -200,26 +207,29 @@ def _checked_rows(rows: Any, n: int) -> Tensor:
 
 
 def _split_by_chunk(chosen: Tensor, sites: Sites) -> list[Tensor]:
-    """Split a choice of rows (n,) bool into the chunks of the sites."""
+    """Split flags of all training rows (n,) bool into those of the chunks of the sites."""
     return list(chosen.split([len(site.f) for site in sites]))
 
 
 @dataclass(frozen=True, eq=False)
 class _ComparedRows:
-    """The training rows that the candidate is compared with."""
+    """The m training rows that a candidate is compared with."""
 
     y: Tensor  # (m,)
-    f: Tensor  # (m, C)
-    K: Tensor  # (m, C, C)
+    f: Tensor  # outputs with all rows in the fit (m, C)
+    K: Tensor  # their covariance (m, C, C)
     score: Tensor  # g of one copy of the row (m, C)
     precision: Tensor  # Λ of one copy of the row (m, C, C)
-    once: Tensor  # the share of one copy in a row of weight 1 (m,)
+    once: Tensor  # the weight of one copy of the row, min(w, 1) (m,)
     weights: Tensor  # (m,)
     sound: Tensor  # (m,) bool: the row can be removed
 
     @staticmethod
     def select_rows(posterior: Posterior, sites: Sites, chosen: Tensor) -> _ComparedRows:
-        """Collect what the chosen rows, (n,) bool, contribute to the fit."""
+        """Return the chosen rows, (n,) bool, with their contributions to the fit.
+
+        A row that cannot be removed gets a site of zero.
+        """
         chunks = []
         for site, kept in zip(sites, _split_by_chunk(chosen, sites), strict=True):
             weights = site.row_weights
@@ -230,6 +240,7 @@ class _ComparedRows:
             # A row that cannot be removed has no site here; its score is infinite later.
             score = torch.where(sound[:, None], site.score * once[:, None], 0.0)
             precision = torch.where(sound[:, None, None], site.precision * once[:, None, None], 0.0)
+            # in the order of the fields
             columns = (site.y.double(), site.f, K, score, precision, once, weights, sound)
             chunks.append(tuple(column[kept] for column in columns))
         return _ComparedRows(*map(torch.cat, zip(*chunks, strict=True)))
@@ -245,17 +256,22 @@ class _Comparison:
     rows: _ComparedRows
 
     @staticmethod
-    def prepare(member: Member) -> _Comparison:
-        """Read the training rows of a member; ValueError unless they are those of the fit."""
-        chosen = _checked_rows(member.rows, member.posterior.statistics.n)
+    def read_rows(member: Member) -> _Comparison:
+        """Read the training rows of a member, once.
+
+        Raises ValueError unless they are those of the fit.
+        """
+        chosen = _check_rows(member.rows, member.posterior.statistics.n)
         sites = collect_sites(member.posterior, member.data, PURPOSE, ROWS_AT_ONCE)
         rows = _ComparedRows.select_rows(member.posterior, sites, chosen)
         if member.shares is not None:
             rows = replace(rows, weights=rows.weights * member.shares[chosen])
         return _Comparison(member, sites, chosen, rows)
 
-    def candidates(self, inputs: slice) -> _Candidates:
-        """Compute the covariances of some new inputs with the training rows."""
+    def make_candidates(self, inputs: slice) -> _Candidates:
+        """Compute the outputs at some of the new inputs and their covariances with the compared
+        rows.
+        """
         posterior = self.member.posterior
         x = take_rows(self.member.x, inputs)
         # The network may return these inputs in several chunks.
@@ -275,20 +291,22 @@ class _Comparison:
 
 
 class _Candidates(NamedTuple):
-    """New inputs (q of them) and the training rows (m)."""
+    """q new inputs and the m training rows that they are compared with."""
 
     likelihood: Likelihood
     query: Query
     X: Tensor  # J_i S J_xᵀ (q, m, C, C)
     rows: _ComparedRows
 
-    def scores(self, y: Tensor) -> Tensor:
-        """Compute the scores of the training rows after a refit with y (q,) at the new inputs:
-        (q, m).
+    def score_rows(self, y: Tensor) -> Tensor:
+        """Compute the scores of the training rows after a refit with y (q,) at the new inputs.
+
+        The result is (q, m). It is infinite for rows that cannot be removed.
         """
         f, K, _ = self.query
         rows = self.rows
         X = self.X
+        # The refit at the new inputs, with the letters of the module
         R = covariance_root(K)
         u = evaluate_at_mode(self.likelihood, y, f, R).pull
         L = covariance_root(self.likelihood.fisher(f + (K @ u.unsqueeze(-1)).squeeze(-1)))
@@ -305,7 +323,7 @@ class _Candidates(NamedTuple):
         without = (without + without.mT) / 2  # symmetric but for rounding
         f_without = rows.f + move - (without @ g.unsqueeze(-1)).squeeze(-1)
         targets = rows.y.expand(len(X), -1)
-        scores = nonconformity(
+        scores = compute_nonconformity(
             self.likelihood.predictive,
             targets.flatten(),
             f_without.flatten(0, 1),
@@ -315,37 +333,40 @@ class _Candidates(NamedTuple):
 
 
 def _share_mean_output(members: list[_Candidates]) -> list[_Candidates]:
-    """Give all networks the mean of their outputs at the new inputs."""
+    """Return the candidates with the mean output of all networks in place of each network's own."""
     f = torch.stack([member.query.f for member in members]).mean(0)
     return [member._replace(query=member.query._replace(f=f)) for member in members]
 
 
-def nonconformity(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """Compute how badly f ~ N(f, K) predicts y: the score of the module's docstring.
+def compute_nonconformity(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+    """Compute the score of the module, which says how badly outputs N(f, K) predict y.
 
-    y (M,), f (M, C), K (M, C, C) -> (M,). ValueError where the variance of y is infinite.
+    y (M,), f (M, C), K (M, C, C) -> (M,). Raises ValueError where the variance of y is infinite.
     """
     if likelihood.support_for(f.shape[1]).kind == "class":
-        return 1 - _class_probabilities(likelihood, f, K).gather(1, y.long()[:, None]).squeeze(1)
-    centre, scale = _moments_of_y(likelihood, f, K)
+        return 1 - _approximate_class_probabilities(likelihood, f, K).gather(
+            1, y.long()[:, None]
+        ).squeeze(1)
+    centre, scale = _compute_moments_of_y(likelihood, f, K)
     return (y - centre).abs() / scale
 
 
-def _class_probabilities(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
-    """Approximate the class probabilities by f/√(1 + πk/8), k the variances of f.
+def _approximate_class_probabilities(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
+    """Approximate the class probabilities by those at f/√(1 + πk/8), with k the variances of f.
 
-    f (M, C), K (M, C, C) -> (M, C), or (M, 2) for one output.
+    f (M, C), K (M, C, C) -> (M, C), or (M, 2) for one output. This is MacKay's approximation of the
+    integral of a sigmoid.
     """
     p = likelihood.mean(f / (1 + torch.pi / 8 * K.diagonal(dim1=-2, dim2=-1)).sqrt())
     return p if p.dim() == 2 else torch.stack([1 - p, p], 1)
 
 
-def _moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the mean and the standard deviation of y (M,), for f (M, C) and K (M, C, C).
+def _compute_moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the mean and, to first order, the standard deviation of y, (M,) each.
 
-    ValueError where the standard deviation is not finite.
+    f (M, C), K (M, C, C). Raises ValueError where the standard deviation is not finite.
     """
-    doubt = first_order_variance(mean_slopes(likelihood, f, K), K).squeeze(1)
+    doubt = first_order_variance(compute_mean_slopes(likelihood, f, K), K).squeeze(1)
     scale = (likelihood.variance(f) + doubt).sqrt()
     if not bool(scale.isfinite().all()):
         raise ValueError(
@@ -360,8 +381,11 @@ def _moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple[Tensor,
 
 
 def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
-    """Compute the intervals (q, 2) for Gaussian noise and one output, in closed form."""
-    crossings = [_gaussian_crossings(member) for member in members]
+    """Compute the intervals (q, 2) for Gaussian noise and one output, in closed form.
+
+    The ends are quantiles of the crossings of all members' rows, by row weight.
+    """
+    crossings = [_compute_gaussian_crossings(member) for member in members]
     lower = torch.cat([low for low, _ in crossings], 1)
     upper = torch.cat([high for _, high in crossings], 1)
     weights = torch.cat([member.rows.weights for member in members])
@@ -370,10 +394,12 @@ def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
     )
 
 
-def _gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
-    """Compute the two candidates (q, m) between which row i has the higher score: e√s/(X/√s ± t).
+def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
+    """Compute the lower and the upper y between which each training row has the higher score,
+    (q, m) each.
 
-    They are infinite where the row has the higher score for every candidate.
+    They are f_x + e√s/(X/√s ± t), with the letters of the module, and infinite where the row has
+    the higher score for every y.
     """
     likelihood, query, X, rows = candidates
     noise = likelihood.covariance_for(query.f).flatten()[0].double()
@@ -383,11 +409,11 @@ def _gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
     K = rows.K.flatten()
     f = rows.f.flatten()
     h = (K - X.square() / s) / noise
-    left = 1 - rows.once * h
-    t = (noise * left * (left + h)).sqrt()
+    remaining = 1 - rows.once * h
+    t = (noise * remaining * (remaining + h)).sqrt()
     slope = X / s.sqrt()
-    push = (rows.y - f) * s.sqrt()
-    ends = push / (slope + t), push / (slope - t)
+    numerator = (rows.y - f) * s.sqrt()  # e√s
+    ends = numerator / (slope + t), numerator / (slope - t)
     crosses = rows.sound & (t > slope.abs())
     lower = torch.where(crosses, torch.minimum(*ends), -torch.inf)
     upper = torch.where(crosses, torch.maximum(*ends), torch.inf)
@@ -395,47 +421,54 @@ def _gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
 
 
 class _ScoreReach(NamedTuple):
-    """Members with the means and standard deviations of their candidates' y."""
+    """What the search for the ends of q intervals needs."""
 
     members: list[_Candidates]
-    centres: list[Tensor]  # (q,) each
-    scales: list[Tensor]
+    centres: list[Tensor]  # for each member the mean of y at the new inputs (q,)
+    scales: list[Tensor]  # for each member the standard deviation of y there (q,)
     weights: Tensor  # of all their rows (m,)
     level: float
-    lowest: float  # the lowest y
+    lowest: float  # the lowest possible y
 
-    def implied_end(self, side: float, t: Tensor) -> Tensor:
-        """Compute the end that the scores of the training rows imply for the candidate y = ±t:
-        the quantile (q,) of ±m + scale · score.
+    def compute_implied_end(self, side: float, t: Tensor) -> Tensor:
+        """Compute the end of each interval that follows from the scores of the training rows when
+        the candidate is y = side · t.
+
+        side: −1 for the lower end, 1 for the upper one. t (q,) -> (q,), in the coordinate t: the
+        quantile of side · m + scale · score over the rows.
         """
         y = (side * t).clamp_min(self.lowest)
-        reach = [
-            (side * centre)[:, None] + scale[:, None] * member.scores(y)
+        ends_by_row = [
+            (side * centre)[:, None] + scale[:, None] * member.score_rows(y)
             for member, centre, scale in zip(self.members, self.centres, self.scales, strict=True)
         ]
-        return conformal_quantile(torch.cat(reach, 1), self.weights, self.level)
+        return conformal_quantile(torch.cat(ends_by_row, 1), self.weights, self.level)
 
 
 def _search_ends(members: list[_Candidates], level: float) -> Tensor:
-    """Compute the intervals (q, 2) of numbers or counts, by a fixed point for each end:
-    y = quantile of m ± scale·(the scores of the rows with y).
+    """Compute the intervals (q, 2) of numbers or counts, by a fixed point for each end.
+
+    An end is the y that equals the quantile of m ± scale · score over the rows, where the scores
+    are those after a refit with this y. Warns of ends that did not converge.
     """
     weights = torch.cat([member.rows.weights for member in members])
     sound = torch.cat([member.rows.sound for member in members])
     moments = [
-        _moments_of_y(member.likelihood.predictive, member.query.f, member.query.K)
+        _compute_moments_of_y(member.likelihood.predictive, member.query.f, member.query.K)
         for member in members
     ]
     centres = [centre for centre, _ in moments]
     scales = [scale for _, scale in moments]
+    # With too few rows, or too many that cannot be removed, the quantile is infinite: every y is in
+    # the set.
     if bool(conformal_quantile(torch.where(sound, 0.0, torch.inf), weights, level).isinf()):
-        everything = torch.tensor([-torch.inf, torch.inf], dtype=torch.float64)
-        return everything.expand(len(scales[0]), 2)
+        whole_line = torch.tensor([-torch.inf, torch.inf], dtype=torch.float64)
+        return whole_line.expand(len(scales[0]), 2)
     support = members[0].likelihood.predictive.support_for(members[0].query.f.shape[1])
     lowest = 0.0 if support.kind == "count" else -torch.inf
     reach = _ScoreReach(members, centres, scales, weights, level, lowest)
-    lower, lower_converged = _search_end(reach, -1.0)
-    upper, upper_converged = _search_end(reach, 1.0)
+    lower, lower_converged = _search_end(reach, side=-1.0)
+    upper, upper_converged = _search_end(reach, side=1.0)
     converged = torch.cat([lower_converged, upper_converged])
     if not bool(converged.all()):
         warn(
@@ -448,20 +481,21 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
 
 
 def _search_end(reach: _ScoreReach, side: float) -> tuple[Tensor, Tensor]:
-    """Search one end of each interval: the lower for side −1, the upper for 1.
+    """Search for one end of each interval: the lower one for side −1, the upper one for 1.
 
-    Returns the ends (q,) and which of them converged (q,) bool.
+    Returns the ends (q,), and which of them converged (q,) bool.
     """
     scale = torch.stack(reach.scales).mean(0)
-    # In t = ±y the set is below the end: `inside` is in the set, `outside` is not.
+    # In the coordinate t = side · y the end is the largest t in the set. The bracket has `inside`
+    # in the set and `outside` not in it.
     inside = (side * torch.stack(reach.centres)).amin(0)
     outside = torch.full_like(inside, torch.inf)
     t = inside + scale
     for _ in range(MOST_STEPS):
-        implied = reach.implied_end(side, t)
-        kept = implied >= t
-        inside = torch.where(kept, t, inside)
-        outside = torch.where(kept, outside, t)
+        implied = reach.compute_implied_end(side, t)
+        is_in_set = implied >= t
+        inside = torch.where(is_in_set, t, inside)
+        outside = torch.where(is_in_set, outside, t)
         converged = (implied - t).abs() <= TOLERANCE * scale
         if bool(converged.all()):
             break
@@ -473,18 +507,19 @@ def _search_end(reach: _ScoreReach, side: float) -> tuple[Tensor, Tensor]:
 
 
 def _find_class_sets(members: list[_Candidates], level: float) -> Tensor:
-    """Compute the sets of classes, bool (q, C), by trying every class."""
+    """Compute the sets of classes, bool (q, C), by a refit with every class."""
     weights = torch.cat([member.rows.weights for member in members])
     query = members[0].query
     support = members[0].likelihood.predictive.support_for(query.f.shape[1])
     assert isinstance(support, Classes)
-    kept = []
+    is_in_set = []
     for label in range(support.count):
         y = torch.full((len(query.f),), float(label), dtype=torch.float64)
-        excess = []  # by how much the scores of the rows exceed that of the candidate (q, m)
+        excess = []  # the scores of the rows less that of the candidate (q, m)
         for member in members:
-            law = member.likelihood.predictive
-            own_score = nonconformity(law, y, member.query.f, member.query.K)
-            excess.append(member.scores(y) - own_score[:, None])
-        kept.append(conformal_quantile(torch.cat(excess, 1), weights, level) >= 0)
-    return torch.stack(kept, 1)
+            candidate_score = compute_nonconformity(
+                member.likelihood.predictive, y, member.query.f, member.query.K
+            )
+            excess.append(member.score_rows(y) - candidate_score[:, None])
+        is_in_set.append(conformal_quantile(torch.cat(excess, 1), weights, level) >= 0)
+    return torch.stack(is_in_set, 1)

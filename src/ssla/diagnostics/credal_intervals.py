@@ -1,4 +1,8 @@
-"""Intervals and regions of a set of predictives."""
+"""The smallest interval and the union of regions of a set of predictives.
+
+The argument `members` has the type Any where attributes are used that only some kinds of targets
+have.
+"""
 
 from __future__ import annotations
 
@@ -25,56 +29,63 @@ class Merged(NamedTuple):
     upper: Tensor
 
 
-def smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor:
-    """Compute [a, b] of least length with min_m P_m([a, b]) ≥ level, for each row (N, 2).
+def find_smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor:
+    """Compute for each row the shortest interval [a, b] with min_m P_m([a, b]) ≥ level: (N, 2).
 
-    For each a the least b follows by bisection, because the least probability grows with b; a is
-    sought on a grid that is then narrowed around its best point. Raises TypeError for classes, and
-    ValueError for counts with too many possible starts.
+    For each a the least b is found by bisection, because the least probability grows with b. a is
+    searched for on a grid, which is then narrowed around its best point. Raises TypeError for
+    classes, and ValueError for counts with too many possible a.
     """
     if any(p.kind == "class" for p in predictives):
         raise TypeError("Classes have no intervals. Ask for probability([…]).")
     members: Sequence[Any] = predictives
     if predictives[0].kind == "count":
-        return _smallest_interval_of_counts(members, level)
-    # (N, k): no member has more than 1 − level below its a.
+        return _find_smallest_interval_of_counts(members, level)
+    # The first grid (N, k): the least quantiles of the members at probabilities up to 1 − level,
+    # because no member may have more below a.
     share = torch.linspace(1e-6, 1 - 1e-6, FIRST_POINTS, dtype=torch.float64) * (1 - level)
     a = torch.stack([p.icdf(share).double() for p in members]).amin(0)
     far = torch.stack([p.icdf(1 - FAR).double() for p in members]).amax(0)
-    b = _least_upper_ends(members, a, far, level)
+    b = _find_least_upper_ends(members, a, far, level)
     grid = torch.linspace(0, 1, ZOOM_POINTS, dtype=torch.float64)
     for _ in range(ZOOMS):
-        # The next grid spans the neighbours of the best point.
+        # The next grid lies between the neighbours of the best point.
         best = (b - a).argmin(1, keepdim=True)
-        left = a.gather(1, (best - 1).clamp_min(0))
-        right = a.gather(1, (best + 1).clamp_max(a.shape[1] - 1))
-        a = left + (right - left) * grid
-        b = _least_upper_ends(members, a, far, level)
+        a_before = a.gather(1, (best - 1).clamp_min(0))
+        a_after = a.gather(1, (best + 1).clamp_max(a.shape[1] - 1))
+        a = a_before + (a_after - a_before) * grid
+        b = _find_least_upper_ends(members, a, far, level)
     return _select_shortest(a, b)
 
 
 def probability_between(predictive: Any, ends: Tensor) -> Tensor:
-    """Compute P(a ≤ Y ≤ b) for ends (N, 2): (N,)."""
-    # P(a ≤ Y) of a count is 1 − P(Y ≤ a − 1).
+    """Compute P(a ≤ Y ≤ b) of each row (N,), for ends a, b (N, 2)."""
+    # For a count, P(a ≤ Y ≤ b) is P(Y ≤ b) − P(Y ≤ a − 1).
     before = ends - torch.tensor([float(predictive.kind == "count"), 0.0])
     between: Tensor = predictive.cdf(before).double().diff(dim=1).squeeze(1)
     return between
 
 
 def _least_probability(members: Sequence[Any], below: list[Tensor], b: Tensor) -> Tensor:
-    """Compute min_m (F_m(b) − below_m), with b and each below_m (N, k)."""
-    gaps = [p.cdf(b).double() - start for p, start in zip(members, below, strict=True)]
-    return torch.stack(gaps).amin(0)
+    """Compute the least probability of the members between a and b: min_m (F_m(b) − below_m).
+
+    below: for each member its probability below a (N, k). b (N, k) -> (N, k).
+    """
+    probabilities = [
+        member.cdf(b).double() - member_below
+        for member, member_below in zip(members, below, strict=True)
+    ]
+    return torch.stack(probabilities).amin(0)
 
 
-def _least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level: float) -> Tensor:
-    """Find the least b with min_m P_m([a, b]) ≥ level, for a (N, k) and far (N,).
+def _find_least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level: float) -> Tensor:
+    """Find the least b with min_m P_m([a, b]) ≥ level, for a (N, k) and the largest b, far (N,).
 
-    Returns (N, k); infinite where no b up to `far` has that probability.
+    Returns (N, k), infinite where no b up to `far` has that probability. Targets are continuous.
     """
     below = [p.cdf(a).double() for p in members]
     low, high = a.clone(), far[:, None].expand_as(a).clone()
-    # [a, low] has less than the level, [a, high] enough, where any end has.
+    # [a, low] has less than the level, and [a, high] has enough where it is possible at all.
     possible = _least_probability(members, below, high) >= level
     for _ in range(BISECTIONS):
         centre = (low + high) / 2
@@ -84,11 +95,12 @@ def _least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level: flo
     return torch.where(possible, high, torch.inf)
 
 
-def _smallest_interval_of_counts(members: Sequence[Any], level: float) -> Tensor:
-    """Compute the smallest interval over whole numbers (N, 2).
+def _find_smallest_interval_of_counts(members: Sequence[Any], level: float) -> Tensor:
+    """Compute for each row the shortest interval of counts [a, b] with min_m P_m([a, b]) ≥ level:
+    (N, 2).
 
-    P_m(a ≤ Y ≤ b) is F_m(b) − F_m(a − 1). Every start a is tried, with a bisection for b. Raises
-    ValueError for too many starts.
+    P_m(a ≤ Y ≤ b) is F_m(b) − F_m(a − 1). Every possible a is tried, with a bisection for b. Raises
+    ValueError where there are more than MOST_COUNTS of them.
     """
     first = torch.stack([p.icdf(FAR).double() for p in members]).amin(0)
     last = torch.stack([p.icdf(1 - level).double() for p in members]).amin(0)
@@ -101,7 +113,7 @@ def _smallest_interval_of_counts(members: Sequence[Any], level: float) -> Tensor
         )
     a = torch.minimum(first[:, None] + torch.arange(count, dtype=torch.float64), last[:, None])
     below = [p.cdf(a - 1).double() for p in members]
-    # [a, low] has less than the level, [a, high] enough.
+    # [a, low] has less than the level, and [a, high] has enough.
     low, high = a - 1, far[:, None].expand_as(a).clone()
     while bool((high - low > 1).any()):
         centre = torch.floor((low + high) / 2)
@@ -112,35 +124,39 @@ def _smallest_interval_of_counts(members: Sequence[Any], level: float) -> Tensor
 
 
 def _select_shortest(a: Tensor, b: Tensor) -> Tensor:
-    """Select the shortest of the intervals [a, b] in each row: (N, k) each -> (N, 2)."""
+    """Select the shortest of the k intervals [a, b] in each row: (N, k) each -> (N, 2)."""
     best = (b - a).argmin(1, keepdim=True)
     return torch.cat([a.gather(1, best), b.gather(1, best)], 1)
 
 
 def merge_regions(regions: Sequence[Any]) -> Merged:
-    """Compute the unions of regions, each of which has ends `lower` and `upper` (N, R) padded with
-    NaN.
+    """Compute for each row the union of the regions of several predictives, as disjoint intervals.
 
-    Raises TypeError for regions that are not intervals.
+    A region has ends `lower` and `upper` (N, R), padded with NaN; R may differ between regions.
+    Raises TypeError for regions that are not unions of intervals.
     """
     if not hasattr(regions[0], "lower"):
         raise TypeError("The union of regions is for one ordered continuous target.")
-    # In this order padding comes last, and its ends change no other interval.
+    # All intervals of a row in the order of their lower ends. Padding becomes [∞, −∞], which comes
+    # last and changes no other interval.
     lower = torch.cat([torch.nan_to_num(r.lower.double(), nan=torch.inf) for r in regions], 1)
     upper = torch.cat([torch.nan_to_num(r.upper.double(), nan=-torch.inf) for r in regions], 1)
     order = lower.argsort(1)
-    lower, reach = lower.gather(1, order), upper.gather(1, order).cummax(1).values
-    # An interval opens a new group if it begins after the end of all before it; padding does not.
+    lower = lower.gather(1, order)
+    greatest_upper = upper.gather(1, order).cummax(1).values
+    # Intervals that overlap form a group. One opens a new group if it begins after the upper ends
+    # of all before it. Padding opens none.
     finite = torch.isfinite(lower)
     opens = torch.ones_like(lower, dtype=torch.bool)
-    opens[:, 1:] = lower[:, 1:] > reach[:, :-1]
+    opens[:, 1:] = lower[:, 1:] > greatest_upper[:, :-1]
     opens &= finite
     group = opens.long().cumsum(1) - 1
+    # The union of a group runs from its least lower end to its greatest upper end.
     shape = (len(lower), int(group.max()) + 1)
     index = group.clamp_min(0)
     start = torch.full(shape, torch.inf, dtype=torch.float64)
     start = start.scatter_reduce(1, index, torch.where(finite, lower, torch.inf), "amin")
     stop = torch.full(shape, -torch.inf, dtype=torch.float64)
-    stop = stop.scatter_reduce(1, index, torch.where(finite, reach, -torch.inf), "amax")
+    stop = stop.scatter_reduce(1, index, torch.where(finite, greatest_upper, -torch.inf), "amax")
     empty = ~torch.isfinite(start)
     return Merged(start.masked_fill(empty, torch.nan), stop.masked_fill(empty, torch.nan))

@@ -1,4 +1,4 @@
-"""Credal sets: bounds on everything a predictive can be asked, over a set of priors.
+"""Credal sets: bounds of the answers of a predictive, over a set of priors.
 
 A set of priors gives a set of predictives, and its convex hull is a credal set. Probabilities and
 expectations are linear in the predictive, so their bounds over the hull are those over the members;
@@ -24,16 +24,16 @@ from ssla._checks import check_level as checked_level
 from ssla.data import Inputs
 from ssla.diagnostics.credal_intervals import (
     Merged,
+    find_smallest_interval,
     merge_regions,
     probability_between,
-    smallest_interval,
 )
 from ssla.diagnostics.predictive_sets import Bounds, FiniteMembers, Members, require_order
 from ssla.diagnostics.prior_box import BoxMembers
-from ssla.diagnostics.sensitivities import named_priors
+from ssla.diagnostics.sensitivities import name_priors
 from ssla.predictive import Predictive
 from ssla.predictive.expectation import Event, expect, probability
-from ssla.predictive.predictive import as_probabilities, drop_single_value, scalar_targets
+from ssla.predictive.predictive import drop_single_value, parse_probabilities, shape_scalar_targets
 from ssla.priors import EXACT, Box, Prior
 from ssla.refit import Refit
 from ssla.report import PRIOR, subject_of
@@ -49,113 +49,132 @@ IMPRECISION_POINTS = 41  # of y, between the bounds of the 0.5% and 99.5% quanti
 
 
 class Decomposition(NamedTuple):
-    """Why an answer is wide (N,): what the prior decides, and how wide each member is by itself."""
+    """The reasons for the width of an answer: the prior, and the width of each member."""
 
-    imprecision: Tensor  # upper mean − lower mean
-    narrowest: Tensor  # the least width of a member's interval
-    widest: Tensor
+    imprecision: Tensor  # upper mean − lower mean (N,)
+    narrowest: Tensor  # the least width of a member's interval (N,)
+    widest: Tensor  # the greatest width of a member's interval (N,)
 
 
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Credal:
-    """Bounds over a set of predictives, for every input."""
+    """Bounds over a set of predictives of the same N inputs. Made by `ssla.credal`."""
 
     members: Members
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # of the priors, or of the coordinates of a box
     convention: str
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # where θ̂ does not follow the prior
 
     def __repr__(self) -> str:
-        """Return the names of the members and the number of inputs."""
+        """Return the class name with the names, the number of inputs and the convention."""
         return (
             f"Credal({', '.join(self.names)}; {self.members.rows} inputs, convention "
             f"{self.convention!r})"
         )
 
     def cdf(self, y: Any) -> Bounds:
-        """Return lower and upper P(Y ≤ y), a p-box: (N,) or (N, k).  TypeError for classes."""
-        return self._bounds_at(y, lambda p, value: require_order(p).cdf(value))
+        """Return lower and upper P(Y ≤ y), a p-box: y (N,) or (N, k) -> the same shape.
+
+        Raises TypeError for classes.
+        """
+        return self._compute_bounds_at(y, lambda p, value: require_order(p).cdf(value))
 
     def expectation(self, function: Callable[[Tensor], Tensor]) -> Bounds:
-        """Return lower and upper E function(Y) (N,)."""
-        return self._bounds_by_row(lambda p: expect(p, function))
+        """Return lower and upper E function(Y) (N,).
+
+        function: applied to each y of a tensor (N, k). Raises ValueError unless it returns one
+        value for each y.
+        """
+        return self._compute_row_bounds(lambda p: expect(p, function))
 
     def probability(self, event: Event) -> Bounds:
-        """Return lower and upper P(Y ∈ event) (N,); event: (low, high), a list of such, classes,
-        or a function of y.
+        """Return lower and upper P(Y ∈ event) (N,).
+
+        event: (low, high), a list of such intervals, a class or a list of classes, or a function of
+        y. Raises ValueError or TypeError for an event that does not fit the target.
         """
-        return self._bounds_by_row(lambda p: probability(p, event))
+        return self._compute_row_bounds(lambda p: probability(p, event))
 
     @property
     def mean(self) -> Bounds:
-        """The bounds of the mean (N,)."""
-        return self._bounds_by_row(lambda p: p.mean.double())
+        """Return the bounds of the mean (N,)."""
+        return self._compute_row_bounds(lambda p: p.mean.double())
 
     @property
     def stddev(self) -> Bounds:
-        """The bounds of the members' standard deviations (N,); a mixture may spread wider."""
-        return self._bounds_by_row(lambda p: p.stddev.double())
+        """Return the bounds of the members' standard deviations (N,).
+
+        A mixture of members may have a larger one.
+        """
+        return self._compute_row_bounds(lambda p: p.stddev.double())
 
     def log_prob(self, y: Any) -> Bounds:
-        """Return the lower and upper log density at y: (N,) or (N, k)."""
-        return self._bounds_at(y, lambda p, value: p.log_prob(value))
+        """Return the lower and upper log density at y: (N,) or (N, k) -> the same shape."""
+        return self._compute_bounds_at(y, lambda p, value: p.log_prob(value))
 
     def quantile(self, q: Any) -> Bounds:
-        """Return the bounds of the q-quantile: (N,), or (N, k) for several q.
+        """Return the bounds of the q-quantile: (N,) for one q, (N, k) for k of them.
 
-        TypeError for classes.
+        Raises TypeError for classes, and ValueError unless 0 ≤ q ≤ 1.
         """
-        levels, single = as_probabilities(q)
-        bounds = [self._bounds_by_row(partial(_quantile, level=level)) for level in levels.tolist()]
-        lower = torch.stack([each.lower for each in bounds], 1)
-        upper = torch.stack([each.upper for each in bounds], 1)
-        return Bounds(drop_single_value(lower, single), drop_single_value(upper, single))
+        levels, is_single = parse_probabilities(q)
+        bounds = [
+            self._compute_row_bounds(partial(_compute_quantile, level=level))
+            for level in levels.tolist()
+        ]
+        lower = torch.stack([of_level.lower for of_level in bounds], 1)
+        upper = torch.stack([of_level.upper for of_level in bounds], 1)
+        return Bounds(drop_single_value(lower, is_single), drop_single_value(upper, is_single))
 
     def interval(self, level: float = 0.95) -> Tensor:
-        """Compute the smallest interval that every member gives at least that probability (N, 2).
+        """Compute the shortest interval with at least that probability under every member (N, 2).
 
-        For a family the worst member of each interval is sought and joined to the set until none is
-        left below the level, in at most ROUNDS rounds. TypeError for classes.
+        For a family, the member with the least probability is searched for and added to the set,
+        until none is below the level or after ROUNDS rounds. Raises TypeError for classes, and
+        ValueError for counts with too many possible intervals.
         """
         checked_level(level)
         known = self.members.list_members()
-        ends = smallest_interval(known, level)
+        ends = find_smallest_interval(known, level)
         for _ in range(ROUNDS if self.members.is_family else 0):
             worst = self.members.find_worst(partial(probability_between, ends=ends))
             if bool((worst.value >= level - SLACK).all()):
                 return ends
             known = [*known, worst.predictive]
-            ends = smallest_interval(known, level)
+            ends = find_smallest_interval(known, level)
         return ends
 
     def hdr(self, level: float = 0.95) -> Merged:
         """Compute the union of the members' highest-density regions: lower and upper ends (N, R),
         padded with NaN.
 
-        For a family (which is connected) the hull of their ends. TypeError for classes.
+        For a family, whose members change continuously, it is the interval from the lowest to the
+        highest end. Raises TypeError for classes.
         """
         checked_level(level)
         if not self.members.is_family:
             return merge_regions([require_order(p).hdr(level) for p in self.members.list_members()])
 
-        def lowest(p: Predictive) -> Tensor:
-            """Return the lower end of the region (N,)."""
+        def find_lowest_end(p: Predictive) -> Tensor:
+            """Return the lowest end of a member's region in each row (N,)."""
             lower: Tensor = require_order(p).hdr(level).lower
             return lower[:, 0].double()
 
-        def highest(p: Predictive) -> Tensor:
-            """Return the upper end of the region (N,)."""
+        def find_highest_end(p: Predictive) -> Tensor:
+            """Return the highest end of a member's region in each row (N,)."""
             upper: Tensor = require_order(p).hdr(level).upper
             return torch.nan_to_num(upper.double(), nan=-torch.inf).amax(1)
 
-        low = self._bounds_by_row(lowest).lower
-        high = self._bounds_by_row(highest).upper
+        low = self._compute_row_bounds(find_lowest_end).lower
+        high = self._compute_row_bounds(find_highest_end).upper
         return Merged(low[:, None], high[:, None])
 
     def imprecision(self, event: Event | None = None) -> Tensor:
-        """Return upper − lower probability of an event (N,); without one, the largest gap of the
-        p-box over a grid of y.
+        """Return upper − lower probability of an event (N,).
+
+        event=None: the largest difference of upper and lower P(Y ≤ y) over a grid of y. That raises
+        TypeError for classes.
         """
         if event is not None:
             return self.probability(event).imprecision
@@ -165,25 +184,36 @@ class Credal:
         return self.cdf(y).imprecision.amax(1)
 
     def decomposition(self, level: float = 0.95) -> Decomposition:
-        """Return what the prior decides beside how wide each member is by itself."""
+        """Return how far the members' means differ, and the least and greatest width of a member's
+        central interval at that level, (N,) each.
+        """
         checked_level(level)
-        width = self._bounds_by_row(lambda p: p.interval(level).double().diff(dim=1).squeeze(1))
+        width = self._compute_row_bounds(
+            lambda p: p.interval(level).double().diff(dim=1).squeeze(1)
+        )
         return Decomposition(self.mean.imprecision, width.lower, width.upper)
 
-    def _bounds_at(self, y: Any, function: Callable[[Predictive, Tensor], Tensor]) -> Bounds:
-        """Compute the bounds of function(·, y) over the set, for y (N,) or (N, k), in the shape of
-        y.
+    def _compute_bounds_at(
+        self, y: Any, function: Callable[[Predictive, Tensor], Tensor]
+    ) -> Bounds:
+        """Compute the bounds over the set of function(member, y): y (N,) or (N, k) -> the same
+        shape.
+
+        The function maps y (N, k) to (N, k).
         """
-        value, single = scalar_targets(y, self.members.rows)
-        bounds = self.members.bounds(lambda p, at: function(p, at).double(), value)
+        value, is_single = shape_scalar_targets(y, self.members.rows)
+        bounds = self.members.compute_bounds(
+            lambda p, y_of_rows: function(p, y_of_rows).double(), value
+        )
         return Bounds(
-            drop_single_value(bounds.lower, single), drop_single_value(bounds.upper, single)
+            drop_single_value(bounds.lower, is_single), drop_single_value(bounds.upper, is_single)
         )
 
-    def _bounds_by_row(self, function: Callable[[Predictive], Tensor]) -> Bounds:
-        """Compute the bounds of a function of a member, (N,), over the set."""
-        nothing = torch.zeros(self.members.rows, 1, dtype=torch.float64)
-        bounds = self.members.bounds(lambda p, _: function(p).unsqueeze(1), nothing)
+    def _compute_row_bounds(self, function: Callable[[Predictive], Tensor]) -> Bounds:
+        """Compute the bounds over the set of function(member), which is (N,)."""
+        # `Members.compute_bounds` needs an argument, which is not used here.
+        unused = torch.zeros(self.members.rows, 1, dtype=torch.float64)
+        bounds = self.members.compute_bounds(lambda p, _: function(p).unsqueeze(1), unused)
         return Bounds(bounds.lower.squeeze(1), bounds.upper.squeeze(1))
 
 
@@ -195,13 +225,12 @@ def credal(
     convention: str = EXACT,
     refit: str | Refit = "output",
 ) -> Credal:
-    """Return the credal set of predictives at x under a set of priors.
-
-    No pass over the data is made.
+    """Return the credal set of predictives at x under a set of priors, without a pass over the
+    data.
 
     priors: a dict, a list or a range as in `ssla.sensitivity`, or `priors.Box(mean=(low, high),
-    precision=(low, high))`: every Gaussian prior in the box, whose extreme members are found by
-    optimisation for each question and each input, not taken from the corners.
+    precision=(low, high))`, which is every Gaussian prior in the box. Its extreme members are found
+    by optimisation for each answer and each input; they need not be at the corners.
 
     Raises TypeError for angles, and ValueError for a box that the posterior cannot search.
 
@@ -217,9 +246,9 @@ def credal(
     if isinstance(priors, Box):
         box = BoxMembers.build(posterior, x, priors, convention, refit)
         return Credal(box, box.names, convention, box.notes)
-    chosen = named_priors(posterior, priors)
+    chosen = name_priors(posterior, priors)
     posteriors = [posterior.with_prior(prior, convention) for prior in chosen.values()]
-    # Where θ̂ does not follow the prior, the reports say so; each such note once.
+    # The notes of the reports that θ̂ does not follow the prior, each once.
     notes = dict.fromkeys(
         note
         for moved in posteriors
@@ -231,7 +260,10 @@ def credal(
     return Credal(FiniteMembers(predictives), tuple(chosen), convention, tuple(notes))
 
 
-def _quantile(predictive: Predictive, level: float) -> Tensor:
-    """Return the quantile of each row in float64 (N,); TypeError for classes."""
+def _compute_quantile(predictive: Predictive, level: float) -> Tensor:
+    """Return the quantile of each row at probability `level`, in float64 (N,).
+
+    Raises TypeError for classes.
+    """
     quantile: Tensor = require_order(predictive).icdf(level).double()
     return quantile

@@ -1,5 +1,5 @@
-"""Why is this prediction unsure? Training rows, inputs, noise and prior behind it; and which row to
-label next. No refit.
+"""Explanations of the uncertainty of predictions, without refits: the shares of training rows,
+inputs, noise and prior, and which row to label next.
 
 Row i contributes a site to the Gaussian of θ: its score g and its precision Λ (see
 `leave_one_out`). Without the site, the outputs at another input x, with X = J_x S J_iᵀ (C, C), K =
@@ -82,35 +82,33 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Influence(NamedTuple):
-    """The training rows that count most at each of N inputs, the first of k the most.
-
-    In the outputs f.
+    """The k training rows with the most influence on the outputs f at each of N inputs, the most
+    influential first.
     """
 
     rows: Tensor  # (N, k): their places in the order in which the data are read, from 0
-    mean: Tensor  # what the row adds to f (N, k, C): with the row − without it
-    # what the row adds to the variance of f (N, k, C): below zero, where it makes the answer surer
+    mean: Tensor  # what the row adds to f (N, k, C): f with the row less f without it
+    # what the row adds to the variance of f (N, k, C): below zero where it reduces the variance
     variance: Tensor
 
 
 class Split(NamedTuple):
-    """The variance of y = noise + doubt, each of the shape of `predictive.variance`; the prior's
-    part is within the doubt.
+    """The variance of y = noise + doubt, each of the shape of `predictive.variance`.
 
-    doubt = J H⁻¹ (data + prior) H⁻¹ Jᵀ: `prior` is the second term. It is all of the doubt without
-    data and vanishes with many, and it is how fast the doubt falls when the log precision of the
-    prior rises. For a mean of y that is not linear in f it is in the proportion of the first-order
-    terms; a prior that is not log-concave may make it negative.
+    doubt = J H⁻¹ (data + prior) H⁻¹ Jᵀ, and `prior` is its second term. Without data this is all of
+    the doubt, and with many data it vanishes. It is also how fast the doubt falls when the log
+    precision of the prior rises. If the mean of y is not linear in f, it is the doubt times the
+    prior's share of the first-order terms. A prior that is not log-concave may make it negative.
     """
 
     noise: Tensor
     doubt: Tensor
-    prior: Tensor
+    prior: Tensor  # part of the doubt
 
 
 @dataclass(frozen=True, eq=False)
 class Explanation:
-    """Why the predictions at N inputs are unsure. Made by `ssla.explain`."""
+    """The reasons for the uncertainty of the predictions at N inputs. Made by `ssla.explain`."""
 
     marginal: Marginal  # the outputs: mean f̂ (N, C), covariance K (N, C, C)
     influence: Influence
@@ -123,18 +121,21 @@ class Explanation:
     failed: Tensor
 
     def __str__(self) -> str:
-        """Return the explanations of the first inputs as text."""
+        """Return the explanations of the first SHOWN inputs as text."""
         count = min(len(self.marginal.mean), SHOWN)
         return "\n".join(line for i in range(count) for line in self._describe_input(i))
 
     def _describe_input(self, i: int) -> list[str]:
         """Return the lines of text that explain the prediction at input i."""
+        # Several values of y are summed.
         noise, doubt, prior = (float(term[i].sum()) for term in self.split)
-        influence = zip(*(column[i][:SHOWN].tolist() for column in self.influence), strict=True)
+        shown_rows = self.influence.rows[i][:SHOWN].tolist()
+        means = self.influence.mean[i][:SHOWN].tolist()
+        variances = self.influence.variance[i][:SHOWN].tolist()
         rows = [
             f"row {row} moves f by {_format_numbers(mean)} and its variance by "
             f"{_format_numbers(variance)}"
-            for row, mean, variance in influence
+            for row, mean, variance in zip(shown_rows, means, variances, strict=True)
         ]
         lines = [
             f"input {i}",
@@ -151,26 +152,26 @@ class Explanation:
 
 
 def _format_numbers(values: list[float]) -> str:
-    """Format one number for each output, the first few of them."""
+    """Return the numbers of the first SHOWN outputs as text, in brackets if there are several."""
     shown = ", ".join(f"{value:+.3g}" for value in values[:SHOWN])
     return shown if len(values) == 1 else f"({shown}{', …' * (len(values) > SHOWN)})"
 
 
 @dataclass(frozen=True, eq=False)
 class LabelGains:
-    """What a label for each row of a pool would be worth. Made by `ssla.label_next`."""
+    """The gains from a label for each of the M rows of a pool. Made by `ssla.label_next`."""
 
     gain: Tensor  # (M,): by how much the mean doubt at the targets falls when this row is labelled
     doubt: float  # the mean doubt at the targets now, summed over the outputs
 
     @property
     def order(self) -> Tensor:
-        """The rows of the pool (M,), the most useful first."""
+        """Return the rows of the pool (M,), from the largest gain to the least."""
         return self.gain.argsort(descending=True, stable=True)
 
     @property
     def best(self) -> int:
-        """The row to label next."""
+        """Return the row of the pool to label next, that of the largest gain."""
         return int(self.gain.argmax())
 
 
@@ -182,7 +183,10 @@ def explain(
     reference: Any = None,
     data: Any = None,
 ) -> Explanation:
-    """Explain the predictions at x; see ssla.explain for arguments and errors."""
+    """Explain the uncertainty of the predictions at x; see ssla.explain for arguments and errors.
+
+    Warns of training rows that cannot be removed from the fit.
+    """
     _check_posterior(posterior, "ssla.explain")
     check_name("by", by, (MEAN, VARIANCE))
     if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
@@ -193,7 +197,7 @@ def explain(
     if row_count(x) == 0:
         raise ValueError("x has no rows. Give at least one input to explain.")
     # The reference is checked before the long pass over the training rows.
-    reference_row = _reference_row(posterior, x, reference, data)
+    reference_row = _choose_reference(posterior, x, reference, data)
     influence, failed = _measure_influence(posterior, x, top, by, data)
     if bool(failed.any()):
         warn(
@@ -206,17 +210,18 @@ def explain(
     split = _split_variance(posterior, x, marginal)
     inputs = None
     if reference_row is not None:
-        inputs = _effects_of_inputs(posterior, x, reference_row)
+        inputs = _compute_input_effects(posterior, x, reference_row)
     return Explanation(marginal, influence, split, inputs, reference_row, failed)
 
 
 def _split_variance(posterior: Posterior, x: Inputs, marginal: Marginal) -> Split:
-    """Split the variance of y at x, with outputs f̂ (N, C) and K (N, C, C), into noise, doubt and
-    the prior's part of the doubt.
+    """Split the variance of y at x into noise, doubt and the prior's part of the doubt.
+
+    marginal: f̂ (N, C) and K (N, C, C) at x.
     """
     law = predict(posterior, x).law
     doubt = law.epistemic
-    A = mean_slopes(posterior.likelihood.predictive, *marginal)
+    A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
     by_prior = first_order_variance(A, prior_response(posterior, x).covariance)
     share = by_prior / first_order_variance(A, marginal.covariance)
     # 0/0 where y does not depend on θ: nothing is the prior's.
@@ -225,8 +230,9 @@ def _split_variance(posterior: Posterior, x: Inputs, marginal: Marginal) -> Spli
 
 
 def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> LabelGains:
-    """Compute what a label for each row of the pool is worth; see ssla.label_next for arguments
-    and errors.
+    """Compute by how much a label for each row of the pool reduces the doubt at the targets.
+
+    See ssla.label_next for arguments and errors.
     """
     _check_posterior(posterior, "ssla.label_next")
     pool = as_inputs(pool)
@@ -236,21 +242,26 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
             raise ValueError(f"{name} has no rows. Give at least one input.")
     gain = torch.zeros(row_count(pool), dtype=torch.float64)
     doubt = 0.0
-    for query in iterate_queries(posterior, targets, _numbers_of_query(posterior, row_count(pool))):
-        A = mean_slopes(posterior.likelihood.predictive, query.f, query.K)
+    for query in iterate_queries(
+        posterior, targets, _count_query_numbers(posterior, row_count(pool))
+    ):
+        A = compute_mean_slopes(posterior.likelihood.predictive, query.f, query.K)
         doubt += float(first_order_variance(A, query.K).sum())
         start = 0
         for f, J in _linearise_in_chunks(posterior, pool):
-            gain[start : start + len(f)] += _doubt_removed(posterior, f, J, query, A)
+            gain[start : start + len(f)] += _compute_removed_doubt(posterior, f, J, query, A)
             start += len(f)
     count = row_count(targets)
     return LabelGains(gain / count, doubt / count)
 
 
-def _doubt_removed(posterior: Posterior, f: Tensor, J: Jacobian, query: Query, A: Tensor) -> Tensor:
-    """Compute the doubt at a query, summed over its inputs, that a label of each row removes.
+def _compute_removed_doubt(
+    posterior: Posterior, f: Tensor, J: Jacobian, query: Query, A: Tensor
+) -> Tensor:
+    """Compute the doubt at a query, summed over its inputs, that a label of each row removes (b,).
 
-    f (b, C) and J of the rows, A (q, M, C): the slopes of the query's means -> (b,).
+    f (b, C) and J: outputs and Jacobian of the rows. A (q, M, C): the slopes of the query's means
+    of y, see `compute_mean_slopes`.
     """
     # A label takes X Q Xᵀ from the query's K, with Q = L(I + LᵀKL)⁻¹Lᵀ = BᵀB.
     L = covariance_root(posterior.likelihood.fisher(f))
@@ -258,18 +269,22 @@ def _doubt_removed(posterior: Posterior, f: Tensor, J: Jacobian, query: Query, A
     inner = torch.linalg.cholesky(eye + L.mT @ posterior.covariance.covariance(J) @ L)
     B = torch.linalg.solve_triangular(inner, L.mT, upper=False)
     X = J.push_many(query.solved).view(*f.shape, *query.f.shape)  # (b, C, q, C)
+    # tr(A X Q Xᵀ Aᵀ) is the sum of the squares of B X Aᵀ.
     return torch.einsum("bka,baqc,qmc->bkqm", B, X, A).square().sum((1, 2, 3))
 
 
 def _linearise_in_chunks(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Jacobian]]:
-    """Yield f (b, C) and J at x in float64, at most ROWS_AT_ONCE rows at a time."""
+    """Yield f (b, C) and J of the rows of x, in float64, at most ROWS_AT_ONCE rows at a time."""
     for start in range(0, row_count(x), ROWS_AT_ONCE):
         for f, J in posterior.linearised(take_rows(x, slice(start, start + ROWS_AT_ONCE))):
             yield f.double(), J.double()
 
 
 def _check_posterior(posterior: Posterior, task: str) -> None:
-    """Raise ValueError for another convention than the exact one, TypeError for angles."""
+    """Raise ValueError for another convention than the exact one, and TypeError for angles.
+
+    task: the name of the function in the messages.
+    """
     if posterior.convention != EXACT:
         raise ValueError(
             f"{task} works with the exact convention only, but this posterior has "
@@ -286,7 +301,7 @@ def _check_posterior(posterior: Posterior, task: str) -> None:
 
 
 class Query(NamedTuple):
-    """Some inputs, and what every other input's covariance with them needs."""
+    """q inputs, and what their covariances with other inputs need: J_i `solved` is J_i H⁻¹ J_xᵀ."""
 
     f: Tensor  # (q, C)
     K: Tensor  # (q, C, C)
@@ -294,15 +309,16 @@ class Query(NamedTuple):
 
 
 def queries_at_once(posterior: Posterior, numbers: int) -> int:
-    """Return how many inputs fit an eighth of the memory budget, where each output of an input
-    needs so many numbers beside four of the size of θ.
+    """Return how many inputs of a query fit an eighth of the memory budget (a guess), at least one.
+
+    numbers: how many numbers each output of an input needs, beside four vectors of the size of θ.
     """
     numbers_of_input = posterior.network.outputs * (4 * len(posterior.theta) + numbers)
     return max(posterior.memory_budget // 8 // (8 * numbers_of_input), 1)
 
 
 def iterate_queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Query]:
-    """Yield the inputs x, a few at a time: each output of an input needs so many numbers."""
+    """Yield the inputs x as queries, a few inputs at a time; numbers: as in `queries_at_once`."""
     at_once = queries_at_once(posterior, numbers)
     for start in range(0, row_count(x), at_once):
         for f, J in posterior.linearised(take_rows(x, slice(start, start + at_once))):
@@ -312,9 +328,10 @@ def iterate_queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Q
             yield Query(f.double(), posterior.covariance.covariance(J), solved)
 
 
-def _numbers_of_query(posterior: Posterior, rows: int) -> int:
-    """Return how many numbers an output of a query takes with a chunk of `rows` other rows: X, ΛX
-    and t.
+def _count_query_numbers(posterior: Posterior, rows: int) -> int:
+    """Return how many numbers an output of a query needs with a chunk of `rows` other rows.
+
+    They are those of X, ΛX, t and a copy (a guess).
     """
     chunk = min(posterior.network.rows_at_once(posterior.memory_budget), rows, ROWS_AT_ONCE)
     return 4 * posterior.network.outputs * chunk
@@ -323,10 +340,12 @@ def _numbers_of_query(posterior: Posterior, rows: int) -> int:
 def _measure_influence(
     posterior: Posterior, x: Inputs, top: int | None, by: str, data: Any
 ) -> tuple[Influence, Tensor]:
-    """Find the training rows that count most at x, and the rows (n,) bool that cannot be removed.
+    """Find the training rows with the most influence at x, and flag the training rows that cannot
+    be removed from the fit (n,) bool.
 
-    Raises ValueError where the answer exceeds the memory budget, or the data are not those of the
-    fit.
+    top: how many rows; None: all. by: MEAN or VARIANCE, by which rows are ranked. data: the
+    training rows; None: those that the posterior keeps. Raises ValueError where the result exceeds
+    the memory budget, or the data are not those of the fit.
     """
     n = posterior.statistics.n
     C = posterior.network.outputs
@@ -341,27 +360,30 @@ def _measure_influence(
     sites = collect_sites(posterior, data, PURPOSE, ROWS_AT_ONCE)
     failed = torch.zeros(n, dtype=torch.bool)
     ranked = []
-    for query in iterate_queries(posterior, x, _numbers_of_query(posterior, n)):
+    for query in iterate_queries(posterior, x, _count_query_numbers(posterior, n)):
         best: _RankedRows | None = None
         response = (
-            None if posterior.likelihood.quadratic else _precision_response(posterior, sites, query)
+            None
+            if posterior.likelihood.quadratic
+            else _compute_precision_response(posterior, sites, query)
         )
         start = 0
         for site in sites:
-            removal = _remove_rows(site, posterior.covariance)
+            removal = _compute_removal(site, posterior.covariance)
             failed[start : start + len(site.f)] = ~removal.sound
-            rows = _influence_of_rows(posterior, site, removal, query, response, by)
-            best = _keep_best(best, rows._replace(rows=rows.rows + start), most)
+            rows = _compute_influence(posterior, site, removal, query, response, by)
+            best = _keep_best_rows(best, rows._replace(rows=rows.rows + start), most)
             start += len(site.f)
         assert best is not None
         ranked.append(best)
     score, places, mean, variance = (torch.cat(column) for column in zip(*ranked, strict=True))
-    # Rows that failed are last, and as many of them for every input.
+    # Rows that cannot be removed have a negative score. They are last, and the same number of them
+    # for every input.
     kept = most - int((score[0] < 0).sum())
     return Influence(places[:, :kept], mean[:, :kept], variance[:, :kept]), failed
 
 
-def _influence_of_rows(
+def _compute_influence(
     posterior: Posterior,
     site: Site,
     removal: _Removal,
@@ -369,9 +391,11 @@ def _influence_of_rows(
     response: Tensor | None,
     by: str,
 ) -> _RankedRows:
-    """Compute what the rows of a chunk (b) add to the outputs of a query (q) and their variances.
+    """Compute what each of the b rows of a chunk adds to the outputs of a query (q inputs) and to
+    their variances.
 
-    response: S v (P, q·C), or None for Gaussian noise. A row that cannot be removed has score −1.
+    removal: that of the rows. response: S v (P, q·C) of `_compute_precision_response`; None for
+    Gaussian noise. by: MEAN or VARIANCE, for the score. A row that cannot be removed has score −1.
     """
     C = site.f.shape[1]
     a, W, sound = removal
@@ -379,10 +403,11 @@ def _influence_of_rows(
     mean = torch.einsum("baqc,ba->qbc", X, a)
     variance = -torch.einsum("baqc,bad,bdqc->qbc", X, W, X)
     if response is not None:
-        # The row also moves the precisions of all rows; `OWN` of its own is taken out.
+        # The row also moves the precisions of all rows. The share `OWN` of the change of its own
+        # precision is left out, because the row leaves with it (see the module).
         of_all_rows = torch.einsum("baqc,ba->qbc", site.J.push_many(response).view_as(X), a)
         of_own_row = torch.einsum(
-            "baqc,bad,bdqc->qbc", X, _own_precision_change(posterior, site, a), X
+            "baqc,bad,bdqc->qbc", X, _differentiate_own_precision(posterior, site, a), X
         )
         variance -= of_all_rows - OWN * of_own_row
     # Rows are ranked in units of the outputs' own variances, summed over outputs.
@@ -393,52 +418,54 @@ def _influence_of_rows(
     return _RankedRows(score, places, mean, variance)
 
 
-def _precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
-    """Compute S v (P, q·C): how the variances at the query depend on θ, through the precisions of
-    all rows.
+def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
+    """Compute S v (P, q·C) of the module: how the variances at the query depend on θ through the
+    precisions of all rows.
     """
     total = torch.zeros_like(query.solved)
     for site in sites:
         X = site.J.push_many(query.solved)  # (b, C, q·C)
         deviation = posterior.covariance.root(site.J).variances().clamp_min(TINY).sqrt()
         steps = STEP * deviation
-        slopes = []  # t: of (J c)ᵀΛ(J c) in each output
+        slopes = []  # t of the module: the derivatives of (J c)ᵀΛ(J c) in each output
         for d in range(X.shape[1]):
             move = torch.zeros_like(site.f)
             move[:, d] = steps[:, d]
-            change = _precision_change(posterior, site, move)
-            # Where the precision is not finite, no change is followed.
+            change = _compute_precision_change(posterior, site, move)
+            # A central difference; where the precision is not finite, it counts as zero.
             change = torch.nan_to_num(change / (2 * steps[:, d, None, None]), 0.0, 0.0, 0.0)
             slopes.append((X * (change @ X)).sum(1))
         total += site.J.pull_many(torch.stack(slopes, 1) * site.row_weights[:, None, None])
     return posterior.covariance.solve_many(total)
 
 
-def _own_precision_change(posterior: Posterior, site: Site, a: Tensor) -> Tensor:
-    """Compute the derivative of Λ_i along K_i a, the row's effect on its own outputs.
+def _differentiate_own_precision(posterior: Posterior, site: Site, a: Tensor) -> Tensor:
+    """Compute the derivative of each row's Λ along K a, the row's effect on its own outputs.
 
-    a (b, C) -> (b, C, C).
+    a (b, C): that of `_Removal`. The result is (b, C, C), for one copy of a row of weight above 1.
     """
     K = posterior.covariance.covariance(site.J)
     move = (K @ a.unsqueeze(-1)).squeeze(-1)
     deviation = K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY).sqrt()
     # The step is at most STEP standard deviations of any output.
     step = STEP / (move / deviation).abs().amax(-1).clamp_min(STEP)
-    change = _precision_change(posterior, site, move * step.unsqueeze(-1))
-    # One copy of a row of weight w. Where the precision is not finite, no change is followed.
+    change = _compute_precision_change(posterior, site, move * step.unsqueeze(-1))
+    # A central difference; where the precision is not finite, it counts as zero.
     once = site.row_weights.clamp_max(1.0)
     return torch.nan_to_num(change * (once / (2 * step))[:, None, None], 0.0, 0.0, 0.0)
 
 
-def _precision_change(posterior: Posterior, site: Site, move: Tensor) -> Tensor:
-    """Compute Λ at the outputs f + move less Λ at f − move.  move (b, C) -> (b, C, C)."""
-    return _precision_at(posterior, site, site.f + move) - _precision_at(
-        posterior, site, site.f - move
-    )
+def _compute_precision_change(posterior: Posterior, site: Site, move: Tensor) -> Tensor:
+    """Compute Λ at the outputs f + move less Λ at f − move: move (b, C) -> (b, C, C)."""
+    above = _compute_precision(posterior, site, site.f + move)
+    return above - _compute_precision(posterior, site, site.f - move)
 
 
-def _precision_at(posterior: Posterior, site: Site, f: Tensor) -> Tensor:
-    """Compute Λ of the sites (b, C, C) with other outputs f (b, C)."""
+def _compute_precision(posterior: Posterior, site: Site, f: Tensor) -> Tensor:
+    """Compute Λ of the rows of a site (b, C, C), with outputs f (b, C) in place of theirs.
+
+    It is the Fisher, or for a variational Gaussian the average that its fit used.
+    """
     if posterior.variational is None:
         return posterior.likelihood.fisher(f)
     output_root = posterior.covariance.root(site.J)
@@ -448,18 +475,19 @@ def _precision_at(posterior: Posterior, site: Site, f: Tensor) -> Tensor:
 
 
 class _RankedRows(NamedTuple):
-    """Training rows with their influence on each of q inputs, and the score by which they are
-    ranked.
+    """k training rows for each of q inputs, with their influence there."""
+
+    score: Tensor  # by which the rows are ranked (q, k)
+    rows: Tensor  # their places among the training rows, or in their chunk (q, k)
+    mean: Tensor  # what the row adds to f (q, k, C)
+    variance: Tensor  # what the row adds to the variance of f (q, k, C)
+
+
+def _keep_best_rows(old: _RankedRows | None, new: _RankedRows, most: int) -> _RankedRows:
+    """Return the `most` rows with the highest scores of old and new together, the highest first.
+
+    Of rows with equal scores the earlier one is kept. old=None: there are no old rows.
     """
-
-    score: Tensor  # (q, k)
-    rows: Tensor  # (q, k)
-    mean: Tensor  # (q, k, C)
-    variance: Tensor
-
-
-def _keep_best(old: _RankedRows | None, new: _RankedRows, most: int) -> _RankedRows:
-    """Keep the rows with the highest scores of both; of equal ones the first."""
     both = new
     if old is not None:
         both = _RankedRows(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
@@ -474,15 +502,20 @@ def _keep_best(old: _RankedRows | None, new: _RankedRows, most: int) -> _RankedR
 
 
 class _Removal(NamedTuple):
-    """What each row of a chunk adds to other outputs: X a to the mean, −X W Xᵀ to the variance."""
+    """The terms by which removing a row changes other outputs (see the module): the row adds X a to
+    the mean and −X W Xᵀ to the variance.
+    """
 
     a: Tensor  # (b, C); zero where not sound
     W: Tensor  # (b, C, C); zero where not sound
     sound: Tensor  # (b,) bool: I − RᵀΛR is positive definite
 
 
-def _remove_rows(site: Site, covariance: Operator) -> _Removal:
-    """Compute the effect of removing each row of a chunk; one copy of a row of weight above 1."""
+def _compute_removal(site: Site, covariance: Operator) -> _Removal:
+    """Compute the effect of removing each row of a site from the fit, one at a time.
+
+    covariance: that of θ. Of a row of weight above 1 one copy is removed.
+    """
     once = site.row_weights.clamp_max(1.0)
     g = site.score * once[:, None]
     Lambda = site.precision * once[:, None, None]
@@ -508,10 +541,11 @@ def _remove_rows(site: Site, covariance: Operator) -> _Removal:
 # --- doubt and inputs ----------------------------------------------------------------------
 
 
-def mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
-    """Compute ∂E[y|f]/∂f (N, M, C), with M values of y for each input.
+def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
+    """Compute ∂E[y|f]/∂f (N, M, C), where E[y|f] has M values for each input.
 
-    f (N, C), K (N, C, C), whose diagonal sets the steps where autograd cannot follow the mean.
+    f (N, C), K (N, C, C). It is by autograd, or by central differences where autograd cannot
+    differentiate the mean. The diagonal of K sets the steps of these.
     """
     if not likelihood.mean_has_gradient:
         steps = STEP * K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY).sqrt()
@@ -533,18 +567,19 @@ def mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
 
 
 def first_order_variance(A: Tensor, K: Tensor) -> Tensor:
-    """Compute the diagonal of A K Aᵀ, the variance of E[y|f] to first order.
+    """Compute the variance of E[y|f] to first order, which is the diagonal of A K Aᵀ.
 
-    A (N, M, C), K (N, C, C) -> (N, M).
+    A (N, M, C): the slopes of `compute_mean_slopes`. K (N, C, C). The result is (N, M).
     """
     return ((A @ K) * A).sum(-1)
 
 
-def _reference_row(posterior: Posterior, x: Inputs, reference: Any, data: Any) -> Tensor | None:
-    """Return the values (D,) that the inputs are compared with, by default their means over the
-    training rows; None where x is not a table of numbers.
+def _choose_reference(posterior: Posterior, x: Inputs, reference: Any, data: Any) -> Tensor | None:
+    """Return the reference values (D,) of the columns of x; None if x is not a table of numbers.
 
-    Raises ValueError for a reference of another shape, or one that is not finite.
+    reference: as given by the user; None: the means over the training rows. data: these rows; None:
+    those that the posterior keeps. Raises ValueError for a reference where x is not a table, of
+    another shape, or that is not finite.
     """
     cast = posterior.network.cast(x)
     if not isinstance(cast, Tensor) or cast.dim() != 2 or not cast.is_floating_point():
@@ -563,11 +598,14 @@ def _reference_row(posterior: Posterior, x: Inputs, reference: Any, data: Any) -
             )
         check_finite("reference", values, "Give finite values.")
         return values
-    return _mean_input(posterior, cast.shape[1], data)
+    return _average_inputs(posterior, cast.shape[1], data)
 
 
-def _mean_input(posterior: Posterior, columns: int, data: Any) -> Tensor:
-    """Compute the mean of each column over the training rows, by row weight (D,)."""
+def _average_inputs(posterior: Posterior, columns: int, data: Any) -> Tensor:
+    """Compute the mean of each column over the training rows, by row weight (columns,).
+
+    data: the training rows; None: those that the posterior keeps.
+    """
     total = torch.zeros(columns, dtype=torch.float64)
     weight = 0.0
     for batch in open_training_data(posterior, data, PURPOSE):
@@ -581,28 +619,28 @@ def _mean_input(posterior: Posterior, columns: int, data: Any) -> Tensor:
     return total / weight
 
 
-def _effects_of_inputs(posterior: Posterior, x: Tensor, reference: Tensor) -> Tensor:
-    """Compute the doubt at x less the doubt with column j at its reference.
+def _compute_input_effects(posterior: Posterior, x: Tensor, reference: Tensor) -> Tensor:
+    """Compute for each column the doubt at x less the doubt with the column at its reference.
 
     x (N, D), reference (D,) -> (N, D).
     """
     x = x.to("cpu", torch.float64)
     N, D = x.shape
-    doubt = _doubt_at(posterior, x)
+    doubt = _compute_doubt(posterior, x)
     at_once = max(VARIANTS // N, 1)
     doubt_at_reference = []
     for start in range(0, D, at_once):
         columns = torch.arange(start, min(start + at_once, D))
         changed = x.repeat(len(columns), 1, 1)  # (d, N, D)
+        # Copy number i of the inputs has column `columns[i]` at its reference.
         changed[torch.arange(len(columns)), :, columns] = reference[columns, None]
-        doubt_at_reference.append(_doubt_at(posterior, changed.flatten(0, 1)).view(len(columns), N))
+        changed_doubt = _compute_doubt(posterior, changed.flatten(0, 1))
+        doubt_at_reference.append(changed_doubt.view(len(columns), N))
     return doubt[:, None] - torch.cat(doubt_at_reference).mT
 
 
-def _doubt_at(posterior: Posterior, x: Tensor) -> Tensor:
-    """Compute the variance of E[y|f] to first order at x (N, D), summed over the values of y:
-    (N,).
-    """
+def _compute_doubt(posterior: Posterior, x: Tensor) -> Tensor:
+    """Compute the variance of E[y|f] to first order at x (N, D), summed over values of y: (N,)."""
     marginal = posterior.outputs_at(x)
-    A = mean_slopes(posterior.likelihood.predictive, *marginal)
+    A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
     return first_order_variance(A, marginal.covariance).sum(-1)

@@ -1,8 +1,8 @@
-"""Leave-one-out predictions of the training rows: by cavities (`ssla.predictive.cavities`), without
-refits.
+"""Leave-one-out predictions of the training rows, by cavities (`ssla.predictive.cavities`).
 
-Cavities are exact for a linear model with Gaussian noise. For other likelihoods they are too
-optimistic for influential rows; in a last layer these are refitted.
+Cavities need no refit. They are exact for a linear model with Gaussian noise. For other likelihoods
+they are too optimistic for influential rows. In a last layer the Gaussian is refitted without each
+of these.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ssla.predictive.cavities import (
     Sites,
     collect_sites,
     compute_cavity,
-    predictives_of,
+    iterate_predictives,
     rank_targets,
 )
 from ssla.priors import EXACT
@@ -45,11 +45,10 @@ LEVELS = (0.5, 0.9, 0.95)  # of the coverage that is printed
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class LeaveOneOut:
-    """Each training row predicted from the others, in the order in which the data are read.
+    """The prediction of each training row from the others, in the order in which the data are read.
 
-    Made by `posterior.loo()`.
-
-    A row of weight w stands for w equal rows: one of them is left out (all of it, if w < 1).
+    Made by `posterior.loo()`. A row of weight w stands for w equal rows: one of them is left out
+    (all of it, if w < 1).
     """
 
     kind: str  # of the target, as `Predictive.kind`
@@ -67,7 +66,8 @@ class LeaveOneOut:
 
     @property
     def pit(self) -> Tensor | None:
-        """P(Y ≤ y_i) (n,) or (n, D), which is uniform if the model is right; None for classes.
+        """Return P(Y ≤ y_i) (n,) or (n, D), which is uniform if the model is right; None for
+        classes.
 
         For counts it is the mean of P(Y < y_i) and P(Y ≤ y_i). For angles the circle is cut
         opposite the mean.
@@ -76,24 +76,30 @@ class LeaveOneOut:
 
     @property
     def failed(self) -> Tensor:
-        """The rows without an answer (n,) bool, which `nll` and `coverage` leave out."""
+        """Return flags (n,) bool of the rows without an answer, which `nll` and `coverage` leave
+        out.
+        """
         return self.log_prob.isnan()
 
     @property
     def doubtful(self) -> Tensor:
-        """The influential rows that were not refitted (n,) bool. Their log densities are too
-        high.
+        """Return flags (n,) bool of the influential rows that were not refitted. Their log
+        densities are too high.
         """
         return (self.influence > INFLUENTIAL) & ~self.refitted & ~self.failed
 
     @cached_property
     def nll(self) -> float:
-        """The mean of −log p(y_i | the other rows), by row weight."""
+        """Return the mean of −log p(y_i | the other rows), by row weight, over the rows with an
+        answer.
+        """
         return -self._weighted_mean(self.log_prob)
 
     def coverage(self, level: float = 0.95) -> float:
-        """Return the share of rows, by weight, whose central interval (for classes: smallest set)
-        at that level contains y.  ValueError for a level that is no probability.
+        """Return the share of rows, by weight, whose central interval at that level contains y.
+
+        For classes it is the smallest set. A row with several targets counts by the share of
+        targets that are inside. Raises ValueError unless 0 < level < 1.
         """
         tail = (1 - checked_level(level)) / 2
         if self.kind == "class":
@@ -101,7 +107,6 @@ class LeaveOneOut:
         else:
             inside = (self.upper >= tail) & (self.lower <= 1 - tail)
         covered = inside.double()
-        # Several targets of a row count by the share of them that is covered.
         return self._weighted_mean(covered if covered.dim() == 1 else covered.mean(1))
 
     def _weighted_mean(self, values: Tensor) -> float:
@@ -110,9 +115,10 @@ class LeaveOneOut:
         return float((weights * values.nan_to_num()).sum() / weights.sum())
 
     def __str__(self) -> str:
-        """Return the figures of all rows, one a line."""
+        """Return the scores and the numbers of rows of each kind as text, one a line."""
         shares = ", ".join(f"{self.coverage(level):.3f} at {level:g}" for level in LEVELS)
-        failed, doubtful = int(self.failed.sum()), int(self.doubtful.sum())
+        failed = int(self.failed.sum())
+        doubtful = int(self.doubtful.sum())
         lines = [
             f"leave-one-out   {len(self.log_prob):,} rows, each predicted from the others",
             f"nll             {self.nll:.4g}",
@@ -134,7 +140,7 @@ class LeaveOneOut:
 
 
 class _RowAnswers(NamedTuple):
-    """How a predictive predicts y, for each of n rows; see `LeaveOneOut`."""
+    """The answers for n rows; the fields are those of `LeaveOneOut`."""
 
     log_prob: Tensor
     lower: Tensor
@@ -145,9 +151,11 @@ class _RowAnswers(NamedTuple):
 def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = None) -> LeaveOneOut:
     """Predict every training row from the others, by cavities; see Posterior.loo.
 
-    The most influential rows of a last layer are refitted, `refits` of them at most. Raises
-    ValueError for another convention than the exact one, and for data that are not those of the
-    fit.
+    data: the training rows; None: those that the posterior keeps. The Gaussian of a last layer is
+    refitted without each of the most influential rows, `refits` of them at most; None: as many as
+    read ROWS_TO_REFIT rows in a round. Warns of inaccurate rows and of rows without an answer.
+    Raises ValueError for another convention than the exact one, for a wrong `refits`, and for data
+    that are not those of the fit.
     """
     if posterior.convention != EXACT:
         raise ValueError(
@@ -159,7 +167,9 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
     ):
         raise ValueError(f"refits must be a whole number from 0, or None, but is {refits!r}.")
     sites = collect_sites(posterior, data)
-    answers, influences, weights = [], [], []
+    answers = []
+    influences = []
+    weights = []
     for site in sites:
         without = compute_cavity(site, None, posterior.covariance)
         answers.append(_predict_rows(sites.likelihood, without.marginal, site.y))
@@ -172,15 +182,18 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
     for values in (answer.log_prob, answer.lower, answer.upper):
         values[failed] = torch.nan
     most = max(ROWS_TO_REFIT // len(failed), 1) if refits is None else refits
-    rows = _rows_to_refit(posterior, influence, most)
-    refitted = _replace_by_refits(answer, list(_refit_without(posterior, sites, rows)), sites)
+    rows = _choose_rows_to_refit(posterior, influence, most)
+    refitted = _replace_by_refits(answer, list(_refit_without_rows(posterior, sites, rows)), sites)
     _warn_of_bad_rows(failed & ~refitted, answer.inaccurate)
     support = posterior.likelihood.predictive.support_for(posterior.network.outputs)
     return LeaveOneOut(support.kind, *answer, influence, refitted, torch.cat(weights))
 
 
 def _replace_by_refits(answer: _RowAnswers, refits: list[_RefitRow], sites: Sites) -> Tensor:
-    """Replace the answers of refitted rows, in place; returns which rows these are (n,) bool."""
+    """Replace the answers of refitted rows in `answer`, in place.
+
+    Returns which rows these are (n,) bool.
+    """
     refitted = torch.zeros(len(answer.log_prob), dtype=torch.bool)
     if refits:
         rows = torch.tensor([refit.row for refit in refits])
@@ -213,10 +226,11 @@ def _warn_of_bad_rows(failed: Tensor, inaccurate: Tensor) -> None:
         )
 
 
-def _rows_to_refit(posterior: Posterior, influence: Tensor, most: int) -> list[int]:
-    """Choose the rows to refit by their influence (n,), the most influential first.
+def _choose_rows_to_refit(posterior: Posterior, influence: Tensor, most: int) -> list[int]:
+    """Choose the rows to refit by their influence (n,), at most `most`, the most influential first.
 
-    Where cavities are exact, only rows without a cavity are refitted.
+    A row without a cavity has infinite influence. Only such rows are chosen where cavities are
+    exact.
     """
     least = torch.finfo(influence.dtype).max if posterior.quadratic else INFLUENTIAL
     order = influence.argsort(descending=True, stable=True)
@@ -224,56 +238,71 @@ def _rows_to_refit(posterior: Posterior, influence: Tensor, most: int) -> list[i
 
 
 class _RefitRow(NamedTuple):
-    """A training row, and its outputs under the Gaussian that was fitted without it."""
+    """A training row with its outputs under the Gaussian that was fitted without it."""
 
-    row: int
-    f: Tensor  # (1, C)
-    K: Tensor  # (1, C, C)
-    y: Tensor  # (1, …)
+    row: int  # its place among the training rows
+    f: Tensor  # mean of the outputs (1, C)
+    K: Tensor  # their covariance (1, C, C)
+    y: Tensor  # (1,) or (1, D)
 
 
-def _refit_without(posterior: Posterior, sites: Sites, rows: list[int]) -> Iterator[_RefitRow]:
-    """Fit the Gaussian again without each of the rows; nothing where it cannot be fitted again.
+def _refit_without_rows(posterior: Posterior, sites: Sites, rows: list[int]) -> Iterator[_RefitRow]:
+    """Fit the Gaussian again without each of the rows, and yield the row's outputs under it.
 
-    Only a last layer is refitted, whose sites are in memory and whose mode can move.
+    Only a last layer is refitted, whose sites are in memory and whose mode moves with the data;
+    otherwise nothing is yielded. A row without which there is no fit is left out.
     """
     kept = sites.rows.kept
-    movable = posterior.variational is not None or posterior.mode == POLISH
-    if not posterior.network.linear or kept is None or not movable:
+    mode_moves = posterior.variational is not None or posterior.mode == POLISH
+    if not posterior.network.linear or kept is None or not mode_moves:
         return
-    chunks = [_chunk_of_site(site, posterior) for site in kept]
-    # The first row of each chunk, by which a row is found in its chunk.
+    chunks = [_make_chunk(site, posterior) for site in kept]
+    # the number of the first row of each chunk
     starts = torch.tensor([0, *(len(site.f) for site in kept)]).cumsum(0)
     for row in rows:
-        number = int(torch.searchsorted(starts, row, right=True)) - 1
-        site = kept[number]
-        i = row - int(starts[number])
-        # A row of weight w stands for w equal rows: one of them is left out.
+        chunk_number = int(torch.searchsorted(starts, row, right=True)) - 1
+        site = kept[chunk_number]
+        i = row - int(starts[chunk_number])  # the place of the row in its chunk
+        # A row of weight w stands for w equal rows, of which one is left out (all of it if w < 1).
         weights = site.row_weights.clone()
         weights[i] -= weights[i].clamp_max(1.0)
-        remaining = [*chunks]
-        remaining[number] = replace(chunks[number], weights=weights)
+        chunks_without_row = [*chunks]
+        chunks_without_row[chunk_number] = replace(chunks[chunk_number], weights=weights)
         try:
-            refit = refit_to_chunks(posterior, remaining)
+            refit = refit_to_chunks(posterior, chunks_without_row)
         except ValueError:  # without this row there is no mode, or no positive definite curvature
             continue
-        # The row's own outputs under the new Gaussian: f is linear in the last layer.
+        # The outputs of the row follow from the step of the mean, because they are linear in the
+        # last layer.
         assert isinstance(site.J, Features)
         J = replace(site.J, phi=site.J.phi[i : i + 1])
         f = site.f[i : i + 1] + J.push(refit.mean - sites.mean)
         yield _RefitRow(row, f, refit.covariance.covariance(J), site.y[i : i + 1])
 
 
-def _chunk_of_site(site: Site, posterior: Posterior) -> Chunk:
-    """Return the rows of a site as a fit reads them: features in place of inputs."""
+def _make_chunk(site: Site, posterior: Posterior) -> Chunk:
+    """Return the rows of a site of a last layer as a chunk of a fit.
+
+    It has features in place of inputs.
+    """
     assert isinstance(site.J, Features)
-    return Chunk(None, site.y, site.weights, 0.0, site.J, posterior.network.offset)
+    return Chunk(
+        x=None,
+        y=site.y,
+        weights=site.weights,
+        rounding=0.0,
+        features=site.J,
+        offset=posterior.network.offset,
+    )
 
 
 def _predict_rows(likelihood: Likelihood, marginal: Marginal, y: Tensor) -> _RowAnswers:
-    """Predict y (n, …) by the predictives of f ~ N(f₋, K₋), with f₋ (n, C) and K₋ (n, C, C)."""
+    """Return how the predictives of f ~ N(f₋, K₋) predict y (n,) or (n, D).
+
+    marginal: f₋ (n, C) and K₋ (n, C, C).
+    """
     answers = []
-    for predictive, targets in predictives_of(likelihood, marginal, y):
+    for predictive, targets in iterate_predictives(likelihood, marginal, y):
         lower, upper = rank_targets(predictive, targets)
         log_prob = predictive.log_prob(targets)
         answers.append(_RowAnswers(log_prob, lower, upper, predictive.diagnostics.inaccurate))

@@ -12,28 +12,26 @@ from torch import Tensor
 from ssla.predictive import Predictive
 
 Functional = Callable[[Predictive, Tensor], Tensor]
-"""(predictive of R rows, argument (R, k)) -> (R, k)."""
+"""A function of a predictive of R rows and an argument (R, k), with values (R, k)."""
 
 
 class Bounds(NamedTuple):
-    """The least and the greatest value over a set."""
+    """The least and the greatest value over a set of predictives, of one shape."""
 
     lower: Tensor
     upper: Tensor
 
     @property
     def imprecision(self) -> Tensor:
-        """The width of the bounds, upper − lower, in their shape."""
+        """Return upper − lower, the width of the bounds, in their shape."""
         return self.upper - self.lower
 
 
 class Worst(NamedTuple):
-    """For each row the member with the least value, together as one predictive, and those
-    values (N,).
-    """
+    """The member with the least value, row by row."""
 
-    predictive: Predictive
-    value: Tensor
+    predictive: Predictive  # in each row that of the row's own member
+    value: Tensor  # the least values (N,)
 
 
 class Members(Protocol):
@@ -41,30 +39,36 @@ class Members(Protocol):
 
     @property
     def rows(self) -> int:
-        """The number N of rows."""
+        """Return N, the number of rows of every member."""
         ...
 
     @property
     def is_family(self) -> bool:
-        """Return whether there are more members than `list_members` returns."""
+        """Tell whether there are more members than `list_members` returns."""
         ...
 
-    def bounds(self, functional: Functional, argument: Tensor) -> Bounds:
-        """Compute the bounds of functional(·, argument) over the set.  (N, k) -> (N, k) each."""
+    def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
+        """Compute the bounds of functional(·, argument) over the set, entry by entry.
+
+        argument (N, k); the bounds are (N, k) each.
+        """
         ...
 
     def list_members(self) -> list[Predictive]:
-        """Return some members: all of a finite set, the corners of a family."""
+        """Return the members of a finite set, or the corners of a family."""
         ...
 
     def find_worst(self, functional: Callable[[Predictive], Tensor]) -> Worst:
-        """Find the member that minimises functional (N,), row by row."""
+        """Find the member of a family that minimises functional(member), which is (N,), row by row.
+
+        Raises NotImplementedError for a finite set.
+        """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class FiniteMembers:
-    """A list of predictives."""
+    """A finite set of predictives of the same N rows, at least one."""
 
     predictives: tuple[Predictive, ...]
 
@@ -72,25 +76,30 @@ class FiniteMembers:
 
     @property
     def rows(self) -> int:
-        """See Members.rows."""
+        """Return N, the number of rows of every member."""
         return self.predictives[0].mean.shape[0]
 
-    def bounds(self, functional: Functional, argument: Tensor) -> Bounds:
-        """Compute the bounds over the list; see Members.bounds."""
+    def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
+        """Compute the bounds of functional(·, argument) over the set: (N, k) -> (N, k) each."""
         values = torch.stack([functional(p, argument) for p in self.predictives])
         return Bounds(values.amin(0), values.amax(0))
 
     def list_members(self) -> list[Predictive]:
-        """Return all members; see Members.list_members."""
+        """Return all members."""
         return list(self.predictives)
 
     def find_worst(self, functional: Callable[[Predictive], Tensor]) -> Worst:
-        """Raise NotImplementedError: only a family is searched."""
+        """Raise NotImplementedError: only a family is searched. The argument is part of the
+        protocol.
+        """
         raise NotImplementedError("a finite set has no more members than it lists")
 
 
-def require_order(predictive: Predictive, lacking: str = "order") -> Any:
-    """Return the predictive; TypeError for classes, which lack an order, quantiles, …"""
+def require_order(predictive: Predictive, missing: str = "order") -> Any:
+    """Return the predictive unchanged. Raises TypeError for classes, which have no order.
+
+    missing: what the message says that classes do not have.
+    """
     if predictive.kind == "class":
-        raise TypeError(f"Classes have no {lacking}. Ask for probability([…]).")
+        raise TypeError(f"Classes have no {missing}. Ask for probability([…]).")
     return predictive

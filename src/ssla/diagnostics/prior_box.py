@@ -48,20 +48,22 @@ MOST_ROUNDS = 150  # a guess
 
 
 class _PrecisionRanges(NamedTuple):
-    """The ranges of log precisions of a box, one for each group of parameters."""
+    """The ranges of log precisions of a box, one for each of G groups of parameters."""
 
     labels: list[str]  # of the groups
     groups: Tensor  # the group of each parameter (P,)
-    low: Tensor  # (G,)
-    high: Tensor
+    low: Tensor  # the least log precisions (G,)
+    high: Tensor  # the greatest ones (G,)
 
 
 @dataclass(frozen=True, eq=False)
 class BoxMembers:
-    """The predictives under all Gaussian priors of a box.
+    """The predictives at N inputs under all Gaussian priors of a box.
 
-    Coordinates u ∈ [0, 1]^d: log precisions by layer, then the place s between the lowest and the
-    highest f̂.
+    A member has coordinates u ∈ [0, 1]^d. The first are the log precisions of the groups of
+    parameters, from their least to their greatest values. Where θ̂ moves with the prior, the last is
+    the place of f̂ between the lowest and the highest one, (s + 1)/2 with the s of the module. A
+    task is an input with a u of its own.
     """
 
     names: tuple[str, ...]  # of the coordinates
@@ -72,13 +74,13 @@ class BoxMembers:
     jacobian: Tensor  # J (N, C, P)
     basis: Eigenbasis | ThinBasis
     gradient: Tensor  # ∇ℓ at θ₀ (P,)
-    theta: Tensor  # θ₀
+    theta: Tensor  # θ₀ (P,)
     box_centre: Tensor  # of the means (P,)
     box_radius: Tensor  # half the widths of the box of means (P,)
-    groups: Tensor  # of the basis's coordinates
-    low: Tensor  # log precisions (G,)
-    high: Tensor
-    moves: bool  # θ̂ moves with the prior
+    groups: Tensor  # the group of each coordinate of the basis
+    low: Tensor  # least log precisions (G,)
+    high: Tensor  # greatest log precisions (G,)
+    moves: bool  # whether θ̂ moves with the prior
 
     is_family = True
 
@@ -86,11 +88,11 @@ class BoxMembers:
     def build(
         posterior: Posterior, x: Inputs, box: Box, convention: str, refit: str | Refit
     ) -> BoxMembers:
-        """Linearise the network at x and rotate what depends on the prior into an eigenbasis.
+        """Build the family from the network linearised at x and an eigenbasis of the curvature.
 
-        Raises ValueError for another convention than the exact one, for ranges that differ within
-        a layer, for ranges by layer under a structure without a kept eigenbasis, and for a range of
-        means with several outputs.
+        refit: the rung of the predictives. Raises ValueError for another convention than the exact
+        one, for ranges that differ within a layer, for ranges by layer under a structure without a
+        kept eigenbasis, and for a range of means with several outputs.
         """
         if convention != EXACT:
             raise ValueError(
@@ -98,7 +100,7 @@ class BoxMembers:
                 "list of priors."
             )
         layout = posterior.network.layout
-        ranges = _precision_ranges(box, layout)
+        ranges = _find_precision_ranges(box, layout)
         lowest_mean, highest_mean = box.means(layout)
         basis = _find_basis(posterior.sums.curvature, ranges, layout.size)
         moves = posterior.follows_prior
@@ -115,8 +117,11 @@ class BoxMembers:
         groups = ranges.groups
         if len(basis.values) != layout.size:
             groups = torch.zeros(len(basis.values), dtype=torch.long)
+        names = list(ranges.labels)
+        if moves:
+            names.append("place between the lowest and the highest f̂")
         return BoxMembers(
-            names=(*ranges.labels, *["place between the lowest and the highest f̂"] * moves),
+            names=tuple(names),
             notes=notes,
             likelihood=posterior.likelihood,
             refit=refit,
@@ -135,15 +140,15 @@ class BoxMembers:
 
     @property
     def rows(self) -> int:
-        """See Members.rows."""
+        """Return N, the number of inputs."""
         return len(self.mean)
 
     @cached_property
     def _rotated_terms(self) -> tuple[Tensor, Tensor, Tensor]:
-        """J, ∇ℓ and θ₀ − box_centre in the eigenbasis: J Q (N, C, P), Qᵀ∇ℓ and Qᵀ(θ₀ − box_centre)
-        (P,).
+        """Return J, ∇ℓ and θ₀ − box_centre in the eigenbasis Q.
 
-        A thin basis has k + P coordinates in place of P.
+        They are JQ (N, C, P), Qᵀ∇ℓ (P,) and Qᵀ(θ₀ − box_centre) (P,). A thin basis has k + P
+        coordinates in place of P.
         """
         rotated = self.basis.rotated
         return (
@@ -153,69 +158,81 @@ class BoxMembers:
         )
 
     def marginal(self, u: Tensor, rows: Tensor) -> Marginal:
-        """Compute f̂ and K of each task under its own prior, by the formula of the module.
+        """Compute f̂ (T, C) and K (T, C, C) of T tasks, each under its own prior.
 
-        u (T, d), rows (T,) -> (T, C), (T, C, C).
+        u (T, d): coordinates of the priors; rows (T,): the inputs. The formulas are those of the
+        module.
         """
-        Z, g, q = self._rotated_terms
-        Z = Z[rows]
-        levels = (self.low + (self.high - self.low) * u[:, : len(self.low)]).exp()
-        tau = levels[:, self.groups]  # (T, P)
-        h = self.basis.values + tau
+        Z, gradient, offset = self._rotated_terms
+        Z = Z[rows]  # z_p of the module in its columns (T, C, P)
+        group_precisions = (self.low + (self.high - self.low) * u[:, : len(self.low)]).exp()
+        tau = group_precisions[:, self.groups]  # (T, P)
+        h = self.basis.values + tau  # eigenvalues of H (T, P)
         K = (Z / h[:, None]) @ Z.mT
         f = self.mean[rows]
         if self.moves:
-            f = f + (Z @ ((g - tau * q) / h).unsqueeze(-1)).squeeze(-1)
+            # f̂ for the centre of the means, and then the radius r times s ∈ [−1, 1]
+            f = f + (Z @ ((gradient - tau * offset) / h).unsqueeze(-1)).squeeze(-1)
             slope = self.basis.restored(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
             f = f + (2 * u[:, -1:] - 1) * (slope.abs() * self.box_radius).sum(-1)
         return Marginal(f, K)
 
     def predictive(self, u: Tensor, rows: Tensor) -> Predictive:
-        """Return the predictive of each task under its own prior.  u (T, d), rows (T,)."""
+        """Return the predictive of T tasks, each under its own prior.
+
+        u (T, d): coordinates of the priors; rows (T,): the inputs.
+        """
         with warnings.catch_warnings():
-            # Rows on the way to an extreme may have no integral; they are not an answer.
+            # A predictive may have no integral at a prior that the search only passes.
             warnings.simplefilter("ignore", UserWarning)
             return from_marginal(self.likelihood, *self.marginal(u, rows), self.refit)
 
-    def bounds(self, functional: Functional, argument: Tensor) -> Bounds:
-        """Compute the bounds of functional(·, argument) over the box; see Members.bounds.
+    def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
+        """Compute the bounds of functional(·, argument) over the box: (N, k) -> (N, k) each.
 
-        Each entry of the argument (N, k) is a task of its own.
+        Each entry of the argument is a task with a search of its own.
         """
-        count, each = argument.shape
-        rows = torch.arange(count).repeat_interleave(each)
-        column = argument.reshape(-1, 1)
+        row_count, column_count = argument.shape
+        rows = torch.arange(row_count).repeat_interleave(column_count)
+        one_column = argument.reshape(-1, 1)
 
-        def value(u: Tensor) -> Tensor:
-            """Evaluate the functional for the priors u (T, d): (T,)."""
-            return functional(self.predictive(u, rows), column).squeeze(1)
+        def evaluate(u: Tensor) -> Tensor:
+            """Return the functional of each task under the priors u (T, d): (T,)."""
+            return functional(self.predictive(u, rows), one_column).squeeze(1)
 
-        known = torch.stack([functional(p, argument).flatten() for p in self._start_predictives])
-        low = -self._maximise(lambda u: -value(u), -known)[1]
-        high = self._maximise(value, known)[1]
-        return Bounds(low.reshape(count, each), high.reshape(count, each))
+        at_starts = torch.stack(
+            [functional(p, argument).flatten() for p in self._start_predictives]
+        )
+        _, negative_low = self._maximise(lambda u: -evaluate(u), -at_starts)
+        _, high = self._maximise(evaluate, at_starts)
+        shape = (row_count, column_count)
+        return Bounds(-negative_low.reshape(shape), high.reshape(shape))
 
     def list_members(self) -> list[Predictive]:
-        """Return the members at the corners; see Members.list_members."""
+        """Return the members at the corners of the box, at most MOST_CORNERS of them."""
         return self._start_predictives[: min(2**self._dimension, MOST_CORNERS)]
 
     def find_worst(self, functional: Callable[[Predictive], Tensor]) -> Worst:
-        """Find the member of the box with the least value, row by row; see Members.find_worst."""
+        """Find the member of the box with the least functional(member), row by row."""
         rows = torch.arange(self.rows)
-        known = -torch.stack([functional(p) for p in self._start_predictives])
-        u, value = self._maximise(lambda u: -functional(self.predictive(u, rows)), known)
-        return Worst(self.predictive(u, rows), -value)
+        at_starts = -torch.stack([functional(p) for p in self._start_predictives])
+        u, negative_value = self._maximise(
+            lambda u: -functional(self.predictive(u, rows)), at_starts
+        )
+        return Worst(self.predictive(u, rows), -negative_value)
 
     @property
     def _dimension(self) -> int:
-        """The number d of coordinates."""
-        return len(self.low) + self.moves
+        """Return d, the number of coordinates."""
+        return len(self.low) + int(self.moves)
 
     @cached_property
     def _start_points(self) -> Tensor:
-        """The points where a search may start (k, d): the corners, then points spread inside."""
+        """Return the points where a search may start (k, d): the corners, and then quasi-random
+        points.
+        """
         all_corners = itertools.product((0.0, 1.0), repeat=self._dimension)
-        # Corners of many coordinates are 2^d: the first of them are taken.
+        # There are 2^d corners; of very many only the first are taken.
         corners = torch.tensor(
             list(itertools.islice(all_corners, MOST_CORNERS)), dtype=torch.float64
         )
@@ -224,18 +241,23 @@ class BoxMembers:
 
     @cached_property
     def _start_predictives(self) -> list[Predictive]:
-        """The members at the start points, shared by every question."""
+        """Return the members at the start points, which are computed once for all searches."""
         rows = torch.arange(self.rows)
         return [self.predictive(point.expand(self.rows, -1), rows) for point in self._start_points]
 
-    def _maximise(self, value: Callable[[Tensor], Tensor], known: Tensor) -> tuple[Tensor, Tensor]:
-        """Maximise T functions over [0, 1]^d at once, each from its best start points.
+    def _maximise(
+        self, evaluate: Callable[[Tensor], Tensor], at_starts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Maximise T functions over [0, 1]^d at once, each from its best STARTS start points.
 
-        value: u (T, d) -> (T,). known (k, T): the values at the start points. Returns u and the
-        maxima.
+        evaluate: u (T, d) -> the value of each function at its own u (T,). at_starts (k, T): the
+        values at the start points. Returns u (T, d) and the maxima (T,).
         """
-        best_known = zip(*known.topk(STARTS, 0), strict=True)
-        climbs = [self._climb_from_start(value, values, index) for values, index in best_known]
+        best_values, best_points = at_starts.topk(STARTS, 0)  # (STARTS, T) each
+        climbs = [
+            self._climb_from_start(evaluate, values, points)
+            for values, points in zip(best_values, best_points, strict=True)
+        ]
         best_u, best = climbs[0]
         for u, height in climbs[1:]:
             best_u = torch.where((height > best)[:, None], u, best_u)
@@ -243,12 +265,15 @@ class BoxMembers:
         return best_u, best
 
     def _climb_from_start(
-        self, value: Callable[[Tensor], Tensor], best: Tensor, index: Tensor
+        self, evaluate: Callable[[Tensor], Tensor], best: Tensor, start: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Maximise T functions by a compass search, each from the start point of its index (T,),
-        where it has the value best (T,).  Returns u (T, d) and the values there (T,).
+        """Maximise T functions over [0, 1]^d by a compass search.
+
+        evaluate: as in `_maximise`. start (T,): the number of the start point of each function;
+        best (T,): its value there. Returns u (T, d) and the values there (T,). A search that has
+        not ended after MOST_ROUNDS returns the best point so far.
         """
-        best_u = self._start_points[index]
+        best_u = self._start_points[start]
         step = torch.full_like(best, FIRST_STEP)
         tolerance = FINE if self.likelihood.quadratic else COARSE
         for _ in range(MOST_ROUNDS):
@@ -256,27 +281,29 @@ class BoxMembers:
             for j, sign in itertools.product(range(self._dimension), (1.0, -1.0)):
                 trial = best_u.clone()
                 trial[:, j] = (trial[:, j] + sign * step).clamp(0, 1)
-                height = value(trial)
+                height = evaluate(trial)
                 better = height > best
                 best_u = torch.where(better[:, None], trial, best_u)
                 best = torch.where(better, height, best)
                 gained |= better
-            # A task for which no direction is better looks nearer.
+            # Where no direction is better, the next round tries nearer points.
             step = torch.where(gained, step, step / 2)
             if float(step.max()) < tolerance:
                 break
         return best_u, best
 
 
-def _precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
-    """Return the ranges of log precisions: one for all parameters where they are equal, else one
-    for each layer.  ValueError where they differ within a layer.
+def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
+    """Return the ranges of log precisions of a box by groups of parameters.
+
+    All parameters are one group if their ranges are equal and the box does not name layers; else
+    each layer is a group. Raises ValueError where ranges differ within a layer.
     """
     low, high = box.precisions(layout)
     layers = layout.layers()
     groups = torch.zeros(layout.size, dtype=torch.long)
     labels = ["precision"]
-    # A dict names layers, so that each has a coordinate, even where the ranges are equal.
+    # A dict names layers, so that each of them has a coordinate, even where the ranges are equal.
     equal = bool((low == low[0]).all()) and bool((high == high[0]).all())
     if not equal or isinstance(box.precision, dict):
         labels = [f"precision of {layer or 'network'}" for layer in layers]
@@ -296,10 +323,12 @@ def _precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
 def _find_basis(
     curvature: Structure, ranges: _PrecisionRanges, size: int
 ) -> Eigenbasis | ThinBasis:
-    """Return an eigenbasis of S in which each block has one precision; ValueError if there is none.
+    """Return an eigenbasis of the curvature S in which each block has one precision.
 
-    size: the number P of parameters.
+    size: P, the number of parameters. Raises ValueError if there is none: for ranges by layer under
+    a structure that keeps no eigenbasis.
     """
+    # The basis depends on which precisions are equal, and not on their values.
     pattern = torch.ones(size, dtype=torch.float64)
     basis: Eigenbasis | ThinBasis | None = eigenbasis(curvature, pattern, ranges.groups)
     if basis is None and len(ranges.low) == 1:

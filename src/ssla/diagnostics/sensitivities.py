@@ -27,8 +27,8 @@ from ssla.fitting.evidence import eigenbasis
 from ssla.likelihoods import Likelihood
 from ssla.maths.linalg import covariance_root
 from ssla.predictive import GaussianLaw, Predictive
-from ssla.predictive.class_integrals import class_slopes
-from ssla.predictive.expectation import Event, expect, nodes_of, probability
+from ssla.predictive.class_integrals import differentiate_log_probs
+from ssla.predictive.expectation import Event, expect, get_expectation_nodes, probability
 from ssla.priors import EXACT, BoundGaussian, Prior, as_prior, describe
 from ssla.priors import Gaussian as GaussianPrior
 from ssla.refit import Refit
@@ -53,9 +53,9 @@ CONFLICT = 0.05  # tail probability below which the text says "conflict"
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class Sensitivity:
-    """Predictives of the same inputs under several priors.
+    """Predictives of the same N inputs under M priors. Made by `ssla.sensitivity`.
 
-    Rows of every table: one a prior, in the order of `names`.
+    The first dimension of every table is that of the priors, in the order of `names`.
     """
 
     names: tuple[str, ...]
@@ -63,25 +63,27 @@ class Sensitivity:
     predictives: tuple[Predictive, ...]
     baseline: Predictive  # under the posterior's own prior
     convention: str
-    own: Posterior
+    own: Posterior  # under its own prior
     x: Inputs
 
     @cached_property
     def mean(self) -> Tensor:
-        """The means under each prior (M, N)."""
+        """Return the means under each prior (M, N)."""
         return torch.stack([p.mean for p in self.predictives])
 
     @cached_property
     def stddev(self) -> Tensor:
-        """The standard deviations under each prior (M, N)."""
+        """Return the standard deviations under each prior (M, N)."""
         return torch.stack([p.stddev for p in self.predictives])
 
     def quantiles(self, q: Any) -> Tensor:
-        """Return the q-quantiles under each prior: (M, N), or (M, N, k) for several q.
+        """Return the q-quantiles under each prior: (M, N) for one q, (M, N, k) for k of them.
 
-        TypeError for classes.
+        Raises TypeError for classes.
         """
-        return torch.stack([require_order(p, "quantiles").icdf(q) for p in self.predictives])
+        return torch.stack(
+            [require_order(p, missing="quantiles").icdf(q) for p in self.predictives]
+        )
 
     def log_prob(self, y: Any) -> Tensor:
         """Return the log densities at y under each prior: y (N,) or (N, k) -> (M, N) or
@@ -90,49 +92,59 @@ class Sensitivity:
         return torch.stack([p.log_prob(y) for p in self.predictives])
 
     def probability(self, event: Event) -> Tensor:
-        """Return P(Y ∈ event) (M, N); event: (low, high), a list of such, classes, or a function
-        of y.
+        """Return P(Y ∈ event) under each prior (M, N).
+
+        event: (low, high), a list of such intervals, a class or a list of classes, or a function of
+        y. Raises ValueError or TypeError for an event that does not fit the target.
         """
         return torch.stack([probability(p, event) for p in self.predictives])
 
     def expectation(self, function: Any) -> Tensor:
-        """Return E function(Y) under each prior (M, N)."""
+        """Return E function(Y) under each prior (M, N).
+
+        function: applied to each y of a tensor (N, k). Raises ValueError unless it returns one
+        value for each y.
+        """
         return torch.stack([expect(p, function) for p in self.predictives])
 
     @property
     def mean_change(self) -> Tensor:
-        """The move of the mean, in standard deviations of the baseline (M, N)."""
+        """Return how far each mean is from the baseline's, in standard deviations of the baseline
+        (M, N).
+        """
         change: Tensor = (self.mean - self.baseline.mean) / self.baseline.stddev
         return change
 
     @property
     def stddev_ratio(self) -> Tensor:
-        """The standard deviations as multiples of the baseline's (M, N)."""
+        """Return the standard deviations as multiples of the baseline's (M, N)."""
         return self.stddev / self.baseline.stddev
 
     def quantile_change(self, q: Any) -> Tensor:
-        """Return by how much the q-quantiles differ from the baseline's: (M, N), or (M, N, k) for
-        several q.  TypeError for classes.
+        """Return the q-quantiles less the baseline's: (M, N) for one q, (M, N, k) for k of them.
+
+        Raises TypeError for classes.
         """
         change: Tensor = self.quantiles(q) - self.baseline.icdf(q)
         return change
 
     def probability_change(self, event: Event) -> Tensor:
-        """Return by how much P(Y ∈ event) differs from the baseline's (M, N)."""
+        """Return P(Y ∈ event) less the baseline's (M, N); event as in `probability`."""
         return self.probability(event) - probability(self.baseline, event)
 
     def local(self, y: Any) -> Local:
-        """Compute d log p(y) / d log(precision) under the posterior's own prior: see
-        `local_sensitivity`.
+        """Compute the derivative of log p(y) in the log precision of the posterior's own prior.
+
+        See `local_sensitivity` for y and errors.
         """
         return local_sensitivity(self.own, self.x, y)
 
     def conflicts(self) -> tuple[Conflict, ...]:
-        """Check whether each prior agrees with the data: see `conflict`. Gaussian priors only."""
+        """Compute for each prior whether it agrees with the data: see `conflict` for errors."""
         return tuple(conflict(posterior) for posterior in self.posteriors)
 
     def __str__(self) -> str:
-        """Return a table with one line for each prior."""
+        """Return a table as text: a line for each prior, and lines before it for a long name."""
         width = NAME_COLUMNS
         lines = [
             f"{len(self.names)} priors, convention {self.convention}, against the posterior's own "
@@ -142,7 +154,7 @@ class Sensitivity:
             f"{'its mode':>8}",
         ]
         for i, name in enumerate(self.names):
-            if len(name) > width:  # on its own line
+            if len(name) > width:
                 lines += textwrap.wrap(name, TEXT_COLUMNS)
                 name = ""
             ratio = self.stddev_ratio[i]
@@ -166,19 +178,19 @@ def sensitivity(
     """Compute the predictives at x under several priors, without a pass over the data.
 
     priors: a dict from names to priors, a list, or a range (low, high[, count]) of precisions of a
-    Gaussian prior that keeps the means of the posterior's own. How each prior is plugged in, and
-    whether θ̂ moves with it, is `Posterior.with_prior`'s affair; the posteriors are kept, and their
-    reports say it. Priors too weak for the averages of a variational Gaussian, which are kept, are
-    left out with a warning.
+    Gaussian prior that keeps the means of the posterior's own. `Posterior.with_prior` describes the
+    conventions, and when θ̂ moves with the prior; the reports of the posteriors in the result state
+    it. A variational Gaussian keeps its averages over the data. Priors that are too weak for these
+    are left out with a warning; if all are, ValueError is raised.
 
     >>> s = ssla.sensitivity(post, x, (0.01, 100)); print(s)      # doctest: +SKIP
     """
-    chosen = named_priors(posterior, priors)
+    chosen = name_priors(posterior, priors)
     posteriors: dict[str, Posterior] = {}
     failed: dict[str, NoFactorError] = {}
     for name, prior in chosen.items():
         try:
-            posteriors[name] = _posterior_under(posterior, prior, convention)
+            posteriors[name] = _replace_prior(posterior, prior, convention)
         except NoFactorError as error:
             if not _keeps_averages(posterior, convention):
                 raise
@@ -203,10 +215,11 @@ def sensitivity(
     )
 
 
-def _posterior_under(posterior: Posterior, prior: Prior, convention: str) -> Posterior:
+def _replace_prior(posterior: Posterior, prior: Prior, convention: str) -> Posterior:
     """Return the posterior under another prior.
 
-    Raises NoFactorError where the averages that it keeps curve upwards too much for that prior.
+    Raises NoFactorError where the curvature with that prior is not positive definite. If the
+    posterior keeps averages, their curvature must be so with the share NEEDED of the precision.
     """
     moved = posterior.with_prior(prior, convention)
     if _keeps_averages(posterior, convention):
@@ -216,8 +229,10 @@ def _posterior_under(posterior: Posterior, prior: Prior, convention: str) -> Pos
 
 
 def _keeps_averages(posterior: Posterior, convention: str) -> bool:
-    """Check whether another prior keeps averages over the data, of a likelihood for which they can
-    curve upwards.
+    """Tell whether another prior keeps averages over the data whose curvature may be indefinite.
+
+    They are kept by a variational Gaussian under the exact convention. Their curvature may be
+    indefinite if the likelihood is not concave.
     """
     return (
         convention == EXACT
@@ -226,10 +241,11 @@ def _keeps_averages(posterior: Posterior, convention: str) -> bool:
     )
 
 
-def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
-    """Turn a dict, a list or a range of priors into priors by name.
+def name_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
+    """Return a dict of priors by name, from a dict, a list or a range of priors.
 
-    Raises TypeError for anything else, and ValueError for a range that is not one or for no prior.
+    The priors of a list are named by their descriptions. Raises TypeError for anything else, and
+    ValueError for an invalid range and for no prior.
     """
     if isinstance(priors, Mapping):
         chosen = {str(name): as_prior(prior) for name, prior in priors.items()}
@@ -238,7 +254,7 @@ def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
         and len(priors) in (2, 3)
         and all(isinstance(v, int | float) for v in priors)
     ):
-        chosen = _range_of_priors(posterior, priors)
+        chosen = _make_range_of_priors(posterior, priors)
     elif isinstance(priors, Sequence) and not isinstance(priors, str):
         chosen = {}
         for prior in priors:
@@ -256,11 +272,12 @@ def named_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
     return chosen
 
 
-def _range_of_priors(posterior: Posterior, limits: tuple[float, ...]) -> dict[str, Prior]:
-    """Return Gaussian priors with precisions in equal ratios from low to high, for limits (low,
-    high[, count]); ValueError for limits that are not a range.
+def _make_range_of_priors(posterior: Posterior, limits: tuple[float, ...]) -> dict[str, Prior]:
+    """Return Gaussian priors by name, with precisions in equal ratios from low to high.
 
-    They have the means of the posterior's own prior.
+    limits: (low, high[, count]), with COUNT priors unless given. The priors have the means of the
+    posterior's own prior if that is Gaussian, and zero otherwise. Raises ValueError unless
+    0 < low < high and count ≥ 2.
     """
     low, high, count = (*limits, COUNT)[:3]
     if not (0 < low < high < math.inf and int(count) >= 2):
@@ -277,7 +294,7 @@ def _range_of_priors(posterior: Posterior, limits: tuple[float, ...]) -> dict[st
 
 
 class Local(NamedTuple):
-    """d/dε of a log predictive when the prior's precision is multiplied by e^ε."""
+    """The derivatives in ε, at ε = 0, when the prior's precision is multiplied by e^ε."""
 
     log_prob: Tensor  # of log p(y|x, D), of y's shape
     mean: Tensor  # of f̂ (N, C): zero where θ̂ does not move with the prior
@@ -289,10 +306,11 @@ class Local(NamedTuple):
 def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     """Compute how the log predictive density at y changes with the precision of a Gaussian prior.
 
-    The derivatives are exact, not differences.
+    The derivatives are exact, and not differences. They are those of the output rung.
 
-    y (N,) or (N, k). For the output rung and the exact convention. θ̂ moves with the prior where
-    `with_prior` would move it. Raises ValueError for another prior or convention.
+    y: (N,) or (N, k); for D targets (N, D) or (N, k, D). θ̂ moves with the prior where
+    `Posterior.with_prior` would move it. Raises ValueError for another prior than a Gaussian one,
+    for another convention than the exact one, and for classes that do not exist.
     """
     if posterior.convention != EXACT or not isinstance(posterior.bound_prior, BoundGaussian):
         raise ValueError(
@@ -311,27 +329,30 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     shape = grid.shape[:2] if is_grid else grid.shape[:1]
     if likelihood.logit_temperature is not None:
         predictive.law.check(grid)
-        slope = _class_slopes(likelihood.logit_temperature, marginal, change)
+        slope = _differentiate_class_probs(likelihood.logit_temperature, marginal, change)
         slope = slope.gather(1, grid.long())
-        return Local(slope.reshape(shape), *change, torch.ones(len(grid), dtype=torch.bool))
-    slope, exact = _log_density_slope(likelihood, grid, marginal, change)
+        exact = torch.ones(len(grid), dtype=torch.bool)
+        return Local(slope.reshape(shape), change.mean, change.covariance, exact)
+    slope, exact = _differentiate_log_density(likelihood, grid, marginal, change)
     if not isinstance(predictive.law, GaussianLaw):
-        # The mass changes too: d log ∫ is the expectation of the slope.
-        nodes, weights = nodes_of(predictive)
-        slope_at_nodes, exact_at_nodes = _log_density_slope(likelihood, nodes, marginal, change)
+        # The log of the mass is subtracted. Its derivative is the expectation of the slope.
+        nodes, weights = get_expectation_nodes(predictive)
+        slope_at_nodes, exact_at_nodes = _differentiate_log_density(
+            likelihood, nodes, marginal, change
+        )
         used = weights > USED_WEIGHT
         slope = slope - (weights * torch.where(used, slope_at_nodes, 0.0)).sum(1, keepdim=True)
         exact = torch.cat([exact, exact_at_nodes | ~used], 1)
     return Local(slope.reshape(shape), change.mean, change.covariance, exact.all(1))
 
 
-def _class_slopes(temperature: float, marginal: Marginal, change: Marginal) -> Tensor:
-    """Compute d/dε of the log probability of every class (N, classes).
+def _differentiate_class_probs(temperature: float, marginal: Marginal, change: Marginal) -> Tensor:
+    """Compute d/dε of the log probability of every class: (N, C), and (N, 2) for one output.
 
-    marginal f̂ (N, C) and K (N, C, C) of the logits, change: their d/dε. The temperature divides
-    logits, and its square their covariances.
+    marginal: f̂ (N, C) and K (N, C, C) of the logits; change: their d/dε. The temperature divides
+    logits, and its square divides their covariances.
     """
-    return class_slopes(
+    return differentiate_log_probs(
         marginal.mean / temperature,
         marginal.covariance / temperature**2,
         change.mean / temperature,
@@ -339,30 +360,33 @@ def _class_slopes(temperature: float, marginal: Marginal, change: Marginal) -> T
     )
 
 
-def _log_density_slope(
+def _differentiate_log_density(
     likelihood: Likelihood, y: Tensor, marginal: Marginal, change: Marginal
 ) -> tuple[Tensor, Tensor]:
-    """Compute d/dε of the un-normalised log density at y, and where it is exact.
+    """Compute d/dε of the un-normalised log density at y, and flags where it is exact, (N, k) each.
 
-    y (N, k, …), marginal f̂ (N, C) and K (N, C, C), change: their d/dε -> (N, k), bool (N, k).
+    y (N, k), or (N, k, D) for vectors. marginal: f̂ (N, C) and K (N, C, C); change: their d/dε. It
+    is not exact where the refit fell back or did not converge.
     """
     rows, count = y.shape[:2]
     f, K, df, dK = (values.repeat_interleave(count, 0) for values in (*marginal, *change))
     y = y.flatten(0, 1)
-    boundary = _boundary_slope(likelihood, y, Marginal(f, K), Marginal(df, dK))
+    boundary = _differentiate_at_boundary(likelihood, y, Marginal(f, K), Marginal(df, dK))
     if boundary is not None:
-        # These rows take the slope at the boundary; any y whose mode is inside will do here.
+        # These rows get the slope at the boundary in the end. Here they need any y whose mode is
+        # inside the allowed outputs.
         y = torch.where(boundary.cut, likelihood.mean(f), y)
     mode = evaluate_at_mode(likelihood, y, f, covariance_root(K))
-    u = mode.pull.unsqueeze(-1)
+    u = mode.pull.unsqueeze(-1)  # K⁻¹(f̃ − f̂)
     f_mode = f + (K @ u).squeeze(-1)
     eye = torch.eye(f.shape[1], dtype=torch.float64)
     Lambda = likelihood.precision(y, f_mode)
     # f̃ = f̂ + K u with u = g(f̃), differentiated: (I + KΛ) df̃ = df̂ + dK u.
     df_mode = torch.linalg.solve(eye + K @ Lambda, df.unsqueeze(-1) + dK @ u).squeeze(-1)
-    dLambda = third_derivative(likelihood, y, f_mode, df_mode)
+    dLambda = differentiate_precision(likelihood, y, f_mode, df_mode)
     inner = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + dLambda @ K)
     trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)  # d log|I + ΛK|
+    # d(log p(y|f̃) − ½uᵀKu) at a mode is uᵀdf̂ + ½uᵀdK u, since moving f̃ changes nothing there.
     slope = (mode.pull * df).sum(-1) + 0.5 * (u.mT @ dK @ u).squeeze((-2, -1)) - 0.5 * trace
     if boundary is not None:
         slope = torch.where(boundary.cut, boundary.slope, slope)
@@ -371,19 +395,21 @@ def _log_density_slope(
 
 
 class _BoundarySlope(NamedTuple):
-    """d/dε of the log densities that the boundary of the allowed outputs cuts (M,)."""
+    """The derivatives of log densities whose refit is cut by the boundary of the allowed
+    outputs.
+    """
 
-    cut: Tensor  # which those are
-    slope: Tensor
+    cut: Tensor  # (M,) bool: which log densities these are
+    slope: Tensor  # d/dε (M,), for these only
 
 
-def _boundary_slope(
+def _differentiate_at_boundary(
     likelihood: Likelihood, y: Tensor, marginal: Marginal, change: Marginal
 ) -> _BoundarySlope | None:
-    """Compute the slopes of refits that end at the boundary of the allowed outputs, by autograd of
-    their closed form; None where every output is allowed.
+    """Compute d/dε of the log densities of refits that the boundary of the allowed outputs cuts.
 
-    y (M, …), marginal f̂ (M, C) and K (M, C, C), change: their d/dε.
+    They have a closed form, which autograd differentiates. y (M,) or (M, D). marginal: f̂ (M, C)
+    and K (M, C, C); change: their d/dε. Returns None for a likelihood without such a boundary.
     """
     with torch.enable_grad():
         free = Marginal(*(values.detach().clone().requires_grad_(True) for values in marginal))
@@ -396,10 +422,12 @@ def _boundary_slope(
     return _BoundarySlope(boundary.cut, slope)
 
 
-def third_derivative(likelihood: Likelihood, y: Tensor, f: Tensor, direction: Tensor) -> Tensor:
-    """Compute d/dε Λ(y, f + ε·direction), by autograd of log p.
+def differentiate_precision(
+    likelihood: Likelihood, y: Tensor, f: Tensor, direction: Tensor
+) -> Tensor:
+    """Compute the derivative of Λ(y, f) along a direction of f, by autograd of log p.
 
-    y (M, …), f and direction (M, C) -> (M, C, C).
+    y (M,) or (M, D), f and direction (M, C) -> (M, C, C).
     """
     with torch.enable_grad():
         free = f.detach().clone().requires_grad_(True)
@@ -410,8 +438,9 @@ def third_derivative(likelihood: Likelihood, y: Tensor, f: Tensor, direction: Te
 
 
 def _gradient_or_zero(value: Tensor, variable: Tensor) -> Tensor:
-    """Compute ∂value/∂variable, in the shape of the variable; zero where value does not depend on
-    it.
+    """Compute the gradient of a number `value`, in the shape of the variable, with its graph.
+
+    It is zero if the value does not depend on the variable.
     """
     if not value.requires_grad:
         return torch.zeros_like(variable)
@@ -423,12 +452,13 @@ def _gradient_or_zero(value: Tensor, variable: Tensor) -> Tensor:
 
 
 class Conflict(NamedTuple):
-    """Whether the data are ones that the prior expects."""
+    """The result of a test whether the data are probable under the prior."""
 
-    # squared distance of the data's estimate from the prior's, in the prior predictive's own units
+    # squared distance of the data's estimate from the prior mean, in units of its covariance under
+    # the prior
     statistic: float
-    df: int
-    tail: float  # P(at least that far) under the prior: small means conflict
+    df: int  # degrees of freedom
+    tail: float  # probability under the prior of a distance at least as large: small means conflict
 
     def __str__(self) -> str:
         """Return the verdict and its numbers in one line."""
@@ -441,18 +471,17 @@ class Conflict(NamedTuple):
 
 @in_plain_torch
 def conflict(posterior: Posterior) -> Conflict:
-    """Compute the prior-predictive tail probability of the data.
+    """Compute the prior-predictive tail probability of the data: small if prior and data conflict.
 
-    The sufficient statistic of the linear model stands for the data.
+    The data enter by the score vector r = S(θ̂ − m) + ∇ℓ, with curvature S, which is a sufficient
+    statistic of the linear model. Under θ ~ N(m, T⁻¹) r is N(0, S + S T⁻¹ S), so that
+    rᵀ(S + S T⁻¹ S)⁺ r is χ² with rank(S) degrees of freedom. This is exact for Gaussian noise and a
+    network linear in its free parameters, and a normal approximation of the likelihood otherwise.
+    Noise estimated from the same data is taken as known.
 
-    Under θ ~ N(m, T⁻¹) the score vector r = S(θ̂ − m) + ∇ℓ is N(0, S + S T⁻¹ S), so rᵀ(S + S T⁻¹
-    S)⁺ r is χ² with rank(S) degrees of freedom. Exact for Gaussian noise and a network linear in
-    its free parameters; by the normal approximation of the likelihood otherwise. Noise estimated
-    from the same data is taken as known.
-
-    Needs dense curvature (or kfac of a last layer with Gaussian noise, which is as exact). Another
-    structure leaves out correlations that r has, and would report conflicts that are not there:
-    ValueError. The same for a prior that is not a proper Gaussian.
+    It needs dense curvature, or kfac of a last layer with Gaussian noise, which is as exact. Other
+    structures leave out correlations of r, and would report conflicts that are not there. Raises
+    ValueError for these, and for a prior that is not a proper Gaussian.
     """
     bound = posterior.bound_prior
     if not isinstance(bound, BoundGaussian) or not bool((bound.scale_precision > 0).all()):
@@ -473,9 +502,10 @@ def conflict(posterior: Posterior) -> Conflict:
     if basis is not None:
         # In an eigenbasis of S in which T is diagonal, the statistic is a sum.
         kept = basis.values > RANK_TOLERANCE * basis.values.max()
-        c, values = basis.rotated(r)[kept], basis.values[kept]
+        c = basis.rotated(r)[kept]
+        values = basis.values[kept]
         statistic = float((c * c / (values + values**2 / tau[kept])).sum())
-        return _conflict_of_statistic(statistic, len(values))
+        return _make_conflict(statistic, len(values))
     if not curvature.exact:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
@@ -486,10 +516,13 @@ def conflict(posterior: Posterior) -> Conflict:
     # S + S T⁻¹ S in the coordinates of the eigenvectors that are kept.
     spread = torch.diag(values) + values[:, None] * (vectors.mT @ (vectors / tau[:, None])) * values
     c = vectors.mT @ r
-    return _conflict_of_statistic(float(c @ torch.linalg.solve(spread, c)), len(values))
+    return _make_conflict(float(c @ torch.linalg.solve(spread, c)), len(values))
 
 
-def _conflict_of_statistic(statistic: float, df: int) -> Conflict:
-    """Return the statistic with its tail probability under χ² with df degrees of freedom."""
+def _make_conflict(statistic: float, df: int) -> Conflict:
+    """Return the statistic with its tail probability under χ² with df degrees of freedom.
+
+    The tail probability is gammaincc(df/2, statistic/2).
+    """
     half = torch.tensor([df / 2, statistic / 2], dtype=torch.float64)
     return Conflict(statistic, df, float(torch.special.gammaincc(half[0], half[1])))

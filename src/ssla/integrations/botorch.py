@@ -21,7 +21,7 @@ from torch import Tensor
 from ssla._checks import check_finite, check_positive, in_plain_torch
 from ssla.likelihoods import Gaussian
 from ssla.posterior import Posterior
-from ssla.predictive.functions import joint_of_groups
+from ssla.predictive.functions import compute_joint_of_groups
 
 try:
     from botorch.models.deterministic import GenericDeterministicModel
@@ -189,7 +189,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         X (…, q, d).
         """
         q, batch = X.shape[-2], X.shape[:-2]
-        joint = joint_of_groups(self.fitted, X.reshape(-1, X.shape[-1]), q, differentiable=True)
+        joint = compute_joint_of_groups(
+            self.fitted, X.reshape(-1, X.shape[-1]), q, differentiable=True
+        )
         K = joint.covariance
         return joint.mean.reshape(*batch, -1), K.reshape(*batch, *K.shape[-2:])
 

@@ -17,13 +17,13 @@ from ssla.likelihoods.support import Classes, Continuous
 from ssla.maths.quadrature import Regions
 from ssla.maths.roots import Root, full_root
 from ssla.predictive.affine import affine
-from ssla.predictive.circular import circular_predictive
-from ssla.predictive.class_integrals import at_temperature_one, integrate_classes
-from ssla.predictive.class_law import class_predictive, integrated_predictive
-from ssla.predictive.count_law import count_predictive
-from ssla.predictive.differentiable import differentiable_predictive
-from ssla.predictive.gaussian_law import Ellipsoid, GaussianLaw, additive_law
-from ssla.predictive.grid_law import grid_predictive
+from ssla.predictive.circular import make_circular_predictive
+from ssla.predictive.class_integrals import divide_by_temperature, integrate_classes
+from ssla.predictive.class_law import make_class_predictive, make_integrated_predictive
+from ssla.predictive.count_law import make_count_predictive
+from ssla.predictive.differentiable import make_differentiable_predictive
+from ssla.predictive.gaussian_law import Ellipsoid, GaussianLaw, multiply_by_prior
+from ssla.predictive.grid_law import make_grid_predictive
 from ssla.predictive.law import Law
 from ssla.predictive.mixing import mixture
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
@@ -74,17 +74,19 @@ def predict(
 ) -> Predictive:
     """Return the predictive of y at x (see Posterior.predict).
 
-    TypeError unless it is a posterior; ValueError where refit, convention and target do not go
-    together.
+    refit: a rung or its name. differentiable: whether the answers carry gradients in x and y.
+    Raises TypeError unless `posterior` is a Posterior, and ValueError where refit, convention and
+    target cannot be combined.
     """
-    if not hasattr(posterior, "bound_prior"):  # the class itself stands above this package
+    # This package cannot import Posterior. Only a Posterior has this attribute.
+    if not hasattr(posterior, "bound_prior"):
         raise TypeError(
             "predict needs a Posterior, as ssla.fit returns it, but got "
             f"{type(posterior).__name__}."
         )
     rung = resolve(refit)
     if differentiable:
-        return differentiable_predictive(posterior, x, rung)
+        return make_differentiable_predictive(posterior, x, rung)
     if posterior.convention != EXACT and not isinstance(rung, OutputRung):
         raise ValueError(
             f"refit={rung.name!r} works with the exact convention only, but this posterior has "
@@ -93,64 +95,78 @@ def predict(
         )
     if isinstance(rung, WeightRefit | AutoRefit):
         return _predict_by_weights(posterior, x, rung)
+    # Classes come before the general case: they are integrated without the K of all rows at once.
     if isinstance(rung, OutputRefit) and _integrates_classes(
         rung, posterior.likelihood.predictive, posterior.convention
     ):
         return _predict_classes(posterior, x, rung)
-    return _warn_if_inaccurate(_predictive_of(rung(posterior, x), rung))
+    return _warn_if_inaccurate(_make_predictive(rung(posterior, x), rung))
 
 
 def _predict_by_weights(
     posterior: Posterior, x: Inputs, rung: WeightRefit | AutoRefit
 ) -> Predictive:
-    """Refit the weights at x: at every row, or for "auto" at rows where the output rung is
-    doubtful. Warns of refits that failed; ValueError for targets without such a predictive.
+    """Return the predictive at x by refits of the weights: in every row, or for "auto" in the rows
+    where the output rung is doubtful.
+
+    Warns of refits that failed. Raises ValueError for angles, and for vectors without a closed
+    form.
     """
     weights = rung(posterior, x)
-    output = _predictive_of(weights.output, OUTPUT)
+    output = _make_predictive(weights.output, OUTPUT)
     check_refittable(weights)
-    reasons = _refit_reasons(rung, weights, output) if isinstance(rung, AutoRefit) else None
+    reasons = _find_refit_reasons(rung, weights, output) if isinstance(rung, AutoRefit) else None
     predictive = make_refitted_predictive(weights, output, rung.name, reasons)
     answered_by = predictive.diagnostics.rung or ()
+    # A row with a refit has failed if another rung answered for it.
     failed = [
-        name != "weights" for i, name in enumerate(answered_by) if reasons is None or reasons[i]
+        rung_name != "weights"
+        for row, rung_name in enumerate(answered_by)
+        if reasons is None or reasons[row]
     ]
     weights.warn_of_failures(sum(failed), len(failed), "inputs have refits of the weights that")
     return _warn_if_inaccurate(predictive)
 
 
 def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
-    """Integrate the probabilities of classes at x over f, a chunk of rows at a time."""
+    """Return the predictive of classes at x: the probabilities are integrals over f, computed a
+    chunk of rows at a time.
+    """
     inputs = as_inputs(x)
     log_density = ByChunks(rung, posterior, inputs)
     extreme: list[Tensor] = []
 
-    def chunks() -> Iterator[tuple[Tensor, Root]]:
-        """Yield f̂ and a root of K, and note on the way which rows are extreme."""
+    def iterate_roots_and_flag_extremes() -> Iterator[tuple[Tensor, Root]]:
+        """Yield f̂ (B, C) and a root of K for each chunk, and append its flags to `extreme`."""
         for f, root in posterior.roots_at(inputs):
             extreme.append(is_extreme(f, root.variances()))
             yield f, root
 
-    parts = at_temperature_one(posterior.likelihood.predictive, chunks())
-    rows, outputs = row_count(inputs), posterior.network.outputs
-    # Answers of a float32 network are given in float32. Very many of them are also held so: half
-    # the memory.
+    parts = divide_by_temperature(
+        posterior.likelihood.predictive, iterate_roots_and_flag_extremes()
+    )
+    rows = row_count(inputs)
+    outputs = posterior.network.outputs
+    # A float32 network answers in float32. Where there are very many answers they are also held in
+    # float32, which takes half the memory.
     many = rows * outputs > MOST_IN_FLOAT64 and log_density.like.dtype.itemsize <= 4
     dtype = torch.float32 if many else torch.float64
     integrals = integrate_classes(parts, outputs, posterior.memory_budget, rows, dtype)
-    predictive = integrated_predictive(log_density, integrals, rung.name)
-    return _with_extreme(predictive, torch.cat(extreme)) if extreme else predictive
+    predictive = make_integrated_predictive(log_density, integrals, rung.name)
+    # Without rows there are no chunks, and so no flags.
+    return _flag_extreme_rows(predictive, torch.cat(extreme)) if extreme else predictive
 
 
-def _with_extreme(predictive: Predictive, extreme: Tensor) -> Predictive:
-    """Return the predictive with extreme rows (N,) bool in its diagnostics."""
+def _flag_extreme_rows(predictive: Predictive, extreme: Tensor) -> Predictive:
+    """Return the predictive with these rows (N,) bool flagged as extreme in its diagnostics."""
     return replace(predictive, diagnostics=predictive.diagnostics.with_extreme(extreme))
 
 
 def _integrates_classes(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
-    """Tell whether the answers are probabilities of classes, which are integrated over f.
+    """Tell whether class probabilities are computed as integrals over f, in place of refits.
 
-    The output refit approximates such an integral for other targets.
+    They are where a refit would only approximate this integral: for the output refit to the mode,
+    a likelihood of classes with a temperature, and the exact convention.
     """
     return (
         isinstance(rung, OutputRefit)
@@ -160,9 +176,14 @@ def _integrates_classes(rung: Refit, likelihood: Likelihood, convention: str) ->
     )
 
 
-def _refit_reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictive) -> list[str]:
-    """Return for each row why "auto" refits the weights; an empty text where it does not."""
-    if weights.equals_output_refit:
+def _find_refit_reasons(
+    auto: AutoRefit, weights: WeightLogDensity, output: Predictive
+) -> list[str]:
+    """Return for each row why "auto" refits the weights; an empty text where it does not.
+
+    output: the predictive of the output rung, whose mass and flags decide.
+    """
+    if weights.equals_output_refit:  # a refit of the weights gives the same answer
         return [""] * output.law.rows
     flags = output.diagnostics
     likely = output.probs if output.kind == "class" else output.interval(auto.level)
@@ -173,11 +194,11 @@ def _refit_reasons(auto: AutoRefit, weights: WeightLogDensity, output: Predictiv
 def from_marginal(
     likelihood: Likelihood, mean: Any, covariance: Any, refit: str | Refit = "output"
 ) -> Predictive:
-    """Return the predictive of y when f ~ N(mean, covariance): for distributions of f that come
-    from elsewhere.
+    """Return the predictive of y when f ~ N(mean, covariance), a distribution of f that was not
+    computed by a posterior.
 
-    mean (N, C), covariance (N, C, C). Works with the rungs that need no more than that: all but a
-    refit of weights. ValueError for other rungs, shapes, and numbers that are not finite.
+    mean (N, C), covariance (N, C, C). A refit of the weights needs the network, so it is refused.
+    Raises ValueError for such a rung, for other shapes, and for numbers that are not finite.
     """
     rung = resolve(refit)
     if not isinstance(rung, OutputRung):
@@ -199,27 +220,30 @@ def from_marginal(
 def predictive_of_outputs(
     likelihood: Likelihood, f: Tensor, K: Tensor, rung: OutputRung = OUTPUT
 ) -> Predictive:
-    """Return the predictive of y for f ~ N(f, K), with f (N, C) and K (N, C, C).
+    """Return the predictive of y when the outputs are Gaussian with mean f (N, C) and covariance
+    K (N, C, C).
 
-    K is a posterior's own covariance and needs no check. ValueError where f is outside the domain
-    of the likelihood.
+    K is not checked: it must be symmetric and positive semi-definite, as the library computes it.
+    Raises ValueError where f is outside the domain of the likelihood.
     """
     likelihood.check_outputs(f)
     return _warn_if_inaccurate(
-        _predictive_of(log_density_of_marginal(rung, likelihood, f, K), rung)
+        _make_predictive(log_density_of_marginal(rung, likelihood, f, K), rung)
     )
 
 
-def _predictive_of(log_density: LogDensity, rung: Refit) -> Predictive:
-    """Choose the law by the support of y, in closed form where there is one.
+def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
+    """Return the predictive of a log density. The support of y chooses the law, and a closed form
+    is preferred.
 
-    ValueError for a vector target with the empirical curvature.
+    Raises ValueError for a vector target with the empirical curvature.
     """
     likelihood = log_density.likelihood
     f, K = log_density.marginal
     support = likelihood.support_for(f.shape[1])
     empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
     convention = log_density.convention if isinstance(log_density, OutputLogDensity) else EXACT
+    # The empirical curvature depends on y, so that not even Gaussian noise has a closed form.
     if likelihood.quadratic and not empirical:
         predictive = _make_gaussian_predictive(log_density, rung, convention)
     elif support.kind == "vector":
@@ -230,43 +254,47 @@ def _predictive_of(log_density: LogDensity, rung: Refit) -> Predictive:
     elif isinstance(log_density, OutputLogDensity) and _integrates_classes(
         rung, likelihood, convention
     ):
-        parts = at_temperature_one(likelihood, [(f, full_root(K))])
+        parts = divide_by_temperature(likelihood, [(f, full_root(K))])
         integrals = integrate_classes(parts, f.shape[1], DEFAULT_BUDGET)
-        predictive = integrated_predictive(log_density, integrals, rung.name)
+        predictive = make_integrated_predictive(log_density, integrals, rung.name)
     elif isinstance(support, Classes):
-        predictive = class_predictive(log_density, support.count, rung.name)
+        predictive = make_class_predictive(log_density, support.count, rung.name)
     elif support.kind == "count":
-        predictive = count_predictive(log_density, rung.name)
+        predictive = make_count_predictive(log_density, rung.name)
     elif support.kind == "circular":
-        predictive = circular_predictive(log_density, rung.name)
+        predictive = make_circular_predictive(log_density, rung.name)
     else:
         assert isinstance(support, Continuous)
-        predictive = grid_predictive(log_density, support, rung.name)
+        predictive = make_grid_predictive(log_density, support, rung.name)
     flags = replace(predictive.diagnostics, convention=convention)
     predictive = replace(predictive, diagnostics=flags)
-    return _with_extreme(predictive, is_extreme(f, K.diagonal(dim1=1, dim2=2)))
+    return _flag_extreme_rows(predictive, is_extreme(f, K.diagonal(dim1=1, dim2=2)))
 
 
 def _make_gaussian_predictive(log_density: LogDensity, rung: Refit, convention: str) -> Predictive:
-    """Make the closed form for Gaussian noise; no row is flagged.
+    """Return the closed-form predictive for Gaussian noise; no row is flagged.
 
-    ValueError where the additive convention has no integral.
+    Raises ValueError where the density under the additive convention has no integral.
     """
     f = log_density.marginal.mean
-    noise, moved = log_density.likelihood.covariance_for(f), None
+    noise = log_density.likelihood.covariance_for(f)
+    moved = None
     if (
         convention == ADDITIVE
         and log_density.outputs_move
         and isinstance(log_density, OutputLogDensity)
     ):
-        moved = additive_law(noise, log_density.marginal, log_density.prior_response)
-    law = GaussianLaw(log_density, noise, isinstance(rung, NoRefit), convention, moved)
-    no = torch.zeros(len(f), dtype=torch.bool)
-    return Predictive(law, log_density.like, Diagnostics(rung.name, no, no, no, convention))
+        moved = multiply_by_prior(noise, log_density.marginal, log_density.prior_response)
+    # Without a refit the density has a mass below one.
+    loses_mass = isinstance(rung, NoRefit)
+    law = GaussianLaw(log_density, noise, loses_mass, convention, moved)
+    unflagged = torch.zeros(len(f), dtype=torch.bool)
+    flags = Diagnostics(rung.name, unflagged, unflagged, unflagged, convention)
+    return Predictive(law, log_density.like, flags)
 
 
 def _warn_if_inaccurate(predictive: Predictive) -> Predictive:
-    """Warn if rows could not be integrated to their tolerance; return the predictive."""
+    """Warn if rows could not be integrated to their tolerance. Returns the predictive unchanged."""
     inaccurate = predictive.diagnostics.inaccurate
     if bool(inaccurate.any()):
         remedy = "" if predictive.diagnostics.refit == "output" else " refit='output' is safer."

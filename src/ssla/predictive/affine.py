@@ -46,21 +46,29 @@ class AffineLaw(Law):
         return self.base.rows
 
     def _to_y(self, z: Tensor) -> Tensor:
-        """Map values of the base to the new unit: z (N, …) or (N, …, D) -> y of its shape."""
-        return self._shift_like(z) + self.scale * z
+        """Return y = shift + scale · z, in the new unit: z (N, …) or (N, …, D) -> y of its
+        shape.
+        """
+        return self._broadcast_shift(z) + self.scale * z
 
     def _to_z(self, y: Tensor) -> Tensor:
-        """Map values in the new unit to those of the base: y (N, …) or (N, …, D) -> z."""
-        return (y - self._shift_like(y)) / self.scale
+        """Return z = (y − shift)/scale, in the unit of the base: y (N, …) or (N, …, D) -> z of its
+        shape.
+        """
+        return (y - self._broadcast_shift(y)) / self.scale
 
-    def _shift_like(self, values: Tensor) -> Tensor:
-        """Return the shift in a shape that broadcasts with values (N, …) or (N, …, D)."""
+    def _broadcast_shift(self, values: Tensor) -> Tensor:
+        """Return the shift in a shape that broadcasts with values (N, …) or (N, …, D).
+
+        A shift by row (N,) is along the first dimension of the values, one by target (D,) along
+        the last.
+        """
         by_row = self.shift.dim() == 1 and self.kind == SCALAR
         return self.shift.reshape(-1, *[1] * (values.dim() - 1)) if by_row else self.shift
 
     @property
     def _log_scale(self) -> float:
-        """Return log |dy/dz|, summed over the targets."""
+        """Return log |det dy/dz|: the sum of log scale over the targets."""
         return float(self.scale.log().sum())
 
     @property
@@ -70,7 +78,7 @@ class AffineLaw(Law):
 
     @property
     def mode(self) -> Tensor:
-        """Return the mode of the base in the new unit, (N,) or (N, D)."""
+        """Return the y of highest density, (N,) or (N, D): the mode of the base in the new unit."""
         return self._to_y(self.base.mode)
 
     @property
@@ -85,7 +93,10 @@ class AffineLaw(Law):
 
     @property
     def covariance(self) -> Tensor:
-        """Return the covariance of the targets in the new unit (N, D, D)."""
+        """Return the covariance of the targets in the new unit (N, D, D).
+
+        Raises AttributeError where the base has no covariance.
+        """
         scale = self.scale.reshape(-1)
         return self.base.covariance * scale[:, None] * scale[None, :]
 
@@ -122,16 +133,17 @@ class AffineLaw(Law):
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): (N, k) or (N, D, k)."""
-        # Quantiles come after the targets, so shift and scale get a last dimension.
+        # The quantiles are the last dimension, so shift and scale get a last dimension of one.
         return self.shift[..., None] + self.scale[..., None] * self.base.icdf(q)
 
     def hdr(self, level: float) -> Regions | Ellipsoid | DensityRegion:
-        """Return the smallest region of the base, in the new unit."""
+        """Return the smallest region with that probability, of the type that the base returns."""
         region = self.base.hdr(level)
         if isinstance(region, Regions):
             return Regions(self._to_y(region.lower), self._to_y(region.upper))
         if isinstance(region, Ellipsoid):
             return Ellipsoid(self._to_y(region.centre), self.covariance, region.squared_radius)
+        # The log density is lower by log scale everywhere, and the threshold with it.
         return DensityRegion(self, region.threshold - self._log_scale)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -139,23 +151,30 @@ class AffineLaw(Law):
         return self.shift + self.scale * self.base.sample(n, generator)
 
     def increments(self, y: Tensor) -> Increments:
-        """Return the increments of the base; the change of units is counted with the likelihood."""
+        """Return the increments of the base, of log_prob's shape.
+
+        The likelihood increment contains the change of units, −Σ log scale.
+        """
         parts = self.base.increments(self._to_z(y))
         return replace(parts, likelihood=parts.likelihood - self._log_scale)
 
 
 @in_plain_torch
 def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
-    """Return the predictive of shift + scale · y for continuous targets, exactly: it undoes the
-    standardisation of y.
+    """Return the predictive of shift + scale · y for continuous targets, without approximation.
+
+    It undoes the standardisation of y.
 
     shift, scale: numbers, or one for each of D targets; for one target shift may also be one number
     for each row (N,). scale must be positive. Answers are in float64 where the dtype of the
-    predictive cannot hold the sum. TypeError for other targets, ValueError for other shapes.
+    predictive cannot hold the sum. Raises TypeError for other targets, and ValueError for other
+    shapes and for numbers that are not finite or not positive.
 
     >>> affine(post.predict(x), shift=y.mean(), scale=y.std())      # doctest: +SKIP
     """
-    kind, law, like = predictive.kind, predictive.law, predictive.like
+    kind = predictive.kind
+    law = predictive.law
+    like = predictive.like
     if kind not in (SCALAR, VECTOR):
         raise TypeError(
             "Only continuous targets can be shifted and scaled, but this predictive is of kind "
@@ -167,21 +186,20 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
     _check_shapes(law, shift, scale)
     if kind == VECTOR:
         shift, scale = (value.expand(law.mean.shape[1]) for value in (shift, scale))
-    # Where the rounding of the shift is coarse beside the noise, the sum needs more digits.
-    step = torch.finfo(like.dtype).eps * shift.abs()
-    coarse = bool((step > COARSE * scale * law.stddev).any())
-    like = like.double() if coarse else like
+    # The sum needs more digits where the rounding of the shift is large beside the spread of y.
+    rounding = torch.finfo(like.dtype).eps * shift.abs()
+    is_coarse = bool((rounding > COARSE * scale * law.stddev).any())
+    like = like.double() if is_coarse else like
+    # The parts (members of a mixture) are in the old unit.
     return replace(predictive, law=AffineLaw(law, shift, scale), like=like, parts=())
 
 
 def _check_shapes(law: Law, shift: Tensor, scale: Tensor) -> None:
-    """Raise ValueError unless shift and scale are numbers, or one for each target.
-
-    For one target the shift may be one number for each row.
-    """
-    by_row = law.kind == SCALAR and shift.shape == (law.rows,)
-    allowed = (0, 1) if law.kind == VECTOR else (0,)
-    if not (shift.dim() in allowed or by_row) or scale.dim() not in allowed:
+    """Raise ValueError unless shift and scale have one of the shapes that `affine` allows."""
+    is_shift_by_row = law.kind == SCALAR and shift.shape == (law.rows,)
+    allowed_dimensions = (0, 1) if law.kind == VECTOR else (0,)
+    shift_fits = shift.dim() in allowed_dimensions or is_shift_by_row
+    if not shift_fits or scale.dim() not in allowed_dimensions:
         more = (
             " or one number for each target"
             if law.kind == VECTOR

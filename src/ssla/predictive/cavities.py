@@ -11,8 +11,8 @@ likelihoods the sites of the other rows are kept as they are, which is too optim
 influential rows: those whose site moves the Gaussian far, in KL divergence. Prior, noise and
 features are kept, and so is the tilt of a θ̂ that is not a mode.
 
-`collect` computes the sites, in one pass. `score` evaluates them under another Gaussian, with the
-sites fixed.
+`collect_sites` computes the sites, in one pass. `score_left_out` evaluates them under another
+Gaussian, with the sites fixed.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ ROWS_AT_ONCE = 1024  # predictives that are held together
 
 
 class Site(NamedTuple):
-    """What some rows contribute to the Gaussian of θ, in float64.
+    """The contributions of b training rows to the Gaussian of θ, in float64.
 
-    A row's weight stands beside its site, not in it.
+    Score and precision are those of a row of weight one.
     """
 
     f: Tensor  # outputs at the Gaussian's mean (b, C)
     J: Jacobian
     score: Tensor  # g (b, C)
     precision: Tensor  # Λ (b, C, C)
-    y: Tensor
-    weights: Tensor | None  # None: all one
+    y: Tensor  # (b,) or (b, D)
+    weights: Tensor | None  # of the rows (b,); None: all one
 
     @property
     def row_weights(self) -> Tensor:
-        """Return the weights of the rows (b,), ones where there are none."""
+        """Return the weights of the rows (b,): ones if none were given."""
         if self.weights is None:
             return torch.ones(len(self.f), dtype=torch.float64)
         return self.weights
@@ -73,35 +73,44 @@ class Site(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Sites:
-    """The sites of all rows under N(mean, ·), a chunk at a time; kept in memory while they fit
-    a share of the budget.
+    """The sites of all training rows, in chunks.
+
+    They are kept in memory if they fit a share of the budget, and computed again in each iteration
+    otherwise.
     """
 
     rows: Rows[Site]
-    mean: Tensor  # of θ, where the outputs are
+    mean: Tensor  # the mean of θ (P,) at which the outputs of the sites are
     likelihood: Likelihood
 
     def __iter__(self) -> Iterator[Site]:
-        """Iterate over the sites of chunks of rows."""
+        """Iterate over the chunks, each of which is one Site."""
         return iter(self.rows)
 
 
 def collect_sites(
     posterior: Posterior, data: Any = None, purpose: DataPurpose = PURPOSE, most: int | None = None
 ) -> Sites:
-    """Compute the sites of the training rows in one pass, at most `most` rows a chunk.
+    """Compute the sites of the training rows in one pass.
 
-    ValueError unless they are the rows of the fit.
+    data: the training rows; None: those that the posterior keeps. purpose: names the caller in
+    error messages. most: the largest number of rows in a chunk; None: what the budget allows.
+    Raises ValueError unless the rows are those of the fit.
     """
     source = open_training_data(posterior, data, purpose)
-    network, likelihood, budget = posterior.network, posterior.likelihood, posterior.memory_budget
+    network = posterior.network
+    likelihood = posterior.likelihood
+    budget = posterior.memory_budget
     support = likelihood.support_for(network.outputs)
     fisher = uses_expected_fisher(posterior)
 
     def compute_site(chunk: Batch) -> Site:
-        """Linearise a chunk of rows, and average score and precision over the Gaussian."""
+        """Linearise a chunk of rows, and compute their score and precision.
+
+        They are averages over a variational Gaussian, or at the mode of a Laplace one.
+        """
         _, y, weights = check_batch(chunk, support, network.outputs)
-        ((f, J),) = posterior.linearised(chunk.x)  # these rows are one chunk
+        ((f, J),) = posterior.linearised(chunk.x)  # the rows are one chunk of the network, too
         f, J = f.double(), J.double()
         if posterior.variational is None:
             return Site(f, J, likelihood.score(y, f), likelihood.fisher(f), y, weights)
@@ -111,9 +120,12 @@ def collect_sites(
     rows_at_once = network.rows_at_once(budget)
     if most is not None:
         rows_at_once = min(rows_at_once, most)
-    rows = Rows(source, lambda _: rows_at_once, compute_site, bytes_of_site, budget // 4)
-    # The number of rows and the gradient at θ̂ tell whether these are the rows of the fit.
-    row_count, gradient = 0, torch.zeros_like(posterior.theta)
+    # A quarter of the budget is for sites that are kept; a guess.
+    rows = Rows(source, lambda _: rows_at_once, compute_site, count_site_bytes, budget // 4)
+    # The number of rows and the gradient at θ̂ tell whether these are the rows of the fit. The
+    # outputs of a site are at the Gaussian's mean, so they are moved to θ̂ first.
+    row_count = 0
+    gradient = torch.zeros_like(posterior.theta)
     for site in rows:
         row_count += len(site.f)
         f_at_theta = site.f - site.J.push(posterior.mean - posterior.theta)
@@ -122,17 +134,17 @@ def collect_sites(
     return Sites(rows, posterior.mean, likelihood)
 
 
-def bytes_of_site(site: Site) -> int:
-    """Return the memory of a site in bytes."""
+def count_site_bytes(site: Site) -> int:
+    """Return the memory of a site in bytes, without its row weights."""
     return tensor_bytes(site.J) + sum(
         tensor_bytes(part) for part in (site.f, site.score, site.precision, site.y)
     )
 
 
 def uses_expected_fisher(posterior: Posterior) -> bool:
-    """Tell whether a variational Gaussian was fitted with the expected Fisher.
+    """Tell whether a variational Gaussian of this posterior averages the Fisher in place of Λ.
 
-    It was where the structure takes no average that may be indefinite.
+    It does where averages of Λ may be indefinite and the curvature structure cannot hold them.
     """
     return not posterior.likelihood.concave and posterior.sums.curvature.positive_only
 
@@ -141,12 +153,12 @@ def uses_expected_fisher(posterior: Posterior) -> bool:
 
 
 class Cavity(NamedTuple):
-    """The outputs at some rows without each row's own site.
+    """The outputs at b rows, each without the row's own site.
 
-    Where a row is not `sound` the values are those with the site.
+    A row that is not `sound` has no cavity: its outputs are those with the site.
     """
 
-    marginal: Marginal
+    marginal: Marginal  # f₋ (b, C) and K₋ (b, C, C)
     # KL divergence (b,) of the Gaussian of θ without the row from that with it; infinite where not
     # sound
     influence: Tensor
@@ -154,21 +166,24 @@ class Cavity(NamedTuple):
 
 
 def compute_cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cavity:
-    """Remove each row's own site from the Gaussian N(mean + step, covariance) of θ.
+    """Compute the outputs at each row of a site without the row's own contribution.
 
-    step (P,), None for zero. The sites are fixed, so the score there is g − ΛJ step.
+    The Gaussian of θ is N(m + step, covariance), with m the mean at which the sites were computed
+    and step (P,), None for zero. The sites are fixed, so that the score there is g − ΛJ step.
     """
-    f, g = site.f, site.score
+    f = site.f
+    g = site.score
     if step is not None:
         move = site.J.push(step)
         f = f + move
         g = g - (site.precision @ move.unsqueeze(-1)).squeeze(-1)
-    # A row that counts more than once is removed once.
+    # A row of weight w stands for w equal rows, of which one is removed (all of it if w < 1).
     once = site.row_weights.clamp_max(1.0)
     K = covariance.covariance(site.J)
     # A site that is not finite is not removed, and its row is not sound.
     finite = torch.isfinite(g).all(-1) & torch.isfinite(site.precision).all(-1).all(-1)
     precision = torch.where(finite[:, None, None], site.precision * once[:, None, None], 0.0)
+    # I − RᵀΛR in its eigenvectors, which is positive definite where the row can be removed
     R = covariance_root(K)
     S = R.mT @ precision @ R
     values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
@@ -178,6 +193,7 @@ def compute_cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cav
     # the shift along each axis, in standard deviations with the row
     z = (axes.mT @ (g * once[:, None]).unsqueeze(-1)).squeeze(-1) / values
     shift = (axes @ z.unsqueeze(-1)).squeeze(-1)
+    # KL divergence of the Gaussian without the row from that with it, axis by axis
     influence = 0.5 * (1 / values - 1 + values.log() + z.square()).sum(-1)
     without = (axes / values.unsqueeze(-2)) @ axes.mT
     marginal = Marginal(
@@ -187,25 +203,26 @@ def compute_cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cav
 
 
 class Score(NamedTuple):
-    """The mean leave-one-out log density by row weight, and the rows without a cavity, which it
-    leaves out.
-    """
+    """A leave-one-out score."""
 
-    mean_log_prob: float
-    unsound: int
+    mean_log_prob: float  # of the rows with a cavity, by row weight; NaN if there are none
+    unsound: int  # number of rows without a cavity
 
 
 def score_left_out(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
-    """Compute the leave-one-out score under another Gaussian N(mean, covariance) of θ.
+    """Compute the mean leave-one-out log density under another Gaussian N(mean, covariance) of θ.
 
-    The sites are fixed. Tuning by leave-one-out evaluates this.
+    The sites are fixed. Tuning by leave-one-out maximises this score.
     """
     total = weight = 0.0
     unsound = 0
     for site in sites:
         without = compute_cavity(site, mean - sites.mean, covariance)
         log_prob = torch.cat(
-            [p.log_prob(y) for p, y in predictives_of(sites.likelihood, without.marginal, site.y)]
+            [
+                p.log_prob(y)
+                for p, y in iterate_predictives(sites.likelihood, without.marginal, site.y)
+            ]
         )
         weights = site.row_weights * without.sound
         total += float((weights * log_prob).sum())
@@ -217,23 +234,28 @@ def score_left_out(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
 # --- predictives ---------------------------------------------------------------------------
 
 
-def predictives_of(
+def iterate_predictives(
     likelihood: Likelihood, marginal: Marginal, y: Tensor
 ) -> Iterator[tuple[Predictive, Tensor]]:
-    """Yield the predictives of f ~ N(f₋, K₋) with their y (b,) or (b, D), by blocks of rows."""
+    """Yield predictives of f ~ N(f₋, K₋) with the y of their rows, for blocks of rows.
+
+    marginal: f₋ (n, C) and K₋ (n, C, C). y (n,) or (n, D). Warnings of inaccurate rows are not
+    shown, because the caller counts these rows.
+    """
     for start in range(0, len(y), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
-        with warnings.catch_warnings():  # inaccurate rows are counted
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             predictive = from_marginal(likelihood, marginal.mean[rows], marginal.covariance[rows])
         yield predictive, y[rows]
 
 
 def rank_targets(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P(Y < y) and P(Y ≤ y) of each row, of y's shape.
+    """Return P(Y < y) and P(Y ≤ y) of each row, both of the shape of y, (b,) or (b, D).
 
-    For classes they are the probability of all more probable ones, without and with y. For angles
-    the circle is cut opposite the mean.
+    Classes are ordered from the most to the least probable: the results are the probability of all
+    classes more probable than y, without y and with it. For angles the circle is cut opposite the
+    mean. For numbers both are the same.
     """
     if predictive.kind == "class":
         of_y = predictive.probs.gather(1, y.long()[:, None])

@@ -20,13 +20,12 @@ from ssla.refit.increments import Increments
 @final
 @dataclass(frozen=True, eq=False)
 class CircularLaw(PointwiseLaw):
-    """The normalised density exp(total(y)) / mass over [−π, π); another y counts as the same angle
-    in there.
+    """The normalised density exp(total(y)) / mass of an angle in [−π, π).
 
-    mean is the circular mean, the direction of E exp(iy) (without meaning where that is zero);
-    variance is E d² and d the angle between y and the mean, so that a narrow distribution has the
-    variance that it has on a line. cdf and icdf cut the circle at −π. interval cuts it opposite the
-    mean, and hdr is a union of arcs.
+    Other y are first wrapped into [−π, π). The mean is the circular mean, the direction of
+    E exp(iy); it has no meaning where that is zero. The variance is E d², with d the angle between
+    y and the mean: a narrow distribution has nearly the variance that it has on a line. cdf and
+    icdf cut the circle at −π. interval cuts it opposite the mean. hdr is a union of arcs.
     """
 
     pieces: list[RowCircle]
@@ -55,17 +54,18 @@ class CircularLaw(PointwiseLaw):
     def _variance_parts(self) -> tuple[Tensor, Tensor]:
         """Return the epistemic and the aleatoric part of the variance, (N,) each.
 
-        The aleatoric part is E_f Var[y|f], or all of the variance where that is less.
+        The aleatoric part is E_f Var[y|f], but at most the variance. Without a refit it is all of
+        the variance.
         """
         aleatoric = self.variance
-        if self.log_density.outputs_move:
-            log_density = self.log_density
-            noise = total_variance(log_density.likelihood, *log_density.marginal)[1]
+        log_density = self.log_density
+        if log_density.outputs_move:
+            _, noise = total_variance(log_density.likelihood, *log_density.marginal)
             aleatoric = torch.minimum(noise, self.variance)
         return self.variance - aleatoric, aleatoric
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Evaluate the normalised log density: angles (N, k) -> (N, k)."""
+        """Return the normalised log density of angles: (N, k) -> (N, k)."""
         return self.log_density.density_at(wrap_angles(y)).log - self._log_mass[:, None]
 
     def cdf(self, y: Tensor) -> Tensor:
@@ -75,54 +75,66 @@ class CircularLaw(PointwiseLaw):
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): angles (N, k)."""
-        return self._quantiles(q.expand(self.rows, -1))
+        return self._compute_quantiles(q.expand(self.rows, -1))
 
-    def _quantiles(self, q: Tensor) -> Tensor:
-        """Return the quantiles at each row's own q: (N, k) -> (N, k)."""
+    def _compute_quantiles(self, q: Tensor) -> Tensor:
+        """Return the quantiles at probabilities q that differ by row: (N, k) -> (N, k)."""
         return gather_rows(self.pieces, [p.circle.icdf(q[p.rows]) for p in self.pieces])
 
     def interval(self, level: float) -> Tensor:
-        """Return the central interval of the circle cut opposite its mean (N, 2).
+        """Return the central interval (N, 2), with the circle cut opposite the mean.
 
-        Both ends are within π of the mean, so one of them may lie outside [−π, π): y is inside if
-        mean + d is, where d is the angle from the mean to y.
+        Both ends are within π of the mean, so one of them may lie outside [−π, π). An angle y is
+        inside if mean + d is, where d in [−π, π) is the angle from the mean to y.
         """
         tail = (1 - level) / 2
         mean = self.mean[:, None]
         cut = gather_rows(
             self.pieces, [p.circle.cdf(wrap_angles(mean[p.rows] - torch.pi)) for p in self.pieces]
         )
-        # Quantiles counted from the cut are quantiles counted from −π, shifted by F(cut).
-        ends = self._quantiles((cut + torch.tensor([tail, 1 - tail], dtype=torch.float64)) % 1)
+        # The cdf counts from −π. Counted from the cut, probability q is at q + cdf(cut), modulo 1.
+        ends = self._compute_quantiles(
+            (cut + torch.tensor([tail, 1 - tail], dtype=torch.float64)) % 1
+        )
         return mean + wrap_angles(ends - mean)
 
     def hdr(self, level: float) -> Regions:
-        """Return a union of arcs in [−π, π]. An arc across ±π is given as two."""
+        """Return the smallest region with that probability: a union of arcs in [−π, π].
+
+        An arc across ±π is given as two arcs.
+        """
         return gather_regions(self.pieces, [p.circle.hdr(level) for p in self.pieces])
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n angles for each input (n, N), by inversion of the cdf."""
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
-        return self._quantiles(u).mT
+        return self._compute_quantiles(u).mT
 
     def increments(self, y: Tensor) -> Increments:
-        """Return the increments of the refit at angles y (N, k), (N, k) each."""
+        """Return the increments of the refit at angles y (N, k), each of shape (N, k)."""
         return self.log_density(wrap_angles(y))
 
 
-def circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
-    """Integrate the density of every row around the circle."""
+def make_circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
+    """Return the predictive of an angle, by integrals around the circle for each row.
+
+    refit: the name of the rung. Rows whose integral does not reach its tolerance are flagged as
+    inaccurate.
+    """
     count = log_density.marginal.mean.shape[0]
     fallback, unconverged, inaccurate = torch.zeros(3, count, dtype=torch.bool).unbind(0)
 
-    def evaluate(y: Tensor, rows: Tensor) -> Tensor:
-        """Evaluate log p at y (m, k) of the rows (m,), and flag these rows."""
+    def evaluate_and_flag(y: Tensor, rows: Tensor) -> Tensor:
+        """Return the log density at y (m, k) of rows (m,): (m, k).
+
+        It also sets `fallback` and `unconverged` of these rows where some y of them has the flag.
+        """
         density = log_density.density_at(y, rows)
         fallback[rows] |= density.fallback.any(1)
         unconverged[rows] |= ~density.converged.all(1)
         return density.log
 
-    pieces = build_circles(evaluate, count)
+    pieces = build_circles(evaluate_and_flag, count)
     for rows, circle in pieces:
         inaccurate[rows] = ~circle.accurate
     flags = Diagnostics(refit, fallback, unconverged, inaccurate)

@@ -54,29 +54,31 @@ COPIES = 4  # of such an array, at most
 
 
 class ClassIntegrals(NamedTuple):
-    """Normalised log probabilities (N, C), Var_f E[y|f] of the class indicators (N, C), and E_f
-    H(y|f) in nats (N,).
+    """The integrals of N rows and C classes over f ~ N(f̂, K).
 
-    H is the entropy of the classes at one f; the mutual information of y and f is the entropy of
-    the probabilities less E_f H.
+    H(y|f) is the entropy of the classes at one f. The mutual information of y and f is the entropy
+    of the probabilities less E_f H(y|f).
     """
 
-    log_probs: Tensor
-    spread: Tensor
-    entropy: Tensor
+    log_probs: Tensor  # normalised log probabilities (N, C)
+    spread: Tensor  # Var_f E[y|f] of the class indicators (N, C)
+    entropy: Tensor  # E_f H(y|f) in nats (N,)
 
     @property
     def mutual_information(self) -> Tensor:
-        """Return I(y; f) = H(E p) − E H(p) (N,), not negative."""
-        return (entropy_of(self.log_probs) - self.entropy).clamp_min(0)
+        """Return I(y; f) = H(E p) − E H(p) in nats (N,), at least zero."""
+        return (compute_entropy(self.log_probs) - self.entropy).clamp_min(0)
 
 
-def entropy_of(log_probs: Tensor) -> Tensor:
-    """Return −Σ p log p in nats, in float64, a block of rows at a time: (N, C) -> (N,)."""
+def compute_entropy(log_probs: Tensor) -> Tensor:
+    """Return −Σ p log p over the classes in nats, in float64: (N, C) -> (N,).
+
+    Rows are read in blocks, so that no float64 copy of all of them is held.
+    """
     entropies = []
     for block in log_probs.split(max(ENTRIES_AT_ONCE // max(log_probs.shape[1], 1), 1)):
         logs = block.double()
-        # p log p is 0 where p is, also where log p is −∞.
+        # p log p is 0 where p is 0. The clamp keeps 0 · (−∞), which is NaN, away.
         entropies.append(-(logs.exp() * logs.clamp_min(LOWEST)).sum(1))
     return torch.cat(entropies)
 
@@ -88,11 +90,12 @@ def integrate_classes(
     rows: int | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> ClassIntegrals:
-    """Integrate the softmax over f ~ N(f̂, K), a chunk of rows at a time.
+    """Integrate the class probabilities over f ~ N(f̂, K), a chunk of rows at a time.
 
     parts: f̂ (B, C) in float64 and a root of K for each chunk. outputs: C; one output has two
-    classes. budget: bytes of intermediate results. rows: of all parts together, if known: the
-    answers (in the dtype) are then never held twice.
+    classes. budget: bytes of intermediate results. rows: the number of rows of all parts together;
+    if it is given, answers are written into one array and never held twice. dtype: of the log
+    probabilities and the spread; without `rows` it is float64 in any case.
     """
     integrate = _choose_integrator(outputs, budget, rows)
     chunks = (integrate(f, root) for f, root in parts)
@@ -115,45 +118,50 @@ def integrate_classes(
 
 
 def integrate_with_graph(parts: Iterable[tuple[Tensor, Root]], outputs: int) -> ClassIntegrals:
-    """Integrate as `integrate_classes`, with the autograd graph of f̂ and the roots: the same nodes.
+    """Integrate as `integrate_classes`, with the autograd graph of f̂ and of the roots.
 
-    All arrays (rows, C, S) are held.
+    The nodes are the same. The arrays (B, C, S) of all chunks are held, because the graph needs
+    them.
     """
     integrate = _integrate_binary if outputs <= 2 else _integrate_softmax_with_graph
     return _join_chunks([integrate(f, root) for f, root in parts], outputs)
 
 
 def _join_chunks(chunks: list[ClassIntegrals], outputs: int) -> ClassIntegrals:
-    """Join the integrals of all chunks; there may be none."""
-    none = torch.empty(0, max(outputs, 2), dtype=torch.float64)
-    chunks = chunks or [ClassIntegrals(none, none, none[:, 0])]
+    """Join the integrals of all chunks in order. No chunk gives integrals of no rows."""
+    no_rows = torch.empty(0, max(outputs, 2), dtype=torch.float64)
+    chunks = chunks or [ClassIntegrals(no_rows, no_rows, no_rows[:, 0])]
     return ClassIntegrals(*map(torch.cat, zip(*chunks, strict=True)))
 
 
 def _choose_integrator(
     outputs: int, budget: int, rows: int | None
 ) -> Callable[[Tensor, Root], ClassIntegrals]:
-    """Return the function that integrates a chunk, from f̂ (B, C) and a root of K.
+    """Return the function that integrates a chunk, given as f̂ (B, C) and a root of K.
 
-    It depends on the number of classes, and on whether the roots share a basis.
+    The choice depends on the number of outputs, and for each chunk on whether its roots share a
+    basis. budget and rows: as in `integrate_classes`.
     """
     if outputs <= 2:
         return _integrate_binary
+    # one node of each mirrored pair (S/2, C)
     half = softmax_nodes(outputs).mT[: POINTS // 2].contiguous()
-    by_slabs = SoftmaxIntegrals(half, budget, whitened(outputs), rows)
+    integrator_by_slabs = SoftmaxIntegrals(half, budget, are_nodes_whitened(outputs), rows)
 
     def integrate(f: Tensor, root: Root) -> ClassIntegrals:
         """Integrate a chunk by blocks of rows, or by slabs of nodes where classes are many."""
         if outputs < (MANY if isinstance(root, ScaledRoot) else MANY_FULL):
             return _integrate_softmax(f, root, budget)
-        log_probs, spread, entropy = by_slabs(f, root)
+        log_probs, spread, entropy = integrator_by_slabs(f, root)
         return ClassIntegrals(torch.log_softmax(log_probs, 1), spread, entropy)
 
     return integrate
 
 
 def _integrate_softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
-    """Integrate a chunk of three or more classes with a graph: f̂ (B, C) and a root of K."""
+    """Integrate a chunk of three or more classes with its autograd graph, from f̂ (B, C) and a root
+    of K.
+    """
     z = softmax_nodes(f.shape[1]).to(root.dtype)
     logs = torch.log_softmax(f.unsqueeze(-1) + root_times_nodes(root, z).double(), 1)  # (B, C, S)
     p = logs.exp()
@@ -164,22 +172,28 @@ def _integrate_softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
 
 
 def _integrate_binary(f: Tensor, root: Root) -> ClassIntegrals:
-    """Integrate the sigmoid of one logit, or of the difference of two: f̂ (B, 1) or (B, 2), and a
-    root of K.
+    """Integrate a chunk of two classes, from f̂ (B, 1) or (B, 2) and a root of K.
+
+    The probability of the second class is the sigmoid of one logit: the only output, or the
+    difference of the two.
     """
     size = f.shape[1]
     R = root.times(torch.eye(size, dtype=root.dtype)).double()
-    m, r = (f[:, 0], R[:, 0]) if size == 1 else (f[:, 1] - f[:, 0], R[:, 1] - R[:, 0])
-    sd = torch.linalg.vector_norm(r, dim=1)
-    log_one, log_zero, spread = logistic_normal(m, sd)
+    if size == 1:
+        mean, row_of_root = f[:, 0], R[:, 0]
+    else:
+        mean, row_of_root = f[:, 1] - f[:, 0], R[:, 1] - R[:, 0]
+    # With K = R Rᵀ, the logit aᵀf has variance ‖aᵀR‖².
+    sd = torch.linalg.vector_norm(row_of_root, dim=1)
+    log_one, log_zero, spread = logistic_normal(mean, sd)
     log_probs = torch.log_softmax(torch.stack([log_zero, log_one], 1), 1)
-    return ClassIntegrals(log_probs, torch.stack([spread, spread], 1), expected_entropy(m, sd))
+    return ClassIntegrals(log_probs, torch.stack([spread, spread], 1), expected_entropy(mean, sd))
 
 
 def _integrate_softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
-    """Integrate a chunk f̂ (B, C) in blocks of rows.
+    """Integrate a chunk of three or more classes in blocks of rows, from f̂ (B, C) and a root of K.
 
-    A block takes no more than a share of the budget, but has at least one row.
+    A block has as many rows as fit the cache and the budget (bytes), and at least one.
     """
     size = f.shape[1]
     z = softmax_nodes(size).to(root.dtype)
@@ -188,8 +202,8 @@ def _integrate_softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
     integrals = ClassIntegrals(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
     for start in range(0, len(f), rows):
         block = slice(start, start + rows)
-        by_block = _integrate_block(f[block], root.take(block), z)
-        for target, values in zip(integrals, by_block, strict=True):
+        block_integrals = _integrate_block(f[block], root.take(block), z)
+        for target, values in zip(integrals, block_integrals, strict=True):
             target[block] = values
     return integrals
 
@@ -199,21 +213,23 @@ def softmax_nodes(size: int) -> Tensor:
     return normal_nodes(size, POINTS // 2)[0].mT.contiguous()
 
 
-def whitened(size: int) -> bool:
+def are_nodes_whitened(size: int) -> bool:
     """Tell whether the nodes for `size` outputs have unit variance in every direction.
 
-    Otherwise `deviations` rescales them for each output.
+    `normal_nodes` whitens them where there are at least two mirrored pairs for each output.
+    Otherwise R z is rescaled for each output (`root_times_nodes`).
     """
     return 4 * size <= POINTS
 
 
 def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Integrate a block of rows f̂ (B, C) over nodes z (C, S) at once.
+    """Integrate a block of rows, from f̂ (B, C) and a root of K, over nodes z (C, S) at once.
 
-    Returns log probabilities and Var p (B, C), and the mean entropy (B,). Arrays (B, C, S) are
-    changed in place, because the block is limited by memory.
+    Returns log probabilities (B, C), Var p (B, C) and the mean entropy (B,). Its own arrays
+    (B, C, S) are changed in place, because memory limits the size of a block.
     """
-    # A softmax does not change with a constant; with the largest output at zero nothing overflows.
+    # Adding a constant to all outputs does not change a softmax. With the largest output at zero
+    # nothing overflows.
     top = f - f.amax(1, keepdim=True)
     logits = root_times_nodes(root, z).add_(top.to(z.dtype).unsqueeze(-1))  # (B, C, S)
     logits.sub_(logits.amax(1, keepdim=True))
@@ -236,26 +252,29 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def root_times_nodes(root: Root, z: Tensor) -> Tensor:
-    """Return R z (B, C, S) for nodes z (C, S), with each output's variance exact.
+    """Return R z (B, C, S) for nodes z (C, S), with the variance of each output over the nodes
+    equal to the diagonal of K.
 
-    Nodes for many outputs have the variance only on average over outputs, so they are rescaled.
+    Nodes that are not whitened have this variance only on average over outputs, so that the result
+    is rescaled.
     """
     moved = root.times(z)
-    if whitened(z.shape[0]):
+    if are_nodes_whitened(z.shape[0]):
         return moved
     variance_of_nodes = torch.linalg.vecdot(moved, moved) / z.shape[1]
     ratio = torch.where(variance_of_nodes > 0, root.variances() / variance_of_nodes, 1.0)
     factor = ratio.sqrt().unsqueeze(-1)
+    # In place saves memory, but autograd needs the old values.
     return moved * factor if moved.requires_grad else moved.mul_(factor)
 
 
-def at_temperature_one(
+def divide_by_temperature(
     likelihood: Likelihood, parts: Iterable[tuple[Tensor, Root]]
 ) -> Iterator[tuple[Tensor, Root]]:
-    """Yield f̂ and a root of K in units of the temperature, so that the integrals are those of
-    temperature 1.
+    """Yield f̂/T and a root of K/T² for each chunk, with T the temperature of the likelihood.
 
-    parts: f̂ (B, C) and a root for each chunk; the likelihood must have a temperature of its logits.
+    The integrals at temperature 1 of these are those of the likelihood. parts: f̂ (B, C) and a root
+    of K for each chunk. The likelihood must have a `logit_temperature`.
     """
     temperature = likelihood.logit_temperature
     assert temperature is not None
@@ -263,16 +282,17 @@ def at_temperature_one(
         yield (f, root) if temperature == 1 else (f / temperature, root.scaled(1 / temperature))
 
 
-def class_slopes(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:
-    """Return d log P(Y = c) when f̂ moves by df and K by dK.
+def differentiate_log_probs(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:
+    """Return the derivative of log P(Y = c) when f̂ moves by df and K by dK, at temperature 1.
 
-    f, df (N, C) and K, dK (N, C, C) -> (N, C); one output has two classes.
+    f, df (N, C) and K, dK (N, C, C) -> (N, C); one output has two classes, (N, 2).
 
-    By Bonnet's and Price's theorems dE p_c = E[∇p_c]ᵀdf + ½ tr(E[∇²p_c] dK), over the nodes of the
-    integrals.
+    By Bonnet's and Price's theorems dE p_c = E[∇p_c]ᵀdf + ½ tr(E[∇²p_c] dK). The expectations are
+    over the nodes of the integrals.
     """
     if f.shape[1] <= 2:
-        # A single logit, the difference of the two, becomes that of the second class.
+        # Two classes have one logit aᵀf. It becomes the output of the second class, and the output
+        # of the first class is zero.
         a = torch.tensor([1.0] if f.shape[1] == 1 else [-1.0, 1.0], dtype=f.dtype)
         second_class = torch.tensor([0.0, 1.0], dtype=f.dtype)
         corner = torch.outer(second_class, second_class)

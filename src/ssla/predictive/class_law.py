@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods.support import Classes
-from ssla.predictive.class_integrals import ClassIntegrals, entropy_of
+from ssla.predictive.class_integrals import ClassIntegrals, compute_entropy
 from ssla.predictive.law import Law, select_highest
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import mean_entropy, total_variance
+from ssla.predictive.spread import average_entropies, total_variance
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
@@ -41,14 +41,14 @@ class ClassProbabilities(Law):
 
     @property
     def mode(self) -> Tensor:
-        """Return the most probable class (N,); −1 where the probabilities are NaN."""
+        """Return the most probable class (N,); −1 where the probabilities of a row are NaN."""
         log_probs = self.log_probs
         return torch.where(log_probs.isnan().any(1), -1, log_probs.argmax(1))
 
     @cached_property
     def entropy(self) -> Tensor:
         """Return −Σ p log p in nats (N,)."""
-        return entropy_of(self.log_probs)
+        return compute_entropy(self.log_probs)
 
     def check(self, y: Tensor) -> None:
         """Raise ValueError unless y are whole numbers from 0 to C − 1."""
@@ -56,7 +56,7 @@ class ClassProbabilities(Law):
         Classes(count).check(y.flatten(), count)
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Look up the log probabilities of classes y (N, k) -> (N, k)."""
+        """Return the log probabilities of classes y, which are whole numbers: (N, k) -> (N, k)."""
         return self.log_probs.gather(1, y.long())
 
     def interval(self, level: float) -> Tensor:
@@ -75,12 +75,12 @@ class ClassProbabilities(Law):
 @final
 @dataclass(frozen=True, eq=False)
 class ClassLaw(ClassProbabilities):
-    """P(Y = c) = exp(log_weights_c) / mass.
+    """The law P(Y = c) = exp(log_weights_c) / mass.
 
-    The weights are integrals over f (the mass is then one), or the un-normalised densities of a
-    refit. `increments` are those of the refit in both cases: they approximate the logarithm of the
-    integral. `mean` and `variance` are of the class indicators: (N, C), or (N,) (of y itself) for
-    Bernoulli.
+    The weights are either integrals over f, with mass one, or the un-normalised densities of a
+    refit. `increments` are those of the refit in both cases; their total approximates the logarithm
+    of the integral. `mean` and `variance` are of the class indicators (N, C), and for Bernoulli of
+    y itself (N,).
     """
 
     log_density: LogDensity
@@ -96,7 +96,7 @@ class ClassLaw(ClassProbabilities):
     @property
     def log_probs(self) -> Tensor:
         """Return the normalised log probabilities (N, C)."""
-        # Weights in float32 are normalised integrals, and so many that they are not held twice.
+        # Weights in float32 are normalised already, and so many that no second array is held.
         return (
             self.log_weights
             if self.log_weights.dtype == torch.float32
@@ -105,7 +105,7 @@ class ClassLaw(ClassProbabilities):
 
     @cached_property
     def _normalised_log_weights(self) -> Tensor:
-        """Return the normalised log weights (N, C)."""
+        """Return log_weights less the log of their mass (N, C)."""
         return torch.log_softmax(self.log_weights, 1)
 
     @property
@@ -116,10 +116,13 @@ class ClassLaw(ClassProbabilities):
     @property
     def mean(self) -> Tensor:
         """Return the mean of the indicators (N, C), or of y (N,) for Bernoulli."""
-        return self._indicators(self.probs)
+        return self._drop_first_class(self.probs)
 
-    def _indicators(self, by_class: Tensor) -> Tensor:
-        """Take the values that the moments are about from (N, C): for Bernoulli those of y (N,)."""
+    def _drop_first_class(self, by_class: Tensor) -> Tensor:
+        """Return values by class (N, C) as they are; for Bernoulli only those of class 1 (N,).
+
+        The moments of a Bernoulli target are those of y itself, the indicator of class 1.
+        """
         return by_class[:, 1] if self.log_density.likelihood.one_probability else by_class
 
     @property
@@ -129,10 +132,16 @@ class ClassLaw(ClassProbabilities):
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the variance times its epistemic share under f ~ N(f̂, K), (N,) or (N, C)."""
+        """Return the variance times its epistemic share under f ~ N(f̂, K), of the shape of the
+        mean; zero without a refit.
+        """
         if not self.log_density.outputs_move:
             return torch.zeros_like(self.variance)
-        share = self._estimated_share if self.integrals is None else self._share_of(self.integrals)
+        share = (
+            self._estimated_epistemic_share
+            if self.integrals is None
+            else self._epistemic_share_from(self.integrals)
+        )
         return self.variance * share
 
     @property
@@ -141,48 +150,57 @@ class ClassLaw(ClassProbabilities):
         return self.variance - self.epistemic
 
     @cached_property
-    def _estimated_share(self) -> Tensor:
-        """Estimate the epistemic share of the variance, (N,) or (N, C), by a quadrature over f."""
+    def _estimated_epistemic_share(self) -> Tensor:
+        """Return the epistemic share of the variance, of the shape of the mean, by a quadrature
+        over f.
+        """
         doubt, noise = total_variance(self.log_density.likelihood, *self.log_density.marginal)
         return doubt / (doubt + noise).clamp_min(1e-300)
 
-    def _share_of(self, integrals: ClassIntegrals) -> Tensor:
-        """Return the epistemic share Var_f E[y|f] / Var[y], (N,) or (N, C), from the integrals."""
+    def _epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:
+        """Return the epistemic share Var_f E[y|f] / Var[y], of the shape of the mean, from
+        integrals.
+        """
         p = integrals.log_probs.exp()
         variance = (p * (1 - p)).clamp_min(torch.finfo(p.dtype).tiny)
-        return self._indicators((integrals.spread / variance).clamp_max(1.0))
+        return self._drop_first_class((integrals.spread / variance).clamp_max(1.0))
 
     @cached_property
     def mutual_information(self) -> Tensor:
-        """Return the entropy times the share of H(E p) − E H(p) in H(E p) under f ~ N(f̂, K) (N,).
+        """Return the part of the entropy that more data would remove, in nats (N,).
 
-        So it is at most the entropy. Where the probabilities are integrals over f, it is I(y; f)
-        itself.
+        It is the entropy times the share of H(E p) − E H(p) in H(E p) under f ~ N(f̂, K), and so at
+        most the entropy. Where the probabilities are integrals over f, it is I(y; f) itself. It is
+        zero without a refit.
         """
         if not self.log_density.outputs_move:
             return torch.zeros_like(self.entropy)
         if self.integrals is None:
             classes = self.log_weights.shape[1]
-            of_mean, mean = mean_entropy(
+            entropy_of_mean, mean_entropy = average_entropies(
                 self.log_density.likelihood, *self.log_density.marginal, classes
             )
-            doubt = of_mean - mean
+            information = entropy_of_mean - mean_entropy
         else:
-            of_mean, doubt = entropy_of(self.integrals.log_probs), self.integrals.mutual_information
-        share = torch.where(of_mean > 0, doubt / of_mean, torch.zeros_like(doubt))
+            entropy_of_mean = compute_entropy(self.integrals.log_probs)
+            information = self.integrals.mutual_information
+        share = torch.where(
+            entropy_of_mean > 0, information / entropy_of_mean, torch.zeros_like(information)
+        )
         return self.entropy * share.clamp(0.0, 1.0)
 
     def increments(self, y: Tensor) -> Increments:
-        """Return the increments of the refit at classes y (N, k), (N, k) each."""
+        """Return the increments of the refit at classes y (N, k), each of shape (N, k)."""
         return self.log_density(y)
 
 
 def smallest_set(probs: Tensor, level: float) -> Tensor:
-    """Select the fewest classes with at least that probability; none where it is NaN.
+    """Select the fewest classes whose probabilities reach the level: (N, C) -> bool (N, C).
 
-    (N, C) -> bool (N, C).
+    No class is selected in a row with NaN.
     """
-    # The order of all classes of all rows would take several times the memory of the probabilities.
+    # Rows are sorted in blocks: the sorting of all of them would take several times the memory of
+    # the probabilities.
     blocks = probs.split(max(ENTRIES_AT_ONCE // max(probs.shape[1], 1), 1))
     return torch.cat(
         [select_highest(p, p, level) & ~p.isnan().any(1, keepdim=True) for p in blocks]
@@ -192,7 +210,8 @@ def smallest_set(probs: Tensor, level: float) -> Tensor:
 def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
     """Draw n classes for each row of probabilities (N, C): integers (n, N).
 
-    ValueError where a probability is NaN.
+    generator: of the random numbers; None for torch's own. Raises ValueError where a probability is
+    NaN.
     """
     if bool(probs.isnan().any()):
         raise ValueError(
@@ -205,20 +224,28 @@ def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Te
     return torch.multinomial(probs, n, replacement=True, generator=generator).mT
 
 
-def integrated_predictive(
+def make_integrated_predictive(
     log_density: LogDensity, integrals: ClassIntegrals, refit: str, differentiable: bool = False
 ) -> Predictive:
-    """Make the predictive whose probabilities are integrals over f; no row is flagged."""
-    no = torch.zeros(len(integrals.entropy), dtype=torch.bool)
+    """Make the predictive whose class probabilities are integrals over f; no row is flagged.
+
+    refit: the name of the rung. differentiable: whether the integrals carry a graph.
+    """
+    unflagged = torch.zeros(len(integrals.entropy), dtype=torch.bool)
     law = ClassLaw(log_density, integrals.log_probs, integrals)
-    flags = Diagnostics(refit, no, no, no)
+    flags = Diagnostics(refit, unflagged, unflagged, unflagged)
     return Predictive(law, log_density.like, flags, differentiable=differentiable)
 
 
-def class_predictive(log_density: LogDensity, count: int, refit: str) -> Predictive:
-    """Evaluate the density of each of `count` classes at every input and normalise."""
+def make_class_predictive(log_density: LogDensity, count: int, refit: str) -> Predictive:
+    """Make the predictive of `count` classes from one evaluation of the log density for each class
+    at every input.
+
+    refit: the name of the rung. A row is flagged where one of its classes is.
+    """
     rows = log_density.marginal.mean.shape[0]
     density = log_density.density_at(torch.arange(count, dtype=torch.float64).expand(rows, -1))
-    no = torch.zeros(rows, dtype=torch.bool)
-    flags = Diagnostics(refit, density.fallback.any(1), ~density.converged.all(1), no)
+    # There is no quadrature that could be inaccurate.
+    inaccurate = torch.zeros(rows, dtype=torch.bool)
+    flags = Diagnostics(refit, density.fallback.any(1), ~density.converged.all(1), inaccurate)
     return Predictive(ClassLaw(log_density, density.log), log_density.like, flags)

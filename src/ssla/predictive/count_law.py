@@ -93,55 +93,61 @@ class CountLaw(PointwiseLaw):
 
     @cached_property
     def _block_shares(self) -> list[Tensor]:
-        """Return the probabilities of the blocks, (m, k) for each table."""
+        """Return the probability of each block, (m, k) for each table."""
         return [torch.softmax(t.logs, 1) for t in self.tables]
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
-        """Return mean and variance, (N,) each."""
+        """Return mean and variance of y, (N,) each."""
         means, variances = [], []
         for table, share in zip(self.tables, self._block_shares, strict=True):
             mean = (share * table.centres).sum(1)
             means.append(mean)
-            # The variance inside a block is that of a uniform distribution over its counts.
+            # Inside a block the counts are taken as uniform, with variance (width² − 1)/12.
             within = (table.widths**2 - 1).clamp_min(0) / 12
             variances.append((share * ((table.centres - mean[:, None]) ** 2 + within)).sum(1))
         return gather_rows(self.tables, means), gather_rows(self.tables, variances)
 
     @cached_property
     def mode(self) -> Tensor:
-        """Return the most probable count (N,); NaN where the density is NaN."""
-        peaks = [_log_heights(t).argmax(1, keepdim=True) for t in self.tables]
-        best, reach = (
-            gather_rows(
-                self.tables,
-                [part.gather(1, peak) for part, peak in zip(parts, peaks, strict=True)],
-            )
-            for parts in ([t.middles for t in self.tables], [t.widths for t in self.tables])
-        )
-        best = best.round()
-        # The search goes on among the counts around the middle of the best block.
+        """Return the most probable count (N,); NaN where the density is NaN.
+
+        The search starts in the middle of the block whose counts are the most probable. It goes on
+        among 25 counts around the best one, which are 8 times denser in each round, until they are
+        neighbours.
+        """
+        peaks = [_log_heights(table).argmax(1, keepdim=True) for table in self.tables]
+        tables_and_peaks = list(zip(self.tables, peaks, strict=True))
+        middles = [table.middles.gather(1, peak) for table, peak in tables_and_peaks]
+        widths = [table.widths.gather(1, peak) for table, peak in tables_and_peaks]
+        best = gather_rows(self.tables, middles).round()
+        reach = gather_rows(self.tables, widths)  # the counts around the best one still in question
         for _ in range(MODE_ROUNDS):
             if not bool((reach > 1).any()):
                 break
             step = (reach / 8).ceil()
             near = (best + step * torch.arange(-12, 13, dtype=torch.float64)).clamp_min(0)
             best = near.gather(1, self.log_density.density_at(near).log.argmax(1, keepdim=True))
+            # With steps of one count the row is done.
             reach = torch.where(step > 1, step, torch.ones_like(step))
         return torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1))
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError unless y are whole numbers from 0."""
+        """Raise ValueError unless all y are whole numbers from 0."""
         Counts().check(y.flatten(), 1)
 
     @cached_property
     def _cumulative(self) -> list[Tensor]:
-        """Return the probability below each edge, (m, k + 1) for each table: 0 first, 1 last."""
+        """Return the probability of all counts below each edge, (m, k + 1) for each table, from 0
+        to 1.
+        """
         sums = [share.cumsum(1) for share in self._block_shares]
         return [pad(part / part[:, -1:], (1, 0)) for part in sums]
 
     def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y ≤ y), (N, k) -> (N, k); inside a block it is linear in the count."""
+        """Return P(Y ≤ y), (N, k) -> (N, k); y may be infinite. Inside a block it is linear in
+        the count.
+        """
         value = torch.floor(y.clamp(-1, 1e300))
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
@@ -158,20 +164,23 @@ class CountLaw(PointwiseLaw):
         """Return the smallest counts y with P(Y ≤ y) ≥ q: (k,) -> (N, k)."""
         parts = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
+            # 1e-14: a cdf that is below q by rounding only counts as equal to it.
             target = q.expand(table.rows.numel(), -1) * cumulative[:, -1:] - 1e-14
             block, share = _find_in_blocks(cumulative, target, right=False)
-            # At least the first count of the block is ≤ the quantile.
+            # The quantile is the last of the counts that are needed, at least one of the block.
             counts = (share.clamp(0, 1) * table.widths.gather(1, block)).ceil().clamp_min(1)
             parts.append(table.edges.gather(1, block) + (counts - 1))
         return gather_rows(self.tables, parts)
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest set of counts with at least that probability, as runs lower … upper
-        (ends included); NaN where the density is NaN.
+        """Return the smallest set of counts with at least that probability.
+
+        It is a union of runs lower … upper (N, R), ends included and padded with NaN. Rows whose
+        density is NaN are all NaN.
         """
         runs = [
-            densest_runs(t.edges, _log_heights(t), share, level)
-            for t, share in zip(self.tables, self._block_shares, strict=True)
+            find_densest_runs(table.edges, _log_heights(table), share, level)
+            for table, share in zip(self.tables, self._block_shares, strict=True)
         ]
         unknown = self._log_mass.isnan()[:, None]
         return Regions(
@@ -192,10 +201,11 @@ class CountLaw(PointwiseLaw):
 
 
 def _find_in_blocks(cumulative: Tensor, target: Tensor, right: bool) -> tuple[Tensor, Tensor]:
-    """Find where cumulative probabilities (m, k + 1) reach a target (m, j).
+    """Find the blocks in which cumulative probabilities (m, k + 1) reach the targets (m, j).
 
-    Returns the block (m, j), and the share of the block's probability below the target (m, j).
-    right: whether a target that equals an edge belongs to the block on its right.
+    Returns the number of the block (m, j), and the share of its probability that is below the
+    target (m, j). right: whether a target that equals the probability at an edge belongs to the
+    block on the right of the edge.
     """
     block = torch.searchsorted(cumulative, target.contiguous(), right=right) - 1
     block = block.clamp(0, cumulative.shape[1] - 2)
@@ -204,73 +214,80 @@ def _find_in_blocks(cumulative: Tensor, target: Tensor, right: bool) -> tuple[Te
 
 
 def _log_heights(table: Table) -> Tensor:
-    """Return the log probability of one count of each block (m, k); −∞ where it has none."""
+    """Return the log of the mean probability of a count in each block (m, k), un-normalised.
+
+    It is −∞ for blocks without a count.
+    """
     return torch.where(table.widths > 0, table.logs - table.widths.clamp_min(1).log(), -torch.inf)
 
 
-def densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: float) -> Regions:
-    """Return the highest counts whose shares reach the level, as runs lower … upper (ends
-    included).
+def find_densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: float) -> Regions:
+    """Find the most probable counts whose probabilities together reach the level.
 
-    edges (N, k + 1): block j holds edges[j] … edges[j+1] − 1. heights (N, k): the log probability
-    of one of its counts. The last block that is needed is cut: all of it can be much more than the
-    level needs.
+    edges (N, k + 1): block j holds the counts edges[j] … edges[j+1] − 1. heights (N, k): the log
+    probability of one of its counts. shares (N, k): the probability of the block. Returns runs
+    lower … upper (N, R), ends included and padded with NaN. The least probable block that is needed
+    is cut: all of it can be much more than the level needs.
     """
     widths = edges.diff(dim=1)
     inside = select_highest(heights, shares, level)
-    first, last = find_runs(_with_empty_blocks(inside, widths == 0))
-    lower, upper = edges.gather(1, first.clamp_min(0)), edges.gather(1, last.clamp_min(0) + 1) - 1
-    # The lowest block inside is cut to the counts that the level still needs.
+    first, last = find_runs(_fill_empty_blocks(inside, widths == 0))
+    lower = edges.gather(1, first.clamp_min(0))
+    upper = edges.gather(1, last.clamp_min(0) + 1) - 1
+    # The block to cut, and how many of its counts the level still needs.
     lowest = torch.where(inside & (widths > 0), heights, torch.inf).argmin(1, keepdim=True)
     start, width, share = (part.gather(1, lowest) for part in (edges, widths, shares))
     share_of_others = torch.where(inside, shares, 0.0).sum(1, keepdim=True) - share
-    kept = (
-        ((level - share_of_others) / share.clamp_min(1e-300) * width)
-        .ceil()
-        .clamp_min(1)
-        .minimum(width)
-    )
-    # The kept part is beside the rest of its run. A block that is a run by itself keeps the side of
-    # its higher neighbour.
-    begins, ends = lower == start, upper == start + width - 1
-    left, right = (_neighbour_heights(heights, lowest, step) for step in (-1, 1))
-    from_left = ends & (~begins | (left >= right))
-    lower = torch.where(begins & ~from_left, start + width - kept, lower)
-    upper = torch.where(from_left, start + kept - 1, upper)
+    needed = (level - share_of_others) / share.clamp_min(1e-300) * width
+    kept = needed.ceil().clamp_min(1).minimum(width)
+    # The block begins or ends its run, or is the run. What is kept must join the rest of the run: a
+    # block at the end keeps its left part. A block that is the run keeps the side of the higher
+    # neighbour.
+    begins = lower == start
+    ends = upper == start + width - 1
+    left_height = _neighbour_heights(heights, lowest, step=-1)
+    right_height = _neighbour_heights(heights, lowest, step=1)
+    keeps_left_part = ends & (~begins | (left_height >= right_height))
+    lower = torch.where(begins & ~keeps_left_part, start + width - kept, lower)
+    upper = torch.where(keeps_left_part, start + kept - 1, upper)
     return Regions(
         torch.where(first < 0, torch.nan, lower), torch.where(last < 0, torch.nan, upper)
     )
 
 
 def _neighbour_heights(heights: Tensor, blocks: Tensor, step: int) -> Tensor:
-    """Return the heights (N, k) of the neighbours of some blocks (N, 1), `step` blocks to the
-    right: (N, 1); −∞ beyond the first and the last block.
+    """Return the heights (N, 1) of the blocks that are `step` to the right of the given ones (to
+    the left for a negative step).
+
+    heights (N, k); blocks (N, 1): numbers of blocks. The height beyond the first and the last block
+    is −∞.
     """
     beside = blocks + step
     beyond = (beside < 0) | (beside >= heights.shape[1])
     return torch.where(beyond, -torch.inf, heights.gather(1, beside.clamp(0, heights.shape[1] - 1)))
 
 
-def _with_empty_blocks(inside: Tensor, empty: Tensor) -> Tensor:
-    """Let blocks without a count belong to the run before them: bool (N, k), (N, k) -> (N, k).
+def _fill_empty_blocks(inside: Tensor, empty: Tensor) -> Tensor:
+    """Return `inside` with each empty block set as the last block with a count before it.
 
-    Otherwise they would cut a run of counts in two.
+    inside, empty (N, k) bool: blocks of the region, and blocks without a count. Otherwise empty
+    blocks would cut a run of counts in two. Empty blocks at the start are not inside.
     """
     number = torch.arange(inside.shape[1]).expand_as(inside)
     last_full = torch.where(empty, -1, number).cummax(1).values
-    before = inside.gather(1, last_full.clamp_min(0))
-    return torch.where(empty & (last_full >= 0), before, inside & ~empty)
+    is_last_full_inside = inside.gather(1, last_full.clamp_min(0))
+    return torch.where(empty & (last_full >= 0), is_last_full_inside, inside & ~empty)
 
 
-def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
-    """Sum the probabilities of all rows, widening each row's window until its tails hold < 1e-8 of
-    the mass.
+def make_count_predictive(log_density: LogDensity, refit: str) -> Predictive:
+    """Return the predictive of a count, from the sums of its probabilities.
 
-    Probabilities that never fall (a Newton step far from its point can do that) are cut where they
-    begin to rise.
+    refit: the name of the rung. The window of a row is widened until its tails hold less than 1e-8
+    of the mass. Probabilities that never fall, as those of one Newton step far from its point, have
+    no sum. They are cut where they begin to rise, and the row is flagged as inaccurate.
     """
     tabulation = _Tabulation(log_density)
-    tables = _tabulate_all(tabulation)
+    tables = _tabulate_all_rows(tabulation)
     inaccurate = torch.zeros_like(tabulation.fallback)
     for table in tables:
         inaccurate[table.rows] = ~table.accurate
@@ -279,27 +296,36 @@ def count_predictive(log_density: LogDensity, refit: str) -> Predictive:
 
 
 class _Tabulation:
-    """Makes tables of a log density, and records the rows that were flagged on the way."""
+    """Makes tables of the log density of N rows, and collects the flags of the rows."""
 
     def __init__(self, log_density: LogDensity) -> None:
-        """Compute centre and scale of every row's bulk, (N,) each."""
+        """Compute a mean and a scale of y for each row, (N,) each, from which windows are chosen.
+
+        The scale is at least one count.
+        """
         f, K = log_density.marginal
         self.log_density = log_density
         self.mean = log_density.likelihood.mean(f)
-        # The scale is that of the noise, and of the uncertainty of the mean as if it were small:
-        # longer tails are found by widening.
+        # The scale contains the noise and a small uncertainty of f at most. Longer tails are found
+        # when windows are widened.
         small = K.clamp_max(SMALL_DOUBT) if log_density.outputs_move else torch.zeros_like(K)
         doubt, noise = total_variance(log_density.likelihood, f, small)
         self.scale = (doubt + noise).sqrt().clamp_min(1.0)
         self.fallback = torch.zeros(len(f), dtype=torch.bool)
         self.unconverged = torch.zeros_like(self.fallback)
 
-    def tabulate(self, rows: Tensor, reach: float, finer: int = 1) -> Table:
-        """Sum the blocks of the rows (m,) up to `reach`; blocks are `finer` times as many."""
+    def tabulate_rows(self, rows: Tensor, reach: float, finer: int = 1) -> Table:
+        """Return the table of rows (m,), with blocks from t = −reach to reach (see `Table`).
+
+        finer: how many times more blocks than usual. The rows must have edges of one pattern (see
+        `_split_rows`). Sets the flags `fallback` and `unconverged` of the rows.
+        """
         mean, scale = self.mean[rows, None], self.scale[rows, None]
-        edges = _block_edges(mean, scale, reach, BLOCKS_PER_UNIT * finer)
-        unknown = edges[:, 1:]  # totals and centres are filled in below
-        table = Table(rows, edges, unknown, unknown, torch.ones_like(rows, dtype=torch.bool))
+        edges = _choose_edges(mean, scale, reach, BLOCKS_PER_UNIT * finer)
+        # Placeholders stand for the totals and centres, which are computed below.
+        placeholder = edges[:, 1:]
+        all_true = torch.ones_like(rows, dtype=torch.bool)
+        table = Table(rows, edges, placeholder, placeholder, accurate=all_true)
         density = self.log_density.density_at(table.middles.clamp_min(0), rows)
         has_counts = table.widths > 0
         self.fallback[rows] |= (density.fallback & has_counts).any(1)
@@ -309,80 +335,100 @@ class _Tabulation:
         accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH
         return table._replace(logs=totals, centres=centres, accurate=accurate)
 
-    def refine(self, table: Table, reach: float) -> list[Table]:
-        """Use smaller blocks in the rows that need them: a peak may be narrow beside the scale, as
-        of zeros and large counts.
+    def refine_table(self, table: Table, reach: float) -> list[Table]:
+        """Return the table in parts, with the inaccurate rows tabulated again in smaller blocks.
 
-        Rows with means beyond `RESOLVED` stay as they are: there rounding is what is rough, and
-        smaller blocks do not help.
+        A peak may be narrow beside the scale, as where zeros are mixed with large counts. Rows with
+        means beyond `RESOLVED` stay as they are: rounding of their counts is the error, and smaller
+        blocks do not help.
         """
-        beyond = self.mean[table.rows] > RESOLVED
-        tables = [table.take(beyond), table.take(~beyond)] if bool(beyond.any()) else [table]
+        is_beyond = self.mean[table.rows] > RESOLVED
+        tables = [table]
+        if bool(is_beyond.any()):
+            tables = [table.take(is_beyond), table.take(~is_beyond)]
+        # The last table is always the one that is not finished.
         finer = 1
         while finer < FINEST and not bool(tables[-1].accurate.all()):
             finer *= 4
             rough = tables.pop()
             tables.append(rough.take(rough.accurate))
-            tables.append(self.tabulate(rough.rows[~rough.accurate], reach, finer))
+            tables.append(self.tabulate_rows(rough.rows[~rough.accurate], reach, finer))
         return tables
 
 
-def _tabulate_all(tabulation: _Tabulation) -> list[Table]:
-    """Tabulate every row, in windows that are widened until both tails hold less than TAIL.
+def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
+    """Return tables of all rows, in windows that are widened until both tails hold less than TAIL.
 
     A row whose sum does not exist, or whose widest window is too short, is marked as inaccurate.
     """
     mean, scale = tabulation.mean, tabulation.scale
     if not len(mean):  # a law needs a table also where there are no rows
-        none = mean.new_empty(0, 1)
-        return [Table(torch.arange(0), mean.new_empty(0, 2), none, none, tabulation.fallback)]
+        no_rows = mean.new_empty(0, 1)
+        no_edges = mean.new_empty(0, 2)
+        no_flags = torch.zeros(0, dtype=torch.bool)
+        return [Table(torch.arange(0), no_edges, no_rows, no_rows, accurate=no_flags)]
     tables: list[Table] = []
-    pending, reach = torch.arange(len(mean)), FIRST_REACH
+    pending = torch.arange(len(mean))
+    reach = FIRST_REACH
     while pending.numel():
         is_last = reach >= WIDEST_REACH
         # A window that ends below the single counts holds less than they do: widen it at once.
         short = mean[pending] + scale[pending] * math.sinh(reach) <= SINGLE_COUNTS
-        again = [pending[short]]
+        to_widen = [pending[short]]
         for rows in _split_rows(pending[~short], mean, scale, reach):
-            table = tabulation.tabulate(rows, reach)
-            left, right = estimate_tails(table)
-            done = (left <= TAIL) & (right <= TAIL)
-            endless = torch.isinf(right) & is_last
-            cut = ~done & ~endless & is_last
+            table = tabulation.tabulate_rows(rows, reach)
+            left_tail, right_tail = estimate_tails(table)
+            done = (left_tail <= TAIL) & (right_tail <= TAIL)
             if bool(done.any()):
-                tables += tabulation.refine(table.take(done), reach)
-            if bool(cut.any()):
-                tables.append(table.take(cut)._replace(accurate=done[cut]))
-            if bool(endless.any()):
-                near = tabulation.tabulate(rows[endless], FIRST_REACH)
-                tables.append(_cut_at_valley(near, mean[rows[endless]]))
+                tables += tabulation.refine_table(table.take(done), reach)
             if not is_last:
-                again.append(rows[~done])
-        pending = torch.cat(again)
+                to_widen.append(rows[~done])
+                continue
+            # No window is wider: a row that is not done has no sum, or is cut at its last window.
+            endless = torch.isinf(right_tail)
+            cut = ~done & ~endless
+            if bool(cut.any()):
+                tables.append(_mark_inaccurate(table.take(cut)))
+            if bool(endless.any()):
+                near = tabulation.tabulate_rows(rows[endless], FIRST_REACH)
+                tables.append(_cut_at_valley(near, mean[rows[endless]]))
+        pending = torch.cat(to_widen)
         reach = min(WIDER * reach, WIDEST_REACH)
     return tables
 
 
-def _split_rows(rows: Tensor, mean: Tensor, scale: Tensor, reach: float) -> list[Tensor]:
-    """Split rows (m,) into pieces that bound the memory and have edges of one pattern each.
+def _mark_inaccurate(table: Table) -> Table:
+    """Return the table with all of its rows marked as inaccurate."""
+    return table._replace(accurate=torch.zeros_like(table.accurate))
 
-    mean and scale (N,) are those of all rows.
+
+def _split_rows(rows: Tensor, mean: Tensor, scale: Tensor, reach: float) -> list[Tensor]:
+    """Split rows (m,) into pieces of bounded size, in each of which edges have one pattern.
+
+    The pattern is that of `_choose_edges`: whether the window reaches down to the single counts,
+    and whether its centre is above them. mean and scale (N,) are those of all rows.
     """
-    low = mean[rows] - scale[rows] * math.sinh(reach) < SINGLE_COUNTS
-    far = mean[rows] > SINGLE_COUNTS
+    reaches_down = mean[rows] - scale[rows] * math.sinh(reach) < SINGLE_COUNTS
+    is_centre_above = mean[rows] > SINGLE_COUNTS
     size = max(TASKS_AT_ONCE // int(2 * reach * BLOCKS_PER_UNIT), 1)
-    groups = (rows[~low], rows[low & ~far], rows[low & far])
+    groups = (
+        rows[~reaches_down],
+        rows[reaches_down & ~is_centre_above],
+        rows[reaches_down & is_centre_above],
+    )
     return [part for group in groups if group.numel() for part in group.split(size)]
 
 
-def _block_edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Tensor:
-    """Choose the edges of blocks (m, k + 1) for rows with edges of one pattern; mean, scale (m, 1).
+def _choose_edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Tensor:
+    """Choose the edges of blocks (m, k + 1), for rows that have edges of one pattern.
 
-    A window that reaches down to small counts takes those one by one, and if its centre is far
-    above them, blocks that grow with the count on the way up.
+    mean, scale (m, 1). reach: the largest t (see `Table`). by_unit: blocks for a unit of t. A
+    window that reaches down to small counts holds these one by one. If its centre is above them,
+    blocks between that grow with the count are added.
     """
     t = torch.linspace(-reach, reach, 2 * int(reach * by_unit) + 1, dtype=torch.float64)
     edges = (mean + scale * torch.sinh(t)).round().clamp(0, LARGEST_COUNT)
+    # All rows have one pattern, so the first row decides.
     if float(edges[0, 0]) >= SINGLE_COUNTS:
         return edges
     more = torch.arange(SINGLE_COUNTS + 1, dtype=torch.float64)
@@ -390,52 +436,63 @@ def _block_edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Ten
         steps = int(math.log(float(edges.max()) / SINGLE_COUNTS) * by_unit) + 1
         growing = SINGLE_COUNTS * torch.exp(torch.arange(1, steps, dtype=torch.float64) / by_unit)
         more = torch.cat([more, growing.round()])
-    inside = torch.where(more < edges[:, -1:], more, 0.0)
-    return _drop_repeated(torch.cat([edges, inside], 1).sort(1).values)
+    # An edge beyond the window becomes 0, which is dropped as a repetition.
+    in_window = torch.where(more < edges[:, -1:], more, 0.0)
+    return _drop_repeated_edges(torch.cat([edges, in_window], 1).sort(1).values)
 
 
-def _drop_repeated(edges: Tensor) -> Tensor:
-    """Drop edges (m, k) that repeat the one before: (m, j) with j ≤ k, few blocks without a count.
+def _drop_repeated_edges(edges: Tensor) -> Tensor:
+    """Drop the edges that repeat the one before: (m, k) in order -> (m, j) with j ≤ k.
 
-    Rows with fewer different edges than others begin with repetitions of their first one.
+    j is the largest number of different edges in a row. Rows with fewer begin with repetitions of
+    their first edge.
     """
-    new = torch.cat([torch.ones_like(edges[:, :1], dtype=torch.bool), edges.diff(dim=1) > 0], 1)
-    # A stable sort of False before True keeps the order. All rows keep as many as the longest has.
-    kept = new.to(torch.uint8).argsort(dim=1, stable=True)[:, -int(new.sum(1).max()) :]
-    return torch.where(new.gather(1, kept), edges.gather(1, kept), edges[:, :1])
+    is_first = torch.ones_like(edges[:, :1], dtype=torch.bool)
+    is_new = torch.cat([is_first, edges.diff(dim=1) > 0], 1)
+    # A stable sort moves the new edges to the end of the row, in their order.
+    longest = int(is_new.sum(1).max())
+    kept = is_new.to(torch.uint8).argsort(dim=1, stable=True)[:, -longest:]
+    return torch.where(is_new.gather(1, kept), edges.gather(1, kept), edges[:, :1])
 
 
 def sum_blocks(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sum p over each block from log p at the middles (m, k), corrected for slope and curvature.
+    """Sum p over each block, from logs = log p at the middle of each block (m, k).
 
-    Returns log Σ p, the mean count, and the relative correction by p's curvature, (m, k) each. The
-    first and the last block are not corrected.
+    Returns log Σ p, the mean count, and the relative correction of Σ p, (m, k) each. Inside a block
+    p is taken as quadratic: its curvature corrects the sum, and its slope the mean count. Both
+    follow from differences to the two neighbours, so that the first and the last block are not
+    corrected.
     """
     w, x = table.widths, table.middles
+    # the distances to the middles of both neighbours
     before, after = x[:, 1:-1] - x[:, :-2], x[:, 2:] - x[:, 1:-1]
     logs = logs.clamp_min(NOTHING)
     possible = logs > NOTHING
+    # Blocks beside one without counts or without probability are not corrected.
     safe = (before > 0) & (after > 0) & possible[:, 2:] & possible[:, 1:-1] & possible[:, :-2]
     before, after = before.clamp_min(0.5), after.clamp_min(0.5)
     near = torch.where(possible, logs, 0.0)
     # (log p)' and p''/p = (log p)'² + (log p)'' from differences to both neighbours
-    left, right = (near[:, 1:-1] - near[:, :-2]) / before, (near[:, 2:] - near[:, 1:-1]) / after
-    slope = (left * after + right * before) / (before + after)
-    bend = slope**2 + 2 * (right - left) / (before + after)
+    left_slope = (near[:, 1:-1] - near[:, :-2]) / before
+    right_slope = (near[:, 2:] - near[:, 1:-1]) / after
+    slope = (left_slope * after + right_slope * before) / (before + after)
+    bend = slope**2 + 2 * (right_slope - left_slope) / (before + after)
     # 12 × the variance of a uniform distribution over the block
     square = torch.where(safe, (w[:, 1:-1] ** 2 - 1).clamp_min(0), torch.zeros_like(bend))
+    # Σ p = w p (1 + variance/2 · p''/p), and the mean count is x + variance · (log p)'. Both are
+    # limited (guesses), where a block is too rough for the expansion.
     correction = square / 24 * bend
-    factor = correction.clamp(-0.5, 1.0)
+    limited = correction.clamp(-0.5, 1.0)
     shift = torch.maximum(torch.minimum(square / 12 * slope, w[:, 1:-1] / 2), -w[:, 1:-1] / 2)
     return (
-        logs + w.clamp_min(1).log() + pad(torch.log1p(factor), (1, 1)),
+        logs + w.clamp_min(1).log() + pad(torch.log1p(limited), (1, 1)),
         x + pad(shift, (1, 1)),
         pad(correction, (1, 1)),
     )
 
 
 def _join_equal_sizes(tables: list[Table]) -> list[Table]:
-    """Join the tables that have the same number of blocks."""
+    """Join the tables that have the same number of blocks, each group into one table."""
     groups: dict[int, list[Table]] = {}
     for table in tables:
         groups.setdefault(table.logs.shape[1], []).append(table)
@@ -446,32 +503,36 @@ def _join_equal_sizes(tables: list[Table]) -> list[Table]:
 
 
 def _cut_at_valley(table: Table, mean: Tensor) -> Table:
-    """Set the probability to zero beyond the first rise to the right of the mean (m,).
+    """Return the table without the counts from the first rise of p to the right of the mean (m,).
 
-    The sum over all counts does not exist there, so these rows are marked as inaccurate.
+    It is for rows whose sum over all counts does not exist, and marks all rows as inaccurate.
     """
     heights = _log_heights(table)
-    right = (table.middles > mean[:, None] + 1) & (table.widths > 0)
-    lowest = torch.where(right, heights, torch.inf).cummin(1).values
-    beyond = (right & (heights > lowest + 1e-9)).cumsum(1) > 0
-    return table._replace(
-        logs=torch.where(beyond, NOTHING, table.logs), accurate=torch.zeros_like(table.accurate)
-    )
+    is_right = (table.middles > mean[:, None] + 1) & (table.widths > 0)
+    lowest_so_far = torch.where(is_right, heights, torch.inf).cummin(1).values
+    # 1e-9: differences by rounding are no rise.
+    is_beyond = (is_right & (heights > lowest_so_far + 1e-9)).cumsum(1) > 0
+    return _mark_inaccurate(table)._replace(logs=torch.where(is_beyond, NOTHING, table.logs))
 
 
 def _last_two_blocks(table: Table) -> Tensor:
-    """Return the numbers of the last two blocks that have counts (m, 2)."""
+    """Return the numbers of the last two blocks that have counts (m, 2); 0 where there are fewer.
+
+    The number of the last one comes second.
+    """
     number = torch.where(table.widths > 0, torch.arange(table.widths.shape[1]), -1)
     last = number.amax(1, keepdim=True)
     before = torch.where(number < last, number, -1).amax(1, keepdim=True)
     return torch.cat([before, last], 1).clamp_min(0)
 
 
-def _power_tail(table: Table, total: Tensor, last_two: Tensor) -> Tensor:
-    """Estimate the mass beyond the last block by a power law through the last two (m, 2).
+def _estimate_power_tail(table: Table, total: Tensor, last_two: Tensor) -> Tensor:
+    """Estimate the mass to the right of the last block (m,), as a share of the mass of all blocks.
 
-    Returns it as a share of all mass (m,); total (m,) is the log of that. It needs no regular
-    widths: a narrow block after a wide one has a small total, but a long tail.
+    The heights of the last two blocks are continued as a power of the count. last_two (m, 2): the
+    numbers of these blocks. total (m,): the log of the mass of all blocks. The estimate holds for
+    widths of any pattern: the total of a narrow block after a wide one is small, but its tail is
+    long.
     """
     before, last = _log_heights(table).gather(1, last_two).unbind(1)
     log_counts = table.middles.gather(1, last_two).clamp_min(0.5).log()
@@ -480,15 +541,16 @@ def _power_tail(table: Table, total: Tensor, last_two: Tensor) -> Tensor:
     at_top = last - power * (top.log() - log_counts[:, 1])
     # ∫ from the top of p(top) (y/top)^−power dy, which is infinite for power ≤ 1
     tail = (at_top - total).exp() * top / (power - 1)
+    # The power is not finite where the last block has no probability.
     return torch.where(power.isfinite(), torch.where(power > 1, tail, torch.inf), 0.0)
 
 
 def _log_ratio_of_totals(table: Table, last_two: Tensor) -> Tensor:
-    """Return the log ratio (m,) of the last block's total to that of the block before.
+    """Return the log of the ratio (m,) of the last block's total to that of the block before.
 
-    last_two (m, 2): their numbers. Blocks of two interleaved patterns of edges are of different
-    widths. There it is the ratio for a step from one middle to the next, as if widths grew with the
-    count.
+    last_two (m, 2): the numbers of these blocks. Where two patterns of edges are interleaved, the
+    widths of neighbours differ irregularly. There the ratio is that of the heights, times the ratio
+    of the middles, as if the widths grew in proportion to the count.
     """
     before, last = table.widths.gather(1, last_two).clamp_min(1).unbind(1)
     by_totals = table.logs.gather(1, last_two).diff(dim=1)[:, 0]
@@ -499,22 +561,24 @@ def _log_ratio_of_totals(table: Table, last_two: Tensor) -> Tensor:
 
 
 def estimate_tails(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Estimate the mass to the left and to the right of the blocks, as shares of all mass (m,).
+    """Estimate the mass to the left and to the right of the blocks, as shares of their mass, (m,)
+    each.
 
-    On the right it is the larger one of a geometric series and of a power law through the last two
-    blocks. On the left it is at most as high as the first block, down to zero.
-
-    first: the number of the first block that has counts, where a row does not begin at zero.
+    On the right it is the larger one of a geometric series of block totals and of a power law, both
+    through the last two blocks. On the left, the counts down to zero are taken to be as probable as
+    those of the first block. first: the number of the first block with counts, where a row has
+    empty blocks before it.
     """
     total = table.logs.logsumexp(1)
     last_two = _last_two_blocks(table)
     last = table.logs.gather(1, last_two)[:, 1]
     ratio = _log_ratio_of_totals(table, last_two).exp()
     tail = (last - total).exp() * ratio / (1 - ratio)
-    right = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
-    right = torch.maximum(right, _power_tail(table, total, last_two))
-    # Where the last block has no probability, the counts have an end.
-    right = torch.where(last <= NOTHING, torch.zeros_like(right), right)
-    below = _log_heights(table)[:, first] + table.edges[:, 0].clamp_min(1).log() - total
-    left = torch.where(table.edges[:, 0] > 0, below.exp(), torch.zeros_like(below))
-    return left, right
+    right_tail = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
+    right_tail = torch.maximum(right_tail, _estimate_power_tail(table, total, last_two))
+    # If the last block has no probability, the counts have ended before it.
+    right_tail = torch.where(last <= NOTHING, torch.zeros_like(right_tail), right_tail)
+    # the height of the first block, times the number of counts below it
+    log_below = _log_heights(table)[:, first] + table.edges[:, 0].clamp_min(1).log() - total
+    left_tail = torch.where(table.edges[:, 0] > 0, log_below.exp(), torch.zeros_like(log_below))
+    return left_tail, right_tail

@@ -20,10 +20,10 @@ from ssla._checks import is_inside_vmap
 from ssla.data import Inputs
 from ssla.likelihoods import Likelihood
 from ssla.maths.roots import FullRoot, Root
-from ssla.predictive.class_integrals import at_temperature_one, integrate_with_graph
-from ssla.predictive.class_law import integrated_predictive
+from ssla.predictive.class_integrals import divide_by_temperature, integrate_with_graph
+from ssla.predictive.class_law import make_integrated_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
-from ssla.predictive.implicit import pointwise_predictive
+from ssla.predictive.implicit import make_pointwise_predictive
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.priors import EXACT
 from ssla.refit import Density, NoRefit, OutputRefit, OutputRung, Refit
@@ -38,107 +38,118 @@ SINGULAR = 1e-12  # of a variance: the square root of a smaller pivot has no usa
 
 @dataclass(frozen=True, eq=False)
 class Moments:
-    """f̂ and K with their graph, in the place of a log density.
+    """f̂ and K with their graph, as a LogDensity for laws that evaluate no refit.
 
-    The increments of a refit carry no gradient and are refused.
+    The log densities and increments of a refit carry no gradient and are refused.
     """
 
     likelihood: Likelihood
     marginal: Marginal
-    outputs_move: bool
-    like: Tensor
+    outputs_move: bool  # whether a refit moves f, so that its uncertainty counts
+    like: Tensor  # answers have its dtype and device
 
     def __call__(self, y: Tensor) -> Increments:
-        """Raise ValueError: increments carry no gradient."""
+        """Raise ValueError: increments carry no gradient. The argument is part of the protocol."""
         _refuse_increments()
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Raise ValueError: log densities of a refit carry no gradient."""
+        """Raise ValueError: log densities of a refit carry no gradient.
+
+        The arguments are part of the protocol.
+        """
         _refuse_increments()
 
 
 def _refuse_increments() -> NoReturn:
-    """Raise ValueError with the call that gives increments."""
+    """Raise ValueError for increments; the message names the call that returns them."""
     raise ValueError(
         "Increments carry no gradient. Ask posterior.predict(x).increments(y), without "
         "differentiable=True."
     )
 
 
-def differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> Predictive:
+def make_differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> Predictive:
     """Return the predictive of y at x, with the graph of x.
 
-    ValueError where the answers have no derivative.
+    Raises ValueError for a convention, refit or likelihood whose answers have no derivative.
     """
     likelihood = posterior.likelihood.predictive
     if posterior.convention != EXACT:
-        _refuse(
+        _refuse_request(
             f"convention={posterior.convention!r}",
             "Use posterior.with_prior(posterior.prior), the exact convention",
         )
     if not isinstance(rung, OutputRung):
-        _refuse(f"refit={rung.name!r}", "Use refit='output'")
+        _refuse_request(f"refit={rung.name!r}", "Use refit='output'")
+    # Gaussian noise has a closed form for every other rung; the other likelihoods have derivatives
+    # for the full output refit only.
     if likelihood.quadratic and not (isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL):
         return _make_gaussian_predictive(posterior, x, rung)
     if not likelihood.differentiable and likelihood.logit_temperature is None:
-        _refuse(
+        _refuse_request(
             f"{type(likelihood).__name__}() with refit={rung.name!r}",
             "posterior.marginal(x, differentiable=True) has gradients for every likelihood",
         )
     if not isinstance(rung, OutputRefit) or rung.steps is not None:
-        _refuse(f"{type(likelihood).__name__}() with refit={rung.name!r}", "Use refit='output'")
+        _refuse_request(
+            f"{type(likelihood).__name__}() with refit={rung.name!r}", "Use refit='output'"
+        )
     if likelihood.differentiable:
-        return pointwise_predictive(posterior, x, rung)
+        return make_pointwise_predictive(posterior, x, rung)
     return _make_class_predictive(posterior, x, rung)
 
 
 def _make_gaussian_predictive(posterior: Posterior, x: Inputs, rung: OutputRung) -> Predictive:
-    """Return the predictive under Gaussian noise at x (N rows), in closed form, with the autograd
-    graph of x.
+    """Return the closed-form predictive for Gaussian noise at x, with the graph of x; no row is
+    flagged.
     """
     likelihood = posterior.likelihood.predictive
     marginal = posterior.outputs_at(x, differentiable=True)
     moments = Moments(likelihood, marginal, rung.outputs_move, posterior.answer_template(marginal))
     noise = likelihood.covariance_for(marginal.mean)
-    # Without a refit the density has less mass than one, and is not normalised by itself.
+    # Without a refit the density has a mass below one.
     loses_mass = isinstance(rung, NoRefit)
     law = GaussianLaw(moments, noise, loses_mass)
-    # A closed form neither falls back nor fails.
     unflagged = torch.zeros(len(marginal.mean), dtype=torch.bool)
     flags = Diagnostics(rung.name, fallback=unflagged, unconverged=unflagged, inaccurate=unflagged)
     return Predictive(law, moments.like, flags, differentiable=True)
 
 
 def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
-    """Integrate probabilities of classes with the graph of x; ValueError where K is singular."""
+    """Return the predictive of classes at x, with the graph of x.
+
+    Raises ValueError where K is singular.
+    """
     likelihood = posterior.likelihood.predictive
-    parts, outputs = list(_roots_with_graph(posterior, x)), posterior.network.outputs
+    parts = list(_iterate_roots_with_graph(posterior, x))
+    outputs = posterior.network.outputs
     # The empty tensors give the right shapes where there are no rows.
     no_rows = torch.empty(0, outputs, outputs, dtype=torch.float64)
     f = torch.cat([no_rows[:, 0], *(f for f, _ in parts)])
     eye = torch.eye(outputs, dtype=torch.float64)
     R = torch.cat([no_rows, *(root.times(eye.to(root.dtype)).double() for _, root in parts)])
     marginal = Marginal(f, R @ R.mT)
-    moments = Moments(likelihood, marginal, True, posterior.answer_template(marginal))
-    integrals = integrate_with_graph(at_temperature_one(likelihood, parts), outputs)
-    return integrated_predictive(moments, integrals, rung.name, differentiable=True)
+    moments = Moments(
+        likelihood, marginal, outputs_move=True, like=posterior.answer_template(marginal)
+    )
+    integrals = integrate_with_graph(divide_by_temperature(likelihood, parts), outputs)
+    return make_integrated_predictive(moments, integrals, rung.name, differentiable=True)
 
 
-def _roots_with_graph(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
+def _iterate_roots_with_graph(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor, Root]]:
     """Yield f̂ (B, C) and a root of K for each chunk of x, with their graph.
 
-    ValueError where K is singular: its root then has no derivative.
+    Raises ValueError where K is singular, because its root has no derivative there. Inside
+    torch.func.vmap values cannot be read, and nothing is raised.
     """
     for f, root in posterior.roots_at(x, differentiable=True):
-        pivots = (
-            root.values.diagonal(dim1=1, dim2=2) ** 2
-            if isinstance(root, FullRoot)
-            else root.variances()
-        )
+        # the squared pivots of a Cholesky factor; other roots are smooth where variances are not 0
+        if isinstance(root, FullRoot):
+            pivots = root.values.diagonal(dim1=1, dim2=2) ** 2
+        else:
+            pivots = root.variances()
         singular = (pivots <= SINGULAR * root.variances()).any(1)
-        if not is_inside_vmap(singular) and bool(
-            singular.any()
-        ):  # inside vmap no value can be checked
+        if not is_inside_vmap(singular) and bool(singular.any()):
             raise ValueError(
                 f"The covariance of the outputs is singular at {int(singular.sum())} of "
                 f"{len(singular)} inputs, and the probabilities of classes have no derivative "
@@ -148,8 +159,11 @@ def _roots_with_graph(posterior: Posterior, x: Inputs) -> Iterator[tuple[Tensor,
         yield f, root
 
 
-def _refuse(request: str, remedy: str) -> NoReturn:
-    """Raise ValueError for a request without a derivative, with its remedy."""
+def _refuse_request(request: str, remedy: str) -> NoReturn:
+    """Raise ValueError for a request whose answers have no derivative.
+
+    request, remedy: parts of the message; the remedy has no full stop.
+    """
     raise ValueError(
         "predict(differentiable=True) works for Gaussian noise, and with refit='output' for the "
         f"other likelihoods of the library, but not yet for {request}. {remedy}, or predict "

@@ -24,8 +24,9 @@ GAUSSIAN_NODES = 1201  # a guess: steps of 0.015 standard deviations
 GAUSSIAN_REACH = 9.0  # standard deviations; beyond it is 1e-19 of the probability
 
 Event = Any
-"""(low, high): low ≤ Y ≤ high, either end may be infinite; a list of such, disjoint; for classes a
-class or a list of them; or a function of y that returns True or False.
+"""A set of y: (low, high) for low ≤ Y ≤ high, where either end may be infinite; a list of such
+intervals that do not overlap; a class or a list of classes; or a function of y that returns True or
+False.
 """
 
 
@@ -36,11 +37,12 @@ class Nodes(NamedTuple):
     weights: Tensor  # (N, k), sums to one; zero where a row has fewer than k
 
 
-def nodes_of(predictive: Predictive) -> Nodes:
-    """Return nodes of a predictive of one target, for expectations.
+def get_expectation_nodes(predictive: Predictive) -> Nodes:
+    """Return nodes of a predictive of one target, for expectations E h(Y).
 
-    They are accurate to quadrature for smooth functions; at jumps to the spacing of the nodes.
-    ValueError for several targets, TypeError for laws without nodes.
+    Expectations of smooth h are as accurate as the quadrature. A jump of h is placed only to within
+    the spacing of the nodes. Raises ValueError for a Gaussian of several targets, and TypeError for
+    laws without nodes (mixtures, transformed targets, angles).
     """
     law = predictive.law
     if isinstance(law, GaussianLaw):
@@ -57,60 +59,68 @@ def nodes_of(predictive: Predictive) -> Nodes:
         probs = predictive.probs.double()
         return Nodes(torch.arange(probs.shape[1], dtype=torch.float64).expand_as(probs), probs)
     if isinstance(law, CountLaw):
-        values = [t.centres for t in law.tables]
-        return _join_nodes(law.tables, values, [torch.softmax(t.logs, 1) for t in law.tables])
+        values = [table.centres for table in law.tables]
+        probabilities = [torch.softmax(table.logs, 1) for table in law.tables]
+        return _join_nodes(law.tables, values, probabilities)
     if isinstance(law, GridLaw):
-        values = [law.support.from_real(p.grid.nodes) for p in law.pieces]
-        shares = [p.grid.shares / p.grid.shares.sum(1, keepdim=True) for p in law.pieces]
-        return _join_nodes(law.pieces, values, shares)
+        values = [law.support.from_real(piece.grid.nodes) for piece in law.pieces]
+        shares = [piece.grid.shares for piece in law.pieces]
+        probabilities = [share / share.sum(1, keepdim=True) for share in shares]
+        return _join_nodes(law.pieces, values, probabilities)
     raise TypeError(f"Expectations are not implemented for {type(law).__name__}.")
 
 
 def _join_nodes(pieces: Sequence[Piece], values: list[Tensor], weights: list[Tensor]) -> Nodes:
-    """Join the nodes of pieces, values and weights (m, k) each with its own k, in row order.
+    """Join the values and weights of all pieces, (m, k) each with a k of its own, in the order of
+    the rows.
 
-    Shorter rows are padded: the last value is repeated with no weight.
+    Shorter rows are padded to the largest k: the last value is repeated with weight zero.
     """
     most = max(value.shape[1] for value in values)
-    padded = []
+    padded_values = []
+    padded_weights = []
     for value, weight in zip(values, weights, strict=True):
         missing = most - value.shape[1]
         last = value[:, -1:].expand(-1, missing)
-        padded.append((torch.cat([value, last], 1).double(), pad(weight.double(), (0, missing))))
-    return Nodes(*(gather_rows(pieces, parts) for parts in zip(*padded, strict=True)))
+        padded_values.append(torch.cat([value, last], 1).double())
+        padded_weights.append(pad(weight.double(), (0, missing)))
+    return Nodes(gather_rows(pieces, padded_values), gather_rows(pieces, padded_weights))
 
 
 def expect(predictive: Predictive, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return E function(Y) for each row (N,). function is applied elementwise to y (N, k).
+    """Return E function(Y) for each row (N,).
 
-    ValueError unless it returns one value for each y.
+    function: applied to each y of a tensor (N, k). Raises ValueError unless it returns one value
+    for each y, and what `get_expectation_nodes` raises.
     """
-    values, weights = nodes_of(predictive)
+    values, weights = get_expectation_nodes(predictive)
     answer = torch.as_tensor(function(values))
     if answer.shape != values.shape:
         raise ValueError(
             f"The function must return one value for each y: for y {tuple(values.shape)} the same "
             f"shape, but it returned {tuple(answer.shape)}."
         )
+    # A value without weight counts as zero, also where the function is infinite or NaN there.
     return (weights * torch.where(weights > 0, answer.double(), 0.0)).sum(1)
 
 
 def probability(predictive: Predictive, event: Event) -> Tensor:
-    """Return P(Y ∈ event) for each row (N,): by the distribution function for intervals, by the
-    nodes for a function.
+    """Return P(Y ∈ event) for each row (N,).
 
-    ValueError or TypeError for an event that does not fit the target.
+    Intervals are evaluated by the distribution function, and a function by the nodes of
+    `get_expectation_nodes`. Raises ValueError or TypeError for an event that does not fit the
+    target.
     """
     if callable(event):
         return expect(predictive, lambda y: torch.as_tensor(event(y)).double())
     if isinstance(predictive.law, ClassLaw):
-        chosen = [event] if isinstance(event, int) else list(event)
-        if not all(isinstance(c, int) and 0 <= c < predictive.probs.shape[1] for c in chosen):
+        classes = [event] if isinstance(event, int) else list(event)
+        if not all(isinstance(c, int) and 0 <= c < predictive.probs.shape[1] for c in classes):
             raise ValueError(
                 "An event of classes is a class or a list of them, from 0 to "
                 f"{predictive.probs.shape[1] - 1}."
             )
-        return predictive.probs[:, chosen].sum(1).double()
+        return predictive.probs[:, classes].sum(1).double()
     if (
         not isinstance(predictive.law, GaussianLaw | GridLaw | CountLaw)
         or predictive.mean.dim() != 1
@@ -118,24 +128,25 @@ def probability(predictive: Predictive, event: Event) -> Tensor:
         raise TypeError("The probability of an interval needs a predictive of one ordered target.")
     total = torch.zeros(len(predictive.mean), dtype=torch.float64)
 
-    def cdf(end: float) -> Tensor:
-        """Evaluate P(Y ≤ end) in each row (N,); the end may be infinite."""
+    def evaluate_cdf(end: float) -> Tensor:
+        """Return P(Y ≤ end) in each row (N,); the end may be infinite."""
         if math.isinf(end):
             return torch.ones_like(total) if end > 0 else torch.zeros_like(total)
         return predictive.cdf(torch.full_like(total, end)).double()
 
-    for low, high in intervals_of(event):
-        # The ends are included: of counts, P(Y < low) is P(Y ≤ low − 1).
+    for low, high in parse_intervals(event):
+        # Both ends belong to the interval. Of counts, P(Y < low) is P(Y ≤ ⌈low⌉ − 1).
         if predictive.kind == "count" and math.isfinite(low):
             low = math.ceil(low) - 1
-        total = total + cdf(high) - cdf(low)
+        total = total + evaluate_cdf(high) - evaluate_cdf(low)
     return total
 
 
-def intervals_of(event: Event) -> Sequence[tuple[float, float]]:
-    """Return an interval, or a list of disjoint ones, as pairs (low, high) in order.
+def parse_intervals(event: Event) -> Sequence[tuple[float, float]]:
+    """Return the intervals of an event, one or a list of them, as pairs (low, high) in order.
 
-    TypeError for other events; ValueError where intervals overlap or end before they begin.
+    Raises TypeError for other events, and ValueError for none, and where intervals overlap or end
+    before they begin.
     """
     try:
         pairs = [event] if len(event) == 2 and not hasattr(event[0], "__len__") else list(event)

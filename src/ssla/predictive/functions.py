@@ -33,58 +33,64 @@ class Joint(NamedTuple):
     covariance: Tensor  # (N·C, N·C)
 
 
-def joint(posterior: Posterior, x: Inputs, differentiable: bool = False) -> Joint:
-    """Return the joint Gaussian of f at x (see Posterior.joint).
+def compute_joint(posterior: Posterior, x: Inputs, differentiable: bool = False) -> Joint:
+    """Return the joint Gaussian of f at the N inputs x (see Posterior.joint).
 
-    ValueError where the covariance, or the Jacobian of one row, exceeds the memory budget.
+    differentiable: with gradients in x. Raises ValueError where the covariance, or the Jacobian of
+    one row, exceeds the memory budget.
     """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
-    rows, C = row_count(inputs), posterior.network.outputs
-    pieces = _rows_within_budget(posterior, rows)
+    rows = row_count(inputs)
+    C = posterior.network.outputs
+    pieces = _split_within_budget(posterior, rows)
     mean = torch.empty(rows, C, dtype=torch.float64)
     K = torch.empty(rows, C, rows, C, dtype=torch.float64)
 
     def linearise(piece: slice) -> tuple[Tensor, Jacobian]:
-        """Return f̂ (B, C) and the Jacobian of some rows."""
+        """Return f̂ (B, C) of the rows of a piece, and their Jacobian in float64."""
+        # A piece is at most one chunk of the network.
         f, J = next(posterior.linearised(take_rows(inputs, piece), differentiable))
         return f, J.double()
 
-    # Each pair of pieces is computed once; J of the second piece is computed again for each pair,
-    # because all of them together may exceed the budget.
-    for i, left in enumerate(pieces):
-        mean[left], J = linearise(left)
+    # Each pair of pieces is computed once. J of the second piece is computed again for each pair,
+    # because the Jacobians of all pieces together may exceed the budget.
+    for i, first in enumerate(pieces):
+        mean[first], J = linearise(first)
         moves = posterior.covariance.solve_many(J.dense().values.flatten(0, 1).mT)  # S Jᵀ (P, k)
-        for right in pieces[i:]:
-            J_right = J if right == left else linearise(right)[1]
-            block = J_right.push_many(moves).unflatten(-1, (-1, C))  # (B', C, B, C)
-            if right == left:
+        for second in pieces[i:]:
+            J_second = J if second == first else linearise(second)[1]
+            block = J_second.push_many(moves).unflatten(-1, (-1, C))  # (B', C, B, C)
+            if second == first:  # symmetric up to rounding
                 block = (block + block.permute(2, 3, 0, 1)) / 2
-            K[right, :, left] = block
-            K[left, :, right] = block.permute(2, 3, 0, 1)
-    blocks = K.diagonal(dim1=0, dim2=2).movedim(-1, 0)  # (N, C, C)
+            K[second, :, first] = block
+            K[first, :, second] = block.permute(2, 3, 0, 1)
+    # The covariance of each single input (N, C, C) chooses the dtype of the answer.
+    blocks = K.diagonal(dim1=0, dim2=2).movedim(-1, 0)
     like = posterior.answer_template(Marginal(mean, blocks))
     return Joint(mean.flatten().to(like), K.view(rows * C, rows * C).to(like))
 
 
-def joint_of_groups(
+def compute_joint_of_groups(
     posterior: Posterior, x: Inputs, size: int, differentiable: bool = False
 ) -> Joint:
-    """Return f at each group of `size` successive inputs as one Gaussian: mean (G, size·C),
-    covariance (G, size·C, size·C), in float64.
+    """Return the joint Gaussian of f at each group of `size` successive inputs of x, in float64.
 
-    The covariance between groups is not computed, so that many small groups cost what their rows
-    cost. ValueError where the Jacobian of one row exceeds the memory budget.
+    The results are mean (G, size·C) and covariance (G, size·C, size·C), for G groups; the number of
+    inputs must be G · size. The covariance between groups is not computed, so the cost grows with
+    the number of rows only. differentiable: with gradients in x. Raises ValueError where the
+    Jacobian of one row exceeds the memory budget.
     """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
-    rows, width = row_count(inputs), size * posterior.network.outputs
-    groups = _rows_at_once(posterior) // size
+    rows = row_count(inputs)
+    width = size * posterior.network.outputs
+    groups_at_once = _rows_at_once(posterior) // size
     # The empty tensors give the right shapes where there are no rows.
     empty = torch.empty(0, width, width, dtype=torch.float64)
     joints = [Joint(empty[:, 0], empty)]
-    for part in _split_into_slices(rows, max(groups, 1) * size):
+    for part in _split_into_slices(rows, max(groups_at_once, 1) * size):
         part_inputs = take_rows(inputs, part)
-        if groups == 0:  # one group is more than a Jacobian may hold
-            mean, K = joint(posterior, part_inputs, differentiable)
+        if groups_at_once == 0:  # the Jacobian of one group exceeds the budget
+            mean, K = compute_joint(posterior, part_inputs, differentiable)
             joints.append(Joint(mean.double()[None], K.double()[None]))
             continue
         f, J = next(posterior.linearised(part_inputs, differentiable))
@@ -95,16 +101,18 @@ def joint_of_groups(
     return Joint(*(torch.cat(column) for column in zip(*joints, strict=True)))
 
 
-def _rows_within_budget(posterior: Posterior, rows: int) -> list[slice]:
-    """Split the rows into pieces whose Jacobians are held one at a time.
+def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
+    """Split `rows` rows into pieces, the Jacobian of each of which fits the memory budget.
 
-    ValueError if the result, or the Jacobian of one row, is beyond the budget.
+    Raises ValueError if the joint covariance of all rows, or the Jacobian of one row, exceeds the
+    budget.
     """
-    network, budget = posterior.network, posterior.memory_budget
+    network = posterior.network
+    budget = posterior.memory_budget
     size = rows * network.outputs
     need = 2 * 8 * size**2  # the result, and a copy in the model's dtype
     if need > budget:
-        most = int((budget / 16) ** 0.5) // network.outputs
+        most = int((budget / 16) ** 0.5) // network.outputs  # the rows whose `need` is the budget
         raise ValueError(
             f"The joint covariance of {rows:,} inputs with {network.outputs} "
             f"output{'s' * (network.outputs != 1)} is a matrix of {size:,} × {size:,}. It needs "
@@ -116,16 +124,21 @@ def _rows_within_budget(posterior: Posterior, rows: int) -> list[slice]:
 
 
 def _rows_at_once(posterior: Posterior) -> int:
-    """Return how many rows of the Jacobian fit the budget; ValueError if not even one does."""
-    network, budget = posterior.network, posterior.memory_budget
-    row = COPIES * 8 * network.outputs * network.layout.size
-    if row > budget:
+    """Return how many rows are linearised at once: a chunk of the network, or fewer where their
+    Jacobian would exceed the memory budget.
+
+    Raises ValueError if the Jacobian of one row exceeds it.
+    """
+    network = posterior.network
+    budget = posterior.memory_budget
+    row_bytes = COPIES * 8 * network.outputs * network.layout.size
+    if row_bytes > budget:
         raise ValueError(
-            f"The Jacobian of one input takes {bytes_in_words(row)}, more than the memory "
+            f"The Jacobian of one input takes {bytes_in_words(row_bytes)}, more than the memory "
             f"budget of {bytes_in_words(budget)}. Use posterior.draw_functions(n), which does not "
             "build it, select fewer weights, or fit with a larger memory_budget."
         )
-    return min(budget // row, network.rows_at_once(budget))
+    return min(budget // row_bytes, network.rows_at_once(budget))
 
 
 def _split_into_slices(rows: int, size: int) -> list[slice]:
@@ -137,12 +150,11 @@ def _split_into_slices(rows: int, size: int) -> list[slice]:
 @final
 @dataclass(frozen=True, eq=False)
 class Functions:
-    """A set of n functions, drawn from the Gaussian of f.
+    """A set of n functions f(x), drawn from the Gaussian of θ by linearisation.
 
-    Call it with x for the values of all of them at x (n, N, C); `functions[k]` is one of them.
-
-    A draw is one θ, so its values at different inputs, and in different calls, belong to one
-    function.
+    A call with x returns the values of all functions at x (n, N, C). `functions[k]` is one of them.
+    Each function is one draw of θ, so its values at different inputs, and in different calls,
+    belong together.
     """
 
     posterior: Posterior
@@ -153,26 +165,26 @@ class Functions:
         return len(self.steps)
 
     def __call__(self, x: Inputs, differentiable: bool = False) -> Tensor:
-        """Evaluate all functions at x: (n, N, C), in the model's dtype.
+        """Return the values of all functions at the N inputs x (n, N, C).
 
-        differentiable: with gradients in x.
+        They have the dtype of the posterior's answers. differentiable: with gradients in x.
         """
         chunks = self.posterior.linearised(x, differentiable)
         parts = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in chunks]
         C = self.posterior.network.outputs
-        if not parts:
-            no_rows = torch.empty(0, C, len(self), dtype=torch.float64)
-            parts = [(torch.empty(0, C, dtype=torch.float64), no_rows)]
-        f, moves = (torch.cat(column) for column in zip(*parts, strict=True))
-        # A function has no covariance; `answer_template` asks for one to choose the dtype.
+        if not parts:  # x has no rows
+            no_moves = torch.empty(0, C, len(self), dtype=torch.float64)
+            parts = [(torch.empty(0, C, dtype=torch.float64), no_moves)]
+        f, moves = (torch.cat(column) for column in zip(*parts, strict=True))  # (N, C), (N, C, n)
+        # A function has no covariance, but `answer_template` needs one to choose the dtype.
         no_covariance = torch.zeros((), dtype=torch.float64).expand(*f.shape, C)
         template = self.posterior.answer_template(Marginal(f, no_covariance))
         return (f + moves.movedim(-1, 0)).to(template)
 
     def __getitem__(self, k: int) -> Callable[..., Tensor]:
-        """Return function k, of x (and `differentiable`), with values (N, C).
+        """Return function number k: a function of x and `differentiable` with values (N, C).
 
-        IndexError where there are fewer functions.
+        A negative k counts from the end. Raises IndexError unless −n ≤ k < n.
         """
         if not -len(self) <= k < len(self):
             raise IndexError(
@@ -182,23 +194,25 @@ class Functions:
         return lambda x, differentiable=False: single(x, differentiable).squeeze(0)
 
     def __iter__(self) -> Iterator[Callable[..., Tensor]]:
-        """Iterate over the functions."""
+        """Iterate over the functions, as `self[0]`, `self[1]`, …"""
         return (self[k] for k in range(len(self)))
 
     def __repr__(self) -> str:
-        """Return the numbers of functions and outputs."""
+        """Return the class name with the number of functions and of outputs."""
         return f"Functions(n={len(self)}, outputs={self.posterior.network.outputs})"
 
 
 def draw_functions(posterior: Posterior, n: int, generator: torch.Generator | None) -> Functions:
     """Draw n functions (see Posterior.draw_functions).
 
-    ValueError for other n than positive whole numbers, or where the draws exceed the memory budget.
+    generator: of the random numbers; None for torch's own. Raises ValueError unless n is a positive
+    whole number, and where the draws exceed the memory budget.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n must be a whole number of functions, at least 1, but is {n!r}.")
-    size, budget = posterior.network.layout.size, posterior.memory_budget
-    need = 2 * 8 * n * size
+    size = posterior.network.layout.size
+    budget = posterior.memory_budget
+    need = 2 * 8 * n * size  # bytes: the draws in float64, and one copy
     if need > budget:
         raise ValueError(
             f"{n:,} draws of {size:,} weights need {bytes_in_words(need)}, more than the memory "

@@ -15,7 +15,7 @@ from ssla._checks import in_plain_torch
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.maths.quadrature import Regions
 from ssla.predictive.law import Law
-from ssla.predictive.predictive import vector_targets
+from ssla.predictive.predictive import shape_vector_targets
 from ssla.priors import EXACT
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
@@ -23,7 +23,9 @@ from ssla.values import Marginal
 
 
 class Ellipsoid(NamedTuple):
-    """The region {y: (y − centre)ᵀ covariance⁻¹ (y − centre) ≤ squared_radius}."""
+    """The region {y: (y − centre)ᵀ covariance⁻¹ (y − centre) ≤ squared_radius}, one for each
+    row.
+    """
 
     centre: Tensor  # (N, D)
     covariance: Tensor  # (N, D, D)
@@ -33,13 +35,14 @@ class Ellipsoid(NamedTuple):
     def contains(self, y: Any) -> Tensor:
         """Tell which y are inside: (N, D) -> (N,) bool; (N, k, D) -> (N, k).
 
-        ValueError for other shapes.
+        Raises ValueError for other shapes.
         """
         rows, size = self.centre.shape
-        value = vector_targets(y, rows, size).to(self.centre.device)
+        value = shape_vector_targets(y, rows, size).to(self.centre.device)
         several = value if value.dim() == 3 else value.unsqueeze(1)
         residual = (several - self.centre.double().unsqueeze(1)).mT  # (N, D, k)
         factor = torch.linalg.cholesky(self.covariance.double())
+        # With covariance = L Lᵀ, the quadratic form is ‖L⁻¹(y − centre)‖².
         white: Tensor = torch.linalg.solve_triangular(factor, residual, upper=False)
         inside = (white**2).sum(1) <= self.squared_radius
         return inside if value.dim() == 3 else inside.squeeze(1)
@@ -48,18 +51,18 @@ class Ellipsoid(NamedTuple):
 @final
 @dataclass(frozen=True, eq=False)
 class GaussianLaw(Law):
-    """N(f̂, Σ + K) for a refit, N(f̂, Σ) for none; one target (N,) or D of them (N, D).
+    """The law N(f̂, Σ + K) of y for a refit, and N(f̂, Σ) without one; of one target or D of them.
 
-    The mass of a refit (and of the plug-in) is 1 exactly, that of ASSLA |I + Σ⁻¹K|^(−½)
-    (`loses_mass`). Under the conventions that do not treat the prior as Bayes' rule does, the mass
-    is the integral of the increments. `moved` is the Gaussian of y where the prior is added to the
-    likelihood's own predictive.
+    The mass of a refit and of the plug-in is exactly 1; that of ASSLA is |I + Σ⁻¹K|^(−½). Under the
+    conventions other than the exact one, the mass is the integral of the increments.
     """
 
     log_density: LogDensity
     noise: Tensor  # Σ (C, C)
-    loses_mass: bool
+    loses_mass: bool  # ASSLA, whose mass is below 1
     convention: str = EXACT
+    # the Gaussian of y where the prior multiplies the likelihood's own predictive (the additive
+    # convention): see `multiply_by_prior`; None: the one above
     moved: Marginal | None = None
 
     @property
@@ -78,7 +81,7 @@ class GaussianLaw(Law):
 
     @property
     def _mean(self) -> Tensor:
-        """Return the mean with a dimension of targets (N, D)."""
+        """Return the mean (N, D), also for one target (D = 1)."""
         return self.log_density.marginal.mean if self.moved is None else self.moved.mean
 
     @cached_property
@@ -91,7 +94,7 @@ class GaussianLaw(Law):
 
     @cached_property
     def _scale(self) -> Tensor:
-        """Return the standard deviations with a dimension of targets (N, D)."""
+        """Return the standard deviations of the targets (N, D), also for one target (D = 1)."""
         return self.covariance.diagonal(dim1=-2, dim2=-1).sqrt()
 
     @property
@@ -115,10 +118,11 @@ class GaussianLaw(Law):
         return self._drop_single_target(self._scale)
 
     @cached_property
-    def _doubt(self) -> Tensor:
-        """Return the epistemic part of the variance (N, D): the diagonal of K.
+    def _epistemic_variance(self) -> Tensor:
+        """Return the epistemic part of the variance (N, D), also for one target (D = 1).
 
-        Where a prior was added, it is divided in the proportion of K to Σ + K.
+        It is the diagonal of K, and zero without a refit. Under the additive convention it is the
+        share K/(Σ + K) of the variance.
         """
         K = self.log_density.marginal.covariance.diagonal(dim1=-2, dim2=-1)
         if not self.log_density.outputs_move:
@@ -128,22 +132,22 @@ class GaussianLaw(Law):
     @property
     def epistemic(self) -> Tensor:
         """Return the epistemic part of the variance, (N,) or (N, D)."""
-        return self._drop_single_target(self._doubt)
+        return self._drop_single_target(self._epistemic_variance)
 
     @property
     def aleatoric(self) -> Tensor:
         """Return the variance of the noise, (N,) or (N, D)."""
         noise = self.noise.diagonal().expand_as(self._mean)
         return self._drop_single_target(
-            noise if self.moved is None else self._scale**2 - self._doubt
+            noise if self.moved is None else self._scale**2 - self._epistemic_variance
         )
 
     @cached_property
     def mass(self) -> Tensor:
-        """Return the integral of the increments (N,): see the class."""
+        """Return the integral over y of the un-normalised density (N,); the class says which."""
         if self.convention != EXACT:
-            # The increments are quadratic in y, so their integral is their height at the mean over
-            # that of the normalised density.
+            # Both densities are Gaussian in y with the same mean and covariance, so the integral is
+            # the un-normalised density at the mean over the normalised one.
             peak = self.log_density.density_at(self.mean).log
             factor: Tensor = torch.linalg.cholesky(self.covariance)
             half_logdet = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -160,9 +164,9 @@ class GaussianLaw(Law):
         return (-0.5 * torch.log1p(spectrum.clamp_min(0)).sum(-1)).exp()
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Evaluate the log density of y.
+        """Return the log density of y.
 
-        (N, k) -> (N, k); D targets: (N, D) -> (N,), (N, k, D) -> (N, k).
+        For one target (N, k) -> (N, k); for D targets (N, D) -> (N,) and (N, k, D) -> (N, k).
         """
         if self.kind == "scalar":
             z = (y - self._mean) / self._scale
@@ -173,6 +177,7 @@ class GaussianLaw(Law):
         mean = self._mean.reshape(len(y), *ones, self._mean.shape[1])
         residual = (y - mean).unsqueeze(-1)
         broadcast = factor.reshape(len(y), *ones, *factor.shape[1:])
+        # With covariance = L Lᵀ, the quadratic form is ‖L⁻¹(y − mean)‖².
         white: Tensor = torch.linalg.solve_triangular(
             broadcast.expand(*residual.shape[:-2], *factor.shape[1:]), residual, upper=False
         )
@@ -187,12 +192,14 @@ class GaussianLaw(Law):
         return below
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Return the quantiles at q (k,): (N, k) or (N, D, k)."""
+        """Return the quantiles at probabilities q (k,): (N, k) or (N, D, k)."""
         quantiles = self._mean.unsqueeze(-1) + self._scale.unsqueeze(-1) * ndtri(q)
         return self._drop_single_target(quantiles)
 
     def hdr(self, level: float) -> Regions | Ellipsoid:
-        """Return an interval, or an ellipsoid for D targets."""
+        """Return the smallest region with that probability: an interval, or an ellipsoid for D
+        targets.
+        """
         if self.kind == "scalar":
             ends = self.interval(level)
             return Regions(ends[:, :1], ends[:, 1:])
@@ -208,17 +215,19 @@ class GaussianLaw(Law):
         return draws.squeeze(-1) if self.kind == "scalar" else draws
 
     def increments(self, y: Tensor) -> Increments:
-        """Return the increments of the refit at y, of log_prob's shape each."""
+        """Return the increments of the refit at y, each of log_prob's shape."""
         return self.log_density(y)
 
 
-def additive_law(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:
-    """Return N(f̂, A) · exp(bᵀu − ½ uᵀMu) with A = Σ + K and u = A⁻¹(y − f̂), as the Gaussian
-    N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
+def multiply_by_prior(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:
+    """Return the Gaussian of y under the additive convention, mean (N, C) and covariance (N, C, C).
 
-    noise Σ (C, C); marginal f̂ (N, C) and K (N, C, C); response b (N, C) and M (N, C, C). ValueError
-    where A + M is not positive definite: the prior then grows faster than the likelihood's
-    predictive falls.
+    It is the likelihood's predictive N(f̂, A) times the change of the prior exp(bᵀu − ½ uᵀMu), with
+    A = Σ + K and u = A⁻¹(y − f̂). Normalised, this is N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
+
+    noise: Σ (C, C). marginal: f̂ (N, C) and K (N, C, C). response: b (N, C) and M (N, C, C), see
+    `prior_response`. Raises ValueError where A + M is not positive definite: the prior then grows
+    faster than the likelihood's predictive falls, and the product has no integral.
     """
     A = noise + marginal.covariance
     factor, info = torch.linalg.cholesky_ex(A + response.covariance)
@@ -228,16 +237,22 @@ def additive_law(noise: Tensor, marginal: Marginal, response: Marginal) -> Margi
             "no integral: this prior is not log-concave at θ̂ and outgrows the likelihood's "
             "predictive, to which it is added. Use convention='exact'."
         )
-    half = torch.linalg.solve_triangular(factor, A, upper=False)  # V = halfᵀ half
+    # With A + M = L Lᵀ, half = L⁻¹A and pull = L⁻¹b: the covariance is halfᵀ half.
+    half = torch.linalg.solve_triangular(factor, A, upper=False)
     pull = torch.linalg.solve_triangular(factor, response.mean.unsqueeze(-1), upper=False)
     return Marginal(marginal.mean + (half.mT @ pull).squeeze(-1), half.mT @ half)
 
 
 def chi_square_quantile(level: float, df: int) -> float:
-    """Return the quantile of the χ² distribution, by bisection on the incomplete gamma function."""
+    """Return the quantile at probability `level` of the χ² distribution with df degrees of freedom.
+
+    It is found by bisection: the distribution function is gammainc(df/2, x/2).
+    """
     half = torch.tensor(df / 2, dtype=torch.float64)
-    low, high = 0.0, 2.0 * df + 40.0 + 40 * -math.log1p(-level)
-    for _ in range(100):
+    low = 0.0
+    # An upper bound: P(χ² > x) ≤ exp(−x/4) 2^(df/2), which is below 1 − level here.
+    high = 2.0 * df + 40.0 + 40 * -math.log1p(-level)
+    for _ in range(100):  # halves the bracket to double precision
         candidate = (low + high) / 2
         if float(gammainc(half, torch.tensor(candidate / 2, dtype=torch.float64))) < level:
             low = candidate

@@ -24,11 +24,11 @@ SPLINE = 1e-7
 @final
 @dataclass(frozen=True, eq=False)
 class GridLaw(PointwiseLaw):
-    """The normalised density exp(total(y)) / mass.
+    """The normalised density exp(total(y)) / mass of one continuous target.
 
-    `log_prob` evaluates the log density at y itself; mass, moments, cdf, quantiles and regions come
-    from the grids (see `ssla.maths.quadrature` for their accuracy). A grid has nodes in the
-    support's real coordinate z.
+    `log_prob` evaluates the log density at y itself. Mass, moments, cdf, quantiles and regions come
+    from the grids; `ssla.maths.quadrature` states their accuracy. The nodes of a grid are values of
+    z, the support's real coordinate.
     """
 
     support: Continuous
@@ -44,6 +44,7 @@ class GridLaw(PointwiseLaw):
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of y, (N,) each."""
+        # The grid has the moments of z. They are those of y only where z = y.
         if not isinstance(self.support, Real):
             return quadrature.mapped_moments(
                 self._log_density_of_z, self.pieces, self.support.from_real
@@ -52,7 +53,10 @@ class GridLaw(PointwiseLaw):
         return gather_rows(self.pieces, means), gather_rows(self.pieces, variances)
 
     def _log_density_of_z(self, z: Tensor, rows: Tensor) -> Tensor:
-        """Evaluate log p(y) + log dy/dz, the un-normalised log density of z (m, k) in rows (m,)."""
+        """Return the un-normalised log density of z, log p(y) + log dy/dz: (m, k) -> (m, k).
+
+        rows (m,): the inputs to which the rows of z belong.
+        """
         return self.log_density.density_at(
             self.support.from_real(z), rows
         ).log + self.support.log_slope(z)
@@ -67,21 +71,22 @@ class GridLaw(PointwiseLaw):
         self.support.check(y.flatten(), 1)
 
     def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y ≤ y), (N, k) -> (N, k)."""
-        z = self.support.to_real(y).clamp(-1e300, 1e300)
+        """Return P(Y ≤ y), (N, k) -> (N, k); y may be infinite."""
+        z = self.support.to_real(y).clamp(-1e300, 1e300)  # finite, as the grid needs it
         return gather_rows(self.pieces, [p.grid.cdf(z[p.rows]) for p in self.pieces])
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): (N, k)."""
-        return self._quantiles(q.expand(self.rows, -1))
+        return self._compute_quantiles(q.expand(self.rows, -1))
 
-    def _quantiles(self, q: Tensor) -> Tensor:
-        """Return the quantiles at each row's own q: (N, k) -> (N, k)."""
+    def _compute_quantiles(self, q: Tensor) -> Tensor:
+        """Return the quantiles at probabilities q that differ by row: (N, k) -> (N, k)."""
         z = gather_rows(self.pieces, [p.grid.icdf(q[p.rows]) for p in self.pieces])
         return self.support.from_real(z)
 
     def hdr(self, level: float) -> Regions:
-        """Return the union of intervals that is the smallest in y."""
+        """Return the smallest region of y with that probability, a union of intervals."""
+        # The slope makes the region the smallest in y; without it, it would be so in z.
         slope = None if isinstance(self.support, Real) else self.support.log_slope
         z = gather_regions(self.pieces, [p.grid.hdr(level, slope) for p in self.pieces])
         return Regions(*map(self.support.from_real, z))
@@ -89,16 +94,24 @@ class GridLaw(PointwiseLaw):
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n values for each input (n, N), by inversion of the cdf."""
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
-        return self._quantiles(u.clamp(1e-12, 1 - 1e-12)).mT
+        # The quantiles at 0 and 1 may be infinite.
+        return self._compute_quantiles(u.clamp(1e-12, 1 - 1e-12)).mT
 
 
-def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> Predictive:
-    """Build the grids of all rows and the predictive over them."""
+def make_grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> Predictive:
+    """Return the predictive of one continuous target, by a grid over y for each row.
+
+    refit: the name of the rung. Rows whose integral does not reach its tolerance are flagged as
+    inaccurate.
+    """
     f, K = log_density.marginal
     fallback, unconverged, inaccurate = torch.zeros(3, len(f), dtype=torch.bool).unbind(0)
 
-    def evaluate(z: Tensor, rows: Tensor) -> Tensor:
-        """Evaluate the log density of z (m, k) in the rows (m,), and flag these rows."""
+    def evaluate_and_flag(z: Tensor, rows: Tensor) -> Tensor:
+        """Return the log density of z (m, k) in rows (m,): (m, k).
+
+        It also sets `fallback` and `unconverged` of these rows where some y of them has the flag.
+        """
         density = log_density.density_at(support.from_real(z), rows)
         # Most evaluations have nothing to flag; `any` is cheaper than writing to rows.
         if bool(density.fallback.any()):
@@ -108,7 +121,8 @@ def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) ->
         return density.log if isinstance(support, Real) else density.log + support.log_slope(z)
 
     accuracy = quadrature.Accuracy(spline=None if isinstance(support, Real) else SPLINE)
-    pieces = quadrature.build_grids(evaluate, *log_density.likelihood.guess(f, K), accuracy)
+    centre, scale = log_density.likelihood.guess(f, K)
+    pieces = quadrature.build_grids(evaluate_and_flag, centre, scale, accuracy)
     for rows, grid in pieces:
         inaccurate[rows] = ~grid.accurate
     flags = Diagnostics(refit, fallback, unconverged, inaccurate)

@@ -24,10 +24,10 @@ from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Real
 from ssla.maths import linalg
 from ssla.maths.quadrature import RowGrid
-from ssla.predictive.count_law import CountLaw, Table, count_predictive
-from ssla.predictive.grid_law import GridLaw, grid_predictive
+from ssla.predictive.count_law import CountLaw, Table, make_count_predictive
+from ssla.predictive.grid_law import GridLaw, make_grid_predictive
 from ssla.predictive.law import Law
-from ssla.predictive.mode_switches import change_of_jumps
+from ssla.predictive.mode_switches import derivative_of_jumps
 from ssla.predictive.predictive import Predictive
 from ssla.refit import Density, OutputLogDensity, OutputRefit
 from ssla.refit.increments import Increments, evaluate_at_mode
@@ -39,16 +39,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class GraphDensity:
-    """The log density of an output refit, with gradients in y, f̂ and K."""
+    """The log density of an output refit, with gradients in y, f̂ and K.
+
+    Values come from the plain log density, and derivatives from `log_density_with_graph`.
+    """
 
     plain: OutputLogDensity
-    marginal: Marginal  # with its graph
+    marginal: Marginal  # f̂ (N, C) and K (N, C, C), with their graph
 
     outputs_move = True
 
     @property
     def likelihood(self) -> Likelihood:
-        """Return the law of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.plain.likelihood
 
     @property
@@ -57,30 +60,36 @@ class GraphDensity:
         return self.plain.like
 
     def zero_with_graph(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Return zeros (m, k) with the derivative of the log density at y (m, k) of rows (m,); of
-        all rows if None.
+        """Return zeros (m, k) with the derivative of the log density at y (m, k).
+
+        rows (m,): the inputs to which the rows of y belong; None: all in order. Raises ValueError
+        where a refit does not reach a mode.
         """
         f, K = self.marginal if rows is None else (part[rows] for part in self.marginal)
         return _zero_with_graph(log_density_with_graph(self.likelihood, y, f, K))
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return the plain log densities at y (m, k) of rows (m,), with their graph."""
+        """Return the plain log densities and flags at y (m, k), with their graph.
+
+        rows (m,): the inputs to which the rows of y belong; None: all in order.
+        """
         values = values_outside_transforms(y)
         with torch.no_grad(), outside_transforms():
             density = self.plain.density_at(values, rows)
         return density._replace(log=density.log + self.zero_with_graph(y, rows))
 
     def __call__(self, y: Tensor) -> Increments:
-        """Raise ValueError: increments carry no gradient."""
-        _refuse("increments")
+        """Raise ValueError: increments carry no gradient. The argument is part of the protocol."""
+        _refuse_answer("increments")
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class ImplicitLaw(Law):
-    """A law whose nodes carry a graph: moments, mass, density, and of numbers cdf and quantiles.
+    """A law of counts or numbers whose nodes carry a graph.
 
-    The rest is refused.
+    Moments, mass and density have gradients; for numbers also cdf and quantiles. The other answers
+    are refused.
     """
 
     law: GridLaw | CountLaw
@@ -107,7 +116,7 @@ class ImplicitLaw(Law):
 
     @property
     def mass(self) -> Tensor:
-        """Return the mass (N,), with its graph."""
+        """Return the integral (or sum) of the un-normalised density (N,), with its graph."""
         return self.law.mass
 
     def check(self, y: Tensor) -> None:
@@ -115,60 +124,67 @@ class ImplicitLaw(Law):
         self.law.check(values_outside_transforms(y))
 
     def log_prob(self, y: Tensor) -> Tensor:
-        """Evaluate the log density with its graph: (N, k) -> (N, k)."""
+        """Return the log density with its graph: (N, k) -> (N, k)."""
         return self.law.log_prob(y)
 
     def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y ≤ y) with its graph, (N, k) -> (N, k); ValueError for counts."""
-        return self.law.cdf(y) if isinstance(self.law, GridLaw) else _refuse("cdf")
+        """Return P(Y ≤ y) with its graph, (N, k) -> (N, k). Raises ValueError for counts."""
+        return self.law.cdf(y) if isinstance(self.law, GridLaw) else _refuse_answer("cdf")
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Return the quantiles z (N, k) at q (k,), with their graph; ValueError for counts.
+        """Return the quantiles at q (k,), with their graph: (N, k). Raises ValueError for counts.
 
-        F(z) = q defines z: dz = −dF(z) / p(z).
+        A quantile y is defined by F(y) = q, with F the cdf. The implicit function has the
+        derivative dy = −dF(y) / p(y).
         """
         if not isinstance(self.law, GridLaw):
-            _refuse("icdf and interval")
+            _refuse_answer("icdf and interval")
         with torch.no_grad():
-            z = self.law.icdf(q)
-            density = self.law.log_prob(z).exp()
-        return z - _zero_with_graph(self.law.cdf(z)) / density
+            y = self.law.icdf(q)
+            density = self.law.log_prob(y).exp()
+        return y - _zero_with_graph(self.law.cdf(y)) / density
 
     @property
     def mode(self) -> Tensor:
         """Raise ValueError: the mode carries no gradient."""
-        _refuse("mode")
+        _refuse_answer("mode")
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the epistemic variance (N,), with its graph; ValueError where it has none."""
-        return self.law.epistemic if self._splits_with_graph else _refuse("epistemic")
+        """Return the epistemic variance (N,), with its graph. Raises ValueError where the
+        likelihood does not allow every f.
+        """
+        return self.law.epistemic if self._splits_with_graph else _refuse_answer("epistemic")
 
     @property
     def aleatoric(self) -> Tensor:
-        """Return the aleatoric variance (N,), with its graph; ValueError where it has none."""
-        return self.law.aleatoric if self._splits_with_graph else _refuse("aleatoric")
+        """Return the aleatoric variance (N,), with its graph. Raises ValueError where the
+        likelihood does not allow every f.
+        """
+        return self.law.aleatoric if self._splits_with_graph else _refuse_answer("aleatoric")
 
     @property
     def _splits_with_graph(self) -> bool:
-        """Tell whether the split of the variance has a graph.
+        """Tell whether the epistemic and the aleatoric variance have a graph.
 
-        It has none where not every f is allowed: the split is then to first order, by a slope
-        without a graph.
+        They have none where the likelihood does not allow every f: `split_variance` then uses a
+        slope without a graph.
         """
         return self.law.log_density.likelihood.linear_domain
 
+    # The arguments of the answers that are refused are part of the protocol of a law.
+
     def hdr(self, level: float) -> NoReturn:
         """Raise ValueError: the region carries no gradient."""
-        _refuse("hdr")
+        _refuse_answer("hdr")
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Raise ValueError: draws carry no gradient."""
-        _refuse("sample")
+        _refuse_answer("sample")
 
     def increments(self, y: Tensor) -> Increments:
         """Raise ValueError: increments carry no gradient."""
-        _refuse("increments")
+        _refuse_answer("increments")
 
 
 def _zero_with_graph(value: Tensor) -> Tensor:
@@ -176,8 +192,8 @@ def _zero_with_graph(value: Tensor) -> Tensor:
     return value - value.detach()
 
 
-def _refuse(name: str) -> NoReturn:
-    """Raise ValueError for an answer that carries no gradient, by its name."""
+def _refuse_answer(name: str) -> NoReturn:
+    """Raise ValueError for the answer of this name, which carries no gradient."""
     raise ValueError(
         f"With differentiable=True, {name} of this predictive carries no gradient yet. Moments, "
         "mass and log_prob do, and cdf, icdf and interval where y is a real number. Ask "
@@ -186,24 +202,26 @@ def _refuse(name: str) -> NoReturn:
 
 
 def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """Return L(y), un-normalised, differentiable in y, f̂ and K.
+    """Return the un-normalised log density L(y) of the module, differentiable in y, f̂ and K.
 
-    (N, k), (N, C), (N, C, C) -> (N, k). ValueError where a refit does not reach a mode.
+    y (N, k), f: f̂ (N, C), K (N, C, C) -> (N, k). Only the first derivatives are those of L. Raises
+    ValueError where a refit does not reach a mode.
     """
     mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
     boundary = likelihood.refit_at_boundary(y, mean, covariance)
     if boundary is not None:
-        # The derivative of a mode at the boundary would be NaN: E[y|f̂], whose mode is f̂, takes
-        # the place of these y.
+        # The derivative of a mode at the boundary would be NaN. These y are replaced by E[y|f̂],
+        # whose mode is f̂, and their log density by that of the boundary at the end.
         y = torch.where(boundary.cut, likelihood.mean(mean).detach(), y)
     u = _find_modes(likelihood, y, f, K)
-    at_mode_found = mean + _multiply(covariance, u)
+    f_at_mode = mean + _multiply_by_covariance(covariance, u)
     eye = torch.eye(f.shape[1], dtype=f.dtype)
-    # A Newton step from the mode has the value of u and the derivative of the implicit function.
+    # At the mode u = g. A Newton step for this equation, with a fixed matrix, leaves the value of u
+    # and gives it the derivative of the implicit function.
     with torch.no_grad():
-        matrix = eye + likelihood.precision(y, at_mode_found) @ covariance
-    u = u - torch.linalg.solve(matrix, u - likelihood.score(y, at_mode_found))
-    move = _multiply(covariance, u)
+        matrix = eye + likelihood.precision(y, f_at_mode) @ covariance
+    u = u - torch.linalg.solve(matrix, u - likelihood.score(y, f_at_mode))
+    move = _multiply_by_covariance(covariance, u)
     refitted = mean + move
     curvature = eye + likelihood.precision(y, refitted) @ covariance
     logdet: Tensor = torch.linalg.slogdet(curvature).logabsdet
@@ -214,9 +232,10 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
 
 
 def _find_modes(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """Find the modes as u = K⁻¹(f̃ − f̂), without a graph: (N, k), (N, C), (N, C, C) -> (N, k, C).
+    """Find the modes f̃ of the refits as u = K⁻¹(f̃ − f̂), without a graph.
 
-    ValueError where a refit does not reach a mode.
+    y (N, k), f: f̂ (N, C), K (N, C, C) -> (N, k, C). Raises ValueError where a refit does not reach
+    a mode.
     """
     rows, count = y.shape
     y, f, K = (values_outside_transforms(part) for part in (y, f, K))
@@ -233,25 +252,27 @@ def _find_modes(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tens
         return refit.pull.view(rows, count, -1)
 
 
-def _multiply(K: Tensor, u: Tensor) -> Tensor:
+def _multiply_by_covariance(K: Tensor, u: Tensor) -> Tensor:
     """Return K u: (…, C, C), (…, C) -> (…, C)."""
     return (K @ u.unsqueeze(-1)).squeeze(-1)
 
 
-def _table_with_graph(table: Table, density: GraphDensity) -> Table:
-    """Add the derivative of the log density to a table of counts.
+def _add_graph_to_table(table: Table, density: GraphDensity) -> Table:
+    """Return a table of counts with the derivative of the log density added to its block totals.
 
-    Blocks without a count have no density and no derivative.
+    The derivative of a total is taken as that of log p at the mean count of the block. Blocks
+    without a count have none.
     """
     empty = table.widths <= 0
     zero = density.zero_with_graph(torch.where(empty, 0.0, table.centres), table.rows)
     return table._replace(logs=table.logs + torch.where(empty, 0.0, zero))
 
 
-def _grid_with_graph(piece: RowGrid, density: GraphDensity) -> RowGrid:
-    """Add the derivative of the log density at the nodes, and of its jumps between them, to a grid.
+def _add_graph_to_grid(piece: RowGrid, density: GraphDensity) -> RowGrid:
+    """Return a grid with the derivative of the log density added to its values at the nodes.
 
-    The nodes stay in place.
+    It contains what moving jumps of the density add to integrals (see the module). The nodes stay
+    in place.
     """
     rows, grid = piece
     zero = density.zero_with_graph(grid.nodes, rows)
@@ -260,36 +281,39 @@ def _grid_with_graph(piece: RowGrid, density: GraphDensity) -> RowGrid:
             Marginal(*(part[rows] for part in m))
             for m in (density.marginal, density.plain.marginal)
         )
-        zero = zero + change_of_jumps(density.likelihood, grid, plain_marginal, marginal)
+        zero = zero + derivative_of_jumps(density.likelihood, grid, plain_marginal, marginal)
     return RowGrid(rows, replace(grid, logs=grid.logs + zero))
 
 
-def pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
-    """Return the predictive of a count or a number, with the graph of x.
+def make_pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
+    """Return the predictive of a count or a number at x, with the graph of x.
 
-    ValueError where a refit does not reach a mode.
+    Raises ValueError where a refit does not reach a mode.
     """
-    numbers = map_inputs(values_outside_transforms, as_inputs(x, differentiable=True))
+    x_without_graph = map_inputs(values_outside_transforms, as_inputs(x, differentiable=True))
     with torch.no_grad(), outside_transforms():
-        log_density = rung(posterior, numbers)
+        log_density = rung(posterior, x_without_graph)
         support = log_density.likelihood.support_for(posterior.network.outputs)
         predictive = (
-            grid_predictive(log_density, support, rung.name)
+            make_grid_predictive(log_density, support, rung.name)
             if isinstance(support, Real)
-            else count_predictive(log_density, rung.name)
+            else make_count_predictive(log_density, rung.name)
         )
     marginal = posterior.outputs_at(x, differentiable=True)
     return add_graph(predictive, GraphDensity(log_density, marginal))
 
 
 def add_graph(predictive: Predictive, density: GraphDensity) -> Predictive:
-    """Return the predictive of a plain output refit, with the graph of the outputs of `density`."""
+    """Return the predictive of a plain output refit with the graph of the outputs of `density`.
+
+    Its values stay the same. Its law must be a GridLaw or a CountLaw.
+    """
     law = predictive.law
     if isinstance(law, GridLaw):
-        pieces = [_grid_with_graph(piece, density) for piece in law.pieces]
+        pieces = [_add_graph_to_grid(piece, density) for piece in law.pieces]
         law = replace(law, log_density=density, pieces=pieces)
     else:
         assert isinstance(law, CountLaw)
-        tables = [_table_with_graph(table, density) for table in law.tables]
+        tables = [_add_graph_to_table(table, density) for table in law.tables]
         law = replace(law, log_density=density, tables=tables)
     return replace(predictive, law=ImplicitLaw(law), differentiable=True)

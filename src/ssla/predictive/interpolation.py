@@ -1,11 +1,11 @@
-"""A whole density from few refits: the output rung's density, corrected.
+"""The density of y from few refits of the weights: the output rung's log density plus a correction.
 
-The refit's answer and the output rung's differ by a correction that is small and smooth in y. It is
-interpolated by a polynomial in t, which runs from −1 to 1 over a row's region (`Frame`). The region
-has 99.95% of the output predictive. It is widened where the corrected predictive reaches further;
-beyond it the correction is constant. Seven refits come first, then two more and later more at a
-time, until the last ones changed the interpolant by less than the error allowed. So that error is
-the one of the interpolant before the last.
+The correction is the difference of the two rungs' log densities. It is small and smooth in y, and
+is interpolated by a polynomial in t, which runs from −1 to 1 over a row's region (`Frame`). The
+region has 99.95% of the output predictive. It is widened where the corrected predictive reaches
+further; beyond it the correction is constant. Seven refits come first, then two more and later more
+at a time, until the last ones changed the interpolant by less than the error allowed. This
+difference is the error of the interpolant before the last, so that the last one is better.
 """
 
 from __future__ import annotations
@@ -49,23 +49,24 @@ COMPARED = 65  # points at which two interpolants are compared
 class Frame:
     """The variable t of each row, in which the correction is interpolated.
 
-    t is linear in w = asinh((z − centre)/scale), z the support's real coordinate; in y itself for
-    counts. It is −1 and 1 at the ends of the row's region. The scale is chosen so that w has the
-    tails of a normal, a little shortened: a correction to a heavy-tailed density is then as smooth
-    in w as one to a normal density is in y.
+    For numbers t is linear in w = asinh((z − centre)/scale), with z the support's real coordinate;
+    for counts it is linear in w = y. It is −1 and 1 at the ends of the row's region. The scale is
+    chosen so that w has the tails of a normal, a little shortened: a correction to a heavy-tailed
+    density is then as smooth in w as one to a normal density is in y.
     """
 
     support: Support
     centre: Tensor  # (N,)
-    scale: Tensor
-    low: Tensor  # w at the ends
-    high: Tensor
+    scale: Tensor  # (N,)
+    low: Tensor  # w at the lower end of the region (N,)
+    high: Tensor  # w at the upper end (N,)
 
     @staticmethod
-    def over(support: Support, quantiles: Tensor, least: int) -> Frame:
-        """Make the frame of regions from the output predictive's QUANTILES (N, 5).
+    def build(support: Support, quantiles: Tensor, least: int) -> Frame:
+        """Build the frame whose regions run from the first to the last of the quantiles (N, 5).
 
-        Counts get a region of `least` numbers or more.
+        quantiles: of the output predictive, at QUANTILES. A region of counts has at least `least`
+        counts.
         """
         if not isinstance(support, Continuous):
             low = quantiles[:, 0].floor().clamp_min(0)
@@ -74,39 +75,44 @@ class Frame:
         z = support.to_real(quantiles)
         centre = z[:, 2]
         off = z - centre[:, None]
-        # Among S scales, take the one in which the region's reach is closest to REACH.
+        # Of S scales, the one is taken in which the region's width over that of ± 1.5 standard
+        # deviations is closest to REACH.
         scales = (z[:, 3] - z[:, 1])[:, None] / 2 * BENDS  # (N, S)
         w = torch.asinh(off[:, None] / scales[..., None])
         reach = (w[..., 4] - w[..., 0]) / (w[..., 3] - w[..., 1])
         scale = scales.gather(1, (reach - REACH).abs().argmin(1, keepdim=True)).squeeze(1)
-        return Frame(support, centre, scale, *(torch.asinh(off[:, end] / scale) for end in (0, -1)))
+        low = torch.asinh(off[:, 0] / scale)
+        high = torch.asinh(off[:, -1] / scale)
+        return Frame(support, centre, scale, low, high)
 
     @property
-    def counts(self) -> bool:
+    def is_of_counts(self) -> bool:
         """Tell whether y is a count."""
         return not isinstance(self.support, Continuous)
 
     @property
-    def usable(self) -> Tensor:
-        """Tell which rows (N,) bool have a finite region of positive width."""
+    def is_usable(self) -> Tensor:
+        """Tell for each row (N,) bool whether its region is finite and has a positive width."""
         return torch.isfinite(self.low + self.high) & (self.high > self.low) & (self.scale > 0)
 
     def take(self, rows: Tensor) -> Frame:
-        """Return the frame of some rows (m,)."""
+        """Return the frame of some rows, given by their indices (m,)."""
         return Frame(
             self.support, self.centre[rows], self.scale[rows], self.low[rows], self.high[rows]
         )
 
     def replace_rows(self, rows: Tensor, other: Frame) -> Frame:
-        """Return the frame with the rows (N,) bool of another frame."""
-        parts = ("centre", "scale", "low", "high")
+        """Return the frame with the rows (N,) bool taken from another frame of the same N rows."""
         return Frame(
             self.support,
-            *(torch.where(rows, getattr(other, part), getattr(self, part)) for part in parts),
+            centre=torch.where(rows, other.centre, self.centre),
+            scale=torch.where(rows, other.scale, self.scale),
+            low=torch.where(rows, other.low, self.low),
+            high=torch.where(rows, other.high, self.high),
         )
 
     def to_y(self, t: Tensor) -> Tensor:
-        """Map t (m, k) to y (m, k); whole numbers for counts."""
+        """Return y (m, k) at t (m, k), rounded to whole numbers for counts."""
         w = self.low[:, None] + (self.high - self.low)[:, None] * (t + 1) / 2
         if isinstance(self.support, Continuous):
             return self.support.from_real(
@@ -115,21 +121,23 @@ class Frame:
         return w.round()
 
     def to_t(self, y: Tensor) -> Tensor:
-        """Map y (m, k) to t (m, k)."""
+        """Return t (m, k) at y (m, k); it is beyond ±1 outside the region."""
         w = y
         if isinstance(self.support, Continuous):
             w = torch.asinh((self.support.to_real(y) - self.centre[:, None]) / self.scale[:, None])
         return 2 * (w - self.low[:, None]) / (self.high - self.low)[:, None] - 1
 
     def choose_nodes(self, known: Tensor, more: int) -> tuple[Tensor, Tensor]:
-        """Choose y at `more` nodes beside the known ones (m, k; NaN: none), and tell which are new.
+        """Choose y at `more` further nodes, and tell which of them are new: (m, more) each.
 
-        Returns (m, more) each. The first nodes are Chebyshev's, ends included; each further one is
-        where Π|t − t_j| is largest (Leja's rule). A region of few counts may have no new ones left.
+        known (m, k): y of the nodes so far; NaN stands for no node. Without any, the nodes are
+        Chebyshev's, ends included. Otherwise each further node is where Π|t − t_j| is largest
+        (Leja's rule). A region of few counts may have no new node left.
         """
         if bool(known.isnan().all()):
             y = self.to_y(chebyshev_nodes(more).expand(len(known), -1))
-            y = _push_apart(y, self.high) if self.counts else y
+            # Rounding may have made neighbouring counts equal.
+            y = _separate_counts(y, self.high) if self.is_of_counts else y
             return y, torch.ones_like(y, dtype=torch.bool)
         candidates = self.to_y(chebyshev_nodes(CANDIDATES).expand(len(known), -1))
         t = self.to_t(candidates)
@@ -147,46 +155,51 @@ class Frame:
 
 @cached_constant
 def chebyshev_nodes(count: int) -> Tensor:
-    """Return −cos(πj/(count − 1)) for j = 0, 1, …: nodes (count,) from −1 to 1."""
+    """Return Chebyshev's nodes −cos(πj/(count − 1)) for j = 0, 1, …: (count,), from −1 to 1.
+
+    count must be at least 2.
+    """
     return -torch.cos(math.pi * torch.arange(count, dtype=torch.float64) / (count - 1))
 
 
-def _push_apart(z: Tensor, top: Tensor) -> Tensor:
-    """Push apart whole numbers in order (m, k) where two are the same; the last is at most `top`
-    (m,).
+def _separate_counts(z: Tensor, top: Tensor) -> Tensor:
+    """Return whole numbers in rising order (m, k), moved so that no two are equal.
+
+    They are moved up where needed, and then down so that the last is at most `top` (m,).
     """
     number = torch.arange(z.shape[1], dtype=torch.float64)
-    up = (z - number).cummax(1).values + number
-    return torch.minimum(up, top[:, None] - (z.shape[1] - 1 - number))
+    # z_j − j must not fall, so that z_j rises by at least one.
+    moved_up = (z - number).cummax(1).values + number
+    return torch.minimum(moved_up, top[:, None] - (z.shape[1] - 1 - number))
 
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """A log density: that of the output rung, plus the correction where there is one.
+    """The log density of the output rung plus the interpolated correction.
 
-    Increments are those of real refits at the y asked for.
+    Its increments are not interpolated: they are those of refits at the given y.
     """
 
     weights: WeightLogDensity
     refitted: Tensor  # (N,) bool: rows with refits of the weights
     frame: Frame
-    nodes: Tensor  # (N, K) y where there is a refit; NaN: none
-    values: Tensor  # (N, K) the correction there
-    coefficients: Tensor  # (N, K) of Chebyshev's polynomials in t
-    fallback: Tensor  # (N,) bool, of the refits
+    nodes: Tensor  # (N, K) y of the refits; NaN: no refit
+    values: Tensor  # (N, K) the correction at the nodes
+    coefficients: Tensor  # (N, K) of the correction in Chebyshev polynomials of t
+    fallback: Tensor  # (N,) bool: a refit took the Fisher information
     failed: Tensor  # (N,) bool: a refit failed, so that this row is the output rung's
     inaccurate: Tensor  # (N,) bool: the correction was not resolved with the most nodes
 
     outputs_move = True
 
     @property
-    def refits(self) -> Tensor:
+    def refit_counts(self) -> Tensor:
         """Return the number of refits in each row (N,)."""
         return (~self.nodes.isnan()).sum(1)
 
     @property
     def likelihood(self) -> Likelihood:
-        """Return the law of the new observation."""
+        """Return the likelihood of the new observation."""
         return self.weights.likelihood
 
     @property
@@ -200,20 +213,27 @@ class Corrected:
         return self.weights.like
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return the corrected log densities at y (m, …) of the rows (m,); of all rows if None."""
-        base = self.weights.output.density_at(y, rows)
+        """Return the corrected log densities at y (m,) or (m, k), with the output rung's flags.
+
+        rows (m,): the inputs to which the rows of y belong; None: all in order.
+        """
+        output = self.weights.output.density_at(y, rows)
         index = torch.arange(len(y)) if rows is None else rows
-        y_flat = y.flatten(1) if y.dim() > 1 else y.unsqueeze(1)
-        t = self.frame.take(index).to_t(y_flat).clamp(-1, 1)  # constant beyond the region
+        y_by_row = y.flatten(1) if y.dim() > 1 else y.unsqueeze(1)
+        # The clamp makes the correction constant beyond the region.
+        t = self.frame.take(index).to_t(y_by_row).clamp(-1, 1)
         correction = _sum_chebyshev(self.coefficients[index], t)
-        return base._replace(log=base.log + correction.reshape(base.log.shape))
+        return output._replace(log=output.log + correction.reshape(output.log.shape))
 
     def __call__(self, y: Tensor) -> Increments:
-        """Return the increments at y (N, …): of refits of the weights in the rows that have them,
-        of the output rung elsewhere; NaN where a refit failed and on_failure is "nan".
+        """Return the increments at y (N,) or (N, k), each of y's shape.
+
+        Rows with refits of the weights are refitted at these y; the others have the increments of
+        the output rung. Rows in which a refit failed are NaN if on_failure is "nan".
         """
         increments = self.weights.output(y)
         rows = (self.refitted & ~self.failed).nonzero().squeeze(-1)
+        # The tensors of the increments are fresh, so they may be changed in place.
         terms = ("likelihood", "prior", "curvature")
         if rows.numel():
             by_weights = self.weights.increments(y[rows], rows)
@@ -228,10 +248,11 @@ class Corrected:
 def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor) -> Corrected:
     """Refit at a few y of every chosen row (N,) bool, and interpolate the correction.
 
-    quantiles (N, 5): of the output predictive, at QUANTILES.
+    quantiles (N, 5): of the output predictive, at QUANTILES. A chosen row without a usable region
+    counts as failed.
     """
-    frame = Frame.over(_support_of(weights), quantiles, FIRST_NODES)
-    no = torch.zeros_like(chosen)
+    frame = Frame.build(_get_support(weights), quantiles, FIRST_NODES)
+    no_row = torch.zeros_like(chosen)
     zeros = torch.zeros(len(chosen), MOST_NODES, dtype=torch.float64)
     state = Corrected(
         weights,
@@ -240,28 +261,31 @@ def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor)
         nodes=zeros + torch.nan,
         values=zeros,
         coefficients=zeros,
-        fallback=no,
-        failed=chosen & ~frame.usable,
-        inaccurate=no,
+        fallback=no_row,
+        failed=chosen & ~frame.is_usable,
+        inaccurate=no_row,
     )
-    return _refine_correction(state, chosen & frame.usable, (FIRST_NODES, *MORE_NODES))
+    return _refine_correction(state, chosen & frame.is_usable, (FIRST_NODES, *MORE_NODES))
 
 
-def _support_of(weights: WeightLogDensity) -> Support:
-    """Return the support of y, which may depend on the number of outputs."""
+def _get_support(weights: WeightLogDensity) -> Support:
+    """Return the support of y for the network's number of outputs."""
     return weights.likelihood.support_for(weights.marginal.mean.shape[1])
 
 
 def widen_correction(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corrected:
-    """Interpolate over a larger region in some rows (N,) bool, with the refits that are known and
-    more. quantiles (N, 5): of the larger region.
+    """Return the correction interpolated over a larger region in some rows (N,) bool.
+
+    quantiles (N, 5): those of `fit_correction`, with the first and the last moved outward. The
+    refits so far are kept and more are made. A row that already has nearly MOST_NODES keeps its
+    region and is flagged as inaccurate.
     """
-    # Rows without refits left for the new ends stay as they are and are inaccurate.
-    full = rows & (known.refits + MORE_NODES[0] > MOST_NODES)
+    full = rows & (known.refit_counts + MORE_NODES[0] > MOST_NODES)
     known = replace(known, inaccurate=known.inaccurate | full)
     rows = rows & ~full
-    wider = Frame.over(known.frame.support, quantiles, FIRST_NODES)
-    if wider.counts:
+    wider = Frame.build(known.frame.support, quantiles, FIRST_NODES)
+    # A region of few counts was enlarged when it was built, and must not become smaller.
+    if wider.is_of_counts:
         wider = replace(
             wider,
             low=torch.minimum(wider.low, known.frame.low),
@@ -272,37 +296,43 @@ def widen_correction(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corre
 
 
 def _refine_correction(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corrected:
-    """Add nodes to the chosen rows (N,) bool, a portion at a time, until the last portion changes
-    the interpolant by no more than the error allowed.
+    """Return the correction with nodes added to the chosen rows (N,) bool, in portions, until the
+    last portion changes the interpolant by no more than the error allowed.
 
-    Rows that have not reached it after all portions are flagged as inaccurate.
+    portions: numbers of nodes. A row that is still changed too much by the last portion is flagged
+    as inaccurate. A row in which a refit fails has no correction, or NaN if on_failure is "nan".
     """
-    state = _with_own_tensors(state)
-    weights, allowed = state.weights, state.weights.refit.interpolation
+    state = _copy_tensors(state)
+    allowed = state.weights.refit.interpolation
     rows = chosen.nonzero().squeeze(-1)
+    # the coefficients before a portion, and how much the portion before it changed the interpolant
     before = _fit_chebyshev(state.frame.take(rows).to_t(state.nodes[rows]), state.values[rows])
-    changed = torch.full((len(rows),), torch.nan, dtype=torch.float64)  # by the portion before
+    last_change = torch.full((len(rows),), torch.nan, dtype=torch.float64)
     for portion in portions:
         if not rows.numel():
             break
         added, complete = _add_nodes(state, rows, portion)
         good = ~state.failed[rows]
-        rows, before, changed = rows[good], before[good], changed[good]
+        rows, before, last_change = rows[good], before[good], last_change[good]
         added, complete = added[good], complete[good]
         frame = state.frame.take(rows)
         series = _fit_chebyshev(frame.to_t(state.nodes[rows]), state.values[rows])
         state.coefficients[rows] = series
         change = _largest_difference(frame, series, before)
-        # Without a new node the change is no measure of the error.
-        error = torch.where(added, torch.fmax(change, changed / SURE), torch.inf)
-        again = ~((error <= allowed) | complete)
-        rows, before, changed = rows[again], series[again], change[again]
-    state.coefficients[state.failed] = torch.nan if weights.refit.on_failure == NAN else 0.0
+        # A small change after a large one may be chance (SURE). Without a new node the change says
+        # nothing of the error.
+        error = torch.where(added, torch.fmax(change, last_change / SURE), torch.inf)
+        unfinished = ~((error <= allowed) | complete)
+        rows, before, last_change = rows[unfinished], series[unfinished], change[unfinished]
+    is_nan = state.weights.refit.on_failure == NAN
+    state.coefficients[state.failed] = torch.nan if is_nan else 0.0
     return replace(state, inaccurate=state.inaccurate.index_fill(0, rows, True))
 
 
-def _with_own_tensors(state: Corrected) -> Corrected:
-    """Copy the tensors that a refinement writes to, so that the caller's state does not change."""
+def _copy_tensors(state: Corrected) -> Corrected:
+    """Return the state with copies of the tensors that a refinement writes to, so that the caller's
+    state does not change.
+    """
     names = ("nodes", "values", "coefficients", "fallback", "failed")
     return replace(state, **{name: getattr(state, name).clone() for name in names})
 
@@ -310,32 +340,43 @@ def _with_own_tensors(state: Corrected) -> Corrected:
 def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Tensor]:
     """Refit at up to `portion` more nodes of each row (m,), and write the results into the state.
 
-    Returns which rows got a node (m,) bool, and which are complete (m,) bool: all counts of their
-    region have a refit.
+    Returns two flags (m,) bool of the rows: whether they got a node, and whether they are complete,
+    which is that all counts of their region have a refit. Raises RuntimeError where a refit fails
+    and on_failure is "raise".
     """
-    weights, known = state.weights, state.nodes[rows]
+    weights = state.weights
+    known = state.nodes[rows]
     y, is_new = state.frame.take(rows).choose_nodes(known, portion)
+    # The nodes of a row fill its columns from the left.
     columns = (~known.isnan()).sum(1, keepdim=True) + torch.arange(portion)
-    free = columns < MOST_NODES
-    row, number = (is_new & free).nonzero(as_tuple=True)
+    has_column = columns < MOST_NODES
+    row, number = (is_new & has_column).nonzero(as_tuple=True)
     if row.numel():
-        task, column, target = rows[row], columns[row, number], y[row, number].unsqueeze(1)
-        of_network = rows[~weights.linearised_inputs[rows]]
+        # the row, the column and the y of each refit
+        task = rows[row]
+        column = columns[row, number]
+        target = y[row, number].unsqueeze(1)
+        rows_of_network = rows[~weights.linearised_inputs[rows]]
         solved = weights.solve(target, task)
         weights.check_failures(solved)
-        _refit_linearised(state, of_network[weights.linearised_inputs[of_network]])
+        # `solve` may have switched rows to the linearised network. Their old nodes are refitted.
+        switched = rows_of_network[weights.linearised_inputs[rows_of_network]]
+        _refit_known_nodes(state, switched)
         # Zero steps: the refit was not tried, so there is no node.
         state.nodes[task, column] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)
         output_logs = weights.output.density_at(target, task).log.squeeze(1)
         state.values[task, column] = solved.total - output_logs
         state.fallback[task[solved.fallback]] = True
         state.failed[task[~solved.converged]] = True
-    return (is_new & free).any(1), (~is_new & free).any(1)
+    return (is_new & has_column).any(1), (~is_new & has_column).any(1)
 
 
-def _refit_linearised(state: Corrected, rows: Tensor) -> None:
-    """Refit at the known nodes of rows (m,) that the linearised network has just taken over, so
-    that all values of a row are of one network. Writes the results into the state.
+def _refit_known_nodes(state: Corrected, rows: Tensor) -> None:
+    """Refit again at the nodes that some rows (m,) already have, and write the values into the
+    state.
+
+    The rows have just been switched to the linearised network, and all values of a row must come
+    from one network.
     """
     row, column = (~state.nodes[rows].isnan()).nonzero(as_tuple=True)
     task = rows[row]
@@ -350,55 +391,76 @@ def _refit_linearised(state: Corrected, rows: Tensor) -> None:
 
 
 def _largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Tensor:
-    """Return the largest difference (m,) of two interpolants over the region, at COMPARED points.
+    """Return the largest absolute difference (m,) of two interpolants at COMPARED points of the
+    region.
 
     series, before (m, K): their coefficients.
     """
-    if not len(series):
+    if not len(series):  # no rows
         return before[:, 0]
-    # There and back: of counts, only whole numbers are compared.
+    # `to_y` rounds counts, so that they are compared at whole numbers only.
     t = frame.to_t(frame.to_y(chebyshev_nodes(COMPARED).expand(len(series), -1)))
     return _sum_chebyshev(series - before, t).abs().amax(1)
 
 
-def without_correction(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> Corrected:
-    """Return a state without interpolation, for classes: every y has its own refit.
+def make_uncorrected(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> Corrected:
+    """Return a log density without interpolation, for classes: its correction is zero, and its
+    increments are those of refits.
 
     chosen, failed (N,) bool: the rows with refits, and those in which a refit failed.
     """
-    no = torch.zeros_like(chosen)
-    zero = torch.zeros(len(chosen), dtype=torch.float64)
-    frame = Frame(_support_of(weights), zero, zero + 1, zero, zero + 1)
-    none = zero.unsqueeze(1)
-    return Corrected(weights, chosen, frame, none + torch.nan, none, none, no, failed, no)
+    no_row = torch.zeros_like(chosen)
+    zeros = torch.zeros(len(chosen), dtype=torch.float64)
+    ones = zeros + 1
+    no_node = zeros.unsqueeze(1) + torch.nan
+    return Corrected(
+        weights,
+        refitted=chosen,
+        frame=Frame(_get_support(weights), centre=zeros, scale=ones, low=zeros, high=ones),
+        nodes=no_node,
+        values=zeros.unsqueeze(1),
+        coefficients=zeros.unsqueeze(1),
+        fallback=no_row,
+        failed=failed,
+        inaccurate=no_row,
+    )
 
 
 def _fit_chebyshev(t: Tensor, values: Tensor) -> Tensor:
     """Return the Chebyshev coefficients (m, K) of the polynomial through values (m, K) at t (m, K).
 
-    NaN in t stands for no node. Rows without nodes have NaN coefficients.
+    NaN in t stands for no node. The degree is the number of nodes less one, and higher coefficients
+    are zero. Rows without nodes have NaN coefficients.
     """
     counts = (~t.isnan()).sum(1)
     order = t.isnan().long().argsort(dim=1, stable=True)  # nodes first
     series = torch.where((counts == 0)[:, None], torch.nan, torch.zeros_like(values))
-    # Rows are solved by their number of nodes, so that a row's rounding does not depend on others.
+    # Rows with the same number of nodes are solved together, so that the rounding of a row does not
+    # depend on other rows.
     for count in counts.unique().tolist():
         if count == 0:
             continue
         rows = counts == count
-        first = order[rows, :count]
-        angle = torch.arccos(t[rows].gather(1, first).clamp(-1, 1))
+        columns = order[rows, :count]
+        # T_k(t) = cos(k arccos t)
+        angle = torch.arccos(t[rows].gather(1, columns).clamp(-1, 1))
         basis = torch.cos(angle.unsqueeze(-1) * torch.arange(count, dtype=torch.float64))
-        solved = torch.linalg.solve(basis, values[rows].gather(1, first).unsqueeze(-1)).squeeze(-1)
+        targets = values[rows].gather(1, columns).unsqueeze(-1)
+        solved = torch.linalg.solve(basis, targets).squeeze(-1)
         series[rows] = torch.nn.functional.pad(solved, (0, values.shape[1] - count))
     return series
 
 
 def _sum_chebyshev(coefficients: Tensor, t: Tensor) -> Tensor:
-    """Evaluate Σ_k c_k T_k(t) by Clenshaw's recurrence: (m, K), (m, j) -> (m, j)."""
-    later = last = torch.zeros_like(t)
-    used = (coefficients != 0).any(0)
-    highest = int(used.nonzero().max()) if bool(used.any()) else 0
+    """Return Σ_k c_k T_k(t), with Chebyshev polynomials T_k: c (m, K), t (m, j) -> (m, j).
+
+    Clenshaw's recurrence is b_k = 2t b_{k+1} − b_{k+2} + c_k, and the sum is t b_1 − b_2 + c_0.
+    """
+    b_next = b_after_next = torch.zeros_like(t)
+    is_used = (coefficients != 0).any(0)
+    highest = int(is_used.nonzero().max()) if bool(is_used.any()) else 0
     for k in range(highest, 0, -1):
-        last, later = 2 * t * last - later + coefficients[:, k, None], last
-    return t * last - later + coefficients[:, :1]
+        b = 2 * t * b_next - b_after_next + coefficients[:, k, None]
+        b_after_next = b_next
+        b_next = b
+    return t * b_next - b_after_next + coefficients[:, :1]

@@ -12,11 +12,11 @@ from torch.nn.functional import pad
 
 from ssla.maths.quadrature import Regions
 from ssla.predictive.law import Law
-from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest_like
+from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, choose_widest_like
 from ssla.refit.increments import Increments
 
 
-def _property_of_each(name: str) -> Any:
+def _make_joined_property(name: str) -> Any:
     """Make a property of JoinedLaw: the property `name` of each law, in the order of the inputs.
 
     It raises AttributeError where a law does.
@@ -27,28 +27,29 @@ def _property_of_each(name: str) -> Any:
 @final
 @dataclass(frozen=True, eq=False)
 class JoinedLaw(Law):
-    """Each law answers for its rows (indices into the N inputs): numbers, counts, vectors or
-    classes. Made by `joined`.
+    """The law of N inputs in which each of several laws answers for some rows.
+
+    The laws are of one kind of target. Made by `join_predictives`.
     """
 
     laws: tuple[Law, ...]
-    index: tuple[Tensor, ...]
+    index: tuple[Tensor, ...]  # for each law the indices (m,) of its rows among the N inputs
 
-    mean = _property_of_each("mean")
-    variance = _property_of_each("variance")
-    stddev = _property_of_each("stddev")
-    covariance = _property_of_each("covariance")
-    mode = _property_of_each("mode")
-    probs = _property_of_each("probs")
-    mass = _property_of_each("mass")
-    epistemic = _property_of_each("epistemic")
-    aleatoric = _property_of_each("aleatoric")
-    entropy = _property_of_each("entropy")
-    mutual_information = _property_of_each("mutual_information")
+    mean = _make_joined_property("mean")
+    variance = _make_joined_property("variance")
+    stddev = _make_joined_property("stddev")
+    covariance = _make_joined_property("covariance")
+    mode = _make_joined_property("mode")
+    probs = _make_joined_property("probs")
+    mass = _make_joined_property("mass")
+    epistemic = _make_joined_property("epistemic")
+    aleatoric = _make_joined_property("aleatoric")
+    entropy = _make_joined_property("entropy")
+    mutual_information = _make_joined_property("mutual_information")
 
     @property
     def kind(self) -> str:
-        """Return the kind of all laws."""
+        """Return the kind of target, which is that of every law."""
         return self.laws[0].kind
 
     @property
@@ -57,14 +58,17 @@ class JoinedLaw(Law):
         return sum(len(rows) for rows in self.index)
 
     def join_answers(self, answers: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Join one answer of each law along a dimension, in the order of the inputs.
+        """Join one answer of each law along a dimension of rows, in the order of the inputs.
 
-        Where their last sizes differ, they are padded with NaN.
+        Where the last sizes of the answers differ, they are padded with NaN.
         """
         return _join_rows(self.index, answers, dim)
 
     def ask_by_rows(self, y: Tensor, ask: Callable[[Law, Tensor], Tensor]) -> Tensor:
-        """Ask every law with its rows of y (N, …), and join the answers: (N, …)."""
+        """Return ask(law, y of its rows) of every law, joined in the order of the inputs.
+
+        y and the result are (N, …).
+        """
         return self.join_answers(
             [ask(law, y[rows]) for law, rows in zip(self.laws, self.index, strict=True)]
         )
@@ -95,7 +99,10 @@ class JoinedLaw(Law):
         return self.join_answers([law.interval(level) for law in self.laws])
 
     def hdr(self, level: float) -> Any:
-        """Return each row's smallest region; TypeError for vectors (regions of several forms)."""
+        """Return the smallest region of each row: Regions, or sets of classes, bool (N, C).
+
+        Raises TypeError for vectors, whose regions may be of several types.
+        """
         regions = [law.hdr(level) for law in self.laws]
         if self.kind == "class":
             return self.join_answers(regions)
@@ -107,11 +114,13 @@ class JoinedLaw(Law):
         return Regions(*(self.join_answers(ends) for ends in zip(*regions, strict=True)))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Draw n values for each row: (n, N) or (n, N, D)."""
-        return self.join_answers([law.sample(n, generator) for law in self.laws], 1)
+        """Draw n values for each row, law by law: (n, N) or (n, N, D)."""
+        return self.join_answers([law.sample(n, generator) for law in self.laws], dim=1)
 
     def increments(self, y: Tensor) -> Increments:
-        """Raise TypeError: several predictives have no increments together."""
+        """Raise TypeError: increments belong to a single predictive. The argument is part of the
+        protocol.
+        """
         raise TypeError(
             "These rows come from several predictives. Ask them one by one: [part.increments(y) "
             "for part in p.parts]."
@@ -121,7 +130,9 @@ class JoinedLaw(Law):
 def join_predictives(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
     """Join predictives of different inputs into one, in the order of the inputs.
 
-    rows: for each part the indices of its inputs; together 0 … N − 1, each once.
+    rows: for each part the indices of its inputs; all together they are 0 … N − 1, each once. The
+    parts are of one kind of target. A single part is returned as it is. The convention of the
+    diagnostics is that of the first part.
     """
     if len(parts) == 1:
         return parts[0]
@@ -138,13 +149,14 @@ def join_predictives(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Pre
         flags[0].convention,
         mixed=law if any(part.mixed is not None for part in flags) else None,
     ).with_extreme(_join_rows(rows, [part.extreme_rows for part in flags]))
-    return Predictive(law, widest_like(parts), diagnostics, tuple(parts))
+    return Predictive(law, choose_widest_like(parts), diagnostics, tuple(parts))
 
 
 def _join_rows(index: Sequence[Tensor], answers: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Join answers along a dimension, in the order of their rows' indices.
+    """Join answers along a dimension of rows, sorted by the indices of the rows.
 
-    Where the last sizes differ, as of unions of intervals, answers are padded with NaN.
+    index: the indices (m,) of each answer's rows. Answers whose last sizes differ, such as unions
+    of intervals, are padded with NaN. The last dimension is left as it is if it is that of rows.
     """
     if len({part.shape[-1] for part in answers}) > 1 and dim < answers[0].dim() - 1:
         most = max(part.shape[-1] for part in answers)

@@ -22,6 +22,7 @@ from ssla.predictive.spread import split_variance
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
+# the end of the message for attributes that only classes have
 OF_CLASSES = (
     " It is of classes only. For numbers and counts use `epistemic` (doubt) and `aleatoric` "
     "(noise), variances of y."
@@ -83,24 +84,31 @@ class Law(ABC):
 
     @property
     def entropy(self) -> Tensor:
-        """Return the entropy of the classes in nats (N,); AttributeError for other targets."""
+        """Return the entropy of the classes in nats (N,). Raises AttributeError for other
+        targets.
+        """
         self.refuse_attribute("entropy", OF_CLASSES)
 
     @property
     def mutual_information(self) -> Tensor:
-        """Return I(y; f) = H(E p) − E H(p) of the classes in nats (N,); AttributeError for other
-        targets.
+        """Return the mutual information I(y; f) = H(E p) − E H(p) of the classes in nats (N,).
+
+        Raises AttributeError for other targets.
         """
         self.refuse_attribute("mutual_information", OF_CLASSES)
 
     @property
     def covariance(self) -> Tensor:
-        """Return Cov[y] (N, D, D); AttributeError unless y is a vector or a Gaussian number."""
+        """Return Cov[y] (N, D, D). Raises AttributeError unless y is a vector or a Gaussian
+        number.
+        """
         self.refuse_attribute("covariance")
 
     @property
     def probs(self) -> Tensor:
-        """Return the probabilities of the classes (N, C); AttributeError for other targets."""
+        """Return the probabilities of the classes (N, C). Raises AttributeError for other
+        targets.
+        """
         self.refuse_attribute("probs")
 
     def check(self, y: Tensor) -> None:
@@ -115,45 +123,62 @@ class Law(ABC):
         """
 
     def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y ≤ y), of y's shape, for each of D targets separately; AttributeError for
-        classes.
+        """Return P(Y ≤ y), of y's shape, for each of D targets separately.
+
+        Raises AttributeError for classes.
         """
         self.refuse_attribute("cdf")
 
     def below(self, y: Tensor) -> Tensor:
         """Return P(Y < y) for one continuous target, of y's shape.
 
-        It is less than the cdf at an atom: a value that has a probability of its own.
+        It differs from the cdf only at an atom, a single value with a positive probability. A law
+        with an atom overrides this method.
         """
         return self.cdf(y)
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Return the quantiles at q (k,): (N, k) or (N, D, k); AttributeError for classes."""
+        """Return the quantiles at probabilities q (k,): (N, k) or (N, D, k).
+
+        Raises AttributeError for classes.
+        """
         self.refuse_attribute("icdf")
 
     def interval(self, level: float) -> Tensor:
-        """Return the central interval (N, 2) or (N, D, 2); for classes the smallest set, bool
-        (N, C).
+        """Return the central interval of that probability: (N, 2) or (N, D, 2).
+
+        For classes it is the smallest set, bool (N, C).
         """
         tail = (1 - level) / 2
         return self.icdf(torch.tensor([tail, 1 - tail], dtype=torch.float64))
 
     @abstractmethod
     def hdr(self, level: float) -> Any:
-        """Return the smallest region with that probability: Regions, an ellipsoid, a region of
-        density, or a set of classes.
+        """Return the smallest region of y with that probability.
+
+        It is Regions (unions of intervals), an Ellipsoid, a DensityRegion, or sets of classes, bool
+        (N, C).
         """
 
     @abstractmethod
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Draw n values of y for each input: (n, N) or (n, N, D)."""
+        """Draw n values of y for each input: (n, N) or (n, N, D).
+
+        generator: of the random numbers; None for torch's own.
+        """
 
     @abstractmethod
     def increments(self, y: Tensor) -> Increments:
-        """Return the three increments of the un-normalised log density, of log_prob's shape."""
+        """Return the three increments of the un-normalised log density, of log_prob's shape.
+
+        Raises TypeError for laws that do not come from one refit, such as mixtures.
+        """
 
     def refuse_attribute(self, name: str, hint: str = "") -> NoReturn:
-        """Raise AttributeError (so that `hasattr` is False), with a hint at the end."""
+        """Raise AttributeError for an attribute that this kind of target does not have.
+
+        With this class of error `hasattr` is False. hint: a text at the end of the message.
+        """
         raise AttributeError(
             f"A predictive of kind {self.kind!r} has no {name!r} ({type(self).__name__}).{hint}"
         )
@@ -176,7 +201,7 @@ class PointwiseLaw(Law):
     @property
     @abstractmethod
     def _moments(self) -> tuple[Tensor, Tensor]:
-        """Return mean and variance, (N,) each."""
+        """Return the mean and the variance of y, (N,) each."""
 
     @property
     def rows(self) -> int:
@@ -200,17 +225,17 @@ class PointwiseLaw(Law):
 
     @cached_property
     def _variance_parts(self) -> tuple[Tensor, Tensor]:
-        """Return the epistemic and the aleatoric part of the variance, (N,) each."""
+        """Return the epistemic and the aleatoric part of Var[y], (N,) each."""
         return split_variance(self.log_density, self.variance)
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the epistemic part of the variance (N,)."""
+        """Return the part of Var[y] that comes from the uncertainty of f (N,)."""
         return self._variance_parts[0]
 
     @property
     def aleatoric(self) -> Tensor:
-        """Return the aleatoric part of the variance (N,)."""
+        """Return the part of Var[y] that is noise (N,)."""
         return self._variance_parts[1]
 
     def log_prob(self, y: Tensor) -> Tensor:
@@ -218,21 +243,24 @@ class PointwiseLaw(Law):
         return self.log_density.density_at(y).log - self._log_mass[:, None]
 
     def increments(self, y: Tensor) -> Increments:
-        """Return the increments of the refit at y (N, k), (N, k) each."""
+        """Return the increments of the refit at y (N, k), each of shape (N, k)."""
         return self.log_density(y)
 
 
 class Piece(Protocol):
-    """A result that was computed together for some of the rows."""
+    """The result for a block of the rows, which were computed together."""
 
     @property
     def rows(self) -> Tensor:
-        """Return the indices (m,) of these rows among all rows."""
+        """Return the indices (m,) of the block's rows among all N rows."""
         ...
 
 
 def gather_rows(pieces: Sequence[Piece], values: Sequence[Tensor]) -> Tensor:
-    """Put one tensor (m, …) of each piece into one tensor (N, …) in the order of the rows."""
+    """Join one tensor (m, …) of each piece into one tensor (N, …), in the order of the rows.
+
+    There must be at least one piece, and each row must be in exactly one.
+    """
     row_count = sum(len(piece.rows) for piece in pieces)
     gathered = torch.empty(row_count, *values[0].shape[1:], dtype=values[0].dtype)
     for piece, value in zip(pieces, values, strict=True):
@@ -241,30 +269,41 @@ def gather_rows(pieces: Sequence[Piece], values: Sequence[Tensor]) -> Tensor:
 
 
 def gather_regions(pieces: Sequence[Piece], regions: Sequence[Regions]) -> Regions:
-    """Put the unions of intervals of all pieces into one: lower, upper (N, R), padded with NaN."""
+    """Join the unions of intervals (m, R) of all pieces, in the order of the rows.
+
+    Rows with fewer than the largest R are padded with NaN, since R differs between pieces.
+    """
     most = max(region.lower.shape[1] for region in regions)
-    lower, upper = (
-        gather_rows(pieces, [pad(end, (0, most - end.shape[1]), value=torch.nan) for end in ends])
-        for ends in zip(*regions, strict=True)
+
+    def gather_ends(ends: Sequence[Tensor]) -> Tensor:
+        """Join the lower or the upper ends (m, R) of the pieces, padded to `most` columns."""
+        padded = [pad(end, (0, most - end.shape[1]), value=torch.nan) for end in ends]
+        return gather_rows(pieces, padded)
+
+    return Regions(
+        gather_ends([region.lower for region in regions]),
+        gather_ends([region.upper for region in regions]),
     )
-    return Regions(lower, upper)
 
 
 def select_highest(heights: Tensor, shares: Tensor, level: float) -> Tensor:
-    """Select the fewest atoms, from the highest down, whose shares together reach the level.
+    """Select in each row the fewest entries, from the highest down, whose shares together reach
+    the level.
 
-    Heights and shares (N, k) -> selected (N, k) bool.
+    heights (N, k): the density of each entry. shares (N, k): its probability. Returns bool (N, k).
     """
     order = heights.argsort(1, descending=True)
-    # An atom is needed if the shares before it do not reach the level; the first one always is.
+    # An entry is needed if the shares of all higher ones do not reach the level. The highest one is
+    # always needed.
     needed = pad(shares.gather(1, order).cumsum(1)[:, :-1] < level, (1, 0), value=True)
     return torch.zeros_like(needed).scatter(1, order, needed)
 
 
 def find_runs(inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Find the runs of True in each row of `inside` (N, k).
+    """Find the runs of True in each row of `inside` (N, k) bool.
 
-    Returns the indices of their first and of their last entries, (N, R) each, padded with −1.
+    Returns the indices of the first and of the last entry of each run, (N, R) each. R is the
+    largest number of runs, at least 1; rows with fewer are padded with −1.
     """
     edge = torch.zeros_like(inside[:, :1])
     is_first = inside & ~torch.cat([edge, inside[:, :-1]], 1)
@@ -273,6 +312,7 @@ def find_runs(inside: Tensor) -> tuple[Tensor, Tensor]:
     ends = torch.full((2, len(inside), most), -1, dtype=torch.long)
     for side, is_end in enumerate((is_first, is_last)):
         rows, columns = is_end.nonzero(as_tuple=True)
-        run = is_end.cumsum(1)[rows, columns] - 1
-        ends[side, rows, run] = columns
+        # A run's number is the count of ends in its row up to its own, less one.
+        run_number = is_end.cumsum(1)[rows, columns] - 1
+        ends[side, rows, run_number] = columns
     return ends[0], ends[1]

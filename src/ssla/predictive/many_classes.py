@@ -43,58 +43,66 @@ LOWEST = -1e30
 
 
 class Sums(NamedTuple):
-    """The integrals of a chunk of rows, in float64.
+    """The integrals of a chunk of rows, in float64."""
 
-    log_probs: log E p (B, C), not normalised; spread: Var p (B, C); entropy: E H(p) in nats (B,).
-    """
-
-    log_probs: Tensor
-    spread: Tensor
-    entropy: Tensor
+    log_probs: Tensor  # log E p (B, C), not normalised
+    spread: Tensor  # Var p (B, C)
+    entropy: Tensor  # E H(p) in nats (B,)
 
 
 class _Nodes(NamedTuple):
-    """The nodes of a block of rows: w (b, C), None for ones, and R z at some nodes (b, s, C)."""
+    """The nodes f̂ ± w ∘ (R z) of a block of b rows, without f̂."""
 
-    factors: Tensor | None
-    moved: Callable[[slice], Tensor]
+    factors: Tensor | None  # w (b, C); None: ones
+    moved: Callable[[slice], Tensor]  # a slice of s nodes -> R z there (b, s, C)
 
 
 @dataclass
 class SoftmaxIntegrals:
-    """Integrates chunk after chunk. The shared products are kept for the chunks that follow."""
+    """Integrates chunks of rows, one after the other.
+
+    A call keeps the products that rows share in `shared`, for the chunks that follow.
+    """
 
     half: Tensor  # one node of each mirrored pair (S/2, C)
     budget: int  # bytes of intermediate results
-    whitened: bool
-    rows: int | None = None  # of all chunks together, if known
+    whitened: bool  # whether the nodes have unit variance in every direction
+    rows: int | None = None  # number of rows of all chunks together, if known
     shared: SharedNodes | None = None
 
     def __call__(self, f: Tensor, root: Root) -> Sums:
-        """Integrate a chunk: f̂ (B, C) in float64 and a root of K.
+        """Integrate a chunk, from f̂ (B, C) in float64 and a root of K.
 
-        Rows that are combinations of the shared products take them; others take their own product.
+        Rows whose nodes are combinations of the shared products use these; the other rows use the
+        product with their own root.
         """
-        self._make_shared_products(root)
+        self._prepare_shared_products(root)
         shared = self.shared
         if shared is None or not isinstance(root, ScaledRoot) or not shared.serves(root):
-            return self._by_product(f, root)
-        covered = shared.covers(root, TOLERANCE)
-        if bool(covered.all()):
-            return self._by_shared(f, root, shared)
+            return self._integrate_by_own_roots(f, root)
+        is_covered = shared.covers(root, TOLERANCE)
+        if bool(is_covered.all()):
+            return self._integrate_by_shared_products(f, root, shared)
         sums = _empty_sums(f)
-        near, far = covered.nonzero().squeeze(1), (~covered).nonzero().squeeze(1)
-        _put_rows(sums, near, self._by_shared(f[near], root.take(near), shared))
-        _put_rows(sums, far, self._by_product(f[far], root.take(far)))
+        covered = is_covered.nonzero().squeeze(1)
+        uncovered = (~is_covered).nonzero().squeeze(1)
+        part = self._integrate_by_shared_products(f[covered], root.take(covered), shared)
+        _put_rows(sums, covered, part)
+        part = self._integrate_by_own_roots(f[uncovered], root.take(uncovered))
+        _put_rows(sums, uncovered, part)
         return sums
 
-    def _make_shared_products(self, root: Root) -> None:
-        """Make the products that rows of this basis share, where there are enough rows for them."""
+    def _prepare_shared_products(self, root: Root) -> None:
+        """Set `shared` to the products that the rows of this root share; None if they do not pay.
+
+        A root without a basis or profiles leaves `shared` as it is, and so does one that it already
+        serves.
+        """
         if not isinstance(root, ScaledRoot) or root.basis is None or root.profiles is None:
             return
         if self.shared is not None and self.shared.serves(root):
             return
-        # The products have the size of r rows' nodes, and so have to fit the budget.
+        # For r profiles, the products take the memory of the nodes of r rows.
         count = len(root.profiles())
         fits = COPIES * count * self.half.numel() * root.dtype.itemsize <= self.budget
         enough = (self.rows or len(root.scale)) >= ROWS_FOR_A_PROFILE * count
@@ -102,116 +110,128 @@ class SoftmaxIntegrals:
             build_shared_nodes(root, self.half.to(root.dtype)) if fits and enough else None
         )
 
-    def _by_shared(self, f: Tensor, root: ScaledRoot, shared: SharedNodes) -> Sums:
+    def _integrate_by_shared_products(
+        self, f: Tensor, root: ScaledRoot, shared: SharedNodes
+    ) -> Sums:
         """Integrate rows f̂ (B, C) by combinations of shared products, a slab of nodes at a time."""
         coefficients = shared.coefficients(root)
 
-        def nodes_of_block(block: slice) -> _Nodes:
-            """Return the nodes of some rows, which are combined when a slab asks for them."""
+        def make_nodes(block: slice) -> _Nodes:
+            """Return the nodes of a block of rows; a slab of them is combined when it is read."""
             combination = coefficients[block]
-            factors = self._factors(root.take(block), shared.mean_squares(combination))
+            factors = self._variance_factors(root.take(block), shared.mean_squares(combination))
             return _Nodes(factors, lambda nodes: shared.at_nodes(combination, nodes))
 
-        return self._in_blocks(f, nodes_of_block, NODES_AT_ONCE, root.dtype)
+        return self._integrate_in_blocks(f, make_nodes, NODES_AT_ONCE, root.dtype)
 
-    def _by_product(self, f: Tensor, root: Root) -> Sums:
-        """Integrate rows f̂ (B, C) by a product of all nodes with each row's own root."""
+    def _integrate_by_own_roots(self, f: Tensor, root: Root) -> Sums:
+        """Integrate rows f̂ (B, C) by the product of all nodes with the root of each row."""
         half = self.half.to(root.dtype)
 
-        def nodes_of_block(block: slice) -> _Nodes:
-            """Return the nodes of some rows, all computed at once."""
+        def make_nodes(block: slice) -> _Nodes:
+            """Return the nodes of a block of rows, all computed at once."""
             roots = root.take(block)
             moved = roots.at_nodes(half)
-            mean_squares = (moved * moved).mean(1) if not self.whitened else moved
-            return _Nodes(self._factors(roots, mean_squares), lambda nodes: moved[:, nodes])
+            # Whitened nodes have no factors, so that any tensor will do.
+            mean_squares = moved if self.whitened else (moved * moved).mean(1)
+            factors = self._variance_factors(roots, mean_squares)
+            return _Nodes(factors, lambda nodes: moved[:, nodes])
 
-        return self._in_blocks(f, nodes_of_block, len(half), root.dtype)
+        return self._integrate_in_blocks(f, make_nodes, len(half), root.dtype)
 
-    def _factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
-        """Return w (b, C) with which each output has its own variance exactly; None for ones.
+    def _variance_factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
+        """Return w (b, C), which gives each output its variance in K exactly; None for whitened
+        nodes, which have it.
 
-        mean_squares (b, C): of R z over the nodes. Many outputs' nodes have the variance only in
-        the mean over outputs.
+        mean_squares (b, C): of R z over the nodes. Nodes that are not whitened have the variance
+        only on average over outputs.
         """
         if self.whitened:
             return None
         return torch.where(mean_squares > 0, root.variances() / mean_squares, 1.0).sqrt()
 
     def _rows_at_once(self, nodes: int, dtype: torch.dtype) -> int:
-        """Return the rows of a block: as many as the cache and the budget hold, at least one.
+        """Return the number of rows of a block: as many as the cache and the budget hold, at least
+        one.
 
-        nodes: of a slab; dtype: of the nodes.
+        nodes: the number of nodes of a slab. dtype: that of the nodes.
         """
         entries = nodes * self.half.shape[1]
         affordable = self.budget // (COPIES * dtype.itemsize * entries)
         return max(min(ENTRIES_AT_ONCE // entries, affordable), 1)
 
-    def _in_blocks(
-        self, f: Tensor, nodes_of_block: Callable[[slice], _Nodes], nodes: int, dtype: torch.dtype
+    def _integrate_in_blocks(
+        self, f: Tensor, make_nodes: Callable[[slice], _Nodes], slab_size: int, dtype: torch.dtype
     ) -> Sums:
-        """Integrate rows f̂ (B, C), a block of rows at a time; nodes: the size of a slab."""
-        # With the largest output at zero nothing overflows; a quarter of the range is left for R z.
+        """Integrate rows f̂ (B, C), a block of rows and a slab of nodes at a time.
+
+        make_nodes: a block of rows -> its nodes. slab_size: nodes of a slab. dtype: of the nodes.
+        """
+        # With the largest output at zero nothing overflows. The clamp leaves room for adding R z.
         top = (f - f.amax(1, keepdim=True)).clamp_min(torch.finfo(dtype).min / 4).to(dtype)
-        slabs = _split_into_slices(len(self.half), nodes)
+        slabs = _split_into_slices(len(self.half), slab_size)
         sums = _empty_sums(f)
-        for block in _split_into_slices(len(f), self._rows_at_once(nodes, dtype)):
-            part = _Block(top[block], nodes_of_block(block), slabs)
-            _put_rows(sums, block, part.integrate(2 * len(self.half)))
+        for block in _split_into_slices(len(f), self._rows_at_once(slab_size, dtype)):
+            block_of_rows = _Block(top[block], make_nodes(block), slabs)
+            # Each node of the half stands for itself and its mirror image.
+            _put_rows(sums, block, block_of_rows.integrate(2 * len(self.half)))
         return sums
 
 
 def _empty_sums(f: Tensor) -> Sums:
-    """Return uninitialised sums for the rows f̂ (B, C)."""
+    """Return uninitialised sums for rows with f̂ (B, C), to be filled by `_put_rows`."""
     return Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
 
 
 def _put_rows(sums: Sums, rows: Tensor | slice, part: Sums) -> None:
-    """Write the sums of some rows into those of all rows."""
+    """Write the sums `part` of some rows (indices or a slice) into `sums`, in place."""
     for target, values in zip(sums, part, strict=True):
         target[rows] = values
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
-    """The integrals of some rows over all nodes, a slab of nodes at a time."""
+    """A block of b rows, which are integrated over all nodes, a slab of nodes at a time."""
 
-    top: Tensor  # f̂ less its maximum (b, C)
+    top: Tensor  # f̂ less its maximum over the outputs (b, C)
     nodes: _Nodes
     slabs: list[slice]
 
     def integrate(self, count: int) -> Sums:
-        """Sum p, its squares and its entropy over `count` nodes: mirror images are counted."""
+        """Return the sums of the block, as means over `count` nodes, mirror images included."""
         likeliest = self.top.argmax(1)[:, None, None]
-        # Squares are summed around a point near E p: Var p is then no difference of large numbers.
+        # Squares are summed around a point near E p, so that Var p is no difference of large
+        # numbers.
         centre = torch.softmax(self.top, 1).unsqueeze(1)
-        # Sums over slabs are kept by node (b, s, C): adding to them is faster than a sum over the
-        # nodes of each slab.
-        total, squares, entropy = (self._zeros_of_slab() for _ in range(3))
-        for logits in self._logits():
+        # Slabs are added to sums by node (b, s, C), which is faster than a sum over the nodes of
+        # each slab. The last slab may be smaller. Its arrays are changed in place.
+        total, squares, entropy = (self._zero_slab() for _ in range(3))
+        for logits in self._iterate_logits():
             p = torch.softmax(logits, -1)
-            total[:, : p.shape[1]].add_(p)
+            size = p.shape[1]
+            total[:, :size].add_(p)
             log_p = logits.sub_(_log_sum_exp(logits, p, likeliest))
-            entropy[:, : p.shape[1]].addcmul_(log_p, p)
+            entropy[:, :size].addcmul_(log_p, p)
             off = p.sub_(centre)
-            squares[:, : p.shape[1]].addcmul_(off, off)
+            squares[:, :size].addcmul_(off, off)
         mean = total.sum(1).double() / count
         shift = mean - centre.squeeze(1).double()
         spread = (squares.sum(1).double() / count - shift * shift).clamp_min(0)
         log_probs = mean.log()
         tiny = (mean < TINY[self.top.dtype]).any(1).nonzero().squeeze(1)
         if len(tiny):
-            log_probs[tiny] = self._log_means(tiny, count)
+            log_probs[tiny] = self._average_in_logarithms(tiny, count)
         return Sums(log_probs, spread, (-entropy.sum((1, 2)).double() / count).clamp_min(0))
 
-    def _zeros_of_slab(self) -> Tensor:
-        """Return zeros for a slab of nodes (b, s, C)."""
+    def _zero_slab(self) -> Tensor:
+        """Return zeros of the size of the first slab, the largest one (b, s, C)."""
         rows, classes = self.top.shape
         return self.top.new_zeros(rows, self.slabs[0].stop, classes)
 
-    def _logits(self, rows: Tensor | None = None) -> Iterator[Tensor]:
-        """Yield f̂ ± w ∘ (R z) (b, s, C) for each slab of nodes, and then for their mirror images.
+    def _iterate_logits(self, rows: Tensor | None = None) -> Iterator[Tensor]:
+        """Yield for each slab f̂ + w ∘ (R z) (b, s, C), and then f̂ − w ∘ (R z), its mirror image.
 
-        rows: of the block; None for all.
+        rows: indices of rows of the block; None for all of them.
         """
         top = (self.top if rows is None else self.top[rows]).unsqueeze(1)
         factors = self.nodes.factors
@@ -225,20 +245,22 @@ class _Block:
                 else:
                     yield torch.addcmul(top, factors.unsqueeze(1), moved, value=sign)
 
-    def _log_means(self, rows: Tensor, count: int) -> Tensor:
-        """Return log E p (r, C) of some rows (r,) over `count` nodes, summed in logarithms."""
+    def _average_in_logarithms(self, rows: Tensor, count: int) -> Tensor:
+        """Return log E p (r, C) of some rows of the block (r,) over `count` nodes, without
+        underflow.
+        """
         total = torch.full((len(rows), self.top.shape[1]), -torch.inf, dtype=torch.float64)
-        for logits in self._logits(rows):
+        for logits in self._iterate_logits(rows):
             total = torch.logaddexp(total, torch.log_softmax(logits, -1).logsumexp(1).double())
         return total - torch.tensor(count, dtype=torch.float64).log()
 
 
 def _log_sum_exp(logits: Tensor, p: Tensor, likeliest: Tensor) -> Tensor:
-    """Return log Σ_c exp(logits) (b, s, 1) as logit − log p of a class.
+    """Return log Σ_c exp(logits) (b, s, 1), as logit − log p of one class.
 
-    logits, p (b, s, C); likeliest (b, 1, 1): the most probable class at f̂, which is tried first.
-    Any class will do unless its probability is tiny. Then it is the most probable class of each
-    node, which is slower to find.
+    logits and their softmax p: (b, s, C). likeliest (b, 1, 1): the most probable class at f̂. Its
+    probability is accurate unless it is tiny at some node. If it is, the most probable class of
+    each node is taken, which is slower to find.
     """
     index = likeliest.expand(-1, logits.shape[1], -1)
     known = p.gather(2, index)
@@ -248,5 +270,5 @@ def _log_sum_exp(logits: Tensor, p: Tensor, likeliest: Tensor) -> Tensor:
 
 
 def _split_into_slices(count: int, size: int) -> list[slice]:
-    """Split `count` entries into slices of `size`."""
+    """Split `count` entries into slices of `size`; the last one may reach beyond the end."""
     return [slice(start, start + size) for start in range(0, count, size)]

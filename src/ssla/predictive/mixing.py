@@ -17,7 +17,7 @@ from ssla.predictive.mixture_laws import (
     ScalarMixtureLaw,
     VectorMixtureLaw,
 )
-from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, widest_like
+from ssla.predictive.predictive import FLAGS, Diagnostics, Predictive, choose_widest_like
 
 LAWS: dict[str, type[MixtureLaw]] = {
     "scalar": ScalarMixtureLaw,
@@ -33,8 +33,10 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     inputs, for example of an ensemble.
 
     All members must describe the same kind of target (a number, D numbers, counts, classes) at the
-    same number of inputs. weights: one number ≥ 0 for each member, in any unit; equal if not given.
-    Or (M, N): one for each member and input. Members without weight are left out.
+    same number of inputs. weights: M numbers ≥ 0, one for each member, or (M, N), one for each
+    member and input. They are divided by their sum; None: equal weights. Members without weight are
+    left out. Raises TypeError for what is no list of predictives and for angles, and ValueError for
+    members or weights that do not go together.
 
     >>> ssla.mixture([post.predict(x) for post in posteriors]).interval(0.95)      # doctest: +SKIP
     """
@@ -57,23 +59,25 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
             "answers yourself (means, probabilities), or predict without differentiable=True."
         )
     _check_alike(predictives)
-    w = _normalised_weights(weights, len(predictives), predictives[0].law.rows)
-    used = (w > 0).reshape(len(w), -1).any(1)
-    # Members answer in float64, because their averages are rounded only at the end.
+    w = _normalise_weights(weights, len(predictives), predictives[0].law.rows)
+    has_weight = (w > 0).reshape(len(w), -1).any(1)
+    # Members answer in float64, so that averages of them are rounded only at the end.
     members = [
         replace(member, like=member.like.double())
-        for member, has_weight in zip(predictives, used.tolist(), strict=True)
-        if has_weight
+        for member, is_used in zip(predictives, has_weight.tolist(), strict=True)
+        if is_used
     ]
-    law = LAWS[predictives[0].kind](tuple(member.law for member in members), w[used])
+    law = LAWS[predictives[0].kind](tuple(member.law for member in members), w[has_weight])
     diagnostics = _merge_diagnostics(members)
     if isinstance(law, ScalarMixtureLaw):
         diagnostics = replace(diagnostics, mixed=law)
-    return Predictive(law, widest_like(predictives), diagnostics, tuple(members))
+    return Predictive(law, choose_widest_like(predictives), diagnostics, tuple(members))
 
 
 def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
-    """Flag the rows that any member flags, and name all rungs and conventions of the members."""
+    """Return diagnostics that flag the rows that any member flags, and name the rungs and
+    conventions of all members, each once.
+    """
     flags = [member.diagnostics for member in members]
     fallback, unconverged, inaccurate = (
         torch.stack([getattr(part, name) for part in flags]).any(0) for name in FLAGS
@@ -85,7 +89,9 @@ def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
 
 
 def _check_alike(predictives: Sequence[Predictive]) -> None:
-    """Raise TypeError or ValueError unless targets and inputs of the predictives are alike."""
+    """Raise ValueError unless kinds of target and numbers of inputs are alike, and TypeError for
+    angles.
+    """
     kinds = [member.kind for member in predictives]
     if len(set(kinds)) > 1:
         raise ValueError(
@@ -107,10 +113,11 @@ def _check_alike(predictives: Sequence[Predictive]) -> None:
         )
 
 
-def _normalised_weights(weights: Any, count: int, rows: int) -> Tensor:
-    """Return the weights of `count` members as (count,) or (count, rows), with sum 1.
+def _normalise_weights(weights: Any, count: int, rows: int) -> Tensor:
+    """Return the weights of `count` members as (count,) or (count, rows), with sum 1 over members.
 
-    ValueError for other shapes, and for weights that are not finite, negative or all zero.
+    None gives equal weights. Raises ValueError for other shapes, and for weights that are not
+    finite, are negative or are all zero.
     """
     if weights is None:
         return torch.full((count,), 1 / count, dtype=torch.float64)

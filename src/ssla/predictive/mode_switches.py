@@ -36,56 +36,60 @@ APART = 1e-3  # standard deviations of f between two modes; ascents end within 1
 
 
 class Switches(NamedTuple):
-    """The s places where the refit changes from one mode to another."""
+    """The s points y* at which the refit changes from one mode to another."""
 
-    rows: Tensor  # (s,): of the grid
-    y: Tensor  # (s,)
-    before: Evaluated  # at the mode of smaller y
-    after: Evaluated
+    rows: Tensor  # the row of the grid of each (s,)
+    y: Tensor  # y* (s,)
+    before: Evaluated  # at y*, in the mode of the y below
+    after: Evaluated  # at y*, in the mode of the y above
 
 
 def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Switches | None:
-    """Find the switches between the nodes of a grid of densities, for outputs f ~ N(f̂, K).
+    """Find the switches of modes between the nodes of a grid of densities (m rows).
 
-    None where there are none.
+    marginal: f̂ (m, C) and K (m, C, C) of these rows. Returns None where there are none.
     """
     if not likelihood.several_modes:
         return None
-    f, R = marginal.mean, linalg.covariance_root(marginal.covariance)
+    f = marginal.mean
+    R = linalg.covariance_root(marginal.covariance)
     y = _refine_nodes(grid.nodes)
     rows, count = y.shape
     outputs = [part.repeat_interleave(count, 0) for part in (f, R)]
     pulls = evaluate_at_mode(likelihood, y.flatten(), *outputs).pull.view(rows, count, -1)
-    # Each mode is followed to the next y and to the last one. The mode there is another one where
-    # the two differ. One way is not enough: close to y* a mode may end between two points.
-    switched = torch.zeros(rows, count - 1, dtype=torch.bool)
+    # The mode at each y is followed to the next y, and to the y before. Where this ascent does not
+    # end at the mode that was found there, the mode has switched between the two. One direction is
+    # not enough: close to y* a mode may end between two points.
+    has_switch = torch.zeros(rows, count - 1, dtype=torch.bool)
     mean, root = (part.repeat_interleave(count - 1, 0) for part in (f, R))
-    left, right = slice(None, -1), slice(1, None)
-    for start, target in ((left, right), (right, left)):
+    all_but_last, all_but_first = slice(None, -1), slice(1, None)
+    for start, target in ((all_but_last, all_but_first), (all_but_first, all_but_last)):
         followed = evaluate_at_mode_from(
             likelihood, y[:, target].flatten(), mean, root, pulls[:, start].flatten(0, 1)
         ).pull
-        gap = _distance(root, followed, pulls[:, target].flatten(0, 1))
-        switched |= (gap > APART).view(rows, count - 1)
-    if not bool(switched.any()):
+        gap = _mode_distance(root, followed, pulls[:, target].flatten(0, 1))
+        has_switch |= (gap > APART).view(rows, count - 1)
+    if not bool(has_switch.any()):
         return None
-    row, panel = switched.nonzero().unbind(1)
+    row, panel = has_switch.nonzero().unbind(1)
     y_ends = (y[row, panel], y[row, panel + 1])
     pull_ends = (pulls[row, panel], pulls[row, panel + 1])
     return _bisect_switches(likelihood, row, y_ends, pull_ends, f[row], R[row])
 
 
-def _distance(R: Tensor, u: Tensor, other_u: Tensor) -> Tensor:
-    """Return the distance of two modes f̂ + Ku, in standard deviations of f.
+def _mode_distance(R: Tensor, u: Tensor, other_u: Tensor) -> Tensor:
+    """Return the distance (M,) of two modes f̂ + Ku and f̂ + Ku′, in standard deviations of f.
 
-    R (M, C, C), u and other_u (M, C) -> (M,).
+    R (M, C, C) with K = R Rᵀ; u, and u′ = other_u (M, C). The distance is ‖Rᵀ(u − u′)‖.
     """
     gap = linalg.multiply_root_transposed(R, u - other_u)
     return linalg.dot(gap, gap).sqrt()
 
 
 def _refine_nodes(nodes: Tensor) -> Tensor:
-    """Add FINER − 1 points inside each panel between the nodes (m, k): (m, FINER·(k − 1) + 1)."""
+    """Return the nodes (m, k) with FINER − 1 equally spaced points between neighbours added, in
+    order: (m, FINER·(k − 1) + 1).
+    """
     part = torch.arange(FINER, dtype=nodes.dtype) / FINER
     inside = nodes[:, :-1, None] + part * nodes.diff(dim=1).unsqueeze(-1)
     return torch.cat([inside.flatten(1), nodes[:, -1:]], 1)
@@ -101,81 +105,95 @@ def _bisect_switches(
 ) -> Switches | None:
     """Find the y at which the modes of both ends of an interval are equally high, by bisection.
 
-    rows (s,): of the grid; ends: y (s,) at both ends; pulls: u (s, C) of the modes there; f (s, C),
-    R (s, C, C). None where nothing jumps.
+    rows (s,): the row of the grid of each interval. ends: y (s,) at both ends. pulls: u (s, C) of
+    the modes there. f: f̂ (s, C); R (s, C, C) with K = R Rᵀ. Returns None where nothing jumps.
     """
     low, high = ends
-    first, last = pulls
+    first, last = pulls  # u of the modes at low and high
     for _ in range(BISECTIONS):
         y = (low + high) / 2
         before, after = (evaluate_at_mode_from(likelihood, y, f, R, pull) for pull in (first, last))
-        higher = before.fit + before.shift >= after.fit + after.shift
-        # One of the two modes may have ended before y. Then both ascents lead to the other one.
-        nearer = _distance(R, before.pull, first) <= _distance(R, before.pull, last)
-        before_wins = torch.where(_distance(R, before.pull, after.pull) > APART, higher, nearer)
+        is_before_higher = before.fit + before.shift >= after.fit + after.shift
+        # One of the two modes may not exist at y. Then both ascents lead to the other one, and the
+        # nearer of `first` and `last` tells which it is.
+        is_first_nearer = _mode_distance(R, before.pull, first) <= _mode_distance(
+            R, before.pull, last
+        )
+        are_two_modes = _mode_distance(R, before.pull, after.pull) > APART
+        before_wins = torch.where(are_two_modes, is_before_higher, is_first_nearer)
         low, high = torch.where(before_wins, y, low), torch.where(before_wins, high, y)
         first = torch.where(before_wins.unsqueeze(-1), before.pull, first)
         last = torch.where(before_wins.unsqueeze(-1), last, after.pull)
     before, after = (evaluate_at_mode_from(likelihood, high, f, R, pull) for pull in (first, last))
-    # Where both are the same mode, an ascent had left its mode for a while: nothing jumps.
-    differ = _distance(R, before.pull, after.pull) > APART
+    # Where both are one mode, an ascent had left its mode for a while, and nothing jumps.
+    differ = _mode_distance(R, before.pull, after.pull) > APART
     if not bool(differ.any()):
         return None
     sides = (Evaluated(*(part[differ] for part in side)) for side in (before, after))
     return Switches(rows[differ], high[differ], *sides)
 
 
-def change_of_jumps(
+def derivative_of_jumps(
     likelihood: Likelihood, grid: Grid, plain: Marginal, marginal: Marginal
 ) -> Tensor:
-    """Return zeros for the log densities at the nodes (m, k), with the derivative that moving jumps
-    add to integrals.
+    """Return zeros (m, k) to add to the log densities at the nodes of a grid, with the derivative
+    that moving jumps add to integrals.
 
-    plain: f̂ and K without a graph; marginal: the same with their graph. The mass (p₋ − p₊) dy* is
-    added to the nodes to the left and right of y*.
+    plain: f̂ (m, C) and K (m, C, C) without a graph; marginal: the same with their graph. The
+    derivative of the mass, (p₋ − p₊) dy*, is divided between the two nodes beside y*.
     """
     with torch.no_grad(), outside_transforms():
         switches = find_switches(likelihood, grid, plain)
         change = torch.zeros_like(grid.logs)
         if switches is None:
             return change
-        slope = _slope_in_y(likelihood, plain, switches)
-        terms, nodes = grid.log_terms[switches.rows].exp(), grid.nodes[switches.rows]
+        slope = _difference_slope_in_y(likelihood, plain, switches)
+        terms = grid.log_terms[switches.rows].exp()  # of the quadrature of the mass
+        nodes = grid.nodes[switches.rows]
     y = switches.y
     f, K = (part[switches.rows] for part in marginal)
     before, after = (
-        _objective(likelihood, y, f, K, side.pull) for side in (switches.before, switches.after)
+        _evaluate_objective(likelihood, y, f, K, side.pull)
+        for side in (switches.before, switches.after)
     )
     difference = before - after
     # dy*: zero, with the derivative −∂(O₋ − O₊) / slope
     move = (difference.detach() - difference) / slope
-    gained = (switches.before.total.exp() - switches.after.total.exp()) * move
-    # The mass is divided between the two nodes beside y* by their distances.
-    right = torch.searchsorted(nodes, y[:, None]).clamp(1, nodes.shape[1] - 1)
-    y_left, y_right = nodes.gather(1, right - 1), nodes.gather(1, right)
-    share = (y[:, None] - y_left) / (y_right - y_left)
-    for node, part in ((right - 1, 1 - share), (right, share)):
-        log_change = gained * (part / terms.gather(1, node)).squeeze(1)
+    gained_mass = (switches.before.total.exp() - switches.after.total.exp()) * move
+    # The nearer of the two nodes beside y* gets the larger share, in proportion to the distances.
+    right_node = torch.searchsorted(nodes, y[:, None]).clamp(1, nodes.shape[1] - 1)
+    y_left, y_right = nodes.gather(1, right_node - 1), nodes.gather(1, right_node)
+    right_share = (y[:, None] - y_left) / (y_right - y_left)
+    for node, share in ((right_node - 1, 1 - right_share), (right_node, right_share)):
+        # A change of log p at a node changes the mass by its term of the quadrature.
+        log_change = gained_mass * (share / terms.gather(1, node)).squeeze(1)
         change = change.index_put((switches.rows, node.squeeze(1)), log_change, accumulate=True)
     return change
 
 
-def _objective(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, u: Tensor) -> Tensor:
-    """Return O = log p(y|f̂ + Ku) − ½uᵀKu (s,) for y (s,), f̂ and u (s, C), K (s, C, C).
+def _evaluate_objective(
+    likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor, u: Tensor
+) -> Tensor:
+    """Return the objective O = log p(y|f̂ + Ku) − ½uᵀKu of the refit (s,).
 
-    At a mode, its derivative at fixed u is that of the mode's own value.
+    y (s,), f: f̂ (s, C), K (s, C, C), u (s, C). At a mode, its derivative at fixed u is the
+    derivative of the height of the mode.
     """
     move = (K @ u.unsqueeze(-1)).squeeze(-1)
     return likelihood.log_prob(y, f + move) - 0.5 * (u * move).sum(-1)
 
 
-def _slope_in_y(likelihood: Likelihood, plain: Marginal, switches: Switches) -> Tensor:
-    """Return d(O₋ − O₊)/dy (s,) at the switches; plain: f̂ and K of all rows."""
+def _difference_slope_in_y(likelihood: Likelihood, plain: Marginal, switches: Switches) -> Tensor:
+    """Return d(O₋ − O₊)/dy (s,) at the switches.
+
+    plain: f̂ and K of all rows of the grid, without a graph.
+    """
     f, K = (part[switches.rows] for part in plain)
     with torch.enable_grad():
         y = switches.y.clone().requires_grad_(True)
         before, after = (
-            _objective(likelihood, y, f, K, side.pull) for side in (switches.before, switches.after)
+            _evaluate_objective(likelihood, y, f, K, side.pull)
+            for side in (switches.before, switches.after)
         )
         (slope,) = torch.autograd.grad((before - after).sum(), y)
     return slope

@@ -33,16 +33,12 @@ ENTRIES_AT_ONCE = 1 << 21  # numbers (rows, k, K) that are held at once; a guess
 @final
 @dataclass(frozen=True, eq=False)
 class NormalsLaw(Law):
-    """The law Σ_k w_k N(m_k, s_k²) in each of N rows, with the same weights in all of them.
+    """The law Σ_k w_k N(m_k, s_k²) in each of N rows, with the same K weights in all of them."""
 
-    means and scales (N, K), weights (K,) with sum 1, doubt (N,): the epistemic part of the
-    variance.
-    """
-
-    means: Tensor
-    scales: Tensor
-    weights: Tensor
-    doubt: Tensor
+    means: Tensor  # m (N, K)
+    scales: Tensor  # s (N, K)
+    weights: Tensor  # w (K,), with sum 1
+    doubt: Tensor  # the epistemic part of the variance (N,)
 
     kind = "scalar"
 
@@ -63,7 +59,7 @@ class NormalsLaw(Law):
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the epistemic part of the variance (N,)."""
+        """Return the epistemic part of the variance (N,), which is given with the law."""
         return self.doubt
 
     @property
@@ -79,15 +75,19 @@ class NormalsLaw(Law):
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log Σ w_k N(y; m_k, s_k²), (N, k) -> (N, k)."""
         heights = self.weights.log() - 0.5 * LOG_2PI
-        return self._over_normals(y, lambda z, s: (heights - 0.5 * z * z - s.log()).logsumexp(-1))
+        return self._apply_to_normals(
+            y, lambda z, s: (heights - 0.5 * z * z - s.log()).logsumexp(-1)
+        )
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return Σ w_k Φ((y − m_k)/s_k), (N, k) -> (N, k)."""
-        return self._over_normals(y, lambda z, s: ndtr(z) @ self.weights)
+        return self._apply_to_normals(y, lambda z, s: ndtr(z) @ self.weights)
 
-    def _over_normals(self, y: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Apply a function of z = (y − m)/s (n, k, K) and s (n, 1, K) to y (N, k), a block of rows
-        at a time: (N, k).
+    def _apply_to_normals(self, y: Tensor, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return function(z, s) for y (N, k), where z = (y − m)/s: (N, k).
+
+        The function maps z (n, k, K) and s (n, 1, K) of a block of n rows to (n, k). Blocks bound
+        the memory.
         """
         size = max(ENTRIES_AT_ONCE // max(y.shape[1] * self.means.shape[1], 1), 1)
         parts = []
@@ -98,13 +98,17 @@ class NormalsLaw(Law):
         return torch.cat(parts) if parts else y.new_empty(y.shape)
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Search for the quantiles at q (k,) between those of the normals: (N, k)."""
+        """Return the quantiles at q (k,): (N, k). They are searched for between the least and the
+        greatest of the normals' quantiles.
+        """
         ends = self.means[..., None] + self.scales[..., None] * ndtri(q)  # (N, K, k)
         return bracketed_root(lambda y: self.cdf(y) - q, ends.amin(1), ends.amax(1), ROUNDING * q)
 
     @cached_property
     def _as_mixture(self) -> ScalarMixtureLaw:
-        """Return a mixture of this law alone, which finds mode and regions by search."""
+        """Return a mixture with this law as its only member, which finds mode and regions by
+        search.
+        """
         return mixture_of_one(self)
 
     @property
@@ -124,7 +128,9 @@ class NormalsLaw(Law):
         return self.means[rows, chosen] + self.scales[rows, chosen] * white
 
     def increments(self, y: Tensor) -> Increments:
-        """Raise TypeError: an average over posteriors has no increments."""
+        """Raise TypeError: an average over posteriors has no increments. The argument is part of
+        the protocol.
+        """
         raise TypeError(
             "This predictive is an average over the posterior of mean and log variance, not a sum "
             "of increments. For increments ask one posterior: posterior.predict(x).increments(y)."
@@ -139,11 +145,11 @@ def average_normals(
     like: Tensor,
     most: float = math.inf,
 ) -> Predictive:
-    """Return the predictive of y ~ N(μ, eˢ), averaged over several marginals (μ, s) ~ N(f, K).
+    """Return the predictive of y ~ N(μ, eˢ), averaged over M marginals (μ, s) ~ N(f, K).
 
-    marginals: f (N, 2) and K (N, 2, 2), with weights (M,). Each is stretched around its mean by
-    factors (F,) with shares (F,). most: the largest s, because an exponential explodes far from the
-    data.
+    marginals: f (N, 2) and K (N, 2, 2) of each, with weights (M,). Each distribution of y is also
+    averaged over stretches around its mean by factors (F,), with shares (F,). like: answers have
+    its dtype and device. most: the largest s, because eˢ becomes huge far from the data.
 
     The average over μ is a closed form: given s, y is normal with mean μ̂ + β(s − ŝ),
     β = Cov(μ, s)/Var s, and variance eˢ + Var(μ|s). The average over s is by Gauss–Hermite.
@@ -151,17 +157,18 @@ def average_normals(
     nodes, node_weights = gauss_hermite_rule(NODES)
     means, scales = [], []
     for f, K in marginals:
-        c = K[:, 1, 1].clamp_min(1e-300)
-        slope = (K[:, 0, 1] / c)[:, None]
-        off = c.sqrt()[:, None] * nodes  # s − ŝ (N, J)
-        remaining = (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)  # Var(μ|s)
+        variance_of_s = K[:, 1, 1].clamp_min(1e-300)
+        beta = (K[:, 0, 1] / variance_of_s)[:, None]
+        off = variance_of_s.sqrt()[:, None] * nodes  # s − ŝ (N, J)
+        remaining = (K[:, 0, 0, None] - beta * K[:, 0, 1, None]).clamp_min(0.0)  # Var(μ|s)
         variance = (f[:, 1:] + off).clamp_max(most).exp() + remaining
-        means.append(f[:, :1, None] + (slope * off)[:, :, None] * factors)
+        # (N, J, F): one normal for each node and factor
+        means.append(f[:, :1, None] + (beta * off)[:, :, None] * factors)
         scales.append(variance.sqrt()[:, :, None] * factors)
     # The epistemic variance is that of μ in each marginal, and that between the marginals.
     centres = torch.stack([f[:, 0] for f, _ in marginals], 1)
     within = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)
-    doubt = (within + (centres - (centres @ weights)[:, None]) ** 2) @ weights
+    doubt = _average_doubt(centres, within, weights)
     all_weights = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
     law = NormalsLaw(
         torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), all_weights, doubt
@@ -171,24 +178,39 @@ def average_normals(
 
 
 def pool_normals(first: Predictive, second: Predictive, share: float) -> Predictive:
-    """Mix two predictives that are mixtures of normals; share: the weight of the second."""
+    """Return the mixture of two predictives at the same inputs, both of the law NormalsLaw.
+
+    share: the weight of the second, from 0 to 1. The dtype of answers is that of the first.
+    """
     laws = [law for law in (first.law, second.law) if isinstance(law, NormalsLaw)]
     assert len(laws) == 2
     weights = torch.tensor([1 - share, share], dtype=torch.float64)
     centres = torch.stack([law.mean for law in laws], 1)
     within = torch.stack([law.epistemic for law in laws], 1)
-    doubts = within + (centres - (centres @ weights)[:, None]) ** 2
     mixed = NormalsLaw(
         torch.cat([law.means for law in laws], 1),
         torch.cat([law.scales for law in laws], 1),
         torch.cat([weight * law.weights for weight, law in zip(weights, laws, strict=True)]),
-        doubts @ weights,
+        _average_doubt(centres, within, weights),
     )
     extreme = first.diagnostics.extreme_rows | second.diagnostics.extreme_rows
     return _make_normals_predictive(mixed, first.like, extreme)
 
 
+def _average_doubt(means: Tensor, doubts: Tensor, weights: Tensor) -> Tensor:
+    """Return the epistemic variance (N,) of a mixture of M laws: the average of theirs, and the
+    variance between their means.
+
+    means, doubts (N, M): means and epistemic variances of the laws. weights (M,), with sum 1.
+    """
+    return (doubts + (means - (means @ weights)[:, None]) ** 2) @ weights
+
+
 def _make_normals_predictive(law: NormalsLaw, like: Tensor, extreme: Tensor) -> Predictive:
-    """Make the predictive of a law of normals; extreme (N,) bool: the rows flagged as extreme."""
-    no = torch.zeros(law.rows, dtype=torch.bool)
-    return Predictive(law, like, Diagnostics("output", no, no, no, mixed=law).with_extreme(extreme))
+    """Make the predictive of a law of normals, of the output rung.
+
+    extreme (N,) bool: the rows to flag as extreme. No other flag is set.
+    """
+    unflagged = torch.zeros(law.rows, dtype=torch.bool)
+    flags = Diagnostics("output", unflagged, unflagged, unflagged, mixed=law)
+    return Predictive(law, like, flags.with_extreme(extreme))

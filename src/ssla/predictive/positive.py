@@ -28,51 +28,58 @@ from ssla.likelihoods.likelihood import LOG_2PI
 @final
 @dataclass(frozen=True)
 class Positive:
-    """T, for logarithms low < high."""
+    """The function T of the module, for logarithms low < high."""
 
     low: float
     high: float
-    closed: bool = True
+    closed: bool = True  # whether a negative y is refused
     support: ClassVar[str] = "zero or positive"
     atom: ClassVar[float | None] = 0.0
 
     @property
-    def zero(self) -> float:
-        """Return z₀ = low − 1, where T is zero."""
+    def zero_point(self) -> float:
+        """Return z₀ = low − 1, the z at which T reaches zero."""
         return self.low - 1
 
-    def out(self, z: Tensor) -> Tensor:
-        """Return T(z), zero for z ≤ z₀."""
-        inside = z.clamp(self.low, self.high)
-        value = inside.exp() * (1 + z - inside).clamp_min(0.0)
+    def to_y(self, z: Tensor) -> Tensor:
+        """Return y = max(T(z), 0), which is zero for z ≤ z₀."""
+        # All three pieces of T are e^c (1 + z − c), with c the nearest logarithm in [low, high].
+        nearest = z.clamp(self.low, self.high)
+        value = nearest.exp() * (1 + z - nearest).clamp_min(0.0)
         # 1 + (low − 1) − low is not always zero in floating point.
-        return torch.where(z > self.zero, value, 0.0)
+        return torch.where(z > self.zero_point, value, 0.0)
 
-    def into(self, y: Tensor) -> Tensor:
-        """Return T⁻¹(y); on a closed scale z₀ for y ≤ 0."""
-        inside = y.clamp(math.exp(self.low), math.exp(self.high))
-        return inside.log() + (y.clamp_min(0) if self.closed else y) / inside - 1
+    def to_z(self, y: Tensor) -> Tensor:
+        """Return z = T⁻¹(y); on a closed scale it is z₀ for y ≤ 0."""
+        # y = e^c (1 + z − c) solved for z, with e^c the y nearest to this one in [e^low, e^high]
+        nearest = y.clamp(math.exp(self.low), math.exp(self.high))
+        return nearest.log() + (y.clamp_min(0) if self.closed else y) / nearest - 1
 
     def log_slope(self, z: Tensor) -> Tensor:
         """Return log T′(z), which is constant below `low` and above `high`."""
         return z.clamp(self.low, self.high)
 
-    def inside(self, y: Tensor) -> Tensor:
-        """Tell which y are not negative; on an open scale, which are finite."""
+    def is_in_support(self, y: Tensor) -> Tensor:
+        """Tell which y are allowed: on a closed scale those from zero, on an open one all finite
+        ones.
+        """
         return y >= 0 if self.closed else y.isfinite()
 
     def moments_of_normals(self, means: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s.
+        """Return E[y] and E[y²] for z ~ N(m, s²), of the shape of means m and scales s.
 
-        They are sums over the lower line, the exponential and the upper line.
+        Each is a sum over three ranges of z: the lower line, the exponential and the upper line.
         """
         infinite = torch.full_like(means, torch.inf)
-        a, b, c = ((end - means) / scales for end in (self.zero, self.low, self.high))
+        # the ends of the ranges in standard deviations of z from its mean
+        a, b, c = ((end - means) / scales for end in (self.zero_point, self.low, self.high))
         below = _line_moments(self.low, means, scales, a, b)
         above = _line_moments(self.high, means, scales, c, infinite)
-        # E[e^{kz}; low ≤ z ≤ high]: a Gaussian whose mean is moved by k s²
+        # log E[e^{kz}; low ≤ z ≤ high]: e^{kz} turns N(m, s²) into N(m + k s², s²), times a factor.
         logs = [
-            k * means + 0.5 * (k * scales) ** 2 + log_normal_between(b - k * scales, c - k * scales)
+            k * means
+            + 0.5 * (k * scales) ** 2
+            + log_normal_probability(b - k * scales, c - k * scales)
             for k in (1, 2)
         ]
         return below[0] + logs[0].exp() + above[0], below[1] + logs[1].exp() + above[1]
@@ -81,31 +88,34 @@ class Positive:
 @final
 @dataclass(frozen=True)
 class Censored:
-    """y = max(z, 0), for a model of y itself: what it has below zero is the probability of zero."""
+    """The function y = max(z, 0), for a model of y itself: the probability that the model gives to
+    negative values becomes that of zero.
+    """
 
     support: ClassVar[str] = "zero or positive"
     atom: ClassVar[float | None] = 0.0
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return max(z, 0)."""
         return z.clamp_min(0.0)
 
-    def into(self, y: Tensor) -> Tensor:
-        """Return y, or zero for negative y."""
+    def to_z(self, y: Tensor) -> Tensor:
+        """Return z = y, or zero for negative y."""
         return y.clamp_min(0.0)
 
     def log_slope(self, z: Tensor) -> Tensor:
         """Return zeros: the slope above zero is one."""
         return torch.zeros_like(z)
 
-    def inside(self, y: Tensor) -> Tensor:
+    def is_in_support(self, y: Tensor) -> Tensor:
         """Tell which y are not negative."""
         return y >= 0
 
     def moments_of_normals(self, means: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        """Return E[y] and E[y²] for z ~ N(m, s²), of the shape of m and s."""
+        """Return E[y] and E[y²] for z ~ N(m, s²), of the shape of means m and scales s."""
         t = means / scales
-        share, height = ndtr(t), (-0.5 * t * t - 0.5 * LOG_2PI).exp()
+        share = ndtr(t)  # P(z > 0)
+        height = (-0.5 * t * t - 0.5 * LOG_2PI).exp()  # the standard normal density at t
         first = means * share + scales * height
         second = (means**2 + scales**2) * share + means * scales * height
         return first, second
@@ -114,26 +124,33 @@ class Censored:
 def _line_moments(
     end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + m + st − end), t ~ N(0, 1).
+    """Return E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + z − end) on one of the lines.
 
-    The results have the shape of m, s, a and b.
+    Here z = m + s t with t ~ N(0, 1). means m, scales s, a and b have one shape, which is that of
+    the results; a and b may be infinite.
     """
     level = 1 + means - end
+    # ∫ φ, ∫ t φ and ∫ t² φ over [a, b], with φ the standard normal density; t φ(t) is 0 at infinity
     share = ndtr(b) - ndtr(a)
-    heights = [(-0.5 * t * t - 0.5 * LOG_2PI).exp() for t in (a, b)]
-    # ∫ t φ and ∫ t² φ over [a, b], the second less the share; t φ(t) is 0 at infinity
-    fall = heights[0] - heights[1]
-    bent = torch.where(a.isinf(), 0.0, a * heights[0]) - torch.where(b.isinf(), 0.0, b * heights[1])
-    first = level * share + scales * fall
-    second = level**2 * share + 2 * level * scales * fall + scales**2 * (share + bent)
+    phi_a, phi_b = ((-0.5 * t * t - 0.5 * LOG_2PI).exp() for t in (a, b))
+    of_t = phi_a - phi_b
+    of_t_squared = share + (
+        torch.where(a.isinf(), 0.0, a * phi_a) - torch.where(b.isinf(), 0.0, b * phi_b)
+    )
+    first = level * share + scales * of_t
+    second = level**2 * share + 2 * level * scales * of_t + scales**2 * of_t_squared
     return math.exp(end) * first, math.exp(2 * end) * second
 
 
-def log_normal_between(a: Tensor, b: Tensor) -> Tensor:
-    """Return log(Φ(b) − Φ(a)) for a < b of any shape, without cancellation in either tail."""
-    # Above zero the interval is mirrored, because Φ is close to one there.
-    flip = a > 0
-    a, b = torch.where(flip, -b, a), torch.where(flip, -a, b)
-    upper = log_ndtr(b)
-    between: Tensor = upper + torch.log1p(-(log_ndtr(a) - upper).exp())
+def log_normal_probability(a: Tensor, b: Tensor) -> Tensor:
+    """Return log(Φ(b) − Φ(a)) for a < b of one shape, without cancellation in either tail.
+
+    Φ is the standard normal distribution function.
+    """
+    # An interval above zero is mirrored to [−b, −a], because Φ is close to one above zero.
+    is_above = a > 0
+    low = torch.where(is_above, -b, a)
+    high = torch.where(is_above, -a, b)
+    log_upper = log_ndtr(high)
+    between: Tensor = log_upper + torch.log1p(-(log_ndtr(low) - log_upper).exp())
     return between

@@ -52,27 +52,29 @@ class Diagnostics:
 
     @property
     def extreme_rows(self) -> Tensor:
-        """Return `extreme` as a tensor (N,) bool; False in every row where it is None."""
+        """Return `extreme` as a tensor (N,) bool; all False if it is None."""
         return torch.zeros_like(self.fallback) if self.extreme is None else self.extreme
 
     def with_extreme(self, rows: Tensor) -> Diagnostics:
-        """Return the diagnostics with these rows (N,) bool flagged as extreme, too."""
-        rows = rows | self.extreme_rows
-        return replace(self, extreme=rows) if bool(rows.any()) else self
+        """Return the diagnostics with the flags `extreme` set in these rows (N,) bool as well."""
+        all_rows = rows | self.extreme_rows
+        return replace(self, extreme=all_rows) if bool(all_rows.any()) else self
 
     @property
     def off_centre(self) -> Tensor:
-        """Flag rows (N,) bool where the mean of a mixture is farther from its median than the
-        quartiles are from each other.
+        """Return flags (N,) bool of the rows where the mean of a mixture is farther from its median
+        than the quartiles are from each other.
 
-        A few members with other locations then decide the mean, or a tail does: quantiles describe
-        such a row better. Not flagged: predictives that are not mixtures of numbers, and rows with
-        one value that has half of the probability.
+        In such a row a few members with other locations, or a tail, decide the mean; quantiles
+        describe it better. Predictives that are not mixtures of numbers or counts have no flag, nor
+        have rows in which one value has half of the probability.
         """
         return torch.zeros_like(self.fallback) if self.mixed is None else is_off_centre(self.mixed)
 
     def __str__(self) -> str:
-        """Return one line with the counts of flagged rows; optional facts where they are known."""
+        """Return one line with the numbers of flagged rows, and with the optional facts that are
+        known.
+        """
         count = self.fallback.numel()
         text = (
             f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in "
@@ -110,11 +112,11 @@ class Diagnostics:
 class Predictive:
     """A distribution of y for each of N inputs.
 
-    Names as in torch.distributions; shapes are stated at each method.
+    Names are those of torch.distributions; shapes are stated at each method.
 
-    `law` answers in float64 on the CPU. This class checks what is asked, brings it to the law's
+    `law` answers in float64 on the CPU. This class checks the arguments, brings them to the law's
     shapes, and gives the answer the dtype and device of `like`. An attribute that a kind of target
-    does not have (`probs` of a number, `cdf` of classes) is an AttributeError.
+    does not have (`probs` of a number, `cdf` of classes) raises AttributeError.
     """
 
     law: Law
@@ -131,9 +133,9 @@ class Predictive:
 
     @property
     def members(self) -> tuple[Predictive, ...]:
-        """Return the members of a mixture that have a weight, which answer in float64.
+        """Return the members of a mixture that have a positive weight. They answer in float64.
 
-        AttributeError if the predictive is not a mixture.
+        Raises AttributeError if the predictive has no parts.
         """
         if not self.parts:
             raise AttributeError("Only a mixture has members.")
@@ -156,7 +158,10 @@ class Predictive:
 
     @property
     def covariance(self) -> Tensor:
-        """Return the covariance of a vector y (N, D, D)."""
+        """Return the covariance of a vector y (N, D, D); for Gaussian noise and one target too.
+
+        Raises AttributeError for other targets.
+        """
         return self._cast(self.law.covariance)
 
     @property
@@ -168,25 +173,27 @@ class Predictive:
     def mass(self) -> Tensor:
         """Return the integral (or sum) of the density before normalisation (N,).
 
-        The true predictive has 1: the difference measures the error.
+        The true predictive has mass 1, so the difference from 1 measures the error.
         """
         return self._cast(self.law.mass)
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the part of the variance that more data would remove: Var_f E[y|f]."""
+        """Return the part of the variance that more data would remove, Var_f E[y|f], of the shape
+        of the mean.
+        """
         return self._cast(self.law.epistemic)
 
     @property
     def aleatoric(self) -> Tensor:
-        """Return the part of the variance that is noise: E_f Var[y|f]."""
+        """Return the part of the variance that is noise, E_f Var[y|f], of the shape of the mean."""
         return self._cast(self.law.aleatoric)
 
     @property
     def entropy(self) -> Tensor:
         """Return the entropy of the classes, −Σ p log p, in nats (N,), from 0 to log C.
 
-        It contains the uncertainty of f and the noise.
+        It contains the uncertainty of f and the noise. Raises AttributeError for other targets.
         """
         return self._cast(self.law.entropy)
 
@@ -195,136 +202,151 @@ class Predictive:
         """Return the part of `entropy` that more data would remove: H(E_f p) − E_f H(p) ≥ 0, in
         nats (N,).
 
-        For a refit of the weights (and "newton") it divides that predictive's entropy in the
-        proportion under f ~ N(f̂, K). In a mixture the members' disagreement is part of it.
+        For a refit of the weights (and "newton") its share of the entropy is computed under
+        f ~ N(f̂, K), and multiplied by the entropy of the refit's predictive. In a mixture it
+        contains the disagreement of the members. Raises AttributeError for other targets.
         """
         return self._cast(self.law.mutual_information)
 
     @property
     def probs(self) -> Tensor:
-        """Return the probabilities of the classes (N, C)."""
+        """Return the probabilities of the classes (N, C). Raises AttributeError for other
+        targets.
+        """
         return self._cast(self.law.probs)
 
     def log_prob(self, y: Any) -> Tensor:
         """Return the log density (or log probability) of y.
 
-        (N,) -> (N,), (N, k) -> (N, k); D targets: (N, D) -> (N,), (N, k, D) -> (N, k). ValueError
-        where y is outside the support.
+        One target: (N,) -> (N,), (N, k) -> (N, k). D targets: (N, D) -> (N,), (N, k, D) -> (N, k).
+        Raises ValueError for other shapes, and where y is outside the support.
         """
-        value, single = self._as_targets(y)
+        value, is_single = self._shape_targets(y)
         self.law.check(value)
-        return self._cast(drop_single_value(self.law.log_prob(value), single))
+        return self._cast(drop_single_value(self.law.log_prob(value), is_single))
 
     @property
     def cdf(self) -> Callable[[Any], Tensor]:
         """Return the function cdf(y) = P(Y ≤ y), of y's shape; for each of D targets separately.
 
-        AttributeError for classes, so that `hasattr(predictive, "cdf")` is False.
+        It is a property that raises AttributeError for classes, so that
+        `hasattr(predictive, "cdf")` is False for them.
         """
-        return self._cdf if self.kind != "class" else self.law.refuse_attribute("cdf")
+        return self._evaluate_cdf if self.kind != "class" else self.law.refuse_attribute("cdf")
 
     @in_plain_torch
-    def _cdf(self, y: Any) -> Tensor:
-        """Evaluate P(Y ≤ y), of y's shape; infinite y are allowed, ValueError where y is NaN."""
-        value, single = self._as_targets(y)
+    def _evaluate_cdf(self, y: Any) -> Tensor:
+        """Return P(Y ≤ y), of y's shape. y may be infinite; raises ValueError where it is NaN."""
+        value, is_single = self._shape_targets(y)
         check_not_nan(value)
-        return self._cast(drop_single_value(self.law.cdf(value), single))
+        return self._cast(drop_single_value(self.law.cdf(value), is_single))
 
     @property
     def icdf(self) -> Callable[[Any], Tensor]:
         """Return the function icdf(q), the quantile at probability q.
 
-        q is one number -> (N,) or (N, D), or a vector (k,) -> (N, k) or (N, D, k). AttributeError
-        for classes.
+        q is one number -> (N,) or (N, D), or a vector (k,) -> (N, k) or (N, D, k). The property
+        raises AttributeError for classes.
         """
-        return self._icdf if self.kind != "class" else self.law.refuse_attribute("icdf")
+        return self._evaluate_icdf if self.kind != "class" else self.law.refuse_attribute("icdf")
 
     @in_plain_torch
-    def _icdf(self, q: Any) -> Tensor:
-        """Evaluate the quantiles at q: () -> (N,) or (N, D); (k,) -> (N, k) or (N, D, k).
+    def _evaluate_icdf(self, q: Any) -> Tensor:
+        """Return the quantiles at q: () -> (N,) or (N, D); (k,) -> (N, k) or (N, D, k).
 
-        ValueError unless 0 ≤ q ≤ 1.
+        Raises ValueError unless 0 ≤ q ≤ 1.
         """
-        value, single = as_probabilities(q)
-        return self._cast(drop_single_value(self.law.icdf(value), single))
+        value, is_single = parse_probabilities(q)
+        return self._cast(drop_single_value(self.law.icdf(value), is_single))
 
     def interval(self, level: float = 0.95) -> Tensor:
-        """Return the central interval (N, 2), or (N, D, 2). Ends are included.
+        """Return the central interval of that probability, (N, 2) or (N, D, 2), ends included.
 
-        Classes: the smallest set with at least that probability, bool (N, C). Angles: the circle is
-        cut opposite the mean. Both ends are within π of the mean, so one may lie outside [−π, π).
+        For classes it is the smallest set with at least that probability, bool (N, C). For angles
+        the circle is cut opposite the mean; both ends are within π of the mean, so one may lie
+        outside [−π, π). Raises ValueError unless 0 < level < 1.
         """
         return self._cast(self.law.interval(checked_level(level)))
 
     def hdr(self, level: float = 0.95) -> Any:
         """Return the smallest region with that probability.
 
-        One target: a union of intervals, `.lower .upper` (N, R), padded with NaN. D targets: an
-        ellipsoid, or a region of density for a mixture. Classes: as `interval`.
+        For one target it is a union of intervals, `.lower .upper` (N, R), padded with NaN. For D
+        targets it is an ellipsoid, or for a mixture the region above a density. For classes it is
+        the set of `interval`. Raises ValueError unless 0 < level < 1.
         """
         region = self.law.hdr(checked_level(level))
-        if isinstance(region, tuple):
+        if isinstance(region, tuple):  # a named tuple, whose tensors are cast
             return type(region)(
                 *(self._cast(part) if isinstance(part, Tensor) else part for part in region)
             )
         return self._cast(region) if isinstance(region, Tensor) else region
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n values of y for each input: (n, N), or (n, N, D)."""
+        """Draw n values of y for each input: (n, N), or (n, N, D).
+
+        generator: of the random numbers; None for torch's own.
+        """
         return self._cast(self.law.sample(check_draw_count(n), generator))
 
     def increments(self, y: Any) -> Increments:
         """Return the three increments of the un-normalised log density, of log_prob's shape.
 
-        TypeError for a mixture of several members.
+        Raises TypeError for predictives that are not from one refit, such as mixtures, and
+        ValueError where y is outside the support.
         """
-        value, single = self._as_targets(y)
+        value, is_single = self._shape_targets(y)
         self.law.check(value)
         return self.law.increments(value).map(
-            lambda part: self._cast(drop_single_value(part, single))
+            lambda part: self._cast(drop_single_value(part, is_single))
         )
 
     def _cast(self, value: Tensor) -> Tensor:
         """Cast numbers to the dtype and device of `like`; booleans and integers to its device."""
         return value.to(self.like) if value.is_floating_point() else value.to(self.like.device)
 
-    def _as_targets(self, y: Any) -> tuple[Tensor, bool]:
-        """Return y as (N, k), (N, D) or (N, k, D) in float64, and whether the last dimension of
-        the answer is an added one. ValueError for other shapes.
+    def _shape_targets(self, y: Any) -> tuple[Tensor, bool]:
+        """Return y in float64 on the CPU, and whether the answer has a last dimension to drop.
+
+        y is (N, k) for one target, with k = 1 and True for one value by row; (N, D) or (N, k, D)
+        and False for D targets. Raises ValueError for other shapes.
         """
         if self.kind == "vector":
             rows, size = self.law.mean.shape
-            return vector_targets(y, rows, size, self.differentiable), False
-        return scalar_targets(y, self.law.rows, self.differentiable)
+            return shape_vector_targets(y, rows, size, self.differentiable), False
+        return shape_scalar_targets(y, self.law.rows, self.differentiable)
 
 
 def is_extreme(f: Tensor, variances: Tensor) -> Tensor:
-    """Flag rows (N,) bool in which an output f (N, C) or its standard deviation exceeds `EXTREME`.
+    """Return flags (N,) bool of the rows in which an output or its standard deviation exceeds
+    `EXTREME`.
 
-    variances (N, C): of the outputs. Features beyond 1e60 count as 1e60 (see
-    `ssla.network.bounds`): these rows are among them.
+    f (N, C): the outputs; variances (N, C): theirs. Rows with features that `ssla.network.bounds`
+    cut at 1e60 are flagged too, because their outputs are large.
     """
     return (f.detach().abs() > EXTREME).any(1) | (variances.detach() > EXTREME**2).any(1)
 
 
 def is_off_centre(law: Law) -> Tensor:
-    """Flag rows (N,) bool in which |mean − median| exceeds the distance of the quartiles.
+    """Return flags (N,) bool of the rows in which |mean − median| exceeds the distance between the
+    quartiles.
 
-    Rows with equal quartiles are not flagged.
+    Rows with equal quartiles are not flagged. law: of one number or count.
     """
     mean = law.mean
-    below = law.cdf(mean[:, None])[:, 0]
-    # Where every mean is between its quartiles, the search for quantiles is saved.
-    if bool(((below >= QUARTILES[0]) & (below < QUARTILES[2])).all()):
-        return torch.zeros_like(below, dtype=torch.bool)
+    below_mean = law.cdf(mean[:, None])[:, 0]
+    # A mean between its quartiles is never flagged. If all are, no quantile is searched for.
+    if bool(((below_mean >= QUARTILES[0]) & (below_mean < QUARTILES[2])).all()):
+        return torch.zeros_like(below_mean, dtype=torch.bool)
     low, median, high = law.icdf(torch.tensor(QUARTILES, dtype=torch.float64)).unbind(1)
     return (high > low) & ((mean - median).abs() > high - low)
 
 
-def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:
-    """Return y as (N, k) in float64, and whether it has one value for each row.
+def shape_scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Tensor, bool]:
+    """Return y as (N, k) in float64, and whether it has one value for each row (k = 1).
 
-    Accepts a number, (N,), (N, k) and (1, k); ValueError for other shapes.
+    rows: N. Accepts a number, (N,), (N, k) and (1, k), and raises ValueError for other shapes.
+    differentiable: whether the graph of y is kept.
     """
     value = as_tensor(y, differentiable).to("cpu", torch.float64)
     if value.dim() == 0:
@@ -340,8 +362,11 @@ def scalar_targets(y: Any, rows: int, differentiable: bool = False) -> tuple[Ten
     )
 
 
-def vector_targets(y: Any, rows: int, size: int, differentiable: bool = False) -> Tensor:
-    """Return y (N, D) or (N, k, D) in float64; ValueError for other shapes."""
+def shape_vector_targets(y: Any, rows: int, size: int, differentiable: bool = False) -> Tensor:
+    """Return y (N, D) or (N, k, D) in float64, for N = rows and D = size.
+
+    Raises ValueError for other shapes. differentiable: whether the graph of y is kept.
+    """
     value = as_tensor(y, differentiable).to("cpu", torch.float64)
     if value.dim() not in (2, 3) or value.shape[0] != rows or value.shape[-1] != size:
         raise ValueError(
@@ -357,8 +382,11 @@ def check_not_nan(y: Tensor) -> None:
         raise ValueError("y must not be NaN. Ask for numbers (infinite ones are fine).")
 
 
-def as_probabilities(q: Any) -> tuple[Tensor, bool]:
-    """Return q as (k,) in float64, and whether it is one number; ValueError unless 0 ≤ q ≤ 1."""
+def parse_probabilities(q: Any) -> tuple[Tensor, bool]:
+    """Return q as (k,) in float64, and whether it is a single number.
+
+    Raises ValueError for more dimensions, and unless 0 ≤ q ≤ 1.
+    """
     value = as_tensor(q).to("cpu", torch.float64)
     if value.dim() > 1 or not bool(((value >= 0) & (value <= 1)).all()):
         raise ValueError(
@@ -368,11 +396,13 @@ def as_probabilities(q: Any) -> tuple[Tensor, bool]:
     return value.reshape(-1), value.dim() == 0
 
 
-def drop_single_value(value: Tensor, single: bool) -> Tensor:
-    """Drop the last dimension of a result (…, 1) if y had a single value for each row."""
-    return value.squeeze(-1) if single else value
+def drop_single_value(value: Tensor, is_single: bool) -> Tensor:
+    """Drop the last dimension of a result (…, 1) if there was a single y or q for each row."""
+    return value.squeeze(-1) if is_single else value
 
 
-def widest_like(predictives: Sequence[Predictive]) -> Tensor:
-    """Return the `like` tensor with the largest dtype among the predictives."""
+def choose_widest_like(predictives: Sequence[Predictive]) -> Tensor:
+    """Return the `like` tensor with the largest dtype among the predictives; of equal ones the
+    first.
+    """
     return max((part.like for part in predictives), key=lambda like: like.dtype.itemsize)

@@ -9,17 +9,17 @@ from torch import Tensor
 
 from ssla.likelihoods.support import Classes, Continuous, Support
 from ssla.predictive.class_law import ClassLaw
-from ssla.predictive.count_law import count_predictive
+from ssla.predictive.count_law import make_count_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
-from ssla.predictive.grid_law import grid_predictive
+from ssla.predictive.grid_law import make_grid_predictive
 from ssla.predictive.interpolation import (
     QUANTILES,
     REGION,
     WIDENINGS,
     Corrected,
     fit_correction,
+    make_uncorrected,
     widen_correction,
-    without_correction,
 )
 from ssla.predictive.predictive import Diagnostics, Predictive
 from ssla.refit import WeightLogDensity
@@ -38,7 +38,9 @@ MARGIN = 1.1  # by which a widened region exceeds the answer's own region
 
 
 def check_refittable(weights: WeightLogDensity) -> None:
-    """Raise ValueError for targets that a refit of the weights has no predictive for."""
+    """Raise ValueError for angles, and for vectors unless the output refit is exact: a refit of the
+    weights has no predictive for them.
+    """
     kind = weights.likelihood.support_for(weights.marginal.mean.shape[1]).kind
     if kind == "vector" and not weights.equals_output_refit:
         raise ValueError(VECTOR)
@@ -49,77 +51,88 @@ def check_refittable(weights: WeightLogDensity) -> None:
 def make_refitted_predictive(
     weights: WeightLogDensity, output: Predictive, name: str, reasons: list[str] | None = None
 ) -> Predictive:
-    """Return the predictive of the weights rung in the rows with a reason (all rows if None), of
-    the output rung in the others.
+    """Return the predictive of refits of the weights in the chosen rows, and of the output rung in
+    the others.
 
-    output: the predictive of the output rung; name: of the rung that was asked for.
+    output: the predictive of the output rung. name: of the rung that was requested. reasons: for
+    each row why it is refitted, empty where it is not; None: all rows are refitted.
     """
-    rows = weights.marginal.mean.shape[0]
-    support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
+    rows, outputs = weights.marginal.mean.shape
+    support = weights.likelihood.support_for(outputs)
     chosen = torch.tensor(
         [reasons is None or bool(reasons[i]) for i in range(rows)], dtype=torch.bool
     )
     if weights.equals_output_refit and isinstance(output.law, GaussianLaw):
-        # The two rungs give the same answer. It has the name of the one that was asked for.
+        # Both rungs have the same answer, so nothing is refitted. The answer counts as that of the
+        # requested rung: all rows of "weights", none of "auto".
         chosen &= reasons is None
-        rungs = _name_rungs(weights, chosen, torch.zeros_like(chosen))
-        flags = _with_rungs(output.diagnostics, name, rungs, reasons, None)
-        return Predictive(GaussianLaw(weights, output.law.noise, False), weights.like, flags)
+        rungs = _name_rungs(weights, chosen, failed=torch.zeros_like(chosen))
+        flags = _add_rungs(output.diagnostics, name, rungs, reasons, refits=None)
+        law = GaussianLaw(weights, output.law.noise, loses_mass=False)
+        return Predictive(law, weights.like, flags)
     if isinstance(support, Classes):
-        return _refit_classes(weights, output, chosen, name, reasons)
+        return _make_class_predictive(weights, output, chosen, name, reasons)
     quantiles = output.icdf(QUANTILES).to("cpu", torch.float64)
     log_density, predictive = _widen_until_covered(weights, quantiles, chosen, support, name)
-    by_quadrature = predictive.diagnostics
-    is_nan = _nan_rows(weights, log_density.failed)
+    of_quadrature = predictive.diagnostics
+    # A row that is NaN by request is not called inaccurate.
+    is_nan = _find_nan_rows(weights, log_density.failed)
     flags = Diagnostics(
         name,
-        by_quadrature.fallback | log_density.fallback,
-        by_quadrature.unconverged | log_density.failed,
-        (by_quadrature.inaccurate & ~is_nan) | log_density.inaccurate,
+        of_quadrature.fallback | log_density.fallback,
+        of_quadrature.unconverged | log_density.failed,
+        (of_quadrature.inaccurate & ~is_nan) | log_density.inaccurate,
     )
     rungs = _name_rungs(weights, chosen, log_density.failed)
-    flags = _with_rungs(flags, name, rungs, reasons, log_density.refits)
-    return replace(predictive, diagnostics=_with_linearised(flags, weights))
+    flags = _add_rungs(flags, name, rungs, reasons, log_density.refit_counts)
+    return replace(predictive, diagnostics=_add_linearised_rows(flags, weights))
 
 
 def _widen_until_covered(
     weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor, support: Support, name: str
 ) -> tuple[Corrected, Predictive]:
-    """Interpolate the correction of the chosen rows (N,) bool over the output predictive's region,
-    and over a wider one where the answer's own 99.9% region reaches beyond it.
+    """Return the corrected log density of the chosen rows (N,) bool, and the predictive from it.
 
-    quantiles (N, 5): of the output predictive, at QUANTILES. Rows that are still too narrow after
-    WIDENINGS are flagged as inaccurate.
+    The correction is interpolated over the region of the output predictive, and over a wider region
+    in rows where the 99.9% region of the answer reaches beyond it. Rows in which it still does
+    after WIDENINGS are flagged as inaccurate. quantiles (N, 5): of the output predictive, at
+    QUANTILES. name: of the requested rung.
     """
     log_density = fit_correction(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
-        predictive = _predictive_by_support(log_density, support, name)
+        predictive = _make_predictive_by_support(log_density, support, name)
         ends = predictive.icdf((REGION, 1 - REGION)).to("cpu", torch.float64)
         beyond = (ends[:, 0] < quantiles[:, 0]) | (ends[:, 1] > quantiles[:, -1])
         good = chosen & ~log_density.failed
         log_density.inaccurate[good & ~torch.isfinite(predictive.mass.to("cpu"))] = True
+        # A row without an end, or that is inaccurate already, is not widened.
         beyond &= good & ~log_density.inaccurate & torch.isfinite(ends).all(1)
         if not bool(beyond.any()):
             return log_density, predictive
         wider = _widen_quantiles(quantiles, ends, support)
         quantiles = torch.where(beyond.unsqueeze(1), wider, quantiles)
         log_density = widen_correction(log_density, quantiles, beyond)
-    predictive = _predictive_by_support(log_density, support, name)
+    predictive = _make_predictive_by_support(log_density, support, name)
     log_density.inaccurate[beyond] = True
     return log_density, predictive
 
 
-def _predictive_by_support(log_density: Corrected, support: Support, name: str) -> Predictive:
-    """Make the predictive of a number by a grid, of a count by sums."""
+def _make_predictive_by_support(log_density: Corrected, support: Support, name: str) -> Predictive:
+    """Return the predictive of a log density: of a number by a grid, of a count by sums.
+
+    name: of the rung.
+    """
     if isinstance(support, Continuous):
-        return grid_predictive(log_density, support, name)
-    return count_predictive(log_density, name)
+        return make_grid_predictive(log_density, support, name)
+    return make_count_predictive(log_density, name)
 
 
 def _widen_quantiles(quantiles: Tensor, ends: Tensor, support: Support) -> Tensor:
-    """Move the first and last quantiles (N, 5) outward so that the region contains `ends` (N, 2).
+    """Return quantiles (N, 5) with the first and the last moved outward, so that the region between
+    them contains `ends` (N, 2) with a margin.
 
-    The ends are first moved away from the centre by MARGIN, in the support's real coordinate.
+    The margin makes the distance of an end from the centre MARGIN times as large: for numbers in
+    the support's real coordinate, for counts in y.
     """
     if isinstance(support, Continuous):
         z, centre = support.to_real(ends), support.to_real(quantiles)[:, 2:3]
@@ -133,23 +146,25 @@ def _widen_quantiles(quantiles: Tensor, ends: Tensor, support: Support) -> Tenso
     return wider
 
 
-def _refit_classes(
+def _make_class_predictive(
     weights: WeightLogDensity,
     output: Predictive,
     chosen: Tensor,
     name: str,
     reasons: list[str] | None,
 ) -> Predictive:
-    """Refit for each class of each chosen row (N,) bool that is not rare, unless it is the only
-    one: then no refit changes the answer.
+    """Return the predictive of classes, with a refit for each class that is not rare in the chosen
+    rows (N,) bool.
 
-    A row in which a refit fails has the output rung's answer.
+    A row with a single class that is not rare is not refitted, because no refit would change its
+    answer. A row in which a refit fails has the output rung's answer, or NaN if on_failure is
+    "nan". output, name, reasons: those of `make_refitted_predictive`.
     """
     assert isinstance(output.law, ClassLaw)
     logs = output.law.log_weights.clone()
-    likely = output.law.probs >= weights.rare_probability
-    likely &= likely.sum(1, keepdim=True) > 1
-    rows, y = (chosen.unsqueeze(1) & likely).nonzero().unbind(1)
+    is_refitted = output.law.probs >= weights.rare_probability
+    is_refitted &= is_refitted.sum(1, keepdim=True) > 1
+    rows, y = (chosen.unsqueeze(1) & is_refitted).nonzero().unbind(1)
     fallback = output.diagnostics.fallback.clone()
     failed = torch.zeros_like(chosen)
     errors = torch.zeros_like(logs)
@@ -158,59 +173,72 @@ def _refit_classes(
         failed[rows[~density.converged]] = True
         fallback[chosen] = False
         fallback[rows[density.fallback]] = True
+        # A row with a failed refit takes none of its refits.
         good = ~failed[rows]
         rows, y, refitted_logs = rows[good], y[good], density.log[good]
         logs = _change_rare_classes(logs, output.law.probs, rows, y, refitted_logs)
         logs[rows, y] = refitted_logs
         if density.error is not None:
             errors[rows, y] = density.error[good].to(errors.dtype)
-        logs[_nan_rows(weights, failed)] = torch.nan
+        logs[_find_nan_rows(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
-    flags = Diagnostics(name, fallback, unconverged, torch.zeros_like(fallback))
-    refits = torch.where(chosen, 0 if weights.refits_stopped else likely.sum(1), 0)
-    flags = _with_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
+    flags = Diagnostics(name, fallback, unconverged, inaccurate=torch.zeros_like(fallback))
+    refits = torch.where(chosen, 0 if weights.refits_stopped else is_refitted.sum(1), 0)
+    flags = _add_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
+    # The standard error of a row: √Σ p e² over the classes.
     error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
-    flags = _with_linearised(replace(flags, error=error), weights)
-    law = ClassLaw(
-        without_correction(weights, chosen & ~failed, failed), logs, output.law.integrals
-    )
+    flags = _add_linearised_rows(replace(flags, error=error), weights)
+    log_density = make_uncorrected(weights, chosen & ~failed, failed)
+    law = ClassLaw(log_density, logs, output.law.integrals)
     return Predictive(law, weights.like, flags)
 
 
 def _change_rare_classes(
     logs: Tensor, probs: Tensor, rows: Tensor, y: Tensor, refitted_logs: Tensor
 ) -> Tensor:
-    """Change the log weights (N, C) of classes without a refit as much as those of the rarest class
-    of their row that has one.
+    """Return log weights (N, C), each row changed as much as a refit changes its rarest refitted
+    class.
 
-    probs (N, C): of the output refit; rows, y, refitted_logs (m,): the refits. The output refit
-    gives rare classes too much: the more, the rarer they are (docs/refits.md).
+    logs, probs (N, C): log weights and probabilities of the output refit. rows, y, refitted_logs
+    (m,): the refits. Rows without a refit stay as they are. The caller then overwrites the refitted
+    classes, so that this is the answer for the rare ones. The output refit gives classes too much
+    probability, and the more the rarer they are (docs/refits.md).
     """
     changes = torch.full_like(logs, torch.nan)
     changes[rows, y] = refitted_logs - logs[rows, y]
-    has = ~torch.isnan(changes)
-    rarest = torch.where(has, probs, torch.inf).argmin(1, keepdim=True)
+    has_refit = ~torch.isnan(changes)
+    rarest = torch.where(has_refit, probs, torch.inf).argmin(1, keepdim=True)
     change = changes.gather(1, rarest)
-    return torch.where(has.any(1, keepdim=True), logs + torch.nan_to_num(change), logs)
+    return torch.where(has_refit.any(1, keepdim=True), logs + torch.nan_to_num(change), logs)
 
 
-def _nan_rows(weights: WeightLogDensity, failed: Tensor) -> Tensor:
-    """Return the failed rows (N,) bool whose answer is NaN, by on_failure='nan'."""
+def _find_nan_rows(weights: WeightLogDensity, failed: Tensor) -> Tensor:
+    """Return the failed rows (N,) bool if on_failure is "nan", because their answer is NaN; else
+    none.
+    """
     return failed & (weights.refit.on_failure == NAN)
 
 
 def _name_rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
-    """Name the rung that answered for each row: "weights" or "output"; "failed" where none did."""
+    """Return the name of the rung that answered for each row: "weights" or "output"; "failed" where
+    the answer is NaN.
+
+    chosen, failed (N,) bool: the rows to refit, and those in which a refit failed.
+    """
     by_weights = (chosen & ~failed).tolist()
-    is_nan = _nan_rows(weights, failed).tolist()
+    is_nan = _find_nan_rows(weights, failed).tolist()
     return tuple(
         "failed" if row_is_nan else "weights" if row_by_weights else "output"
         for row_by_weights, row_is_nan in zip(by_weights, is_nan, strict=True)
     )
 
 
-def _with_linearised(flags: Diagnostics, weights: WeightLogDensity) -> Diagnostics:
-    """Add the rows that were answered by refits of the linearised network, if there are such."""
+def _add_linearised_rows(flags: Diagnostics, weights: WeightLogDensity) -> Diagnostics:
+    """Return the diagnostics with flags for the rows that refits of the linearised network
+    answered.
+
+    If there is no such row, or `flags` have no rungs and refits, they are returned as they are.
+    """
     linearised = weights.linearised_inputs
     if not bool(linearised.any()) or flags.refits is None or flags.rung is None:
         return flags
@@ -218,25 +246,27 @@ def _with_linearised(flags: Diagnostics, weights: WeightLogDensity) -> Diagnosti
     return replace(flags, linearised=linearised & answered & (flags.refits.cpu() > 0))
 
 
-def _with_rungs(
+def _add_rungs(
     flags: Diagnostics,
     name: str,
     rungs: tuple[str, ...],
     reasons: list[str] | None,
     refits: Tensor | None,
 ) -> Diagnostics:
-    """Add to the flags which rung answered for each row, why, and the number of refits (N,).
+    """Return the diagnostics with the rung that answered for each row, the reason, and the number
+    of refits (N,).
 
-    name: of the rung that was asked for; refits=None: none in any row.
+    name: of the requested rung. reasons: None if all rows are refitted. refits: None if there were
+    none in any row. The convention becomes the exact one, the only one that refits have.
     """
-    none = torch.zeros_like(flags.fallback, dtype=torch.long)
+    no_refits = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(
         name,
         flags.fallback,
         flags.unconverged,
         flags.inaccurate,
         extreme=flags.extreme,
-        refits=none if refits is None else refits,
+        refits=no_refits if refits is None else refits,
         rung=rungs,
         reason=None if reasons is None else tuple(reasons),
     )

@@ -42,29 +42,31 @@ NEGLIGIBLE = 20.0
 
 
 class Transform(Protocol):
-    """A rising function T of the real line onto its support; or one that is constant at one
-    end, which then has an atom.
+    """A rising function y = T(z) from the real line onto the support of y.
 
-    Its methods are applied to each value: results have the shape of the argument.
+    T may be constant below some z. Its value there then is an atom: it has a positive probability.
+    The methods are applied to each value, and their results have the shape of the argument.
     """
 
-    support: ClassVar[str]
-    atom: ClassVar[float | None]  # the value at the constant end
+    support: ClassVar[str]  # a description of the allowed y, for messages
+    atom: ClassVar[float | None]  # the value of the constant part, the lowest y; None: no such part
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return T(z)."""
         ...
 
-    def into(self, y: Tensor) -> Tensor:
-        """Return T⁻¹(y); −∞ and ∞ (or the ends) beyond the support."""
+    def to_z(self, y: Tensor) -> Tensor:
+        """Return z = T⁻¹(y); for y beyond the support its limit at that end, which may be
+        infinite.
+        """
         ...
 
     def log_slope(self, z: Tensor) -> Tensor:
         """Return log T′(z)."""
         ...
 
-    def inside(self, y: Tensor) -> Tensor:
-        """Tell which y are in the support, as booleans."""
+    def is_in_support(self, y: Tensor) -> Tensor:
+        """Tell which y are in the support (bool)."""
         ...
 
 
@@ -76,19 +78,19 @@ class Exponential:
     support: ClassVar[str] = "positive"
     atom: ClassVar[float | None] = None
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return exp(z)."""
         return z.exp()
 
-    def into(self, y: Tensor) -> Tensor:
+    def to_z(self, y: Tensor) -> Tensor:
         """Return log y; −∞ for y ≤ 0."""
         return y.clamp_min(0).log()
 
     def log_slope(self, z: Tensor) -> Tensor:
-        """Return log exp(z) = z."""
+        """Return z: the slope of exp(z) is exp(z)."""
         return z
 
-    def inside(self, y: Tensor) -> Tensor:
+    def is_in_support(self, y: Tensor) -> Tensor:
         """Tell which y are positive."""
         return y > 0
 
@@ -101,11 +103,11 @@ class Logistic:
     support: ClassVar[str] = "strictly between 0 and 1"
     atom: ClassVar[float | None] = None
 
-    def out(self, z: Tensor) -> Tensor:
+    def to_y(self, z: Tensor) -> Tensor:
         """Return the sigmoid of z."""
         return z.sigmoid()
 
-    def into(self, y: Tensor) -> Tensor:
+    def to_z(self, y: Tensor) -> Tensor:
         """Return the logit of y; −∞ for y ≤ 0 and ∞ for y ≥ 1."""
         return y.clamp(0, 1).logit()
 
@@ -113,7 +115,7 @@ class Logistic:
         """Return log σ(z)(1 − σ(z)), with σ the sigmoid."""
         return logsigmoid(z) + logsigmoid(-z)
 
-    def inside(self, y: Tensor) -> Tensor:
+    def is_in_support(self, y: Tensor) -> Tensor:
         """Tell which y are strictly between 0 and 1."""
         return (y > 0) & (y < 1)
 
@@ -124,10 +126,10 @@ TRANSFORMS: dict[str, Transform] = {"exp": Exponential(), "logistic": Logistic()
 @final
 @dataclass(frozen=True, eq=False)
 class TransformedLaw(Law):
-    """y = T(z) with z ~ base, a number. Made by `transformed`.
+    """The law of y = T(z) for one number z ~ base. Made by `transformed`.
 
-    epistemic and aleatoric are exact for exp of Gaussians and mixtures of them. Otherwise they
-    divide the variance of y as that of z is divided, which is right to first order.
+    epistemic and aleatoric are exact for exp of Gaussians and of mixtures of Gaussians. Otherwise
+    Var[y] is split in the proportion of Var[z], which is right to first order.
     """
 
     base: Law
@@ -142,23 +144,25 @@ class TransformedLaw(Law):
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return mean, epistemic and aleatoric variance, (N,) each.
+        """Return mean, epistemic and aleatoric variance of y, (N,) each.
 
-        Moments of the parts of a mixture are computed separately. The variance of the parts' means
-        is epistemic. Warns where mean or variance are infinite.
+        They are computed for each part of a mixture and combined by the law of total variance: the
+        variance between the parts' means is epistemic. Warns where mean or variance are infinite.
         """
         if isinstance(self.transform, Positive | Censored):
             mean, variance = self._positive_moments(self.transform)
-            share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
-            return mean, share * variance, (1 - share) * variance
+            epistemic_share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
+            return mean, epistemic_share * variance, (1 - epistemic_share) * variance
         parts = [
             (weight, *_part_moments(law, shift, scale, self.transform))
-            for weight, law, shift, scale in self._base_parts()
+            for weight, law, shift, scale in self._iterate_base_parts()
         ]
         weights, means, doubts, noises = (torch.stack(part) for part in zip(*parts, strict=True))
         mean = (weights * means).sum(0)
-        apart = torch.where(mean.isinf(), math.inf, (weights * (means - mean) ** 2).sum(0))
-        doubt, noise = (weights * doubts).sum(0) + apart, (weights * noises).sum(0)
+        # Where the mean is infinite, the differences from it are NaN.
+        between = torch.where(mean.isinf(), math.inf, (weights * (means - mean) ** 2).sum(0))
+        doubt = (weights * doubts).sum(0) + between
+        noise = (weights * noises).sum(0)
         infinite = int((doubt + noise).isinf().sum())
         if infinite:
             warn(
@@ -169,9 +173,13 @@ class TransformedLaw(Law):
         return mean, doubt, noise
 
     def _positive_moments(self, transform: Positive | Censored) -> tuple[Tensor, Tensor]:
-        """Return mean and variance (N,) from the first and second moments of the base's parts."""
-        total = torch.zeros(2, self.rows, dtype=torch.float64)
-        for weight, law, shift, scale in self._base_parts():
+        """Return mean and variance of y, (N,) each, for a transform with closed-form moments.
+
+        They follow from E[y] and E[y²] of the parts of the base: closed forms for Gaussians and
+        mixtures of normals, integrals for other laws.
+        """
+        total = torch.zeros(2, self.rows, dtype=torch.float64)  # E[y] and E[y²]
+        for weight, law, shift, scale in self._iterate_base_parts():
             if isinstance(law, NormalsLaw):
                 centres = shift[:, None] + scale[:, None] * law.means
                 by_normal = transform.moments_of_normals(centres, scale[:, None] * law.scales)
@@ -185,10 +193,10 @@ class TransformedLaw(Law):
             total += weight * torch.stack(moments)
         return total[0], (total[1] - total[0] ** 2).clamp_min(0.0)
 
-    def _base_parts(self) -> Iterator[tuple[Tensor, Law, Tensor, Tensor]]:
+    def _iterate_base_parts(self) -> Iterator[tuple[Tensor, Law, Tensor, Tensor]]:
         """Yield the parts of the base as (weight, law, shift, scale): see `_iterate_parts`."""
-        one = torch.ones(self.rows, dtype=torch.float64)
-        return _iterate_parts(self.base, torch.zeros_like(one), one, one)
+        ones = torch.ones(self.rows, dtype=torch.float64)
+        return _iterate_parts(self.base, shift=torch.zeros_like(ones), scale=ones, weight=ones)
 
     @property
     def mean(self) -> Tensor:
@@ -202,17 +210,19 @@ class TransformedLaw(Law):
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the epistemic part of the variance (N,)."""
+        """Return the epistemic part of Var[y] (N,); the class says how it is computed."""
         return self._moments[1]
 
     @property
     def aleatoric(self) -> Tensor:
-        """Return the aleatoric part of the variance (N,)."""
+        """Return the aleatoric part of Var[y] (N,); the class says how it is computed."""
         return self._moments[2]
 
     @cached_property
     def _as_mixture(self) -> ScalarMixtureLaw:
-        """Return a mixture of this law alone, which finds mode and regions by search."""
+        """Return a mixture with this law as its only member, which finds mode and regions by
+        search.
+        """
         return mixture_of_one(self)
 
     @property
@@ -227,55 +237,61 @@ class TransformedLaw(Law):
 
     def check(self, y: Tensor) -> None:
         """Raise ValueError where y is outside the support of T, or of the base."""
-        outside = ~self.transform.inside(y)
+        outside = ~self.transform.is_in_support(y)
         if bool(outside.any()):
             raise ValueError(
                 f"y must be {self.transform.support}, because this predictive has density nowhere "
                 f"else, but {int(outside.sum())} of {y.numel()} values are not (one is "
                 f"{float(y[outside][0]):g})."
             )
-        self.base.check(self.transform.into(y))
+        self.base.check(self.transform.to_z(y))
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return log p(z) − log T′(z), (N, k) -> (N, k)."""
-        z = self.transform.into(y)
+        z = self.transform.to_z(y)
         return self.base.log_prob(z) - self.transform.log_slope(z)
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y), (N, k) -> (N, k)."""
-        return self.base.cdf(self.transform.into(y))
+        return self.base.cdf(self.transform.to_z(y))
 
     def below(self, y: Tensor) -> Tensor:
-        """Return P(Y < y), (N, k) -> (N, k); zero at the atom, which is the lowest value."""
+        """Return P(Y < y), (N, k) -> (N, k): zero at the atom, which is the lowest value, and the
+        cdf elsewhere.
+        """
         atom = self.transform.atom
         return self.cdf(y) if atom is None else torch.where(y <= atom, 0.0, self.cdf(y))
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles T(Q_z(q)) at q (k,): (N, k)."""
-        return self.transform.out(self.base.icdf(q))
+        return self.transform.to_y(self.base.icdf(q))
 
     def hdr(self, level: float) -> Regions:
         """Return the smallest region with that probability, a union of intervals."""
         return self._as_mixture.hdr(level)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Draw n values for each input (n, N)."""
-        return self.transform.out(self.base.sample(n, generator))
+        """Draw n values for each input (n, N): T of draws of the base."""
+        return self.transform.to_y(self.base.sample(n, generator))
 
     def increments(self, y: Tensor) -> Increments:
-        """Return the increments of the base; the change of scale is counted with the likelihood."""
-        z = self.transform.into(y)
+        """Return the increments of the base at y (N, k), each of shape (N, k).
+
+        The likelihood increment contains the change of scale, −log T′(z).
+        """
+        z = self.transform.to_z(y)
         parts = self.base.increments(z)
         return replace(parts, likelihood=parts.likelihood - self.transform.log_slope(z))
 
 
 @in_plain_torch
 def transformed(predictive: Predictive, transform: str | Transform) -> Predictive:
-    """Return the predictive of exp(z) ("exp") or of 1/(1 + exp(−z)) ("logistic") for a model of z,
-    one continuous target.
+    """Return the predictive of y = T(z) from the predictive of one continuous target z.
 
-    It is needed where a network was trained on log y or logit y, and y itself is asked for.
-    TypeError for other targets, ValueError for an unknown name or with differentiable=True.
+    It is needed where a network was trained on z = log y (transform="exp") or on z = logit y
+    ("logistic"), and the predictive of y itself is wanted. transform may also be a Transform.
+    Raises TypeError for other targets, and ValueError for an unknown name or a predictive with
+    differentiable=True.
 
     >>> transformed(post.predict(x), "exp").interval(0.95)      # doctest: +SKIP
     """
@@ -293,42 +309,50 @@ def transformed(predictive: Predictive, transform: str | Transform) -> Predictiv
         if isinstance(transform, str)
         else transform
     )
-    return _with_law(predictive, TransformedLaw(predictive.law, chosen))
+    return _replace_law(predictive, TransformedLaw(predictive.law, chosen))
 
 
 def untransformed(predictive: Predictive) -> Predictive:
-    """Return the predictive of z, on the scale of the model; for mixtures and joined rows of
-    transformed predictives too.
+    """Return the predictive of z, on the scale of the model.
+
+    Transformed members of a mixture and transformed parts of joined rows are replaced too. A
+    predictive without a transform keeps its law.
     """
-    return _with_law(predictive, _without_transform(predictive.law))
+    return _replace_law(predictive, _remove_transforms(predictive.law))
 
 
-def _with_law(predictive: Predictive, law: Law) -> Predictive:
-    """Replace the law by one on another scale.
+def _replace_law(predictive: Predictive, law: Law) -> Predictive:
+    """Return the predictive with a law on another scale, without its parts.
 
-    Mean and median of a mixture change with the scale, so diagnostics get the new law as well.
+    The diagnostics of a mixture get the new law as well: they compare its mean with its median,
+    which depend on the scale.
     """
     flags = predictive.diagnostics
-    flags = flags if flags.mixed is None else replace(flags, mixed=law)
+    if flags.mixed is not None:
+        flags = replace(flags, mixed=law)
     return replace(predictive, law=law, diagnostics=flags, parts=())
 
 
-def _without_transform(law: Law) -> Law:
-    """Replace every TransformedLaw in a law by its base; other laws stay as they are."""
+def _remove_transforms(law: Law) -> Law:
+    """Return the law with every TransformedLaw in it replaced by its base.
+
+    The laws of mixtures and of joined rows are searched; other laws are returned as they are.
+    """
     if isinstance(law, TransformedLaw):
         return law.base
     if isinstance(law, MixtureLaw | JoinedLaw):
-        return replace(law, laws=tuple(map(_without_transform, law.laws)))
+        return replace(law, laws=tuple(map(_remove_transforms, law.laws)))
     return law
 
 
 def _iterate_parts(
     law: Law, shift: Tensor, scale: Tensor, weight: Tensor
 ) -> Iterator[tuple[Tensor, Law, Tensor, Tensor]]:
-    """Yield the parts of a nested mixture as (weight, law, shift, scale): shift + scale · law.
+    """Yield the parts of a law that may be a mixture, affine, or nested of both.
 
-    Weights, shifts and scales are (N,); the arguments are those of the mixture itself. The laws are
-    neither mixtures nor affine.
+    A part (weight, law, shift, scale) has the law of shift + scale · z, where z ~ law is neither a
+    mixture nor affine. Weights, shifts and scales are (N,). The arguments are those of the whole
+    law: shift 0, scale 1 and weight 1 at the first call.
     """
     if isinstance(law, AffineLaw):
         yield from _iterate_parts(law.base, shift + scale * law.shift, scale * law.scale, weight)
@@ -342,36 +366,41 @@ def _iterate_parts(
 def _part_moments(
     law: Law, shift: Tensor, scale: Tensor, transform: Transform
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, epistemic and aleatoric variance of T(shift + scale · z), (N,) each."""
+    """Return mean, epistemic and aleatoric variance of T(shift + scale · z), (N,) each, for z ~
+    law.
+
+    They are closed forms for exp of a Gaussian, and integrals otherwise.
+    """
     doubt, noise = law.epistemic * scale**2, law.aleatoric * scale**2
     if isinstance(law, GaussianLaw) and isinstance(transform, Exponential):
         # E[y|f] = exp(f + noise/2), Var[y|f] = exp(2f + noise)(e^noise − 1), f ~ N(centre, doubt)
         mean = (shift + scale * law.mean + (doubt + noise) / 2).exp()
         return mean, mean**2 * torch.expm1(doubt), mean**2 * doubt.exp() * torch.expm1(noise)
-    # The variance of y is divided as that of z is, which is right to first order.
+    # Var[y] is split in the proportion of Var[z], which is right to first order.
     mean, variance = _integrate_moments(law, shift, scale, transform)
-    share = doubt / (doubt + noise).clamp_min(1e-300)
-    return mean, variance * share, variance * (1 - share)
+    epistemic_share = doubt / (doubt + noise).clamp_min(1e-300)
+    return mean, variance * epistemic_share, variance * (1 - epistemic_share)
 
 
 def _integrate_moments(
     law: Law, shift: Tensor, scale: Tensor, transform: Transform
 ) -> tuple[Tensor, Tensor]:
-    """Integrate mean and variance (N,) of T(shift + scale · z), with z of the law.
+    """Return mean and variance of T(shift + scale · z), (N,) each, for z ~ law, by quadrature.
 
-    The rule is that of trapezoids in u, with z = median + spread · sinh u. Moments of exp are
-    infinite where the integrand has not fallen at the end of the range.
+    The rule is that of trapezoids in u, with z = median + spread · sinh u. A moment of exp counts
+    as infinite where the log of its integrand at the upper end of the range is less than NEGLIGIBLE
+    below the maximum: the integrand has not fallen enough there.
     """
     low, median, high = law.icdf(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).unbind(1)
     spread = ((high - low) / NORMAL_QUARTILES)[:, None]
     u = torch.linspace(-math.asinh(REACH), math.asinh(REACH), NODES, dtype=torch.float64)
     z = median[:, None] + spread * torch.sinh(u)
-    # log of p(z) dz, normalised over the nodes
+    # log of p(z) dz at the nodes, normalised to sum to one
     logs = law.log_prob(z) + torch.cosh(u).log() + spread.log() + math.log(float(u[1] - u[0]))
     logs = logs - logs.logsumexp(1, keepdim=True)
     x = shift[:, None] + scale[:, None] * z
     if not isinstance(transform, Exponential):
-        values = transform.out(x)
+        values = transform.to_y(x)
         mean = (logs.exp() * values).sum(1)
         return mean, (logs.exp() * (values - mean[:, None]) ** 2).sum(1)
     # Moments of exp are summed in logarithms, without overflow: Var = E[(eˣ/mean − 1)²] mean².

@@ -104,15 +104,15 @@ def test_the_chosen_scale_is_that_of_a_fit_to_the_logarithm():
     one = SSLARegressor("positive", members=2, trees=0, **QUICK).fit(X, y)
     scale = one.ensemble_.scale
     other = SSLARegressor("heteroscedastic", members=2, trees=0, **QUICK).fit(
-        X, scale.into(torch.from_numpy(y)).numpy()
+        X, scale.to_z(torch.from_numpy(y)).numpy()
     )
     z = other.predict_dist(X)
-    logs = z.log_prob(scale.into(torch.from_numpy(y))) - scale.log_slope(
-        scale.into(torch.from_numpy(y))
+    logs = z.log_prob(scale.to_z(torch.from_numpy(y))) - scale.log_slope(
+        scale.to_z(torch.from_numpy(y))
     )
     assert torch.allclose(one.predict_dist(X).log_prob(y), logs)
     assert np.allclose(
-        one.predict_quantiles(X), scale.out(torch.from_numpy(other.predict_quantiles(X))).numpy()
+        one.predict_quantiles(X), scale.to_y(torch.from_numpy(other.predict_quantiles(X))).numpy()
     )
 
 

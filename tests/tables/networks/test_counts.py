@@ -110,7 +110,7 @@ def test_probabilities_and_dispersion_are_those_by_hand(likelihood):
         into = (
             (lambda v: v)
             if ensemble.scale is None
-            else (lambda v: ensemble.scale.into(torch.from_numpy(v)).numpy())
+            else (lambda v: ensemble.scale.to_z(torch.from_numpy(v)).numpy())
         )
         scaled = into(y)
         law = stats.norm(scaled.mean() + scaled.std() * f[:, 0], scaled.std() * sd)
@@ -118,7 +118,7 @@ def test_probabilities_and_dispersion_are_those_by_hand(likelihood):
         assert np.allclose(found, np.log(law.cdf(into(own + 0.5)) - low), rtol=0, atol=1e-10)
         t = np.linspace(-9, 9, 2001)[:, None]
         wide = torch.from_numpy(law.mean() + t * law.std())
-        values = wide if ensemble.scale is None else ensemble.scale.out(wide)
+        values = wide if ensemble.scale is None else ensemble.scale.to_y(wide)
         mean = (values.numpy() * stats.norm.pdf(t)).sum(0) * (t[1] - t[0])
         errors, means = errors + ((own - mean) ** 2).sum(), means + mean.sum()
     if likelihood != "poisson":

@@ -90,7 +90,7 @@ def test_the_best_scale_has_the_lowest_nll_of_y():
         normal = torch.distributions.Normal(f[:, 0], (0.5 * f[:, 1]).exp())
         y = Y[rows].clone().requires_grad_(True)
         z = (
-            (y if target.scale is None else target.scale.into(y))
+            (y if target.scale is None else target.scale.to_z(y))
             .sub(target.unit.shift)
             .div(target.unit.scale)
         )
@@ -125,7 +125,7 @@ def test_the_best_scale_of_small_counts_has_the_highest_probability_of_what_roun
             f, rows = module(X[HELD[m]]).detach(), y[HELD[m]]
             ends = [rows - 0.5, rows + 0.5]
             low, high = (
-                ((end if target.scale is None else target.scale.into(end)) - target.unit.shift)
+                ((end if target.scale is None else target.scale.to_z(end)) - target.unit.shift)
                 / target.unit.scale
                 for end in ends
             )

@@ -131,9 +131,9 @@ def count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
 
 
 def _locate_blocks(overdispersion: float, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute where the blocks are centred and their unit, (N,) each, as in `count_predictive`.
+    """Compute where the blocks are centred and their unit, (N,) each.
 
-    f (N, 1), K (N, 1, 1).
+    They are those of `make_count_predictive`. f (N, 1), K (N, 1, 1).
     """
     nodes, weights = normal_nodes(1)
     points = torch.exp(f + K[:, :, 0].clamp(0, SMALL_DOUBT).sqrt() * nodes[:, 0])

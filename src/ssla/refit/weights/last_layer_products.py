@@ -852,6 +852,7 @@ def _factorise_basis(data_curvature: Tensor, prior_precision: Tensor) -> Tensor:
 
     data_curvature (F, F), prior_precision (C, F). NoFactorError where it is not positive definite.
     """
+    basis: Tensor
     basis, info = torch.linalg.cholesky_ex(data_curvature + torch.diag(prior_precision.mean(0)))
     if int(info):
         raise _no_factor_error(prior_precision)

@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.utils.validation import check_is_fitted
 
 from ssla._checks import all_in_plain_torch
-from ssla.predictive.predictive import as_probabilities
+from ssla.predictive.predictive import parse_probabilities
 
 
 @all_in_plain_torch
@@ -34,7 +34,7 @@ class NumberAnswers:
         not between 0 and 1, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
-        as_probabilities(q)  # refuses wrong ones before the rows are predicted
+        parse_probabilities(q)
         quantiles: np.ndarray = self.predict_dist(X).icdf(np.asarray(q, dtype=np.float64)).numpy()
         return quantiles
 

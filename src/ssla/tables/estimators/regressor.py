@@ -372,7 +372,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
 
         scale: that of the target; None: the linear one, which has every number.
         """
-        if scale is not None and not bool(scale.inside(torch.from_numpy(y)).all()):
+        if scale is not None and not bool(scale.is_in_support(torch.from_numpy(y)).all()):
             raise ValueError(
                 f"likelihood={self.likelihood!r} needs targets that are {scale.support}, but y is "
                 f"from {y.min():g} to {y.max():g}. Use 'gaussian', or leave out these rows."

@@ -48,7 +48,7 @@ class Conformal:
         None: both are the same.
         """
         mean, spread = _mean_and_spread(predictive, transform)
-        y = y if transform is None else transform.into(torch.from_numpy(y)).numpy()
+        y = y if transform is None else transform.to_z(torch.from_numpy(y)).numpy()
         scores = np.abs(_as_columns(y) - mean) / spread
         order = np.argsort(scores, axis=0, kind="stable")
         return Conformal(np.take_along_axis(scores, order, axis=0), weights[order], refit)
@@ -86,7 +86,7 @@ class Conformal:
         q = self.score_quantile(level)
         ends = np.stack([mean - q * spread, mean + q * spread], -1)
         if transform is not None:
-            ends = transform.out(torch.from_numpy(ends)).numpy()
+            ends = transform.to_y(torch.from_numpy(ends)).numpy()
         if predictive.kind == "count":
             # The counts inside the interval are the same, and none is negative.
             ends = np.stack([np.maximum(np.ceil(ends[..., 0]), 0), np.floor(ends[..., 1])], -1)

@@ -89,11 +89,11 @@ def scale_targets(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor
     """
     if scale is None:
         return y
-    if y.dim() != 1 or not bool(scale.inside(y).all()):
+    if y.dim() != 1 or not bool(scale.is_in_support(y).all()):
         raise ValueError(
             f"likelihood={likelihood!r} needs one target that is {scale.support} in every row."
         )
-    return scale.into(y)
+    return scale.to_z(y)
 
 
 @dataclass(frozen=True)
@@ -249,7 +249,7 @@ class Ensemble:
         intervals = cross_conformal_sets(members, level)
         if self.target is not None:
             intervals = self.target.shift + self.target.scale * intervals
-        return intervals if self.scale is None else self.scale.out(intervals)
+        return intervals if self.scale is None else self.scale.to_y(intervals)
 
     def class_sets(self, x: Tensor, level: float) -> Tensor:
         """Return cross-conformal sets of classes at x (N, d), bool (N, C).

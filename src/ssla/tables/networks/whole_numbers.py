@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods import Likelihood
-from ssla.predictive.positive import log_normal_between
+from ssla.predictive.positive import log_normal_probability
 from ssla.predictive.transformed import Transform
 from ssla.tables.networks.scaling import Scaling
 
@@ -54,9 +54,9 @@ def rounded_log_probs(
     """
     ends = torch.stack([y - 0.5, y + 0.5], 1)
     if scale is not None:
-        ends = scale.into(ends)
+        ends = scale.to_z(ends)
     mean, sd = gaussian_moments(likelihood, f, unit)
     t = (ends - mean[:, None]) / sd[:, None]
     # Everything below ½ counts as zero.
     lower = torch.where(y == 0, -torch.inf, t[:, 0])
-    return log_normal_between(lower, t[:, 1])
+    return log_normal_probability(lower, t[:, 1])
