@@ -99,7 +99,7 @@ class TestRowNodes:
             Categorical(),
             y,
             f,
-            root.scaled(0.0),
+            root.scale_by(0.0),
             pool=torch.ones(300).double(),
             row_nodes=RowNodes(8),
         )

@@ -65,7 +65,7 @@ class DenseOperator:
         pivots = self.factor.diagonal()
         return float(pivots.max()) <= WIDEST_PIVOTS * float(pivots.min())
 
-    def forget(self) -> None:
+    def drop_inverses(self) -> None:
         """Drop L⁻¹ and H⁻¹, each as large as L, but keep the variances.
 
         L⁻¹ and H⁻¹ are computed again where they are needed.
@@ -93,7 +93,7 @@ class DenseOperator:
             return full_root(J.form(self._inverse))
         return self.root(J)
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
         """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
         # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹; J.quadratic needs a lower triangular factor, which a QR of
         # B gives.
@@ -150,8 +150,8 @@ class Dense(Structure):
     size: int = 0
 
     name = "dense"
-    materialises = True
-    whole = True
+    needs_jacobian_entries = True
+    couples_all_parameters = True
     exact = True
 
     @property
@@ -231,7 +231,7 @@ class Dense(Structure):
             return replace(self, rows=self.rows + other.rows)
         return self._with_matrix(self.as_matrix() + other.as_matrix(), self.size)
 
-    def mixed(self, other: Structure, share: float) -> Dense:
+    def mix_with(self, other: Structure, share: float) -> Dense:
         """Return (1 − share) of these statistics plus `share` of others of the same rows."""
         other = self._require_same_kind(other)
         if self.matrix is not None or other.matrix is not None:
@@ -272,7 +272,7 @@ class Dense(Structure):
         outer = torch.ones(1, 1, dtype=torch.float64)
         return Eigenbasis(values.clamp_min(0), ((positions, vectors, outer),))
 
-    def scaled(self, factors: Tensor) -> Dense:
+    def scale_both_sides(self, factors: Tensor) -> Dense:
         """Return D S D for D = diag(factors), factors (P,)."""
         if self.matrix is None:
             return replace(self, rows=(self._stacked_rows * factors,))

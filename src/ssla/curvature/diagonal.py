@@ -40,7 +40,7 @@ class DiagonalOperator:
             return ScaledRoot(J.weighted_squares(1 / self.h).sqrt())
         return full_root(self.covariance(J))
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
         """Compute J diag(m/h²) Jᵀ for precisions m.  (P,) -> (B, C, C)."""
         return J.quadratic_diagonal(precisions / self.h**2)
 
@@ -72,8 +72,8 @@ class Diagonal(Structure):
     diagonal: Tensor | None = None  # None: `zero` has not been called yet
 
     name = "diag"
-    materialises = False
-    whole = False
+    needs_jacobian_entries = False
+    couples_all_parameters = False
 
     def zero(self, size: int) -> Diagonal:
         """Return the statistics of no data, for P = size parameters."""
@@ -99,7 +99,7 @@ class Diagonal(Structure):
         """Return the statistics of both data sets."""
         return Diagonal(self._diagonal + self._require_diagonal(other))
 
-    def mixed(self, other: Structure, share: float) -> Diagonal:
+    def mix_with(self, other: Structure, share: float) -> Diagonal:
         """Return (1 − share) of these statistics plus `share` of others of the same rows."""
         return Diagonal((1 - share) * self._diagonal + share * self._require_diagonal(other))
 
@@ -111,7 +111,7 @@ class Diagonal(Structure):
         """Return the identity as the basis, which suits any prior precisions (k, P)."""
         return Eigenbasis(self._diagonal, ())
 
-    def scaled(self, factors: Tensor) -> Diagonal:
+    def scale_both_sides(self, factors: Tensor) -> Diagonal:
         """Return D S D for D = diag(factors), factors (P,)."""
         return replace(self, diagonal=self._diagonal * factors**2)
 

@@ -231,7 +231,7 @@ class KfacOperator:
         profiles = None if op.basis_g is None else op.compute_profiles
         return ScaledRoot(scale, op.outputs_basis(J.dtype), profiles)
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
         """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for one precision m ≥ 0 in each layer.
 
         precisions: m (P,), of which a layer's first entry counts. -> (B, C, C).
@@ -295,8 +295,8 @@ class Kfac(Structure):
     output_factor: str | None = None
 
     name = "kfac"
-    materialises = False
-    whole = False
+    needs_jacobian_entries = False
+    couples_all_parameters = False
     exact_for_one_precision = True
     by_layers = True
 
@@ -430,7 +430,7 @@ class Kfac(Structure):
         layers = tuple(a.merge(b) for a, b in zip(self.layers, other.layers, strict=True))
         return replace(self, layers=layers, rest=self.rest + other.rest)
 
-    def mixed(self, other: Structure, share: float) -> Kfac:
+    def mix_with(self, other: Structure, share: float) -> Kfac:
         """Return (1 − share) of these statistics plus `share` of others of the same rows."""
         other = self._require_same_kind(other)
         # A is the same for the same rows
@@ -462,7 +462,7 @@ class Kfac(Structure):
         if shapes != tuple((layer.A.shape[0], layer.positions.shape[0]) for layer in self.layers):
             raise ValueError("its Kronecker factors are not those of the network's layers")
 
-    def scaled(self, factors: Tensor) -> Kfac:
+    def scale_both_sides(self, factors: Tensor) -> Kfac:
         """Return D S D for D = diag(factors), factors (P,).
 
         ValueError if the factors vary within a row of a layer's weight.
@@ -546,7 +546,7 @@ class Kfac(Structure):
         )
         # Counted in fits (tests/fitting/test_memory.py): the eigendecomposition alone takes four.
         copies = 8 if extent.averages else 7
-        return copies * 8 * (factors + extent.rest) + 8 * extent.size
+        return copies * 8 * (factors + extent.parameters_outside_layers) + 8 * extent.size
 
 
 def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:

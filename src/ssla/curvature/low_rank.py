@@ -54,12 +54,12 @@ class LowRank(Structure):
     diagonal: Tensor = EMPTY  # of S (P,)
 
     name = "low_rank"
-    materialises = False
-    whole = True
+    needs_jacobian_entries = False
+    couples_all_parameters = True
     positive_only = True
 
     @property
-    def grows(self) -> bool:
+    def is_widened_by_fit(self) -> bool:
         """Return whether a fit widens the sketch: it does without a rank."""
         return self.rank is None
 
@@ -125,7 +125,7 @@ class LowRank(Structure):
             self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal
         )
 
-    def mixed(self, other: Structure, share: float) -> LowRank:
+    def mix_with(self, other: Structure, share: float) -> LowRank:
         """Return (1 − share) of these statistics plus `share` of others of the same rows."""
         if (
             not isinstance(other, LowRank)
@@ -141,7 +141,7 @@ class LowRank(Structure):
         """Return the statistics themselves: Λ is never indefinite here (`positive_only`)."""
         return self
 
-    def scaled(self, factors: Tensor) -> LowRank:
+    def scale_both_sides(self, factors: Tensor) -> LowRank:
         """Return D S D for D = diag(factors), factors (P,).
 
         This is exact for equal factors. For others, Ŝ is used in place of S.
@@ -179,24 +179,24 @@ class LowRank(Structure):
         """Return the number k of directions: `rank`, or all of the sketch."""
         return len(self._leading_root)
 
-    def overstated(self, least: float) -> float:
+    def largest_variance_excess(self, least: float) -> float:
         """Return d/τ, the largest share by which a variance may be too large.
 
         least: the smallest precision τ of the prior.
         """
         return float(self._dropped_curvature) / least
 
-    def note(self, least: float) -> str:
+    def describe_omission(self, least: float) -> str:
         """Return a sentence for the report on the size of the dropped part.
 
         least: the smallest precision of the prior.
         """
         return (
             f"low_rank: {self.directions:,} of {len(self.diagonal):,} directions; no variance is "
-            f"more than {100 * self.overstated(least):.2g}% too large"
+            f"more than {100 * self.largest_variance_excess(least):.2g}% too large"
         )
 
-    def wider(self, least: float, most: int) -> LowRank | None:
+    def widen_sketch(self, least: float, most: int) -> LowRank | None:
         """Return empty statistics with a sketch twice as wide, of at most `most` columns.
 
         None if the variances are accurate to `tail` under the prior's smallest precision `least`,
@@ -205,7 +205,7 @@ class LowRank(Structure):
         size, columns = self.sketch.shape
         if (
             self.rank is not None
-            or self.overstated(least) <= self.tail
+            or self.largest_variance_excess(least) <= self.tail
             or columns >= min(size, most)
         ):
             return None

@@ -80,7 +80,9 @@ def default_kfac(extent: Extent) -> Kfac:
 
 def is_last_layer(extent: Extent) -> bool:
     """Return whether the parameters are those of one layer that ends in the outputs."""
-    return extent.rest == 0 and [out for _, out in extent.layers] == [extent.outputs]
+    return extent.parameters_outside_layers == 0 and [out for _, out in extent.layers] == [
+        extent.outputs
+    ]
 
 
 def bytes_in_words(size: int) -> str:

@@ -30,7 +30,7 @@ class Extent:
     averages: bool = False
 
     @property
-    def rest(self) -> int:
+    def parameters_outside_layers(self) -> int:
         """Return the number of parameters outside the layers with a Kronecker form."""
         return self.size - sum(inside * out for inside, out in self.layers)
 
@@ -44,7 +44,7 @@ class Operator(Protocol):
     def root(self, J: Jacobian) -> Root:
         """Compute R with R Rᵀ = K, for B rows and C outputs."""
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
         """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
 
     def logdet(self) -> float:
@@ -77,12 +77,12 @@ class Structure(Protocol):
 
     @property
     @abstractmethod
-    def materialises(self) -> bool:
+    def needs_jacobian_entries(self) -> bool:
         """Return whether it needs the entries of J, which must then fit the memory budget."""
 
     @property
     @abstractmethod
-    def whole(self) -> bool:
+    def couples_all_parameters(self) -> bool:
         """Return whether it holds the curvature between all parameters.
 
         A tail may be left out, if it is reported.
@@ -108,7 +108,7 @@ class Structure(Protocol):
         """
 
     @abstractmethod
-    def mixed(self, other: Structure, share: float) -> Structure:
+    def mix_with(self, other: Structure, share: float) -> Structure:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
         ValueError if the other structure has another kind or size.
@@ -119,7 +119,7 @@ class Structure(Protocol):
         """Return S without its directions of negative curvature, which an indefinite Λ may add."""
 
     @abstractmethod
-    def scaled(self, factors: Tensor) -> Structure:
+    def scale_both_sides(self, factors: Tensor) -> Structure:
         """Return D S D for a positive diagonal D = diag(factors), factors (P,).
 
         This gives the statistics for another noise level without another pass.
@@ -179,8 +179,8 @@ class Structure(Protocol):
         return False
 
     @property
-    def grows(self) -> bool:
-        """Return whether a fit widens it, with a pass each time (see `LowRank.wider`)."""
+    def is_widened_by_fit(self) -> bool:
+        """Return whether a fit widens it, with a pass each time (see `LowRank.widen_sketch`)."""
         return False
 
     def for_many_classes(self) -> Structure:
@@ -208,7 +208,7 @@ class Structure(Protocol):
         """
         return None
 
-    def note(self, least: float) -> str:
+    def describe_omission(self, least: float) -> str:
         """Return a sentence for the report on what the structure leaves out; empty if nothing.
 
         least: the smallest precision of the prior.
@@ -228,7 +228,7 @@ class Eigenbasis:
     # positions (out, in), Q_in, Q_out (None: the identity) of blocks that are not diagonal already
     parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
 
-    def rotated(self, v: Tensor) -> Tensor:
+    def to_eigenbasis(self, v: Tensor) -> Tensor:
         """Return Qᵀv.  (…, P) -> (…, P); v itself where S is diagonal."""
         if not self.parts:
             return v
@@ -238,7 +238,7 @@ class Eigenbasis:
             out[..., positions] = (block if outer is None else outer.mT @ block) @ inner
         return out
 
-    def restored(self, v: Tensor) -> Tensor:
+    def from_eigenbasis(self, v: Tensor) -> Tensor:
         """Return Qv.  (…, P) -> (…, P)."""
         out = v.clone()
         for positions, inner, outer in self.parts:

@@ -52,7 +52,7 @@ class WoodburyOperator:
         """Compute R (B, C, C) with R Rᵀ = K."""
         return full_root(self.covariance(J))
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
         """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
         # With M = diag(m), B = D⁻¹MN and G = diag(s/(1+s)),
         #     H⁻¹MH⁻¹ = D⁻¹MD⁻¹ − BGNᵀ − NGBᵀ + NG(NᵀMN)GNᵀ.

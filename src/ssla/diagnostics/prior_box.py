@@ -145,7 +145,7 @@ class BoxMembers:
 
         A thin basis has k + P coordinates in place of P.
         """
-        rotated = self.basis.rotated
+        rotated = self.basis.to_eigenbasis
         return (
             rotated(self.jacobian),
             rotated(self.gradient),
@@ -166,7 +166,7 @@ class BoxMembers:
         f = self.mean[rows]
         if self.moves:
             f = f + (Z @ ((g - tau * q) / h).unsqueeze(-1)).squeeze(-1)
-            slope = self.basis.restored(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
+            slope = self.basis.from_eigenbasis(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
             f = f + (2 * u[:, -1:] - 1) * (slope.abs() * self.box_radius).sum(-1)
         return Marginal(f, K)
 

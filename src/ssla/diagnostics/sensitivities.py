@@ -473,7 +473,7 @@ def conflict(posterior: Posterior) -> Conflict:
     if basis is not None:
         # In an eigenbasis of S in which T is diagonal, the statistic is a sum.
         kept = basis.values > RANK_TOLERANCE * basis.values.max()
-        c, values = basis.rotated(r)[kept], basis.values[kept]
+        c, values = basis.to_eigenbasis(r)[kept], basis.values[kept]
         statistic = float((c * c / (values + values**2 / tau[kept])).sum())
         return _conflict_of_statistic(statistic, len(values))
     if not curvature.exact:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ssla.fitting.choice import mean_and_error
 from ssla.fitting.validation_rows import ValidationRows
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.likelihood import Dispersed, with_dispersion
+from ssla.likelihoods.likelihood import Dispersed, multiply_dispersion
 from ssla.network import LastLayer, RowScale
 
 # Factors on the dispersion at which the network is scored: some of them first, then those around
@@ -45,7 +45,7 @@ def best_spread_without_doubt(rows: ValidationRows, likelihood: Likelihood, f: T
         smaller temperature is always better.
         """
         spread = float(SPREADS[index])
-        log_density = rows.plug_in(with_dispersion(likelihood, spread), f) @ rows.weights
+        log_density = rows.plug_in(multiply_dispersion(likelihood, spread), f) @ rows.weights
         return float(log_density) - 0.5 * math.log(spread) ** 2
 
     near = max(range(0, len(SPREADS), COARSE), key=height)
@@ -73,7 +73,7 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
     def scores(f: Tensor) -> Tensor:
         """Return log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
         spread = best_spread_without_doubt(rows, likelihood, f)
-        return rows.plug_in(with_dispersion(likelihood, spread), f)
+        return rows.plug_in(multiply_dispersion(likelihood, spread), f)
 
     mean = float(rows.squares @ rows.weights / rows.weights.sum())
     least = float(counted.kthvalue(max(int(SHORTEST * len(counted)), 1)).values)

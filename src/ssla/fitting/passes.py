@@ -503,14 +503,14 @@ def open_network_within(
     outputs do not fit the likelihood.
     """
     links = order.likelihood.links
-    network = open_network(model, weights, x, order.structure.materialises, output, links)
-    materialised = order.structure.materialises
+    network = open_network(model, weights, x, order.structure.needs_jacobian_entries, output, links)
+    materialised = order.structure.needs_jacobian_entries
     order = order.with_chosen_structure(network, budget)
     # The structure that was chosen may need less of the network than the one it replaces.
-    if materialised and not order.structure.materialises and not network.linear:
+    if materialised and not order.structure.needs_jacobian_entries and not network.linear:
         network = open_network(model, weights, x, False, output, links)
     order.likelihood.support_for(network.outputs)
-    required = order.averages_asked or network.linear or order.structure.whole
+    required = order.averages_asked or network.linear or order.structure.couples_all_parameters
     extent = extent_of(network, rows, order.averages and required)
     refuse_beyond_budget(
         order.structure_for(network), extent, bytes_per_row(network, order, budget), budget

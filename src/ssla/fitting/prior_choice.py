@@ -55,7 +55,7 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
     estimated it.
     """
     posterior = replace(posterior)  # what is computed on the way is forgotten with this copy
-    dense = posterior.sums.curvature.whole and posterior.theta.numel() > SCAN_LIMIT
+    dense = posterior.sums.curvature.couples_all_parameters and posterior.theta.numel() > SCAN_LIMIT
     own_units = outputs_with_own_units(
         posterior.network, posterior.likelihood, posterior.sums.curvature
     )

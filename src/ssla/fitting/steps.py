@@ -119,7 +119,7 @@ def choose_mode(draft: Draft) -> Draft:
     is noted.
     """
     plan = draft.plan
-    if plan.likelihood.predictive.may_be_straight and draft.sums.has_kinks:
+    if plan.likelihood.predictive.may_be_piecewise_linear and draft.sums.has_kinks:
         draft = _replace_polish_by_tilt(replace(draft, sums=replace(draft.sums, newton=None)))
     if not plan.keeps_trained_layer or plan.mode is not None or draft.mode != POLISH:
         return draft
@@ -298,7 +298,7 @@ def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, 
         least *= float((sums.squares / sums.statistics.weight).min())
     bytes_of_one = sketch.memory(Extent(plan.network.layout.size, 1))
     most = max(plan.budget // bytes_of_one * sketch.sketch.shape[1], 1)
-    while least > 0 and plan.repeatable and (wider := sketch.wider(least, most)) is not None:
+    while least > 0 and plan.repeatable and (wider := sketch.widen_sketch(least, most)) is not None:
         plan = replace(plan, structure=wider)
         sums = plan.collect_sums(None)
         sketch = sums.statistics.curvature
@@ -453,8 +453,8 @@ def _sketch_notes(plan: FitPlan, sums: Sums) -> list[str]:
     sketch, least = sums.statistics.curvature, plan.least_precision
     if not isinstance(sketch, LowRank) or least <= 0:
         return []
-    note = sketch.note(least)
-    if sketch.rank is None and sketch.overstated(least) > 2 * sketch.tail:
+    note = sketch.describe_omission(least)
+    if sketch.rank is None and sketch.largest_variance_excess(least) > 2 * sketch.tail:
         why = "the memory budget" if plan.repeatable else "a source that can be read only once"
         warn(
             f"{note}, which is beyond tail={sketch.tail:g}: {why} allows no wider sketch. Use "

@@ -325,7 +325,7 @@ class Sums:
         # left.
         constant = scale.log().sum() + 0.5 * outputs * LOG_2PI
         log_likelihood = -0.5 * float((self.squares / scale**2).sum()) - s.weight * float(constant)
-        newton = None if self.newton is None else self.newton.scaled(1 / noise)
+        newton = None if self.newton is None else self.newton.scale_both_sides(1 / noise)
         return replace(
             self, statistics=s.at_noise(noise, log_likelihood), newton=newton, reference=scale
         )

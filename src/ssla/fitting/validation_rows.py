@@ -228,7 +228,7 @@ def log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Te
     """Compute log ∫ p(y|f) N(f) df (b,) of rows with outputs f (b, C) and Jacobian J."""
     law = candidate.likelihood.predictive
     if law.linear_domain:
-        root = candidate.covariance.root(J).scaled(candidate.scale)
+        root = candidate.covariance.root(J).scale_by(candidate.scale)
         return log_average(law, y, candidate.mean_outputs(f, J), root)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

@@ -117,7 +117,7 @@ def _averages_at_shared_nodes(
     blocks: list[Derivatives] = []
     for start in range(0, max(B, 1), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        points = root.take(rows).times(z).add_(f[rows].unsqueeze(2))  # (b, C, J)
+        points = root.select_rows(rows).multiply(z).add_(f[rows].unsqueeze(2))  # (b, C, J)
         weights_of_rows = None if pool is None else pool[rows]
         block = average_of_block(
             likelihood, y[rows], points, weights, fisher, weights_of_rows, diagonal
@@ -273,7 +273,9 @@ def curvature_product(
         if root is None:
             precision = likelihood.precision(y[rows], f[rows])
         else:
-            precision = averages(likelihood, y[rows], f[rows], root.take(rows), fisher).precision
+            precision = averages(
+                likelihood, y[rows], f[rows], root.select_rows(rows), fisher
+            ).precision
         products.append((precision @ u[rows].to(precision.dtype).unsqueeze(-1)).squeeze(-1))
     return torch.cat(products)
 

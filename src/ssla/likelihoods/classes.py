@@ -54,7 +54,7 @@ class _Classes(Likelihood):
     concave = True
     links = (SIGMOID, SOFTMAX)
 
-    def dispersed(self, factor: float) -> _Classes:
+    def multiply_dispersion(self, factor: float) -> _Classes:
         """Return the same likelihood with `factor` times the temperature."""
         return replace(self, temperature=self.temperature * factor)
 
@@ -83,7 +83,7 @@ class Bernoulli(_Classes):
     """
 
     one_probability = True
-    closed_form = True
+    has_log_average = True
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
         """Return log ∫ σ(±f/T) N(f; f̂, K) df (B,), with an error of about 1e-8."""

@@ -77,7 +77,7 @@ class Poisson(Likelihood):
         """Return 0 for a log link, and None for the identity."""
         return 0.0 if self.linear_domain else None
 
-    def dispersed(self, factor: float) -> Likelihood:
+    def multiply_dispersion(self, factor: float) -> Likelihood:
         """Return a likelihood with `factor` times the variance at a mean of 1.
 
         It is a NegativeBinomial if the factor exceeds 1 and the link is the logarithm; otherwise
@@ -275,7 +275,7 @@ class NegativeBinomial(Likelihood):
             "For no extra spread use Poisson().",
         )
 
-    def dispersed(self, factor: float) -> NegativeBinomial:
+    def multiply_dispersion(self, factor: float) -> NegativeBinomial:
         """Return the likelihood with `factor` times the dispersion."""
         return NegativeBinomial(self.dispersion * factor)
 

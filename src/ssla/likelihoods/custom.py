@@ -56,7 +56,7 @@ class Custom(Likelihood):
     mean_function: Function | None
     variance_function: Function | None
 
-    may_be_straight = True
+    may_be_piecewise_linear = True
 
     @property
     def fisher_in_closed_form(self) -> bool:
@@ -164,24 +164,24 @@ class Custom(Likelihood):
             total[rows] = torch.einsum("nk,nka,nkb->nab", share, g, g)
         return total.reshape(*f.shape, f.shape[-1]).to(f.dtype)
 
-    def straight(self, f: Tensor) -> bool:
+    def is_piecewise_linear(self, f: Tensor) -> bool:
         """Return whether log p has a slope but no curvature at the first row of f for every y.
 
         The answer is kept for later calls.
         """
-        if not self._straight:
+        if not self._known_answers:
             first = f.reshape(-1, f.shape[-1])[:1].double()
             at_nodes = [
                 self.derivatives(y, first[rows].unsqueeze(1)) for rows, y, _ in self._nodes(first)
             ]
             curved = any(bool(derivatives.precision.any()) for derivatives in at_nodes)
             sloped = any(bool(derivatives.score.any()) for derivatives in at_nodes)
-            self._straight.append(sloped and not curved)
-        return self._straight[0]
+            self._known_answers.append(sloped and not curved)
+        return self._known_answers[0]
 
     @cached_property
-    def _straight(self) -> list[bool]:
-        """Return the cache of `straight`: an empty list, or a list with the answer."""
+    def _known_answers(self) -> list[bool]:
+        """Return the cache of `is_piecewise_linear`: an empty list, or a list with the answer."""
         # A frozen dataclass cannot store the answer itself, but it can keep a list that holds it.
         return []
 
@@ -332,7 +332,7 @@ class Custom(Likelihood):
             )
         return share
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return the user's mean and standard deviation (N,), or those found by a search of the
         density.
         """
@@ -352,7 +352,9 @@ class Custom(Likelihood):
 
     def _grids(self, f: Tensor) -> list[quadrature.RowGrid]:
         """Return the rows of f (N, C) with densities on grids of the support's real coordinate."""
-        return quadrature.build_grids(log_density_on_line(self, f), *self.guess(f, f), ACCURACY)
+        return quadrature.build_grids(
+            log_density_on_line(self, f), *self.locate_target(f, f), ACCURACY
+        )
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of y (n, ...), by inversion of the distribution function."""

@@ -51,7 +51,7 @@ class Gaussian(Likelihood):
             object.__setattr__(self, "noise", _checked_noise(self.noise))
 
     @property
-    def estimated(self) -> bool:
+    def needs_noise_estimate(self) -> bool:
         """Return whether the noise has still to be estimated."""
         return isinstance(self.noise, str)
 
@@ -59,7 +59,7 @@ class Gaussian(Likelihood):
     concave = True
     averages_differ = False  # Λ is the same for every f
     unequal_units = True
-    closed_form = True
+    has_log_average = True
 
     def support_for(self, outputs: int) -> Support:
         """Return numbers, or vectors for several outputs.
@@ -82,7 +82,7 @@ class Gaussian(Likelihood):
         """Return Σ (C, C) in f's dtype and on its device; raise ValueError if it is not estimated
         yet.
         """
-        if self.estimated:
+        if self.needs_noise_estimate:
             raise ValueError(
                 'noise="estimate" has no value yet: ssla.fit estimates it; read it from '
                 "posterior.likelihood.noise."
@@ -139,11 +139,11 @@ class Gaussian(Likelihood):
         """Return the diagonal of Σ with the shape of `mean`."""
         return self.covariance_for(f).diagonal().expand_as(f).reshape(self.mean(f).shape)
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return f̂ and √(σ² + K) of one output (N,)."""
         return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
 
-    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    def centre_and_deviation(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return f̂ and the standard deviations of Σ + K (N, C)."""
         return f, (self.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
 
@@ -157,7 +157,7 @@ class Gaussian(Likelihood):
         """Return log N(y; f̂, Σ + K) (B,)."""
         return _log_normal(self._residual(y, f), self.covariance_for(f) + K)
 
-    def dispersed(self, factor: float) -> Gaussian:
+    def multiply_dispersion(self, factor: float) -> Gaussian:
         """Return the likelihood with `factor` times the standard deviation."""
         if self.covariance is not None:
             return Gaussian(covariance=self.covariance * factor**2)

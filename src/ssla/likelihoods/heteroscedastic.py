@@ -30,7 +30,7 @@ from ssla.maths.roots import Root
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
 # Guesses, not measured: Newton steps of every task, the limit on those of a hard task, the limit on
-# halvings of such a step, and the c·Var μ/q beyond which a task is hard (see `starts`).
+# halvings of such a step, and the c·Var μ/q beyond which a task is hard (see `starting_points`).
 PROFILE_STEPS = 3
 SAFE_STEPS = 40
 SHORTER_STEPS = 8
@@ -104,7 +104,7 @@ class HeteroscedasticGaussian(Likelihood):
         return Derivatives(log_prob, score, torch.stack(entries, -1).unflatten(-1, (2, 2)))
 
     @property
-    def closed_form(self) -> bool:
+    def has_log_average(self) -> bool:
         """Return whether the parameters are mean and log variance."""
         return self.linear_domain
 
@@ -136,7 +136,7 @@ class HeteroscedasticGaussian(Likelihood):
         )
         return torch.logsumexp(log_prob + weights.log(), 1)
 
-    def dispersed(self, factor: float) -> HeteroscedasticGaussian:
+    def multiply_dispersion(self, factor: float) -> HeteroscedasticGaussian:
         """Return the likelihood with `factor` times the standard deviation."""
         return replace(self, scale=self.scale * factor)
 
@@ -279,7 +279,7 @@ class HeteroscedasticGaussian(Likelihood):
         second = self.scaled(f)[..., 1]
         return capped_exp(second) if self.linear_domain else -1 / (2 * second)
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return μ̂ and √(σ² + Var μ) (N,), with μ linearised in natural parameters."""
         if self.linear_domain:
             return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
@@ -288,9 +288,9 @@ class HeteroscedasticGaussian(Likelihood):
         variance_of_mean = (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))
         return m, (v + variance_of_mean).sqrt()
 
-    scale_of_answers = guess
+    centre_and_deviation = locate_target
 
-    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
+    def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
         """Return the mode v (M, 2) with the mean profiled out, for y (M,), f (M, 2) and R (M, 2,
         2).
 
@@ -349,7 +349,7 @@ class HeteroscedasticGaussian(Likelihood):
 
 
 class _Profile(NamedTuple):
-    """The profile h(d) of M tasks, with the fields r, s, c, β and q (M,) of `starts`.
+    """The profile h(d) of M tasks, with the fields r, s, c, β and q (M,) of `starting_points`.
 
     h(d) is log p(y|f̂ + Rv) − ½‖v‖² at its maximum over μ, as a function of the change d of s.
     """

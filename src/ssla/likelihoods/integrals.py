@@ -1,6 +1,6 @@
 """Averages log ∫ p(y|f) N(f; f̂, K) df at observed targets, which score validation rows.
 
-A likelihood with a `closed_form` has the method `log_average`. For others the integral is a sum
+A likelihood with a `has_log_average` has the method `log_average`. For others the integral is a sum
 over fixed nodes, a few rows at a time: Gauss–Hermite for one and two outputs, a low-discrepancy set
 for more. Where K is large, the logarithm of a sum over few nodes is too low (Jensen's inequality),
 by about half the relative variance of the sum. This correction is added, estimated from the
@@ -31,8 +31,8 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
     The likelihood must allow every output: nodes outside its domain would have no density.
     """
     C = f.shape[1]
-    if likelihood.closed_form:
-        R = root.times(torch.eye(C, dtype=root.dtype)).double()
+    if likelihood.has_log_average:
+        R = root.multiply(torch.eye(C, dtype=root.dtype)).double()
         return likelihood.log_average(y, f.double(), R @ R.mT)
     nodes, weights = normal_nodes(C, FEW_PAIRS if C > MANY_OUTPUTS else MANY_PAIRS)
     # Logits of classes lose nothing in single precision; targets of other kinds may.
@@ -44,7 +44,9 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
     averages = torch.empty(len(f), dtype=torch.float64)
     for start in range(0, len(f), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        points = root.take(rows).times(z).to(dtype) + f[rows].to(dtype).unsqueeze(-1)  # (b, C, J)
+        points = root.select_rows(rows).multiply(z).to(dtype) + f[rows].to(dtype).unsqueeze(
+            -1
+        )  # (b, C, J)
         log_terms = likelihood.log_prob_at_nodes(y[rows], points).double() + log_weights
         log_sum = log_terms.logsumexp(1)
         averages[rows] = log_sum

@@ -161,7 +161,7 @@ class Likelihood(Protocol):
         raise TypeError(f"{self!r} has no noise covariance: its log density is not quadratic in f.")
 
     @property
-    def estimated(self) -> bool:
+    def needs_noise_estimate(self) -> bool:
         """Return whether a fit has still to estimate the noise."""
         return False
 
@@ -182,11 +182,11 @@ class Likelihood(Protocol):
         return self.linear_domain
 
     @property
-    def may_be_straight(self) -> bool:
-        """Return whether log p may have kinks and no curvature in f; `straight` then tests it."""
+    def may_be_piecewise_linear(self) -> bool:
+        """Return whether log p may have kinks and no curvature in f; `is_piecewise_linear` then tests it."""
         return False
 
-    def straight(self, f: Tensor) -> bool:
+    def is_piecewise_linear(self, f: Tensor) -> bool:
         """Return whether log p has a slope but no curvature in f (..., C) for every y, like |y −
         f|.
         """
@@ -333,7 +333,7 @@ class Likelihood(Protocol):
         """Return whether log p(y|f̂ + Rv) − ½‖v‖² may have several modes in v."""
         return False
 
-    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
+    def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
         """Return starting points v (M, C) for the ascent of log p(y|f̂ + Rv) − ½‖v‖².
 
         The ascent from at least one of them reaches the highest mode. With an empty list it starts
@@ -367,7 +367,7 @@ class Likelihood(Protocol):
         return None
 
     @property
-    def closed_form(self) -> bool:
+    def has_log_average(self) -> bool:
         """Return whether `log_average` has a formula."""
         return False
 
@@ -394,7 +394,7 @@ class Likelihood(Protocol):
 
     # --- answers ---------------------------------------------------------------------------
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return an approximate centre (N,) and scale (N,) of a continuous y for f ~ N(f̂, K).
 
         A grid starts there, in the support's real coordinate. f is (N, C) and K is (N, C, C). The
@@ -402,7 +402,7 @@ class Likelihood(Protocol):
         """
         return quadrature.locate_densities(log_density_on_line(self, f), f.shape[0])
 
-    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    def centre_and_deviation(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return the centre and standard deviation of y, or of the outputs where y = f + noise.
 
         A dtype that rounds the centre by a large part of the deviation is too coarse for answers.
@@ -431,16 +431,18 @@ def log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDens
 class Dispersed(Protocol):
     """A likelihood with a spread that can be changed: a noise, a temperature, an overdispersion."""
 
-    def dispersed(self, factor: float) -> Likelihood:
+    def multiply_dispersion(self, factor: float) -> Likelihood:
         """Return the same likelihood with `factor` times the spread."""
 
     def dispersion_in_words(self, factor: float) -> str:
         """Describe the network, given that unseen rows need `factor` times the spread."""
 
 
-def with_dispersion(likelihood: Likelihood, factor: float) -> Likelihood:
+def multiply_dispersion(likelihood: Likelihood, factor: float) -> Likelihood:
     """Return the likelihood with `factor` times the spread; unchanged if its spread is fixed."""
-    return likelihood.dispersed(factor) if isinstance(likelihood, Dispersed) else likelihood
+    return (
+        likelihood.multiply_dispersion(factor) if isinstance(likelihood, Dispersed) else likelihood
+    )
 
 
 def dispersion_in_words(likelihood: Likelihood, factor: float) -> str:
@@ -469,7 +471,7 @@ LARGEST_EXPONENT = 170.0  # of an average in closed form: `capped_exp` stops at 
 
 def covariance_of(root: Root, f: Tensor) -> Tensor:
     """Return K = R Rᵀ (B, C, C) in the dtype of the outputs f (B, C)."""
-    R = root.times(torch.eye(f.shape[1], dtype=f.dtype))
+    R = root.multiply(torch.eye(f.shape[1], dtype=f.dtype))
     return R @ R.mT
 
 

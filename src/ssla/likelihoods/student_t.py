@@ -44,7 +44,7 @@ class StudentT(Likelihood):
     several_modes = True
     differentiable = True
 
-    def dispersed(self, factor: float) -> StudentT:
+    def multiply_dispersion(self, factor: float) -> StudentT:
         """Return the likelihood with `factor` times the scale."""
         return replace(self, scale=self.scale * factor)
 
@@ -106,13 +106,13 @@ class StudentT(Likelihood):
         value = self.scale**2 * self.df / (self.df - 2) if self.df > 2 else math.inf
         return torch.full_like(f[..., 0], value)
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return f̂ and √(scale² + K) (N,)."""
         return f[..., 0], (self.scale**2 + K[..., 0, 0]).sqrt()
 
-    scale_of_answers = guess
+    centre_and_deviation = locate_target
 
-    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
+    def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
         """Return two starting points, f̂ and y itself: for a wide K the objective has a mode near
         each.
         """

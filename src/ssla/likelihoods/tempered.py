@@ -14,7 +14,7 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     dispersion_in_words,
-    with_dispersion,
+    multiply_dispersion,
 )
 from ssla.likelihoods.support import Support
 from ssla.maths.roots import Root
@@ -35,7 +35,7 @@ class Tempered(Likelihood):
     `predictive`).
 
     Members that hold for every power of a density (its domain, its concavity, the form of Λ) are
-    those of the base. Members that hold for a density of y alone (`quadratic`, `closed_form`) do
+    those of the base. Members that hold for a density of y alone (`quadratic`, `has_log_average`) do
     not hold for its power and keep their default.
     """
 
@@ -60,7 +60,7 @@ class Tempered(Likelihood):
     # True of every power of a density.
     linear_domain = _property_of_base("linear_domain")
     links = _property_of_base("links")
-    estimated = _property_of_base("estimated")
+    needs_noise_estimate = _property_of_base("needs_noise_estimate")
     concave = _property_of_base("concave")
     averages_differ = _property_of_base("averages_differ")
     fisher_in_closed_form = _property_of_base("fisher_in_closed_form")
@@ -71,9 +71,9 @@ class Tempered(Likelihood):
     one_probability = _property_of_base("one_probability")
     overdispersion = _property_of_base("overdispersion")
 
-    def dispersed(self, factor: float) -> Likelihood:
+    def multiply_dispersion(self, factor: float) -> Likelihood:
         """Return the same power of the dispersed base; unchanged if the base's spread is fixed."""
-        return replace(self, base=with_dispersion(self.base, factor))
+        return replace(self, base=multiply_dispersion(self.base, factor))
 
     def dispersion_in_words(self, factor: float) -> str:
         """Describe the factor as the base does."""

@@ -20,19 +20,19 @@ class Root(Protocol):
     def dtype(self) -> torch.dtype:
         """Return the dtype of R."""
 
-    def times(self, z: Tensor) -> Tensor:
+    def multiply(self, z: Tensor) -> Tensor:
         """Compute R z.  (C, S) -> (B, C, S)."""
 
-    def at_nodes(self, z: Tensor) -> Tensor:
+    def multiply_outputs_last(self, z: Tensor) -> Tensor:
         """Compute z Rᵀ, the same product with the outputs last.  (S, C) -> (B, S, C)."""
 
     def variances(self) -> Tensor:
         """Compute the diagonal of K (B, C)."""
 
-    def take(self, rows: slice | Tensor) -> Root:
+    def select_rows(self, rows: slice | Tensor) -> Root:
         """Return the root of some rows, given by a slice or by their numbers (m,)."""
 
-    def scaled(self, factor: float) -> Root:
+    def scale_by(self, factor: float) -> Root:
         """Return the root of factor² · K."""
 
 
@@ -47,11 +47,11 @@ class FullRoot:
         """Return the dtype of R."""
         return self.values.dtype
 
-    def times(self, z: Tensor) -> Tensor:
+    def multiply(self, z: Tensor) -> Tensor:
         """Compute R z.  (C, S) -> (B, C, S)."""
         return self.values @ z
 
-    def at_nodes(self, z: Tensor) -> Tensor:
+    def multiply_outputs_last(self, z: Tensor) -> Tensor:
         """Compute z Rᵀ.  (S, C) -> (B, S, C)."""
         return z @ self.values.mT
 
@@ -59,11 +59,11 @@ class FullRoot:
         """Compute the diagonal of K (B, C)."""
         return (self.values**2).sum(-1)
 
-    def take(self, rows: slice | Tensor) -> FullRoot:
+    def select_rows(self, rows: slice | Tensor) -> FullRoot:
         """Return the root of some rows, given by a slice or by their numbers (m,)."""
         return FullRoot(self.values[rows])
 
-    def scaled(self, factor: float) -> FullRoot:
+    def scale_by(self, factor: float) -> FullRoot:
         """Return the root of factor² · K."""
         return FullRoot(factor * self.values)
 
@@ -83,14 +83,14 @@ class ScaledRoot:
         """Return the dtype of R."""
         return self.scale.dtype
 
-    def times(self, z: Tensor) -> Tensor:
+    def multiply(self, z: Tensor) -> Tensor:
         """Compute R z.  (C, S) -> (B, C, S)."""
         if self.basis is None:
             return self.scale.unsqueeze(-1) * z
         scaled = self.scale.mT.unsqueeze(-1) * z.unsqueeze(1)  # (C, B, S): one product for all rows
         return (self.basis @ scaled.flatten(1)).view_as(scaled).movedim(0, 1)
 
-    def at_nodes(self, z: Tensor) -> Tensor:
+    def multiply_outputs_last(self, z: Tensor) -> Tensor:
         """Compute z Rᵀ.  (S, C) -> (B, S, C)."""
         scaled = self.scale.unsqueeze(1) * z
         return scaled if self.basis is None else scaled @ self.basis.mT
@@ -100,11 +100,11 @@ class ScaledRoot:
         squares = self.scale**2
         return squares if self.basis is None else squares @ (self.basis**2).mT
 
-    def take(self, rows: slice | Tensor) -> ScaledRoot:
+    def select_rows(self, rows: slice | Tensor) -> ScaledRoot:
         """Return the root of some rows, given by a slice or by their numbers (m,)."""
         return ScaledRoot(self.scale[rows], self.basis, self.profiles)
 
-    def scaled(self, factor: float) -> ScaledRoot:
+    def scale_by(self, factor: float) -> ScaledRoot:
         """Return the root of factor² · K."""
         return ScaledRoot(factor * self.scale, self.basis, self.profiles)
 
@@ -141,7 +141,7 @@ class SharedNodes:
         error = (root.scale - self.coefficients(root) @ self.profiles).abs().amax(1)
         return error <= tolerance * root.scale.amax(1)
 
-    def at_nodes(self, coefficients: Tensor, nodes: slice) -> Tensor:
+    def combine_products(self, coefficients: Tensor, nodes: slice) -> Tensor:
         """Compute R z at some of the nodes.  (B, r) -> (B, s, C)."""
         products = self.products[:, nodes]
         return (coefficients @ products.flatten(1)).view(len(coefficients), *products.shape[1:])
@@ -164,7 +164,7 @@ def build_shared_nodes(root: ScaledRoot, z: Tensor) -> SharedNodes:
     products = (profiles.unsqueeze(1) * z) @ root.basis.mT  # (r, S, C)
     by_output = products.permute(2, 0, 1)
     squares = (by_output @ by_output.mT).flatten(1).mT / len(z)  # (r·r, C)
-    return SharedNodes(root.take(slice(0)), profiles, products, squares.contiguous())
+    return SharedNodes(root.select_rows(slice(0)), profiles, products, squares.contiguous())
 
 
 def full_root(K: Tensor) -> FullRoot:

@@ -168,7 +168,7 @@ def _integrate_binary(f: Tensor, root: Root) -> ClassIntegrals:
     root of K.
     """
     size = f.shape[1]
-    R = root.times(torch.eye(size, dtype=root.dtype)).double()
+    R = root.multiply(torch.eye(size, dtype=root.dtype)).double()
     m, r = (f[:, 0], R[:, 0]) if size == 1 else (f[:, 1] - f[:, 0], R[:, 1] - R[:, 0])
     sd = torch.linalg.vector_norm(r, dim=1)
     log_one, log_zero, spread = logistic_normal(m, sd)
@@ -188,7 +188,7 @@ def _integrate_softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
     integrals = ClassIntegrals(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
     for start in range(0, len(f), rows):
         block = slice(start, start + rows)
-        by_block = _integrate_block(f[block], root.take(block), z)
+        by_block = _integrate_block(f[block], root.select_rows(block), z)
         for target, values in zip(integrals, by_block, strict=True):
             target[block] = values
     return integrals
@@ -230,7 +230,9 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
     # Probabilities too small for the dtype are summed in logarithms, row by row: they are rare.
     for row in (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist():
         single = slice(row, row + 1)
-        logits = root_times_nodes(root.take(single), z).double().add_(top[single].unsqueeze(-1))
+        logits = (
+            root_times_nodes(root.select_rows(single), z).double().add_(top[single].unsqueeze(-1))
+        )
         log_probs[single] = torch.log_softmax(logits, 1).logsumexp(-1)
     return torch.log_softmax(log_probs, 1), spread, entropy
 
@@ -240,7 +242,7 @@ def root_times_nodes(root: Root, z: Tensor) -> Tensor:
 
     Nodes for many outputs have the variance only on average over outputs, so they are rescaled.
     """
-    moved = root.times(z)
+    moved = root.multiply(z)
     if whitened(z.shape[0]):
         return moved
     variance_of_nodes = torch.linalg.vecdot(moved, moved) / z.shape[1]
@@ -260,7 +262,7 @@ def at_temperature_one(
     temperature = likelihood.logit_temperature
     assert temperature is not None
     for f, root in parts:
-        yield (f, root) if temperature == 1 else (f / temperature, root.scaled(1 / temperature))
+        yield (f, root) if temperature == 1 else (f / temperature, root.scale_by(1 / temperature))
 
 
 def class_slopes(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:
@@ -288,7 +290,7 @@ def class_slopes(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:
     slopes = torch.empty_like(f)
     for start in range(0, len(f), rows):
         block = slice(start, start + rows)
-        logits = f[block].unsqueeze(-1) + root_times_nodes(root.take(block), z)
+        logits = f[block].unsqueeze(-1) + root_times_nodes(root.select_rows(block), z)
         p = torch.softmax(logits, 1).mT  # (B, S, C)
         # ∇p_cᵀdf = p_c (df_c − pᵀdf); tr(∇²p_c dK) = p_c (dK_cc − 2(dK p)_c + 2pᵀdK p − pᵀdiag dK)
         p_dK = p @ dK[block]

@@ -106,7 +106,7 @@ def grid_predictive(log_density: LogDensity, support: Continuous, refit: str) ->
         return density.log if isinstance(support, Real) else density.log + support.log_slope(z)
 
     accuracy = quadrature.Accuracy(spline=None if isinstance(support, Real) else SPLINE)
-    pieces = quadrature.build_grids(evaluate, *log_density.likelihood.guess(f, K), accuracy)
+    pieces = quadrature.build_grids(evaluate, *log_density.likelihood.locate_target(f, K), accuracy)
     for rows, grid in pieces:
         inaccurate[rows] = ~grid.accurate
     flags = Diagnostics(refit, fallback, unconverged, inaccurate)

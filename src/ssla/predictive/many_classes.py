@@ -84,8 +84,8 @@ class SoftmaxIntegrals:
             return self._by_shared(f, root, shared)
         sums = _empty_sums(f)
         near, far = covered.nonzero().squeeze(1), (~covered).nonzero().squeeze(1)
-        _put_rows(sums, near, self._by_shared(f[near], root.take(near), shared))
-        _put_rows(sums, far, self._by_product(f[far], root.take(far)))
+        _put_rows(sums, near, self._by_shared(f[near], root.select_rows(near), shared))
+        _put_rows(sums, far, self._by_product(f[far], root.select_rows(far)))
         return sums
 
     def _make_shared_products(self, root: Root) -> None:
@@ -109,8 +109,8 @@ class SoftmaxIntegrals:
         def nodes_of_block(block: slice) -> _Nodes:
             """Return the nodes of some rows, which are combined when a slab asks for them."""
             combination = coefficients[block]
-            factors = self._factors(root.take(block), shared.mean_squares(combination))
-            return _Nodes(factors, lambda nodes: shared.at_nodes(combination, nodes))
+            factors = self._factors(root.select_rows(block), shared.mean_squares(combination))
+            return _Nodes(factors, lambda nodes: shared.combine_products(combination, nodes))
 
         return self._in_blocks(f, nodes_of_block, NODES_AT_ONCE, root.dtype)
 
@@ -120,8 +120,8 @@ class SoftmaxIntegrals:
 
         def nodes_of_block(block: slice) -> _Nodes:
             """Return the nodes of some rows, all computed at once."""
-            roots = root.take(block)
-            moved = roots.at_nodes(half)
+            roots = root.select_rows(block)
+            moved = roots.multiply_outputs_last(half)
             mean_squares = (moved * moved).mean(1) if not self.whitened else moved
             return _Nodes(self._factors(roots, mean_squares), lambda nodes: moved[:, nodes])
 

@@ -226,7 +226,7 @@ def _with_determinant(
 
 def _highest_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor) -> Evaluated:
     """Evaluate at the highest of the modes that the likelihood's starts lead to."""
-    starts = likelihood.starts(y, f, R)
+    starts = likelihood.starting_points(y, f, R)
     if not starts:
         return _climb_to_mode(likelihood, y, f, R, torch.zeros_like(f))
     best = _mode_from(likelihood, y, f, R, starts[0])
@@ -322,9 +322,9 @@ def _derivatives_with_curvature(
     computed by quadrature, unless the answer is `for_step`.
     """
     derivatives = likelihood.derivatives(y, f)
-    if not likelihood.may_be_straight or bool(derivatives.precision.any()):
+    if not likelihood.may_be_piecewise_linear or bool(derivatives.precision.any()):
         return derivatives
-    if not likelihood.straight(f):
+    if not likelihood.is_piecewise_linear(f):
         return derivatives
     if likelihood.fisher_in_closed_form:
         return derivatives._replace(precision=likelihood.fisher(f))
