@@ -114,7 +114,7 @@ class TestRowNodes:
         pool = torch.ones(50).double()
         first, again, other = (
             averages(
-                Categorical(), y, f, root, pool=pool, row_nodes=RowNodes(8).of_chunk(chunk)
+                Categorical(), y, f, root, pool=pool, row_nodes=RowNodes(8).for_chunk(chunk)
             ).precision
             for chunk in (3, 3, 4)
         )

@@ -51,7 +51,7 @@ class Averaging(NamedTuple):
 
     def nodes_of_chunk(self, chunk: int) -> RowNodes | None:
         """Return the nodes of a chunk, by its number; None where all rows share nodes."""
-        return None if self.row_nodes is None else self.row_nodes.of_chunk(chunk)
+        return None if self.row_nodes is None else self.row_nodes.for_chunk(chunk)
 
 
 @dataclass(frozen=True, eq=False)

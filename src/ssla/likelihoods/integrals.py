@@ -1,10 +1,10 @@
 """Averages log ∫ p(y|f) N(f; f̂, K) df at observed targets, which score validation rows.
 
-A likelihood with a `has_log_average` has the method `log_average`. For others the integral is a sum
-over fixed nodes, a few rows at a time: Gauss–Hermite for one and two outputs, a low-discrepancy set
-for more. Where K is large, the logarithm of a sum over few nodes is too low (Jensen's inequality),
-by about half the relative variance of the sum. This correction is added, estimated from the
-variance between nodes.
+A likelihood whose `has_log_average` is true has the method `log_average`. For others the integral
+is a sum over fixed nodes, a few rows at a time: Gauss–Hermite for one and two outputs, a
+low-discrepancy set for more. Where K is large, the logarithm of a sum over few nodes is too low
+(Jensen's inequality), by about half the relative variance of the sum. This correction is added,
+estimated from the variance between nodes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ GAUSS_HERMITE = 2  # up to this number of outputs the nodes need no correction
 def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Tensor:
     """Return log ∫ p(y|f) N(f; f̂, R Rᵀ) df (B,) in float64, for f (B, C) and y (B,) or (B, C).
 
-    The likelihood must allow every output: nodes outside its domain would have no density.
+    The likelihood must allow every output (`linear_domain`): nodes outside its domain would have no
+    density.
     """
     C = f.shape[1]
     if likelihood.has_log_average:
@@ -58,12 +59,11 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
 def _jensen_correction(shares: Tensor) -> Tensor:
     """Return by how much the logarithm of a sum over nodes is too low on average (b,).
 
-    It is half the relative variance of the sum. shares (b, J) are the terms of the sum, divided by
-    it. Nothing is added to a sum of zero.
+    It is half the relative variance of the sum. shares (b, J): the terms of the sum, divided by it,
+    with the mirror images of the first J/2 nodes in the second half. The result is zero for a sum
+    of zero, whose shares are NaN.
     """
-    # The mirror image of a node is half of the nodes further on. The two count as one term of the
-    # sum, because their errors cancel in part.
+    # A node and its mirror image count as one term, because their errors cancel in part.
     pairs = shares.shape[1] // 2
     variance = (shares[:, :pairs] + shares[:, pairs:]).var(1)
-    # The shares of a sum of zero are NaN.
     return (0.5 * pairs * variance).nan_to_num(0.0)
