@@ -32,7 +32,7 @@ class Extent:
     @property
     def parameters_outside_layers(self) -> int:
         """Return the number of parameters that are outside the layers with a Kronecker form."""
-        return self.size - sum(inside * out for inside, out in self.layers)
+        return self.size - sum(inputs * outputs for inputs, outputs in self.layers)
 
 
 class Operator(Protocol):
@@ -227,8 +227,9 @@ class Structure(Protocol):
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
         """Return a basis Q with S = Q diag(λ) Qᵀ that suits some prior precisions.
 
-        precisions (k, P): k vectors of prior precisions. None, the default, means that there is no
-        basis in which all of them stay diagonal: each must be constant inside every block of Q.
+        precisions (k, P): k vectors over the parameters, such as prior precisions. Each must be
+        constant inside every block of Q, so that it is diagonal in both bases. None, the default,
+        means that there is no such basis.
         """
         return None
 
