@@ -127,8 +127,8 @@ def test_sums_by_pairs_of_features_equal_explicit_ones(kind, at_once, monkeypatc
         random_spd(J.size, J.size, seed=1),
         random_spd(len(A), J.outputs, J.outputs, seed=2),
     )
-    torch.testing.assert_close(J.form(S), A @ S @ A.mT)
-    monkeypatch.setattr(Features, "by_pairs", True)
+    torch.testing.assert_close(J.congruence(S), A @ S @ A.mT)
+    monkeypatch.setattr(Features, "pairs_are_faster", True)
     torch.testing.assert_close(J.gram(precision), torch.einsum("bcp,bcd,bdq->pq", A, precision, A))
 
 

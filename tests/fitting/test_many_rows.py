@@ -332,7 +332,7 @@ def test_row_covariances_by_blocks_are_those_by_a_factor() -> None:
         .add(J, A @ A.mT)
         .with_prior(torch.full((J.size,), 3.0, dtype=torch.float64))
     )
-    assert J.by_blocks
+    assert J.blocks_are_faster
     found, expected = operator.root_for_sums(J.double()), operator.root(J.double())
     torch.testing.assert_close(
         found.values @ found.values.mT, expected.values @ expected.values.mT, rtol=1e-9, atol=1e-12

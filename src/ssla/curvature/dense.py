@@ -89,8 +89,12 @@ class DenseOperator:
 
         It is computed from H⁻¹ itself where that is accurate, and otherwise by `root`.
         """
-        if isinstance(J, Features) and (J.by_pairs or J.by_blocks) and self._inverse_is_accurate:
-            return full_root(J.form(self._inverse))
+        if (
+            isinstance(J, Features)
+            and (J.pairs_are_faster or J.blocks_are_faster)
+            and self._inverse_is_accurate
+        ):
+            return full_root(J.congruence(self._inverse))
         return self.root(J)
 
     def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:

@@ -240,5 +240,5 @@ class LowRank(Structure):
 
     def memory(self, extent: Extent) -> int:
         """Estimate the bytes that a fit needs: five matrices of the sketch's size (P, l)."""
-        # Five is a guess: probe, sketch, its root and those of a batch.
+        # Five is a guess: Ω, the sketch, its root, and workspace.
         return 5 * 8 * extent.size * self._sketch_width(extent.size)

@@ -453,8 +453,8 @@ def _features_to_keep(J: Features) -> Features:
     Single precision takes half of the memory, and its products are exact in double.
     """
     if J.dtype == torch.float64:
-        return replace(J.double(), remembers=True)
-    return replace(J, phi=J.phi.float(), remembers=True)
+        return replace(J.double(), keeps_squares=True)
+    return replace(J, phi=J.phi.float(), keeps_squares=True)
 
 
 def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
