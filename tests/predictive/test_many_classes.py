@@ -113,7 +113,7 @@ def test_rows_outside_the_span_take_their_own_product():
     found = integrate_classes([(f, odd)], 40, 1 << 30)
     close(found, reference(f, odd), 1e-12)
     shared = many_classes.build_shared_nodes(odd, softmax_nodes(40).mT[:256])
-    assert (~shared.covers(odd, many_classes.TOLERANCE)).nonzero().flatten().tolist() == [4, 17]
+    assert (~shared.find_covered_rows(odd, many_classes.TOLERANCE)).nonzero().flatten().tolist() == [4, 17]
 
 
 def test_chunks_share_their_products():

@@ -77,9 +77,9 @@ class SoftmaxIntegrals:
         """
         self._make_shared_products(root)
         shared = self.shared
-        if shared is None or not isinstance(root, ScaledRoot) or not shared.serves(root):
+        if shared is None or not isinstance(root, ScaledRoot) or not shared.has_basis_of(root):
             return self._by_product(f, root)
-        covered = shared.covers(root, TOLERANCE)
+        covered = shared.find_covered_rows(root, TOLERANCE)
         if bool(covered.all()):
             return self._by_shared(f, root, shared)
         sums = _empty_sums(f)
@@ -92,7 +92,7 @@ class SoftmaxIntegrals:
         """Make the products that rows of this basis share, where there are enough rows for them."""
         if not isinstance(root, ScaledRoot) or root.basis is None or root.profiles is None:
             return
-        if self.shared is not None and self.shared.serves(root):
+        if self.shared is not None and self.shared.has_basis_of(root):
             return
         # The products have the size of r rows' nodes, and so have to fit the budget.
         count = len(root.profiles())
