@@ -139,7 +139,7 @@ def _count_layer_inputs(extent: Extent) -> int:
 
     Without layers of a Kronecker form it is the number of parameters.
     """
-    return sum(inside for inside, _ in extent.layers) or extent.size
+    return sum(inputs for inputs, _ in extent.layers) or extent.size
 
 
 def time_in_words(seconds: float) -> str:

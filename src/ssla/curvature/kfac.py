@@ -216,9 +216,9 @@ class KfacOperator:
         """
         for op, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
             yield op.rotate(block).weighted_covariance(weights)
-        rest = rest_block(J)
-        if rest is not None:
-            yield rest.weighted_covariance(rest_weights)
+        columns = rest_block(J)
+        if columns is not None:
+            yield columns.weighted_covariance(rest_weights)
 
     def _last_layer_quadratic(self, J: Features, layer_weights: list[Tensor]) -> Tensor:
         """Compute J M Jᵀ = Q_G diag(v) Q_Gᵀ (B, C, C) of a last layer.
@@ -381,11 +381,11 @@ class Kfac(Structure):
         if isinstance(J, Features):
             return replace(batch, layers=(self._last_layer_factors(J, precision, weights, inputs),))
         layers = tuple(self._layer_factors(block, precision, weights) for block in layer_blocks(J))
-        rest = rest_block(J)
-        if rest is None:
+        columns = rest_block(J)
+        if columns is None:
             return replace(batch, layers=layers)
-        squares = rest.square_sum(precision)
-        return replace(batch, layers=layers, rest_positions=rest.positions, rest=squares)
+        squares = columns.square_sum(precision)
+        return replace(batch, layers=layers, rest_positions=columns.positions, rest=squares)
 
     def _last_layer_factors(
         self, J: Features, precision: Tensor, weights: Tensor, inputs: bool

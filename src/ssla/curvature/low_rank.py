@@ -183,38 +183,38 @@ class LowRank(Structure):
         """Return the number k of directions: `rank`, or all of the sketch."""
         return len(self._leading_root)
 
-    def largest_variance_excess(self, least: float) -> float:
+    def largest_variance_excess(self, smallest_precision: float) -> float:
         """Return d/τ, the largest share by which a variance may be too large.
 
-        d is the dropped curvature. least: the smallest precision τ > 0 of the prior.
+        d is the dropped curvature. smallest_precision: that of the prior, τ > 0.
         """
-        return float(self._dropped_curvature) / least
+        return float(self._dropped_curvature) / smallest_precision
 
-    def describe_omission(self, least: float) -> str:
+    def describe_omission(self, smallest_precision: float) -> str:
         """Return a sentence for the report on the size of the dropped part.
 
-        least: the smallest precision of the prior.
+        smallest_precision: that of the prior.
         """
         return (
             f"low_rank: {self.directions:,} of {len(self.diagonal):,} directions; no variance is "
-            f"more than {100 * self.largest_variance_excess(least):.2g}% too large"
+            f"more than {100 * self.largest_variance_excess(smallest_precision):.2g}% too large"
         )
 
-    def widen_sketch(self, least: float, most: int) -> LowRank | None:
-        """Return empty statistics with a sketch twice as wide, of at most `most` columns.
+    def widen_sketch(self, smallest_precision: float, max_columns: int) -> LowRank | None:
+        """Return empty statistics with a sketch twice as wide, of at most `max_columns`.
 
-        They have no data: the caller adds all of them again. None if the variances are accurate to
-        `tail` under the prior's smallest precision `least`, if the rank is fixed, or if the sketch
-        cannot be wider.
+        They have no data: the caller adds all of them again. smallest_precision: that of the prior.
+        None if the variances are accurate to `tail` under it, if the rank is fixed, or if the
+        sketch cannot be wider.
         """
         size, columns = self.sketch.shape
         if (
             self.rank is not None
-            or self.largest_variance_excess(least) <= self.tail
-            or columns >= min(size, most)
+            or self.largest_variance_excess(smallest_precision) <= self.tail
+            or columns >= min(size, max_columns)
         ):
             return None
-        return LowRank(None, self.tail, self.seed, min(2 * columns, size, most))
+        return LowRank(None, self.tail, self.seed, min(2 * columns, size, max_columns))
 
     def push(self, direction: Tensor) -> Tensor:
         """Compute the product Ŝ_k d with a direction d.  (P,) -> (P,)."""

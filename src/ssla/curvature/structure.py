@@ -233,10 +233,10 @@ class Structure(Protocol):
         """
         return None
 
-    def describe_omission(self, least: float) -> str:
+    def describe_omission(self, smallest_precision: float) -> str:
         """Return a sentence for the report on what the structure leaves out of S.
 
-        least: the smallest precision of the prior. The default, an empty text, means nothing.
+        smallest_precision: that of the prior. The default, an empty text, means nothing.
         """
         return ""
 
@@ -307,9 +307,10 @@ def factorisation_error_text(precision: Tensor, detail: str) -> str:
     precision: that of the prior, (P,) or (P, P). If it is positive definite, the prior is not the
     cause, so the text names other causes. detail: words that say which parameter or factor fails.
     """
-    least = float((precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)).min())
-    if least > 0:
-        return ILL_CONDITIONED.format(detail=detail, least=least)
+    eigenvalues = precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)
+    smallest = float(eigenvalues.min())
+    if smallest > 0:
+        return ILL_CONDITIONED.format(detail=detail, least=smallest)
     return SINGULAR.format(detail=detail)
 
 

@@ -147,15 +147,16 @@ class Custom(Likelihood):
             score = _gradient(log_prob.sum(), free, keep=second)
             if not second:
                 return log_prob.detach(), score.detach(), None
-            columns = [-_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])]
-            precision = torch.stack(columns, -2).detach()
+            rows = [-_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])]
+            precision = torch.stack(rows, -2).detach()
+        # Second derivatives are symmetric, except for rounding errors of autograd.
         return log_prob.detach(), score.detach(), (precision + precision.mT) / 2
 
     def fisher(self, f: Tensor) -> Tensor:
-        """Return E_y[g gᵀ] (..., C, C), which equals E_y Λ and is positive semi-definite by
-        construction.
+        """Return the Fisher information (..., C, C) that the user gave, or E_y[g gᵀ].
 
-        It is computed by summation or quadrature over y, unless the user gave it.
+        The latter equals E_y Λ and is positive semi-definite by construction. It is computed by
+        summation or quadrature over y.
         """
         if self.fisher_function is not None:
             return self.fisher_function(f)

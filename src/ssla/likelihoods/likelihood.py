@@ -560,11 +560,13 @@ def softplus_difference(old: Tensor, step: Tensor) -> Tensor:
     return torch.where(step.abs() <= 1, close, softplus(old + step) - softplus(old))
 
 
-def uniform_numbers(like: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """Return uniform numbers strictly inside (0, 1), float64 of shape (n, *like.shape).
+def uniform_numbers(template: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+    """Return uniform numbers strictly inside (0, 1), float64 of shape (n, *template.shape).
 
-    They are on the device of `like`. Without a generator, torch's global one is used.
+    They are on the device of `template`. Without a generator, torch's global one is used.
     """
-    u = torch.rand((n, *like.shape), dtype=torch.float64, device=like.device, generator=generator)
+    u = torch.rand(
+        (n, *template.shape), dtype=torch.float64, device=template.device, generator=generator
+    )
     # Quantile functions are infinite at 0 and 1.
     return u.clamp(1e-16, 1 - 1e-16)

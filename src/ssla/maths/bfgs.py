@@ -222,16 +222,17 @@ def _search_line(
             return None, evaluations
 
 
-def _coordinate_units(place: _Place, scale: Tensor, least: float) -> Tensor:
+def _coordinate_units(place: _Place, scale: Tensor, least_curvature: float) -> Tensor:
     """Return the unit of length (d,) of each coordinate: curvature^(−½).
 
     scale (d,): the inverse of the curvature, for a function that does not return one. A returned
-    curvature is raised to `least`, and until a Newton step is not beyond the longest.
+    curvature is raised to `least_curvature`, and until a Newton step is not beyond the longest.
     """
     curvature = place.function.curvature
     if curvature is None:
         return scale.sqrt()
-    return torch.maximum(curvature, place.gradient.abs() / LONGEST_STEP).clamp_min(least).rsqrt()
+    raised = torch.maximum(curvature, place.gradient.abs() / LONGEST_STEP)
+    return raised.clamp_min(least_curvature).rsqrt()
 
 
 def _ascent_direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor:

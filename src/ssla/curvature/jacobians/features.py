@@ -249,8 +249,8 @@ class Features:
         W = whitener.to(self.phi.dtype)
         if C > FEW_OUTPUTS:
             return self._quadratic_by_chunks(W)
-        # The columns a·F … (a + 1)·F of W belong to output a. They are zero above row a·F, because W
-        # is lower triangular: white[a] starts at that row.
+        # The columns a·F … (a + 1)·F of W belong to output a. W is lower triangular, so they are
+        # zero above row a·F: white[a] starts at that row.
         white = [self._multiply_phi(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
         K: list[list[Tensor]] = [[white[0]] * C for _ in range(C)]
         for a in range(C):
