@@ -233,7 +233,10 @@ class Dense(Structure):
         return other
 
     def merge(self, other: Structure) -> Dense:
-        """Return the statistics of both data sets, as rows while these are fewer than P."""
+        """Return the statistics of both data sets, as rows while these are fewer than P.
+
+        ValueError if the others are not dense or of another size.
+        """
         other = self._require_same_kind(other)
         if (
             self.matrix is None
@@ -307,8 +310,9 @@ class Dense(Structure):
         return float(operator.solve_many(self.matrix).diagonal().sum())
 
     def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
-        """Factorise H = S + prior, by Woodbury's formula for rows; precision (P,) or (P, P).
+        """Factorise H = S + the prior's precision, which is a diagonal (P,) or a matrix (P, P).
 
+        Stored rows with a positive diagonal take Woodbury's formula, all others Cholesky.
         NoFactorError if H is not positive definite in double precision.
         """
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):

@@ -35,7 +35,7 @@ class DiagonalOperator:
         return J.quadratic_diagonal(1 / self.h)
 
     def root(self, J: Jacobian) -> Root:
-        """Compute R with R Rᵀ = K; for a last layer K is diagonal, and so is R."""
+        """Compute a root R of K = R Rᵀ; for a last layer K is diagonal, and so is R."""
         if isinstance(J, Features):
             return ScaledRoot(J.weighted_squares(1 / self.h).sqrt())
         return full_root(self.covariance(J))
@@ -61,7 +61,7 @@ class DiagonalOperator:
         return 1 / self.h
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
+        """Draw n vectors z/√h from N(0, H⁻¹), with z ~ N(0, I).  -> (n, P)."""
         return torch.randn(n, len(self.h), dtype=torch.float64, generator=generator) / self.h.sqrt()
 
 
@@ -99,7 +99,7 @@ class Diagonal(Structure):
         return other._diagonal
 
     def merge(self, other: Structure) -> Diagonal:
-        """Return the statistics of both data sets."""
+        """Return the statistics of both data sets; ValueError if they cannot be merged."""
         return Diagonal(self._diagonal + self._require_diagonal(other))
 
     def mix_with(self, other: Structure, share: float) -> Diagonal:

@@ -115,7 +115,10 @@ class LayerOperator:
         return None if self.basis_g is None else self.basis_g.float()
 
     def outputs_basis(self, dtype: torch.dtype) -> Tensor | None:
-        """Return Q_G (out, out) in a dtype; None for the identity."""
+        """Return Q_G (out, out) in a dtype; None for the identity.
+
+        The float32 form is kept, because every batch of a float32 network asks for it.
+        """
         if dtype == torch.float32 or self.basis_g is None:
             return self._single_basis_g
         return self.basis_g.to(dtype)
@@ -290,7 +293,10 @@ class KfacOperator:
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
+        """Draw n vectors from N(0, H⁻¹).  -> (n, P).
+
+        White noise is scaled by the standard deviations in the eigenbases, then rotated back.
+        """
         out = torch.randn(n, self.size, dtype=torch.float64, generator=generator)
         for op in self.layers:
             out[:, op.positions] = op.rotate_back(out[:, op.positions] / op.spectrum.sqrt())

@@ -257,7 +257,10 @@ class Eigenbasis:
     parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
 
     def to_eigenbasis(self, v: Tensor) -> Tensor:
-        """Return Qᵀv.  (…, P) -> (…, P); v itself, not a copy, where Q is the identity."""
+        """Return Qᵀv, the coordinates of vectors v in the eigenbasis.  (…, P) -> (…, P).
+
+        It is v itself, not a copy, where Q is the identity.
+        """
         if not self.parts:
             return v
         out = v.clone()
@@ -268,7 +271,7 @@ class Eigenbasis:
         return out
 
     def from_eigenbasis(self, v: Tensor) -> Tensor:
-        """Return Qv.  (…, P) -> (…, P)."""
+        """Return Qv, the vectors with the coordinates v in the eigenbasis.  (…, P) -> (…, P)."""
         out = v.clone()
         for positions, inner, outer in self.parts:
             block = v[..., positions]  # (…, out, in)

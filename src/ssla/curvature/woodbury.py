@@ -84,9 +84,9 @@ class WoodburyOperator:
         return (1 - self.basis**2 @ self._reductions) / self.prior
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
+        """Draw n vectors D^-½ (I + E diag(s) Eᵀ)^-½ z from N(0, H⁻¹), z ~ N(0, I).  -> (n, P)."""
         white = torch.randn(n, len(self.prior), dtype=torch.float64, generator=generator)
-        # Along E the standard deviation falls from 1 to (1 + s)^-½.
+        # Along E the standard deviation falls from 1 to (1 + s)^-½: by this difference.
         shrinkage = -torch.expm1(-0.5 * self.spectrum.log1p())
         return (white - ((white @ self.basis) * shrinkage) @ self.basis.mT) / self.prior.sqrt()
 

@@ -92,16 +92,16 @@ def averages(
         and isinstance(root, ScaledRoot)
         and likelihood.softmax
     ):
-        return _pooled_class_averages(likelihood, y, f, root, pool, diagonal, row_nodes)
+        return _average_pooled_classes(likelihood, y, f, root, pool, diagonal, row_nodes)
     exact = likelihood.averages_in_closed_form(y, f, root, fisher)
     if exact is None:
-        return _averages_at_shared_nodes(likelihood, y, f, root, fisher, pool, diagonal)
+        return _average_at_shared_nodes(likelihood, y, f, root, fisher, pool, diagonal)
     if pool is None:
         return exact
-    return exact._replace(precision=_pooled(exact.precision, pool, diagonal))
+    return exact._replace(precision=_pool_precisions(exact.precision, pool, diagonal))
 
 
-def _averages_at_shared_nodes(
+def _average_at_shared_nodes(
     likelihood: Likelihood,
     y: Tensor,
     f: Tensor,
@@ -114,7 +114,7 @@ def _averages_at_shared_nodes(
     B, C = f.shape
     nodes, weights = normal_nodes(C, _pairs_for(C))
     z = nodes.mT.contiguous()  # (C, J)
-    average_block = _class_averages if likelihood.softmax else _node_averages
+    average_block = _average_classes_at_nodes if likelihood.softmax else _average_at_nodes
     # The largest arrays of a row: derivatives at its nodes, and its own C×C matrix.
     numbers_at_nodes = len(nodes) * C * (1 if likelihood.softmax else C)
     numbers_of_matrix = 0 if likelihood.softmax and pool is not None else C * C
@@ -164,7 +164,7 @@ def pooled_fisher(
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
-def _temperature(likelihood: Likelihood) -> float:
+def _require_temperature(likelihood: Likelihood) -> float:
     """Return T of a likelihood with p = softmax(f/T); it must have one."""
     temperature = likelihood.logit_temperature
     assert temperature is not None
@@ -176,10 +176,10 @@ def _class_factor(likelihood: Likelihood) -> float:
 
     It is β/T², with β the power of a tempered likelihood: both derivatives in f carry 1/T.
     """
-    return likelihood.power / _temperature(likelihood) ** 2
+    return likelihood.power / _require_temperature(likelihood) ** 2
 
 
-def _node_averages(
+def _average_at_nodes(
     likelihood: Likelihood,
     y: Tensor,
     points: Tensor,
@@ -202,17 +202,17 @@ def _node_averages(
     )
     precision = (precision + precision.mT) / 2
     if pool is not None:
-        precision = _pooled(precision, pool, diagonal)
+        precision = _pool_precisions(precision, pool, diagonal)
     return Derivatives(log_prob, score, precision)
 
 
-def _pooled(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
+def _pool_precisions(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
     """Return Σ_i w_i Λ_i (1, C, C) or its diagonal (1, C), for Λ (B, C, C) and weights (B,)."""
     total: Tensor = torch.tensordot(pool, precision, 1).unsqueeze(0)
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
-def _class_averages(
+def _average_classes_at_nodes(
     likelihood: Likelihood,
     y: Tensor,
     points: Tensor,
@@ -226,7 +226,7 @@ def _class_averages(
     E Λ is diag(E p) − E p pᵀ, without a matrix for each node. pool (b,), diagonal: as in
     `averages`; fisher is ignored, because Λ is its own expectation. points is overwritten.
     """
-    beta, temperature = likelihood.power, _temperature(likelihood)
+    beta, temperature = likelihood.power, _require_temperature(likelihood)
     if temperature != 1:
         points /= temperature
     # log softmax and softmax in place, with the largest logit subtracted against overflow.
@@ -305,7 +305,7 @@ def _iterate_row_nodes(
     that of the predictive likelihood, without the power of a tempered one.
     """
     B, C = f.shape
-    temperature = _temperature(likelihood)
+    temperature = _require_temperature(likelihood)
     generator = torch.Generator().manual_seed(nodes.seed)
     logits = (f / temperature).to(root.dtype).mT.contiguous()  # (C, B)
     scale = (root.scale / temperature).mT.contiguous()
@@ -330,7 +330,7 @@ def _iterate_row_nodes(
         yield rows, log_prob, p
 
 
-def _pooled_class_averages(
+def _average_pooled_classes(
     likelihood: Likelihood,
     y: Tensor,
     f: Tensor,
@@ -345,7 +345,7 @@ def _pooled_class_averages(
     diagonal (1, C). Products are in the dtype of the root, and sums over blocks of rows in float64.
     """
     B, C = f.shape
-    beta, temperature = likelihood.power, _temperature(likelihood)
+    beta, temperature = likelihood.power, _require_temperature(likelihood)
     log_prob = torch.empty(B, dtype=torch.float64)
     mean = torch.empty(C, B, dtype=torch.float64)
     total = torch.zeros((C,) if diagonal else (C, C), dtype=torch.float64)

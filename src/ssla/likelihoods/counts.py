@@ -291,7 +291,7 @@ class NegativeBinomial(Likelihood):
 
     @property
     def overdispersion(self) -> float:
-        """Return the dispersion."""
+        """Return the dispersion, which is a in the variance μ + a·μ²."""
         return self.dispersion
 
     def support_for(self, outputs: int) -> Support:

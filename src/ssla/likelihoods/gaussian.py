@@ -47,9 +47,9 @@ class Gaussian(Likelihood):
             )
         # The dataclass is frozen, so checked values are stored by object.__setattr__.
         if self.covariance is not None:
-            object.__setattr__(self, "covariance", _checked_covariance(self.covariance))
+            object.__setattr__(self, "covariance", _check_covariance(self.covariance))
         elif self.noise is not None:
-            object.__setattr__(self, "noise", _checked_noise(self.noise))
+            object.__setattr__(self, "noise", _check_noise(self.noise))
 
     @property
     def needs_noise_estimate(self) -> bool:
@@ -63,7 +63,7 @@ class Gaussian(Likelihood):
     has_log_average = True
 
     def support_for(self, outputs: int) -> Support:
-        """Return numbers, or vectors for several outputs.
+        """Return the real line for one output, and real vectors for several.
 
         Raises ValueError if the noise is for another number of outputs.
         """
@@ -184,7 +184,7 @@ class Gaussian(Likelihood):
         return f"Gaussian(noise={noise})"
 
 
-def _checked_noise(noise: float | Tensor | str) -> float | Tensor | str:
+def _check_noise(noise: float | Tensor | str) -> float | Tensor | str:
     """Return a standard deviation as a number or a float64 tensor (D,), or "estimate" unchanged.
 
     Raises ValueError if it is another text, has more than one dimension, or is not positive.
@@ -207,7 +207,7 @@ def _checked_noise(noise: float | Tensor | str) -> float | Tensor | str:
     return sigma if sigma.dim() else float(sigma)
 
 
-def _checked_covariance(covariance: Tensor) -> Tensor:
+def _check_covariance(covariance: Tensor) -> Tensor:
     """Return Σ (D, D) in float64; raise ValueError unless it is symmetric and positive definite."""
     sigma = copy_if_inference(torch.as_tensor(covariance, dtype=torch.float64))
     if sigma.dim() != 2 or sigma.shape[0] != sigma.shape[1]:

@@ -17,13 +17,13 @@ class Support(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return "real" (one number), "vector" (several), "circular" (an angle), "count" or
-        "class".
+        """Return the name of the form of y: "real", "vector", "circular", "count" or "class".
+
+        "vector" means several numbers, and "circular" an angle.
         """
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError if y has the wrong shape, is not finite, or has a value outside the
-        support.
+        """Raise ValueError if y has another shape, is not finite, or is outside the support.
 
         y is (N,), or (N, D) for vectors. outputs: the number of outputs of the network, which only
         the support of vectors needs.
@@ -54,7 +54,10 @@ class Real:
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) is finite."""
+        """Raise ValueError unless y (N,) is finite.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
 
     def to_real(self, y: Tensor) -> Tensor:
@@ -77,7 +80,10 @@ class Positive:
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) is finite and above zero."""
+        """Raise ValueError unless y (N,) is finite and above zero.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
         _refuse_outside(y <= 0, y, "numbers above zero")
 
@@ -104,7 +110,10 @@ class UnitInterval:
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) is strictly between 0 and 1."""
+        """Raise ValueError unless y (N,) is strictly between 0 and 1.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
         _refuse_outside((y <= 0) | (y >= 1), y, "numbers strictly between 0 and 1")
 
@@ -132,7 +141,10 @@ class Circular:
     kind = "circular"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) is finite."""
+        """Raise ValueError unless y (N,) is finite.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
 
 
@@ -167,7 +179,10 @@ class Counts:
     kind = "count"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) holds whole numbers from 0 to `most`."""
+        """Raise ValueError unless y (N,) holds whole numbers from 0 to `most`.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
         _refuse_outside((y < 0) | (y != torch.round(y)), y, "counts 0, 1, 2, …")
         if bool((y > self.most).any()):
@@ -190,7 +205,10 @@ class Classes:
     kind = "class"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) holds whole numbers from 0 to count − 1."""
+        """Raise ValueError unless y (N,) holds whole numbers from 0 to count − 1.
+
+        `outputs` is part of the protocol and is not used.
+        """
         if y.dim() == 2 and y.shape[1] == self.count > 1:
             raise ValueError(
                 f"y must hold class numbers of shape (N,), but is one-hot like {tuple(y.shape)}. "

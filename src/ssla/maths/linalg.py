@@ -100,11 +100,11 @@ def factorise_identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -
     must exceed for `positive`.
     """
     if R.shape[-1] > CLOSED_FORM_LIMIT:
-        return _identity_plus_batched(R, precision, margin)
-    return _identity_plus_closed(R, precision, margin)
+        return _factorise_by_lapack(R, precision, margin)
+    return _factorise_by_components(R, precision, margin)
 
 
-def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
+def _factorise_by_components(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
     """Factorise A = I + RᵀΛR = LDLᵀ by components, for C ≤ 3.  R, Λ (M, C, C).
 
     The pivots d_j are also held as e_j = d_j − 1, so that log1p gets them without rounding.
@@ -181,7 +181,7 @@ def _unit_lower_factor(
     return L, [S[j][j] for j in range(size)], pivots
 
 
-def _identity_plus_batched(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
+def _factorise_by_lapack(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
     """Factorise A = I + RᵀΛR by LAPACK's batched routines, for C > 3.  R, Λ (M, C, C).
 
     The pivots are the squares of the Cholesky factor's diagonal. log |A| is taken from the

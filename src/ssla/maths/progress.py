@@ -65,14 +65,14 @@ def progress_bar(
         return items
     tqdm = tqdm_class(required=show is True)
     if tqdm is None:
-        return _with_text(items, ProgressText(label, show))
+        return _show_as_text(items, ProgressText(label, show))
     bar: Iterable[T] = tqdm(
         items, total=length, desc=label, unit=unit, delay=bar_delay(show), leave=show is True
     )
     return bar
 
 
-def _with_text(items: Iterable[T], text: ProgressText) -> Iterator[T]:
+def _show_as_text(items: Iterable[T], text: ProgressText) -> Iterator[T]:
     """Yield the items, and show how many are done as a line of text, removed at the end."""
     try:
         for number, item in enumerate(items):

@@ -114,7 +114,7 @@ class _Work(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Return whether no finer grid and no further round is allowed after this one.
+        """Return whether no further round, or no finer grid, is allowed after this one.
 
         Its rows are then accepted even if they do not pass.
         """
