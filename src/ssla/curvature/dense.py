@@ -342,7 +342,7 @@ class Dense(Structure):
         # their factors. With averages: the sums at the mode, and for each of two Gaussians the
         # precision, its factor and inverse, and the sums.
         copies = 8 if extent.averages else 4
-        return copies * 8 * width * extent.size
+        return copies * 8 * width * extent.size  # 8 bytes of a number in float64
 
 
 def _precision_root(precision: Tensor) -> Tensor:

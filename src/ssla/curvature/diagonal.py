@@ -140,4 +140,5 @@ class Diagonal(Structure):
 
     def memory(self, extent: Extent) -> int:
         """Estimate the bytes that a fit needs: a counted number of vectors (P,) in float64."""
-        return (VECTORS_OF_AVERAGES if extent.averages else VECTORS) * 8 * extent.size
+        vectors = VECTORS_OF_AVERAGES if extent.averages else VECTORS
+        return vectors * 8 * extent.size  # 8 bytes of a number in float64

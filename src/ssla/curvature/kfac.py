@@ -479,8 +479,8 @@ class Kfac(Structure):
         other = self._require_same_kind(other)
         # A is the same in both, because the rows are the same.
         layers = tuple(
-            a.with_output_factor((1 - share) * a.G + share * b.G)
-            for a, b in zip(self.layers, other.layers, strict=True)
+            layer.with_output_factor((1 - share) * layer.G + share * other_layer.G)
+            for layer, other_layer in zip(self.layers, other.layers, strict=True)
         )
         return replace(self, layers=layers, rest=(1 - share) * self.rest + share * other.rest)
 
@@ -599,6 +599,7 @@ class Kfac(Structure):
             for inputs, outputs in extent.layers
         )
         # Counted in fits (tests/fitting/test_memory.py): the eigendecomposition alone takes four.
+        # A number in float64 has 8 bytes.
         copies = 8 if extent.averages else 7
         return copies * 8 * (factors + extent.parameters_outside_layers) + 8 * extent.size
 
@@ -612,7 +613,7 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
         # A last layer has one position and δ = I.
         phi = J.with_ones()
         eye = torch.eye(J.outputs, dtype=phi.dtype)
-        delta = eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1)
+        delta = eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1)  # (B, C, 1, C)
         yield LayerBlock(_last_layer_positions(J), phi.unsqueeze(1), delta)
     elif isinstance(J, LayerJacobian):
         yield from J.blocks()

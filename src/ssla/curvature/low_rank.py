@@ -241,4 +241,5 @@ class LowRank(Structure):
     def memory(self, extent: Extent) -> int:
         """Estimate the bytes that a fit needs: five matrices of the sketch's size (P, l)."""
         # Five is a guess: Ω, the sketch, its root, and workspace.
+        # A number in float64 has 8 bytes.
         return 5 * 8 * extent.size * self._sketch_width(extent.size)

@@ -45,9 +45,8 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
     averages = torch.empty(len(f), dtype=torch.float64)
     for start in range(0, len(f), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        points = root.select_rows(rows).multiply(z).to(dtype) + f[rows].to(dtype).unsqueeze(
-            -1
-        )  # (b, C, J)
+        centre = f[rows].to(dtype).unsqueeze(-1)
+        points = root.select_rows(rows).multiply(z).to(dtype) + centre  # (b, C, J)
         log_terms = likelihood.log_prob_at_nodes(y[rows], points).double() + log_weights
         log_sum = log_terms.logsumexp(1)
         averages[rows] = log_sum

@@ -98,7 +98,10 @@ class _Task(NamedTuple):
 
 
 def _climb(task: _Task, place: _Place) -> Maximum:
-    """Return the maximum that projected BFGS reaches from a place inside the box."""
+    """Return the maximum that projected BFGS reaches from a place inside the box.
+
+    The rules are those of `maximise_in_box`, whose arguments are in `task`.
+    """
     low, high, level = task.low, task.high, task.level
     evaluations = 1
     visited = [place]

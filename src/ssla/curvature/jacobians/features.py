@@ -218,6 +218,7 @@ class Features:
             block = S.view(C, F, C, F)[first, :, second, :]  # (F, F)
             coefficients[number] = (block + block.mT)[i, j]
         coefficients[:, i == j] /= 2
+        # (pairs of outputs, B); `outputs` is the number of the pair of each two outputs (C, C).
         K = torch.cat([coefficients @ products for _, products in self._feature_products()], 1)
         return K[outputs].movedim(2, 0).contiguous()
 

@@ -418,6 +418,7 @@ class Grid:
         x = self.pattern
         panels = x.numel() - 1
         fractions = torch.arange(FINE, dtype=x.dtype) / FINE
+        # FINE fractions of each panel in turn, the same for all rows
         panel = torch.arange(panels).repeat_interleave(FINE).expand(self.logs.shape[0], -1)
         fraction = fractions.repeat(panels).expand_as(panel)
         inner = _spline_value(self._panel_data(panel), fraction)
@@ -428,6 +429,7 @@ class Grid:
         """Return the heights (m, F) and places (F,) with TAIL_PLACES more beyond either end."""
         x = self.pattern
         ratios = TAIL_RATIO ** torch.arange(1, TAIL_PLACES + 1, dtype=x.dtype)
+        # log p of a power law at r = r_end·ratio is log_end − power·log ratio.
         left, right = (
             (t.log_end - self.peak)[:, None] - t.power[:, None] * ratios.log() for t in self.tails
         )
@@ -469,9 +471,8 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
     most = max(int(count.max()), 1) if len(count) else 1
     lowers: list[Tensor] = []
     uppers: list[Tensor] = []
-    for number in range(
-        1, most + 1
-    ):  # of an interval in its row: there is one, rarely two or three
+    # A row has one interval, rarely two or three.
+    for number in range(1, most + 1):
         missing = count < number
         first = (starts & (start_number == number)).to(torch.uint8).argmax(1)
         last = (stops & (stop_number == number)).to(torch.uint8).argmax(1)

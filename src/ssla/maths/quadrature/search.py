@@ -71,23 +71,23 @@ def build_grids(
     while work:
         task = work.pop()
         for chunk in _row_chunks(task.rows.numel(), task.node_count):
-            some = task.select_rows(chunk)
-            grid = _evaluate_grid(log_density, some)
+            part = task.select_rows(chunk)
+            grid = _evaluate_grid(log_density, part)
             verdict = _judge_grid(grid, accuracy)
             # In the last round all rows are done, whether they pass or not.
-            done = torch.ones_like(verdict.good) if some.is_last else verdict.good
+            done = torch.ones_like(verdict.good) if part.is_last else verdict.good
             endless = (
-                done & ~verdict.good & _find_runaways(grid, verdict, start.select_rows(some.rows))
+                done & ~verdict.good & _find_runaways(grid, verdict, start.select_rows(part.rows))
             )
             if bool(endless.any()):
-                cut = _cut_grid(log_density, some.rows[endless], start)
+                cut = _cut_grid(log_density, part.rows[endless], start)
                 accepted[cut.grid.logs.shape[1], FIRST_REACH].append(cut)
             kept = done & ~endless
             if bool(kept.any()):
                 accepted[task.node_count, task.reach].append(
-                    _accept_rows(some, grid, verdict, kept)
+                    _accept_rows(part, grid, verdict, kept)
                 )
-            work += _plan_retries(some, verdict, ~done)
+            work += _plan_retries(part, verdict, ~done)
     return [_join_grids(grids) for grids in accepted.values()]
 
 
