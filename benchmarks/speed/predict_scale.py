@@ -129,8 +129,8 @@ def errors(classes: list[int], truth: int) -> None:
             rows = 16 if count < 1000 else 4
             (f, root), *_ = posterior.roots_at(new[:400])
             found = class_integrals.integrate_classes([(f, root)], count, 1 << 30)
-            exact = by_nodes(f[:rows], root.take(slice(rows)), 1 << truth)
-            same_nodes = by_nodes(f[:rows], root.take(slice(rows)), class_integrals.POINTS)
+            exact = by_nodes(f[:rows], root.select_rows(slice(rows)), 1 << truth)
+            same_nodes = by_nodes(f[:rows], root.select_rows(slice(rows)), class_integrals.POINTS)
             kl = (exact * (exact.log() - found.log_probs[:rows])).sum(1)
             off = (found.log_probs[:rows].exp() - same_nodes).abs().max()
             variance = float(root.variances().mean())
@@ -148,10 +148,10 @@ def by_nodes(f: Tensor, root: Root, count: int) -> Tensor:
     matched = count < 4 * f.shape[1]
     total, squares = torch.zeros_like(f), None
     if matched:
-        moved = root.at_nodes(z)
+        moved = root.multiply_outputs_last(z)
         squares = (root.variances() / (moved**2).mean(1)).sqrt()
     for some in z.split(max((1 << 22) // f.numel(), 1)):
-        moved = root.at_nodes(some)
+        moved = root.multiply_outputs_last(some)
         moved = moved if squares is None else moved * squares.unsqueeze(1)
         total += torch.softmax(f.unsqueeze(1) + moved.double(), -1).sum(1)
     return total / len(z)

@@ -482,7 +482,7 @@ class Posterior:
         """
         f, K = marginal
         dtype, device = self.network.dtype, self.network.device
-        centre, scale = self.likelihood.predictive.scale_of_answers(f, K)
+        centre, scale = self.likelihood.predictive.centre_and_deviation(f, K)
         # Under vmap no branch may depend on values.
         if is_inside_vmap(f):
             return torch.empty(0, dtype=torch.float64, device=device)

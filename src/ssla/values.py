@@ -69,7 +69,7 @@ class Statistics:
             self,
             log_likelihood=log_likelihood,
             gradient=self.gradient / noise**2,
-            curvature=self.curvature.scaled(torch.ones_like(self.gradient) / noise),
+            curvature=self.curvature.scale_both_sides(torch.ones_like(self.gradient) / noise),
         )
 
     def move_to_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:

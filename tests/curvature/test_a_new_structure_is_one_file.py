@@ -16,8 +16,8 @@ class Matrix(Structure):
     inside: Dense = field(default_factory=lambda: Dense(dual=False))
 
     name = "matrix"
-    materialises = True
-    whole = True
+    needs_jacobian_entries = True
+    couples_all_parameters = True
 
     def zero(self, size):
         return Matrix(self.inside.zero(size))
@@ -28,14 +28,14 @@ class Matrix(Structure):
     def merge(self, other):
         return Matrix(self.inside.merge(other.inside))
 
-    def mixed(self, other, share):
-        return Matrix(self.inside.mixed(other.inside, share))
+    def mix_with(self, other, share):
+        return Matrix(self.inside.mix_with(other.inside, share))
 
     def positive_part(self):
         return Matrix(self.inside.positive_part())
 
-    def scaled(self, factors):
-        return Matrix(self.inside.scaled(factors))
+    def scale_both_sides(self, factors):
+        return Matrix(self.inside.scale_both_sides(factors))
 
     def push(self, direction):
         return self.inside.push(direction)

@@ -185,7 +185,7 @@ def test_low_rank_tends_to_dense_as_the_rank_grows(kind):
         errors.append(
             float((post.marginal(new).covariance - truth).abs().max() / truth.abs().max())
         )
-        bounds.append(post.statistics.curvature.overstated(0.3))
+        bounds.append(post.statistics.curvature.largest_variance_excess(0.3))
     assert bounds == sorted(bounds, reverse=True)
     assert errors[0] > errors[-1]
     assert errors[-1] < 1e-8
@@ -204,7 +204,7 @@ def test_dropped_curvature_is_what_it_says_and_widens_by_no_more_than_it_says():
         approximate = torch.stack([sketch.push(column) for column in eye])
         missing = torch.linalg.eigvalsh(S - approximate)
         assert float(missing.min()) > -1e-10 * float(S.trace())  # Ŝ ⪯ S
-        bound = sketch.overstated(0.3)
+        bound = sketch.largest_variance_excess(0.3)
         assert bound == pytest.approx(float(missing.sum()) / 0.3, rel=1e-6)
         best = float(torch.linalg.eigvalsh(S)[:-rank].sum()) / 0.3
         assert (
@@ -220,10 +220,15 @@ def test_without_a_rank_the_sketch_is_as_wide_as_the_tail_asks(tail):
     x, new = rows(80), rows(30, seed=2)
     post = fitted("gaussian", x, LowRank(tail=tail, columns=3))
     found = post.statistics.curvature
-    assert found.overstated(0.3) <= tail
+    assert found.largest_variance_excess(0.3) <= tail
     narrower = LowRank(tail=tail, columns=found.sketch.shape[1] // 2).zero(46)
     J = post.network.linearise(x, post.theta)[1]
-    assert narrower.add(J, torch.full((80, 1, 1), 25.0, dtype=torch.float64)).overstated(0.3) > tail
+    assert (
+        narrower.add(J, torch.full((80, 1, 1), 25.0, dtype=torch.float64)).largest_variance_excess(
+            0.3
+        )
+        > tail
+    )
     assert f"low_rank: {found.directions} of 46 directions; no variance is more than" in str(
         post.report
     )
@@ -245,7 +250,7 @@ def test_the_bound_holds_with_an_estimated_noise_and_several_outputs():
         for structure in ("low_rank", "dense")
     )
     assert torch.allclose(low.likelihood.noise, dense.likelihood.noise, rtol=1e-6)
-    excess = low.statistics.curvature.overstated(1.0)
+    excess = low.statistics.curvature.largest_variance_excess(1.0)
     diagonals = [post.marginal(new).covariance.diagonal(dim1=1, dim2=2) for post in (low, dense)]
     assert excess < 0.5
     assert float((diagonals[0] / diagonals[1]).max()) <= 1 + excess + 1e-6
@@ -253,7 +258,7 @@ def test_the_bound_holds_with_an_estimated_noise_and_several_outputs():
 
 def test_the_sketch_is_widened_until_it_is_enough():
     found = fitted("gaussian", rows(80), LowRank(tail=0.5, columns=2))
-    assert found.statistics.curvature.overstated(0.3) <= 0.5
+    assert found.statistics.curvature.largest_variance_excess(0.3) <= 0.5
     assert found.report.passes > 2
     once = ((x, y) for x, y in [(rows(80), rows(80)[:, 0].sin())])
     with pytest.warns(

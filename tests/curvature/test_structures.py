@@ -127,8 +127,8 @@ def test_sums_by_pairs_of_features_equal_explicit_ones(kind, at_once, monkeypatc
         random_spd(J.size, J.size, seed=1),
         random_spd(len(A), J.outputs, J.outputs, seed=2),
     )
-    torch.testing.assert_close(J.form(S), A @ S @ A.mT)
-    monkeypatch.setattr(Features, "by_pairs", True)
+    torch.testing.assert_close(J.congruence(S), A @ S @ A.mT)
+    monkeypatch.setattr(Features, "pairs_are_faster", True)
     torch.testing.assert_close(J.gram(precision), torch.einsum("bcp,bcd,bdq->pq", A, precision, A))
 
 
@@ -197,14 +197,16 @@ def check_against_dense(structure, J, precision, prior):
     assert torch.allclose(statistics.push(v), S @ v)
     assert torch.allclose(operator.covariance(J), A @ inverse @ A.mT, rtol=1e-10)
     assert torch.allclose(
-        operator.response(J, prior), A @ inverse @ torch.diag(prior) @ inverse @ A.mT, rtol=1e-9
+        operator.sandwich_covariance(J, prior),
+        A @ inverse @ torch.diag(prior) @ inverse @ A.mT,
+        rtol=1e-9,
     )
     assert abs(operator.logdet() - float(torch.logdet(H))) < 1e-9
     assert torch.allclose(operator.solve(v), inverse @ v, rtol=1e-10)
     several = _randn(10, J.size, 3)
     assert torch.allclose(operator.solve_many(several), inverse @ several, rtol=1e-9)
     assert torch.allclose(operator.variances(), inverse.diagonal(), rtol=1e-10)
-    other = statistics.scaled(torch.full_like(prior, 0.5)).with_prior(
+    other = statistics.scale_both_sides(torch.full_like(prior, 0.5)).with_prior(
         2 * prior
     )  # not of the same statistics
     assert (
@@ -217,7 +219,7 @@ def check_against_dense(structure, J, precision, prior):
     draws = operator.sample(200_000, torch.Generator().manual_seed(0))
     assert (draws.T.cov() - inverse).abs().max() < 0.02 * inverse.abs().max()
     d = torch.full((J.size,), 0.7, dtype=torch.float64)
-    scaled = statistics.scaled(d).with_prior(prior)
+    scaled = statistics.scale_both_sides(d).with_prior(prior)
     assert torch.allclose(
         scaled.solve(v),
         torch.linalg.solve(torch.diag(d) @ S @ torch.diag(d) + torch.diag(prior), v),

@@ -35,7 +35,6 @@ def fitted(name):
 def test_special_functions_agree_with_torch():
     x = torch.linspace(-30, 30, 4001, dtype=torch.float64)
     assert torch.allclose(portable.log_ndtr(x), torch.special.log_ndtr(x), rtol=1e-12, atol=1e-15)
-    assert torch.allclose(portable.ndtr(x), torch.special.ndtr(x), rtol=0, atol=1e-14)
     y = torch.logspace(-3, 12, 2001, dtype=torch.float64)
     assert torch.allclose(portable.log_gamma(y), torch.lgamma(y), rtol=1e-13, atol=1e-13)
 

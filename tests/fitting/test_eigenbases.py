@@ -36,12 +36,12 @@ def test_a_basis_is_orthogonal_and_makes_the_curvature_diagonal(structure):
     S, size = curvature(structure)
     basis = eigenbasis(S, torch.ones(size).double(), torch.zeros(size, dtype=torch.long))
     v = vectors(size)
-    there = basis.rotated(v)
-    assert torch.allclose(basis.restored(there), v, atol=1e-12)
+    there = basis.to_eigenbasis(v)
+    assert torch.allclose(basis.from_eigenbasis(there), v, atol=1e-12)
     assert torch.allclose(there @ there.mT, v @ v.mT, atol=1e-12)
     pushed = torch.stack([S.push(one) for one in v])
     scale = float(pushed.abs().max())
-    assert torch.allclose(basis.restored(basis.values * there), pushed, atol=1e-10 * scale)
+    assert torch.allclose(basis.from_eigenbasis(basis.values * there), pushed, atol=1e-10 * scale)
 
 
 @pytest.mark.filterwarnings("ignore:The network is")
@@ -62,10 +62,10 @@ def test_fewer_directions_than_parameters(structure):
     basis = thin_basis(S, size)
     assert basis.directions.shape[1] < size
     v = vectors(size)
-    there = basis.rotated(v)
-    assert torch.allclose(basis.restored(there), v, atol=1e-12)
+    there = basis.to_eigenbasis(v)
+    assert torch.allclose(basis.from_eigenbasis(there), v, atol=1e-12)
     assert torch.allclose(there @ there.mT, v @ v.mT, atol=1e-10)
     pushed = torch.stack([S.push(one) for one in v])
     scale = float(pushed.abs().max())
-    assert torch.allclose(basis.restored(basis.values * there), pushed, atol=1e-8 * scale)
+    assert torch.allclose(basis.from_eigenbasis(basis.values * there), pushed, atol=1e-8 * scale)
     assert thin_basis(curvature("diag")[0], size) is None

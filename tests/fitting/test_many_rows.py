@@ -99,7 +99,7 @@ class TestRowNodes:
             Categorical(),
             y,
             f,
-            root.scaled(0.0),
+            root.scale_by(0.0),
             pool=torch.ones(300).double(),
             row_nodes=RowNodes(8),
         )
@@ -114,7 +114,7 @@ class TestRowNodes:
         pool = torch.ones(50).double()
         first, again, other = (
             averages(
-                Categorical(), y, f, root, pool=pool, row_nodes=RowNodes(8).of_chunk(chunk)
+                Categorical(), y, f, root, pool=pool, row_nodes=RowNodes(8).for_chunk(chunk)
             ).precision
             for chunk in (3, 3, 4)
         )
@@ -332,7 +332,7 @@ def test_row_covariances_by_blocks_are_those_by_a_factor() -> None:
         .add(J, A @ A.mT)
         .with_prior(torch.full((J.size,), 3.0, dtype=torch.float64))
     )
-    assert J.by_blocks
+    assert J.blocks_are_faster
     found, expected = operator.root_for_sums(J.double()), operator.root(J.double())
     torch.testing.assert_close(
         found.values @ found.values.mT, expected.values @ expected.values.mT, rtol=1e-9, atol=1e-12

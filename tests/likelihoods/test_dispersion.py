@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import ssla
 from ssla import likelihoods
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.likelihood import with_dispersion
+from ssla.likelihoods.likelihood import multiply_dispersion
 from ssla.priors import Gaussian
 
 T = 2.5
@@ -99,7 +99,7 @@ def test_dispersion_is_a_factor_on_the_standard_deviation(
 ) -> None:
     f = torch.tensor([[0.3, -0.4]], dtype=torch.float64)
     f = f[:, :1] if "StudentT" in repr(likelihood) else f
-    wide = with_dispersion(likelihood, 3.0)
+    wide = multiply_dispersion(likelihood, 3.0)
     torch.testing.assert_close(wide.variance(f), variance * likelihood.variance(f))
     torch.testing.assert_close(wide.mean(f), likelihood.mean(f))
 
@@ -107,11 +107,11 @@ def test_dispersion_is_a_factor_on_the_standard_deviation(
 def test_counts_spread_more_at_the_same_mean() -> None:
     f = torch.zeros(1, 1, dtype=torch.float64)  # a mean of 1
     for law in (likelihoods.Poisson(), likelihoods.NegativeBinomial(0.2)):
-        wide = with_dispersion(law, 3.0)
+        wide = multiply_dispersion(law, 3.0)
         torch.testing.assert_close(wide.mean(f), law.mean(f))
         assert float(wide.variance(f)) > float(law.variance(f))
-    assert float(with_dispersion(likelihoods.Poisson(), 3.0).variance(f)) == pytest.approx(3.0)
-    assert with_dispersion(likelihoods.Poisson(), 0.5) == likelihoods.Poisson()
+    assert float(multiply_dispersion(likelihoods.Poisson(), 3.0).variance(f)) == pytest.approx(3.0)
+    assert multiply_dispersion(likelihoods.Poisson(), 0.5) == likelihoods.Poisson()
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])

@@ -7,22 +7,22 @@ from support.cases import CASES
 
 # What holds of a density of y, or of refits at a new y, which are those of `predictive`.
 OF_THE_NEW_OBSERVATION = {
-    "closed_form",
+    "has_log_average",
     "covariance_for",
     "curvature",
     "differentiable",
-    "guess",
+    "locate_target",
     "has_boundary",
     "log_average",
     "log_prob_at_nodes",
-    "may_be_straight",
+    "may_be_piecewise_linear",
     "quadratic",
     "refit_at_boundary",
-    "scale_of_answers",
+    "centre_and_deviation",
     "scored_by_average",
     "several_modes",
-    "starts",
-    "straight",
+    "starting_points",
+    "is_piecewise_linear",
     "unequal_units",
 }
 MEMBERS = {name for name in vars(L.Likelihood) if not name.startswith("_")}
@@ -37,7 +37,14 @@ def test_every_member_is_asked_of_the_base_or_is_of_the_new_observation():
 def test_what_is_true_of_every_power_is_that_of_the_base(name):
     base = CASES[name][0]
     hot = L.Tempered(base, 0.5)
-    for asked in ("linear_domain", "links", "estimated", "concave", "averages_differ", "softmax"):
+    for asked in (
+        "linear_domain",
+        "links",
+        "needs_noise_estimate",
+        "concave",
+        "averages_differ",
+        "softmax",
+    ):
         assert getattr(hot, asked) == getattr(base, asked)
     assert hot.power == 0.5 * base.power
     assert hot.predictive is base.predictive

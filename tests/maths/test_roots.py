@@ -40,12 +40,12 @@ def test_root_of_a_last_layer_is_that_of_its_covariance(name, bias, dtype):
     H = operator(name, jacobian(bias=bias))
     root, K = H.root(J), H.covariance(J).double()
     eps = 1e-12 if dtype == torch.float64 else 2e-6
-    R = root.times(torch.eye(C, dtype=root.dtype)).double()
+    R = root.multiply(torch.eye(C, dtype=root.dtype)).double()
     assert (R @ R.mT - K).abs().max() < eps
     assert (root.variances().double() - K.diagonal(dim1=1, dim2=2)).abs().max() < eps
     part = slice(2, 5)
     assert (
-        root.take(part).times(torch.eye(C, dtype=root.dtype)).double() - R[part]
+        root.select_rows(part).multiply(torch.eye(C, dtype=root.dtype)).double() - R[part]
     ).abs().max() < eps
     # these form nothing of size (B, C, C)
     assert isinstance(root, ScaledRoot) == (name in ("kfac", "diag"))
@@ -55,7 +55,7 @@ def test_root_of_a_last_layer_is_that_of_its_covariance(name, bias, dtype):
 def test_root_of_other_jacobians(name):
     J = DenseJacobian(jacobian().dense().values)
     H = operator(name, J)
-    R = H.root(J).times(torch.eye(C, dtype=torch.float64))
+    R = H.root(J).multiply(torch.eye(C, dtype=torch.float64))
     assert (R @ R.mT - H.covariance(J)).abs().max() < 1e-12
 
 

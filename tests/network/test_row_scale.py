@@ -56,7 +56,7 @@ def test_lengths_leave_out_stored_ones_and_are_float64():
 
 
 def test_the_dtype_and_the_memory_of_features_stay():
-    J = Features(numbers(5, 3).float(), 2, remembers=True)
+    J = Features(numbers(5, 3).float(), 2, keeps_squares=True)
     scaled = RowScale(0.7, mean=2.0, least=0.1).features(J, 3)
     assert scaled.dtype == torch.float32
-    assert scaled.remembers
+    assert scaled.keeps_squares

@@ -299,7 +299,7 @@ def test_notes_stay_true_when_data_are_added_or_the_prior_is_changed():
     for other in (wide.with_prior(priors.Gaussian(0.01)), wide.update(PARTS[2])):
         (note,) = [note for note in other.report.notes if note.startswith("low_rank")]
         least = float(other.bound_prior.precision(other.theta).min())
-        assert f"{100 * other.statistics.curvature.overstated(least):.2g}%" in note
+        assert f"{100 * other.statistics.curvature.largest_variance_excess(least):.2g}%" in note
         assert note not in wide.report.notes
 
     right = mlp()(X).squeeze(1).detach() + 0.01 * Y

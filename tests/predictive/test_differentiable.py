@@ -548,10 +548,10 @@ def test_nodes_that_are_first_needed_inside_a_transform_are_kept_for_all(target)
         p = post.predict(row[None], differentiable=True)
         return (p.probs if p.kind == "class" else p.mean + p.variance).flatten()[0]
 
-    for nodes in (normal.gauss_hermite_rule, normal.normal_nodes, grid.pattern_of):
+    for nodes in (normal.gauss_hermite_rule, normal.normal_nodes, grid.node_pattern):
         nodes.cache_clear()
     inside = torch.func.grad(answer)(AT[0])
-    for nodes in (normal.gauss_hermite_rule, normal.normal_nodes, grid.pattern_of):
+    for nodes in (normal.gauss_hermite_rule, normal.normal_nodes, grid.node_pattern):
         nodes.cache_clear()
     x = at()
     assert torch.allclose(inside, torch.autograd.grad(answer(x[0]), x)[0][0], atol=1e-12)

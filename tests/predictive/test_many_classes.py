@@ -81,20 +81,22 @@ def test_slabs_equal_the_plain_sum(classes, dtype, tolerance):
     close(integrate_classes([(f, plain)], classes, 1 << 30), expected, tolerance)
     diagonal = ScaledRoot(root.scale)
     close(integrate_classes([(f, diagonal)], classes, 1 << 30), reference(f, diagonal), tolerance)
-    full = FullRoot(root.times(torch.eye(classes, dtype=dtype)))
+    full = FullRoot(root.multiply(torch.eye(classes, dtype=dtype)))
     close(integrate_classes([(f, full)], classes, 1 << 30), expected, tolerance)
 
 
 def test_shared_products_are_taken_where_they_are_worth_it(monkeypatch):
     root, f = scaled_root(40, 30)
     calls = []
-    product = ScaledRoot.at_nodes
+    product = ScaledRoot.multiply_outputs_last
     monkeypatch.setattr(
-        ScaledRoot, "at_nodes", lambda self, z: calls.append(len(self.scale)) or product(self, z)
+        ScaledRoot,
+        "multiply_outputs_last",
+        lambda self, z: calls.append(len(self.scale)) or product(self, z),
     )
     whole = integrate_classes([(f, root)], 40, 1 << 30)
     assert not calls
-    few = integrate_classes([(f[:3], root.take(slice(3)))], 40, 1 << 30)
+    few = integrate_classes([(f[:3], root.select_rows(slice(3)))], 40, 1 << 30)
     assert sum(calls) == 3
     assert (whole.log_probs[:3] - few.log_probs).abs().max() < 1e-12
     calls.clear()
@@ -111,12 +113,14 @@ def test_rows_outside_the_span_take_their_own_product():
     found = integrate_classes([(f, odd)], 40, 1 << 30)
     close(found, reference(f, odd), 1e-12)
     shared = many_classes.build_shared_nodes(odd, softmax_nodes(40).mT[:256])
-    assert (~shared.covers(odd, many_classes.TOLERANCE)).nonzero().flatten().tolist() == [4, 17]
+    assert (
+        ~shared.find_covered_rows(odd, many_classes.TOLERANCE)
+    ).nonzero().flatten().tolist() == [4, 17]
 
 
 def test_chunks_share_their_products():
     root, f = scaled_root(40, 30)
-    parts = [(f[i : i + 3], root.take(slice(i, i + 3))) for i in range(0, 30, 3)]
+    parts = [(f[i : i + 3], root.select_rows(slice(i, i + 3))) for i in range(0, 30, 3)]
     whole = integrate_classes([(f, root)], 40, 1 << 30)
     by_chunks = integrate_classes(parts, 40, 1 << 30, rows=30)
     close(by_chunks, whole, 1e-13)

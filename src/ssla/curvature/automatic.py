@@ -21,9 +21,9 @@ AUTO = "auto"
 PRODUCTS, SINGLE_PRODUCTS, FACTORS, EIGENVECTORS = 4e10, 8e10, 2.5e10, 3.5e9
 SECONDS_PER_NODE = 8e-9  # of one output at one node
 SECONDS_PER_FEATURE = 3e-8  # of one feature of one row, once: reading, casting, checks
-ROUNDS = 12  # of a variational Gaussian
-CHOICES = 4  # of a prior on the way
-# Nodes of rows and classes, as in ssla.likelihoods.averages
+ROUNDS = 12  # of a variational Gaussian. A guess
+CHOICES = 4  # of a prior in the rounds of a variational Gaussian. A guess
+# Nodes of rows and classes: the same numbers as in ssla.likelihoods.averages
 PAIRS = ((64, 128), (300, 32), (math.inf, 16))
 MANY_ROWS, NODES_OF_ALL_ROWS, FEWEST_NODES = 4096, 1 << 17, 8
 UNKNOWN_ROWS = 100_000  # for a source of unknown length
@@ -43,10 +43,10 @@ def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choic
     """Choose dense where it takes little time and memory, else Kronecker factors.
 
     budget: bytes. uneven: whether the prior's precision varies inside a layer, which Kronecker
-    factors do not allow.
+    factors do not allow. The reason is a phrase for the report.
     """
     dense = Dense()
-    seconds = _dense_seconds(extent)
+    seconds = _estimate_dense_seconds(extent)
     memory = dense.memory(extent)
     if seconds <= MOST_SECONDS and memory <= budget:
         return Choice(dense, "the whole curvature, which is cheap here")
@@ -63,77 +63,89 @@ def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choic
 
 
 def estimate_seconds(structure: Structure, extent: Extent) -> float:
-    """Estimate how long a fit takes; NaN for structures other than dense and kfac."""
+    """Estimate the seconds that a fit takes; NaN for structures other than dense and kfac."""
     if isinstance(structure, Dense):
-        return _dense_seconds(extent)
-    return _kfac_seconds(extent) if isinstance(structure, Kfac) else math.nan
+        return _estimate_dense_seconds(extent)
+    return _estimate_kfac_seconds(extent) if isinstance(structure, Kfac) else math.nan
 
 
-def _dense_seconds(extent: Extent) -> float:
-    """Estimate the seconds of a dense fit."""
+def _estimate_dense_seconds(extent: Extent) -> float:
+    """Estimate the seconds of a dense fit from its operations."""
     rows = extent.rows or UNKNOWN_ROWS
     size = extent.size
     outputs = extent.outputs
+    # With fewer rows of Λ^½J than parameters P these m rows are stored, in place of a matrix P×P.
     directions = min(size, rows * outputs)
-    # Operations of one pass: rows in place of a matrix, blocks of a last layer, or JᵀΛJ.
+    # Operations of one pass. A product (a, b) @ (b, c) takes 2abc of them.
     if directions < size:
         sums = 2 * directions**2 * size
+    # A last layer takes C(C + 1)/2 products F × n × F, and other Jacobians one product P × nC × P.
     elif is_last_layer(extent):
         sums = outputs * (outputs + 1) * rows * (size // outputs) ** 2
     else:
         sums = 2 * rows * outputs * size**2
     rounds = ROUNDS if extent.averages else 0
-    # A round computes the covariances of the rows, and then sums.
+    # The fit sums once. Each round computes the covariances of the rows, and then sums. A Cholesky
+    # factor follows each sum, and an eigendecomposition each choice of the prior.
     seconds = sums * (1 + 2 * rounds) / PRODUCTS
     seconds += (1 + rounds) * directions**2 * size / FACTORS
     seconds += (CHOICES if extent.averages else 1) * directions**2 * size / EIGENVECTORS
-    return seconds + rows * _layer_inputs(extent) * SECONDS_PER_FEATURE
+    return seconds + rows * _count_layer_inputs(extent) * SECONDS_PER_FEATURE
 
 
-def _kfac_seconds(extent: Extent) -> float:
-    """Estimate the seconds of a fit with Kronecker factors."""
+def _estimate_kfac_seconds(extent: Extent) -> float:
+    """Estimate the seconds of a fit with Kronecker factors from its operations."""
     rows = extent.rows or UNKNOWN_ROWS
     outputs = extent.outputs
     rounds = ROUNDS if extent.averages else 0
     last_layer = is_last_layer(extent)
-    seconds = rows * _layer_inputs(extent) * SECONDS_PER_FEATURE
-    for inside, out in extent.layers:
+    seconds = rows * _count_layer_inputs(extent) * SECONDS_PER_FEATURE
+    for layer_inputs, layer_outputs in extent.layers:
         # The input factor is summed and decomposed once, the output factor in each round.
-        seconds += inside**3 / EIGENVECTORS + 2 * rows * inside**2 / PRODUCTS
+        seconds += layer_inputs**3 / EIGENVECTORS + 2 * rows * layer_inputs**2 / PRODUCTS
         backward_passes = 1 if last_layer else outputs
+        # A round has two products of rows × inputs × outputs for each backward pass.
         each_round = (
-            out**3 / EIGENVECTORS + 4 * rows * inside * backward_passes * out / SINGLE_PRODUCTS
+            layer_outputs**3 / EIGENVECTORS
+            + 4 * rows * layer_inputs * backward_passes * layer_outputs / SINGLE_PRODUCTS
         )
         seconds += each_round * (1 + rounds)
     if last_layer and rounds:
-        inside, _ = extent.layers[0]
-        seconds += 2 * rows * inside**2 / SINGLE_PRODUCTS
-        # Each node adds p pᵀ (C, C) to the output factor
+        layer_inputs, _ = extent.layers[0]
+        # The features are multiplied once by the eigenbasis of the input factor.
+        seconds += 2 * rows * layer_inputs**2 / SINGLE_PRODUCTS
+        # Each node adds p pᵀ (C, C) to the output factor.
         each_node = outputs * SECONDS_PER_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
         seconds += rounds * rows * nodes_of_row(rows, outputs) * each_node
     return seconds
 
 
 def nodes_of_row(rows: int, classes: int) -> int:
-    """Return how many nodes a row of classes has in one pass of `ssla.likelihoods.averages`.
+    """Return how many nodes each row of classes has in one pass of `ssla.likelihoods.averages`.
 
-    That package and this one do not import each other; a test compares the two.
+    That package and this one do not import each other; tests/network/test_cost.py compares them.
     """
-    pairs = next(pairs for most, pairs in PAIRS if most >= classes)
+    pairs = next(pairs for largest, pairs in PAIRS if largest >= classes)
     if rows < MANY_ROWS and classes <= MANY_CLASSES:
-        return 2 * pairs  # for one or two classes fewer, by a rule of their own
+        # One or two classes have fewer, by Gauss–Hermite rules: for them this is an upper bound.
+        return 2 * pairs
     count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), pairs))
+    # The count is even, because half of the nodes are mirror images.
     return 2 * math.ceil(count / 2)
 
 
-def _layer_inputs(extent: Extent) -> int:
-    """Return how many numbers of a row the layers take as inputs."""
-    return sum(inside for inside, _ in extent.layers) or extent.size
+def _count_layer_inputs(extent: Extent) -> int:
+    """Return how many numbers the layers take as inputs in each row.
+
+    Without layers of a Kronecker form it is the number of parameters.
+    """
+    return sum(inputs for inputs, _ in extent.layers) or extent.size
 
 
 def time_in_words(seconds: float) -> str:
-    """Return a number of seconds as text, in seconds, minutes or hours."""
+    """Return a number of seconds as text, in seconds (at least one), minutes or hours."""
     if seconds < 120:
         return f"{max(round(seconds), 1)} s"
     unit, word = (60, "min") if seconds < 7200 else (3600, "h")
+    # The inner format rounds to two digits.
     return f"{float(f'{seconds / unit:.2g}'):,.0f} {word}"

@@ -43,7 +43,7 @@ class DenseOperator:
 
     @cached_property
     def _whitener(self) -> Tensor:
-        """Return L⁻¹ (P, P), computed once, so that each batch needs a product and not a solve."""
+        """Return L⁻¹ (P, P), so that each batch needs a product and not a solve."""
         # Stored by columns, as LAPACK needs it: no copy is made.
         inverse = torch.eye(self.factor.shape[0], dtype=torch.float64).mT
         torch.linalg.solve_triangular(self.factor, inverse, upper=False, out=inverse)
@@ -51,7 +51,7 @@ class DenseOperator:
 
     @cached_property
     def _single_whitener(self) -> Tensor:
-        """Return L⁻¹ (P, P) in float32."""
+        """Return L⁻¹ (P, P) in float32, for Jacobians of that dtype."""
         return self._whitener.float()
 
     @cached_property
@@ -61,23 +61,23 @@ class DenseOperator:
 
     @property
     def _inverse_is_accurate(self) -> bool:
-        """Return whether the pivots of L are similar enough for products with H⁻¹ itself."""
+        """Return whether products with H⁻¹ itself are accurate, by the range of the pivots of L."""
         pivots = self.factor.diagonal()
         return float(pivots.max()) <= WIDEST_PIVOTS * float(pivots.min())
 
-    def forget(self) -> None:
-        """Drop L⁻¹ and H⁻¹, each as large as L, but keep the variances.
+    def drop_inverses(self) -> None:
+        """Free the memory of L⁻¹ and H⁻¹, each as large as L, but keep the variances.
 
-        L⁻¹ and H⁻¹ are computed again where they are needed.
+        They are computed again when they are needed.
         """
-        # The variances are computed now only if a matrix that is dropped makes them cheap.
+        # The variances are computed now if a dropped matrix would be needed for them.
         if "_inverse" in self.__dict__ or not self._inverse_is_accurate:
             _ = self._variances
         for name in ("_whitener", "_single_whitener", "_inverse"):
             self.__dict__.pop(name, None)
 
     def covariance(self, J: Jacobian) -> Tensor:
-        """Compute K = J H⁻¹ Jᵀ in the dtype of J.  -> (B, C, C)."""
+        """Compute K = J H⁻¹ Jᵀ in the dtype of J (B, C, P).  -> (B, C, C)."""
         return J.quadratic(self._single_whitener if J.dtype == torch.float32 else self._whitener)
 
     def root(self, J: Jacobian) -> FullRoot:
@@ -85,18 +85,22 @@ class DenseOperator:
         return full_root(self.covariance(J))
 
     def root_for_sums(self, J: Jacobian) -> FullRoot:
-        """Compute R as `root` does, from H⁻¹ itself where its rounding errors are small enough.
+        """Compute the root of K as `root` does, but faster for the many rows of a fit.
 
-        It is faster for the many rows of a fit.
+        It is computed from H⁻¹ itself where that is accurate, and otherwise by `root`.
         """
-        if isinstance(J, Features) and (J.by_pairs or J.by_blocks) and self._inverse_is_accurate:
-            return full_root(J.form(self._inverse))
+        if (
+            isinstance(J, Features)
+            and (J.pairs_are_faster or J.blocks_are_faster)
+            and self._inverse_is_accurate
+        ):
+            return full_root(J.congruence(self._inverse))
         return self.root(J)
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
         """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
-        # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹; J.quadratic needs a lower triangular factor, which a QR of
-        # B gives.
+        # H⁻¹MH⁻¹ = BᵀB with B = √M H⁻¹. J.quadratic needs a lower triangular factor of it, which a
+        # QR decomposition gives.
         eye = torch.eye(len(precisions), dtype=torch.float64)
         B = precisions.sqrt()[:, None] * torch.cholesky_solve(eye, self.factor)
         # With F the flip of columns, BF = QR  =>  BᵀB = F RᵀR F, and FRF is lower triangular.
@@ -104,7 +108,7 @@ class DenseOperator:
         return J.quadratic(upper.flip(0, 1).contiguous())
 
     def logdet(self) -> float:
-        """Compute log |H| = 2 Σ log of the pivots of L."""
+        """Compute log |H| = 2 Σ log L_ii."""
         return 2 * float(self.factor.diagonal().log().sum())
 
     def solve(self, v: Tensor) -> Tensor:
@@ -124,14 +128,14 @@ class DenseOperator:
         """Return the diagonal of H⁻¹ (P,), from L⁻¹ where H⁻¹ itself is not accurate."""
         if not self._inverse_is_accurate:
             return (self._whitener**2).sum(0)
-        # An inverse that is there is used, but none is kept for this: it is as large as L.
+        # A cached inverse is used. Otherwise it is computed but not cached: it is as large as L.
         inverse = self.__dict__.get("_inverse")
         if inverse is None:
             inverse = torch.cholesky_inverse(self.factor)
         return inverse.diagonal().clone()
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n vectors L⁻ᵀz with white z, from N(0, H⁻¹).  -> (n, P)."""
+        """Draw n vectors L⁻ᵀz from N(0, H⁻¹), with z ~ N(0, I).  -> (n, P)."""
         white = torch.randn(n, self.factor.shape[0], dtype=torch.float64, generator=generator)
         draws: Tensor = torch.linalg.solve_triangular(self.factor.mT, white.mT, upper=True).mT
         return draws
@@ -150,13 +154,13 @@ class Dense(Structure):
     size: int = 0
 
     name = "dense"
-    materialises = True
-    whole = True
+    needs_jacobian_entries = True
+    couples_all_parameters = True
     exact = True
 
     @property
     def positive_only(self) -> bool:
-        """Return whether an indefinite Λ is refused: the stored rows need a root of Λ."""
+        """Return whether an indefinite Λ is refused: stored rows would need a real root of Λ."""
         return self.dual
 
     def zero(self, size: int) -> Dense:
@@ -170,7 +174,7 @@ class Dense(Structure):
         return Dense(self.dual, matrix, (), size)
 
     @property
-    def count(self) -> int:
+    def row_count(self) -> int:
         """Return the number m of stored rows."""
         return sum(len(rows) for rows in self.rows)
 
@@ -187,7 +191,7 @@ class Dense(Structure):
         return torch.cat(self.rows) if self.rows else torch.zeros(0, self.size, dtype=torch.float64)
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
-        """Return the statistics with one more batch; precision Λ (B, C, C)."""
+        """Return the statistics with one more batch; precision Λ (B, C, C), weights not used."""
         if self._stays_in_rows(J, precision):
             W = (_precision_root(precision) @ J.dense().values.double()).flatten(0, 1)
             return replace(self, rows=(*self.rows, W))
@@ -196,14 +200,18 @@ class Dense(Structure):
     def accumulate(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
     ) -> Dense:
-        """Add a batch as `add` does, but change a matrix in place; only its owner may call it."""
+        """Return the statistics with one more batch, as `add` does, but change them in place.
+
+        The old statistics must not be used afterwards. weights and inputs are part of the protocol
+        and are not used.
+        """
         if self.matrix is not None:
             J.add_gram(self.matrix, precision)
             return self
         if self._stays_in_rows(J, precision):
             return self.add(J, precision, weights)
-        # The rows are not needed any more. They are freed before the batch is added, so that the
-        # matrix takes their place in memory.
+        # The rows become a matrix now. They are freed before the batch is added, so that the matrix
+        # takes their place in memory. The dataclass is frozen: object.__setattr__ gets round that.
         W = self._stacked_rows
         object.__setattr__(self, "rows", ())
         del self.__dict__["_stacked_rows"]
@@ -212,11 +220,11 @@ class Dense(Structure):
         return self._with_matrix(J.add_gram(total, precision), self.size)
 
     def _stays_in_rows(self, J: Jacobian, precision: Tensor) -> bool:
-        """Return whether the stored rows and those of a batch are fewer than the parameters.
+        """Return whether the statistics are rows, and still fewer than P with those of a batch.
 
         precision: Λ of the batch (B, C, C).
         """
-        return self.matrix is None and self.count + precision.shape[0] * J.outputs < self.size
+        return self.matrix is None and self.row_count + precision.shape[0] * J.outputs < self.size
 
     def _require_same_kind(self, other: Structure) -> Dense:
         """Return the other statistics; ValueError if they are not dense or of another size."""
@@ -225,34 +233,44 @@ class Dense(Structure):
         return other
 
     def merge(self, other: Structure) -> Dense:
-        """Return the statistics of both data sets, as rows while these are fewer than P."""
+        """Return the statistics of both data sets, as rows while these are fewer than P.
+
+        ValueError if the others are not dense or of another size.
+        """
         other = self._require_same_kind(other)
-        if self.matrix is None and other.matrix is None and self.count + other.count < self.size:
+        if (
+            self.matrix is None
+            and other.matrix is None
+            and self.row_count + other.row_count < self.size
+        ):
             return replace(self, rows=self.rows + other.rows)
         return self._with_matrix(self.as_matrix() + other.as_matrix(), self.size)
 
-    def mixed(self, other: Structure, share: float) -> Dense:
-        """Return (1 − share) of these statistics plus `share` of others of the same rows."""
+    def mix_with(self, other: Structure, share: float) -> Dense:
+        """Return (1 − share) of these statistics plus `share` of others of the same rows.
+
+        ValueError if the others are not dense or of another size.
+        """
         other = self._require_same_kind(other)
         if self.matrix is not None or other.matrix is not None:
             mixture = torch.lerp(self.as_matrix(), other.as_matrix(), share)
             return self._with_matrix(mixture, self.size)
-        # The rows of both are in the span of the same Jacobians, so the mixture has no higher rank
-        # than they have: as many of its leading directions are kept as the longer one has rows.
+        # The rows of both are in the span of the same Jacobians. So the rank of the mixture is at
+        # most the number of rows of the longer one, and so many leading directions are kept.
         both = torch.cat(
             [(1 - share) ** 0.5 * self._stacked_rows, share**0.5 * other._stacked_rows]
         )
         Q, R = torch.linalg.qr(both.mT)
         U, singular, _ = torch.linalg.svd(R)
-        leading = slice(max(self.count, other.count))
+        leading = slice(max(self.row_count, other.row_count))
         return replace(self, rows=((Q @ (U * singular)[:, leading]).mT,))
 
     def positive_part(self) -> Dense:
-        """Return S without its directions of negative curvature; rows have none."""
+        """Return the statistics without directions of negative curvature; rows have none."""
         if self.matrix is None or int(torch.linalg.cholesky_ex(self.matrix).info) == 0:
             return self
-        # In units in which the diagonal is one: parameters of very unequal units have eigenvalues
-        # of very unequal size, and the small ones would be rounding errors of the large ones.
+        # Eigenvalues are taken in units in which the diagonal is one. In the parameters' own units
+        # they may have very unequal sizes, and rounding errors of the large ones hide the small.
         diagonal = self.matrix.diagonal().abs()
         unit = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
         values, vectors = torch.linalg.eigh(self.matrix / unit[:, None] / unit)
@@ -260,9 +278,9 @@ class Dense(Structure):
         return replace(self, matrix=positive * unit[:, None] * unit)
 
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
-        """Return the eigenbasis of a matrix; None for stored rows and for precisions that vary.
+        """Return the eigenbasis of the matrix S for precisions (k, P).
 
-        precisions (k, P).
+        None for stored rows, and for precisions that vary over the parameters.
         """
         if self.matrix is None or not rows_are_constant(precisions):
             return None
@@ -272,34 +290,35 @@ class Dense(Structure):
         outer = torch.ones(1, 1, dtype=torch.float64)
         return Eigenbasis(values.clamp_min(0), ((positions, vectors, outer),))
 
-    def scaled(self, factors: Tensor) -> Dense:
-        """Return D S D for D = diag(factors), factors (P,)."""
+    def scale_both_sides(self, factors: Tensor) -> Dense:
+        """Return the statistics of D S D for D = diag(factors), factors (P,)."""
         if self.matrix is None:
             return replace(self, rows=(self._stacked_rows * factors,))
         return replace(self, matrix=(self.matrix * factors[:, None]).mul_(factors[None, :]))
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute S d.  (P,) -> (P,)."""
+        """Compute the product S d with a direction d.  (P,) -> (P,)."""
         if self.matrix is None:
             return self._stacked_rows.mT @ (self._stacked_rows @ direction)
         return self.matrix @ direction
 
     def trace(self, operator: Operator) -> float:
-        """Compute tr(S H⁻¹) by one solve for each row or column of S."""
+        """Compute tr(S H⁻¹) by one solve for each stored row, or for each column of the matrix."""
         if self.matrix is None:
             columns = self._stacked_rows.mT
             return float((columns * operator.solve_many(columns)).sum())
         return float(operator.solve_many(self.matrix).diagonal().sum())
 
     def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
-        """Factorise H = S + prior, by Woodbury's formula for rows; precision (P,) or (P, P).
+        """Factorise H = S + the prior's precision, which is a diagonal (P,) or a matrix (P, P).
 
+        Stored rows with a positive diagonal take Woodbury's formula, all others Cholesky.
         NoFactorError if H is not positive definite in double precision.
         """
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):
             return woodbury_operator(self._stacked_rows, precision)
         S = self.as_matrix()
-        # Stored by columns, as LAPACK needs it: H is factorised in place.
+        # H is stored by columns, as LAPACK needs it, so that it is factorised in place.
         H = torch.empty_like(S).mT.copy_(S)
         (H.diagonal() if precision.dim() == 1 else H).add_(precision)
         scale = H.diagonal().sqrt()
@@ -308,6 +327,7 @@ class Dense(Structure):
         # Under a prior without curvature somewhere, a small pivot is rounding error.
         improper = precision.dim() == 1 and bool((precision <= 0).any())
         if int(info) != 0 or (improper and bool((pivots < LEAST_PIVOT * scale).any())):
+            # info is the number of the first pivot that failed, from one; zero means none.
             undetermined = int(info) or int((pivots / scale).argmin()) + 1
             detail = f" (parameter {undetermined} of {len(H)} is not determined)"
             raise NoFactorError(factorisation_error_text(precision, detail))
@@ -318,15 +338,18 @@ class Dense(Structure):
         width = extent.size
         if self.dual and extent.rows is not None:
             width = min(width, extent.rows * extent.outputs)
-        # Counted in fits (tests/fitting/test_memory.py): sums before and after a step and their
-        # factor; for averages the sums at the mode, and of two Gaussians each the precision, its
-        # factor and inverse, and the sums.
+        # Counted in fits (tests/fitting/test_memory.py): the sums before and after a step, and
+        # their factors. With averages: the sums at the mode, and for each of two Gaussians the
+        # precision, its factor and inverse, and the sums.
         copies = 8 if extent.averages else 4
-        return copies * 8 * width * extent.size
+        return copies * 8 * width * extent.size  # 8 bytes of a number in float64
 
 
 def _precision_root(precision: Tensor) -> Tensor:
-    """Compute B with BᵀB = Λ, also where Λ is singular (as for classes).  (B, C, C) -> same."""
+    """Compute R with RᵀR = Λ (B, C, C) for a positive semi-definite Λ.  -> (B, C, C).
+
+    Λ may be singular, as it is for classes.
+    """
     if precision.shape[-1] == 1:
         return precision.sqrt()
     values, vectors = torch.linalg.eigh(precision)

@@ -19,8 +19,8 @@ from ssla.curvature.structure import (
 )
 from ssla.maths.roots import Root, ScaledRoot, full_root
 
-# Vectors (P,) that a fit needs which chooses its prior: two thirds of its peak, which is measured
-# (tests/fitting/test_memory.py, benchmarks/all_weights.py). Averages need more of them.
+# How many vectors (P,) a fit holds that chooses its prior, without and with averages. They are two
+# thirds of its peak, as measured by tests/fitting/test_memory.py and benchmarks/all_weights.py.
 VECTORS, VECTORS_OF_AVERAGES = 12, 20
 
 
@@ -31,17 +31,17 @@ class DiagonalOperator:
     h: Tensor  # (P,)
 
     def covariance(self, J: Jacobian) -> Tensor:
-        """Compute K = J diag(1/h) Jᵀ.  -> (B, C, C)."""
+        """Compute K = J diag(1/h) Jᵀ for J (B, C, P).  -> (B, C, C)."""
         return J.quadratic_diagonal(1 / self.h)
 
     def root(self, J: Jacobian) -> Root:
-        """Compute R with R Rᵀ = K; for a last layer K is diagonal, and so is R."""
+        """Compute a root R of K = R Rᵀ; for a last layer K is diagonal, and so is R."""
         if isinstance(J, Features):
             return ScaledRoot(J.weighted_squares(1 / self.h).sqrt())
         return full_root(self.covariance(J))
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
-        """Compute J diag(m/h²) Jᵀ for precisions m.  (P,) -> (B, C, C)."""
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
+        """Compute J diag(m/h²) Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
         return J.quadratic_diagonal(precisions / self.h**2)
 
     def logdet(self) -> float:
@@ -61,7 +61,7 @@ class DiagonalOperator:
         return 1 / self.h
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
+        """Draw n vectors z/√h from N(0, H⁻¹), with z ~ N(0, I).  -> (n, P)."""
         return torch.randn(n, len(self.h), dtype=torch.float64, generator=generator) / self.h.sqrt()
 
 
@@ -72,8 +72,8 @@ class Diagonal(Structure):
     diagonal: Tensor | None = None  # None: `zero` has not been called yet
 
     name = "diag"
-    materialises = False
-    whole = False
+    needs_jacobian_entries = False
+    couples_all_parameters = False
 
     def zero(self, size: int) -> Diagonal:
         """Return the statistics of no data, for P = size parameters."""
@@ -81,25 +81,28 @@ class Diagonal(Structure):
 
     @property
     def _diagonal(self) -> Tensor:
-        """Return the diagonal s (P,); AssertionError before `zero`."""
+        """Return the diagonal s (P,); AssertionError if `zero` has not been called yet."""
         assert self.diagonal is not None
         return self.diagonal
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Diagonal:
-        """Return the statistics with one more batch; precision Λ (B, C, C)."""
+        """Return the statistics with one more batch; precision Λ (B, C, C), weights not used."""
         return Diagonal(self._diagonal + J.gram_diagonal(precision))
 
     def _require_diagonal(self, other: Structure) -> Tensor:
-        """Return the other statistics' diagonal (P,); ValueError if they are of another kind."""
+        """Return the other statistics' diagonal (P,).
+
+        ValueError if they are not diagonal or of another size.
+        """
         if not isinstance(other, Diagonal) or other._diagonal.shape != self._diagonal.shape:
             raise ValueError(mismatch_text("diag", other))
         return other._diagonal
 
     def merge(self, other: Structure) -> Diagonal:
-        """Return the statistics of both data sets."""
+        """Return the statistics of both data sets; ValueError if they cannot be merged."""
         return Diagonal(self._diagonal + self._require_diagonal(other))
 
-    def mixed(self, other: Structure, share: float) -> Diagonal:
+    def mix_with(self, other: Structure, share: float) -> Diagonal:
         """Return (1 − share) of these statistics plus `share` of others of the same rows."""
         return Diagonal((1 - share) * self._diagonal + share * self._require_diagonal(other))
 
@@ -108,25 +111,25 @@ class Diagonal(Structure):
         return Diagonal(self._diagonal.clamp_min(0))
 
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis:
-        """Return the identity as the basis, which suits any prior precisions (k, P)."""
+        """Return the identity as the basis: S is diagonal, so any precisions (k, P) suit it."""
         return Eigenbasis(self._diagonal, ())
 
-    def scaled(self, factors: Tensor) -> Diagonal:
-        """Return D S D for D = diag(factors), factors (P,)."""
+    def scale_both_sides(self, factors: Tensor) -> Diagonal:
+        """Return the statistics of D S D for D = diag(factors), factors (P,)."""
         return replace(self, diagonal=self._diagonal * factors**2)
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute S d.  (P,) -> (P,)."""
+        """Compute the product S d with a direction d.  (P,) -> (P,)."""
         return self._diagonal * direction
 
     def trace(self, operator: Operator) -> float:
-        """Compute tr(S H⁻¹), which needs only the variances of any operator."""
+        """Compute tr(S H⁻¹) from the diagonals of both, for any operator."""
         return float(self._diagonal @ operator.variances())
 
     def with_prior(self, precision: Tensor) -> DiagonalOperator:
-        """Return the operator of h = s + the diagonal of the prior; precision (P,) or (P, P).
+        """Return the operator of h = s + the diagonal of the prior's precision (P,) or (P, P).
 
-        NoFactorError unless all of h is above zero.
+        NoFactorError unless every entry of h is above zero.
         """
         h = self._diagonal + (precision if precision.dim() == 1 else precision.diagonal())
         if not bool((h > 0).all()):
@@ -136,5 +139,6 @@ class Diagonal(Structure):
         return DiagonalOperator(h)
 
     def memory(self, extent: Extent) -> int:
-        """Estimate the bytes that a fit needs, from the counted vectors (P,)."""
-        return (VECTORS_OF_AVERAGES if extent.averages else VECTORS) * 8 * extent.size
+        """Estimate the bytes that a fit needs: a counted number of vectors (P,) in float64."""
+        vectors = VECTORS_OF_AVERAGES if extent.averages else VECTORS
+        return vectors * 8 * extent.size  # 8 bytes of a number in float64

@@ -54,9 +54,9 @@ NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype
 
 @dataclass(frozen=True, eq=False)
 class LayerFactors:
-    """Sums of one layer."""
+    """Sums of one layer, whose statistics are S = G ⊗ A / count."""
 
-    positions: Tensor  # (out, in)
+    positions: Tensor  # (out, in): the indices of the layer's weights in θ
     A: Tensor  # Σ w a aᵀ (in, in)
     G: Tensor  # Σ w δᵀΛδ (out, out), or its diagonal (out,)
     count: float  # Σ w over rows and positions
@@ -66,34 +66,38 @@ class LayerFactors:
         return replace(self, A=self.A + other.A, G=self.G + other.G, count=self.count + other.count)
 
     def merge_in_place(self, other: LayerFactors) -> LayerFactors:
-        """Return the sums of both data sets, in the memory of A and G."""
+        """Return the sums of both data sets, which overwrite A and G of this object."""
         self.A.add_(other.A)
         self.G.add_(other.G)
         return replace(self, count=self.count + other.count)
 
-    def with_outputs(self, G: Tensor) -> LayerFactors:
-        """Return the same inputs with another output factor G (out, out) or (out,).
+    def with_output_factor(self, G: Tensor) -> LayerFactors:
+        """Return the sums with another output factor G (out, out) or (out,).
 
-        The eigenbasis of the inputs is kept if it is there.
+        The eigendecomposition of the input factor is kept if it is there.
         """
         changed = replace(self, G=G)
-        if "input_eigen" in self.__dict__:
-            changed.__dict__["input_eigen"] = self.input_eigen
+        # A cached property keeps its value in __dict__ under its own name.
+        if "input_eigendecomposition" in self.__dict__:
+            changed.__dict__["input_eigendecomposition"] = self.input_eigendecomposition
         return changed
 
     @cached_property
-    def input_eigen(self) -> tuple[Tensor, Tensor]:
-        """Return λ_A (in,) and Q_A (in, in) of A/count."""
+    def input_eigendecomposition(self) -> tuple[Tensor, Tensor]:
+        """Return the eigenvalues λ_A (in,) and eigenvectors Q_A (in, in) of A/count."""
         values, vectors = torch.linalg.eigh(self.A / self.count)
         return values.clamp_min(0), vectors
 
     @cached_property
-    def eigen(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Return λ_A, Q_A, λ_G, Q_G of A/count and G; Q_G of a diagonal is None: the identity."""
+    def eigendecomposition(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return eigenvalues and eigenvectors λ_A, Q_A of A/count and λ_G, Q_G of G.
+
+        Q_G is None, which stands for the identity, if G is a diagonal.
+        """
         if self.G.dim() == 1:
-            return *self.input_eigen, self.G.clamp_min(0), None
+            return *self.input_eigendecomposition, self.G.clamp_min(0), None
         values_g, vectors_g = torch.linalg.eigh(self.G)
-        return *self.input_eigen, values_g.clamp_min(0), vectors_g
+        return *self.input_eigendecomposition, values_g.clamp_min(0), vectors_g
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,11 +111,14 @@ class LayerOperator:
 
     @cached_property
     def _single_basis_g(self) -> Tensor | None:
-        """Return Q_G in float32, converted once."""
+        """Return Q_G (out, out) in float32; None for the identity."""
         return None if self.basis_g is None else self.basis_g.float()
 
     def outputs_basis(self, dtype: torch.dtype) -> Tensor | None:
-        """Return Q_G (out, out) in a dtype; None for the identity."""
+        """Return Q_G (out, out) in a dtype; None for the identity.
+
+        The float32 form is kept, because every batch of a float32 network asks for it.
+        """
         if dtype == torch.float32 or self.basis_g is None:
             return self._single_basis_g
         return self.basis_g.to(dtype)
@@ -120,20 +127,23 @@ class LayerOperator:
     def profiles(self) -> Tensor:
         """Return orthonormal u (r, C) whose combinations Σ_k c_k u_k give √v of any row.
 
-        The rows are those of a last layer, and the error is about 3e-7 of the largest entry of √v.
-        With eigenvalues a_i of the inputs' factor and b_j of the outputs', v_j = Σ_i ψ_i² / (a_i
-        b_j + τ). That is one smooth function of log b_j, a mixture of shifted logistic functions,
-        whatever the row's ψ. So few functions span √v of all rows. They are the leading singular
-        vectors of √v for fixed mixtures ψ² that range over rows like those of the data (ψ_i² in
-        proportion to a_i), rows without any direction of the data (ψ_i² equal), and rows between.
+        v (C,) are the `variances` of a row of a last layer, and ψ its features in the eigenbasis.
+        The error is about 3e-7 of the largest entry of √v (see the constants above). With the
+        eigenvalues a_i of the input factor and b_j of the output factor, v_j = Σ_i ψ_i² / (a_i b_j
+        + τ). That is a smooth function of log b_j, a mixture of shifted logistic functions, for
+        every ψ. So few functions span √v of all rows.
+
+        They are the leading singular vectors of √v for fixed random mixtures ψ². These range over
+        rows like those of the data (ψ_i² in proportion to a_i), rows without any direction of the
+        data (ψ_i² equal), and rows between.
         """
         # a_i up to a factor: the spectrum a_i b_j + τ varies by a_i (max b − min b) over outputs.
-        inside = self.spectrum.amax(0) - self.spectrum.amin(0)
-        inside = inside / inside.max().clamp_min(1e-300)
+        input_values = self.spectrum.amax(0) - self.spectrum.amin(0)
+        input_values = input_values / input_values.max().clamp_min(1e-300)
         generator = torch.Generator().manual_seed(MIXTURE_SEED)
-        normals = torch.randn(MIXTURES, len(inside), dtype=torch.float64, generator=generator)
+        normals = torch.randn(MIXTURES, len(input_values), dtype=torch.float64, generator=generator)
         uneven = (MIXTURE_SPREAD * normals).exp()
-        mixtures = torch.cat([uneven * inside**power for power in (1.0, 0.5, 0.0)])  # ψ²
+        mixtures = torch.cat([uneven * input_values**power for power in (1.0, 0.5, 0.0)])  # ψ²
         scales = (mixtures @ (1 / self.spectrum).mT).sqrt()  # √v (3·MIXTURES, C)
         _, values, vectors = torch.linalg.svd(
             scales / scales.amax(1, keepdim=True), full_matrices=False
@@ -143,11 +153,14 @@ class LayerOperator:
         return leading.contiguous()
 
     def compute_profiles(self) -> Tensor:
-        """Return `profiles` (r, C), which are computed by the first call."""
+        """Return `profiles` (r, C).
+
+        `ScaledRoot` holds this method, so that the profiles are computed only where they are used.
+        """
         return self.profiles
 
     def rotate(self, block: LayerBlock) -> LayerBlock:
-        """Return a block's J in the eigenbasis."""
+        """Return J (Q_G ⊗ Q_A), the layer's part of J in the eigenbasis, as a block."""
         a = block.a @ self.basis_a.to(block.a.dtype)
         if self.basis_g is None:
             return LayerBlock(self.positions, a, block.delta)
@@ -156,7 +169,8 @@ class LayerOperator:
     def variances(self, J: Features, weights: Tensor) -> Tensor:
         """Compute v (B, C) with J (Q_G ⊗ Q_A) diag(w) (Q_G ⊗ Q_A)ᵀ Jᵀ = Q_G diag(v) Q_Gᵀ.
 
-        J: of a last layer. weights: w (out, in).
+        J: that of a last layer. weights: w (out, in); with w = 1/spectrum, v are the variances of
+        the outputs in the basis Q_G.
         """
         return J.rotated_squares(self.basis_a) @ weights.mT.to(J.dtype)
 
@@ -166,7 +180,7 @@ class LayerOperator:
         return self.rotate_back(rotated / self.spectrum)
 
     def rotate_back(self, v: Tensor) -> Tensor:
-        """Compute Q_G v Q_Aᵀ: out of the eigenbasis.  (…, out, in) -> (…, out, in)."""
+        """Compute Q_G v Q_Aᵀ from v in the eigenbasis.  (…, out, in) -> (…, out, in)."""
         return (v if self.basis_g is None else self.basis_g @ v) @ self.basis_a.mT
 
     def entry_variances(self) -> Tensor:
@@ -178,7 +192,7 @@ class LayerOperator:
 
 @dataclass(frozen=True, eq=False)
 class KfacOperator:
-    """H⁻¹ of all layers, and of the diagonal for other parameters."""
+    """H⁻¹ as blocks: one for each layer, and a diagonal for the other parameters."""
 
     layers: tuple[LayerOperator, ...]
     rest_positions: Tensor  # (P_r,)
@@ -199,16 +213,23 @@ class KfacOperator:
     def _quadratic_terms(
         self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor
     ) -> Iterator[Tensor]:
-        """Yield the terms (B, C, C) of `_weighted_quadratic`: one for each layer, then the rest."""
+        """Yield the terms (B, C, C) of `_weighted_quadratic`, which are summed.
+
+        There is one for each layer, then one for the parameters outside the layers, if any.
+        """
         for op, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
             yield op.rotate(block).weighted_covariance(weights)
-        rest = rest_block(J)
-        if rest is not None:
-            yield rest.weighted_covariance(rest_weights)
+        columns = rest_block(J)
+        if columns is not None:
+            yield columns.weighted_covariance(rest_weights)
 
     def _last_layer_quadratic(self, J: Features, layer_weights: list[Tensor]) -> Tensor:
-        """Compute J M Jᵀ = Q_G diag(v) Q_Gᵀ (B, C, C) of a last layer, where δ = I."""
-        (op,), (weights,) = self.layers, layer_weights
+        """Compute J M Jᵀ = Q_G diag(v) Q_Gᵀ (B, C, C) of a last layer.
+
+        layer_weights: the diagonal of M (out, in), for the only layer.
+        """
+        (op,) = self.layers
+        (weights,) = layer_weights
         basis = op.outputs_basis(J.dtype)
         v = op.variances(J, weights)
         if basis is None:
@@ -216,13 +237,14 @@ class KfacOperator:
         return symmetric_product(basis * v.unsqueeze(-2), basis)
 
     def covariance(self, J: Jacobian) -> Tensor:
-        """Compute K = J H⁻¹ Jᵀ in the dtype of J.  -> (B, C, C)."""
+        """Compute K = J H⁻¹ Jᵀ in the dtype of J (B, C, P).  -> (B, C, C)."""
         return self._weighted_quadratic(J, [1 / op.spectrum for op in self.layers], 1 / self.rest)
 
     def root(self, J: Jacobian) -> Root:
-        """Compute R with R Rᵀ = K.
+        """Compute a root R of K = R Rᵀ.
 
-        For a last layer it is Q_G diag(√v): no factorisation, and nothing of size (B, C, C).
+        For a last layer it is Q_G diag(√v), with v the `variances` of the layer: K is not
+        factorised, and nothing of size (B, C, C) is formed.
         """
         if not isinstance(J, Features):
             return full_root(self.covariance(J))
@@ -231,17 +253,17 @@ class KfacOperator:
         profiles = None if op.basis_g is None else op.compute_profiles
         return ScaledRoot(scale, op.outputs_basis(J.dtype), profiles)
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
-        """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for one precision m ≥ 0 in each layer.
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
+        """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C).
 
-        precisions: m (P,), of which a layer's first entry counts. -> (B, C, C).
+        m must be constant inside each layer: only the layer's first entry is used.
         """
         layer_precisions = [precisions[op.positions].flatten()[0] for op in self.layers]
         weights = [m / op.spectrum**2 for m, op in zip(layer_precisions, self.layers, strict=True)]
         return self._weighted_quadratic(J, weights, precisions[self.rest_positions] / self.rest**2)
 
     def logdet(self) -> float:
-        """Compute log |H| from the spectra and the diagonal."""
+        """Compute log |H|."""
         return float(self.rest.log().sum()) + sum(
             float(op.spectrum.log().sum()) for op in self.layers
         )
@@ -271,7 +293,10 @@ class KfacOperator:
         return out
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
+        """Draw n vectors from N(0, H⁻¹).  -> (n, P).
+
+        White noise is scaled by the standard deviations in the eigenbases, then rotated back.
+        """
         out = torch.randn(n, self.size, dtype=torch.float64, generator=generator)
         for op in self.layers:
             out[:, op.positions] = op.rotate_back(out[:, op.positions] / op.spectrum.sqrt())
@@ -284,7 +309,7 @@ class Kfac(Structure):
     """Statistics of all layers.
 
     sharing: how positions of one row are counted, "expand" or "reduce". output_factor: "full" or
-    "diagonal"; None: as a fit chooses by the number of classes, full elsewhere.
+    "diagonal"; None means that a fit chooses by the number of classes, and "full" outside a fit.
     """
 
     sharing: str = EXPAND
@@ -295,13 +320,13 @@ class Kfac(Structure):
     output_factor: str | None = None
 
     name = "kfac"
-    materialises = False
-    whole = False
+    needs_jacobian_entries = False
+    couples_all_parameters = False
     exact_for_one_precision = True
     by_layers = True
 
     def __post_init__(self) -> None:
-        """Check the options; ValueError for an unknown name."""
+        """Check the names of the options; ValueError for an unknown one."""
         check_name("sharing", self.sharing, (EXPAND, REDUCE))
         if self.output_factor is not None:
             check_name("output_factor", self.output_factor, (FULL, DIAGONAL))
@@ -312,8 +337,8 @@ class Kfac(Structure):
         return self.output_factor == DIAGONAL
 
     @property
-    def empty(self) -> bool:
-        """Return whether there are no data yet: then the shapes of the layers are not known."""
+    def is_empty(self) -> bool:
+        """Return whether no data were added yet, so that the layers' shapes are not known."""
         return not self.layers and not self.rest.numel()
 
     def for_many_classes(self) -> Kfac:
@@ -327,20 +352,23 @@ class Kfac(Structure):
     def add(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
     ) -> Kfac:
-        """Return the statistics with one more batch; precision Λ (B, C, C), weights (B,).
+        """Return the statistics with one more batch; precision Λ (B, C, C), row weights (B,).
 
-        For a last layer Σ_i Λ_i (1, C, C) is enough, with the row weights; with a diagonal output
-        factor Σ_i diag Λ_i (1, C). Without `inputs` the input factor of a last layer is left
-        empty: `with_inputs_of` fills it in from an earlier pass over the same rows.
+        For a last layer the sum Σ_i Λ_i (1, C, C) is enough as precision, and with a diagonal
+        output factor Σ_i diag Λ_i (1, C). If `inputs` is false, the input factor of a last layer is
+        left empty: `with_inputs_of` takes it from an earlier pass over the same rows.
         """
         return self.merge(self._batch_statistics(J, precision, weights, inputs))
 
     def accumulate(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
     ) -> Kfac:
-        """Add a batch as `add` does, but change the factors in place; only their owner may."""
+        """Return the statistics with one more batch, as `add` does, but change factors in place.
+
+        The old statistics must not be used afterwards.
+        """
         batch = self._batch_statistics(J, precision, weights, inputs)
-        if self.empty:
+        if self.is_empty:
             return batch
         layers = tuple(
             layer.merge_in_place(more)
@@ -359,18 +387,22 @@ class Kfac(Structure):
         if isinstance(J, Features):
             return replace(batch, layers=(self._last_layer_factors(J, precision, weights, inputs),))
         layers = tuple(self._layer_factors(block, precision, weights) for block in layer_blocks(J))
-        rest = rest_block(J)
-        if rest is None:
+        columns = rest_block(J)
+        if columns is None:
             return replace(batch, layers=layers)
-        squares = rest.square_sum(precision)
-        return replace(batch, layers=layers, rest_positions=rest.positions, rest=squares)
+        squares = columns.square_sum(precision)
+        return replace(batch, layers=layers, rest_positions=columns.positions, rest=squares)
 
     def _last_layer_factors(
         self, J: Features, precision: Tensor, weights: Tensor, inputs: bool
     ) -> LayerFactors:
-        """Return the factors of a last layer, where δ = I; the arguments are those of `add`."""
+        """Return the factors of a last layer for one batch; the arguments are those of `add`.
+
+        J = φᵀ ⊗ I, so A is a sum of φφᵀ and G is the sum of Λ itself.
+        """
         A = J.second_moment(weights) if inputs else torch.zeros(0, 0, dtype=torch.float64)
         if self.diagonal_outputs:
+            # A precision of two dimensions is the diagonal already.
             diagonals = precision.diagonal(dim1=-2, dim2=-1) if precision.dim() == 3 else precision
             G = diagonals.sum(0)
         else:
@@ -379,7 +411,10 @@ class Kfac(Structure):
         return LayerFactors(_last_layer_positions(J), A, G, float(weights.sum()))
 
     def _layer_factors(self, block: LayerBlock, precision: Tensor, weights: Tensor) -> LayerFactors:
-        """Return the factors of one layer; precision Λ (B, C, C), weights (B,)."""
+        """Return the factors of one layer for one batch; precision Λ (B, C, C), weights (B,).
+
+        They are those of the module's docstring, by `sharing`.
+        """
         a, delta = block.a, block.delta  # (B, T, in), (B, C, T, out)
         if self.sharing == REDUCE:
             a, delta = a.mean(1, keepdim=True), delta.sum(2, keepdim=True)
@@ -394,25 +429,31 @@ class Kfac(Structure):
         return LayerFactors(block.positions, A, G, float(weights.sum()) * a.shape[1])
 
     def with_inputs_of(self, other: Structure) -> Kfac:
-        """Return the statistics with another sum's input factors, whose eigenbases are kept.
+        """Return the statistics with the input factors of `other`, a sum over the same rows.
 
-        other: a sum over the same rows.
+        The eigendecompositions of these factors are kept. AssertionError unless other is a Kfac.
         """
         assert isinstance(other, Kfac)
         layers = tuple(
-            theirs.with_outputs(mine.G)
-            for mine, theirs in zip(self.layers, other.layers, strict=True)
+            earlier.with_output_factor(layer.G)
+            for layer, earlier in zip(self.layers, other.layers, strict=True)
         )
         return replace(self, layers=layers)
 
     def with_output_factor(self, G: Tensor) -> Kfac:
-        """Return the statistics of a last layer with another output factor G (C, C)."""
+        """Return the statistics of a last layer with another output factor.
+
+        G (C, C) is the full matrix, of which a diagonal output factor keeps the diagonal.
+        """
         (layer,) = self.layers
-        changed = layer.with_outputs(G.diagonal().clone() if self.diagonal_outputs else G)
+        changed = layer.with_output_factor(G.diagonal().clone() if self.diagonal_outputs else G)
         return replace(self, layers=(changed,))
 
     def _require_same_kind(self, other: Structure) -> Kfac:
-        """Return the other statistics; ValueError if they have other options or another size."""
+        """Return the other statistics, as a Kfac.
+
+        ValueError if they are of another structure, or have other options or another size.
+        """
         if (
             not isinstance(other, Kfac)
             or other.size != self.size
@@ -423,49 +464,57 @@ class Kfac(Structure):
         return other
 
     def merge(self, other: Structure) -> Kfac:
-        """Return the statistics of both data sets."""
+        """Return the statistics of both data sets; ValueError if they cannot be merged."""
         other = self._require_same_kind(other)
-        if self.empty or other.empty:
-            return other if self.empty else self
+        if self.is_empty or other.is_empty:
+            return other if self.is_empty else self
         layers = tuple(a.merge(b) for a, b in zip(self.layers, other.layers, strict=True))
         return replace(self, layers=layers, rest=self.rest + other.rest)
 
-    def mixed(self, other: Structure, share: float) -> Kfac:
-        """Return (1 − share) of these statistics plus `share` of others of the same rows."""
+    def mix_with(self, other: Structure, share: float) -> Kfac:
+        """Return (1 − share) of these statistics plus `share` of others of the same rows.
+
+        ValueError if the others have other options or another size.
+        """
         other = self._require_same_kind(other)
-        # A is the same for the same rows
+        # A is the same in both, because the rows are the same.
         layers = tuple(
-            a.with_outputs((1 - share) * a.G + share * b.G)
-            for a, b in zip(self.layers, other.layers, strict=True)
+            layer.with_output_factor((1 - share) * layer.G + share * other_layer.G)
+            for layer, other_layer in zip(self.layers, other.layers, strict=True)
         )
         return replace(self, layers=layers, rest=(1 - share) * self.rest + share * other.rest)
 
     def positive_part(self) -> Kfac:
-        """Return the statistics with a diagonal ≥ 0; `eigen` clamps the factors' eigenvalues."""
+        """Return the statistics without directions of negative curvature.
+
+        Only the diagonal is changed here: `LayerFactors.eigendecomposition` clamps the eigenvalues
+        of the factors.
+        """
         return replace(self, rest=self.rest.clamp_min(0))
 
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
-        """Return the eigenbases of the layers; None for precisions (k, P) that vary inside one."""
+        """Return the eigenbases of the layers; None for precisions (k, P) that vary in a layer."""
         values = torch.zeros_like(precisions[0])
         parts = []
         for layer in self.layers:
             if not rows_are_constant(precisions[:, layer.positions.flatten()]):
                 return None
-            values_a, basis_a, values_g, basis_g = layer.eigen
+            values_a, basis_a, values_g, basis_g = layer.eigendecomposition
             values[layer.positions] = values_g[:, None] * values_a[None, :]
             parts.append((layer.positions, basis_a, basis_g))
         values[self.rest_positions] = self.rest
         return Eigenbasis(values, tuple(parts))
 
     def check_layers(self, shapes: tuple[tuple[int, int], ...]) -> None:
-        """Raise ValueError unless the factors are those of layers (inputs, outputs)."""
+        """Raise ValueError unless the factors fit layers with these (inputs, outputs)."""
         if shapes != tuple((layer.A.shape[0], layer.positions.shape[0]) for layer in self.layers):
             raise ValueError("its Kronecker factors are not those of the network's layers")
 
-    def scaled(self, factors: Tensor) -> Kfac:
-        """Return D S D for D = diag(factors), factors (P,).
+    def scale_both_sides(self, factors: Tensor) -> Kfac:
+        """Return the statistics of D S D for D = diag(factors), factors (P,).
 
-        ValueError if the factors vary within a row of a layer's weight.
+        ValueError if the factors vary within a row of a layer's weight, because D S D is then no
+        Kronecker product.
         """
         layers = []
         for layer in self.layers:
@@ -477,12 +526,12 @@ class Kfac(Structure):
                 )
             d = entry_factors[:, 0]
             squares = d**2 if layer.G.dim() == 1 else d[:, None] * d
-            layers.append(layer.with_outputs(layer.G * squares))
+            layers.append(layer.with_output_factor(layer.G * squares))
         rest = self.rest * factors[self.rest_positions] ** 2
         return replace(self, layers=tuple(layers), rest=rest)
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute S d.  (P,) -> (P,)."""
+        """Compute the product S d with a direction d.  (P,) -> (P,)."""
         out = torch.zeros_like(direction)
         for layer in self.layers:
             d = direction[layer.positions]
@@ -492,24 +541,28 @@ class Kfac(Structure):
         return out
 
     def trace(self, operator: Operator) -> float:
-        """Compute tr(S H⁻¹), for the operator of any Kronecker factors of the same layers."""
+        """Compute tr(S H⁻¹) for an operator with Kronecker factors of the same layers.
+
+        AssertionError for another operator.
+        """
         assert isinstance(operator, KfacOperator)
         total = float((self.rest / operator.rest).sum())
         for layer, op in zip(self.layers, operator.layers, strict=True):
-            # In the operator's eigenbasis H is diagonal, so only the diagonals of Q_AᵀAQ_A and
-            # Q_GᵀGQ_G count.
+            # H is diagonal in the operator's eigenbasis, so the trace needs only the diagonals of
+            # Q_AᵀAQ_A and Q_GᵀGQ_G.
             inputs = (op.basis_a * (layer.A @ op.basis_a)).sum(0) / layer.count
             outputs = layer.G
             if layer.G.dim() == 2:
-                assert op.basis_g is not None
+                assert op.basis_g is not None  # it is None for a diagonal output factor only
                 outputs = (op.basis_g * (layer.G @ op.basis_g)).sum(0)
             total += float((outputs[:, None] * inputs / op.spectrum).sum())
         return total
 
     def with_prior(self, precision: Tensor) -> KfacOperator:
-        """Return the operator in the factors' eigenbases; precision (P,) or (P, P).
+        """Factorise H = S + the prior's precision in the eigenbases of the factors.
 
-        ValueError if the precision varies inside a layer, NoFactorError if H is singular.
+        precision: (P,), or (P, P), of which only the diagonal is used. ValueError if it varies
+        inside a layer, NoFactorError if H is singular in double precision.
         """
         diagonal = precision if precision.dim() == 1 else precision.diagonal()
         operators = []
@@ -521,7 +574,7 @@ class Kfac(Structure):
                     "weight and bias), but it varies inside one. Give a number or a dict by layer, "
                     "or use structure='dense' or 'diag'."
                 )
-            values_a, basis_a, values_g, basis_g = layer.eigen
+            values_a, basis_a, values_g, basis_g = layer.eigendecomposition
             spectrum = values_g[:, None] * values_a[None, :] + tau[0]
             operators.append(LayerOperator(layer.positions, basis_a, basis_g, spectrum))
         rest = self.rest + diagonal[self.rest_positions]
@@ -536,26 +589,31 @@ class Kfac(Structure):
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
     def memory(self, extent: Extent) -> int:
-        """Estimate the bytes of factors, those of a batch, eigenbases and their workspace.
+        """Estimate the bytes that a fit needs at its peak, as in the protocol.
 
-        The spectrum has the size of θ.
+        They are those of the factors, of a batch's factors, and of the eigenbases with their
+        workspace. The spectrum, of the size of θ, adds to them.
         """
         factors = sum(
-            inside * inside + (out if self.diagonal_outputs else out * out)
-            for inside, out in extent.layers
+            inputs * inputs + (outputs if self.diagonal_outputs else outputs * outputs)
+            for inputs, outputs in extent.layers
         )
         # Counted in fits (tests/fitting/test_memory.py): the eigendecomposition alone takes four.
+        # A number in float64 has 8 bytes.
         copies = 8 if extent.averages else 7
-        return copies * 8 * (factors + extent.rest) + 8 * extent.size
+        return copies * 8 * (factors + extent.parameters_outside_layers) + 8 * extent.size
 
 
 def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
-    """Yield the parts of J with a Kronecker form; TypeError for a Jacobian without layers."""
+    """Yield the part of J of each layer with a Kronecker form.
+
+    TypeError for a Jacobian that is not stored by layers.
+    """
     if isinstance(J, Features):
         # A last layer has one position and δ = I.
         phi = J.with_ones()
         eye = torch.eye(J.outputs, dtype=phi.dtype)
-        delta = eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1)
+        delta = eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1)  # (B, C, 1, C)
         yield LayerBlock(_last_layer_positions(J), phi.unsqueeze(1), delta)
     elif isinstance(J, LayerJacobian):
         yield from J.blocks()
@@ -564,7 +622,7 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
 
 
 def rest_block(J: Jacobian) -> RestBlock | None:
-    """Return the columns of J that have no Kronecker form; None if there are none."""
+    """Return the columns of J for parameters outside the layers; None if there are none."""
     return J.rest if isinstance(J, LayerJacobian) else None
 
 
@@ -577,5 +635,5 @@ def needs_summed_precision_only(structure: Structure, J: Jacobian) -> bool:
 
 
 def _last_layer_positions(J: Features) -> Tensor:
-    """Return the positions of a last layer's weight in θ (C, F)."""
+    """Return the indices (C, F) of a last layer's weights in θ."""
     return torch.arange(J.size).reshape(J.outputs, -1)

@@ -54,17 +54,17 @@ class LowRank(Structure):
     diagonal: Tensor = EMPTY  # of S (P,)
 
     name = "low_rank"
-    materialises = False
-    whole = True
+    needs_jacobian_entries = False
+    couples_all_parameters = True
     positive_only = True
 
     @property
-    def grows(self) -> bool:
-        """Return whether a fit widens the sketch: it does without a rank."""
+    def is_widened_by_fit(self) -> bool:
+        """Return whether a fit may widen the sketch, which it does if no rank is given."""
         return self.rank is None
 
     def __post_init__(self) -> None:
-        """Check the settings; ValueError for one that is out of range."""
+        """Check rank, columns and tail; ValueError for one that is out of range."""
         for name, value in (("rank", self.rank), ("columns", self.columns)):
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
@@ -94,7 +94,7 @@ class LowRank(Structure):
         return replace(self, probe=probe, sketch=torch.zeros_like(probe), diagonal=diagonal)
 
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> LowRank:
-        """Return the statistics with one more batch; precision Λ (B, C, C)."""
+        """Return the statistics with one more batch; precision Λ (B, C, C), weights not used."""
         sketch = self.sketch + J.pull_many(precision @ J.push_many(self.probe))
         return replace(self, sketch=sketch, diagonal=self.diagonal + J.gram_diagonal(precision))
 
@@ -125,8 +125,11 @@ class LowRank(Structure):
             self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal
         )
 
-    def mixed(self, other: Structure, share: float) -> LowRank:
-        """Return (1 − share) of these statistics plus `share` of others of the same rows."""
+    def mix_with(self, other: Structure, share: float) -> LowRank:
+        """Return (1 − share) of these statistics plus `share` of others of the same rows.
+
+        ValueError unless the other sketch has the same width, parameters and seed.
+        """
         if (
             not isinstance(other, LowRank)
             or other.seed != self.seed
@@ -138,11 +141,11 @@ class LowRank(Structure):
         return replace(self, sketch=sketch, diagonal=diagonal)
 
     def positive_part(self) -> LowRank:
-        """Return the statistics themselves: Λ is never indefinite here (`positive_only`)."""
+        """Return the statistics themselves, because `positive_only` refuses an indefinite Λ."""
         return self
 
-    def scaled(self, factors: Tensor) -> LowRank:
-        """Return D S D for D = diag(factors), factors (P,).
+    def scale_both_sides(self, factors: Tensor) -> LowRank:
+        """Return the statistics of D S D for D = diag(factors), factors (P,).
 
         This is exact for equal factors. For others, Ŝ is used in place of S.
         """
@@ -154,9 +157,10 @@ class LowRank(Structure):
 
     @cached_property
     def _sketch_root(self) -> Tensor:
-        """Return W (r, P) with Ŝ = WᵀW, its rows orthogonal, longest first."""
-        core = self.probe.mT @ self.sketch
-        # Ŝ = Y core⁺ Yᵀ = F Fᵀ with F = Y V diag(values)^-½; an SVD of F orders its directions.
+        """Return W (r, P) with Ŝ = WᵀW and orthogonal rows, the longest first."""
+        core = self.probe.mT @ self.sketch  # ΩᵀY
+        # With core = V diag(values) Vᵀ, Ŝ = Y core⁺ Yᵀ = F Fᵀ for F = Y V diag(values)^-½. An SVD
+        # of F orders its directions.
         values, vectors = torch.linalg.eigh((core + core.mT) / 2)
         keep = values > NEGLIGIBLE * values.max().clamp_min(0)
         factor = self.sketch @ (vectors[:, keep] / values[keep].sqrt())
@@ -166,7 +170,7 @@ class LowRank(Structure):
 
     @cached_property
     def _dropped_curvature(self) -> Tensor:
-        """Return the dropped curvature d = tr S − tr Ŝ_k ()."""
+        """Return the dropped curvature d = tr S − tr Ŝ_k, a scalar."""
         return (self.diagonal.sum() - (self._leading_root**2).sum()).clamp_min(0)
 
     @property
@@ -179,40 +183,41 @@ class LowRank(Structure):
         """Return the number k of directions: `rank`, or all of the sketch."""
         return len(self._leading_root)
 
-    def overstated(self, least: float) -> float:
+    def largest_variance_excess(self, smallest_precision: float) -> float:
         """Return d/τ, the largest share by which a variance may be too large.
 
-        least: the smallest precision τ of the prior.
+        d is the dropped curvature. smallest_precision: that of the prior, τ > 0.
         """
-        return float(self._dropped_curvature) / least
+        return float(self._dropped_curvature) / smallest_precision
 
-    def note(self, least: float) -> str:
+    def describe_omission(self, smallest_precision: float) -> str:
         """Return a sentence for the report on the size of the dropped part.
 
-        least: the smallest precision of the prior.
+        smallest_precision: that of the prior.
         """
         return (
             f"low_rank: {self.directions:,} of {len(self.diagonal):,} directions; no variance is "
-            f"more than {100 * self.overstated(least):.2g}% too large"
+            f"more than {100 * self.largest_variance_excess(smallest_precision):.2g}% too large"
         )
 
-    def wider(self, least: float, most: int) -> LowRank | None:
-        """Return empty statistics with a sketch twice as wide, of at most `most` columns.
+    def widen_sketch(self, smallest_precision: float, max_columns: int) -> LowRank | None:
+        """Return empty statistics with a sketch twice as wide, of at most `max_columns`.
 
-        None if the variances are accurate to `tail` under the prior's smallest precision `least`,
-        if the rank is fixed, or if the sketch cannot be wider.
+        They have no data: the caller adds all of them again. smallest_precision: that of the prior.
+        None if the variances are accurate to `tail` under it, if the rank is fixed, or if the
+        sketch cannot be wider.
         """
         size, columns = self.sketch.shape
         if (
             self.rank is not None
-            or self.overstated(least) <= self.tail
-            or columns >= min(size, most)
+            or self.largest_variance_excess(smallest_precision) <= self.tail
+            or columns >= min(size, max_columns)
         ):
             return None
-        return LowRank(None, self.tail, self.seed, min(2 * columns, size, most))
+        return LowRank(None, self.tail, self.seed, min(2 * columns, size, max_columns))
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute Ŝ_k d.  (P,) -> (P,)."""
+        """Compute the product Ŝ_k d with a direction d.  (P,) -> (P,)."""
         root = self._leading_root
         return root.mT @ (root @ direction)
 
@@ -222,7 +227,7 @@ class LowRank(Structure):
         return float((root.mT * operator.solve_many(root.mT)).sum())
 
     def with_prior(self, precision: Tensor) -> WoodburyOperator:
-        """Factorise H = Ŝ_k + prior by Woodbury's formula; precision (P,).
+        """Factorise H = Ŝ_k + the prior's precision (P,) by Woodbury's formula.
 
         ValueError for a precision (P, P), NoFactorError unless every precision is positive.
         """
@@ -234,5 +239,7 @@ class LowRank(Structure):
         return woodbury_operator(self._leading_root, precision)
 
     def memory(self, extent: Extent) -> int:
-        """Estimate the bytes that a fit needs: a few matrices of the sketch's size (P, l)."""
+        """Estimate the bytes that a fit needs: five matrices of the sketch's size (P, l)."""
+        # Five is a guess: Ω, the sketch, its root, and workspace.
+        # A number in float64 has 8 bytes.
         return 5 * 8 * extent.size * self._sketch_width(extent.size)

@@ -19,7 +19,8 @@ def refuse_beyond_budget(
 ) -> None:
     """Raise ValueError if the statistics or the results of a single row exceed the budget.
 
-    bytes_per_row: of a row's intermediate results. The error names what to use instead.
+    bytes_per_row: those of a row's intermediate results in the network. budget: bytes. The error
+    names what to use instead.
     """
     need = structure.memory(extent)
     if need > budget:
@@ -32,6 +33,7 @@ def refuse_beyond_budget(
             f"{instead}, or a larger memory_budget."
         )
     if bytes_per_row > budget:
+        # For a last layer kfac holds less for each row than the other structures.
         kfac_helps = is_last_layer(extent) and structure.name != "kfac"
         raise ValueError(
             "One row of the network's intermediate results takes "
@@ -43,7 +45,10 @@ def refuse_beyond_budget(
 
 
 def tensor_bytes(value: Any) -> int:
-    """Return the bytes of the tensors in a tensor, a dataclass or a sequence; 0 for others."""
+    """Return the bytes of all tensors in a value.
+
+    The value is a tensor, a dataclass, or a list or tuple of such values. Any other value has 0.
+    """
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     if is_dataclass(value):
@@ -52,9 +57,10 @@ def tensor_bytes(value: Any) -> int:
 
 
 def affordable_structures(name: str, extent: Extent, budget: int) -> str:
-    """Return the other structures that fit the budget, with their memory, most accurate first.
+    """Return in words the other structures that fit the budget, the most accurate first.
 
-    name: the structure that does not fit.
+    name: the structure that does not fit. The words include the memory of each. If none fits, they
+    advise fewer weights.
     """
     sizes = {
         other: (default_kfac(extent) if other == "kfac" else STRUCTURES[other]).memory(extent)
@@ -80,15 +86,18 @@ def default_kfac(extent: Extent) -> Kfac:
 
 def is_last_layer(extent: Extent) -> bool:
     """Return whether the parameters are those of one layer that ends in the outputs."""
-    return extent.rest == 0 and [out for _, out in extent.layers] == [extent.outputs]
+    return extent.parameters_outside_layers == 0 and [out for _, out in extent.layers] == [
+        extent.outputs
+    ]
 
 
 def bytes_in_words(size: int) -> str:
-    """Return a number of bytes as text, with a unit."""
+    """Return a number of bytes as text with three digits and a unit, such as "1.5 GiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     power = 0
     value = float(size)
     while value >= 1024 and power < len(units) - 1:
         value /= 1024
         power += 1
+    # From 1000 to 1023, three digits would be written as a power of ten.
     return f"{value:.0f} {units[power]}" if value >= 1000 else f"{value:.3g} {units[power]}"

@@ -30,22 +30,25 @@ class Extent:
     averages: bool = False
 
     @property
-    def rest(self) -> int:
-        """Return the number of parameters outside the layers with a Kronecker form."""
-        return self.size - sum(inside * out for inside, out in self.layers)
+    def parameters_outside_layers(self) -> int:
+        """Return the number of parameters that are outside the layers with a Kronecker form."""
+        return self.size - sum(inputs * outputs for inputs, outputs in self.layers)
 
 
 class Operator(Protocol):
-    """H⁻¹, factorised. All in float64."""
+    """H⁻¹ (P, P), factorised in float64, and the products with it that the library needs."""
 
     def covariance(self, J: Jacobian) -> Tensor:
-        """Compute K = J H⁻¹ Jᵀ, exactly symmetric.  -> (B, C, C)."""
+        """Compute K = J H⁻¹ Jᵀ, exactly symmetric.  J (B, C, P) -> (B, C, C)."""
 
     def root(self, J: Jacobian) -> Root:
-        """Compute R with R Rᵀ = K, for B rows and C outputs."""
+        """Compute a root R of K = R Rᵀ, possibly implicit, for the B rows and C outputs of J."""
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
-        """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
+        """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  J, (P,) -> (B, C, C).
+
+        For the prior's precisions m it is the covariance that the prior contributes.
+        """
 
     def logdet(self) -> float:
         """Compute log |H|."""
@@ -60,14 +63,17 @@ class Operator(Protocol):
         """Compute the diagonal of H⁻¹ (P,)."""
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
+        """Draw n vectors from N(0, H⁻¹), as a tensor (n, P).
+
+        Without a generator, torch's global one is used.
+        """
 
 
 class Structure(Protocol):
-    """Statistics of S = Σ_i J_iᵀ Λ_i J_i.
+    """Statistics of S = Σ_i J_iᵀ Λ_i J_i, the curvature (P, P) of the data.
 
     A new structure is a class `MyStructure(Structure)` in one file. The abstract members are
-    required. The others have a default here, which a class overrides where it is not so.
+    required. The others have a default here, which a class overrides where it is wrong for it.
     """
 
     @property
@@ -77,15 +83,16 @@ class Structure(Protocol):
 
     @property
     @abstractmethod
-    def materialises(self) -> bool:
-        """Return whether it needs the entries of J, which must then fit the memory budget."""
+    def needs_jacobian_entries(self) -> bool:
+        """Return whether `add` needs the entries of J, which must then fit the memory budget."""
 
     @property
     @abstractmethod
-    def whole(self) -> bool:
-        """Return whether it holds the curvature between all parameters.
+    def couples_all_parameters(self) -> bool:
+        """Return whether the statistics hold the curvature between all parameters.
 
-        A tail may be left out, if it is reported.
+        False means that entries between some parameters are left out, as in a diagonal. A sum with
+        fewer directions than S counts as true, if `describe_omission` reports the rest.
         """
 
     @abstractmethod
@@ -94,10 +101,10 @@ class Structure(Protocol):
 
     @abstractmethod
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Structure:
-        """Return the statistics with one more batch.
+        """Return the statistics with one more batch of B rows.
 
-        precision: Λ (B, C, C), which includes the row weights. weights: these row weights (B,),
-        for structures that count rows; None: all one.
+        J: the Jacobian of the batch. precision: Λ (B, C, C), which includes the row weights.
+        weights: these row weights (B,), for structures that count rows; None: all one.
         """
 
     @abstractmethod
@@ -108,7 +115,7 @@ class Structure(Protocol):
         """
 
     @abstractmethod
-    def mixed(self, other: Structure, share: float) -> Structure:
+    def mix_with(self, other: Structure, share: float) -> Structure:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
         ValueError if the other structure has another kind or size.
@@ -116,39 +123,45 @@ class Structure(Protocol):
 
     @abstractmethod
     def positive_part(self) -> Structure:
-        """Return S without its directions of negative curvature, which an indefinite Λ may add."""
+        """Return the statistics without directions of negative curvature.
+
+        An indefinite Λ may have added such directions.
+        """
 
     @abstractmethod
-    def scaled(self, factors: Tensor) -> Structure:
-        """Return D S D for a positive diagonal D = diag(factors), factors (P,).
+    def scale_both_sides(self, factors: Tensor) -> Structure:
+        """Return the statistics of D S D for D = diag(factors), with positive factors (P,).
 
-        This gives the statistics for another noise level without another pass.
+        This gives the statistics for another noise level without another pass over data.
         """
 
     @abstractmethod
     def push(self, direction: Tensor) -> Tensor:
-        """Compute S d.  (P,) -> (P,)."""
+        """Compute the product S d with a direction d.  (P,) -> (P,)."""
 
     @abstractmethod
     def trace(self, operator: Operator) -> float:
-        """Compute tr(S H⁻¹), for an operator of the same kind of structure."""
+        """Compute tr(S H⁻¹) for an H⁻¹ that a structure of the same kind made."""
 
     @abstractmethod
     def with_prior(self, precision: Tensor) -> Operator:
-        """Factorise H = S + prior; precision (P,) or (P, P).
+        """Factorise H = S + the prior's precision, which is a diagonal (P,) or a matrix (P, P).
 
         NoFactorError if H is not positive definite in double precision.
         """
 
     @abstractmethod
     def memory(self, extent: Extent) -> int:
-        """Estimate the bytes of the statistics, those of a batch, and their factorisation."""
+        """Estimate the bytes that a fit of this extent needs at its peak.
+
+        They include the statistics, those of a batch, and the factorisation.
+        """
 
     # --- properties of the statistics, with defaults ---------------------------------------
 
     @property
     def exact(self) -> bool:
-        """Return whether every entry of S is held: `as_matrix` has them."""
+        """Return whether every entry of S is held, so that `as_matrix` can return them."""
         return False
 
     def as_matrix(self) -> Tensor:
@@ -157,20 +170,21 @@ class Structure(Protocol):
 
     @property
     def exact_for_one_precision(self) -> bool:
-        """Return whether the sums of a last layer are exact where Λ is the same for all rows."""
+        """Return whether the sums of a last layer are exact if Λ is the same for all rows."""
         return self.exact
 
     @property
     def by_layers(self) -> bool:
-        """Return whether it holds Kronecker factors of layers, with one prior precision each.
+        """Return whether the statistics are Kronecker factors of layers.
 
-        For a last layer it then needs only the sum of Λ over rows.
+        Each layer then needs one prior precision for all its parameters, and for a last layer `add`
+        needs only the sum of Λ over rows.
         """
         return False
 
     @property
     def diagonal_outputs(self) -> bool:
-        """Return whether the structure needs only the diagonal of the sum of Λ for a last layer."""
+        """Return whether `add` needs only the diagonal of the sum of Λ for a last layer."""
         return False
 
     @property
@@ -179,44 +193,58 @@ class Structure(Protocol):
         return False
 
     @property
-    def grows(self) -> bool:
-        """Return whether a fit widens it, with a pass each time (see `LowRank.wider`)."""
+    def is_widened_by_fit(self) -> bool:
+        """Return whether a fit may widen the statistics, with one more pass over data each time.
+
+        `LowRank.widen_sketch` does it.
+        """
         return False
 
     def for_many_classes(self) -> Structure:
-        """Return the form that a fit uses by default for a last layer of very many classes."""
+        """Return the form that a fit uses by default for a last layer of very many classes.
+
+        It is this structure itself unless a class has a cheaper form.
+        """
         return self
 
     def accumulate(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
     ) -> Structure:
-        """Add a batch as `add` does, but change matrices in place.
+        """Return the statistics with one more batch, as `add` does, but change them in place.
 
-        Only the owner of the sum may call it. inputs: whether the input factors of a last layer
-        are summed too, if the structure has them.
+        The old statistics must not be used afterwards. inputs: whether the input factors of a last
+        layer are summed too; a structure without such factors ignores it. The default calls `add`.
         """
         return self.add(J, precision, weights)
 
     def with_inputs_of(self, other: Structure) -> Structure:
-        """Return the statistics with the input factors of another sum over the same rows."""
+        """Return the statistics with the input factors of `other`, a sum over the same rows.
+
+        The default is for structures without such factors, so it returns the statistics unchanged.
+        """
         return self
 
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
-        """Return S = Q diag(λ) Qᵀ in a basis that is kept; None if there is no such basis.
+        """Return a basis Q with S = Q diag(λ) Qᵀ that suits some prior precisions.
 
-        precisions (k, P): k prior precisions. Each must be constant inside every block of Q.
+        precisions (k, P): k vectors over the parameters, such as prior precisions. Each must be
+        constant inside every block of Q, so that it is diagonal in both bases. None, the default,
+        means that there is no such basis.
         """
         return None
 
-    def note(self, least: float) -> str:
-        """Return a sentence for the report on what the structure leaves out; empty if nothing.
+    def describe_omission(self, smallest_precision: float) -> str:
+        """Return a sentence for the report on what the structure leaves out of S.
 
-        least: the smallest precision of the prior.
+        smallest_precision: that of the prior. The default, an empty text, means nothing.
         """
         return ""
 
     def check_layers(self, shapes: tuple[tuple[int, int], ...]) -> None:
-        """Raise ValueError unless the statistics can be those of layers (inputs, outputs)."""
+        """Raise ValueError unless the statistics fit layers with these (inputs, outputs).
+
+        The default refuses nothing: it is for structures that do not depend on layers.
+        """
         return
 
 
@@ -228,27 +256,32 @@ class Eigenbasis:
     # positions (out, in), Q_in, Q_out (None: the identity) of blocks that are not diagonal already
     parts: tuple[tuple[Tensor, Tensor, Tensor | None], ...]
 
-    def rotated(self, v: Tensor) -> Tensor:
-        """Return Qᵀv.  (…, P) -> (…, P); v itself where S is diagonal."""
+    def to_eigenbasis(self, v: Tensor) -> Tensor:
+        """Return Qᵀv, the coordinates of vectors v in the eigenbasis.  (…, P) -> (…, P).
+
+        It is v itself, not a copy, where Q is the identity.
+        """
         if not self.parts:
             return v
         out = v.clone()
         for positions, inner, outer in self.parts:
-            block = v[..., positions]
+            block = v[..., positions]  # (…, out, in)
+            # With V the block as a matrix, Qᵀv is Q_outᵀ V Q_in.
             out[..., positions] = (block if outer is None else outer.mT @ block) @ inner
         return out
 
-    def restored(self, v: Tensor) -> Tensor:
-        """Return Qv.  (…, P) -> (…, P)."""
+    def from_eigenbasis(self, v: Tensor) -> Tensor:
+        """Return Qv, the vectors with the coordinates v in the eigenbasis.  (…, P) -> (…, P)."""
         out = v.clone()
         for positions, inner, outer in self.parts:
-            block = v[..., positions]
+            block = v[..., positions]  # (…, out, in)
+            # With V the block as a matrix, Qv is Q_out V Q_inᵀ.
             out[..., positions] = (block if outer is None else outer @ block) @ inner.mT
         return out
 
 
 def rows_are_constant(values: Tensor) -> bool:
-    """Return whether each row of values (k, n) holds a single number."""
+    """Return whether all n entries of each row of values (k, n) are equal."""
     return bool((values == values[:, :1]).all())
 
 
@@ -272,21 +305,22 @@ class NoFactorError(ValueError):
 
 
 def factorisation_error_text(precision: Tensor, detail: str) -> str:
-    """Return the error text for S + prior without a factorisation.
+    """Return the text of the error that S + the prior's precision cannot be factorised.
 
-    precision: of the prior, (P,) or (P, P). If the prior is proper, it is neither the cause nor
-    the remedy. detail: words that say which parameter or factor fails.
+    precision: that of the prior, (P,) or (P, P). If it is positive definite, the prior is not the
+    cause, so the text names other causes. detail: words that say which parameter or factor fails.
     """
-    least = float((precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)).min())
-    if least > 0:
-        return ILL_CONDITIONED.format(detail=detail, least=least)
+    eigenvalues = precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)
+    smallest = float(eigenvalues.min())
+    if smallest > 0:
+        return ILL_CONDITIONED.format(detail=detail, least=smallest)
     return SINGULAR.format(detail=detail)
 
 
 def mismatch_text(name: str, other: object) -> str:
-    """Return the error text for a merge of two different structures.
+    """Return the text of the error that two different structures cannot be merged.
 
-    name: the structure that was asked to merge. other: what it was given.
+    name: the name of the structure that merges. other: the object that it was given.
     """
     return (
         f"Only {name} statistics of the same parameters can be merged into {name} ones, but got "

@@ -34,7 +34,7 @@ class WoodburyOperator:
 
     @cached_property
     def _reductions(self) -> Tensor:
-        """Return s / (1 + s), by which share the data reduce each direction's variance (k,)."""
+        """Return the share s / (1 + s) by which the data reduce each direction's variance (k,)."""
         return self.spectrum / (1 + self.spectrum)
 
     @cached_property
@@ -43,7 +43,7 @@ class WoodburyOperator:
         return self.basis / self.prior.sqrt()[:, None]
 
     def covariance(self, J: Jacobian) -> Tensor:
-        """Compute K = J H⁻¹ Jᵀ in float64.  -> (B, C, C)."""
+        """Compute K = J H⁻¹ Jᵀ in float64 for J (B, C, P).  -> (B, C, C)."""
         J = J.double()
         JN = J.push_many(self._directions)  # (B, C, k)
         return J.quadratic_diagonal(1 / self.prior) - symmetric_product(JN * self._reductions, JN)
@@ -52,7 +52,7 @@ class WoodburyOperator:
         """Compute R (B, C, C) with R Rᵀ = K."""
         return full_root(self.covariance(J))
 
-    def response(self, J: Jacobian, precisions: Tensor) -> Tensor:
+    def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
         """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C)."""
         # With M = diag(m), B = D⁻¹MN and G = diag(s/(1+s)),
         #     H⁻¹MH⁻¹ = D⁻¹MD⁻¹ − BGNᵀ − NGBᵀ + NG(NᵀMN)GNᵀ.
@@ -84,24 +84,25 @@ class WoodburyOperator:
         return (1 - self.basis**2 @ self._reductions) / self.prior
 
     def sample(self, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Draw n vectors from N(0, H⁻¹).  -> (n, P)."""
+        """Draw n vectors D^-½ (I + E diag(s) Eᵀ)^-½ z from N(0, H⁻¹), z ~ N(0, I).  -> (n, P)."""
         white = torch.randn(n, len(self.prior), dtype=torch.float64, generator=generator)
-        # Along E the standard deviation falls from 1 to (1 + s)^-½.
+        # Along E the standard deviation falls from 1 to (1 + s)^-½: by this difference.
         shrinkage = -torch.expm1(-0.5 * self.spectrum.log1p())
         return (white - ((white @ self.basis) * shrinkage) @ self.basis.mT) / self.prior.sqrt()
 
 
 def woodbury_operator(rows: Tensor, precision: Tensor) -> WoodburyOperator:
-    """Factorise diag(precision) + WᵀW for rows W (m, P) and a precision (P,).
+    """Factorise H = diag(precision) + WᵀW for rows W (m, P) and a precision (P,).
 
-    By a QR of (W D^-½)ᵀ and an SVD of its small factor: E stays orthonormal even for very unequal
-    directions. NoFactorError unless every precision is positive.
+    A QR decomposition of (W D^-½)ᵀ and an SVD of its small factor give E and s. So E stays
+    orthonormal even if the directions have very unequal lengths. NoFactorError unless every
+    precision is positive.
     """
     if not bool((precision > 0).all()):
         detail = f" ({len(rows)} directions of data for {len(precision)} parameters)"
         raise NoFactorError(factorisation_error_text(precision, detail))
     Q, R = torch.linalg.qr((rows / precision.sqrt()).mT)
     U, singular, _ = torch.linalg.svd(R, full_matrices=False)
-    # Without rows there is no largest singular value.
+    # Without rows there is no largest singular value, and the empty comparison keeps none.
     keep = singular > NEGLIGIBLE * singular.max() if singular.numel() else singular > 0
     return WoodburyOperator(precision, Q @ U[:, keep], singular[keep] ** 2)

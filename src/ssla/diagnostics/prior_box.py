@@ -150,7 +150,7 @@ class BoxMembers:
         They are JQ (N, C, P), Qᵀ∇ℓ (P,) and Qᵀ(θ₀ − box_centre) (P,). A thin basis has k + P
         coordinates in place of P.
         """
-        rotated = self.basis.rotated
+        rotated = self.basis.to_eigenbasis
         return (
             rotated(self.jacobian),
             rotated(self.gradient),
@@ -173,7 +173,7 @@ class BoxMembers:
         if self.moves:
             # f̂ for the centre of the means, and then the radius r times s ∈ [−1, 1]
             f = f + (Z @ ((gradient - tau * offset) / h).unsqueeze(-1)).squeeze(-1)
-            slope = self.basis.restored(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
+            slope = self.basis.from_eigenbasis(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
             f = f + (2 * u[:, -1:] - 1) * (slope.abs() * self.box_radius).sum(-1)
         return Marginal(f, K)
 

@@ -502,7 +502,7 @@ def conflict(posterior: Posterior) -> Conflict:
     if basis is not None:
         # In an eigenbasis of S in which T is diagonal, the statistic is a sum.
         kept = basis.values > RANK_TOLERANCE * basis.values.max()
-        c = basis.rotated(r)[kept]
+        c = basis.to_eigenbasis(r)[kept]
         values = basis.values[kept]
         statistic = float((c * c / (values + values**2 / tau[kept])).sum())
         return _make_conflict(statistic, len(values))

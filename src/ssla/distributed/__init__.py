@@ -117,7 +117,7 @@ class ShardTask:
 @in_plain_torch
 def read_shard(task: ShardTask, shard: Any) -> Pass:
     """Read one shard on a worker, and return its sums."""
-    materialise = task.order.structure.materialises
+    materialise = task.order.structure.needs_jacobian_entries
     network = open_network(task.model, task.weights, task.opening, materialise, task.output)
     if task.row_scale is not None:
         network = with_row_scale(network, task.row_scale)

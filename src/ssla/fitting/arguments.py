@@ -78,7 +78,7 @@ def _check_likelihood(likelihood: Likelihood) -> None:
             f"but is {likelihood!r}. A likelihood of your own inherits from "
             "ssla.likelihoods.Likelihood, or is made by ssla.likelihoods.custom."
         )
-    if likelihood.estimated and not likelihood.quadratic:
+    if likelihood.needs_noise_estimate and not likelihood.quadratic:
         raise ValueError(
             "Tempered(Gaussian(noise='estimate')) is not defined: give the base's noise as a "
             "number."

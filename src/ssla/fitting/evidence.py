@@ -70,12 +70,12 @@ class ThinBasis:
     values: Tensor  # (k + P,)
     directions: Tensor  # E (P, k)
 
-    def rotated(self, v: Tensor) -> Tensor:
+    def to_eigenbasis(self, v: Tensor) -> Tensor:
         """Return the coordinates (…, k + P) of vectors (…, P): those along E, then the rest."""
         along = v @ self.directions
         return torch.cat([along, v - along @ self.directions.mT], -1)
 
-    def restored(self, v: Tensor) -> Tensor:
+    def from_eigenbasis(self, v: Tensor) -> Tensor:
         """Return the vectors (…, P) of coordinates (…, k + P)."""
         count = self.directions.shape[1]
         return v[..., :count] @ self.directions.mT + v[..., count:]
@@ -197,7 +197,7 @@ class OperatorEvidence:
         p = self.problem
         tau = p.pattern * point[:-1].exp()[p.groups]
         c = float((-2 * point[-1]).exp())  # e^−2t: the sums are those at t = 0
-        operator = p.curvature.scaled(torch.full_like(tau, c**0.5)).with_prior(tau)
+        operator = p.curvature.scale_both_sides(torch.full_like(tau, c**0.5)).with_prior(tau)
         q = p.offset
         squares = p.squares
         gain = 0.0
@@ -250,5 +250,8 @@ def evidence_of(problem: Problem) -> Evidence:
     if basis is None:
         return OperatorEvidence(problem)
     return SpectralEvidence(
-        problem, basis.values, basis.rotated(problem.gradient), basis.rotated(problem.offset)
+        problem,
+        basis.values,
+        basis.to_eigenbasis(problem.gradient),
+        basis.to_eigenbasis(problem.offset),
     )

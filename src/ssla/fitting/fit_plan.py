@@ -81,7 +81,7 @@ class FitPlan:
     @property
     def estimates_noise(self) -> bool:
         """Return whether the noise of a Gaussian likelihood is still to be estimated."""
-        return self.likelihood.estimated and self.likelihood.quadratic
+        return self.likelihood.needs_noise_estimate and self.likelihood.quadratic
 
     @property
     def starting_prior(self) -> Prior:
@@ -152,7 +152,7 @@ class FitPlan:
         Only where nobody asked for one, and where other weights than a last layer have no curvature
         between layers.
         """
-        by_layers = not self.network.linear and not self.structure.whole
+        by_layers = not self.network.linear and not self.structure.couples_all_parameters
         return self.gaussian is None and by_layers
 
     @property
@@ -173,7 +173,7 @@ class FitPlan:
         dense matrix can hold and other exact structures cannot.
         """
         structure = self.structure.zero(self.network.layout.size)
-        if self.likelihood.concave or not structure.whole:
+        if self.likelihood.concave or not structure.couples_all_parameters:
             return structure, False
         # A P×P sum can hold an indefinite Λ. Rows in place of a matrix cannot: they are squares.
         full = Dense(dual=False)
@@ -190,7 +190,7 @@ class FitPlan:
         if self.first_digests is not None:
             return self.first_digests
         # The budget decides how wide a sketch may grow, and which structure is chosen.
-        counts = self.automatic or self.structure.grows
+        counts = self.automatic or self.structure.is_widened_by_fit
         return {
             "likelihoods": digest(self.likelihood),
             "priors": digest(self.prior),
@@ -354,7 +354,7 @@ class AveragePasses:
         sums = plan.data.run_pass(order).sums
         assert sums is not None
         if isinstance(covariance, DenseOperator):
-            covariance.forget()  # the next pass has another Gaussian
+            covariance.drop_inverses()  # the next pass has another Gaussian
         return plan._with_input_factors(sums)
 
     def products_under(self, mean: Tensor, covariance: Operator) -> Product | None:

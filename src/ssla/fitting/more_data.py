@@ -132,5 +132,5 @@ def with_sketch_note(notes: list[str], posterior: Posterior) -> list[str]:
     """
     least = float(posterior.bound_prior.precision(posterior.theta).min())
     kept = without_subjects(notes, RANK)
-    note = posterior.statistics.curvature.note(least) if least > 0 else ""
+    note = posterior.statistics.curvature.describe_omission(least) if least > 0 else ""
     return [*kept, Note(note, RANK)] if note else kept

@@ -12,7 +12,7 @@ from torch import Tensor
 from ssla.fitting.choice import mean_and_error
 from ssla.fitting.validation_rows import ValidationRows
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.likelihood import Dispersed, with_dispersion
+from ssla.likelihoods.likelihood import Dispersed, multiply_dispersion
 from ssla.network import LastLayer, RowScale
 
 # Factors on the dispersion at which the network is scored: every COARSE-th of them first, then
@@ -47,7 +47,7 @@ def best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor)
         smaller temperature is always better.
         """
         spread = float(SPREADS[index])
-        log_density = rows.plug_in(with_dispersion(likelihood, spread), f) @ rows.weights
+        log_density = rows.plug_in(multiply_dispersion(likelihood, spread), f) @ rows.weights
         return float(log_density) - 0.5 * math.log(spread) ** 2
 
     nearest = max(range(0, len(SPREADS), COARSE), key=height)
@@ -78,7 +78,7 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
     def scores(f: Tensor) -> Tensor:
         """Compute log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
         spread = best_network_spread(rows, likelihood, f)
-        return rows.plug_in(with_dispersion(likelihood, spread), f)
+        return rows.plug_in(multiply_dispersion(likelihood, spread), f)
 
     # Every scale takes the mean of the features' squared lengths, and a small quantile of them.
     mean = float(rows.squares @ rows.weights / rows.weights.sum())

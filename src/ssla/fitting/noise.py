@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ssla.fitting.sums import Sums, uphill_operator
 from ssla.likelihoods import Gaussian
-from ssla.likelihoods.likelihood import with_dispersion
+from ssla.likelihoods.likelihood import multiply_dispersion
 from ssla.network import Network
 from ssla.priors import BoundPrior
 from ssla.values import prior_share, residual_squares
@@ -173,6 +173,6 @@ def scale_noise(posterior: Posterior, factor: float) -> Posterior:
     )
     return replace(
         posterior,
-        likelihood=with_dispersion(old, factor),
+        likelihood=multiply_dispersion(old, factor),
         statistics=statistics.with_noise_scaled(factor, log_likelihood),
     )

@@ -496,8 +496,8 @@ def _features_to_keep(J: Features) -> Features:
     float64, and products of its numbers are exact in float64.
     """
     if J.dtype == torch.float64:
-        return replace(J.double(), remembers=True)
-    return replace(J, phi=J.phi.float(), remembers=True)
+        return replace(J.double(), keeps_squares=True)
+    return replace(J, phi=J.phi.float(), keeps_squares=True)
 
 
 def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
@@ -551,16 +551,16 @@ def open_network_within(
     fit the likelihood.
     """
     links = order.likelihood.links
-    materialised = order.structure.materialises
+    materialised = order.structure.needs_jacobian_entries
     network = open_network(model, weights, x, materialised, output, links)
     order = order.with_chosen_structure(network, budget)
     # The structure that was chosen may need less of the network than the one it replaces.
-    if materialised and not order.structure.materialises and not network.linear:
+    if materialised and not order.structure.needs_jacobian_entries and not network.linear:
         network = open_network(model, weights, x, materialise=False, output=output, links=links)
     order.likelihood.support_for(network.outputs)  # raises where the outputs do not fit
     # A default variational Gaussian that is too large gives way to the Gaussian at the mode. So its
     # averages count only where it was asked for, or where the fit would not give it up.
-    required = order.averages_asked or network.linear or order.structure.whole
+    required = order.averages_asked or network.linear or order.structure.couples_all_parameters
     extent = extent_of(network, rows, order.averages and required)
     refuse_beyond_budget(
         order.structure_for(network), extent, bytes_per_row(network, order, budget), budget

@@ -115,7 +115,7 @@ def _describe_move(moved: Posterior) -> str:
     curvature = moved.sums.curvature
     if moved.tilted:
         change = "the covariance has changed and the mean stayed at the trained weights"
-    elif curvature.whole:
+    elif curvature.couples_all_parameters:
         change = "the Gaussian has moved"
     else:
         change = (

@@ -123,7 +123,7 @@ def choose_mode(draft: Draft) -> Draft:
     Raises ValueError where polish was asked for under a likelihood with kinks.
     """
     plan = draft.plan
-    if plan.likelihood.predictive.may_be_straight and draft.sums.has_kinks:
+    if plan.likelihood.predictive.may_be_piecewise_linear and draft.sums.has_kinks:
         # The observed curvature is useless, so the Fisher information takes its place.
         draft = _replace_polish_by_tilt(replace(draft, sums=replace(draft.sums, newton=None)))
     if not plan.keeps_trained_layer or plan.mode is not None or draft.mode != POLISH:
@@ -314,7 +314,7 @@ def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, 
     # The widest sketch that the budget allows: its memory grows in proportion to its width.
     bytes_of_sketch = sketch.memory(Extent(plan.network.layout.size, 1))
     most = max(plan.budget // bytes_of_sketch * sketch.sketch.shape[1], 1)
-    while least > 0 and plan.repeatable and (wider := sketch.wider(least, most)) is not None:
+    while least > 0 and plan.repeatable and (wider := sketch.widen_sketch(least, most)) is not None:
         plan = replace(plan, structure=wider)
         sums = plan.collect_sums(None)
         sketch = sums.statistics.curvature
@@ -490,9 +490,9 @@ def _sketch_notes(plan: FitPlan, sums: Sums) -> list[str]:
     least = plan.least_precision
     if not isinstance(sketch, LowRank) or least <= 0:
         return []
-    note = sketch.note(least)
+    note = sketch.describe_omission(least)
     # A rank that the user gave is taken as it is. Twice the tail is a guess.
-    if sketch.rank is None and sketch.overstated(least) > 2 * sketch.tail:
+    if sketch.rank is None and sketch.largest_variance_excess(least) > 2 * sketch.tail:
         why = "the memory budget" if plan.repeatable else "a source that can be read only once"
         warn(
             f"{note}, which is beyond tail={sketch.tail:g}: {why} allows no wider sketch. Use "

@@ -53,7 +53,7 @@ class Averaging(NamedTuple):
         """Return the nodes of the chunk with this number in the pass; None where all rows share
         their nodes.
         """
-        return None if self.row_nodes is None else self.row_nodes.of_chunk(chunk)
+        return None if self.row_nodes is None else self.row_nodes.for_chunk(chunk)
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,7 +345,7 @@ class Sums:
         # numbers may have no digits left.
         constant = scale.log().sum() + 0.5 * outputs * LOG_2PI
         log_likelihood = -0.5 * float((self.squares / scale**2).sum()) - s.weight * float(constant)
-        newton = None if self.newton is None else self.newton.scaled(1 / noise)
+        newton = None if self.newton is None else self.newton.scale_both_sides(1 / noise)
         return replace(
             self,
             statistics=s.with_noise_scaled(noise, log_likelihood),

@@ -44,7 +44,7 @@ from ssla.fitting.tuning_space import prior_with_precision
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 from ssla.fitting.variational import ROUGH
 from ssla.likelihoods import Likelihood
-from ssla.likelihoods.likelihood import Dispersed, dispersion_in_words, with_dispersion
+from ssla.likelihoods.likelihood import Dispersed, dispersion_in_words, multiply_dispersion
 from ssla.maths.digests import digest
 from ssla.network import LastLayer
 from ssla.predictive.cavities import rank_targets
@@ -250,7 +250,7 @@ class Search:
 
     def likelihood_at(self, spread: float) -> Likelihood:
         """Return the likelihood at hand with a factor on its dispersion."""
-        return with_dispersion(self.start.likelihood, spread)
+        return multiply_dispersion(self.start.likelihood, spread)
 
     def precision_at(self, setting: Setting) -> Tensor:
         """Return −∇² log π of the setting's prior, (P,) or (P, P).

@@ -247,7 +247,7 @@ def log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Te
     """
     likelihood = candidate.likelihood.predictive
     if likelihood.linear_domain:
-        root = candidate.covariance.root(J).scaled(candidate.scale)
+        root = candidate.covariance.root(J).scale_by(candidate.scale)
         return log_average(likelihood, y, candidate.mean_outputs(f, J), root)
     # Where not every output is allowed there is no such average: the predictive scores the rows.
     with warnings.catch_warnings():

@@ -202,7 +202,7 @@ class BoundAscent:
             first = self._iterate_at(mean, curvature, self._factorise(curvature, mean))
             if math.isfinite(first.bound):
                 return first
-            curvature = curvature.scaled(torch.full_like(self.posterior.theta, NARROWER))
+            curvature = curvature.scale_both_sides(torch.full_like(self.posterior.theta, NARROWER))
         raise ValueError(
             "gaussian='variational' is not possible: the log likelihood has no finite average "
             "around the mode, however narrow the Gaussian. Use gaussian='laplace', or a log_prob "
@@ -252,7 +252,7 @@ class BoundAscent:
         """
         # While a prior is to be chosen, the precision takes all of the new averages by default.
         weight_of_new = self.new or (1.0 if self.choose_prior is not None else NEW)
-        curvature = current.curvature.mixed(
+        curvature = current.curvature.mix_with(
             current.averages.statistics.curvature, weight_of_new * share
         )
         try:
@@ -373,7 +373,7 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
         sums = average(current.mean, current.covariance)
         gradient = sums.statistics.gradient + current.bound_prior.gradient(current.mean) - tilt
         step = sums.newton_step(gradient, current.bound_prior.precision(current.mean))
-        curvature = current.sums.curvature.mixed(sums.statistics.curvature, 0.5)
+        curvature = current.sums.curvature.mix_with(sums.statistics.curvature, 0.5)
         moved = replace(
             current.variational,
             mean=current.mean + step,

@@ -27,14 +27,15 @@ NUMBERS_AT_ONCE = 1 << 17  # larger arrays do not fit the processor's cache
 # the nodes of one row miss.
 PAIRS = ((64, 128), (300, 32), (math.inf, 16))
 # From this number of rows on, or beyond this number of classes, pooled sums over classes have other
-# nodes in each row.
+# nodes in each row. Guesses, not measured.
 MANY_ROWS, MANY_CLASSES = 4096, 1000
 # Measured for 10,000 rows × 512 features × 10 classes against 512 nodes for each row, by a script
 # that was not kept: 8 nodes change the variances of outputs by 0.4%, 64 by 0.6%, so that the
 # tolerance of the rounds is larger than the rest.
 NODES_OF_ALL_ROWS = 1 << 17
-FEWEST_NODES = 8  # of a row
+FEWEST_NODES = 8  # of a row. A guess
 # Numbers in the nodes of one block of rows; more for many classes, whose C×C matrix is as large.
+# A guess, not measured.
 BLOCK = 1 << 18
 
 
@@ -51,17 +52,19 @@ class RowNodes:
 
     @staticmethod
     def for_rows(rows: int, classes: int) -> RowNodes | None:
-        """Return the nodes for a sum over this number of rows.
+        """Return nodes for a sum over this number of rows with this number of classes.
 
-        The result is None where nodes that all rows share are as fast or more accurate.
+        The result is None for few rows of few classes: there, nodes that all rows share are as fast
+        and more accurate.
         """
         if rows < MANY_ROWS and (classes <= MANY_CLASSES or rows == 0):
             return None
         count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), _pairs_for(classes)))
+        # The count must be even, because half of the nodes are mirror images.
         return RowNodes(2 * math.ceil(count / 2))
 
-    def of_chunk(self, number: int) -> RowNodes:
-        """Return the nodes of one chunk of rows, which differ between chunks."""
+    def for_chunk(self, number: int) -> RowNodes:
+        """Return nodes with the chunk's number as their seed, so that chunks have other nodes."""
         return replace(self, seed=number)
 
 
@@ -78,8 +81,10 @@ def averages(
     """Return E log p (B,), E g (B, C) and E Λ (B, C, C) for f ~ N(f̂, R Rᵀ), with f (B, C) as f̂.
 
     fisher: return the expected Fisher information, which is never indefinite, in place of E Λ.
-    pool, diagonal: return sums over rows in place of E Λ, as in the module's docstring. row_nodes:
-    use other nodes for each row, where the likelihood is one of classes and rows are pooled.
+    pool (B,): return Σ_i w_i E Λ_i (1, C, C) with these weights in place of E Λ. diagonal: return
+    only the diagonal of that sum (1, C); it has no meaning without `pool`. row_nodes: use other
+    nodes for each row; they are ignored unless rows are pooled, the likelihood is a softmax and the
+    root is a ScaledRoot.
     """
     if (
         row_nodes is not None
@@ -87,16 +92,16 @@ def averages(
         and isinstance(root, ScaledRoot)
         and likelihood.softmax
     ):
-        return _pooled_class_averages(likelihood, y, f, root, pool, diagonal, row_nodes)
+        return _average_pooled_classes(likelihood, y, f, root, pool, diagonal, row_nodes)
     exact = likelihood.averages_in_closed_form(y, f, root, fisher)
     if exact is None:
-        return _averages_at_shared_nodes(likelihood, y, f, root, fisher, pool, diagonal)
+        return _average_at_shared_nodes(likelihood, y, f, root, fisher, pool, diagonal)
     if pool is None:
         return exact
-    return exact._replace(precision=_pooled(exact.precision, pool, diagonal))
+    return exact._replace(precision=_pool_precisions(exact.precision, pool, diagonal))
 
 
-def _averages_at_shared_nodes(
+def _average_at_shared_nodes(
     likelihood: Likelihood,
     y: Tensor,
     f: Tensor,
@@ -105,11 +110,11 @@ def _averages_at_shared_nodes(
     pool: Tensor | None,
     diagonal: bool,
 ) -> Derivatives:
-    """Return the averages of `averages` by nodes that are the same in all rows."""
+    """Return what `averages` does, with the same arguments, by nodes that all rows share."""
     B, C = f.shape
     nodes, weights = normal_nodes(C, _pairs_for(C))
     z = nodes.mT.contiguous()  # (C, J)
-    average_of_block = _class_averages if likelihood.softmax else _node_averages
+    average_block = _average_classes_at_nodes if likelihood.softmax else _average_at_nodes
     # The largest arrays of a row: derivatives at its nodes, and its own C×C matrix.
     numbers_at_nodes = len(nodes) * C * (1 if likelihood.softmax else C)
     numbers_of_matrix = 0 if likelihood.softmax and pool is not None else C * C
@@ -117,9 +122,9 @@ def _averages_at_shared_nodes(
     blocks: list[Derivatives] = []
     for start in range(0, max(B, 1), rows_at_once):
         rows = slice(start, start + rows_at_once)
-        points = root.take(rows).times(z).add_(f[rows].unsqueeze(2))  # (b, C, J)
+        points = root.select_rows(rows).multiply(z).add_(f[rows].unsqueeze(2))  # (b, C, J)
         weights_of_rows = None if pool is None else pool[rows]
-        block = average_of_block(
+        block = average_block(
             likelihood, y[rows], points, weights, fisher, weights_of_rows, diagonal
         )
         # The first block holds the sum over all blocks.
@@ -135,7 +140,7 @@ def _averages_at_shared_nodes(
 
 
 def _pairs_for(outputs: int) -> int:
-    """Return the number of pairs of nodes for this number of outputs."""
+    """Return how many low-discrepancy nodes, each with its mirror image, a row has by `PAIRS`."""
     return next(pairs for largest, pairs in PAIRS if largest >= outputs)
 
 
@@ -144,6 +149,7 @@ def pooled_fisher(
 ) -> Tensor:
     """Return Σ_i w_i E_y Λ(f_i) (1, C, C), or its diagonal (1, C), for f (B, C) and pool (B,)."""
     if likelihood.softmax:
+        # Σ w_i (diag(p_i) − p_i p_iᵀ) by one product, without a matrix for each row.
         p = likelihood.mean(f)
         factor = _class_factor(likelihood)
         if diagonal:
@@ -158,19 +164,22 @@ def pooled_fisher(
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
-def _temperature(likelihood: Likelihood) -> float:
-    """Return T of a likelihood of classes with p = softmax(f/T)."""
+def _require_temperature(likelihood: Likelihood) -> float:
+    """Return T of a likelihood with p = softmax(f/T); it must have one."""
     temperature = likelihood.logit_temperature
     assert temperature is not None
     return temperature
 
 
 def _class_factor(likelihood: Likelihood) -> float:
-    """Return the factor of Λ = factor · (diag(p) − ppᵀ) of a likelihood of classes."""
-    return likelihood.power / _temperature(likelihood) ** 2
+    """Return the factor in Λ = factor · (diag(p) − ppᵀ), for a likelihood with softmax(f/T).
+
+    It is β/T², with β the power of a tempered likelihood: both derivatives in f carry 1/T.
+    """
+    return likelihood.power / _require_temperature(likelihood) ** 2
 
 
-def _node_averages(
+def _average_at_nodes(
     likelihood: Likelihood,
     y: Tensor,
     points: Tensor,
@@ -179,8 +188,11 @@ def _node_averages(
     pool: Tensor | None,
     diagonal: bool,
 ) -> Derivatives:
-    """Return the averages of b rows, for y (b, ...), points (b, C, J) and node weights (J,)."""
-    points = points.mT
+    """Return the averages of b rows, for y (b, ...), points (b, C, J) and node weights (J,).
+
+    It is for any likelihood. fisher, pool (b,), diagonal: as in `averages`.
+    """
+    points = points.mT  # (b, J, C)
     targets = y.unsqueeze(1).expand(*points.shape[:2], *y.shape[1:])
     derivatives = likelihood.derivatives(targets, points)
     if fisher:
@@ -190,17 +202,17 @@ def _node_averages(
     )
     precision = (precision + precision.mT) / 2
     if pool is not None:
-        precision = _pooled(precision, pool, diagonal)
+        precision = _pool_precisions(precision, pool, diagonal)
     return Derivatives(log_prob, score, precision)
 
 
-def _pooled(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
+def _pool_precisions(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
     """Return Σ_i w_i Λ_i (1, C, C) or its diagonal (1, C), for Λ (B, C, C) and weights (B,)."""
     total: Tensor = torch.tensordot(pool, precision, 1).unsqueeze(0)
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
 
-def _class_averages(
+def _average_classes_at_nodes(
     likelihood: Likelihood,
     y: Tensor,
     points: Tensor,
@@ -211,11 +223,13 @@ def _class_averages(
 ) -> Derivatives:
     """Return the averages of b rows of classes, for y (b,), points (b, C, J) and weights (J,).
 
-    E Λ is diag(E p) − E p pᵀ, without a matrix for each node. points is overwritten.
+    E Λ is diag(E p) − E p pᵀ, without a matrix for each node. pool (b,), diagonal: as in
+    `averages`; fisher is ignored, because Λ is its own expectation. points is overwritten.
     """
-    beta, temperature = likelihood.power, _temperature(likelihood)
+    beta, temperature = likelihood.power, _require_temperature(likelihood)
     if temperature != 1:
         points /= temperature
+    # log softmax and softmax in place, with the largest logit subtracted against overflow.
     index_of_y = y.long()[:, None, None].expand(-1, 1, points.shape[2])
     points -= points.amax(1, keepdim=True)
     logit_of_y = points.gather(1, index_of_y)
@@ -226,6 +240,7 @@ def _class_averages(
     is_y = torch.nn.functional.one_hot(y.long(), points.shape[1])
     factor = _class_factor(likelihood)
     if pool is None:
+        # Equal weights need no copy of p that is multiplied by them.
         equal_weights = bool((weights == weights[0]).all())
         outer = (p @ p.mT).mul_(weights[0]) if equal_weights else (p * weights) @ p.mT
         score = is_y - outer.sum(-1)  # Σ_c p_c = 1 at each node, so rows of E p pᵀ sum to E p
@@ -251,19 +266,20 @@ def curvature_product(
     fisher: bool = False,
     row_nodes: RowNodes | None = None,
 ) -> Tensor:
-    """Return Λu of each row at f, or with a root E[Λ]u under N(f, R Rᵀ).  f, u (B, C) -> (B, C).
+    """Return the products Λ_i u_i (B, C) for f (B, C) and u (B, C), one for each row.
 
-    `fisher` and `row_nodes` are those of `averages`. For classes no matrix of a row is formed at f,
-    nor with `row_nodes`.
+    root: R of N(f, R Rᵀ), over which Λ is averaged; None: Λ at f itself. `fisher` and `row_nodes`
+    are those of `averages`, and count only with a root. For a softmax no matrix of a row is formed
+    without a root, nor with `row_nodes`.
     """
     if likelihood.softmax and root is None:
         p = likelihood.mean(f)
         return _class_factor(likelihood) * p * (u - (p * u).sum(1, keepdim=True))
     if likelihood.softmax and row_nodes is not None and isinstance(root, ScaledRoot):
         products = []
-        for rows, _, p in _probabilities_at_row_nodes(likelihood, y, f, root, row_nodes):
+        for rows, _, p in _iterate_row_nodes(likelihood, y, f, root, row_nodes):
             columns = u[rows].to(p.dtype).mT.unsqueeze(-1)  # (C, b, 1)
-            at_nodes = p.mul(columns - (p * columns).sum(0))
+            at_nodes = p.mul(columns - (p * columns).sum(0))  # p∘(u − pᵀu), (C, b, S)
             products.append(at_nodes.mean(2, dtype=torch.float64).mT)
         return _class_factor(likelihood) * torch.cat(products)
     rows_at_once = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
@@ -273,21 +289,23 @@ def curvature_product(
         if root is None:
             precision = likelihood.precision(y[rows], f[rows])
         else:
-            precision = averages(likelihood, y[rows], f[rows], root.take(rows), fisher).precision
+            precision = averages(
+                likelihood, y[rows], f[rows], root.select_rows(rows), fisher
+            ).precision
         products.append((precision @ u[rows].to(precision.dtype).unsqueeze(-1)).squeeze(-1))
     return torch.cat(products)
 
 
-def _probabilities_at_row_nodes(
+def _iterate_row_nodes(
     likelihood: Likelihood, y: Tensor, f: Tensor, root: ScaledRoot, nodes: RowNodes
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield blocks of rows, with the average log p(y|f) (b,) and the probabilities (C, b, S).
+    """Yield (rows, average log p(y|f) (b,), probabilities (C, b, S)) for blocks of b rows.
 
-    y is (B,) and f is (B, C). The probabilities are those at the nodes of each row. log p(y|f) is
+    y is (B,) and f is (B, C). The probabilities are those at the S nodes of each row. log p(y|f) is
     that of the predictive likelihood, without the power of a tempered one.
     """
     B, C = f.shape
-    temperature = _temperature(likelihood)
+    temperature = _require_temperature(likelihood)
     generator = torch.Generator().manual_seed(nodes.seed)
     logits = (f / temperature).to(root.dtype).mT.contiguous()  # (C, B)
     scale = (root.scale / temperature).mT.contiguous()
@@ -296,6 +314,7 @@ def _probabilities_at_row_nodes(
         rows = slice(start, start + rows_at_once)
         centre = logits[:, rows].unsqueeze(-1)
         shape = (C, centre.shape[1], nodes.count // 2)
+        # Half of the nodes are drawn. The others are their mirror images around the centre.
         deviations = torch.randn(shape, dtype=root.dtype, generator=generator)
         deviations.mul_(scale[:, rows].unsqueeze(-1))
         if root.basis is not None:
@@ -311,7 +330,7 @@ def _probabilities_at_row_nodes(
         yield rows, log_prob, p
 
 
-def _pooled_class_averages(
+def _average_pooled_classes(
     likelihood: Likelihood,
     y: Tensor,
     f: Tensor,
@@ -320,17 +339,17 @@ def _pooled_class_averages(
     diagonal: bool,
     nodes: RowNodes,
 ) -> Derivatives:
-    """Return the averages of classes for pooled rows, with other nodes in each row.
+    """Return what `averages` does for pooled rows of classes, with other nodes in each row.
 
-    y and pool are (B,), and f is (B, C). Products are in the dtype of the root. Sums over blocks of
-    rows are float64.
+    y and pool are (B,), f is (B, C). The third field is the sum of Λ over rows: (1, C, C), or its
+    diagonal (1, C). Products are in the dtype of the root, and sums over blocks of rows in float64.
     """
     B, C = f.shape
-    beta, temperature = likelihood.power, _temperature(likelihood)
+    beta, temperature = likelihood.power, _require_temperature(likelihood)
     log_prob = torch.empty(B, dtype=torch.float64)
     mean = torch.empty(C, B, dtype=torch.float64)
     total = torch.zeros((C,) if diagonal else (C, C), dtype=torch.float64)
-    for rows, log_prob_of_block, p in _probabilities_at_row_nodes(likelihood, y, f, root, nodes):
+    for rows, log_prob_of_block, p in _iterate_row_nodes(likelihood, y, f, root, nodes):
         log_prob[rows] = log_prob_of_block
         mean[:, rows] = p.mean(2)
         weights = pool[rows].to(root.dtype).div(nodes.count)
@@ -348,7 +367,8 @@ def _pooled_class_averages(
 def _class_precision(outer: Tensor) -> Tensor:
     """Return diag(E p) − E p pᵀ from E p pᵀ (..., C, C), which is overwritten.
 
-    E p is not used: the diagonal is the sum of the other entries, so that rows sum to zero.
+    Its rows sum to zero exactly, because each diagonal entry is the sum of the others in its row.
+    E p itself is not needed.
     """
     diagonal = outer.diagonal(dim1=-2, dim2=-1)
     off_diagonal_sums = outer.sum(-1) - diagonal

@@ -48,18 +48,18 @@ class _Classes(Likelihood):
 
     @property
     def logit_temperature(self) -> float:
-        """Return T."""
+        """Return the temperature T."""
         return self.temperature
 
     concave = True
     links = (SIGMOID, SOFTMAX)
 
-    def dispersed(self, factor: float) -> _Classes:
+    def multiply_dispersion(self, factor: float) -> _Classes:
         """Return the same likelihood with `factor` times the temperature."""
         return replace(self, temperature=self.temperature * factor)
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Describe a factor on the temperature as over- or under-confidence of the network."""
+        """Return a clause for the report: a factor on T as over- or under-confidence."""
         if factor > CLOSE:
             return f"the network is over-confident: its logits are {factor:.2g} times too large"
         if factor < 1 / CLOSE:
@@ -83,10 +83,13 @@ class Bernoulli(_Classes):
     """
 
     one_probability = True
-    closed_form = True
+    has_log_average = True
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-        """Return log ∫ σ(±f/T) N(f; f̂, K) df (B,), with an error of about 1e-8."""
+        """Return log ∫ p(y|f) N(f; f̂, K) df (B,), with an error of about 1e-8.
+
+        y is (B,), f (B, 1) holds f̂, and K is (B, 1, 1).
+        """
         sd = K[:, 0, 0].clamp_min(0).sqrt() / self.temperature
         averages = logistic_normal(self.logits(f)[:, 0], sd)
         return torch.where(scalar_target(y, f) > 0, averages.log_one, averages.log_zero)
@@ -104,7 +107,10 @@ class Bernoulli(_Classes):
         return logsigmoid(sign * self.logits(f)[..., 0])
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return the change of −softplus(∓f/T) (...), without cancellation."""
+        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
+
+        log p is −softplus(−f/T) for y = 1 and −softplus(f/T) for y = 0.
+        """
         sign = 2 * scalar_target(y, f_new).to(f_new.dtype) - 1
         return -softplus_difference(
             -sign * self.logits(f_old)[..., 0], -sign * self.logits(f_new - f_old)[..., 0]
@@ -162,7 +168,7 @@ class Categorical(_Classes):
         return Classes(outputs)
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the entry y of log softmax(f/T), with the common shape (...) of y and f's rows."""
+        """Return entry y of log softmax(f/T), for y (...) and f (..., C) that broadcast."""
         log_probabilities = torch.log_softmax(self.logits(f), -1)
         shape = common_shape(y, f[..., 0])
         index = y.long().expand(shape).unsqueeze(-1)
@@ -179,10 +185,10 @@ class Categorical(_Classes):
         return logit_of_y - f.exp_().sum(1).log()
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return −log1p Σ_c p_c expm1(Δ_c − Δ_y) (...), with p at f_old and Δ the change of the
-        logits.
+        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        Where some |Δ_c − Δ_y| exceeds one, it is the plain difference.
+        It is −log1p Σ_c p_c expm1(Δ_c − Δ_y), with p at f_old and Δ the change of the logits. Where
+        some |Δ_c − Δ_y| exceeds one, it is the plain difference, which does not cancel there.
         """
         shape = common_shape(y, f_new[..., 0], f_old[..., 0])
         y = y.long().expand(shape)
@@ -206,7 +212,7 @@ class Categorical(_Classes):
         return self.logits(is_y * p_except_y.sum(-1, keepdim=True) - p_except_y)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the Fisher information (..., C, C), which does not depend on y."""
+        """Return Λ (..., C, C), which equals the Fisher information for every y."""
         shape = common_shape(y, f[..., 0])
         return self.fisher(f).expand(*shape, -1, -1)
 
@@ -224,26 +230,29 @@ class Categorical(_Classes):
         diagonal.copy_(-(precision.sum(-1) - diagonal))
         return self._over_temperature_squared(precision)
 
-    # Products with Λ = (diag(p) − ppᵀ)/T², without a C×C matrix for each row. It is the same for
-    # every y, and its expectation is itself.
+    # The next five compute products with Λ = (diag(p) − ppᵀ)/T², without a C×C matrix for each row.
+    # Λ is the same for every y, so it equals its expectation over y.
 
     def score_change(self, y: Tensor, f: Tensor, before: Tensor) -> Tensor:
-        """Return (p̂ − p)/T (..., C): y cancels."""
+        """Return (p̂ − p)/T (..., C), with p̂ at `before` and p at f; y cancels."""
         return self.logits((self.mean(f) - self.mean(before)).neg_())
 
     def precision_times(self, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False) -> Tensor:
-        """Return Λv = (p∘v − p(pᵀv))/T² (..., C)."""
+        """Return Λv = (p∘v − p(pᵀv))/T² (..., C); y and `fisher` change nothing."""
         p = self.mean(f)
         pv = p * v
         return self._over_temperature_squared(pv - p * pv.sum(-1, keepdim=True))
 
     def precision_diagonal(self, y: Tensor, f: Tensor, fisher: bool = False) -> Tensor:
-        """Return (p − p²)/T² (..., C)."""
+        """Return the diagonal (p − p²)/T² (..., C) of Λ; y and `fisher` change nothing."""
         p = self.mean(f)
         return self._over_temperature_squared(p - p * p)
 
     def precision_trace(self, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
-        """Return tr(KΛ) = Σ_c p_c (K_cc − (Kp)_c)/T² (m, b)."""
+        """Return tr(KΛ) = Σ_c p_c (K_cc − (Kp)_c)/T² (m, b), for f (m, b, C) and K (b, C, C).
+
+        y and `fisher` change nothing.
+        """
         p = self.mean(f)
         pK = (p.movedim(0, 1) @ K).movedim(1, 0)  # (m, b, C)
         variances = K.diagonal(dim1=-2, dim2=-1)
@@ -258,10 +267,11 @@ class Categorical(_Classes):
         weights: Tensor | None = None,
         fisher: bool = False,
     ) -> Tensor:
-        """Return the change of dΛdᵀ = (d diag(p) dᵀ − (dp)(dp)ᵀ)/T² (m, r, r).
+        """Return the change of Σ_i w_i dΛdᵀ (m, r, r), with dΛdᵀ = (d diag(p) dᵀ − (dp)(dp)ᵀ)/T².
 
-        With p̂ at `before`, the change of the last term is the symmetric part of (dΔp)(d(p + p̂))ᵀ,
-        which does not cancel.
+        The arguments are those of the protocol; y and `fisher` change nothing. With p̂ at `before`
+        and Δp = p − p̂, the change of (dp)(dp)ᵀ is the symmetric part of (dΔp)(d(p + p̂))ᵀ, which
+        does not cancel.
         """
         scaled = directions if weights is None else directions * weights[:, None, None]
         m, r = len(f), directions.shape[-1]
@@ -298,9 +308,8 @@ class Categorical(_Classes):
 
 
 def _softmax(f: Tensor) -> Tensor:
-    """Return softmax over the last dimension of f (..., C), without a copy where f is
-    component-major.
-    """
+    """Return softmax over the last dimension of f (..., C), of the same shape and memory order."""
+    # A component-major f (each component contiguous) is read in its own order, without a copy.
     if f.stride(-1) != 1:
         return torch.softmax(f.movedim(-1, 0), 0).movedim(0, -1)
     return torch.softmax(f, -1)

@@ -77,22 +77,22 @@ class Poisson(Likelihood):
         """Return 0 for a log link, and None for the identity."""
         return 0.0 if self.linear_domain else None
 
-    def dispersed(self, factor: float) -> Likelihood:
+    def multiply_dispersion(self, factor: float) -> Likelihood:
         """Return a likelihood with `factor` times the variance at a mean of 1.
 
-        It is a NegativeBinomial if the factor exceeds 1 and the link is the logarithm; otherwise
-        unchanged.
+        It is a NegativeBinomial if the factor exceeds 1 and the link is the logarithm. Otherwise it
+        is this likelihood, because no likelihood of counts here has such a variance.
         """
         return NegativeBinomial(factor - 1) if factor > 1 and self.linear_domain else self
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Describe a factor on the variance as overdispersion, or as none."""
+        """Return a clause for the report: the overdispersion, or that there is none."""
         if factor > CLOSE and self.linear_domain:
             return f"counts vary more than Poisson's: their overdispersion is {factor - 1:.3g}"
         return "counts vary as Poisson's do, or less"
 
     def support_for(self, outputs: int) -> Support:
-        """Return the counts of a fit; raise ValueError unless there is one output."""
+        """Return the counts up to LARGEST_COUNT; raise ValueError unless there is one output."""
         check_output_count(
             "Poisson", outputs, 1, "the log rate" if self.linear_domain else "the rate"
         )
@@ -121,10 +121,10 @@ class Poisson(Likelihood):
         return torch.where(output > 0, value, torch.full_like(value, -math.inf))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return the change of log p (...), without cancellation for small changes.
+        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation for small changes.
 
-        With Δ = f_new − f_old it is yΔ − λ expm1(Δ) for a log link, and y log1p(Δ/λ) − Δ for the
-        identity.
+        With Δ = f_new − f_old and λ at f_old it is yΔ − λ expm1(Δ) for a log link, and
+        y log1p(Δ/λ) − Δ for the identity, where it is −∞ if the new rate is not positive.
         """
         y = scalar_target(y, f_new).to(f_new.dtype)
         new, old = f_new[..., 0], f_old[..., 0]
@@ -162,22 +162,22 @@ class Poisson(Likelihood):
         return (capped_exp(f) if self.linear_domain else 1 / f).unsqueeze(-1)
 
     def refit_at_boundary(self, y: Tensor, f: Tensor, K: Tensor) -> BoundaryRefit | None:
-        """Return the refits of y = 0 under a rate λ ~ N(m, s²) cut at zero: ∫ e^−λ N(λ; m, s²) dλ
-        over λ > 0.
+        """Return the refits of y = 0 for an identity link; None for a log link.
 
-        f (..., 1) holds m and K (..., 1, 1) holds s². The result is None for a log link.
+        They are ∫ e^−λ N(λ; m, s²) dλ over the rates λ > 0. f (..., 1) holds m and K (..., 1, 1)
+        holds s².
 
-        log p(0|λ) = −λ has no curvature. Its mode m − s² is moved to zero where it is below. With t
-        = s − m/s the integral is exp(−m + s²/2) Φ(−t). Where the mode is at zero (t > 0), the same
-        is exp(−½m²/s²)·½ erfcx(t/√2), without cancellation. Both are exact.
+        log p(0|λ) = −λ has no curvature, so the mode is m − s², or zero if that is negative. With
+        t = s − m/s the integral is exp(−m + s²/2) Φ(−t). Where the mode is at zero (t > 0), the
+        same number is exp(−½m²/s²)·½ erfcx(t/√2), which does not cancel. Both are exact.
         """
         if self.linear_domain:
             return None
         y, m, variance = torch.broadcast_tensors(
             scalar_target(y, f).to(f.dtype), f[..., 0], K[..., 0, 0]
         )
-        # A doubt below 1e-6 of the rate has no mass at zero: the floor keeps derivatives finite
-        # where K = 0.
+        # A standard deviation below 1e-6 of the rate has no mass at zero. This floor keeps
+        # derivatives finite where K = 0.
         variance_used = torch.maximum(variance, 1e-12 * m.detach() ** 2)
         sd = variance_used.sqrt()
         t = sd - m / sd
@@ -195,10 +195,11 @@ class Poisson(Likelihood):
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        """Return the averages of rows (N,) for a log link, with the rate E e^f = exp(f̂ + ½K).
+        """Return the averages of N rows for a log link, with the rate E e^f = exp(f̂ + ½K).
 
-        None for the identity link, and if the exponential of any row is capped: the caller then
-        takes a quadrature for all rows. Λ does not depend on y, so `fisher` changes nothing.
+        The result is None for the identity link, and if the exponent of any row exceeds
+        LARGEST_EXPONENT: the caller then takes a quadrature for all rows. Λ does not depend on y,
+        so `fisher` changes nothing.
         """
         if not self.linear_domain:
             return None
@@ -211,7 +212,7 @@ class Poisson(Likelihood):
         return Derivatives(log_prob, (y - rate).unsqueeze(-1), rate[:, None, None])
 
     def mean(self, f: Tensor) -> Tensor:
-        """Return the rate λ (...)."""
+        """Return the rate λ (...) for f (..., 1)."""
         return capped_exp(f[..., 0]) if self.linear_domain else f[..., 0]
 
     variance = mean  # a property of Poisson counts
@@ -223,11 +224,11 @@ class Poisson(Likelihood):
 
 
 def _log_poisson_of_many(y: Tensor, log_rate: Tensor) -> Tensor:
-    """Return log P(y) of a Poisson distribution for y ≥ MANY, with the common shape of y and
-    log_rate.
+    """Return log P(y) of a Poisson distribution for y ≥ MANY (...), from y and log λ (...).
 
-    It is −y(e^d − 1 − d) − ½ log 2πy − 1/12y, with d = log λ − log y. The plain y log λ − λ − log
-    y! is a difference of numbers of size y log y: from y = 1e13 on it is only rounding error.
+    By Stirling's formula it is −y(e^d − 1 − d) − ½ log(2πy) − 1/(12y), with d = log λ − log y. The
+    plain y log λ − λ − log y! is a difference of numbers of size y log y: from y = 1e13 on it is
+    only rounding error. For smaller y the result is finite but has no meaning.
     """
     y = y.clamp_min(MANY)
     d = log_rate - y.log()
@@ -244,7 +245,8 @@ def _log_poisson_of_many(y: Tensor, log_rate: Tensor) -> Tensor:
 def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
     """Return log Γ(y + r)/Γ(y + 1) (...) for y (...) ≥ MANY.
 
-    It is Stirling's formula with the difference taken first, so that large terms do not cancel.
+    It is Stirling's formula with the difference taken first, so that large terms do not cancel. For
+    smaller y the result is finite but has no meaning.
     """
     low = y.clamp_min(MANY) + 1
     high = low + (r - 1)
@@ -275,12 +277,12 @@ class NegativeBinomial(Likelihood):
             "For no extra spread use Poisson().",
         )
 
-    def dispersed(self, factor: float) -> NegativeBinomial:
+    def multiply_dispersion(self, factor: float) -> NegativeBinomial:
         """Return the likelihood with `factor` times the dispersion."""
         return NegativeBinomial(self.dispersion * factor)
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Describe a factor on the dispersion."""
+        """Return a clause for the report that names the factor on the dispersion."""
         return f"the overdispersion of the counts is {factor:.3g} times that of the likelihood"
 
     concave = True
@@ -289,11 +291,11 @@ class NegativeBinomial(Likelihood):
 
     @property
     def overdispersion(self) -> float:
-        """Return the dispersion."""
+        """Return the dispersion, which is a in the variance μ + a·μ²."""
         return self.dispersion
 
     def support_for(self, outputs: int) -> Support:
-        """Return the counts of a fit; raise ValueError unless there is one output."""
+        """Return the counts up to LARGEST_COUNT; raise ValueError unless there is one output."""
         check_output_count("NegativeBinomial", outputs, 1, "the log mean")
         return Counts(LARGEST_COUNT)
 
@@ -317,7 +319,10 @@ class NegativeBinomial(Likelihood):
         return torch.where(y < MANY, few, many)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return the change of r log(1 − p) + y log p (...), without cancellation."""
+        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
+
+        It is the change of r log(1 − p) + y log p; the other terms do not depend on f.
+        """
         y = scalar_target(y, f_new).to(f_new.dtype)
         z = self._log_mean_over_r(f_old)
         step = (f_new - f_old)[..., 0]

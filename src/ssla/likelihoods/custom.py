@@ -56,7 +56,7 @@ class Custom(Likelihood):
     mean_function: Function | None
     variance_function: Function | None
 
-    may_be_straight = True
+    may_be_piecewise_linear = True
 
     @property
     def fisher_in_closed_form(self) -> bool:
@@ -79,7 +79,8 @@ class Custom(Likelihood):
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return the user's log p(y|f) (...), interpolated between counts.
 
-        Raises TypeError if it is not a tensor, and ValueError if it has not one value for each y.
+        Raises TypeError if the user's function does not return a tensor, and ValueError if the
+        result has not one value for each y.
         """
         y = scalar_target(y, f)
         if (
@@ -108,9 +109,10 @@ class Custom(Likelihood):
         return value
 
     def _between_counts(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return log p (...) interpolated between the counts below and above y (...).
+        """Return log p (...) interpolated linearly between the counts below and above y (...).
 
-        log_prob may be undefined between counts, and one of the two may be impossible.
+        The user's function may be undefined between counts. Where one of the two counts is
+        impossible (log p = −∞), the result is log p of the other.
         """
         below = y.floor()
         low, high = self.log_prob(below, f), self.log_prob(below + 1, f)
@@ -118,7 +120,7 @@ class Custom(Likelihood):
         return torch.where(impossible, torch.maximum(low, high), low + (y - below) * (high - low))
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return g (..., C) by autograd, without second derivatives."""
+        """Return the score g (..., C) by autograd, without second derivatives."""
         return self._differentiate(y, f, second=False)[1]
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
@@ -135,7 +137,7 @@ class Custom(Likelihood):
     def _differentiate(
         self, y: Tensor, f: Tensor, second: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log p (...), g (..., C) and, if `second` is true, Λ (..., C, C)."""
+        """Return log p (...), g (..., C) and Λ (..., C, C), or None unless `second`."""
         y = scalar_target(y, f)
         shape = common_shape(y, f[..., 0])
         # Rows are independent, so the gradient of a sum over rows holds the derivative of each row.
@@ -145,60 +147,66 @@ class Custom(Likelihood):
             score = _gradient(log_prob.sum(), free, keep=second)
             if not second:
                 return log_prob.detach(), score.detach(), None
-            columns = [-_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])]
-            precision = torch.stack(columns, -2).detach()
+            rows = [-_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])]
+            precision = torch.stack(rows, -2).detach()
+        # Second derivatives are symmetric, except for rounding errors of autograd.
         return log_prob.detach(), score.detach(), (precision + precision.mT) / 2
 
     def fisher(self, f: Tensor) -> Tensor:
-        """Return E_y[g gᵀ] (..., C, C), which equals E_y Λ and is positive semi-definite by
-        construction.
+        """Return the Fisher information (..., C, C) that the user gave, or E_y[g gᵀ].
 
-        It is computed by summation or quadrature over y, unless the user gave it.
+        The latter equals E_y Λ and is positive semi-definite by construction. It is computed by
+        summation or quadrature over y.
         """
         if self.fisher_function is not None:
             return self.fisher_function(f)
         flat = f.reshape(-1, f.shape[-1]).double()
         total = torch.zeros(flat.shape[0], f.shape[-1], f.shape[-1], dtype=torch.float64)
-        for rows, y, share in self._nodes(flat):
+        for rows, y, share in self._build_nodes(flat):
             g = self.score(y, flat[rows].unsqueeze(1))
             total[rows] = torch.einsum("nk,nka,nkb->nab", share, g, g)
         return total.reshape(*f.shape, f.shape[-1]).to(f.dtype)
 
-    def straight(self, f: Tensor) -> bool:
-        """Return whether log p has a slope but no curvature at the first row of f for every y.
+    def is_piecewise_linear(self, f: Tensor) -> bool:
+        """Return whether log p has a slope but no curvature at f (..., C) for any y.
 
-        The answer is kept for later calls.
+        The first call decides it, at the first row of f and at nodes over y. Later calls return the
+        same answer without a look at f.
         """
-        if not self._straight:
+        if not self._known_answers:
             first = f.reshape(-1, f.shape[-1])[:1].double()
             at_nodes = [
-                self.derivatives(y, first[rows].unsqueeze(1)) for rows, y, _ in self._nodes(first)
+                self.derivatives(y, first[rows].unsqueeze(1))
+                for rows, y, _ in self._build_nodes(first)
             ]
             curved = any(bool(derivatives.precision.any()) for derivatives in at_nodes)
             sloped = any(bool(derivatives.score.any()) for derivatives in at_nodes)
-            self._straight.append(sloped and not curved)
-        return self._straight[0]
+            self._known_answers.append(sloped and not curved)
+        return self._known_answers[0]
 
     @cached_property
-    def _straight(self) -> list[bool]:
-        """Return the cache of `straight`: an empty list, or a list with the answer."""
+    def _known_answers(self) -> list[bool]:
+        """Return the list in which `is_piecewise_linear` keeps its answer; empty before that."""
         # A frozen dataclass cannot store the answer itself, but it can keep a list that holds it.
         return []
 
     def mean(self, f: Tensor) -> Tensor:
-        """Return the user's mean, or that of the density (...)."""
+        """Return the user's mean, or that of the density: (...), or (..., C) for classes."""
         return self._moments(f)[0] if self.mean_function is None else self.mean_function(f)
 
     def variance(self, f: Tensor) -> Tensor:
-        """Return the user's variance, or that of the density (...)."""
+        """Return the user's variance, or that of the density, with the shape of `mean`."""
         return self._moments(f)[1] if self.variance_function is None else self.variance_function(f)
 
     def _moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance: (...), or (..., C) for classes."""
+        """Return mean and variance of the density at f (..., C'), by summation or quadrature.
+
+        Both are (...), or (..., C) with one entry for each of C classes.
+        """
         flat = f.reshape(-1, f.shape[-1]).double()
         if isinstance(self.support, Classes):
             # Moments of the class indicators, as in Categorical.
-            _, _, p = self._nodes(flat)[0]
+            _, _, p = self._build_nodes(flat)[0]
             p = p.reshape(*f.shape[:-1], p.shape[-1]).to(f.dtype)
             return p, p * (1 - p)
         mean, variance = self._scalar_moments(flat)
@@ -210,17 +218,17 @@ class Custom(Likelihood):
         variance = torch.zeros_like(mean)
         # Real first: it is Continuous too, but its grids have moments of their own.
         if isinstance(self.support, Real):
-            for rows, grid in self._grids(f):
+            for rows, grid in self._build_grids(f):
                 mean[rows], variance[rows] = grid.moments
         elif isinstance(self.support, Continuous):
             mean, variance = quadrature.mapped_moments(
-                log_density_on_line(self, f), self._grids(f), self.support.from_real, ACCURACY
+                log_density_on_line(self, f), self._build_grids(f), self.support.from_real, ACCURACY
             )
         elif isinstance(self.support, Circular):
-            for rows, circle in self._circles(f):
+            for rows, circle in self._build_circles(f):
                 mean[rows], variance[rows] = circle.mean, circle.variance
         else:  # counts
-            for rows, y, share in self._nodes(f):
+            for rows, y, share in self._build_nodes(f):
                 # The probabilities of nodes sum to one only up to the tails that are cut.
                 share = share / share.sum(1, keepdim=True)
                 mean[rows] = (share * y).sum(1)
@@ -228,39 +236,42 @@ class Custom(Likelihood):
         return mean, variance
 
     @property
-    def _continuous(self) -> Continuous:
-        """Return the support, which must be continuous."""
+    def _continuous_support(self) -> Continuous:
+        """Return the support; AssertionError unless it is continuous."""
         assert isinstance(self.support, Continuous)
         return self.support
 
-    def _nodes(self, f: Tensor) -> list[Nodes]:
+    def _build_nodes(self, f: Tensor) -> list[Nodes]:
         """Return nodes for rows f (N, C) with Σ h(y)·share ≈ E h(y) for smooth functions h.
 
-        Warns if the integral of a density depends on f; raises ValueError unless probabilities sum
-        to 1.
+        The rows may be in several parts and in another order. Warns if the integral of a density
+        depends on f. Raises ValueError unless the probabilities of counts or classes sum to 1.
         """
         if isinstance(self.support, Classes):
             classes = torch.arange(self.support.count, dtype=f.dtype, device=f.device)
             y = classes.expand(f.shape[0], -1)
-            share = self._check_sum(self.log_prob(y, f.unsqueeze(1)).exp())
+            share = self._require_normalised(self.log_prob(y, f.unsqueeze(1)).exp())
             return [(torch.arange(f.shape[0]), y, share)]
         if isinstance(self.support, Counts):
-            return self._count_nodes(f)
+            return self._build_count_nodes(f)
         if isinstance(self.support, Circular):
-            circles = self._circles(f)
+            circles = self._build_circles(f)
             self._warn_of_varying_mass([circle.log_mass[circle.accurate] for _, circle in circles])
             return [
                 (rows, circle.angles.expand_as(circle.shares), circle.shares)
                 for rows, circle in circles
             ]
-        grids = self._grids(f)
+        grids = self._build_grids(f)
         self._warn_of_varying_mass([grid.log_mass[grid.accurate] for _, grid in grids])
-        return [(rows, self._continuous.from_real(grid.nodes), grid.shares) for rows, grid in grids]
+        return [
+            (rows, self._continuous_support.from_real(grid.nodes), grid.shares)
+            for rows, grid in grids
+        ]
 
     def _warn_of_varying_mass(self, log_masses: list[Tensor]) -> None:
         """Warn if the integral of the density depends on f, given the logarithms of the integrals.
 
-        (A constant factor only changes `mass`.)
+        An integral that is not one but the same for every f is allowed: it only changes `mass`.
         """
         masses = torch.cat(log_masses).exp()
         if masses.numel() and float(masses.max() - masses.min()) > MASS_ERROR * float(masses.max()):
@@ -270,11 +281,11 @@ class Custom(Likelihood):
                 "will be wrong. Add the normalising constant."
             )
 
-    def _count_nodes(self, f: Tensor) -> list[Nodes]:
+    def _build_count_nodes(self, f: Tensor) -> list[Nodes]:
         """Return the nodes of counts for f (N, C), as many as each row needs.
 
         Counts below MOST_COUNTS are summed one by one, larger ones by an integral of the
-        interpolated log p.
+        interpolated log p. Raises ValueError if the probabilities of a row do not sum to 1.
         """
         nodes: list[Nodes] = []
         pending = torch.arange(f.shape[0])
@@ -284,9 +295,10 @@ class Custom(Likelihood):
             unfinished = []
             for rows in pending.split(max(COUNTS_AT_ONCE // count, 1)):
                 share = self.log_prob(y.expand(rows.numel(), -1), f[rows].unsqueeze(1)).exp()
+                # Rows whose probability is all in these counts are done. 1e-9 is a guess.
                 done = (share.sum(1) - 1).abs() < 1e-9
                 if count >= MOST_COUNTS and not bool(done.all()):
-                    nodes += self._with_large_counts(f, rows[~done], y, share[~done])
+                    nodes += self._build_nodes_with_large_counts(f, rows[~done], y, share[~done])
                 elif not bool(done.all()):
                     unfinished.append(rows[~done])
                 nodes.append((rows[done], y.expand(int(done.sum()), -1), share[done]))
@@ -294,18 +306,19 @@ class Custom(Likelihood):
             count *= 4
         return nodes
 
-    def _with_large_counts(self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor) -> list[Nodes]:
-        """Return nodes for the counts y (k,) with their shares (m, k) and for the counts beyond
-        them.
+    def _build_nodes_with_large_counts(
+        self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor
+    ) -> list[Nodes]:
+        """Return nodes for the counts y = 0 … k − 1 with their shares, and for larger counts.
 
-        rows (m,) are the rows of f (N, C) that need them.
+        rows (m,) are the rows of f (N, C) that need them. y is (k,), and share is (m, k).
         """
         # The integral of the interpolated log p starts half a count before the first large one.
         start = len(y) - 0.5
         beyond = Positive()
 
-        # The density of z, with y = start + e^z.
         def log_density(z: Tensor, index: Tensor) -> Tensor:
+            """Return the log density of z (r, q), y = start + e^z, for rows[index], index (r,)."""
             large = (start + beyond.from_real(z)).clamp_max(LARGEST_COUNT)
             return self.log_prob(large, f[rows[index]].unsqueeze(1)) + beyond.log_slope(z)
 
@@ -315,12 +328,13 @@ class Custom(Likelihood):
             large = start + beyond.from_real(grid.nodes)
             values = torch.cat([y.expand(len(index), -1), large], 1)
             shares = torch.cat([share[index], grid.log_terms.exp()], 1)
-            nodes.append((rows[index], values, self._check_sum(shares)))
+            nodes.append((rows[index], values, self._require_normalised(shares)))
         return nodes
 
-    def _check_sum(self, share: Tensor) -> Tensor:
-        """Return the probabilities (m, k) of all y unchanged; raise ValueError unless they sum to
-        1.
+    def _require_normalised(self, share: Tensor) -> Tensor:
+        """Return the probabilities of all y (m, k) unchanged.
+
+        Raises ValueError unless those of each row sum to 1.
         """
         total = share.sum(1)
         wrong = ~((total - 1).abs() <= NORMALISED)
@@ -332,9 +346,11 @@ class Custom(Likelihood):
             )
         return share
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the user's mean and standard deviation (N,), or those found by a search of the
-        density.
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the centre (N,) and scale (N,) of y at f (N, C), in the support's real coordinate.
+
+        They are the user's mean and standard deviation if y is on the real line, otherwise the
+        result of a search of the density. K is part of the protocol and is not used.
         """
         if (
             self.mean_function is not None
@@ -344,15 +360,17 @@ class Custom(Likelihood):
             return self.mean_function(f), self.variance_function(f).sqrt()
         return quadrature.locate_densities(log_density_on_line(self, f), f.shape[0])
 
-    def _circles(self, f: Tensor) -> list[quadrature.RowCircle]:
-        """Return the rows of f (N, C) with densities on the circle."""
+    def _build_circles(self, f: Tensor) -> list[quadrature.RowCircle]:
+        """Return grids of angles, with the rows of f (N, C) on each."""
         return quadrature.build_circles(
             lambda y, rows: self.log_prob(y, f[rows].unsqueeze(1)), f.shape[0]
         )
 
-    def _grids(self, f: Tensor) -> list[quadrature.RowGrid]:
-        """Return the rows of f (N, C) with densities on grids of the support's real coordinate."""
-        return quadrature.build_grids(log_density_on_line(self, f), *self.guess(f, f), ACCURACY)
+    def _build_grids(self, f: Tensor) -> list[quadrature.RowGrid]:
+        """Return grids in the support's real coordinate, with the rows of f (N, C) on each."""
+        # `locate_target` does not use K, so f stands in for it.
+        centre, scale = self.locate_target(f, K=f)
+        return quadrature.build_grids(log_density_on_line(self, f), centre, scale, ACCURACY)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of y (n, ...), by inversion of the distribution function."""
@@ -360,25 +378,25 @@ class Custom(Likelihood):
         u = uniform_numbers(flat[:, 0], n, generator)
         draws = torch.empty_like(u)
         if isinstance(self.support, Counts | Classes):
-            for rows, y, share in self._nodes(flat):
+            for rows, y, share in self._build_nodes(flat):
                 cumulative = share.cumsum(1)
                 distribution = cumulative / cumulative[:, -1:]
                 index = torch.searchsorted(distribution, u[:, rows].mT.contiguous())
                 draws[:, rows] = y.gather(1, index.clamp_max(y.shape[1] - 1)).round().mT
         elif isinstance(self.support, Circular):
-            for rows, circle in self._circles(flat):
+            for rows, circle in self._build_circles(flat):
                 draws[:, rows] = circle.icdf(u[:, rows].mT).mT
         else:
-            for rows, grid in self._grids(flat):
-                draws[:, rows] = self._continuous.from_real(grid.icdf(u[:, rows].mT)).mT
+            for rows, grid in self._build_grids(flat):
+                draws[:, rows] = self._continuous_support.from_real(grid.icdf(u[:, rows].mT)).mT
         return draws.reshape(n, *f.shape[:-1]).to(f.dtype)
 
 
 def _gradient(total: Tensor, free: Tensor, keep: bool) -> Tensor:
-    """Return the gradient of a scalar in `free`, of its shape; zero where the scalar does not
-    depend on it.
+    """Return the gradient of a scalar with respect to `free`, with the shape of `free`.
 
-    keep: keep the graph, for second derivatives.
+    It is zero if the scalar does not depend on `free`. keep: keep the graph, for second
+    derivatives.
     """
     if not total.requires_grad:
         return torch.zeros_like(free)
@@ -398,6 +416,9 @@ def custom(
 ) -> Custom:
     """Return a likelihood that is computed from its log density alone.
 
+    Raises TypeError if log_prob is no function, and ValueError if the support is unknown or does
+    not fit `classes`.
+
     Parameters
     ----------
     log_prob:
@@ -408,7 +429,9 @@ def custom(
         kinks and no curvature in f, like |y − f|, `fit` uses mode="tilt" and warns.
     support:
         The allowed values of y: "real", "positive", "unit_interval", "circular" (angles in radians,
-        mapped to [−π, π)), "counts" or "classes" (with `classes=`).
+        mapped to [−π, π)), "counts" or "classes".
+    classes:
+        The number of classes, for support="classes" only.
     outputs:
         The number of outputs that the network must have, if it should be checked.
     fisher, mean, variance:

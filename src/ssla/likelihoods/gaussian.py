@@ -36,8 +36,9 @@ class Gaussian(Likelihood):
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Check the noise or the covariance, and store it in float64; raise ValueError if it is
-        invalid.
+        """Check the noise or the covariance, and store it as a number or in float64.
+
+        Raises ValueError if both or none are given, or if one is invalid.
         """
         if (self.noise is None) == (self.covariance is None):
             raise ValueError(
@@ -46,12 +47,12 @@ class Gaussian(Likelihood):
             )
         # The dataclass is frozen, so checked values are stored by object.__setattr__.
         if self.covariance is not None:
-            object.__setattr__(self, "covariance", _checked_covariance(self.covariance))
+            object.__setattr__(self, "covariance", _check_covariance(self.covariance))
         elif self.noise is not None:
-            object.__setattr__(self, "noise", _checked_noise(self.noise))
+            object.__setattr__(self, "noise", _check_noise(self.noise))
 
     @property
-    def estimated(self) -> bool:
+    def needs_noise_estimate(self) -> bool:
         """Return whether the noise has still to be estimated."""
         return isinstance(self.noise, str)
 
@@ -59,10 +60,10 @@ class Gaussian(Likelihood):
     concave = True
     averages_differ = False  # Λ is the same for every f
     unequal_units = True
-    closed_form = True
+    has_log_average = True
 
     def support_for(self, outputs: int) -> Support:
-        """Return numbers, or vectors for several outputs.
+        """Return the real line for one output, and real vectors for several.
 
         Raises ValueError if the noise is for another number of outputs.
         """
@@ -79,10 +80,11 @@ class Gaussian(Likelihood):
         return Real() if outputs == 1 else RealVector()
 
     def covariance_for(self, f: Tensor) -> Tensor:
-        """Return Σ (C, C) in f's dtype and on its device; raise ValueError if it is not estimated
-        yet.
+        """Return Σ (C, C) in the dtype and on the device of f (..., C).
+
+        Raises ValueError if the noise has still to be estimated.
         """
-        if self.estimated:
+        if self.needs_noise_estimate:
             raise ValueError(
                 'noise="estimate" has no value yet: ssla.fit estimates it; read it from '
                 "posterior.likelihood.noise."
@@ -114,7 +116,10 @@ class Gaussian(Likelihood):
         return -0.5 * (white * white).sum(-1) - scale.log().sum() - 0.5 * f.shape[-1] * LOG_2PI
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return (f_new − f_old)ᵀ Σ⁻¹ (y − (f_new + f_old)/2) (...)."""
+        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
+
+        It is (f_new − f_old)ᵀ Σ⁻¹ (y − (f_new + f_old)/2).
+        """
         mean_residual = (self._residual(y, f_new) + self._residual(y, f_old)) / 2
         return ((f_new - f_old) @ self._noise_precision(f_new) * mean_residual).sum(-1)
 
@@ -139,12 +144,12 @@ class Gaussian(Likelihood):
         """Return the diagonal of Σ with the shape of `mean`."""
         return self.covariance_for(f).diagonal().expand_as(f).reshape(self.mean(f).shape)
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f̂ and √(σ² + K) of one output (N,)."""
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f̂ (N,) and √(σ² + K) (N,), for f (N, 1) and K (N, 1, 1)."""
         return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
 
-    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f̂ and the standard deviations of Σ + K (N, C)."""
+    def centre_and_deviation(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f̂ (N, C) and the standard deviations of Σ + K (N, C)."""
         return f, (self.covariance_for(f) + K).diagonal(dim1=-2, dim2=-1).sqrt()
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
@@ -154,11 +159,14 @@ class Gaussian(Likelihood):
         return self.mean(f + noise @ factor.mT)
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-        """Return log N(y; f̂, Σ + K) (B,)."""
+        """Return log N(y; f̂, Σ + K) (B,) for y (B,) or (B, C), f (B, C) and K (B, C, C)."""
         return _log_normal(self._residual(y, f), self.covariance_for(f) + K)
 
-    def dispersed(self, factor: float) -> Gaussian:
-        """Return the likelihood with `factor` times the standard deviation."""
+    def multiply_dispersion(self, factor: float) -> Gaussian:
+        """Return the likelihood with `factor` times the standard deviation.
+
+        The noise must not be "estimate", which is not a number yet.
+        """
         if self.covariance is not None:
             return Gaussian(covariance=self.covariance * factor**2)
         assert isinstance(self.noise, float | Tensor), "the noise is still to be estimated"
@@ -167,7 +175,7 @@ class Gaussian(Likelihood):
     dispersion_in_words = staticmethod(describe_residuals)
 
     def __repr__(self) -> str:
-        """Return the constructor call, with six digits of a single noise."""
+        """Return the constructor call as text, with six digits of a noise that is one number."""
         if self.covariance is not None:
             return f"Gaussian(covariance={self.covariance.tolist()})"
         if isinstance(self.noise, Tensor):
@@ -176,7 +184,7 @@ class Gaussian(Likelihood):
         return f"Gaussian(noise={noise})"
 
 
-def _checked_noise(noise: float | Tensor | str) -> float | Tensor | str:
+def _check_noise(noise: float | Tensor | str) -> float | Tensor | str:
     """Return a standard deviation as a number or a float64 tensor (D,), or "estimate" unchanged.
 
     Raises ValueError if it is another text, has more than one dimension, or is not positive.
@@ -199,7 +207,7 @@ def _checked_noise(noise: float | Tensor | str) -> float | Tensor | str:
     return sigma if sigma.dim() else float(sigma)
 
 
-def _checked_covariance(covariance: Tensor) -> Tensor:
+def _check_covariance(covariance: Tensor) -> Tensor:
     """Return Σ (D, D) in float64; raise ValueError unless it is symmetric and positive definite."""
     sigma = copy_if_inference(torch.as_tensor(covariance, dtype=torch.float64))
     if sigma.dim() != 2 or sigma.shape[0] != sigma.shape[1]:

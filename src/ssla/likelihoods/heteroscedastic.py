@@ -29,12 +29,13 @@ from ssla.maths.roots import Root
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
-# Guesses, not measured: Newton steps of every task, the limit on those of a hard task, the limit on
-# halvings of such a step, and the c·Var μ/q beyond which a task is hard (see `starts`).
-PROFILE_STEPS = 3
-SAFE_STEPS = 40
-SHORTER_STEPS = 8
-SEVERAL_MODES = 0.5
+# Constants of `starting_points` and `_Profile`. All are guesses, not measured.
+PROFILE_STEPS = 3  # Newton steps of every task
+SAFE_STEPS = 40  # most Newton steps of a hard task
+SHORTER_STEPS = 8  # most times that such a step is shortened
+SEVERAL_MODES = 0.5  # c·Var μ/q beyond which a task is hard
+LONGEST_STEP = 4.0  # in a log variance
+LEAST_CURVATURE = 0.1  # share of its positive part
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class HeteroscedasticGaussian(Likelihood):
         scale = "" if self.scale == 1 else f", scale={self.scale:.4g}"
         return f"HeteroscedasticGaussian(parameters={self.parameters!r}{scale})"
 
-    def scaled(self, f: Tensor) -> Tensor:
-        """Return the outputs (..., 2) of the same law at scale 1, with the same mean."""
+    def _at_unit_scale(self, f: Tensor) -> Tensor:
+        """Return the outputs (..., 2) that give the same distribution of y at scale 1."""
         if self.scale == 1:
             return f
         if self.linear_domain:
@@ -77,15 +78,15 @@ class HeteroscedasticGaussian(Likelihood):
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        """Return the averages for mean and log variance.
+        """Return the averages of B rows for mean and log variance; None for natural parameters.
 
-        The result is None for natural parameters, and where the exponential is capped. With w = E
-        e⁻ˢ, the Gaussian of μ weighted by e⁻ˢ/w has its mean at m − K_μs and an unchanged variance.
+        The result is None too if the exponent of any row exceeds LARGEST_EXPONENT. With w = E e⁻ˢ,
+        the Gaussian of μ weighted by e⁻ˢ/w has the mean m − K_μs and an unchanged variance.
         """
         if not self.linear_domain:
             return None
         K = covariance_of(root, f)
-        f = self.scaled(f)
+        f = self._at_unit_scale(f)
         exponent = 0.5 * K[:, -1, -1] - f[:, -1]
         if bool((exponent > LARGEST_EXPONENT).any()):
             return None
@@ -104,28 +105,29 @@ class HeteroscedasticGaussian(Likelihood):
         return Derivatives(log_prob, score, torch.stack(entries, -1).unflatten(-1, (2, 2)))
 
     @property
-    def closed_form(self) -> bool:
-        """Return whether the parameters are mean and log variance."""
+    def has_log_average(self) -> bool:
+        """Return whether `log_average` has a formula: for mean and log variance only."""
         return self.linear_domain
 
     @property
     def scored_by_average(self) -> bool:
-        """Return whether the parameters are mean and log variance.
+        """Return whether a search over priors scores rows by `log_average`.
 
-        Refits in the outputs need many steps where Var s is large, which a search over priors
-        meets.
+        This is so for mean and log variance: their refits in the outputs need many steps where Var
+        s is large, and a search over priors tries such priors.
         """
         return self.linear_domain
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-        """Return log ∫ N(y; μ, eˢ) N((μ, s); f̂, K) (B,) for mean and log variance.
+        """Return log ∫ N(y; μ, eˢ) N((μ, s); f̂, K) dμ ds (B,), for f̂ (B, 2) and K (B, 2, 2).
 
-        The integral over μ is in closed form, that over s by Gauss–Hermite.
+        The integral over μ is in closed form, that over s by Gauss–Hermite. AssertionError for
+        natural parameters.
         """
         assert self.linear_domain, "natural parameters have no density for every output"
         nodes, weights = normal_nodes(1)
-        mean_centre, s_centre = self.scaled(f).unbind(-1)
-        c = K[:, 1, 1].clamp_min(1e-300)
+        mean_centre, s_centre = self._at_unit_scale(f).unbind(-1)
+        c = K[:, 1, 1].clamp_min(1e-300)  # Var s; without uncertainty it must not divide by zero
         s = s_centre[:, None] + c.sqrt()[:, None] * nodes[:, 0]  # (B, J)
         # Given s, μ is Gaussian: its mean is linear in s, and its variance adds to the noise.
         slope = (K[:, 0, 1] / c)[:, None]
@@ -136,7 +138,7 @@ class HeteroscedasticGaussian(Likelihood):
         )
         return torch.logsumexp(log_prob + weights.log(), 1)
 
-    def dispersed(self, factor: float) -> HeteroscedasticGaussian:
+    def multiply_dispersion(self, factor: float) -> HeteroscedasticGaussian:
         """Return the likelihood with `factor` times the standard deviation."""
         return replace(self, scale=self.scale * factor)
 
@@ -170,7 +172,7 @@ class HeteroscedasticGaussian(Likelihood):
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log N(y; μ, σ²) (...); −∞ outside the domain."""
         y = scalar_target(y, f)
-        first, second = self.scaled(f).unbind(-1)
+        first, second = self._at_unit_scale(f).unbind(-1)
         if self.linear_domain:
             r = y - first
             return -0.5 * (LOG_2PI + second + r * r * capped_exp(-second))
@@ -181,21 +183,21 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.nan_to_num(value, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return the change of log p (...), without cancellation for small changes."""
+        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation for small changes."""
         y = scalar_target(y, f_new)
         if self.linear_domain:
             return self._difference_of_log_variance(y, f_new, f_old)
         return self._difference_of_natural(y, f_new, f_old)
 
     def _difference_of_log_variance(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))] (...) for y (...) and f (...,
-        2).
+        """Return the difference (...) for mean and log variance, from y (...) and f (..., 2).
 
-        r̃ and r̂ are the residuals at f_new and f_old. Where |Δs| > 1 it is the plain difference.
+        It is −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))], with the residuals r̃ at f_new and
+        r̂ at f_old. Where |Δs| > 1 it is the plain difference, which does not cancel there.
         """
         # The step is that of the given outputs: the scale would only add rounding errors.
         mean_step, s_step = (f_new - f_old).unbind(-1)
-        f_new, f_old = self.scaled(f_new), self.scaled(f_old)
+        f_new, f_old = self._at_unit_scale(f_new), self._at_unit_scale(f_old)
         r_new = y - f_new[..., 0]
         r_old = y - f_old[..., 0]
         w_new = capped_exp(-f_new[..., 1])
@@ -206,13 +208,14 @@ class HeteroscedasticGaussian(Likelihood):
         return -0.5 * (s_step + torch.where(s_step.abs() <= 1, close, far))
 
     def _difference_of_natural(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)] (...) for y (...) and f (..., 2).
+        """Return the difference (...) for natural parameters, from y (...) and f (..., 2).
 
-        w = −2η₂ = 1/σ² and m = η₁/w at f_old, and m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where f_new is
-        outside the domain.
+        It is ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)], with the residuals r̃ at f_new and r̂ at
+        f_old, w = −2η₂ = 1/σ² and m = η₁/w at f_old, and m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where
+        f_new is outside the domain.
         """
-        first_step, second_step = self.scaled(f_new - f_old).unbind(-1)
-        f_new, f_old = self.scaled(f_new), self.scaled(f_old)
+        first_step, second_step = self._at_unit_scale(f_new - f_old).unbind(-1)
+        f_new, f_old = self._at_unit_scale(f_new), self._at_unit_scale(f_old)
         w_old = -2 * f_old[..., 1]
         w_new = -2 * f_new[..., 1]
         w_step = -2 * second_step
@@ -229,22 +232,24 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.where(outside, torch.full_like(value, -torch.inf), value)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the score (..., 2); for mean and log variance the precision is not computed."""
+        """Return the score g (..., 2) for y (...) and f (..., 2)."""
         if not self.linear_domain:
             return self.derivatives(y, f).score
+        # The same numbers as in `derivatives`, but without Λ, which costs more.
         r = scalar_target(y, f) - f[..., 0]
-        rw = r * capped_exp(-self.scaled(f)[..., 1])
+        rw = r * capped_exp(-self._at_unit_scale(f)[..., 1])
         return stack_last([rw, (r * rw).mul_(0.5).sub_(0.5)])
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the observed precision (..., 2, 2)."""
+        """Return the observed precision Λ (..., 2, 2)."""
         return self.derivatives(y, f).precision
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
         """Return log p (...), g (..., 2) and Λ (..., 2, 2)."""
         y = scalar_target(y, f)
-        first, second = self.scaled(f).unbind(-1)
+        first, second = self._at_unit_scale(f).unbind(-1)
         if not self.linear_domain:
+            # The derivatives in η have a factor 1/scale² for each order.
             m, v = -first / (2 * second), -1 / (2 * second)
             score = stack_last([y - m, (y - m) * (y + m) - v]) / self.scale**2
             return Derivatives(self.log_prob(y, f), score, self.fisher(f).expand(*score.shape, 2))
@@ -260,7 +265,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def fisher(self, f: Tensor) -> Tensor:
         """Return the Fisher information (..., 2, 2)."""
-        second = self.scaled(f)[..., 1]
+        second = self._at_unit_scale(f)[..., 1]
         if self.linear_domain:
             w = capped_exp(-second)
             zero = torch.zeros_like(w)
@@ -276,11 +281,14 @@ class HeteroscedasticGaussian(Likelihood):
 
     def variance(self, f: Tensor) -> Tensor:
         """Return σ² (...)."""
-        second = self.scaled(f)[..., 1]
+        second = self._at_unit_scale(f)[..., 1]
         return capped_exp(second) if self.linear_domain else -1 / (2 * second)
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """Return μ̂ and √(σ² + Var μ) (N,), with μ linearised in natural parameters."""
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return μ̂ (N,) and √(σ² + Var μ) (N,), for f (N, 2) and K (N, 2, 2).
+
+        In natural parameters Var μ is that of μ linearised in η.
+        """
         if self.linear_domain:
             return f[..., 0], (self.variance(f) + K[..., 0, 0]).sqrt()
         m, v = self.mean(f), self.variance(f)
@@ -288,11 +296,13 @@ class HeteroscedasticGaussian(Likelihood):
         variance_of_mean = (slope.unsqueeze(-2) @ K @ slope.unsqueeze(-1)).squeeze((-2, -1))
         return m, (v + variance_of_mean).sqrt()
 
-    scale_of_answers = guess
+    centre_and_deviation = locate_target
 
-    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Return the mode v (M, 2) with the mean profiled out, for y (M,), f (M, 2) and R (M, 2,
-        2).
+    def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
+        """Return the mode v (M, 2) of M tasks, with the mean profiled out.
+
+        y is (M,), f (M, 2) holds f̂, and R (M, 2, 2) is lower triangular. Natural parameters need
+        no starting points, so the list is empty: their log p is concave.
 
         For a given change d of s, log p is quadratic in μ, so one dimension is left. With Var s =
         c, β = Cov(μ,s)/c, q = Var(μ|s), ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
@@ -305,13 +315,13 @@ class HeteroscedasticGaussian(Likelihood):
 
         h can have several maxima where Var s is large or μ and s are strongly correlated (c·Var μ/q
         above about ½). Those tasks also start from three other points, and the highest maximum is
-        taken. Natural parameters need no starting points: their log p is concave.
+        taken.
         """
         if not self.linear_domain:
             return []
         # In units of the noise e^(ŝ/2), where ŝ is zero: single precision cannot hold squares of y
         # in every unit.
-        unit = torch.exp(-0.5 * self.scaled(f)[..., 1])
+        unit = torch.exp(-0.5 * self._at_unit_scale(f)[..., 1])
         # R = [[a, 0], [b, e]].
         a, b, e = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
         r = (scalar_target(y, f) - f[..., 0]) * unit
@@ -325,8 +335,9 @@ class HeteroscedasticGaussian(Likelihood):
         if bool(certain.any()):
             q = torch.where(certain, a * a, q)
         task = _Profile(r, s, c, beta, q)
-        # One step in double precision squares the error of those in single precision.
-        single = task.map(Tensor.float)
+        # Newton steps are fast in single precision. One more in double precision squares their
+        # error.
+        single = task.map_fields(Tensor.float)
         d = single.lambert_start()
         for _ in range(PROFILE_STEPS):
             d = single.newton_step(d)
@@ -334,7 +345,7 @@ class HeteroscedasticGaussian(Likelihood):
         hard = (c * a * a > SEVERAL_MODES * q) & (c > 0)
         if bool(hard.any()):
             rows = hard.nonzero().squeeze(-1)
-            d[rows] = task.map(lambda values: values[rows]).highest_maximum(d[rows])
+            d[rows] = task.map_fields(lambda values: values[rows]).highest_maximum(d[rows])
         # v = Rᵀ(t, u) with u = ½t²E − ½.
         E = capped_exp(s + d)
         t = torch.addcmul(r, beta, d, value=-1) / (E + q)
@@ -349,7 +360,7 @@ class HeteroscedasticGaussian(Likelihood):
 
 
 class _Profile(NamedTuple):
-    """The profile h(d) of M tasks, with the fields r, s, c, β and q (M,) of `starts`.
+    """The profile h(d) of M tasks, with the fields r, s, c, β and q (M,) of `starting_points`.
 
     h(d) is log p(y|f̂ + Rv) − ½‖v‖² at its maximum over μ, as a function of the change d of s.
     """
@@ -360,15 +371,16 @@ class _Profile(NamedTuple):
     beta: Tensor
     q: Tensor
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> _Profile:
-        """Return the profile with a function applied to each field."""
+    def map_fields(self, function: Callable[[Tensor], Tensor]) -> _Profile:
+        """Return the profile with a function (M,) -> (m,) applied to each field."""
         return _Profile(*(function(values) for values in self))
 
     def lambert_start(self) -> Tensor:
         """Return an approximate maximum d (M,) of h.
 
-        For β = 0 and fixed q, d + c/2 = W(½ c z² e^(c/2)). Lambert's W is replaced by its
-        logarithmic approximation.
+        For β = 0 and fixed q the maximum has d + c/2 = W(½ c z² e^(c/2)), with z² = E ρ²/(E + q)²
+        at d = 0. Lambert's W is replaced by the approximation w(1 − log(1 + w)/(2 + w)), where w is
+        log(1 + its argument).
         """
         E = capped_exp(self.s)
         z2 = torch.square(self.r / (E + self.q)) * E
@@ -376,10 +388,9 @@ class _Profile(NamedTuple):
         return w * (1 - torch.log1p(w) / (2 + w)) - 0.5 * self.c
 
     def newton_step(self, d: Tensor) -> Tensor:
-        """Return d (M,) after one Newton step on h.
+        """Return d (M,) after one Newton step on h, with the derivatives of `starting_points`.
 
-        The curvature is taken as at least a tenth of its positive part, because h need not be
-        concave.
+        h need not be concave: its curvature is taken as at least a share of its positive part.
         """
         E = capped_exp(self.s + d)
         D = E + self.q
@@ -387,7 +398,7 @@ class _Profile(NamedTuple):
         tE = t * E
         half_t2E = (t * tE).mul_(0.5)
         positive_part = torch.square(tE.add_(self.beta)).div_(D)
-        curvature = torch.maximum(positive_part - half_t2E, 0.1 * positive_part)
+        curvature = torch.maximum(positive_part - half_t2E, LEAST_CURVATURE * positive_part)
         curvature.mul_(self.c).add_(1)
         slope = torch.addcmul(half_t2E.sub_(0.5), self.beta, t).mul_(self.c).sub_(d)
         return d + slope.div_(curvature)
@@ -400,17 +411,19 @@ class _Profile(NamedTuple):
         return torch.nan_to_num(value, nan=-torch.inf, posinf=-torch.inf)
 
     def highest_maximum(self, d: Tensor) -> Tensor:
-        """Return the highest maximum (M,) of h that is reached from d and from three other points.
+        """Return the highest maximum (M,) of h that is reached from d (M,) and three other points.
 
-        These points are: y as expected (−c/2), the noise explains y, and the mean explains y.
+        These points are: −c/2, the maximum if y is near its mean; a noise as large as the residual;
+        and a mean at y. The result is d where no maximum is higher.
         """
+        # The floors are for a residual of zero and for tasks without uncertainty.
         noise_explains = (self.r * self.r).clamp_min(1e-300).log() - self.s
         variance = (self.beta * self.beta * self.c + self.q).clamp_min(1e-300)
         mean_explains = self.c * self.beta * self.r / variance
         best = d
         best_height = self.height(d)
         for start in (d, -0.5 * self.c, noise_explains, mean_explains):
-            maximum = self._ascend(
+            maximum = self._climb_to_maximum(
                 torch.where(torch.isfinite(start), start, torch.zeros_like(start))
             )
             height = self.height(maximum)
@@ -419,12 +432,16 @@ class _Profile(NamedTuple):
             best_height = torch.where(better, height, best_height)
         return best
 
-    def _ascend(self, d: Tensor) -> Tensor:
-        """Return the maximum (M,) of h that is reached from d by steps that never decrease h."""
+    def _climb_to_maximum(self, d: Tensor) -> Tensor:
+        """Return the maximum (M,) of h that is reached from d (M,) by steps that never decrease h.
+
+        After SAFE_STEPS steps it is the point that was reached until then.
+        """
         height = self.height(d)
         for _ in range(SAFE_STEPS):
             step = self.newton_step(d) - d
-            step = torch.where(torch.isfinite(step), step, torch.zeros_like(step)).clamp(-4, 4)
+            step = torch.where(torch.isfinite(step), step, torch.zeros_like(step))
+            step = step.clamp(-LONGEST_STEP, LONGEST_STEP)
             trial_height = self.height(d + step)
             # A step that decreases h is shortened.
             for _ in range(SHORTER_STEPS):
@@ -436,6 +453,7 @@ class _Profile(NamedTuple):
             accepted = trial_height >= height
             d = torch.where(accepted, d + step, d)
             height = torch.where(accepted, trial_height, height)
+            # Smaller steps are rounding errors.
             if bool((step.abs() <= 1e-11 * (1 + d.abs())).all()):
                 break
         return d

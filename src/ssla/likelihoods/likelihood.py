@@ -70,7 +70,7 @@ class Likelihood(Protocol):
 
     @abstractmethod
     def support_for(self, outputs: int) -> Support:
-        """Return the allowed values of y for this number of outputs.
+        """Return the allowed values of y, for a network with this number of outputs C.
 
         Raises ValueError if the likelihood needs another number of outputs.
         """
@@ -101,25 +101,34 @@ class Likelihood(Protocol):
 
     @abstractmethod
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
-        """Return n draws of y for every f, as a tensor (n, ...)."""
+        """Return n draws of y for every f, as a tensor (n, ...), or (n, ..., C) for vectors.
+
+        Without a generator, torch's global one is used.
+        """
 
     # --- the outputs -----------------------------------------------------------------------
 
     @property
     def linear_domain(self) -> bool:
-        """Return whether every f in R^C is allowed."""
+        """Return whether every vector f in R^C is allowed as outputs.
+
+        If it is false, `check_outputs` refuses the others, and log_prob is −∞ there.
+        """
         return True
 
     def check_outputs(self, f: Tensor) -> None:
-        """Raise ValueError where f (..., C) is outside the likelihood's domain."""
+        """Raise ValueError if an f (..., C) is outside the likelihood's domain.
+
+        The default refuses nothing: it is right where `linear_domain` is true.
+        """
         return
 
     @property
     def links(self) -> tuple[str, ...]:
-        """Return the functions that the likelihood applies to the outputs itself, such as
-        `SOFTMAX`.
+        """Return the names of the functions that the likelihood applies to the outputs itself.
 
-        A network that ends in one of them would apply it twice.
+        `SOFTMAX` is one of them. A network that ends in such a function would apply it twice. The
+        default, an empty tuple, means none.
         """
         return ()
 
@@ -132,15 +141,17 @@ class Likelihood(Protocol):
 
     @property
     def predictive(self) -> Likelihood:
-        """Return the likelihood of a new observation; only `Tempered` returns another one than
-        itself.
+        """Return the likelihood of a new observation.
+
+        That is the likelihood itself, except for `Tempered`, which tempers only the training data.
         """
         return self
 
     @property
     def power(self) -> float:
-        """Return β with log p = β · log p of `predictive`, up to a constant; it is 1 except in
-        `Tempered`.
+        """Return the power β to which the density of `predictive` is raised.
+
+        It is 1 except in `Tempered`, whose log_prob is β times that of `predictive`.
         """
         return 1.0
 
@@ -148,7 +159,7 @@ class Likelihood(Protocol):
     def quadratic(self) -> bool:
         """Return whether y = f + ε with ε ~ N(0, Σ), so that log p is quadratic in f.
 
-        Λ = Σ⁻¹ is then the same for all rows and outputs, and sums over rows determine log p.
+        Λ = Σ⁻¹ is then the same for every row, y and f, and sums over rows determine log p.
         `covariance_for` returns Σ.
         """
         return False
@@ -161,34 +172,39 @@ class Likelihood(Protocol):
         raise TypeError(f"{self!r} has no noise covariance: its log density is not quadratic in f.")
 
     @property
-    def estimated(self) -> bool:
-        """Return whether a fit has still to estimate the noise."""
+    def needs_noise_estimate(self) -> bool:
+        """Return whether the noise has no value yet, so that a fit has to estimate it."""
         return False
 
     @property
     def concave(self) -> bool:
-        """Return whether log p is known to be concave in f, so that Λ and its averages are never
-        indefinite.
+        """Return whether log p is known to be concave in f.
+
+        Λ and its averages are then positive semi-definite. False means that nothing is known.
         """
         return False
 
     @property
     def averages_differ(self) -> bool:
-        """Return whether averages of g and Λ over a Gaussian of f exist and differ from their
-        values at its mean.
+        """Return whether averages of g and Λ over a Gaussian of f differ from those at its mean.
 
-        Only then a variational Gaussian differs from the Laplace approximation.
+        Only then a variational Gaussian differs from the Laplace approximation. The default is
+        false where some f are not allowed, because the averages do not exist there.
         """
         return self.linear_domain
 
     @property
-    def may_be_straight(self) -> bool:
-        """Return whether log p may have kinks and no curvature in f; `straight` then tests it."""
+    def may_be_piecewise_linear(self) -> bool:
+        """Return whether log p might be piecewise linear in f: with kinks, and without curvature.
+
+        If it is true, `is_piecewise_linear` decides, which is slower.
+        """
         return False
 
-    def straight(self, f: Tensor) -> bool:
-        """Return whether log p has a slope but no curvature in f (..., C) for every y, like |y −
-        f|.
+    def is_piecewise_linear(self, f: Tensor) -> bool:
+        """Return whether log p has a slope but no curvature at f (..., C) for any y, like −|y − f|.
+
+        The default is for likelihoods with a curvature, so it does not look at f.
         """
         return False
 
@@ -214,8 +230,9 @@ class Likelihood(Protocol):
 
     @property
     def logit_temperature(self) -> float | None:
-        """Return T where class probabilities are softmax(f/T), or σ(f/T) for one output; otherwise
-        None.
+        """Return T where class probabilities are softmax(f/T), or σ(f/T) for one output.
+
+        The result is None for other likelihoods.
         """
         return None
 
@@ -238,8 +255,9 @@ class Likelihood(Protocol):
 
     @property
     def one_probability(self) -> bool:
-        """Return whether the mean of two classes is P(y = 1) alone, and not one number for each
-        class.
+        """Return whether `mean` is P(y = 1) alone (...), and not one number for each class.
+
+        It is true for two classes with one output.
         """
         return False
 
@@ -256,16 +274,14 @@ class Likelihood(Protocol):
     # --- differences and products ----------------------------------------------------------
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        """Return log p, g and Λ, computed together."""
+        """Return log p (...), g (..., C) and Λ (..., C, C) at f (..., C), computed together."""
         return Derivatives(self.log_prob(y, f), self.score(y, f), self.precision(y, f))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation where the outputs are
-        close.
+        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation for a small change.
 
-        Where every |Δ| ≤ 0.01, with Δ = f_new − f_old, the default is ∫₀¹ g(f_old + tΔ)ᵀΔ dt by
-        four Gauss–Legendre nodes: the error of the rule is O(|Δ|⁹). Elsewhere it is the plain
-        difference.
+        Where every |Δ| ≤ SMALL_STEP, with Δ = f_new − f_old, the default is ∫₀¹ g(f_old + tΔ)ᵀΔ dt
+        by four Gauss–Legendre nodes, whose error is O(|Δ|⁹). Elsewhere it is the plain difference.
         """
         y = scalar_target(y, f_new)
         step = f_new - f_old
@@ -286,22 +302,23 @@ class Likelihood(Protocol):
         return self.score(y, f) - self.score(y, before)
 
     def curvature(self, y: Tensor, f: Tensor, fisher: bool = False) -> Tensor:
-        """Return Λ(y, f) (..., C, C), or its expectation over y if `fisher` is true."""
+        """Return Λ(y, f) (..., C, C), or the Fisher information E_y Λ if `fisher` is true."""
         return self.fisher(f) if fisher else self.precision(y, f)
 
     def precision_times(self, y: Tensor, f: Tensor, v: Tensor, fisher: bool = False) -> Tensor:
-        """Return Λ(y, f) v (..., C) for v (..., C)."""
+        """Return Λ(y, f) v (..., C) for v (..., C); `fisher` is that of `curvature`."""
         return (self.curvature(y, f, fisher) @ v.unsqueeze(-1)).squeeze(-1)
 
     def precision_diagonal(self, y: Tensor, f: Tensor, fisher: bool = False) -> Tensor:
-        """Return the diagonal Λ_cc (..., C)."""
+        """Return the diagonal Λ_cc (..., C) at f (..., C); `fisher` is that of `curvature`."""
         precision = self.curvature(y, f, fisher).expand(*f.shape, f.shape[-1])
         return precision.diagonal(dim1=-2, dim2=-1)
 
     def precision_trace(self, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
-        """Return tr(K Λ(y, f)) (m, b) of m outputs in each of b rows.
+        """Return tr(K Λ(y, f)) (m, b) for m output vectors in each of b rows.
 
-        The arguments are y (b, ...), f (m, b, C), and symmetric K (b, C, C).
+        The arguments are y (b, ...), f (m, b, C), and symmetric K (b, C, C). `fisher` is that of
+        `curvature`.
         """
         precision = self.curvature(y, f, fisher).expand(*f.shape, f.shape[-1])
         return torch.einsum("bcd,mbcd->mb", K, precision)
@@ -315,10 +332,11 @@ class Likelihood(Protocol):
         weights: Tensor | None = None,
         fisher: bool = False,
     ) -> Tensor:
-        """Return Σ_i w_i d_i ΔΛ_i d_iᵀ (m, r, r) of m outputs in b rows, ΔΛ_i = Λ(y_i, f_i) −
-        Λ(y_i, before_i).
+        """Return Σ_i w_i d_i ΔΛ_i d_iᵀ (m, r, r), summed over b rows, for m output vectors each.
 
-        The arguments are f (m, b, C), before (b, C), directions dᵀ (b, C, r), and weights (b,).
+        ΔΛ_i = Λ(y_i, f_i) − Λ(y_i, before_i). The arguments are f (m, b, C), before (b, C),
+        directions dᵀ (b, C, r), and weights w (b,); None means weights of one. `fisher` is that of
+        `curvature`.
         """
         scaled = directions if weights is None else directions * weights[:, None, None]
         shape = (*f.shape, f.shape[-1])
@@ -333,24 +351,27 @@ class Likelihood(Protocol):
         """Return whether log p(y|f̂ + Rv) − ½‖v‖² may have several modes in v."""
         return False
 
-    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Return starting points v (M, C) for the ascent of log p(y|f̂ + Rv) − ½‖v‖².
+    def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
+        """Return starting points v (M, C) for the ascent of log p(y|f̂ + Rv) − ½‖v‖² in M tasks.
 
-        The ascent from at least one of them reaches the highest mode. With an empty list it starts
-        from zero.
+        y is (M, ...), f (M, C) holds f̂, and R is (M, C, C). The ascent from at least one of them
+        reaches the highest mode. With an empty list, the default, it starts from zero.
         """
         return []
 
     @property
     def has_boundary(self) -> bool:
-        """Return whether the density of some y is positive where the allowed outputs end."""
+        """Return whether the density of some y is positive at the boundary of the allowed outputs.
+
+        If it is true, `refit_at_boundary` returns the refits of these y.
+        """
         return False
 
     def refit_at_boundary(self, y: Tensor, f: Tensor, K: Tensor) -> BoundaryRefit | None:
         """Return the refits that the boundary cuts, for f ~ N(f̂, K), differentiable in f̂ and K.
 
-        f (..., C) holds f̂, and K is (..., C, C). The result is None if no density is positive at
-        the boundary.
+        f (..., C) holds f̂, and K is (..., C, C). The result is None, the default, if no density is
+        positive at the boundary.
         """
         return None
 
@@ -359,31 +380,31 @@ class Likelihood(Protocol):
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        """Return E log p (B,), E g (B, C) and E Λ (B, C, C) for f ~ N(f̂, R Rᵀ), or None without a
-        formula.
+        """Return E log p (B,), E g (B, C) and E Λ (B, C, C) for f ~ N(f̂, R Rᵀ), with f (B, C) as f̂.
 
-        If `fisher` is true, the expected Fisher information takes the place of E Λ.
+        The result is None, the default, where there is no formula. If `fisher` is true, the
+        expected Fisher information takes the place of E Λ.
         """
         return None
 
     @property
-    def closed_form(self) -> bool:
+    def has_log_average(self) -> bool:
         """Return whether `log_average` has a formula."""
         return False
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
         """Return log ∫ p(y|f) N(f; f̂, K) df (B,) for y (B,) or (B, C), f (B, C) and K (B, C, C).
 
-        Raises TypeError without a formula; see `ssla.likelihoods.integrals.log_average` for that
-        case.
+        Raises TypeError if `has_log_average` is false: `ssla.likelihoods.integrals.log_average`
+        then computes the integral at nodes.
         """
         raise TypeError(f"{self!r} has no formula for its average over a Gaussian of the outputs.")
 
     @property
     def scored_by_average(self) -> bool:
-        """Return whether a search over priors scores rows by `log_average` in place of predictives.
+        """Return whether a search over priors scores rows by `log_average`, not by predictives.
 
-        This is right where refits in the outputs need many steps.
+        It is true where refits in the outputs need many steps, which would make the search slow.
         """
         return False
 
@@ -394,33 +415,35 @@ class Likelihood(Protocol):
 
     # --- answers ---------------------------------------------------------------------------
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return an approximate centre (N,) and scale (N,) of a continuous y for f ~ N(f̂, K).
 
-        A grid starts there, in the support's real coordinate. f is (N, C) and K is (N, C, C). The
-        default is a search for those of p(y|f̂).
+        A grid over y starts there, in the support's real coordinate. f is (N, C) and K is (N, C,
+        C). The default searches p(y|f̂) for both, so it does not use K.
         """
         return quadrature.locate_densities(log_density_on_line(self, f), f.shape[0])
 
-    def scale_of_answers(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the centre and standard deviation of y, or of the outputs where y = f + noise.
+    def centre_and_deviation(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the centre and the standard deviation of y for f ~ N(f̂, K), of one shape.
 
-        A dtype that rounds the centre by a large part of the deviation is too coarse for answers.
-        By default the deviation is infinite, as for classes and counts: every dtype is fine enough.
+        The shape is (N,), or (N, C) for several targets. A dtype that rounds the centre by a large
+        part of the deviation is too coarse for answers. By default the centre is f and the
+        deviation is infinite, as for classes and counts: every dtype is then fine enough.
         """
         return f, torch.full_like(f, torch.inf)
 
 
 def log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDensity:
-    """Return the function (z (n, k), rows (n,)) -> log p(y|f) of a continuous support.
+    """Return the function (z (n, k), rows (n,)) -> log density of z (n, k) given f[rows].
 
-    f (N, C) holds the outputs, and z is y in the support's real coordinate.
+    f (N, C) holds the outputs, and z is y in the support's real coordinate. AssertionError unless
+    the support is continuous.
     """
     support = likelihood.support_for(f.shape[-1])
     assert isinstance(support, Continuous)
 
-    # The density of z is that of y times dy/dz.
     def log_density(z: Tensor, rows: Tensor) -> Tensor:
+        """Return the log density of z (n, k), which is that of y plus log dy/dz."""
         y = support.from_real(z)
         return likelihood.log_prob(y, f[rows].unsqueeze(1)) + support.log_slope(z)
 
@@ -431,22 +454,28 @@ def log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDens
 class Dispersed(Protocol):
     """A likelihood with a spread that can be changed: a noise, a temperature, an overdispersion."""
 
-    def dispersed(self, factor: float) -> Likelihood:
-        """Return the same likelihood with `factor` times the spread."""
+    def multiply_dispersion(self, factor: float) -> Likelihood:
+        """Return the same likelihood with `factor` > 0 times the spread."""
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Describe the network, given that unseen rows need `factor` times the spread."""
+        """Return a clause for the report: what a factor on the spread says of the network.
+
+        factor: how many times the spread the validation rows need.
+        """
 
 
-def with_dispersion(likelihood: Likelihood, factor: float) -> Likelihood:
+def multiply_dispersion(likelihood: Likelihood, factor: float) -> Likelihood:
     """Return the likelihood with `factor` times the spread; unchanged if its spread is fixed."""
-    return likelihood.dispersed(factor) if isinstance(likelihood, Dispersed) else likelihood
+    return (
+        likelihood.multiply_dispersion(factor) if isinstance(likelihood, Dispersed) else likelihood
+    )
 
 
 def dispersion_in_words(likelihood: Likelihood, factor: float) -> str:
-    """Describe the network, given that unseen rows need `factor` times the spread.
+    """Return a clause for the report: what a factor on the spread says of the network.
 
-    The text is empty for a likelihood whose spread is fixed.
+    factor: how many times the spread the validation rows need. The text is empty for a likelihood
+    whose spread is fixed.
     """
     return likelihood.dispersion_in_words(factor) if isinstance(likelihood, Dispersed) else ""
 
@@ -456,7 +485,10 @@ CLOSE = 1.05
 
 
 def describe_residuals(factor: float) -> str:
-    """Describe what a factor on a standard deviation says about the noise, for numeric targets."""
+    """Return a clause for the report: what a factor on the standard deviation says of the noise.
+
+    factor: how many times the standard deviation the validation rows need.
+    """
     if factor > CLOSE:
         return f"its residuals on these rows are {factor:.3g} times as large as its noise says"
     if factor < 1 / CLOSE:
@@ -464,33 +496,38 @@ def describe_residuals(factor: float) -> str:
     return "its noise is right: no other is clearly better"
 
 
-LARGEST_EXPONENT = 170.0  # of an average in closed form: `capped_exp` stops at 177
+# Averages in closed form are not used for exponents above this one: `capped_exp` stops at 177.
+LARGEST_EXPONENT = 170.0
 
 
 def covariance_of(root: Root, f: Tensor) -> Tensor:
-    """Return K = R Rᵀ (B, C, C) in the dtype of the outputs f (B, C)."""
-    R = root.times(torch.eye(f.shape[1], dtype=f.dtype))
+    """Return K = R Rᵀ (B, C, C) from its root, in the dtype of the outputs f (B, C)."""
+    R = root.multiply(torch.eye(f.shape[1], dtype=f.dtype))
     return R @ R.mT
 
 
 def scalar_target(y: Tensor, f: Tensor) -> Tensor:
-    """Return a column y (N, 1) for f (N, 1) as (N,), and any other y unchanged."""
-    if y.dim() == f.dim() and y.shape == f.shape and f.shape[-1] == 1:
+    """Return y without its last dimension if y and f are both (..., 1); otherwise y itself.
+
+    A scalar target may be given as a column (N, 1), but the formulas need (N,).
+    """
+    if y.shape == f.shape and f.shape[-1] == 1:
         return y.squeeze(-1)
     return y
 
 
 def common_shape(*parts: Tensor) -> torch.Size:
-    """Return the shape to which all tensors broadcast.
-
-    (torch.broadcast_shapes would import the compiler first, which takes seconds.)
-    """
+    """Return the shape to which all tensors broadcast."""
+    # torch.broadcast_shapes would import torch's compiler first, which takes seconds.
     shape: torch.Size = torch.broadcast_tensors(*parts)[0].shape
     return shape
 
 
 def check_output_count(name: str, outputs: int, expected: int, meaning: str) -> None:
-    """Raise ValueError unless the network has the number of outputs that the likelihood needs."""
+    """Raise ValueError unless the network has the number of outputs that the likelihood needs.
+
+    name: the likelihood's name. meaning: what the expected outputs are, in words.
+    """
     if outputs != expected:
         raise ValueError(
             f"{name} needs a network with {expected} output{'s' if expected > 1 else ''} "
@@ -500,30 +537,37 @@ def check_output_count(name: str, outputs: int, expected: int, meaning: str) -> 
 
 
 def capped_exp(t: Tensor) -> Tensor:
-    """Return exp(t), clamped to the fourth root of the dtype's maximum so that products stay
-    finite.
+    """Return exp(t), elementwise, but at most the fourth root of the dtype's largest number.
 
-    It is exact for t ≤ 177 in float64 and for t ≤ 22 in float32.
+    So products of up to four such values stay finite. It is exp(t) itself for t ≤ 177 in float64
+    and for t ≤ 22 in float32.
     """
     return torch.exp(t.clamp_max(largest_exponent(t.dtype)))
 
 
 def largest_exponent(dtype: torch.dtype) -> float:
-    """Return the exponent at which `capped_exp` stops."""
+    """Return the t from which on `capped_exp` is constant, for a floating-point dtype."""
     return math.log(torch.finfo(dtype).max) / 4
 
 
 def softplus_difference(old: Tensor, step: Tensor) -> Tensor:
-    """Return softplus(old + step) − softplus(old), without cancellation for small steps.
+    """Return softplus(old + step) − softplus(old), elementwise, without cancellation.
 
-    For |step| ≤ 1 this is log1p(σ(old)·expm1(step)).
+    For |step| ≤ 1 this is log1p(σ(old)·expm1(step)). For larger steps the plain difference does not
+    cancel.
     """
+    # The clamp keeps the branch that is not taken finite, and with it the gradient of `where`.
     close = torch.log1p(torch.sigmoid(old) * torch.expm1(step.clamp(-1, 1)))
     return torch.where(step.abs() <= 1, close, softplus(old + step) - softplus(old))
 
 
-def uniform_numbers(like: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """Return n × like.shape uniform numbers strictly inside (0, 1), in float64."""
-    u = torch.rand((n, *like.shape), dtype=torch.float64, device=like.device, generator=generator)
+def uniform_numbers(template: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
+    """Return uniform numbers strictly inside (0, 1), float64 of shape (n, *template.shape).
+
+    They are on the device of `template`. Without a generator, torch's global one is used.
+    """
+    u = torch.rand(
+        (n, *template.shape), dtype=torch.float64, device=template.device, generator=generator
+    )
     # Quantile functions are infinite at 0 and 1.
     return u.clamp(1e-16, 1 - 1e-16)

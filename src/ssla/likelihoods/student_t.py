@@ -44,7 +44,7 @@ class StudentT(Likelihood):
     several_modes = True
     differentiable = True
 
-    def dispersed(self, factor: float) -> StudentT:
+    def multiply_dispersion(self, factor: float) -> StudentT:
         """Return the likelihood with `factor` times the scale."""
         return replace(self, scale=self.scale * factor)
 
@@ -55,13 +55,13 @@ class StudentT(Likelihood):
         check_output_count("StudentT", outputs, 1, "the location")
         return Real()
 
-    def _z(self, y: Tensor, f: Tensor) -> Tensor:
+    def _standardised_residual(self, y: Tensor, f: Tensor) -> Tensor:
         """Return the standardised residual (y − f)/scale (...) for f (..., 1)."""
         return (scalar_target(y, f) - f[..., 0]) / self.scale
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return the log density of Student's t at z, less log scale (...)."""
-        z = self._z(y, f)
+        z = self._standardised_residual(y, f)
         constant = (
             math.lgamma((self.df + 1) / 2)
             - math.lgamma(self.df / 2)
@@ -70,12 +70,12 @@ class StudentT(Likelihood):
         return constant - math.log(self.scale) - (self.df + 1) / 2 * torch.log1p(z * z / self.df)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return −½(df + 1) log1p(ratio) (...), ratio = (z_new − z_old)(z_new + z_old)/(df +
-        z_old²).
+        """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        Where the ratio is below −½ it is the plain difference.
+        It is −½(df + 1) log1p(ratio) with ratio = (z_new − z_old)(z_new + z_old)/(df + z_old²).
+        Where the ratio is below −½ it is the plain difference, which does not cancel there.
         """
-        new, old = self._z(y, f_new), self._z(y, f_old)
+        new, old = self._standardised_residual(y, f_new), self._standardised_residual(y, f_old)
         ratio = (f_old - f_new)[..., 0] / self.scale * (new + old) / (self.df + old * old)
         plain = torch.log1p(new * new / self.df) - torch.log1p(old * old / self.df)
         change = torch.where(ratio > -0.5, torch.log1p(ratio.clamp_min(-0.5)), plain)
@@ -83,12 +83,12 @@ class StudentT(Likelihood):
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (df + 1) z / (scale (df + z²)) (..., 1)."""
-        z = self._z(y, f)
+        z = self._standardised_residual(y, f)
         return ((self.df + 1) / self.scale * z / (self.df + z * z)).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (df + 1)(df − z²) / (scale² (df + z²)²) (..., 1, 1)."""
-        z = self._z(y, f)
+        z = self._standardised_residual(y, f)
         q = self.df + z * z
         # Two divisions by q, because q² overflows for a distant y.
         return ((self.df + 1) / self.scale**2 * ((self.df - z * z) / q) / q)[..., None, None]
@@ -98,7 +98,7 @@ class StudentT(Likelihood):
         return torch.full_like(f, (self.df + 1) / ((self.df + 3) * self.scale**2)).unsqueeze(-1)
 
     def mean(self, f: Tensor) -> Tensor:
-        """Return f (...)."""
+        """Return the location f (...) for f (..., 1)."""
         return f[..., 0]
 
     def variance(self, f: Tensor) -> Tensor:
@@ -106,18 +106,19 @@ class StudentT(Likelihood):
         value = self.scale**2 * self.df / (self.df - 2) if self.df > 2 else math.inf
         return torch.full_like(f[..., 0], value)
 
-    def guess(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f̂ and √(scale² + K) (N,)."""
+    def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f̂ (N,) and √(scale² + K) (N,), for f (N, 1) and K (N, 1, 1)."""
         return f[..., 0], (self.scale**2 + K[..., 0, 0]).sqrt()
 
-    scale_of_answers = guess
+    centre_and_deviation = locate_target
 
-    def starts(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Return two starting points, f̂ and y itself: for a wide K the objective has a mode near
-        each.
+    def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
+        """Return two starting points v (M, 1) for M tasks, with f̂ + Rv = f̂ and with f̂ + Rv = y.
+
+        For a wide K the objective has a mode near each. f (M, 1) holds f̂, and R is (M, 1, 1).
         """
         r = R[..., 0, 0]
-        # Without uncertainty (r = 0) the only point is f̂ itself.
+        # Without uncertainty (r = 0) the only point is v = 0.
         at_y = (scalar_target(y, f) - f[..., 0]) / torch.where(r > 0, r, torch.inf)
         return [torch.zeros_like(f), at_y.unsqueeze(-1)]
 
@@ -128,5 +129,6 @@ class StudentT(Likelihood):
             (n, *centre.shape), dtype=f.dtype, device=f.device, generator=generator
         )
         shape = torch.full((n, *centre.shape), self.df / 2, dtype=f.dtype, device=f.device)
+        # A chi-squared number with df degrees of freedom is twice a Gamma(df/2) number.
         chi_squared = torch._standard_gamma(shape, generator=generator) * 2
         return centre + self.scale * normal * (self.df / chi_squared).sqrt()

@@ -17,15 +17,16 @@ class Support(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return "real" (one number), "vector" (several), "circular" (an angle), "count" or
-        "class".
+        """Return the name of the form of y: "real", "vector", "circular", "count" or "class".
+
+        "vector" means several numbers, and "circular" an angle.
         """
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError if y has the wrong shape, is not finite, or has a value outside the
-        support.
+        """Raise ValueError if y has another shape, is not finite, or is outside the support.
 
-        y is (N,), or (N, D) for vectors. outputs is the number of outputs of the network.
+        y is (N,), or (N, D) for vectors. outputs: the number of outputs of the network, which only
+        the support of vectors needs.
         """
 
 
@@ -42,7 +43,7 @@ class Continuous(Support, Protocol):
     def log_slope(self, z: Tensor) -> Tensor:
         """Return log dy/dz, of the shape of z.
 
-        The integral of the slope is finite also where `from_real` is clamped.
+        Where `from_real` is clamped, it falls, so that the integral of dy/dz over all z is finite.
         """
 
 
@@ -53,7 +54,10 @@ class Real:
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) is finite."""
+        """Raise ValueError unless y (N,) is finite.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
 
     def to_real(self, y: Tensor) -> Tensor:
@@ -76,22 +80,26 @@ class Positive:
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) is finite and above zero."""
+        """Raise ValueError unless y (N,) is finite and above zero.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
-        _refuse(y <= 0, y, "numbers above zero")
+        _refuse_outside(y <= 0, y, "numbers above zero")
 
     def to_real(self, y: Tensor) -> Tensor:
-        """Return log y."""
-        # −∞ below the support, so that the distribution function is 0 there.
+        """Return log y, which is −∞ for y ≤ 0, so that the distribution function is 0 there."""
         return y.clamp_min(0).log()
 
     def from_real(self, z: Tensor) -> Tensor:
         """Return e^z, with z clamped so that y is finite and not zero."""
+        # exp overflows float64 at 709.8 and leaves its normal numbers at −708.4.
         return z.clamp(-700, 700).exp()
 
     def log_slope(self, z: Tensor) -> Tensor:
-        """Return z, mirrored at 700."""
-        # y is clamped at e^700, so the slope must fall beyond: otherwise the integral is infinite.
+        """Return z up to 700, and 1400 − z beyond."""
+        # `from_real` is clamped at z = 700. If the slope did not fall beyond, its integral would be
+        # infinite.
         return 700 - (z - 700).abs()
 
 
@@ -102,20 +110,24 @@ class UnitInterval:
     kind = "real"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) is strictly between 0 and 1."""
+        """Raise ValueError unless y (N,) is strictly between 0 and 1.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
-        _refuse((y <= 0) | (y >= 1), y, "numbers strictly between 0 and 1")
+        _refuse_outside((y <= 0) | (y >= 1), y, "numbers strictly between 0 and 1")
 
     def to_real(self, y: Tensor) -> Tensor:
-        """Return the logit of y, which is infinite outside the interval."""
+        """Return log(y / (1 − y)): −∞ for y ≤ 0, and ∞ for y ≥ 1."""
         return torch.logit(y.clamp(0, 1))
 
     def from_real(self, z: Tensor) -> Tensor:
         """Return σ(z), with z clamped so that y is strictly between 0 and 1."""
+        # In float64 σ(37) rounds to one, and e^−700 is near the smallest number.
         return torch.sigmoid(z.clamp(-700, 36))
 
     def log_slope(self, z: Tensor) -> Tensor:
-        """Return log σ(z) + log σ(−z)."""
+        """Return log dy/dz = log σ(z) + log σ(−z), without the clamp of `from_real`."""
         return torch.nn.functional.logsigmoid(z) + torch.nn.functional.logsigmoid(-z)
 
 
@@ -129,7 +141,10 @@ class Circular:
     kind = "circular"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) is finite."""
+        """Raise ValueError unless y (N,) is finite.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
 
 
@@ -164,9 +179,12 @@ class Counts:
     kind = "count"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) holds whole numbers from 0 to `most`."""
+        """Raise ValueError unless y (N,) holds whole numbers from 0 to `most`.
+
+        `outputs` is part of the protocol and is not used.
+        """
         _check_scalar_and_finite(y)
-        _refuse((y < 0) | (y != torch.round(y)), y, "counts 0, 1, 2, …")
+        _refuse_outside((y < 0) | (y != torch.round(y)), y, "counts 0, 1, 2, …")
         if bool((y > self.most).any()):
             raise ValueError(
                 f"y must hold counts up to {self.most:g}, but the largest is {float(y.max()):g}. "
@@ -187,7 +205,10 @@ class Classes:
     kind = "class"
 
     def check(self, y: Tensor, outputs: int) -> None:
-        """Raise ValueError unless y (N,) holds whole numbers from 0 to count − 1."""
+        """Raise ValueError unless y (N,) holds whole numbers from 0 to count − 1.
+
+        `outputs` is part of the protocol and is not used.
+        """
         if y.dim() == 2 and y.shape[1] == self.count > 1:
             raise ValueError(
                 f"y must hold class numbers of shape (N,), but is one-hot like {tuple(y.shape)}. "
@@ -198,7 +219,7 @@ class Classes:
         # Integers and booleans are whole numbers by their dtype.
         if y.is_floating_point():
             outside = outside | (y != torch.round(y))
-        _refuse(outside, y, f"integers from 0 to {self.count - 1}")
+        _refuse_outside(outside, y, f"integers from 0 to {self.count - 1}")
 
 
 def _check_scalar_and_finite(y: Tensor) -> None:
@@ -216,9 +237,10 @@ def _check_finite(y: Tensor) -> None:
     check_finite("y", y, "Drop or impute those rows.")
 
 
-def _refuse(outside: Tensor, y: Tensor, expected: str) -> None:
-    """Raise ValueError if some y (N,) are `outside` (N,) the `expected` values, naming the
-    first.
+def _refuse_outside(outside: Tensor, y: Tensor, expected: str) -> None:
+    """Raise ValueError, which names the first such y, if `outside` (N,) is true for some y (N,).
+
+    expected: the allowed values in words.
     """
     if bool(outside.any()):
         row = int(outside.nonzero()[0, 0])

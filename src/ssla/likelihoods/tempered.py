@@ -14,7 +14,7 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     dispersion_in_words,
-    with_dispersion,
+    multiply_dispersion,
 )
 from ssla.likelihoods.support import Support
 from ssla.maths.roots import Root
@@ -35,8 +35,8 @@ class Tempered(Likelihood):
     `predictive`).
 
     Members that hold for every power of a density (its domain, its concavity, the form of Λ) are
-    those of the base. Members that hold for a density of y alone (`quadratic`, `closed_form`) do
-    not hold for its power and keep their default.
+    those of the base. Members that hold for a density of y alone (`quadratic`, `has_log_average`)
+    do not hold for its power and keep their default.
     """
 
     base: Likelihood
@@ -60,7 +60,7 @@ class Tempered(Likelihood):
     # True of every power of a density.
     linear_domain = _property_of_base("linear_domain")
     links = _property_of_base("links")
-    estimated = _property_of_base("estimated")
+    needs_noise_estimate = _property_of_base("needs_noise_estimate")
     concave = _property_of_base("concave")
     averages_differ = _property_of_base("averages_differ")
     fisher_in_closed_form = _property_of_base("fisher_in_closed_form")
@@ -71,12 +71,15 @@ class Tempered(Likelihood):
     one_probability = _property_of_base("one_probability")
     overdispersion = _property_of_base("overdispersion")
 
-    def dispersed(self, factor: float) -> Likelihood:
-        """Return the same power of the dispersed base; unchanged if the base's spread is fixed."""
-        return replace(self, base=with_dispersion(self.base, factor))
+    def multiply_dispersion(self, factor: float) -> Likelihood:
+        """Return the same power of the base with `factor` times its spread.
+
+        It is unchanged if the base's spread is fixed.
+        """
+        return replace(self, base=multiply_dispersion(self.base, factor))
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Describe the factor as the base does."""
+        """Return the base's clause for the report on a factor on its spread."""
         return dispersion_in_words(self.base, factor)
 
     def support_for(self, outputs: int) -> Support:
@@ -150,11 +153,11 @@ class Tempered(Likelihood):
         return Derivatives(*(self.beta * average for average in averages))
 
     def mean(self, f: Tensor) -> Tensor:
-        """Return the mean of a new observation under the base."""
+        """Return the mean of a new observation, with the shape that the base gives it."""
         return self.base.mean(f)
 
     def variance(self, f: Tensor) -> Tensor:
-        """Return the variance of a new observation under the base."""
+        """Return the variance of a new observation, with the shape of `mean`."""
         return self.base.variance(f)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# All constants are guesses, not measured.
 LONGEST_STEP = 3.0  # in any coordinate: these are logarithms
-# of steps where the function is not concave: from a slope of 1e-3 to the longest step in six rounds
+# Factor on the steps where the function is not concave: from a slope of 1e-3 to the longest step in
+# six rounds
 GROWTH = 4.0
 SUFFICIENT_GAIN = 1e-4  # share of the linear prediction that a step must gain (Armijo)
-STEEP = 1e-6  # slope in units of the level above which an ascent without a gain has failed
-ROUNDING = 1e-14  # error of a value in units of the level
+STEEP = 1e-6  # slope, as a share of the level, above which an ascent without a gain has failed
+ROUNDING = 1e-14  # rounding error of a value, as a share of the level
 SHORTEST_STEP = 1e-12  # share of a full step below which the line search ends
 
 
@@ -37,12 +39,12 @@ class Maximum:
 
     point: Tensor  # (d,)
     value: float
-    gradient: Tensor
-    at_bound: Tensor  # (d,) bool: pushed against an edge
+    gradient: Tensor  # (d,)
+    at_bound: Tensor  # (d,) bool: at an edge, with a gradient that points outwards
     converged: bool
-    points: Tensor  # (rounds + 1, d)
-    values: Tensor
-    evaluations: int
+    points: Tensor  # (r + 1, d): the start, and the point after each of r steps
+    values: Tensor  # (r + 1,)
+    evaluations: int  # of the function
 
 
 def maximise_in_box(
@@ -59,72 +61,107 @@ def maximise_in_box(
 ) -> Maximum:
     """Climb from `start` (d,) within low ≤ point ≤ high, both (d,).
 
-    function(point) -> Value. `scale` (d,) is about the inverse of the curvature by coordinate, for
-    a function that does not return one; None: not known, and the first step has length one. A
+    function: point (d,) -> Value. `scale` (d,): about the inverse of the curvature by coordinate,
+    for a function that does not return one; None: not known, and the first step has length one. A
     curvature that the function returns is used anew at each point: in logarithms of precisions it
-    may change by orders of magnitude on the way. A coordinate at an edge whose gradient points
-    outwards is held. The ascent ends when the free gradient, in units of `level`, is below the
-    tolerance, or when no step rises any more (rounding). converged = False after `rounds` steps, or
-    where no step rises from a steep place.
+    may change by orders of magnitude on the way.
+
+    A coordinate at an edge whose gradient points outwards is held. The ascent ends when the free
+    gradient, in units of `level`, is below the tolerance, or when no step rises any more
+    (rounding). `converged` is false after `rounds` steps, and where no step rises
+    although the gradient is large.
 
     level: the size of the terms that the value sums, whose rounding error it has. It is not taken
     from the value, to which other units of the data add a constant: the ascent must end at the same
-    point in every unit. noise: the error of a value, as a share of `level`. Gains below it are not
-    looked for: a search among errors has no end.
+    point in every unit. noise: the error of a value, as a share of `level`. The ascent does not
+    look for gains below it, because a search among errors has no end.
     """
     start = start.clamp(low, high)
-    here = _Place(start, Value(*function(start)))
-    evaluations = 1
-    visited = [here]
+    first = _Place(start, Value(*function(start)))
     if scale is None:
-        scale = torch.full_like(here.point, 1 / max(float(here.gradient.abs().max()), 1e-300))
-    # The inverse of minus the Hessian in coordinates in which the scale is one
-    start_inverse = torch.eye(len(here.point), dtype=torch.float64)
-    inverse = start_inverse
-    unit = _coordinate_units(here, scale, tolerance * level)
-    error = noise * level
+        steepest = max(float(first.gradient.abs().max()), 1e-300)
+        scale = torch.full_like(first.point, 1 / steepest)
+    return _climb(_Task(function, low, high, scale, tolerance, noise, level, rounds), first)
+
+
+class _Task(NamedTuple):
+    """The arguments of `maximise_in_box`, with a scale (d,) that is never None."""
+
+    function: Function
+    low: Tensor
+    high: Tensor
+    scale: Tensor
+    tolerance: float
+    noise: float
+    level: float
+    rounds: int
+
+
+def _climb(task: _Task, place: _Place) -> Maximum:
+    """Return the maximum that projected BFGS reaches from a place inside the box.
+
+    The rules are those of `maximise_in_box`, whose arguments are in `task`.
+    """
+    low, high, level = task.low, task.high, task.level
+    evaluations = 1
+    visited = [place]
+    # The inverse of minus the Hessian, in units in which the scale is one
+    first_inverse = torch.eye(len(place.point), dtype=torch.float64)
+    inverse = first_inverse
+    unit = _coordinate_units(place, task.scale, task.tolerance * level)
+    error = task.noise * level
     converged = False
-    for _ in range(rounds):
-        held = here.edges_pushed(low, high, at_rest=True)
-        free = torch.where(held, 0.0, here.gradient)
-        if float(free.abs().max()) <= tolerance * level:
+    for _ in range(task.rounds):
+        held = place.edges_pushed(low, high, at_rest=True)
+        free_gradient = torch.where(held, 0.0, place.gradient)
+        slope = float(free_gradient.abs().max())
+        if slope <= task.tolerance * level:
             converged = True
             break
-        step = unit * _ascent_direction(inverse, unit * free, held)
-        steep = float(free.abs().max()) > STEEP * level
-        # the remaining gain is below rounding error
-        if not steep and float(free @ step) <= ROUNDING * level:
+        step = unit * _ascent_direction(inverse, unit * free_gradient, held)
+        predicted_gain = float(free_gradient @ step)
+        steep = slope > STEEP * level
+        # The remaining gain is below rounding error.
+        if not steep and predicted_gain <= ROUNDING * level:
             converged = True
             break
         # A shorter step gains less than the error of a value, or than rounding.
-        shortest = max(SHORTEST_STEP, error / float(free @ step))
-        there, tried = _search_line(function, here, step, low, high, level, shortest)
+        shortest = max(SHORTEST_STEP, error / predicted_gain)
+        higher, tried = _search_line(task.function, place, step, low, high, level, shortest)
         evaluations += tried
-        if there is None:
-            # Not even along the gradient: this is the top, to rounding or to the noise.
-            if inverse is start_inverse:
-                converged = not steep or noise > 0
+        if higher is None:
+            # Not even a step along the gradient rises: this is the top, to rounding or noise.
+            if inverse is first_inverse:
+                converged = not steep or task.noise > 0
                 break
-            inverse = start_inverse
+            # The curvature that was learned misleads, so the next step is along the gradient.
+            inverse = first_inverse
             continue
-        unit = _coordinate_units(there, scale, tolerance * level)
-        inverse = _update_inverse(
-            inverse, there.point - here.point, here.gradient - there.gradient, unit
-        )
-        gain = there.value - here.value
-        here = there
-        visited.append(here)
+        unit = _coordinate_units(higher, task.scale, task.tolerance * level)
+        fall = place.gradient - higher.gradient
+        inverse = _update_inverse(inverse, higher.point - place.point, fall, unit)
+        gain = higher.value - place.value
+        place = higher
+        visited.append(place)
         if gain < error:
             converged = True
             break
+    return _describe_maximum(visited, low, high, converged, evaluations)
+
+
+def _describe_maximum(
+    visited: list[_Place], low: Tensor, high: Tensor, converged: bool, evaluations: int
+) -> Maximum:
+    """Return the last visited place as the maximum, with the way there."""
+    place = visited[-1]
     return Maximum(
-        here.point,
-        here.value,
-        here.gradient,
-        here.edges_pushed(low, high, at_rest=False),
+        place.point,
+        place.value,
+        place.gradient,
+        place.edges_pushed(low, high, at_rest=False),
         converged,
-        torch.stack([place.point for place in visited]),
-        torch.tensor([place.value for place in visited], dtype=torch.float64),
+        torch.stack([visit.point for visit in visited]),
+        torch.tensor([visit.value for visit in visited], dtype=torch.float64),
         evaluations,
     )
 
@@ -151,53 +188,61 @@ class _Place(NamedTuple):
         at_rest: whether a gradient of zero counts too.
         """
         g = self.gradient
-        down, up = (g <= 0, g >= 0) if at_rest else (g < 0, g > 0)
-        return ((self.point <= low) & down) | ((self.point >= high) & up)
+        if at_rest:
+            falls, rises = g <= 0, g >= 0
+        else:
+            falls, rises = g < 0, g > 0
+        return ((self.point <= low) & falls) | ((self.point >= high) & rises)
 
 
 def _search_line(
     function: Function,
-    here: _Place,
+    place: _Place,
     step: Tensor,
     low: Tensor,
     high: Tensor,
     level: float,
     shortest: float,
 ) -> tuple[_Place | None, int]:
-    """Halve a step (d,) until the function rises; None if even the shortest does not rise.
+    """Halve a step (d,) from a place until the function rises enough.
 
-    Returns the place and the number of evaluations. low, high (d,), level: those of `maximise`.
+    Returns the new place, or None if not even the shortest step rises enough, and the number of
+    evaluations. low, high (d,), level: those of `maximise_in_box`. shortest: the share of the step
+    below which the search ends.
     """
     size = min(1.0, LONGEST_STEP / float(step.abs().max()))
     evaluations = 0
     while True:
-        trial = (here.point + size * step).clamp(low, high)
-        there = _Place(trial, Value(*function(trial)))
+        point = (place.point + size * step).clamp(low, high)
+        trial = _Place(point, Value(*function(point)))
         evaluations += 1
-        enough = here.value + SUFFICIENT_GAIN * float(here.gradient @ (trial - here.point))
-        if there.value >= enough and there.value > here.value - ROUNDING * level:
-            return there, evaluations
+        enough = place.value + SUFFICIENT_GAIN * float(place.gradient @ (point - place.point))
+        # The prediction may be negative after the clamp, so a fall beyond rounding is refused too.
+        if trial.value >= enough and trial.value > place.value - ROUNDING * level:
+            return trial, evaluations
         size /= 2
         if size < shortest:
             return None, evaluations
 
 
-def _coordinate_units(place: _Place, scale: Tensor, least: float) -> Tensor:
-    """Return the length (d,) at which each coordinate is measured: curvature^(−½).
+def _coordinate_units(place: _Place, scale: Tensor, least_curvature: float) -> Tensor:
+    """Return the unit of length (d,) of each coordinate: curvature^(−½).
 
-    scale (d,): the inverse of the curvature where the function does not return one. A curvature
-    below `least` is replaced, and so is one with a Newton step beyond the longest.
+    scale (d,): the inverse of the curvature, for a function that does not return one. A returned
+    curvature is raised to `least_curvature`, and until a Newton step is not beyond the longest.
     """
     curvature = place.function.curvature
     if curvature is None:
         return scale.sqrt()
-    return torch.maximum(curvature, place.gradient.abs() / LONGEST_STEP).clamp_min(least).rsqrt()
+    raised = torch.maximum(curvature, place.gradient.abs() / LONGEST_STEP)
+    return raised.clamp_min(least_curvature).rsqrt()
 
 
 def _ascent_direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor:
-    """Return an ascent direction (d,) among the coordinates that are not held.
+    """Return an ascent direction (d,) that is zero for held coordinates.
 
-    inverse (d, d): of minus the Hessian; gradient (d,), which is zero for held coordinates.
+    inverse (d, d): the inverse of minus the Hessian. gradient (d,): zero for held coordinates too.
+    Where the Newton step does not ascend, it is the gradient, scaled by the inverse's diagonal.
     """
     step = (~held).double() * (inverse @ gradient)
     return step if float(step @ gradient) > 0 else gradient * inverse.diagonal()
@@ -206,14 +251,15 @@ def _ascent_direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor
 def _update_inverse(inverse: Tensor, step: Tensor, fall: Tensor, unit: Tensor) -> Tensor:
     """Return the BFGS update of the inverse of minus the Hessian (d, d), in units of `unit` (d,).
 
-    step (d,): the change of the point. fall (d,): how much less the gradient is there. Where the
-    function is not concave along the step, no curvature bounds the steps: they grow up to the
-    longest.
+    step (d,): the change of the point. fall (d,): the old gradient minus the new one. Where the
+    function is not concave along the step, BFGS has no update: the inverse grows by a factor, and
+    with it the steps, unless they have the longest length already.
     """
     s, y = step / unit, fall * unit
     along = float(s @ y)
+    # 1e-12: smaller products are rounding errors of zero.
     if along <= 1e-12 * float(s.norm() * y.norm()):
         return inverse if float(step.abs().max()) >= LONGEST_STEP else GROWTH * inverse
     eye = torch.eye(len(s), dtype=torch.float64)
-    left = eye - torch.outer(s, y) / along
-    return left @ inverse @ left.mT + torch.outer(s, s) / along
+    projection = eye - torch.outer(s, y) / along
+    return projection @ inverse @ projection.mT + torch.outer(s, s) / along

@@ -20,32 +20,34 @@ def conjugate_gradients(
 ) -> Tensor | None:
     """Compute x (P,) with A x = right, for a symmetric A and a right side (P,).
 
-    product: v -> A v. precondition: v -> about A⁻¹ v. It ends when the residual's length, measured
-    by the preconditioner, has fallen by `tolerance`, or after `most` products. If a direction d has
-    no positive curvature dᵀAd, x of the steps before it is returned; None if it is the first one.
+    product: v -> A v. precondition: v -> about A⁻¹ v, positive definite. It ends when the length of
+    the residual r, √(rᵀ precondition(r)), is below `tolerance` times that of the right side, or
+    after `most` products. If a direction d has no positive curvature dᵀAd, x of the steps before it
+    is returned, or None if it is the first one. For a right side that is zero or not a number, x is
+    zero.
     """
     x = torch.zeros_like(right)
     residual = right.clone()
     preconditioned = precondition(residual)
     direction = preconditioned
-    length = float(residual @ preconditioned)
-    first_length = length
-    # The right side is zero, or not a number.
-    if not length > 0:
+    squared_length = float(residual @ preconditioned)
+    first_squared_length = squared_length
+    # Written with `not`, so that it is true for NaN too, as are the comparisons below.
+    if not squared_length > 0:
         return x
     for count in range(most):
         A_direction = product(direction)
         curvature = float(direction @ A_direction)
         if not curvature > 0:
             return x if count else None
-        step = length / curvature
+        step = squared_length / curvature
         x = x + step * direction
         residual = residual - step * A_direction
         preconditioned = precondition(residual)
-        new_length = float(residual @ preconditioned)
-        if not new_length > tolerance**2 * first_length:
+        new_squared_length = float(residual @ preconditioned)
+        if not new_squared_length > tolerance**2 * first_squared_length:
             break
-        # The next direction is conjugate to all before it: dᵀAd′ = 0.
-        direction = preconditioned + new_length / length * direction
-        length = new_length
+        # The next direction d′ is conjugate to all before it: dᵀAd′ = 0.
+        direction = preconditioned + new_squared_length / squared_length * direction
+        squared_length = new_squared_length
     return x

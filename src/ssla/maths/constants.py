@@ -13,15 +13,17 @@ T = TypeVar("T")
 
 
 def cached_constant(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function of numbers, so that each result is computed once and kept.
+    """Decorate a function of numbers, so that its last 64 results are kept and not computed again.
 
-    The caller may be inside `torch.func`: a tensor that is kept must not belong to a transform.
+    All callers get the same tensors, so they must not change them. A caller may be inside
+    `torch.func`. A kept tensor must not belong to its transform, so the function runs outside all
+    transforms.
     """
 
     @lru_cache(maxsize=64)
     @wraps(function)
     def compute(*args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the function outside all transforms."""
+        """Call the function outside all transforms of `torch.func`."""
         with outside_transforms():
             return function(*args, **kwargs)
 

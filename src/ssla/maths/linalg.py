@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 CLOSED_FORM_LIMIT = 3
+# Guesses, not measured, as are the numbers in `newton_ascent`.
 SHORTEST_STEP = 1e-11  # relative to 1 + ‖point‖: shorter steps are rounding error
-# a squared Newton decrement below which gains are rounding error and the full step is safe
+# Squared Newton decrement below which gains are rounding error and the full step is safe
 TRUSTED_SLOPE = 1e-8
 SUFFICIENT_GAIN = 1e-4  # share of the linear prediction that a step must gain (Armijo)
 
@@ -38,12 +39,12 @@ def stack_square(rows: list[list[Tensor]]) -> Tensor:
 
 
 def symmetric_product(A: Tensor, B: Tensor) -> Tensor:
-    """Compute a symmetric product A Bᵀ, which equals its transpose bit by bit.
+    """Compute A Bᵀ, exactly symmetric, for factors whose product is symmetric in theory.
 
-    The factors must have a symmetric product: B = A, or B = A diag(w). A plain product computes
-    its entries (i, j) and (j, i) by two sums, which differ by rounding errors: 1e-7 of their size
-    in float32. Here the entries below the diagonal, which factorisations read, stand on both sides.
-    (..., C, P) twice -> (..., C, C).
+    (..., C, P) twice -> (..., C, C). Such factors are B = A or B = A diag(w). A plain product
+    computes its entries (i, j) and (j, i) by two sums, which differ by rounding errors: 1e-7 of
+    their size in float32. Here the entries below the diagonal, which factorisations read, are
+    copied to the other side.
     """
     product = A @ B.mT
     size = product.shape[-1]
@@ -56,9 +57,9 @@ def symmetric_product(A: Tensor, B: Tensor) -> Tensor:
 def covariance_root(K: Tensor) -> Tensor:
     """Compute R with R Rᵀ = K for positive semi-definite K.  (..., C, C) -> same.
 
-    Singular and zero K are allowed. C ≤ 3: Cholesky with pivots clamped at zero, lower triangular.
-    Otherwise Q √max(λ, 0) from eigh. Rounding may leave K with eigenvalues of −ε‖K‖; they count as
-    zero.
+    Singular and zero K are allowed. For C ≤ 3 R is lower triangular, by Cholesky with pivots
+    clamped at zero. For more it is Q √max(λ, 0) from the eigendecomposition, which is not
+    triangular. Rounding may leave K with eigenvalues of −ε‖K‖, which count as zero.
     """
     size = K.shape[-1]
     if size > CLOSED_FORM_LIMIT:
@@ -92,20 +93,21 @@ class IdentityPlus:
 
 
 def factorise_identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> IdentityPlus:
-    """Factorise I + RᵀΛR.  R, Λ (M, C, C); for C ≤ 3, R must be lower triangular (as from `root`).
+    """Factorise A = I + RᵀΛR.  R, Λ (M, C, C).
 
-    Where A is not positive definite, `solve` and `logdet` are invalid. With a margin, all pivots
-    must exceed it.
+    For C ≤ 3 R must be lower triangular, as from `covariance_root`. Where A is not positive
+    definite, `positive` is false, and `solve` and `logdet` are invalid. margin: what all pivots
+    must exceed for `positive`.
     """
     if R.shape[-1] > CLOSED_FORM_LIMIT:
-        return _identity_plus_batched(R, precision, margin)
-    return _identity_plus_closed(R, precision, margin)
+        return _factorise_by_lapack(R, precision, margin)
+    return _factorise_by_components(R, precision, margin)
 
 
-def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
-    """Factorise I + RᵀΛR = LDLᵀ by components, for C ≤ 3.  R, Λ (M, C, C).
+def _factorise_by_components(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
+    """Factorise A = I + RᵀΛR = LDLᵀ by components, for C ≤ 3.  R, Λ (M, C, C).
 
-    Pivots are stored as d_j − 1, so that log1p gets them without rounding.
+    The pivots d_j are also held as e_j = d_j − 1, so that log1p gets them without rounding.
     """
     span = range(R.shape[-1])
     L, excess, pivots = _unit_lower_factor(_congruence_entries(R, precision))
@@ -114,14 +116,15 @@ def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> Identi
         positive = positive & (pivot > margin)
 
     def logdet() -> Tensor:
-        """Compute log Π(1 + e_j) by log1p of the product minus one: (1+p)(1+e) − 1 = p + e + pe."""
-        product = excess[0]
+        """Compute log |A| = log Π(1 + e_j) (M,), by log1p of the product minus one."""
+        product_minus_one = excess[0]
         for e in excess[1:]:
-            product = (product + e).addcmul_(product, e)
-        return torch.log1p(product)
+            # (1 + p)(1 + e) − 1 = p + e + pe
+            product_minus_one = (product_minus_one + e).addcmul_(product_minus_one, e)
+        return torch.log1p(product_minus_one)
 
     def solve(b: Tensor) -> Tensor:
-        """Compute A⁻¹ b by forward substitution, division and backward substitution."""
+        """Compute A⁻¹ b for b (M, C) by forward substitution, division, backward substitution."""
         z = [b[..., j] for j in span]
         for j in span:
             for k in range(j):
@@ -138,12 +141,12 @@ def _identity_plus_closed(R: Tensor, precision: Tensor, margin: float) -> Identi
 def _congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
     """Compute the entries (M,) of S = RᵀΛR for a lower triangular R.  R, Λ (M, C, C).
 
-    Both entries of a symmetric pair are one tensor. No other memory is shared.
+    Both entries of a symmetric pair are one tensor, so a change of one changes the other.
     """
     size = R.shape[-1]
     S: list[list[Tensor]] = [[R[..., 0, 0]] * size for _ in range(size)]
     for j in range(size):
-        # Column j of ΛR, then column j of the upper triangle of S
+        # Column j of ΛR, then column j of the upper triangle of S. R_bj is zero for b < j.
         column = [
             sum_products(
                 [precision[..., a, b] for b in range(j, size)],
@@ -159,9 +162,10 @@ def _congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
 def _unit_lower_factor(
     S: list[list[Tensor]],
 ) -> tuple[list[list[Tensor]], list[Tensor], list[Tensor]]:
-    """Factorise I + S = LDLᵀ: L below its unit diagonal, d_j − 1, and d_j, each entry (M,).
+    """Factorise I + S = LDLᵀ and return L, the pivots minus one d_j − 1, and the pivots d_j.
 
-    S is overwritten. Entries of L on and above the diagonal have no meaning.
+    S is symmetric, with entries (M,), and is overwritten, as are tensors that it shares. L is unit
+    lower triangular: only its entries below the diagonal have a meaning.
     """
     size = len(S)
     L = [row.copy() for row in S]
@@ -177,8 +181,12 @@ def _unit_lower_factor(
     return L, [S[j][j] for j in range(size)], pivots
 
 
-def _identity_plus_batched(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
-    """Factorise I + RᵀΛR by LAPACK's batched routines, for C > 3.  R, Λ (M, C, C)."""
+def _factorise_by_lapack(R: Tensor, precision: Tensor, margin: float) -> IdentityPlus:
+    """Factorise A = I + RᵀΛR by LAPACK's batched routines, for C > 3.  R, Λ (M, C, C).
+
+    The pivots are the squares of the Cholesky factor's diagonal. log |A| is taken from the
+    eigenvalues of RᵀΛR, so that small ones keep their digits.
+    """
     S = R.mT @ precision @ R
     S = (S + S.mT) / 2
     factor, info = torch.linalg.cholesky_ex(
@@ -192,7 +200,8 @@ def _identity_plus_batched(R: Tensor, precision: Tensor, margin: float) -> Ident
 
 
 def select_rows(v: Tensor, rows: Tensor) -> Tensor:
-    """Return v[rows] (m, C) for v (M, C) and row numbers (m,), kept component-major."""
+    """Return v[rows] (m, C) for v (M, C) and row numbers (m,), component-major."""
+    # The transpose of v is selected along its last dimension, so that each component is contiguous.
     return v.mT.index_select(1, rows).mT
 
 
@@ -205,7 +214,7 @@ def sum_products(left: list[Tensor], right: list[Tensor]) -> Tensor:
 
 
 def multiply_root(R: Tensor, v: Tensor) -> Tensor:
-    """Compute R v.  (M, C, C), (M, C) -> (M, C).
+    """Compute R v.  R (M, C, C), v (M, C) -> (M, C).
 
     For C ≤ 3 R must be lower triangular, and the product is computed by components.
     """
@@ -221,7 +230,7 @@ def multiply_root(R: Tensor, v: Tensor) -> Tensor:
 
 
 def multiply_root_transposed(R: Tensor, g: Tensor) -> Tensor:
-    """Compute Rᵀ g.  (M, C, C), (M, C) -> (M, C).
+    """Compute Rᵀ g.  R (M, C, C), g (M, C) -> (M, C).
 
     For C ≤ 3 R must be lower triangular, and the product is computed by components.
     """
@@ -237,7 +246,7 @@ def multiply_root_transposed(R: Tensor, g: Tensor) -> Tensor:
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
-    """Compute Σ_c a_c b_c.  (M, C), (M, C) -> (M,)."""
+    """Compute the inner products Σ_c a_c b_c of rows.  (M, C), (M, C) -> (M,)."""
     size = a.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (a * b).sum(-1)
@@ -250,7 +259,8 @@ class Evaluation:
 
     value: Tensor  # (M,)
     gradient: Tensor  # (M, C)
-    solve: Callable[[Tensor], Tensor]  # g (M, C) -> ascent direction A⁻¹ g (M, C)
+    # g (M, C) -> ascent direction A⁻¹ g (M, C), with A near minus the Hessian, positive definite
+    solve: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -259,7 +269,7 @@ class Ascent:
 
     point: Tensor  # (M, C)
     converged: Tensor  # (M,) bool
-    rounds: int
+    rounds: int  # steps of the task that needed most
 
 
 Objective = Callable[[Tensor, "Tensor | None"], Evaluation]
@@ -275,17 +285,16 @@ def newton_ascent(
 ) -> Ascent:
     """Maximise M independent, nearly concave objectives at once, each monotonically.
 
-    start (M, C). A step that does not gain at least 1e-4 of its linear prediction (or gives a
-    non-finite value) is halved until it does. A task ends when its Newton decrement √(gᵀA⁻¹g) ≤
-    tolerance, after two full steps from a decrement below 1e-4, or when no step above rounding
-    error helps. Finished tasks are removed from the batch as soon as a quarter of it is finished,
-    so a few hard tasks do not slow down the others.
-
-    A task that needs more than `max_rounds` steps has converged = False, and its best point.
+    start (M, C). A step that gains less than 1e-4 of its linear prediction, or gives a value that
+    is not finite, is halved until it gains enough. A task ends when its Newton decrement √(gᵀA⁻¹g)
+    ≤ tolerance, after two full steps from a decrement below 1e-4, or when no step above rounding
+    error gains. It has converged = False after `max_rounds` steps, and where no step gains although
+    the slope is large. Finished tasks leave the batch as soon as they are a quarter of it, so a few
+    hard tasks do not slow down the others.
     """
     best = start.clone()
     converged = torch.zeros(start.shape[0], dtype=torch.bool, device=start.device)
-    # The tasks that have not finished: their numbers (None: all), points and evaluations
+    # The numbers of the tasks that are still in the batch (None: all), their points and evaluations
     rows: Tensor | None = None
     point = start
     current = objective(point, None)
@@ -293,19 +302,17 @@ def newton_ascent(
     for used in range(max_rounds + 1):
         step = current.solve(current.gradient)
         slope = dot(current.gradient, step)
-        # Newton converges quadratically: two full steps reach rounding accuracy
+        # Newton converges quadratically: two full steps reach rounding accuracy.
         done = (slope <= tolerance * tolerance) | (trusted_steps >= 2)
         trusted_steps = trusted_steps + (slope <= TRUSTED_SLOPE)
         finished = int(done.sum())
         if used == max_rounds or finished == done.numel():
-            _overwrite_rows(best, point, rows)
-            _set_flags(converged, done, rows)
+            _record_tasks(best, converged, rows, point, done)
             return Ascent(best, converged, used)
         value = current.value
         # Removing tasks copies the others, so it waits for a quarter of them.
         if finished * 4 >= done.numel():
-            _overwrite_rows(best, point, rows)
-            _set_flags(converged, done, rows)
+            _record_tasks(best, converged, rows, point, done)
             keep = (~done).nonzero().squeeze(-1)
             rows = keep if rows is None else rows[keep]
             point = select_rows(point, keep)
@@ -314,10 +321,10 @@ def newton_ascent(
             trusted_steps = trusted_steps[keep]
             value = value[keep]
         point, current, stuck = _line_search(objective, rows, point, value, step, slope)
-        # Where no step helps, the point is the optimum up to rounding, if it is flat there.
+        # Where no step gains, the point is the maximum up to rounding if the slope is small.
         if bool(stuck.any()):
-            _overwrite_rows(best, point, rows)
-            _set_flags(converged, stuck & (slope <= 1e-6 * (1 + value.abs())), rows)
+            flat = slope <= 1e-6 * (1 + value.abs())
+            _record_tasks(best, converged, rows, point, stuck & flat)
             keep = (~stuck).nonzero().squeeze(-1)
             if keep.numel() == 0:
                 return Ascent(best, converged, used + 1)
@@ -325,7 +332,7 @@ def newton_ascent(
             point = select_rows(point, keep)
             trusted_steps = trusted_steps[keep]
             current = objective(point, rows)
-    raise AssertionError("unreachable")
+    raise AssertionError("unreachable")  # the last round returns
 
 
 def _line_search(
@@ -336,11 +343,13 @@ def _line_search(
     step: Tensor,
     slope: Tensor,
 ) -> tuple[Tensor, Evaluation, Tensor]:
-    """Take the first of the steps 1, ½, ¼ … that gains enough, for each task.
+    """Take the first of the steps 1, ½, ¼ … that gains enough, for each of m tasks.
 
-    point, step (m, C), value, slope (m,) of the tasks `rows` (m,). Returns the new points (m, C),
-    their evaluation, and `stuck` (m,): where no step above rounding error gains enough.
+    rows (m,): the numbers of the tasks; None: all. point, step (m, C). value, slope (m,): those at
+    the point, with slope = gᵀstep. Returns the new points (m, C), their evaluation, and `stuck`
+    (m,): where no step above rounding error gains enough, so that the point is the old one.
     """
+    # Near the maximum gains are rounding errors: any full step with a finite value is taken.
     close = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
     trial = point + step
@@ -362,17 +371,17 @@ def _line_search(
             return trial, tried, stuck
 
 
-def _overwrite_rows(target: Tensor, values: Tensor, rows: Tensor | None) -> None:
-    """Write values (m, C) to some rows (m,) of target (M, C) in place; None: to all rows."""
-    if rows is None:
-        target.copy_(values)
-    else:
-        target[rows] = values
+def _record_tasks(
+    best: Tensor, converged: Tensor, rows: Tensor | None, point: Tensor, done: Tensor
+) -> None:
+    """Write the points and the convergence of some tasks to the results of all, in place.
 
-
-def _set_flags(flags: Tensor, raised: Tensor, rows: Tensor | None) -> None:
-    """Set flags (M,) in place where `raised` (m,) is true for some rows (m,); None: all rows."""
+    best (M, C) and converged (M,) are changed. rows (m,): the numbers of the tasks; None: all.
+    point (m, C). done (m,): which of them have converged; the others keep their flag.
+    """
     if rows is None:
-        flags |= raised
+        best.copy_(point)
+        converged |= done
     else:
-        flags[rows] |= raised
+        best[rows] = point
+        converged[rows] |= done

@@ -13,28 +13,29 @@ ROUNDING = 1e-12  # relative: (n + 1)·level may be a whole number up to roundin
 
 
 def conformal_quantile(values: Tensor, weights: Tensor, level: float) -> Tensor:
-    """Return the smallest value up to which the weights sum to (W + 1)·level.
+    """Return the smallest value up to which the weights sum to at least (W + 1)·level.
 
-    W is the sum of all weights and the 1 is the new row. With weights of one it is the k-th
-    smallest value, k = ⌈(n + 1)·level⌉. It is infinite if all weights sum to less.
-    values (..., n), weights (n,) or (..., n) -> (...).
+    values (..., n), weights (n,) or (..., n) -> (...). W is the sum of all weights, and the 1 is
+    the weight of the new row. With weights of one it is the k-th smallest value, k = ⌈(n +
+    1)·level⌉. It is infinite if all weights sum to less.
     """
     ordered, order = values.sort(-1)
     sums = weights.expand_as(values).gather(-1, order).cumsum(-1)
     enough = sums >= (sums[..., -1:] + 1) * level * (1 - ROUNDING)
-    first = enough.long().argmax(-1, keepdim=True)
+    first = enough.long().argmax(-1, keepdim=True)  # argmax gives the first of equal entries
     return torch.where(enough[..., -1], ordered.gather(-1, first).squeeze(-1), torch.inf)
 
 
 def describe_row_shortage(weights: Tensor, level: float, rows: str) -> str | None:
-    """Return in words how many rows a quantile of that level needs; None if there are enough.
+    """Return a clause that says how many rows a quantile of this level needs.
 
-    weights (n,); rows: what the rows are called in the sentence.
+    None if there are enough. weights (n,): those of the rows. rows: what they are called.
     """
     total = float(weights.sum())
-    # The same condition as in `conformal_quantile`, so that a finite quantile is never refused.
+    # This is the condition of `conformal_quantile`, so a finite quantile is never refused.
     if total >= (total + 1) * level * (1 - ROUNDING):
         return None
+    # n ≥ (n + 1)·level  <=>  n ≥ level / (1 − level)
     least = math.ceil(level / (1 - level) * (1 - ROUNDING))
     weighted = "" if math.isclose(total, len(weights)) else f" with a total weight of {total:g}"
     return f"needs at least {least} {rows}, but there are {len(weights)}{weighted}"

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-DEGREE = 30  # of the polynomial for log erfc: its error is then rounding
-SHIFT = 8  # from which on Stirling's series has the digits of float64
+DEGREE = 30  # of the Chebyshev series for log erfcx: its error is then rounding
+SHIFT = 8  # from this z on, Stirling's series has the digits of float64
+# The coefficients B_2k / (2k (2k − 1)) of 1/z, 1/z³, 1/z⁵, … with Bernoulli numbers B_2k
 STIRLING = (1 / 12, -1 / 360, 1 / 1260, -1 / 1680, 1 / 1188, -691 / 360360, 1 / 156)
 HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
@@ -23,11 +24,12 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 def _erfc_coefficients() -> tuple[float, ...]:
     """Return the coefficients of a Chebyshev series for log erfcx(z) − log t, z ≥ 0.
 
-    The series is in u = 2t − 1, t = 2/(2 + z): this maps z ≥ 0 to t in (0, 1].
+    erfcx(z) is exp(z²) erfc(z). The series is in u = 2t − 1 with t = 2/(2 + z), which maps z ≥ 0 to
+    u in (−1, 1].
     """
 
     def remainder(u: np.ndarray) -> np.ndarray:
-        """Compute log erfcx(z) − log t at u, elementwise."""
+        """Compute log erfcx(z) − log t at u, elementwise, with t and z as above."""
         t = (u + 1) / 2
         erfcx: np.ndarray = torch.special.erfcx(torch.from_numpy(2 / t - 2)).numpy()
         logs: np.ndarray = np.log(erfcx) - np.log(t)
@@ -43,28 +45,22 @@ def _log_erfc(z: Tensor) -> Tensor:
     u = 2 * t - 1
     coefficients = _erfc_coefficients()
     # Clenshaw's recurrence b_k = 2u b_{k+1} − b_{k+2} + c_k sums the Chebyshev series.
-    last, second_last = torch.zeros_like(u), torch.zeros_like(u)
+    b, b_before = torch.zeros_like(u), torch.zeros_like(u)
     for c in reversed(coefficients[1:]):
-        last, second_last = 2 * u * last - second_last + c, last
+        b, b_before = 2 * u * b - b_before + c, b
     # log erfc = log erfcx − z²
-    return t.log() - z * z + (u * last - second_last + coefficients[0])
+    return t.log() - z * z + (u * b - b_before + coefficients[0])
 
 
 def _log_upper_tail(x: Tensor) -> Tensor:
-    """Compute log Φ(−|x|), elementwise."""
+    """Compute log Φ(−|x|), elementwise, with Φ(−|x|) = ½ erfc(|x|/√2)."""
     return _log_erfc(x.abs() / math.sqrt(2)) - math.log(2)
 
 
 def log_ndtr(x: Tensor) -> Tensor:
-    """Compute log Φ(x), elementwise."""
+    """Compute log Φ(x), elementwise, with Φ the distribution function of N(0, 1)."""
     tail = _log_upper_tail(x)
     return torch.where(x < 0, tail, torch.log1p(-tail.exp()))
-
-
-def ndtr(x: Tensor) -> Tensor:
-    """Compute Φ(x), elementwise."""
-    tail = _log_upper_tail(x).exp()
-    return torch.where(x < 0, tail, 1 - tail)
 
 
 def log_gamma(x: Tensor) -> Tensor:
@@ -84,5 +80,5 @@ def log_gamma(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """Compute log(1 + eˣ), elementwise, without overflow."""
+    """Compute log(1 + eˣ) = max(x, 0) + log(1 + e^−|x|), elementwise, without overflow."""
     return torch.relu(x) + torch.log1p(torch.exp(-x.abs()))

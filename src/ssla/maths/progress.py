@@ -17,19 +17,25 @@ DELAY = 2.0  # seconds without a bar
 EVERY = 0.5  # seconds between two lines of text
 
 
-def on_terminal() -> bool:
-    """Return whether a person can see what is written to stderr."""
+def is_stderr_terminal() -> bool:
+    """Return whether stderr is a terminal, so that a person can see what is written to it."""
     stream = sys.stderr
     return stream is not None and stream.isatty()
 
 
 def is_progress_wanted(show: bool | None) -> bool:
-    """Return whether anything may be shown at all; show: the user's `progress`."""
-    return on_terminal() if show is None else show
+    """Return whether progress may be shown at all.
+
+    show: the user's `progress`, where None means on a terminal only.
+    """
+    return is_stderr_terminal() if show is None else show
 
 
 def tqdm_class(required: bool) -> Any:
-    """Return tqdm's class of bars; without tqdm None, or ImportError if it is required."""
+    """Return tqdm's class of bars.
+
+    If tqdm is not installed: ImportError if it is required, None otherwise.
+    """
     try:
         from tqdm.auto import tqdm
     except ImportError:
@@ -40,7 +46,10 @@ def tqdm_class(required: bool) -> Any:
 
 
 def bar_delay(show: bool | None) -> float:
-    """Return the seconds after which a bar appears: 0 if the user asked for it."""
+    """Return the seconds after which a bar appears: 0 if the user asked for it, else DELAY.
+
+    show: the user's `progress`.
+    """
     return DELAY if show is None else 0.0
 
 
@@ -56,15 +65,15 @@ def progress_bar(
         return items
     tqdm = tqdm_class(required=show is True)
     if tqdm is None:
-        return _with_text(items, ProgressText(label, show))
+        return _show_as_text(items, ProgressText(label, show))
     bar: Iterable[T] = tqdm(
         items, total=length, desc=label, unit=unit, delay=bar_delay(show), leave=show is True
     )
     return bar
 
 
-def _with_text(items: Iterable[T], text: ProgressText) -> Iterator[T]:
-    """Yield the items, with their number in a line of text that is removed at the end."""
+def _show_as_text(items: Iterable[T], text: ProgressText) -> Iterator[T]:
+    """Yield the items, and show how many are done as a line of text, removed at the end."""
     try:
         for number, item in enumerate(items):
             text.show(f"{number:,} done")
@@ -80,11 +89,14 @@ class ProgressText:
     label: str
     shown: bool | None = None  # as `progress`
     started: float = field(default_factory=time.monotonic)
-    last: float = -1e9  # when the line was last written
-    width: int = 0  # of what is written now
+    last: float = -1e9  # time at which the line was last written; -1e9 means never
+    width: int = 0  # number of characters of the line that is shown now
 
     def show(self, words: str) -> None:
-        """Write the words and the time spent, but not too early and not too often."""
+        """Write the words and the seconds since the start in place of the line that is shown.
+
+        Nothing is written before `bar_delay`, nor within EVERY seconds after the last line.
+        """
         now = time.monotonic()
         if (
             not is_progress_wanted(self.shown)
@@ -93,13 +105,14 @@ class ProgressText:
         ):
             return
         line = f"{self.label}: {words}, {now - self.started:.0f} s"
+        # A carriage return starts the line again. Blanks overwrite the end of a longer one.
         sys.stderr.write(f"\r{line:<{self.width}}")
         sys.stderr.flush()
         self.last = now
         self.width = len(line)
 
     def close(self) -> None:
-        """Remove the line."""
+        """Remove the line, if one is shown, by blanks over it."""
         if self.width:
             sys.stderr.write(f"\r{'':<{self.width}}\r")
             sys.stderr.flush()

@@ -163,10 +163,10 @@ def _bytes_per_row(structure: Structure, extent: Extent, head: bool) -> int:
         # A diagonal in the outputs needs no C×C matrices for each row.
         matrices = 0 if structure.diagonal_outputs else 4 * outputs**2
         return 8 * (features * (outputs + 2) + matrices)
-    if structure.materialises:
+    if structure.needs_jacobian_entries:
         return 8 * outputs * 3 * extent.size
     layer_sizes = sum(inputs + outputs_of_layer for inputs, outputs_of_layer in extent.layers)
-    return 8 * outputs * (layer_sizes + 2 * extent.rest)
+    return 8 * outputs * (layer_sizes + 2 * extent.parameters_outside_layers)
 
 
 def _passes_in_words(structure: Structure, gaussian: bool, head: bool) -> str:
@@ -185,7 +185,7 @@ def _passes_in_words(structure: Structure, gaussian: bool, head: bool) -> str:
             f"1, and one for each Newton step of polish (about 5 to 10); {ROUNDS}; over features "
             "kept if they fit in memory"
         )
-    if structure.grows:
+    if structure.is_widened_by_fit:
         passes += "; one more each time the sketch is doubled, which also doubles its memory"
     return passes
 

@@ -40,7 +40,7 @@ class RowScale:
         """
         s = self.of_squares(squared_lengths(J, inputs))
         phi = J.with_ones()
-        return Features(phi / s[:, None].to(phi.dtype), J.outputs, remembers=J.remembers)
+        return Features(phi / s[:, None].to(phi.dtype), J.outputs, keeps_squares=J.keeps_squares)
 
 
 def squared_lengths(J: Features, inputs: int) -> Tensor:

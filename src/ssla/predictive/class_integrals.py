@@ -178,7 +178,7 @@ def _integrate_binary(f: Tensor, root: Root) -> ClassIntegrals:
     difference of the two.
     """
     size = f.shape[1]
-    R = root.times(torch.eye(size, dtype=root.dtype)).double()
+    R = root.multiply(torch.eye(size, dtype=root.dtype)).double()
     if size == 1:
         mean, row_of_root = f[:, 0], R[:, 0]
     else:
@@ -202,7 +202,7 @@ def _integrate_softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
     integrals = ClassIntegrals(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
     for start in range(0, len(f), rows):
         block = slice(start, start + rows)
-        block_integrals = _integrate_block(f[block], root.take(block), z)
+        block_integrals = _integrate_block(f[block], root.select_rows(block), z)
         for target, values in zip(integrals, block_integrals, strict=True):
             target[block] = values
     return integrals
@@ -246,7 +246,9 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
     # Probabilities too small for the dtype are summed in logarithms, row by row: they are rare.
     for row in (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist():
         single = slice(row, row + 1)
-        logits = root_times_nodes(root.take(single), z).double().add_(top[single].unsqueeze(-1))
+        logits = (
+            root_times_nodes(root.select_rows(single), z).double().add_(top[single].unsqueeze(-1))
+        )
         log_probs[single] = torch.log_softmax(logits, 1).logsumexp(-1)
     return torch.log_softmax(log_probs, 1), spread, entropy
 
@@ -258,7 +260,7 @@ def root_times_nodes(root: Root, z: Tensor) -> Tensor:
     Nodes that are not whitened have this variance only on average over outputs, so that the result
     is rescaled.
     """
-    moved = root.times(z)
+    moved = root.multiply(z)
     if are_nodes_whitened(z.shape[0]):
         return moved
     variance_of_nodes = torch.linalg.vecdot(moved, moved) / z.shape[1]
@@ -279,7 +281,7 @@ def divide_by_temperature(
     temperature = likelihood.logit_temperature
     assert temperature is not None
     for f, root in parts:
-        yield (f, root) if temperature == 1 else (f / temperature, root.scaled(1 / temperature))
+        yield (f, root) if temperature == 1 else (f / temperature, root.scale_by(1 / temperature))
 
 
 def differentiate_log_probs(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Tensor:
@@ -308,7 +310,7 @@ def differentiate_log_probs(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Ten
     slopes = torch.empty_like(f)
     for start in range(0, len(f), rows):
         block = slice(start, start + rows)
-        logits = f[block].unsqueeze(-1) + root_times_nodes(root.take(block), z)
+        logits = f[block].unsqueeze(-1) + root_times_nodes(root.select_rows(block), z)
         p = torch.softmax(logits, 1).mT  # (B, S, C)
         # ∇p_cᵀdf = p_c (df_c − pᵀdf); tr(∇²p_c dK) = p_c (dK_cc − 2(dK p)_c + 2pᵀdK p − pᵀdiag dK)
         p_dK = p @ dK[block]

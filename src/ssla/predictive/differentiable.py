@@ -127,7 +127,7 @@ def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -
     no_rows = torch.empty(0, outputs, outputs, dtype=torch.float64)
     f = torch.cat([no_rows[:, 0], *(f for f, _ in parts)])
     eye = torch.eye(outputs, dtype=torch.float64)
-    R = torch.cat([no_rows, *(root.times(eye.to(root.dtype)).double() for _, root in parts)])
+    R = torch.cat([no_rows, *(root.multiply(eye.to(root.dtype)).double() for _, root in parts)])
     marginal = Marginal(f, R @ R.mT)
     moments = Moments(
         likelihood, marginal, outputs_move=True, like=posterior.answer_template(marginal)

@@ -121,7 +121,7 @@ def make_grid_predictive(log_density: LogDensity, support: Continuous, refit: st
         return density.log if isinstance(support, Real) else density.log + support.log_slope(z)
 
     accuracy = quadrature.Accuracy(spline=None if isinstance(support, Real) else SPLINE)
-    centre, scale = log_density.likelihood.guess(f, K)
+    centre, scale = log_density.likelihood.locate_target(f, K)
     pieces = quadrature.build_grids(evaluate_and_flag, centre, scale, accuracy)
     for rows, grid in pieces:
         inaccurate[rows] = ~grid.accurate

@@ -78,17 +78,17 @@ class SoftmaxIntegrals:
         """
         self._prepare_shared_products(root)
         shared = self.shared
-        if shared is None or not isinstance(root, ScaledRoot) or not shared.serves(root):
+        if shared is None or not isinstance(root, ScaledRoot) or not shared.has_basis_of(root):
             return self._integrate_by_own_roots(f, root)
-        is_covered = shared.covers(root, TOLERANCE)
+        is_covered = shared.find_covered_rows(root, TOLERANCE)
         if bool(is_covered.all()):
             return self._integrate_by_shared_products(f, root, shared)
         sums = _empty_sums(f)
         covered = is_covered.nonzero().squeeze(1)
         uncovered = (~is_covered).nonzero().squeeze(1)
-        part = self._integrate_by_shared_products(f[covered], root.take(covered), shared)
+        part = self._integrate_by_shared_products(f[covered], root.select_rows(covered), shared)
         _put_rows(sums, covered, part)
-        part = self._integrate_by_own_roots(f[uncovered], root.take(uncovered))
+        part = self._integrate_by_own_roots(f[uncovered], root.select_rows(uncovered))
         _put_rows(sums, uncovered, part)
         return sums
 
@@ -100,7 +100,7 @@ class SoftmaxIntegrals:
         """
         if not isinstance(root, ScaledRoot) or root.basis is None or root.profiles is None:
             return
-        if self.shared is not None and self.shared.serves(root):
+        if self.shared is not None and self.shared.has_basis_of(root):
             return
         # For r profiles, the products take the memory of the nodes of r rows.
         count = len(root.profiles())
@@ -119,8 +119,10 @@ class SoftmaxIntegrals:
         def make_nodes(block: slice) -> _Nodes:
             """Return the nodes of a block of rows; a slab of them is combined when it is read."""
             combination = coefficients[block]
-            factors = self._variance_factors(root.take(block), shared.mean_squares(combination))
-            return _Nodes(factors, lambda nodes: shared.at_nodes(combination, nodes))
+            factors = self._variance_factors(
+                root.select_rows(block), shared.mean_squares(combination)
+            )
+            return _Nodes(factors, lambda nodes: shared.combine_products(combination, nodes))
 
         return self._integrate_in_blocks(f, make_nodes, NODES_AT_ONCE, root.dtype)
 
@@ -130,8 +132,8 @@ class SoftmaxIntegrals:
 
         def make_nodes(block: slice) -> _Nodes:
             """Return the nodes of a block of rows, all computed at once."""
-            roots = root.take(block)
-            moved = roots.at_nodes(half)
+            roots = root.select_rows(block)
+            moved = roots.multiply_outputs_last(half)
             # Whitened nodes have no factors, so that any tensor will do.
             mean_squares = moved if self.whitened else (moved * moved).mean(1)
             factors = self._variance_factors(roots, mean_squares)

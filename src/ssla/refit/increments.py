@@ -245,7 +245,7 @@ def _evaluate_at_highest_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: T
 
     Without starts the ascent begins at f̂. The arguments are those of `Rule`.
     """
-    starts = likelihood.starts(y, f, R)
+    starts = likelihood.starting_points(y, f, R)
     if not starts:
         return _climb_to_mode(likelihood, y, f, R, torch.zeros_like(f))
     best = _evaluate_from_start(likelihood, y, f, R, starts[0])
@@ -351,9 +351,9 @@ def _derivatives_with_curvature(
     computed by quadrature. for_step: Λ only steers a Newton step, so that quadrature is left out.
     """
     derivatives = likelihood.derivatives(y, f)
-    if not likelihood.may_be_straight or bool(derivatives.precision.any()):
+    if not likelihood.may_be_piecewise_linear or bool(derivatives.precision.any()):
         return derivatives
-    if not likelihood.straight(f):
+    if not likelihood.is_piecewise_linear(f):
         return derivatives
     if likelihood.fisher_in_closed_form:
         return derivatives._replace(precision=likelihood.fisher(f))

@@ -53,11 +53,11 @@ def _project_precision(operator: Operator, J: Jacobian, M: Tensor) -> Tensor:
     M is a diagonal (P,) of either sign, or a full matrix (P, P), used by its eigenvectors.
     """
     if M.dim() == 1:
-        # `Operator.response` needs entries from zero, so negative entries are passed separately.
-        positive = operator.response(J, M.clamp_min(0))
+        # `sandwich_covariance` takes entries that are not negative, so the two signs are apart.
+        positive = operator.sandwich_covariance(J, M.clamp_min(0))
         if bool((M >= 0).all()):
             return positive
-        return positive - operator.response(J, (-M).clamp_min(0))
+        return positive - operator.sandwich_covariance(J, (-M).clamp_min(0))
     values, vectors = torch.linalg.eigh(M)
     moves = torch.stack([J.push(operator.solve(v)).double() for v in vectors.mT], -1)  # (B, C, P)
     response: Tensor = (moves * values) @ moves.mT

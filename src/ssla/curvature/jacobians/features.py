@@ -12,17 +12,18 @@ from ssla.curvature.jacobians.jacobian import DenseJacobian
 from ssla.maths.constants import cached_constant
 from ssla.maths.linalg import stack_square, symmetric_product
 
-FEW_OUTPUTS = 4  # up to these many, K entry by entry
-CACHED = 1 << 17  # numbers worked on together: more fall out of the processor's cache
-# Sums over pairs of features are faster from so many outputs on, and up to so many features.
+FEW_OUTPUTS = 4  # up to this number K is computed entry by entry. A guess
+CACHED = 1 << 17  # numbers worked on together: more do not fit the processor's cache. A guess
+# Sums over pairs of features are taken from this number of outputs on, and up to this number of
+# features. Guesses.
 SEVERAL_OUTPUTS, WIDEST = 6, 128
 
 
 @cached_constant
 def index_pairs(size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the m pairs i ≥ j of 0 … size−1 and the number of the pair of each i and j.
+    """Return the m pairs i ≥ j of 0 … size − 1, and the number of each pair.
 
-    -> i (m,), j (m,), number (size, size).
+    -> i (m,), j (m,), and number (size, size), whose entries (i, j) and (j, i) are the same.
     """
     i, j = torch.tril_indices(size, size)
     number = torch.empty(size, size, dtype=torch.long)
@@ -40,8 +41,8 @@ class Features:
     phi: Tensor  # (B, F), or (B, F − 1) with bias
     outputs: int
     bias: bool = False
-    # whether the squares in one basis are kept: for features that stay in memory between passes
-    remembers: bool = False
+    # whether `rotated_squares` keeps its result: for features that stay in memory between passes
+    keeps_squares: bool = False
 
     @property
     def size(self) -> int:
@@ -50,7 +51,7 @@ class Features:
 
     @property
     def width(self) -> int:
-        """Return the number of features F, with the column of ones."""
+        """Return the number of features F, which counts the column of ones."""
         return self.phi.shape[1] + self.bias
 
     @property
@@ -59,41 +60,46 @@ class Features:
         return self.phi.dtype
 
     def with_ones(self) -> Tensor:
-        """Return φ (B, F), with its column of ones."""
+        """Return φ (B, F), with its column of ones if there is a bias."""
         return torch.cat([self.phi, torch.ones_like(self.phi[:, :1])], 1) if self.bias else self.phi
 
     def _double_phi(self) -> Tensor:
-        """Return φ (B, F) in float64, with its column of ones."""
+        """Return φ (B, F) in float64, with its column of ones if there is a bias."""
         return Features(self.phi.double(), self.outputs, self.bias).with_ones()
 
     def double(self) -> Features:
-        """Return the same J in float64, with a stored column of ones."""
+        """Return the same J in float64; its column of ones, if any, is stored in φ."""
         return Features(self._double_phi(), self.outputs)
 
     def rotated_squares(self, basis: Tensor) -> Tensor:
-        """Compute (φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F)."""
+        """Compute (φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F).
+
+        With `keeps_squares` the result for the last basis is kept in this object.
+        """
         kept: tuple[Tensor, Tensor] | None = self.__dict__.get("_squares")
         if kept is not None and kept[0] is basis:
             return kept[1]
         squares = (self.with_ones() @ basis.to(self.dtype)).square()
-        # Features between passes meet the same basis in every pass.
-        if self.remembers:
+        # The dataclass is frozen, so the result is kept in its __dict__. Each pass asks for the
+        # same basis object.
+        if self.keeps_squares:
             self.__dict__["_squares"] = basis, squares
         return squares
 
     def second_moment(self, weights: Tensor) -> Tensor:
-        """Compute Σ_i w_i φ_i φ_iᵀ in float64.  (B,) -> (F, F)."""
+        """Compute Σ_i w_i φ_i φ_iᵀ in float64 for weights w.  (B,) -> (F, F)."""
         phi = self._double_phi()
         return (phi * weights[:, None]).mT @ phi
 
     def _multiply_phi(self, matrix: Tensor) -> Tensor:
-        """Compute φ Mᵀ.  (m, F) -> (B, m)."""
+        """Compute φ Mᵀ for a matrix M.  (m, F) -> (B, m)."""
+        # The last column of M multiplies the column of ones, which is not stored.
         if self.bias:
             return torch.addmm(matrix[:, -1], self.phi, matrix[:, :-1].mT)
         return self.phi @ matrix.mT
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute J d.  (P,) -> (B, C)."""
+        """Compute the product J d with a direction d.  (P,) -> (B, C)."""
         return self._multiply_phi(direction.view(self.outputs, -1).to(self.phi.dtype))
 
     def pull(self, g: Tensor) -> Tensor:
@@ -102,7 +108,7 @@ class Features:
         return (torch.cat([weights, g.sum(0)[:, None]], 1) if self.bias else weights).flatten()
 
     def push_many(self, directions: Tensor) -> Tensor:
-        """Compute J D.  (P, k) -> (B, C, k)."""
+        """Compute the products J D with k directions.  (P, k) -> (B, C, k)."""
         # D has the shape (C, k, F) here: φ multiplies each of its rows.
         D = directions.to(self.phi.dtype).view(self.outputs, self.width, -1).movedim(1, -1)
         return self._multiply_phi(D.reshape(-1, self.width)).view(
@@ -122,33 +128,40 @@ class Features:
         return DenseJacobian(entries.reshape(phi.shape[0], self.outputs, -1))
 
     @property
-    def by_pairs(self) -> bool:
-        """Return whether sums over the pairs of features are the fastest.
+    def pairs_are_faster(self) -> bool:
+        """Return whether `gram` and `congruence` are faster by pairs of features than by products.
 
-        The matrices of outputs and of features are both symmetric, so pairs i ≥ j suffice.
+        This is so for several outputs and few features. Both matrices are symmetric in outputs and
+        in features, so the pairs i ≥ j suffice.
         """
         return self.outputs >= SEVERAL_OUTPUTS and self.width <= WIDEST
 
     @property
-    def by_blocks(self) -> bool:
-        """Return whether `form` is faster by the blocks of S than by a factor of it.
+    def blocks_are_faster(self) -> bool:
+        """Return whether `congruence` is faster by the blocks of S than `quadratic` by a factor.
 
-        This is so for wide features of several outputs.
+        This is so for many features and several outputs.
         """
         return self.outputs > FEW_OUTPUTS and self.width > WIDEST
 
     def _feature_products(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield φ_i φ_j of all m pairs i ≥ j, in float64, for b rows at a time: (rows, (m, b))."""
+        """Yield (rows, φ_i φ_j (m, b)) of all m pairs of features i ≥ j, for b rows at a time.
+
+        The products are float64.
+        """
         i, j, _ = index_pairs(self.width)
         rows_at_once = max(CACHED // len(i), 1)
         for start in range(0, len(self.phi), rows_at_once):
             rows = slice(start, start + rows_at_once)
-            some = Features(self.phi[rows], self.outputs, self.bias)
-            phi = some._double_phi().mT.contiguous()
+            phi = Features(self.phi[rows], self.outputs, self.bias)._double_phi()
+            phi = phi.mT.contiguous()  # (F, b)
             yield rows, phi[i].mul_(phi[j])
 
     def _gram_blocks_by_pairs(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield what `_gram_blocks` does, from sums over pairs of features."""
+        """Yield what `_gram_blocks` does, from sums over pairs of features; precision Λ (B, C, C).
+
+        The sums of all pairs of outputs and all pairs of features are one matrix product.
+        """
         a, b, _ = index_pairs(self.outputs)
         i, _, features = index_pairs(self.width)
         precision_pairs = precision[:, a, b].mT.double()
@@ -159,11 +172,11 @@ class Features:
             yield first, second, total[number, features]
 
     def _gram_blocks(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield the blocks of `gram` for outputs a ≥ b: a, b, Σ_i Λ_iab φ_i φ_iᵀ (F, F).
+        """Yield (a, b, Σ_i Λ_iab φ_i φ_iᵀ (F, F)), the blocks of `gram` for outputs a ≥ b.
 
         precision: Λ (B, C, C).
         """
-        if self.by_pairs:
+        if self.pairs_are_faster:
             yield from self._gram_blocks_by_pairs(precision)
             return
         phi = self._double_phi()
@@ -171,15 +184,19 @@ class Features:
             for b in range(a + 1):
                 yield a, b, (phi * precision[:, a, b, None]).mT @ phi
 
-    def form(self, S: Tensor) -> Tensor:
+    def congruence(self, S: Tensor) -> Tensor:
         """Compute J S Jᵀ for a symmetric S (P, P), in float64.  -> (B, C, C)."""
-        return self._form_by_blocks(S) if self.by_blocks else self._form_by_pairs(S)
+        return (
+            self._congruence_by_blocks(S)
+            if self.blocks_are_faster
+            else self._congruence_by_pairs(S)
+        )
 
-    def _form_by_blocks(self, S: Tensor) -> Tensor:
-        """Compute J S Jᵀ from K_ab = ((φ S_ab) ∘ φ) 1.  (P, P) -> (B, C, C).
+    def _congruence_by_blocks(self, S: Tensor) -> Tensor:
+        """Compute J S Jᵀ from K_ab = ((φ S_ab) ∘ φ) 1 in float64.  (P, P) -> (B, C, C).
 
-        This takes a product B × F × F for each pair of outputs, where a factor of S takes C of
-        them.
+        This takes one product B × F × F for each pair of outputs, and a factor of S takes C of
+        them. Only the pairs a ≥ b are computed.
         """
         C, F = self.outputs, self.width
         phi = self._double_phi()
@@ -190,8 +207,8 @@ class Features:
                 K[:, a, b] = K[:, b, a] = torch.linalg.vecdot(phi @ block, phi)
         return K
 
-    def _form_by_pairs(self, S: Tensor) -> Tensor:
-        """Compute J S Jᵀ from products of pairs of features.  (P, P) -> (B, C, C)."""
+    def _congruence_by_pairs(self, S: Tensor) -> Tensor:
+        """Compute J S Jᵀ from products of pairs of features, in float64.  (P, P) -> (B, C, C)."""
         C, F = self.outputs, self.width
         a, b, outputs = index_pairs(C)
         i, j, _ = index_pairs(F)
@@ -201,15 +218,16 @@ class Features:
             block = S.view(C, F, C, F)[first, :, second, :]  # (F, F)
             coefficients[number] = (block + block.mT)[i, j]
         coefficients[:, i == j] /= 2
+        # (pairs of outputs, B); `outputs` is the number of the pair of each two outputs (C, C).
         K = torch.cat([coefficients @ products for _, products in self._feature_products()], 1)
         return K[outputs].movedim(2, 0).contiguous()
 
     def gram(self, precision: Tensor) -> Tensor:
-        """Compute Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
+        """Compute Σ_i J_iᵀ Λ_i J_i in float64 for Λ.  (B, C, C) -> (P, P)."""
         return self.add_gram(torch.zeros(self.size, self.size, dtype=torch.float64), precision)
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
-        """Add `gram` to total (P, P) in place, and return total.
+        """Add `gram` to total (P, P) in place, and return total; precision Λ (B, C, C).
 
         This goes block by block, so that no second matrix (P, P) is held.
         """
@@ -231,9 +249,9 @@ class Features:
         C, F = self.outputs, self.width
         W = whitener.to(self.phi.dtype)
         if C > FEW_OUTPUTS:
-            return self._quadratic_of_many(W)
-        # Output a's weights are the columns of block a of W. W is lower triangular, so only its
-        # rows from a·F on count: white[a] starts there.
+            return self._quadratic_by_chunks(W)
+        # The columns a·F … (a + 1)·F of W belong to output a. W is lower triangular, so they are
+        # zero above row a·F: white[a] starts at that row.
         white = [self._multiply_phi(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
         K: list[list[Tensor]] = [[white[0]] * C for _ in range(C)]
         for a in range(C):
@@ -242,12 +260,13 @@ class Features:
             K[a][a] = torch.linalg.vecdot(white[a], white[a])
         return stack_square(K)
 
-    def _quadratic_of_many(self, W: Tensor) -> Tensor:
-        """Compute `quadratic` for many outputs.  W (P, P) -> (B, C, C).
+    def _quadratic_by_chunks(self, W: Tensor) -> Tensor:
+        """Compute J WᵀW Jᵀ for many outputs.  W (P, P) -> (B, C, C).
 
-        This takes a few rows at a time, so that L⁻¹Jᵀ of them stays in the processor's cache.
+        It takes a few rows at a time, so that W Jᵀ of these rows stays in the processor's cache.
         """
         C, F = self.outputs, self.width
+        # For each feature, the columns of W of all outputs: φ @ columns is (W Jᵀ)ᵀ for J = φᵀ ⊗ I.
         columns = W.view(-1, C, F).permute(2, 1, 0).reshape(F, -1)
         phi = self.with_ones()
         # An exported graph takes any number of rows, so it cannot be cut into parts.
@@ -261,11 +280,11 @@ class Features:
         return torch.cat(covariances)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
-        """Compute J diag(v) Jᵀ, which is diagonal.  (P,) -> (B, C, C)."""
+        """Compute J diag(v) Jᵀ for v (P,), which is diagonal here.  -> (B, C, C)."""
         return torch.diag_embed(self.weighted_squares(variances))
 
     def weighted_squares(self, variances: Tensor) -> Tensor:
-        """Compute the diagonal of J diag(v) Jᵀ.  (P,) -> (B, C)."""
+        """Compute the diagonal of J diag(v) Jᵀ for variances v.  (P,) -> (B, C)."""
         v = variances.view(self.outputs, -1).to(self.phi.dtype)
         # The column of ones is its own square, so the bias stays implicit.
         return Features(self.phi * self.phi, self.outputs, self.bias)._multiply_phi(v)

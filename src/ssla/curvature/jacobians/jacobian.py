@@ -12,7 +12,11 @@ from ssla.maths.linalg import symmetric_product
 
 
 class Jacobian(Protocol):
-    """J (B, C, P), possibly implicit."""
+    """J (B, C, P) of B rows, C outputs and P parameters, possibly implicit.
+
+    The names are those of differential geometry: `push` maps directions of θ to outputs by J, and
+    `pull` maps output gradients to θ by Jᵀ.
+    """
 
     @property
     def outputs(self) -> int:
@@ -30,25 +34,25 @@ class Jacobian(Protocol):
         """Return the same J in float64."""
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute J d.  (P,) -> (B, C)."""
+        """Compute the product J d with a direction d.  (P,) -> (B, C)."""
 
     def pull(self, g: Tensor) -> Tensor:
-        """Compute Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
+        """Compute Σ_i J_iᵀ g_i for output gradients g.  (B, C) -> (P,)."""
 
     def push_many(self, directions: Tensor) -> Tensor:
-        """Compute J D.  (P, k) -> (B, C, k)."""
+        """Compute the products J D with k directions.  (P, k) -> (B, C, k)."""
 
     def pull_many(self, g: Tensor) -> Tensor:
-        """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
+        """Compute Σ_i J_iᵀ G_i for k output gradients in each row.  (B, C, k) -> (P, k)."""
 
     def dense(self) -> DenseJacobian:
         """Return J with its entries (B, C, P)."""
 
     def gram(self, precision: Tensor) -> Tensor:
-        """Compute Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
+        """Compute Σ_i J_iᵀ Λ_i J_i for Λ.  (B, C, C) -> (P, P)."""
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
-        """Add `gram` to total (P, P) in place, and return total."""
+        """Add `gram` to total (P, P) in place, and return total; precision Λ (B, C, C)."""
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         """Compute the diagonal of `gram`.  (B, C, C) -> (P,)."""
@@ -57,7 +61,7 @@ class Jacobian(Protocol):
         """Compute J WᵀW Jᵀ, exactly symmetric, for lower triangular W (P, P).  -> (B, C, C)."""
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
-        """Compute J diag(v) Jᵀ, exactly symmetric.  (P,) -> (B, C, C)."""
+        """Compute J diag(v) Jᵀ for v (P,), exactly symmetric.  -> (B, C, C)."""
 
 
 @dataclass(frozen=True)
@@ -86,19 +90,19 @@ class DenseJacobian:
         return DenseJacobian(self.values.double())
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute J d.  (P,) -> (B, C)."""
+        """Compute the product J d with a direction d.  (P,) -> (B, C)."""
         return self.values @ direction.to(self.values.dtype)
 
     def pull(self, g: Tensor) -> Tensor:
-        """Compute Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
+        """Compute Σ_i J_iᵀ g_i for output gradients g.  (B, C) -> (P,)."""
         return self.values.flatten(0, 1).mT @ g.flatten()
 
     def push_many(self, directions: Tensor) -> Tensor:
-        """Compute J D.  (P, k) -> (B, C, k)."""
+        """Compute the products J D with k directions.  (P, k) -> (B, C, k)."""
         return self.values @ directions.to(self.values.dtype)
 
     def pull_many(self, g: Tensor) -> Tensor:
-        """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
+        """Compute Σ_i J_iᵀ G_i for k output gradients in each row.  (B, C, k) -> (P, k)."""
         return self.values.flatten(0, 1).mT @ g.flatten(0, 1)
 
     def dense(self) -> DenseJacobian:
@@ -106,12 +110,12 @@ class DenseJacobian:
         return self
 
     def gram(self, precision: Tensor) -> Tensor:
-        """Compute Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
+        """Compute Σ_i J_iᵀ Λ_i J_i for Λ.  (B, C, C) -> (P, P)."""
         weighted = precision @ self.values
         return self.values.flatten(0, 1).mT @ weighted.flatten(0, 1)
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
-        """Add `gram` to total (P, P) in place, and return total."""
+        """Add `gram` to total (P, P) in place, and return total; precision Λ (B, C, C)."""
         return total.add_(self.gram(precision))
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
@@ -124,5 +128,5 @@ class DenseJacobian:
         return symmetric_product(white, white)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
-        """Compute J diag(v) Jᵀ, exactly symmetric.  (P,) -> (B, C, C)."""
+        """Compute J diag(v) Jᵀ for v (P,), exactly symmetric.  -> (B, C, C)."""
         return symmetric_product(self.values * variances.to(self.values.dtype), self.values)

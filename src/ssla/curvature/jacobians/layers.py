@@ -19,7 +19,8 @@ ENTRIES_AT_ONCE = 1 << 22
 class LayerBlock:
     """One layer's part: J = Σ_t δ_t ⊗ a_t over the positions t at which its weight is used.
 
-    positions (out, in) are the indices of its entries in θ; a bias is an input that is always one.
+    positions (out, in) are the indices of the weight's entries in θ. A bias is an input that is
+    always one. Directions are those of all parameters (P,), and results of `pull` are (out, in).
     """
 
     positions: Tensor
@@ -28,7 +29,10 @@ class LayerBlock:
 
     @property
     def used_once(self) -> bool:
-        """Return whether there is one position: J then has rank one for each output."""
+        """Return whether the weight is used at one position only (T = 1).
+
+        J is then a matrix δ aᵀ of rank one for each row and output.
+        """
         return self.a.shape[1] == 1
 
     def double(self) -> LayerBlock:
@@ -40,13 +44,13 @@ class LayerBlock:
         return torch.einsum("bcto,bti->bcoi", self.delta, self.a)
 
     def entries_by_rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield `entries` for a few rows of the weight at a time: (rows, (B, C, some, in))."""
+        """Yield (rows, J (B, C, r, in)) for r rows of the weight at a time, to bound memory."""
         B, C, _, out = self.delta.shape
         for rows in _bounded_slices(out, B * C * self.a.shape[2]):
             yield rows, torch.einsum("bcto,bti->bcoi", self.delta[..., rows], self.a)
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute J d.  (P,) -> (B, C)."""
+        """Compute the product J d with a direction d.  (P,) -> (B, C)."""
         D = direction[self.positions].to(self.a.dtype)
         return torch.einsum("bcto,bto->bc", self.delta, self.a @ D.mT)
 
@@ -56,7 +60,7 @@ class LayerBlock:
         return weighted.flatten(0, 1).mT @ self.a.flatten(0, 1)
 
     def push_many(self, directions: Tensor) -> Tensor:
-        """Compute J D.  (P, k) -> (B, C, k)."""
+        """Compute the products J D with k directions.  (P, k) -> (B, C, k)."""
         B, _, T, out = self.delta.shape
         products = []
         for columns in _bounded_slices(directions.shape[1], B * T * out):
@@ -76,9 +80,9 @@ class LayerBlock:
         return torch.cat(products, -1)
 
     def square_sum(self, precision: Tensor) -> Tensor:
-        """Compute the diagonal of Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (out, in)."""
+        """Compute the diagonal of Σ_i J_iᵀ Λ_i J_i for Λ.  (B, C, C) -> (out, in)."""
         if self.used_once:
-            # Squares of a matrix of rank one factorise.
+            # The squares of the entries δ_o a_i are products δ_o² a_i².
             d = self.delta[:, :, 0]
             return torch.einsum("bco,bcd,bdo->bo", d, precision, d).mT @ self.a[:, 0] ** 2
         out = torch.empty(self.positions.shape, dtype=self.a.dtype)
@@ -124,7 +128,7 @@ class RestBlock:
         return self.values
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute J d.  (P,) -> (B, C)."""
+        """Compute the product J d with a direction d.  (P,) -> (B, C)."""
         return self._as_jacobian.push(direction[self.positions])
 
     def pull(self, g: Tensor) -> Tensor:
@@ -132,7 +136,7 @@ class RestBlock:
         return self._as_jacobian.pull(g)
 
     def push_many(self, directions: Tensor) -> Tensor:
-        """Compute J D.  (P, k) -> (B, C, k)."""
+        """Compute the products J D with k directions.  (P, k) -> (B, C, k)."""
         return self._as_jacobian.push_many(directions[self.positions])
 
     def pull_many(self, g: Tensor) -> Tensor:
@@ -140,7 +144,7 @@ class RestBlock:
         return self._as_jacobian.pull_many(g)
 
     def square_sum(self, precision: Tensor) -> Tensor:
-        """Compute the diagonal of Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P_r,)."""
+        """Compute the diagonal of Σ_i J_iᵀ Λ_i J_i for Λ.  (B, C, C) -> (P_r,)."""
         return self._as_jacobian.gram_diagonal(precision)
 
     def weighted_covariance(self, weights: Tensor) -> Tensor:
@@ -152,16 +156,15 @@ class RestBlock:
 class LayerJacobian:
     """J by layers.
 
-    With `wide`, products are taken in float64, but the layers are stored in the dtype that they
-    came in and converted one at a time: those of a deep network in float64 would take most of the
-    memory of a chunk.
+    With `wide`, products are in float64, but the layers are stored in their own dtype and converted
+    one at a time: those of a deep network in float64 would take most of the memory of a chunk.
     """
 
-    size: int
-    outputs: int
-    rows: int
+    size: int  # P
+    outputs: int  # C
+    rows: int  # B
     layers: tuple[LayerBlock, ...]  # as stored; see `blocks`
-    rest: RestBlock | None
+    rest: RestBlock | None  # of the parameters outside these layers; None: there are none
     wide: bool = False
 
     @property
@@ -172,12 +175,12 @@ class LayerJacobian:
         return self.inputs[0].dtype
 
     def blocks(self) -> Iterator[LayerBlock]:
-        """Yield the layers in `dtype`."""
+        """Yield the blocks of the layers, converted to `dtype` one at a time."""
         for block in self.layers:
             yield block.double() if self.wide else block
 
     def _all_blocks(self) -> Iterator[LayerBlock | RestBlock]:
-        """Yield the layers and the columns of the other parameters, in `dtype`."""
+        """Yield the blocks of the layers, then that of the other parameters if there are any."""
         yield from self.blocks()
         if self.rest is not None:
             yield self.rest
@@ -188,16 +191,19 @@ class LayerJacobian:
 
     @property
     def inputs(self) -> list[Tensor]:
-        """Return the tensors (B, …) in which J is linear: layer inputs, then other columns."""
+        """Return the tensors (B, …) in which J is linear.
+
+        They are the inputs of each layer, then the columns of the other parameters, if any.
+        """
         columns = [] if self.rest is None else [self.rest.values]
         return [block.a for block in self.layers] + columns
 
     def with_inputs(self, inputs: Iterable[Tensor]) -> LayerJacobian:
-        """Return J with other `inputs`, in float64."""
-        *layer_inputs, last = inputs
-        rest = None if self.rest is None else RestBlock(self.rest.positions, last.double())
-        if rest is None:
-            layer_inputs.append(last)
+        """Return J with other tensors in place of `inputs`, in their order, in float64."""
+        layer_inputs = list(inputs)
+        rest = None
+        if self.rest is not None:
+            rest = RestBlock(self.rest.positions, layer_inputs.pop().double())
         layers = tuple(
             LayerBlock(block.positions, a.double(), block.delta.double())
             for block, a in zip(self.layers, layer_inputs, strict=True)
@@ -212,7 +218,7 @@ class LayerJacobian:
         return DenseJacobian(J)
 
     def push(self, direction: Tensor) -> Tensor:
-        """Compute J d.  (P,) -> (B, C)."""
+        """Compute the product J d with a direction d.  (P,) -> (B, C)."""
         out = torch.zeros(self.rows, self.outputs, dtype=self.dtype)
         for block in self._all_blocks():
             out = out + block.push(direction)
@@ -226,7 +232,7 @@ class LayerJacobian:
         return out
 
     def push_many(self, directions: Tensor) -> Tensor:
-        """Compute J D.  (P, k) -> (B, C, k)."""
+        """Compute the products J D with k directions.  (P, k) -> (B, C, k)."""
         out = torch.zeros(self.rows, self.outputs, directions.shape[1], dtype=self.dtype)
         for block in self._all_blocks():
             out = out + block.push_many(directions)
@@ -240,11 +246,11 @@ class LayerJacobian:
         return out
 
     def gram(self, precision: Tensor) -> Tensor:
-        """Compute Σ_i J_iᵀ Λ_i J_i.  (B, C, C) -> (P, P)."""
+        """Compute Σ_i J_iᵀ Λ_i J_i for Λ, from all entries of J.  (B, C, C) -> (P, P)."""
         return self.dense().gram(precision)
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
-        """Add `gram` to total (P, P) in place, and return total."""
+        """Add `gram` to total (P, P) in place, and return total; precision Λ (B, C, C)."""
         return self.dense().add_gram(total, precision)
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
@@ -255,11 +261,11 @@ class LayerJacobian:
         return out
 
     def quadratic(self, whitener: Tensor) -> Tensor:
-        """Compute J WᵀW Jᵀ for a lower triangular W (P, P).  -> (B, C, C)."""
+        """Compute J WᵀW Jᵀ, exactly symmetric, for lower triangular W (P, P).  -> (B, C, C)."""
         return self.dense().quadratic(whitener)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
-        """Compute J diag(v) Jᵀ, exactly symmetric.  (P,) -> (B, C, C)."""
+        """Compute J diag(v) Jᵀ for v (P,), exactly symmetric.  -> (B, C, C)."""
         out = torch.zeros(self.rows, self.outputs, self.outputs, dtype=self.dtype)
         for block in self._all_blocks():
             out = out + block.weighted_covariance(variances[block.positions])
@@ -267,9 +273,9 @@ class LayerJacobian:
 
 
 def _bounded_slices(count: int, entries: int) -> list[slice]:
-    """Return slices of `count` items that hold at most ENTRIES_AT_ONCE numbers each.
+    """Return slices of `count` items, so that each holds at most ENTRIES_AT_ONCE numbers.
 
-    entries: the numbers of one item.
+    entries: how many numbers one item has. A slice has at least one item.
     """
     size = max(ENTRIES_AT_ONCE // entries, 1)
     return [slice(start, start + size) for start in range(0, count, size)]

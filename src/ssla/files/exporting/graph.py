@@ -87,7 +87,7 @@ class Graph(nn.Module):
             f = f / temperature
         if f.shape[1] <= 2:
             return binary_probabilities(f, covariance.covariance(J) / temperature**2)
-        return softmax_probabilities(f, root_of(covariance, J).scaled(1 / temperature))
+        return softmax_probabilities(f, root_of(covariance, J).scale_by(1 / temperature))
 
     def _law_of_number(self, f: Tensor, K: Tensor) -> GaussianLaw | CountLaw:
         """Return the law of a number or count, for f̂ (N, C) and K (N, C, C)."""

@@ -86,7 +86,7 @@ def _moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
         yield root_times_nodes(root, z)
         return
     for nodes in z.split(NODES_AT_ONCE, 1):
-        yield root.times(nodes)
+        yield root.multiply(nodes)
 
 
 def root_of(operator: Operator, J: Features) -> Root:

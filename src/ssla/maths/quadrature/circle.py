@@ -20,15 +20,16 @@ from torch import Tensor
 from ssla.maths.quadrature.grid import BISECTIONS, Regions, regions_above
 from ssla.maths.quadrature.root_finding import bracketed_root
 
+# Guesses, not measured.
 FIRST_ANGLES = 64
 MOST_ANGLES = 1 << 14
-HALF_RULE = 1e-7
-FINER = 8  # points between two angles at which the series is tabulated
-ANGLES_AT_ONCE = 1 << 18
+HALF_RULE = 1e-7  # allowed relative difference of the mass by every second angle
+FINER = 8  # points of the table of the series for each angle
+ANGLES_AT_ONCE = 1 << 18  # evaluated at once: bounds memory
 
 
 def wrap_angles(y: Tensor) -> Tensor:
-    """Return the same angles in [−π, π), elementwise."""
+    """Return the same angles, in radians, in [−π, π), elementwise."""
     turned = torch.remainder(y + math.pi, 2 * math.pi) - math.pi
     # Angles that are inside already are returned without rounding.
     return torch.where((y >= -math.pi) & (y < math.pi), y, turned)
@@ -51,23 +52,24 @@ class Circle:
 
     @cached_property
     def log_mass(self) -> Tensor:
-        """Return the logarithm of the mass (m,)."""
+        """Return the logarithm of the mass, log ∫ p dy over the circle (m,)."""
         return self.logs.logsumexp(1) + math.log(2 * math.pi / self.logs.shape[1])
 
     @cached_property
     def shares(self) -> Tensor:
-        """Return the normalised mass at each angle (m, k); it sums to one."""
+        """Return the share of the mass at each angle (m, k); the shares of a row sum to one."""
         return torch.softmax(self.logs, 1)
 
     @cached_property
     def _harmonics(self) -> Tensor:
-        """Return the characteristic function φ_j = E exp(i j (Y + π)), j < k/2  (m, k/2)."""
+        """Return the characteristic function φ_j = E exp(i j (Y + π)) (m, k/2), j < k/2."""
+        # rfft has the exponent −i j (Y + π), hence the conjugate.
         harmonics: Tensor = torch.fft.rfft(self.shares, dim=1).conj()
         return harmonics[:, : self.logs.shape[1] // 2]
 
     @cached_property
     def mean(self) -> Tensor:
-        """Return the circular mean: the direction of E exp(iY)  (m,)."""
+        """Return the circular mean (m,): the direction of E exp(iY), in [−π, π)."""
         return wrap_angles(self._harmonics[:, 1].angle() - math.pi)
 
     @cached_property
@@ -77,17 +79,20 @@ class Circle:
         By the Fourier series d² = π²/3 + 4 Σ_j (−1)ʲ cos(jd)/j².
         """
         j = torch.arange(1, self._harmonics.shape[1], dtype=torch.float64)
+        # exp(−i j (mean + π)): the harmonics around the mean are φ_j times it.
         turn = torch.polar(
             torch.ones_like(self.mean[:, None] * j), -(self.mean[:, None] + math.pi) * j
         )
         cosines = (self._harmonics[:, 1:] * turn).real  # E cos(jd)
-        return math.pi**2 / 3 + 4 * (cosines * (1 - 2 * (j % 2)) / j**2).sum(1)
+        signs = 1 - 2 * (j % 2)  # (−1)ʲ
+        return math.pi**2 / 3 + 4 * (cosines * signs / j**2).sum(1)
 
     @cached_property
     def _fine_table(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return K + 1 points from −π to π (K + 1,), and density and cdf there (m, K + 1).
+        """Return points from −π to π (K + 1,), and density and cdf there, each (m, K + 1).
 
-        K is FINER·k, and the Fourier series gives the values.
+        K is FINER·k. The values are those of the Fourier series, with the density clamped at zero
+        and the distribution function made monotone.
         """
         count = FINER * self.logs.shape[1]
         phi = self._harmonics.conj()
@@ -105,33 +110,37 @@ class Circle:
     def cdf(self, y: Tensor) -> Tensor:
         """Compute P(−π ≤ Y ≤ y) by a cubic between the fine points.
 
-        y (m, q) in [−π, π] -> (m, q).
+        y (m, q) in [−π, π] -> (m, q). The cubic has the density as its slope at the points.
         """
         place, density, below = self._fine_table
         panel = (torch.searchsorted(place, y.contiguous()) - 1).clamp(0, place.numel() - 2)
         width = place[1] - place[0]
         t = ((y - place[panel]) / width).clamp(0, 1)
         low, high = below.gather(1, panel), below.gather(1, panel + 1)
-        up, down = density.gather(1, panel) * width, density.gather(1, panel + 1) * width
+        # Hermite's cubic, from the values and the slopes at both ends of the panel.
+        left_slope = density.gather(1, panel) * width
+        right_slope = density.gather(1, panel + 1) * width
+        square = 3 * (high - low) - 2 * left_slope - right_slope
         cubic = low + t * (
-            up + t * (3 * (high - low) - 2 * up - down + t * (up + down - 2 * (high - low)))
+            left_slope + t * (square + t * (left_slope + right_slope - 2 * (high - low)))
         )
         return torch.minimum(torch.maximum(cubic, low), high)
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Compute the y with P(−π ≤ Y ≤ y) = q.  (m, k) -> (m, k)."""
+        """Compute the y in [−π, π] with P(−π ≤ Y ≤ y) = q.  (m, k) -> (m, k)."""
         place, _, below = self._fine_table
         panel = (torch.searchsorted(below, q.contiguous()) - 1).clamp(0, place.numel() - 2)
         return bracketed_root(lambda y: self.cdf(y) - q, place[panel], place[panel + 1])
 
     @property
     def mode(self) -> Tensor:
-        """Return the highest point (m,).
+        """Return the angle of the highest density (m,).
 
-        It is the vertex of the parabola through the best fine point and its neighbours.
+        It is the vertex of the parabola through the highest point of the table and its neighbours,
+        or that point where the parabola has no maximum.
         """
         place, density, _ = self._fine_table
-        p = density[:, :-1]
+        p = density[:, :-1]  # without the last point, which is the first one
         best = p.argmax(1, keepdim=True)
         left, mid, right = (p.gather(1, (best + d) % p.shape[1]).squeeze(1) for d in (-1, 0, 1))
         curve = left - 2 * mid + right
@@ -139,7 +148,10 @@ class Circle:
         return wrap_angles(place[best.squeeze(1)] + shift.clamp(-1, 1) * (place[1] - place[0]))
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest set of arcs with that probability; an arc across ±π counts as two."""
+        """Return the highest density region: the smallest set of arcs with the probability `level`.
+
+        The threshold of the density is found by bisection. An arc across ±π counts as two.
+        """
         place, density, _ = self._fine_table
         low, high = torch.zeros_like(density[:, 0]), density.amax(1)
         for _ in range(BISECTIONS):
@@ -155,7 +167,7 @@ class Circle:
 
 
 def _spaced_points(count: int) -> Tensor:
-    """Return count + 1 equally spaced points from −π to π."""
+    """Return count + 1 equally spaced points (count + 1,) from −π to π."""
     return torch.linspace(-math.pi, math.pi, count + 1, dtype=torch.float64)
 
 
@@ -167,10 +179,10 @@ class RowCircle(NamedTuple):
 
 
 def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) -> list[RowCircle]:
-    """Evaluate densities at equally spaced angles, which are doubled until they suffice.
+    """Return grids of equally spaced angles, which are doubled until they suffice, with their rows.
 
-    log_density: as for `build`, over angles. rows: how many. Rows that do not pass with the most
-    angles are not accurate.
+    log_density: (angles (m, k), row numbers (m,)) -> log p (m, k). rows: how many rows there are.
+    Rows that do not pass with MOST_ANGLES are flagged as not accurate.
     """
     circles: list[RowCircle] = []
     pending = torch.arange(rows)
@@ -179,7 +191,7 @@ def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) ->
         again = []
         for part in pending.split(max(ANGLES_AT_ONCE // count, 1)):
             logs = log_density(_spaced_points(count)[:-1].expand(part.numel(), -1), part).double()
-            # The error of the rule on every second angle, as a share of the mass
+            # The relative difference of the mass by every second angle from that by all angles
             error = (logs[:, ::2].logsumexp(1) - logs.logsumexp(1) + math.log(2)).expm1().abs()
             good = error <= HALF_RULE
             kept = good | (count >= MOST_ANGLES)

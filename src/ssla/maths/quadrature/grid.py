@@ -16,24 +16,26 @@ from torch import Tensor
 
 from ssla.maths.constants import cached_constant
 
-# of log p in the middle of a panel, above both its nodes (at a peak between two nodes it is about
-# 0.01)
+# Constants without another reason are guesses, not measured.
+# Largest rise of log p in the middle of a panel above both its nodes. At a peak between two nodes
+# it is about 0.01.
 OVERSHOOT = 0.3
-# of a tail's power above the one at which a moment is infinite: a smaller difference is rounding
-# error
+# Least difference of a tail's power from the one at which a moment is infinite: a smaller one is
+# rounding error.
 LEAST_MARGIN = 1e-6
-TAIL_RATIO, TAIL_PLACES = 2.0**0.25, 240  # of the places beyond the last node, for regions
-RELEVANT = 25.0  # log p below the peak at which the density is negligible
+# For regions: the ratio of the distances of neighbouring places beyond the last node, their number
+TAIL_RATIO, TAIL_PLACES = 2.0**0.25, 240
+RELEVANT = 25.0  # difference of log p from the peak at which the density is negligible
 NO_DENSITY = -700.0  # log p relative to the peak that stands for no density: exp(−700) > 0
 BISECTIONS = 45  # of the threshold of a region: 2⁻⁴⁵ of the range of log p is rounding error
 FINE = 8  # places in a panel at which regions are found. A guess
 
 
 @cached_constant
-def pattern_of(count: int, reach: float) -> tuple[Tensor, Tensor]:
-    """Return x_j = sinh(t_j) and the trapezoidal weights dx, each (count,).
+def node_pattern(count: int, reach: float) -> tuple[Tensor, Tensor]:
+    """Return the nodes x_j = sinh(t_j) and the trapezoidal weights dx, each (count,).
 
-    t is uniform on [−reach, reach].
+    t is uniform on [−reach, reach], and dx = cosh(t) dt, half of it at the ends.
     """
     t = torch.linspace(-reach, reach, count, dtype=torch.float64)
     weights = torch.cosh(t) * (2 * reach / (count - 1))
@@ -46,9 +48,10 @@ def pattern_of(count: int, reach: float) -> tuple[Tensor, Tensor]:
 def _second_derivative_matrix(count: int, reach: float) -> Tensor:
     """Return the matrix (k, k) from nodal values to the second derivatives of their spline.
 
-    The spline is cubic and not-a-knot, on the k = count nodes of `pattern_of`.
+    The spline is cubic and not-a-knot, on the k = count nodes of `node_pattern`. Its second
+    derivatives solve system @ bends = right @ values.
     """
-    x = pattern_of(count, reach)[0].numpy()
+    x = node_pattern(count, reach)[0].numpy()
     h = np.diff(x)
     system = np.zeros((count, count))
     right = np.zeros((count, count))
@@ -59,14 +62,19 @@ def _second_derivative_matrix(count: int, reach: float) -> Tensor:
     # First and last row: the third derivatives of the outer two panels agree (not-a-knot).
     system[0, :3] = h[1], -(h[0] + h[1]), h[0]
     system[-1, -3:] = h[-1], -(h[-2] + h[-1]), h[-2]
+    # Rows of very unequal size are brought to one size before the solve.
     scale = np.abs(system).max(1, keepdims=True)
     return torch.from_numpy(np.linalg.solve(system / scale, right / scale))
 
 
 @cached_constant
 def _midpoint_matrix(count: int, reach: float) -> Tensor:
-    """Return the matrix (k − 1, k) from nodal values to the spline in the middle of its panels."""
-    x, bends = pattern_of(count, reach)[0], _second_derivative_matrix(count, reach)
+    """Return the matrix (k − 1, k) from nodal values to the spline in the middle of its panels.
+
+    With width h the spline is there the mean of both values less h²/16 times the sum of both second
+    derivatives.
+    """
+    x, bends = node_pattern(count, reach)[0], _second_derivative_matrix(count, reach)
     eye = torch.eye(count, dtype=torch.float64)
     square = ((x[1:] - x[:-1]) ** 2)[:, None]
     return (eye[1:] + eye[:-1]) / 2 - square / 16 * (bends[1:] + bends[:-1])
@@ -87,9 +95,9 @@ class Tail(NamedTuple):
     power: Tensor  # (m,)
 
     def moment(self, order: int, log_unit: Tensor) -> Tensor:
-        """Compute ∫ r^order p dr in units of exp(log_unit).  (m,) -> (m,).
+        """Compute ∫ r^order p dr over r ≥ r_end, in units of exp(log_unit).  (m,) -> (m,).
 
-        It is infinite where the power is too small.
+        It is infinite where the power is too small for the integral.
         """
         margin = self.power - 1 - order
         size = (self.log_end - log_unit).exp() * self.distance ** (1 + order)
@@ -97,15 +105,16 @@ class Tail(NamedTuple):
         return torch.where(margin > LEAST_MARGIN, size / margin.clamp_min(LEAST_MARGIN), endless)
 
     def radius(self, share: Tensor) -> Tensor:
-        """Return the r beyond which the tail has a share of its mass.  (m, q) -> (m, q)."""
+        """Return the r beyond which the tail has this share of its mass.  (m, q) -> (m, q)."""
         # The mass beyond r falls as r^(1 − power).
         return self.distance[:, None] * share ** (-1 / (self.power - 1))[:, None]
 
 
 def _fit_tail(distance: Tensor, logs: Tensor) -> Tail:
-    """Return the power law through the last two nodes (inner, outer).
+    """Return the power law through the last two nodes on one side.
 
-    distance, logs (m, 2): of the nodes from the centre, and log p there.
+    distance (m, 2): the distances of the inner and the outer node from the centre. logs (m, 2): log
+    p at both.
     """
     fall = logs[:, 0] - logs[:, 1]
     power = fall / (distance[:, 1].log() - distance[:, 0].log())
@@ -133,16 +142,16 @@ class Grid:
 
     @property
     def pattern(self) -> Tensor:
-        """Return the nodes x_j = sinh(t_j) in units of the scale, around zero (k,)."""
-        return pattern_of(self.logs.shape[1], self.reach)[0]
+        """Return the nodes x_j = sinh(t_j) (k,), in units of the scale and around zero."""
+        return node_pattern(self.logs.shape[1], self.reach)[0]
 
     @property
     def _pattern_weights(self) -> Tensor:
-        """Return the weights dx of the trapezoidal rule in units of the scale (k,)."""
-        return pattern_of(self.logs.shape[1], self.reach)[1]
+        """Return the weights dx (k,) of the trapezoidal rule, in units of the scale."""
+        return node_pattern(self.logs.shape[1], self.reach)[1]
 
     def _to_places(self, x: Tensor) -> Tensor:
-        """Return z = centre + scale·x.  (q,) or (m, q) -> (m, q)."""
+        """Return z = centre + scale·x for x in units of the scale.  (q,) or (m, q) -> (m, q)."""
         return self.centre[:, None] + self.scale[:, None] * x
 
     @property
@@ -150,8 +159,8 @@ class Grid:
         """Return the nodes z (m, k)."""
         return self._to_places(self.pattern)
 
-    def rows(self, index: Tensor) -> Grid:
-        """Return the grid of some rows, given by their numbers or by a mask."""
+    def select_rows(self, index: Tensor) -> Grid:
+        """Return the grid of some rows, given by their numbers (r,) or by a mask (m,) bool."""
         return Grid(
             self.centre[index],
             self.scale[index],
@@ -167,7 +176,7 @@ class Grid:
 
     @cached_property
     def tails(self) -> tuple[Tail, Tail]:
-        """Return the power laws beyond the last nodes, left and right."""
+        """Return the power laws beyond the last nodes: the left one, then the right one."""
         x = self.pattern
         left = self.scale[:, None] * (-x[:2]).flip(0)
         right = self.scale[:, None] * x[-2:]
@@ -175,29 +184,32 @@ class Grid:
 
     @property
     def log_terms(self) -> Tensor:
-        """Return the logarithms of the terms of the rule, log(p dz) (m, k)."""
+        """Return the logarithms log(p dz) (m, k) of the terms of the trapezoidal rule."""
         return self.logs + (self._pattern_weights * self.scale[:, None]).log()
 
     @cached_property
-    def relative(self) -> Tensor:
-        """Return the terms of the rule exp(log p − peak) dx, in units of the scale (m, k)."""
+    def relative_terms(self) -> Tensor:
+        """Return the terms exp(log p − peak) dx (m, k) of the rule, x in units of the scale."""
         return (self.logs - self.peak[:, None]).exp() * self._pattern_weights
 
     @cached_property
     def log_mass(self) -> Tensor:
-        """Return the logarithm of the mass, log ∫ p dz, tails included (m,)."""
-        body = self.relative.sum(1) * self.scale
+        """Return the logarithm of the mass, log ∫ p dz (m,), with both tails."""
+        body = self.relative_terms.sum(1) * self.scale
         left, right = self.tails
         return self.peak + torch.log(body + left.moment(0, self.peak) + right.moment(0, self.peak))
 
     @cached_property
     def shares(self) -> Tensor:
-        """Return the normalised mass at each node (m, k); it sums to one less the tails."""
-        return self.relative * ((self.peak - self.log_mass).exp() * self.scale)[:, None]
+        """Return the share of the mass at each node (m, k); the tails have the rest."""
+        return self.relative_terms * ((self.peak - self.log_mass).exp() * self.scale)[:, None]
 
     @cached_property
     def moments(self) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of z, each (m,), tails included (infinite for heavy tails)."""
+        """Return mean and variance of z, each (m,), with both tails.
+
+        They are not finite where the tails are too heavy.
+        """
         offset = self.scale[:, None] * self.pattern
         left, right = self.tails
         unit = self.log_mass
@@ -209,27 +221,28 @@ class Grid:
         return self.centre + first, second
 
     def expectation(self, values: Tensor) -> Tensor:
-        """Compute Σ_j share_j h(z_j) without tails, for values h(z_j).  (m, k) -> (m,)."""
+        """Compute Σ_j share_j h(z_j), without the tails, from values h(z_j).  (m, k) -> (m,)."""
         return (self.shares * values).sum(1)
 
     @cached_property
     def mode(self) -> Tensor:
-        """Return the highest point (m,); NaN where the density is.
+        """Return the place of the highest density (m,); NaN where the mass is NaN.
 
-        It is the vertex of the parabola through the best node and its neighbours.
+        It is the vertex of the parabola through the highest node and its neighbours, or that node
+        where the parabola has no maximum.
         """
         best = self.logs.argmax(1).clamp(1, self.logs.shape[1] - 2)[:, None]
         left, mid, right = (self.logs.gather(1, best + d).squeeze(1) for d in (-1, 0, 1))
         x = self.pattern
         best = best.squeeze(1)
-        # Distances and slopes to the left and to the right neighbour
+        # Distances to the left and to the right neighbour, and slopes of the chords to them
         a = x[best] - x[best - 1]
         b = x[best + 1] - x[best]
-        up = (mid - left) / a
-        down = (right - mid) / b
-        # The parabola's second and first derivative at the best node
-        curvature = (down - up) / ((a + b) / 2)
-        slope = (up * b + down * a) / (a + b)
+        left_slope = (mid - left) / a
+        right_slope = (right - mid) / b
+        # The parabola's second and first derivative at the highest node
+        curvature = (right_slope - left_slope) / ((a + b) / 2)
+        slope = (left_slope * b + right_slope * a) / (a + b)
         shift = torch.where(curvature < 0, -slope / curvature, torch.zeros_like(curvature))
         mode = self.centre + self.scale * (x[best] + shift.clamp(-a, b))
         return torch.where(self.log_mass.isnan(), torch.nan, mode)
@@ -246,10 +259,11 @@ class Grid:
         """Return the second derivatives of the spline in x at the nodes (m, k)."""
         return self._relative_logs @ _second_derivative_matrix(self.logs.shape[1], self.reach).mT
 
-    def overshoots(self) -> Tensor:
+    def find_overshooting_rows(self) -> Tensor:
         """Return which rows (m,) have a spline that rises well above the nodes of a panel.
 
-        Only panels with relevant density count. Such a rise shows a kink or a jump.
+        Only panels with relevant density count. Such a rise shows a kink or a jump, which the nodes
+        do not resolve.
         """
         logs = self._relative_logs
         middle = logs @ _midpoint_matrix(logs.shape[1], self.reach).mT
@@ -257,9 +271,9 @@ class Grid:
         return ((above > OVERSHOOT) & (middle > -RELEVANT)).any(1)
 
     def _panel_data(self, panel: Tensor) -> tuple[Tensor, ...]:
-        """Return the spline's data for some panels (m, q), each (m, q).
+        """Return the spline's data for some panels, given by their numbers (m, q).
 
-        They are width, left value, right value, left and right second derivative.
+        They are width, left value, right value, left and right second derivative, each (m, q).
         """
         x = self.pattern
         right = panel + 1
@@ -273,7 +287,10 @@ class Grid:
 
     @cached_property
     def _cumulative_mass(self) -> Tensor:
-        """Return the integrals ∫ p/peak dx from −∞ to each node (m, k), with the left tail."""
+        """Return the spline's mass from −∞ to each node (m, k), with the left tail.
+
+        It is ∫ p/p_max dx, with x in units of the scale.
+        """
         x = self.pattern
         ends = (
             (x[1:] - x[:-1]).expand(self.logs.shape[0], -1),
@@ -287,18 +304,17 @@ class Grid:
         return torch.cat([left[:, None], panels], 1).cumsum(1)
 
     def spline_error(self) -> Tensor:
-        """Compute the relative difference of the spline's mass from the rule's (m,)."""
-        return (
-            ((self._total_mass.log() + self.scale.log() + self.peak) - self.log_mass).expm1().abs()
-        )
+        """Compute the relative difference of the spline's mass from the trapezoidal rule's (m,)."""
+        log_spline_mass = self._total_mass.log() + self.scale.log() + self.peak
+        return (log_spline_mass - self.log_mass).expm1().abs()
 
     @cached_property
     def _total_mass(self) -> Tensor:
-        """Return the spline's mass with both tails, ∫ p/peak dx (m,)."""
+        """Return the spline's mass with both tails (m,), in the units of `_cumulative_mass`."""
         return self._cumulative_mass[:, -1] + self.tails[1].moment(0, self.peak) / self.scale
 
     def cdf(self, z: Tensor) -> Tensor:
-        """Compute P(Z ≤ z).  (m, q) -> (m, q)."""
+        """Compute P(Z ≤ z) from the spline and the tails.  (m, q) -> (m, q)."""
         pattern = self.pattern
         x = (z - self.centre[:, None]) / self.scale[:, None]
         panel = (torch.searchsorted(pattern, x.contiguous()) - 1).clamp(0, pattern.numel() - 2)
@@ -307,38 +323,42 @@ class Grid:
         value = self._cumulative_mass.gather(1, panel) + _panel_integral(ends, fraction)
         # Beyond the last nodes the mass of the power laws takes the place of the spline's.
         distance = (z - self.centre[:, None]).abs()
-        for side, tail in enumerate(self.tails):
-            beyond = x > pattern[-1] if side else x < pattern[0]
+        for is_right, tail in zip((False, True), self.tails, strict=True):
+            beyond = x > pattern[-1] if is_right else x < pattern[0]
             if bool(beyond.any()):
                 tail_mass = tail.moment(0, self.peak)[:, None] / self.scale[:, None]
                 ratio = (distance / tail.distance[:, None]).clamp_min(1)
                 mass = tail_mass * ratio ** (1 - tail.power[:, None])
                 value = torch.where(
-                    beyond, self._total_mass[:, None] - mass if side else mass, value
+                    beyond, self._total_mass[:, None] - mass if is_right else mass, value
                 )
         return (value / self._total_mass[:, None]).clamp(0, 1)
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Compute the z with P(Z ≤ z) = q.  (m, k) -> (m, k); 0 and 1 give −∞ and ∞."""
+        """Compute the z with P(Z ≤ z) = q.  (m, k) -> (m, k).
+
+        q ≤ 0 gives −∞ and q ≥ 1 gives ∞. It is NaN where the mass is NaN.
+        """
         target = q * self._total_mass[:, None]
         z = self._to_places(self._spline_quantile(target))
         # Targets in a tail are quantiles of its power law.
-        for side, tail in enumerate(self.tails):
+        for is_right, tail in zip((False, True), self.tails, strict=True):
             tail_mass = tail.moment(0, self.peak)[:, None] / self.scale[:, None]
-            mass = self._total_mass[:, None] - target if side else target
+            mass = self._total_mass[:, None] - target if is_right else target
             beyond = mass < tail_mass
             if bool(beyond.any()):
                 radius = tail.radius((mass / tail_mass).clamp(0, 1))
-                z = torch.where(beyond, self.centre[:, None] + (radius if side else -radius), z)
+                z = torch.where(beyond, self.centre[:, None] + (radius if is_right else -radius), z)
         z = torch.where(q <= 0, -math.inf, z)
         return torch.where(
             self._total_mass[:, None].isnan(), torch.nan, torch.where(q >= 1, math.inf, z)
         )
 
     def _spline_quantile(self, target: Tensor) -> Tensor:
-        """Compute the x up to which the spline has the mass `target`.  (m, k) -> (m, k).
+        """Compute the x up to which the spline and the left tail have the mass `target`.
 
-        A target in a tail gives the last node there.
+        target (m, k), in the units of `_cumulative_mass` -> (m, k). A target in a tail gives the
+        last node on that side.
         """
         pattern = self.pattern
         panel = (torch.searchsorted(self._cumulative_mass, target.contiguous()) - 1).clamp(
@@ -348,7 +368,9 @@ class Grid:
         need = (target - self._cumulative_mass.gather(1, panel)).clamp_min(0)
         low, high = torch.zeros_like(need), torch.ones_like(need)
         fraction = (need / _panel_integral(ends, high).clamp_min(1e-300)).clamp(0, 1)
-        for _ in range(50):  # Newton inside a shrinking bracket; usually five rounds
+        # Newton steps inside a shrinking bracket, and bisection where they leave it: usually five
+        # rounds.
+        for _ in range(50):
             gap = _panel_integral(ends, fraction) - need
             low, high = torch.where(gap <= 0, fraction, low), torch.where(gap >= 0, fraction, high)
             density = _spline_value(ends, fraction).exp() * ends[0]
@@ -361,23 +383,24 @@ class Grid:
         return pattern[panel] + fraction * ends[0]
 
     def hdr(self, level: float, log_slope: Callable[[Tensor], Tensor] | None = None) -> Regions:
-        """Return {z: p(z) ≥ c} with c such that its probability is `level`: the smallest such set.
+        """Return the highest density region: the smallest set with the probability `level`.
 
-        c is found by bisection on the exact (spline) probability of the set, so several modes
-        give several intervals. log_slope: z -> log y′(z) of a scale y(z). The set is then the
-        smallest in y: {z: p(z) / y′(z) ≥ c}.
+        It is {z: p(z) ≥ c}, with c by bisection on the probability of the set under the spline, so
+        several modes give several intervals. log_slope: z -> log y′(z) for a monotone y(z); the set
+        is then the smallest in y, {z: p(z) / y′(z) ≥ c}. None: the set is the smallest in z.
         """
         heights, places = self._fine_heights()
         if log_slope is not None:
             changed = heights - log_slope(self._to_places(places))
-            # No density is no density on every scale.
+            # A density of zero stays zero in every y.
             heights = torch.where(heights > NO_DENSITY, changed, -math.inf)
         low = torch.maximum(heights[:, 0], heights[:, -1])
         short = self._region_probability(self._regions_above(heights, places, low)) < level
-        # the density is high at an end, or the tails beyond the nodes are needed
+        # Where the region above the end nodes is too small, the density is high at an end, or the
+        # tails beyond the nodes are needed.
         if bool(short.any()):
             if log_slope is None:
-                heights, places = self._with_tails(heights, places)
+                heights, places = self._extend_by_tails(heights, places)
             least = torch.where(heights.isneginf(), math.inf, heights).amin(1)
             low = torch.where(short, least, low)
         high = heights.max(1).values
@@ -388,23 +411,25 @@ class Grid:
         return self._regions_above(heights, places, low)
 
     def _fine_heights(self) -> tuple[Tensor, Tensor]:
-        """Return log p relative to its peak (m, F) at F places, FINE in each panel.
+        """Return log p relative to its peak (m, F), and the F places (F,), FINE in each panel.
 
-        The places (F,) are in units of the scale.
+        The places are in units of the scale. The last node is one of them too.
         """
         x = self.pattern
         panels = x.numel() - 1
         fractions = torch.arange(FINE, dtype=x.dtype) / FINE
+        # FINE fractions of each panel in turn, the same for all rows
         panel = torch.arange(panels).repeat_interleave(FINE).expand(self.logs.shape[0], -1)
         fraction = fractions.repeat(panels).expand_as(panel)
         inner = _spline_value(self._panel_data(panel), fraction)
         places = (x[:-1, None] + fractions * (x[1:] - x[:-1])[:, None]).flatten()
         return torch.cat([inner, self._relative_logs[:, -1:]], 1), torch.cat([places, x[-1:]])
 
-    def _with_tails(self, heights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the heights (m, F) and places (F,) with places beyond the last nodes."""
+    def _extend_by_tails(self, heights: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the heights (m, F) and places (F,) with TAIL_PLACES more beyond either end."""
         x = self.pattern
         ratios = TAIL_RATIO ** torch.arange(1, TAIL_PLACES + 1, dtype=x.dtype)
+        # log p of a power law at r = r_end·ratio is log_end − power·log ratio.
         left, right = (
             (t.log_end - self.peak)[:, None] - t.power[:, None] * ratios.log() for t in self.tails
         )
@@ -412,7 +437,7 @@ class Grid:
         return heights, torch.cat([x[0] * ratios.flip(0), places, x[-1] * ratios])
 
     def _region_probability(self, regions: Regions) -> Tensor:
-        """Compute the probability of unions of intervals (m,)."""
+        """Compute the probability (m,) of unions of intervals in z."""
         ends = torch.cat([regions.lower, regions.upper], 1)
         # NaN pads rows with fewer intervals, and counts as zero.
         sums = torch.nan_to_num(
@@ -427,15 +452,18 @@ class Grid:
 
 
 def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions:
-    """Return where heights (m, k) at places (k,) exceed a threshold (m,).
+    """Return the intervals in which heights (m, k) at places (k,) exceed a threshold (m,).
 
-    Ends of intervals are found by linear interpolation between the places.
+    The ends of intervals are found by linear interpolation between the places. A row without an
+    interval has NaN only.
     """
     excess = heights - threshold[:, None]
-    inside = excess > 0
-    outside = torch.zeros_like(inside[:, :1])
-    starts = ~torch.cat([outside, inside[:, :-1]], 1) & inside
-    stops = ~torch.cat([inside[:, 1:], outside], 1) & inside
+    above = excess > 0
+    below = torch.zeros_like(above[:, :1])  # beyond either end nothing is above
+    # A place starts an interval where its left neighbour is not above, and stops one where its
+    # right neighbour is not.
+    starts = ~torch.cat([below, above[:, :-1]], 1) & above
+    stops = ~torch.cat([above[:, 1:], below], 1) & above
     # The number of the interval that starts or stops at a place
     start_number = starts.cumsum(1)
     stop_number = stops.cumsum(1)
@@ -443,7 +471,8 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
     most = max(int(count.max()), 1) if len(count) else 1
     lowers: list[Tensor] = []
     uppers: list[Tensor] = []
-    for number in range(1, most + 1):  # over the intervals of a row: one, rarely two or three
+    # A row has one interval, rarely two or three.
+    for number in range(1, most + 1):
         missing = count < number
         first = (starts & (start_number == number)).to(torch.uint8).argmax(1)
         last = (stops & (stop_number == number)).to(torch.uint8).argmax(1)
@@ -455,10 +484,11 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
 
 
 def _interpolate_crossing(excess: Tensor, places: Tensor, inner: Tensor, step: int) -> Tensor:
-    """Return where an excess (m, k) becomes zero between a place and its neighbour (m,).
+    """Return the point (m,) at which an excess (m, k) becomes zero between a place and the next.
 
-    inner (m,): the numbers of places inside the regions. step: −1 for their left neighbours, 1 for
-    the right ones. Without a neighbour, or a fall towards it, the place itself is returned.
+    inner (m,): the numbers of places inside the regions. step: −1 if the next place is the left
+    neighbour, 1 if it is the right one. Without a next place, or a fall towards it, the place
+    itself is returned.
     """
     outer = (inner + step).clamp(0, places.numel() - 1)
     a = excess.gather(1, inner[:, None]).squeeze(1)
@@ -468,22 +498,24 @@ def _interpolate_crossing(excess: Tensor, places: Tensor, inner: Tensor, step: i
 
 
 def _spline_value(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
-    """Compute the spline at a fraction of panels.  (m, q) -> (m, q).
+    """Compute the cubic spline at a fraction of panels.  (m, q) -> (m, q).
 
-    ends: what `_panel_data` returns for the panels.
+    ends: what `_panel_data` returns for the panels. fraction: the distance from the left end, as a
+    share of the width.
     """
     width, left, right, left_bend, right_bend = ends
-    other = 1 - fraction
+    remainder = 1 - fraction
     bend = (
-        other * (other * other - 1) * left_bend + fraction * (fraction * fraction - 1) * right_bend
+        remainder * (remainder * remainder - 1) * left_bend
+        + fraction * (fraction * fraction - 1) * right_bend
     )
-    return other * left + fraction * right + width * width / 6 * bend
+    return remainder * left + fraction * right + width * width / 6 * bend
 
 
 def _panel_integral(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
     """Compute ∫ exp(spline) dx from a panel's left end over a fraction of it.  (m, q) -> (m, q).
 
-    ends: what `_panel_data` returns for the panels.
+    ends: what `_panel_data` returns for the panels. It takes four Gauss–Legendre nodes.
     """
     total = torch.zeros_like(fraction)
     for node, weight in zip(*_legendre_rule(), strict=True):

@@ -24,9 +24,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 LARGE = 4.0  # s from which the logistic nodes are used: both rules are then right to 1e-8
+# Distance of the last node from zero, and distance of two nodes; the errors are in the docstring
 NORMAL_REACH, NORMAL_STEP = 12.0, 0.25
 LOGISTIC_REACH, LOGISTIC_STEP = 40.0, 0.8
-FAR = 100.0  # standard deviations from which Φ is taken from its asymptotic series
+FAR = 100.0  # standard deviations from which Φ is taken from its asymptotic series. A guess
 
 
 class LogisticNormal(NamedTuple):
@@ -40,10 +41,11 @@ class LogisticNormal(NamedTuple):
 def logistic_normal(
     mean: Tensor, sd: Tensor, log_ndtr: Callable[[Tensor], Tensor] = torch.special.log_ndtr
 ) -> LogisticNormal:
-    """Compute the expectations of σ(f) for f ~ N(mean, sd²); mean, sd (N,), in float64.
+    """Compute the expectations of σ(f) for f ~ N(mean, sd²); mean, sd ≥ 0 (N,), in float64.
 
-    log_ndtr: another implementation, where torch's own cannot be exported.
+    log_ndtr: log Φ, elementwise; another implementation where torch's own cannot be exported.
     """
+    # Both rules are computed for all rows, each with an s that it can take.
     small = _integrate_by_normal(mean, sd.clamp_max(LARGE))
     large = _integrate_by_logistic(mean, sd.clamp_min(LARGE), log_ndtr)
     return LogisticNormal(
@@ -54,9 +56,9 @@ def logistic_normal(
 def expected_entropy(mean: Tensor, sd: Tensor) -> Tensor:
     """Compute E h(σ(f)) in nats for f ~ N(mean, sd²).  (N,), (N,) -> (N,).
 
-    h(p) = −p log p − (1−p) log(1−p) is the entropy of a coin. The nodes are those of the normal
-    variable for small sd, and of f itself for large ones: ∫ h(σ(l)) φ((l − m)/s) dl/s. Beyond the
-    last node h is below 1e-15.
+    h(p) = −p log p − (1−p) log(1−p) is the entropy of two classes. The nodes are those of the
+    normal variable for small sd, and of f itself for large ones: ∫ h(σ(l)) φ((l − m)/s) dl/s.
+    Beyond the last node h is below 1e-15.
     """
     z, weights = normal_trapezoidal_rule()
     near = _entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z) @ weights
@@ -68,7 +70,7 @@ def expected_entropy(mean: Tensor, sd: Tensor) -> Tensor:
 
 
 def _entropy_of_logit(f: Tensor) -> Tensor:
-    """Compute h(σ(f)), without cancellation for large |f|, elementwise."""
+    """Compute the entropy h(σ(f)) in nats, elementwise, without cancellation for large |f|."""
     return -torch.sigmoid(f) * logsigmoid(f) - torch.sigmoid(-f) * logsigmoid(-f)
 
 
@@ -79,22 +81,24 @@ def normal_trapezoidal_rule() -> tuple[Tensor, Tensor]:
 
 
 def _integrate_by_normal(m: Tensor, s: Tensor) -> LogisticNormal:
-    """Compute the expectations by nodes of the normal variable, for small s.  m, s (N,)."""
+    """Compute the expectations by nodes of the normal variable, for s ≤ LARGE.  m, s (N,)."""
     z, weights = normal_trapezoidal_rule()
     log_weights = weights.log()
     f = m.unsqueeze(1) + s.unsqueeze(1) * z
-    one, zero = ((log_weights + logsigmoid(signed)).logsumexp(1) for signed in (f, -f))
-    return LogisticNormal(one, zero, (torch.sigmoid(f) - one.exp().unsqueeze(1)).square() @ weights)
+    log_one = (log_weights + logsigmoid(f)).logsumexp(1)
+    log_zero = (log_weights + logsigmoid(-f)).logsumexp(1)
+    spread = (torch.sigmoid(f) - log_one.exp().unsqueeze(1)).square() @ weights
+    return LogisticNormal(log_one, log_zero, spread)
 
 
 def _integrate_by_logistic(
     m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]
 ) -> LogisticNormal:
-    """Compute the expectations by nodes of a logistic variable, for large s.  m, s (N,)."""
+    """Compute the expectations by nodes of a logistic variable, for s ≥ LARGE.  m, s (N,)."""
     L = _spaced_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
     log_weights = torch.log_softmax(logsigmoid(L) + logsigmoid(-L), 0)
     z = (m.unsqueeze(1) - L) / s.unsqueeze(1)
-    one, zero = (
+    log_one, log_zero = (
         torch.logaddexp(
             (log_weights + log_ndtr(sign * z)).logsumexp(1), _log_tail(sign * m, s, log_ndtr)
         )
@@ -102,21 +106,24 @@ def _integrate_by_logistic(
     )
     # Var σ = E σ · E(1 − σ) − E[σ(1 − σ)], and the last term is dE σ/dm.
     slope = (-0.5 * z * z).exp() @ log_weights.exp() / (s * math.sqrt(2 * math.pi))
-    return LogisticNormal(one, zero, ((one + zero).exp() - slope).clamp_min(0))
+    spread = ((log_one + log_zero).exp() - slope).clamp_min(0)
+    return LogisticNormal(log_one, log_zero, spread)
 
 
 def _log_tail(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Tensor:
     """Compute log ∫ e^l Φ((m − l)/s) dl over l < end = −LOGISTIC_REACH.  m, s (N,) -> (N,).
 
     The logistic density is e^l there. By parts the integral is e^end Φ((m − end)/s) + e^(m + s²/2)
-    Φ(t), with t = a − s and a = (end − m)/s. For large s the second term is a difference of numbers
-    of size s², which rounding decides. There it is e^(end − a²/2) Φ(t)/φ(t)/√2π, the same number.
+    Φ(t), with t = a − s and a = (end − m)/s. For t < −FAR the logarithm of the second term is a
+    difference of numbers of size s², of which only rounding errors are left. There the same term is
+    computed as e^(end − a²/2) Φ(t) / (√2π φ(t)).
     """
     end = -LOGISTIC_REACH
     ends = end + log_ndtr((m - end) / s)
     a = (end - m) / s
     t = a - s
     far = t < -FAR
+    # Where one form is used, the other gets an argument that keeps it finite.
     near = torch.where(far, torch.zeros_like(m), m + s * s / 2) + log_ndtr(
         torch.where(far, torch.zeros_like(t), t)
     )
@@ -125,9 +132,9 @@ def _log_tail(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Ten
 
 
 def _log_mills(t: Tensor) -> Tensor:
-    """Compute log Φ(t)/(√2π φ(t)) for t ≤ −FAR, elementwise.
+    """Compute log [Φ(t) / (√2π φ(t))] for t ≤ −FAR, elementwise.
 
-    By the asymptotic series, whose relative error is 15/t⁶.
+    Φ(t)/φ(t) is −(1 − 1/t² + 3/t⁴ − …)/t, an asymptotic series whose relative error is 15/t⁶ here.
     """
     inverse = 1 / (t * t)
     return -torch.log(-t) - 0.5 * math.log(2 * math.pi) + torch.log1p(inverse * (3 * inverse - 1))

@@ -12,9 +12,10 @@ from torch import Tensor
 from ssla.maths.quadrature.grid import Grid
 from ssla.maths.quadrature.search import Accuracy, LogDensity, RowGrid, build_grids
 
-# of a log integrand from its highest to its last point; with a smaller fall it has no integral
+# Least fall of a log integrand from its highest to its last point: with a smaller one it has no
+# integral. A guess
 FALL = 1.0
-# distances in scales, to either side, at which an integrand is evaluated
+# Distances in scales, to either side, at which an integrand is evaluated. A guess
 LADDER = torch.logspace(0, 6, 241, dtype=torch.float64)
 
 Map = Callable[[Tensor], Tensor]
@@ -28,10 +29,11 @@ def mapped_moments(
 ) -> tuple[Tensor, Tensor]:
     """Compute mean and variance of h(Z), each (N,), for the N rows of all pieces.
 
-    They are infinite where they do not exist. h: a monotone function, elementwise.
+    h: a monotone function, elementwise. pieces: grids with their rows, as from `build_grids` for
+    this log_density. accuracy: of the integrals. A moment is infinite where it does not exist.
 
-    Nodes that resolve the mass may miss a moment: a log-normal with σ = 3 has its second moment six
-    standard deviations out. So the nodes must integrate p·w² as well, w² = 1 + ((h(z) − h(c))/d)²,
+    Nodes that resolve the mass may miss a moment: the second moment of a log-normal with σ = 3 lies
+    six standard deviations out. So the nodes must integrate p·w² as well, with w of `_log_weight`,
     and rows where they do not get other nodes.
     """
     count = sum(piece.rows.numel() for piece in pieces)
@@ -42,7 +44,7 @@ def mapped_moments(
         lost = (~_resolves_moments(grid, h, accuracy)).nonzero().squeeze(-1)
         if not lost.numel():
             continue
-        piece = RowGrid(rows[lost], grid.rows(lost))
+        piece = RowGrid(rows[lost], grid.select_rows(lost))
         around = h(piece.grid.centre)
         mean[piece.rows] = _refined_moment(log_density, piece, h, around, 1, accuracy)
         around = mean[piece.rows]
@@ -51,9 +53,10 @@ def mapped_moments(
 
 
 def _moment_from_nodes(grid: Grid, log_mass: Tensor, h: Map, around: Tensor, order: int) -> Tensor:
-    """Compute around + E[y − around] (order 1), or E[(y − around)²] (order 2), from the nodes.
+    """Compute a moment of y = h(z) from the nodes of a grid.  log_mass, around (m,) -> (m,).
 
-    log_mass, around (m,) -> (m,). It uses logarithms, for y from 1e-300 to 1e300.
+    Order 1 gives the mean, as around + E[y − around], and order 2 gives E[(y − around)²]. Terms are
+    formed in logarithms, for y from 1e-300 to 1e300.
     """
     offset = h(grid.nodes) - around[:, None]
     terms = torch.exp(grid.log_terms + order * offset.abs().log() - log_mass[:, None])
@@ -63,15 +66,16 @@ def _moment_from_nodes(grid: Grid, log_mass: Tensor, h: Map, around: Tensor, ord
 def _refined_moment(
     log_density: LogDensity, piece: RowGrid, h: Map, around: Tensor, order: int, accuracy: Accuracy
 ) -> Tensor:
-    """Compute `_moment_from_nodes` for the rows of a piece (m,), from nodes for p·wᵒʳᵈᵉʳ.
+    """Compute `_moment_from_nodes` (m,) for the rows of a piece, from new nodes that resolve it.
 
-    around (m,). It is infinite where p·wᵒʳᵈᵉʳ has no integral.
+    The new nodes are those for p·wᵒʳᵈᵉʳ. around (m,). The moment is infinite where p·wᵒʳᵈᵉʳ has no
+    integral.
     """
     rows, grid = piece
 
     def log_integrand(z: Tensor, i: Tensor) -> Tensor:
         """Compute log(p·wᵒʳᵈᵉʳ) at z (r, k) for some rows i (r,) of the piece."""
-        return log_density(z, rows[i]).double() + order * _log_weight(grid.rows(i), h, z)
+        return log_density(z, rows[i]).double() + order * _log_weight(grid.select_rows(i), h, z)
 
     moment = torch.full_like(grid.centre, math.inf)
     finite = _integrand_falls(log_integrand, grid, h).nonzero().squeeze(-1)
@@ -84,16 +88,17 @@ def _refined_moment(
         ):
             i = finite[part]
             # The nodes hold log(p·wᵒʳᵈᵉʳ); the moment needs log p.
-            log_weights = order * _log_weight(grid.rows(i), h, refined.nodes)
+            log_weights = order * _log_weight(grid.select_rows(i), h, refined.nodes)
             density = replace(refined, logs=refined.logs - log_weights)
             moment[i] = _moment_from_nodes(density, grid.log_mass[i], h, around[i], order)
     return moment
 
 
 def _log_weight(grid: Grid, h: Map, z: Tensor) -> Tensor:
-    """Compute log w at z, w² = 1 + ((h(z) − h(c))/d)².  (m, k) -> (m, k).
+    """Compute log w at z, with w² = 1 + ((h(z) − h(c))/d)².  (m, k) -> (m, k).
 
-    c is the grid's centre, and d the change of h over one scale to either side of it.
+    c is the grid's centre, and d the change of h over one scale to either side of it. So p·w² has
+    about the width of the integrands of both moments.
     """
     centre, scale = grid.centre[:, None], grid.scale[:, None]
     d = (h(centre + scale) - h(centre - scale)).clamp_min(1e-300)
@@ -101,11 +106,11 @@ def _log_weight(grid: Grid, h: Map, z: Tensor) -> Tensor:
 
 
 def _resolves_moments(grid: Grid, h: Map, accuracy: Accuracy) -> Tensor:
-    """Return which rows (m,) have nodes that integrate p·w² too.
+    """Return which rows (m,) have nodes that integrate p·w² too, to the accuracy.
 
-    The ends must be small, and the rule on every second node must agree.
+    The end terms must be a small share, and the rule on every second node must give the same.
     """
-    terms = grid.relative * (2 * _log_weight(grid, h, grid.nodes)).exp()
+    terms = grid.relative_terms * (2 * _log_weight(grid, h, grid.nodes)).exp()
     total = terms.sum(1)
     ends_are_small = terms[:, 0] + terms[:, -1] <= accuracy.tail * total
     half_rule = 2 * terms[:, ::2].sum(1)
@@ -113,10 +118,10 @@ def _resolves_moments(grid: Grid, h: Map, accuracy: Accuracy) -> Tensor:
 
 
 def _integrand_falls(log_integrand: LogDensity, grid: Grid, h: Map) -> Tensor:
-    """Return for which rows (m,) an integrand falls towards the ends of the ladder.
+    """Return for which rows (m,) an integrand falls towards both ends of LADDER, as if integrable.
 
-    Where h is constant at the ends (by rounding, or at a bound), the last points at which it
-    changes count.
+    Where h is constant at an end (by rounding, or at a bound), the last point at which it changes
+    takes the place of that end.
     """
     z = grid.centre[:, None] + grid.scale[:, None] * torch.cat([-LADDER.flip(0), LADDER])
     y = h(z)

@@ -18,15 +18,16 @@ def bracketed_root(
 
     function rises from ≤ 0 at low to ≥ 0 at high. Inverse quadratic steps are taken where they are
     safe, bisection elsewhere (Chandrupatla's rule). It ends when every bracket has the width of
-    rounding error, or a value of at most `noise`, which is the rounding error of the function.
-    Where low = high, or either is infinite, the result is low. An end where the function is zero,
-    or has the other sign by rounding, is the root.
+    rounding error or a value of at most `noise`, which is the rounding error of the function, and
+    after MOST_ROUNDS. Where low ≥ high, or either is not finite, the result is low. An end where
+    the function is zero, or has the other sign by rounding, is the root.
     """
     settled = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
-    # Settled rows are evaluated too, at a finite point whose value is not used.
+    # Settled entries are evaluated too, at a finite point whose value is not used.
     finite_low = torch.nan_to_num(low, nan=0.0, posinf=0.0, neginf=0.0)
     a, b = torch.where(settled, finite_low, high), torch.where(settled, finite_low, low)
     fa, fb = function(a), function(b)
+    # At the ends a = high and b = low, unless settled.
     settled_root = torch.where((fa <= 0) & (fb < 0) & ~settled, high, low)
     settled = settled | (fa <= 0) | (fb >= 0)
     best = a
@@ -34,13 +35,15 @@ def bracketed_root(
     for _ in range(MOST_ROUNDS):
         x = a + fraction * (b - a)
         fx = function(x)
-        # The bracket is now (a, b) with the new point a; c is the end that was dropped.
+        # The new point becomes a, and b the end at which the function has the other sign. c is the
+        # end that is dropped.
         same = torch.sign(fx) == torch.sign(fa)
         c, fc = torch.where(same, a, b), torch.where(same, fa, fb)
         b, fb = torch.where(same, b, a), torch.where(same, fb, fa)
         a, fa = x, fx
         best = torch.where(fa.abs() < fb.abs(), a, b)
         width = (b - a).abs()
+        # The smallest step, as a fraction of the bracket, that is not rounding error
         least = RELATIVE * torch.maximum(a.abs(), b.abs()) / width.clamp_min(1e-300)
         if bool((settled | (least > 0.5) | (torch.minimum(fa.abs(), fb.abs()) <= noise)).all()):
             break

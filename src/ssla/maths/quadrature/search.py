@@ -13,15 +13,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ssla.maths.quadrature.grid import Grid, pattern_of
+from ssla.maths.quadrature.grid import Grid, node_pattern
 
-FIRST_NODES = 21  # a guess, as are the other limits here that give no reason
+# Constants without another reason are guesses, not measured.
+FIRST_NODES = 21
 FIRST_REACH = 2.65  # sinh(2.65) = 7.0: seven scales to either side
 MOST_NODES = 1100
 MOST_ROUNDS = 24
 TAIL_MASS = 1e-6
 HALF_RULE_TOLERANCE = 5e-4
 TASKS_AT_ONCE = 1 << 18  # nodes evaluated at once: bounds memory, keeps the arrays in cache
+# In units of the scale: limits of the mass's mean and spread within which nodes are centred on it
+MOST_SHIFT, LEAST_SPREAD, MOST_SPREAD = 0.4, 0.4, 3.0
+WIDER = 1.6  # factor on the reach where a tail is too heavy
+# `locate_densities`: reach and number of nodes of the first round (1e-6·sinh(42) is 1e12) and of
+# the others
+WIDE_SEARCH, CLOSE_SEARCH, SEARCH_ROUNDS = (42.0, 513), (6.0, 129), 12
 
 LogDensity = Callable[[Tensor, Tensor], Tensor]
 """(z (m, k), rows (m,)) -> log density (m, k) of those rows."""
@@ -48,10 +55,11 @@ def build_grids(
     scale: Tensor,
     accuracy: Accuracy = Accuracy(),  # noqa: B008
 ) -> list[RowGrid]:
-    """Build adaptive grids for all rows, from a first guess of centre and scale (m,).
+    """Build adaptive grids for m rows, from a first guess of centre (m,) and scale (m,).
 
-    A row whose density has no integral (it does not decay, or has a pole) is cut at the minima
-    around its first guess and flagged.
+    Rows of one node pattern share a grid, so the result is a list of grids with their rows. A row
+    that never passes has `accurate` = False. So has a row whose density has no integral (it does
+    not decay, or has a pole): it is cut at the minima around its first guess.
     """
     if not centre.numel():
         none = torch.arange(0)
@@ -63,20 +71,23 @@ def build_grids(
     while work:
         task = work.pop()
         for chunk in _row_chunks(task.rows.numel(), task.node_count):
-            some = task.take(chunk)
-            grid = _evaluate_grid(log_density, some)
+            part = task.select_rows(chunk)
+            grid = _evaluate_grid(log_density, part)
             verdict = _judge_grid(grid, accuracy)
-            done = torch.ones_like(verdict.good) if some.is_last else verdict.good
-            endless = done & ~verdict.good & _find_runaways(grid, verdict, start.take(some.rows))
+            # In the last round all rows are done, whether they pass or not.
+            done = torch.ones_like(verdict.good) if part.is_last else verdict.good
+            endless = (
+                done & ~verdict.good & _find_runaways(grid, verdict, start.select_rows(part.rows))
+            )
             if bool(endless.any()):
-                cut = _cut_grid(log_density, some.rows[endless], start)
+                cut = _cut_grid(log_density, part.rows[endless], start)
                 accepted[cut.grid.logs.shape[1], FIRST_REACH].append(cut)
             kept = done & ~endless
             if bool(kept.any()):
                 accepted[task.node_count, task.reach].append(
-                    _accept_rows(some, grid, verdict, kept)
+                    _accept_rows(part, grid, verdict, kept)
                 )
-            work += _plan_retries(some, verdict, ~done)
+            work += _plan_retries(part, verdict, ~done)
     return [_join_grids(grids) for grids in accepted.values()]
 
 
@@ -86,7 +97,7 @@ class _Start(NamedTuple):
     centre: Tensor
     scale: Tensor
 
-    def take(self, rows: Tensor) -> _Start:
+    def select_rows(self, rows: Tensor) -> _Start:
         """Return the guess for rows (k,), by their numbers."""
         return _Start(self.centre[rows], self.scale[rows])
 
@@ -103,30 +114,40 @@ class _Work(NamedTuple):
 
     @property
     def is_last(self) -> bool:
-        """Return whether the grid is accepted even if it does not pass."""
+        """Return whether no further round, or no finer grid, is allowed after this one.
+
+        Its rows are then accepted even if they do not pass.
+        """
         return self.round >= MOST_ROUNDS or self.node_count * 2 - 1 > MOST_NODES
 
-    def take(self, rows: slice) -> _Work:
+    def select_rows(self, rows: slice) -> _Work:
         """Return the work for a slice of the rows."""
         return self._replace(rows=self.rows[rows], centre=self.centre[rows], scale=self.scale[rows])
 
 
 def _accept_rows(work: _Work, grid: Grid, verdict: _Verdict, kept: Tensor) -> RowGrid:
-    """Return the kept rows (m,) bool of a grid; those that did not pass are not accurate."""
-    rows = grid if bool(kept.all()) else grid.rows(kept)
+    """Return the rows of a grid that `kept` (m,) bool selects, with their numbers.
+
+    Rows that did not pass are flagged as not accurate.
+    """
+    kept_grid = grid if bool(kept.all()) else grid.select_rows(kept)
     if not bool(verdict.good[kept].all()):
-        rows = replace(rows, accurate=verdict.good[kept])
-    return RowGrid(work.rows[kept], rows)
+        kept_grid = replace(kept_grid, accurate=verdict.good[kept])
+    return RowGrid(work.rows[kept], kept_grid)
 
 
 def _plan_retries(work: _Work, verdict: _Verdict, pending: Tensor) -> list[_Work]:
-    """Return the next work for the pending rows (m,) bool, by the reason why they did not pass."""
+    """Return the next work for the pending rows (m,) bool, by the reason why they did not pass.
+
+    Rows off the centre get moved nodes, coarse ones twice as many, and rows with heavy tails a
+    larger reach with twice as many.
+    """
     finer = 2 * work.node_count - 1
     retries = []
     for reason, reach, count in (
         (verdict.off_centre, work.reach, work.node_count),
         (verdict.coarse, work.reach, finer),
-        (verdict.heavy, 1.6 * work.reach, finer),
+        (verdict.heavy, WIDER * work.reach, finer),
     ):
         again = reason & pending
         if bool(again.any()):
@@ -136,23 +157,27 @@ def _plan_retries(work: _Work, verdict: _Verdict, pending: Tensor) -> list[_Work
 
 
 def _cut_grid(log_density: LogDensity, rows: Tensor, start: _Start) -> RowGrid:
-    """Return a grid at the first guess for rows without an integral, cut at the valleys around."""
-    work = _Work(rows, *start.take(rows), FIRST_REACH, 2 * FIRST_NODES - 1, 0)
+    """Return a grid for rows (r,) without an integral, at their first guess.
+
+    The density is cut at the first minimum on either side, and the rows are not accurate.
+    """
+    work = _Work(rows, *start.select_rows(rows), FIRST_REACH, 2 * FIRST_NODES - 1, 0)
     return RowGrid(rows, _cut_at_valleys(_evaluate_grid(log_density, work)))
 
 
 def _find_runaways(grid: Grid, verdict: _Verdict, start: _Start) -> Tensor:
-    """Return which rows (m,) have a grid that diverged on a density without integral.
+    """Return which rows (m,) have a grid that diverged, as on a density without an integral.
 
-    It moved to infinity, away from the first guess of its rows, or into a pole.
+    The grid moved to infinity, away from the first guess of its rows, or into a pole.
     """
+    # Three scales, and 1e-4 of the scale, are guesses.
     away = (grid.centre - start.centre).abs() > 3 * start.scale
     pole = grid.scale < 1e-4 * start.scale
     return ~torch.isfinite(grid.log_mass) | verdict.off_centre | away | pole
 
 
 def _cut_at_valleys(grid: Grid) -> Grid:
-    """Set the density to zero beyond the first minimum on either side of the middle node.
+    """Return the grid with no density beyond the first minimum on either side of the middle node.
 
     The rows of the returned grid are not accurate.
     """
@@ -160,6 +185,8 @@ def _cut_at_valleys(grid: Grid) -> Grid:
     left, right = grid.logs[:, : middle + 1].flip(1), grid.logs[:, middle:]
     halves = []
     for half in (left, right):
+        # Everything is cut from the first node on at which log p is above its minimum so far. There
+        # log p is 1e4 below the middle, which stands for no density and keeps logs finite.
         after_rise = (half > half.cummin(1).values + 1e-9).cumsum(1) > 0
         halves.append(torch.where(after_rise, half[:, :1] - 1e4, half))
     logs = torch.cat([halves[0].flip(1)[:, :-1], halves[1]], 1)
@@ -167,15 +194,18 @@ def _cut_at_valleys(grid: Grid) -> Grid:
 
 
 def _row_chunks(rows: int, count: int) -> Iterator[slice]:
-    """Yield slices of rows whose `count` nodes each are evaluated together; one for zero rows."""
+    """Yield slices of rows that are evaluated together, with `count` nodes each.
+
+    There is one slice for zero rows.
+    """
     size = max(TASKS_AT_ONCE // count, 1)
     for start in range(0, max(rows, 1), size):
         yield slice(start, min(start + size, rows))
 
 
 def _evaluate_grid(log_density: LogDensity, work: _Work) -> Grid:
-    """Evaluate the density at the nodes of a grid."""
-    x = pattern_of(work.node_count, work.reach)[0]
+    """Return the grid of some work, with the density evaluated at its nodes."""
+    x = node_pattern(work.node_count, work.reach)[0]
     logs = log_density(work.centre[:, None] + work.scale[:, None] * x, work.rows).double()
     accurate = torch.ones_like(work.centre, dtype=torch.bool)
     return Grid(work.centre, work.scale, work.reach, logs, accurate)
@@ -193,21 +223,23 @@ class _Verdict(NamedTuple):
 
 
 def _judge_grid(grid: Grid, accuracy: Accuracy) -> _Verdict:
-    """Decide which rows pass, and how to change the grids of the others."""
+    """Return which rows of a grid pass, and how the grids of the others should change."""
     x = grid.pattern
-    shares = grid.relative
+    shares = grid.relative_terms
     body = shares.sum(1)
     half_rule = 2 * shares[:, ::2].sum(1)
     left, right = (t.moment(0, grid.peak) / grid.scale for t in grid.tails)
     mean, spread = _mass_location(shares, x, body)
     edge = (grid.logs[:, 0] == grid.peak) | (grid.logs[:, -1] == grid.peak)
-    off_centre = (mean.abs() > 0.4) | (spread < 0.4) | (spread > 3.0) | edge
-    coarse = ~((half_rule / body - 1).abs() <= accuracy.half_rule) | grid.overshoots()
+    off_centre = (mean.abs() > MOST_SHIFT) | (spread < LEAST_SPREAD) | (spread > MOST_SPREAD) | edge
+    # Conditions with `~` and `<=` are true for NaN too.
+    coarse = ~((half_rule / body - 1).abs() <= accuracy.half_rule) | grid.find_overshooting_rows()
     if accuracy.spline is not None:
         coarse |= ~(grid.spline_error() <= accuracy.spline)
     heavy = ~((left + right) / body <= accuracy.tail)
-    # a heavy tail shifts mean and spread: widen before moving, unless the peak is at the edge
-    off_centre = off_centre & ~(heavy & (spread > 3.0) & ~edge)
+    # A heavy tail shifts mean and spread, so such a grid is widened before it is moved, unless the
+    # peak is at the edge.
+    off_centre = off_centre & ~(heavy & (spread > MOST_SPREAD) & ~edge)
     # A density narrower than the nodes is enlarged until they resolve it.
     spacing = float(x[x.numel() // 2 + 1])
     width = torch.maximum(spread, torch.full_like(spread, spacing))
@@ -220,24 +252,25 @@ def _judge_grid(grid: Grid, accuracy: Accuracy) -> _Verdict:
 
 
 def _mass_location(shares: Tensor, x: Tensor, body: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute mean and spread of the mass (m, k) at nodes x (k,), in units of the scale.
+    """Compute mean (m,) and spread (m,) of the mass shares (m, k) at nodes x (k,).
 
-    body (m,): the sum of the mass. -> (m,), (m,). Where the spread is large, far tails have most of
-    the second moment, and the location of the bulk is returned.
+    Both are in units of the scale. body (m,): the sum of the shares. Where the spread is large, far
+    tails have most of the second moment, and the result is that of `_bulk_location`.
     """
     moments = shares @ torch.stack([x, x * x], 1) / body[:, None]
     mean = moments[:, 0]
     spread = (moments[:, 1] - mean * mean).clamp_min(0).sqrt()
-    wide = (spread > 3.0).nonzero().squeeze(-1)
+    wide = (spread > MOST_SPREAD).nonzero().squeeze(-1)
     if wide.numel():
         mean[wide], spread[wide] = _bulk_location(shares[wide], x)
     return mean, spread
 
 
 def _bulk_location(shares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the median and half the distance between the 16% and the 84% quantile.
+    """Compute the median (m,) and half the distance between the 16% and the 84% quantile (m,).
 
-    shares (m, k): mass at nodes x (k,). -> (m,), (m,).
+    shares (m, k): mass at nodes x (k,). For a Gaussian half that distance is one standard
+    deviation.
     """
     sums = shares.cumsum(1)
     low, median, high = (
@@ -248,7 +281,7 @@ def _bulk_location(shares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _join_grids(parts: list[RowGrid]) -> RowGrid:
-    """Join grids of one node pattern."""
+    """Return one grid with the rows of all parts, which must have one node pattern."""
     if len(parts) == 1:
         return parts[0]
     grids = [part.grid for part in parts]
@@ -263,18 +296,18 @@ def _join_grids(parts: list[RowGrid]) -> RowGrid:
 
 
 def locate_densities(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:
-    """Find a first centre and scale for unknown densities: from 1e-6 to 1e12 around zero.
+    """Find a first centre (m,) and scale (m,) for m = rows unknown densities.
 
-    The highest of logarithmically spaced nodes comes first; then median and spread around it are
-    taken a few times. For two distant modes the result is the higher one, and `build` widens the
-    grid. -> (m,), (m,) for m = rows.
+    They may be at distances from 1e-6 to 1e12 of zero. The first round has nodes over that range.
+    Each round takes the median and the spread of the mass at its nodes as the next centre and
+    scale. For two distant modes the result is the higher one, and `build_grids` widens the grid.
     """
     index = torch.arange(rows)
     centre = torch.zeros(rows, dtype=torch.float64)
     scale = torch.full((rows,), 1e-6, dtype=torch.float64)
-    reach, count = 42.0, 513
-    for _ in range(12):
-        x, weights = pattern_of(count, reach)
+    reach, count = WIDE_SEARCH
+    for _ in range(SEARCH_ROUNDS):
+        x, weights = node_pattern(count, reach)
         logs = torch.cat(
             [
                 log_density(centre[chunk, None] + scale[chunk, None] * x, index[chunk])
@@ -285,9 +318,9 @@ def locate_densities(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor
         best = logs.argmax(1).clamp(1, count - 2)
         shares = (logs - logs.max(1, keepdim=True).values).exp() * weights
         median, spread = _bulk_location(shares, x)
-        # The spread is not below the distance of the nodes, which the density may be narrower than.
+        # A density may be narrower than the distance of the nodes. That distance is then the scale.
         spacing = (x[best + 1] - x[best - 1]) / 2
         centre = centre + scale * median
         scale = scale * torch.maximum(spread, spacing)
-        reach, count = 6.0, 129
+        reach, count = CLOSE_SEARCH
     return centre, scale
