@@ -20,7 +20,7 @@ from ssla.tables.columns.kinds import (
     UNIT,
     WAYS,
     _parse_boolean,
-    distinct_cells,
+    find_distinct_cells,
     interpret_cells,
     is_missing,
     parse_date,
@@ -535,6 +535,6 @@ def test_plans_do_not_depend_on_who_reads(tmp_path, monkeypatch, count):
     ],
 )
 def test_only_texts_are_compared_to_find_distinct_cells(cells, levels, codes):
-    found, positions = distinct_cells(cells)
+    found, positions = find_distinct_cells(cells)
     assert list(found) == levels
     assert positions.tolist() == codes

@@ -31,7 +31,7 @@ from ssla.tables.columns.kinds import (
     Column,
     Style,
     TableError,
-    distinct_cells,
+    find_distinct_cells,
 )
 from ssla.tables.columns.reading import Table
 
@@ -136,7 +136,7 @@ class Feature:
         positions |= dict.fromkeys(self.rare, rare_position)
         unknown_position = rare_position if self.rare_learned else -1
         # Each different text is looked up once: L texts for n rows.
-        texts, text_of_row = distinct_cells(column.values)  # (L), (n,)
+        texts, text_of_row = find_distinct_cells(column.values)  # (L), (n,)
         unknown = np.array([v is not None and v not in positions for v in texts], dtype=bool)
         position_of_text = np.array(
             [

@@ -29,7 +29,7 @@ from ssla.tables.columns.kinds import (
     Column,
     Style,
     TableError,
-    check_column,
+    check_column_finite,
     interpret_cells,
     read_as_kind,
 )
@@ -104,7 +104,7 @@ class Table:
         """
         stored = self._stored_cells(name)
         if isinstance(stored, Column):
-            return check_column(stored)
+            return check_column_finite(stored)
         return interpret_cells(name, stored, self.stated, mixed)
 
     def column_of_kind(self, name: str, kind: str, style: Style) -> Column:
@@ -119,7 +119,7 @@ class Table:
         if isinstance(stored, Column):
             converted = stored.as_kind(kind, style)
             if converted is not None:
-                return check_column(converted)
+                return check_column_finite(converted)
             stored = stored.cells
         return read_as_kind(name, stored, kind, style, self.path, self.first, self.part)
 
