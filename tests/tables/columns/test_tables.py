@@ -462,7 +462,7 @@ def test_gaps_that_training_had_are_learned_and_others_are_mixed():
         encoded = plan.encode(table(**row | {name: [cell]}))
         assert encoded.mixed_rows.tolist() == [mixed], name
         assert encoded.notes.tolist() == [note]
-        assert encoded.marked == 1
+        assert encoded.noted_row_count == 1
 
 
 def test_copies_hold_the_training_distribution_of_what_is_missing():

@@ -65,7 +65,7 @@ class Table:
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns, without the row index of pandas."""
+        """Return the names of the columns, without the row index of pandas."""
         return [name for name in self.cells if not (self.indexed and INDEX.match(name))]
 
     def __len__(self) -> int:

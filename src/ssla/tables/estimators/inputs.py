@@ -85,7 +85,7 @@ def plan_inputs(
     codes: see `make_plan`. Raises TableError if no column is usable.
     """
     if isinstance(rows, np.ndarray):
-        return make_plan(table_of(rows, column_names(estimator)), set(), kept, constants=True)
+        return make_plan(table_of(rows, column_names(estimator)), set(), kept, keep_constants=True)
     return make_plan(rows, set(), kept, codes=codes)
 
 
