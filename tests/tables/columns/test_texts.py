@@ -328,8 +328,8 @@ def parts_of(path, rows, **marks):
         for part in read_parts(path, rows=rows, **marks):
             found.append(
                 (
-                    part.first,
-                    part.part,
+                    part.rows_before,
+                    part.may_have_more,
                     part.rows,
                     {name: part.cells_of(name) for name in part.cells},
                 )

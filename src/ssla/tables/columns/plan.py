@@ -144,7 +144,7 @@ class Feature:
         """Return one column for each level and one for all rare ones (n, width), and which rows
         have an unknown category (n,) bool.
 
-        A row has a 1 in the column of its category and 0 in the others. A gap has zeros only, and so
+        A row has a 1 in the column of its category and 0 in the others. A gap has zeros only. So
         has an unknown category that is not treated as a rare one.
         """
         # The position of a text is its column of the block; −1 gives zeros.
