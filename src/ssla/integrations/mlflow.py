@@ -188,7 +188,7 @@ def _model_signature(scorer: Scorer, level: float) -> Any:
     scorer reads both, so that columns of a table have any type here, and their cells are checked by
     the scorer.
     """
-    model = scorer.opened
+    model = scorer.opened_model
     names = model.names if scorer.inputs is None else scorer.inputs
     if names is None:
         inputs = Schema([TensorSpec(np.dtype(np.float64), (-1, model.width or -1))])
