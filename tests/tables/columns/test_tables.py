@@ -23,7 +23,7 @@ from ssla import metrics
 from ssla.predictive import from_marginal, mixture
 from ssla.predictive.joined import join_predictives
 from ssla.tables.cli.app import app
-from ssla.tables.cli.train import Request, prepare
+from ssla.tables.cli.train import Request, prepare_table
 from ssla.tables.columns import (
     Plan,
     Style,
@@ -500,7 +500,7 @@ def test_rows_without_a_target_are_not_in_the_plan():
     plan = make_plan(cells, {"y"}, np.arange(30) < 25)
     assert plan.features[0].draws == (1.0, 5.0)
     assert plan.features[0].shares == (0.8, 0.2)
-    assert prepare(cells, Request(Path("some.csv"), "y", Path(), likelihood="classes")).plan == plan
+    assert prepare_table(cells, Request(Path("some.csv"), "y", Path(), likelihood="classes")).plan == plan
 
 
 def linear(noise):

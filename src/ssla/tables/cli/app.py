@@ -51,7 +51,7 @@ OtherThousands = Annotated[
 
 
 def _print_version(is_wanted: bool) -> None:
-    """Print the version and exit, if --version was given."""
+    """Print the version and exit, if --version was given. typer calls this before any command."""
     if is_wanted:
         typer.echo(f"ssla {__version__}")
         raise typer.Exit
@@ -66,7 +66,8 @@ def _read_common_options(
         ),
     ] = False,
 ) -> None:
-    # A docstring would replace the help of the app. The option has a callback of its own.
+    # typer needs this function for the options of all commands. A docstring would replace the help
+    # of the app. There is nothing to do: --version has a callback of its own.
     pass
 
 
