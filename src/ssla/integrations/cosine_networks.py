@@ -312,7 +312,7 @@ def maximise_evidence(
 
         flat: the point as an array. The loss is infinite where the evidence does not exist.
         """
-        point = torch.from_numpy(flat.copy()).requires_grad_(True)
+        point = torch.from_numpy(flat.copy()).requires_grad_(requires_grad=True)
         lengths, variances, noise = coordinates.settings_at(point)
         if known_noise is not None:
             noise = known_noise.clamp_min(LEAST_NOISE)
@@ -361,7 +361,8 @@ def log_evidence(
     """
     # Forward: the inputs of every linear layer, and the slope of every cosine.
     f = functional_call(network[0], {"lengths": lengths}, (x,))
-    linear_layers, slopes = [], []
+    linear_layers = []
+    slopes = []
     for name, layer in network[1:].named_children():
         if isinstance(layer, nn.Linear):
             weight, bias = layer.weight.detach(), layer.bias.detach()

@@ -257,7 +257,7 @@ def check_ordered(predictive: Predictive, name: str) -> None:
 
 
 def check_row(row: int, rows: int) -> None:
-    """Raise ValueError unless `row` is one of so many inputs: from 0, or from the last one as −1."""
+    """Raise ValueError unless `row` is one of `rows` inputs, from 0 on or backwards from −1."""
     if not -rows <= row < rows:
         raise ValueError(
             f"row must be one of the {rows} inputs, from 0 to {rows - 1}, but is {row}."

@@ -138,8 +138,8 @@ def _read_polars(name: str, series: Any) -> Column | list[Any]:
     # A type is written with its parameters, for example Datetime(time_unit='us').
     type_name = str(series.dtype).partition("(")[0]
     if type_name == "Boolean" or series.dtype.is_numeric():
-        kind = BOOLEAN if type_name == "Boolean" else NUMBER
-        return Column(name, kind, _to_floats(series.cast(sys.modules["polars"].Float64)))
+        column_kind = BOOLEAN if type_name == "Boolean" else NUMBER
+        return Column(name, column_kind, _to_floats(series.cast(sys.modules["polars"].Float64)))
     if type_name in ("Date", "Datetime"):
         return Column(name, DATE, _to_floats(series.dt.epoch("us")) / MICROSECONDS)
     if type_name == "Duration":
@@ -156,8 +156,8 @@ def _read_array(name: str, values: np.ndarray) -> Column | list[Any]:
     """
     type_letter = values.dtype.kind
     if type_letter in "biuf":
-        kind = BOOLEAN if type_letter == "b" else NUMBER
-        return Column(name, kind, values.astype(np.float64))
+        column_kind = BOOLEAN if type_letter == "b" else NUMBER
+        return Column(name, column_kind, values.astype(np.float64))
     if type_letter in "mM":
         # The types M8 and m8 are datetime64 and timedelta64; [us] means microseconds.
         return _read_moments(name, values.astype(f"{type_letter}8[us]"))

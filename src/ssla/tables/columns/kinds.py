@@ -169,15 +169,15 @@ class Column:
         convert = converters[self.kind]
         return [None if math.isnan(value) else convert(value) for value in self.values.tolist()]
 
-    def as_kind(self, kind: str, style: Style) -> Column | None:
-        """Return the column with the kind and without the format of the training column, or None.
+    def as_kind(self, column_kind: str, style: Style) -> Column | None:
+        """Return the column as one of the kind of the training column; None if it does not fit.
 
         The column fits if it has this kind already, or if it has booleans where numbers are
         expected. It never fits a format with a unit, because its values have none.
         """
         has_unit = bool(style.before or style.after)
-        fits = self.kind == kind or (self.kind == BOOLEAN and kind == NUMBER)
-        return replace(self, kind=kind) if fits and not has_unit else None
+        fits = self.kind == column_kind or (self.kind == BOOLEAN and column_kind == NUMBER)
+        return replace(self, kind=column_kind) if fits and not has_unit else None
 
 
 def interpret_cells(
@@ -204,10 +204,10 @@ def interpret_cells(
     # Each different cell is parsed once: L levels, and the level of each of n rows.
     levels, codes = find_distinct_cells(cells)
     is_given = np.array([not is_missing(level) for level in levels], dtype=bool)
-    given = [level for level, keep in zip(levels, is_given, strict=True) if keep]
-    counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given level
+    given_cells = [level for level, keep in zip(levels, is_given, strict=True) if keep]
+    counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given cell
     # Booleans, dates and numbers are tried one after the other. No cell is of two of these kinds.
-    if given and all(parse_truth(level) is not None for level in given):
+    if given_cells and all(parse_truth(level) is not None for level in given_cells):
         return Column(name, BOOLEAN, _parse_cells(levels, parse_truth)[codes])
     days = _parse_cells(levels, parse_date)
     no_date = is_given & np.isnan(days)
@@ -215,7 +215,7 @@ def interpret_cells(
         if no_date.any():
             raise _mixed_kinds_error(name, levels, codes, no_date, "dates")
         return Column(name, DATE, days[codes])
-    detected = _detect_style(name, given, counts, style)
+    detected = _detect_style(name, given_cells, counts, style)
     numbers = _parse_cells(levels, detected.parse)
     no_number = is_given & np.isnan(numbers)
     rows_of_texts = counts[no_number[is_given]].sum()
@@ -223,7 +223,7 @@ def interpret_cells(
         return read_as_kind(name, cells, TEXT)
     if rows_of_texts:
         interpretation = (
-            _interpret_as_categories(given, counts, no_number[is_given]) if mixed else ""
+            _interpret_as_categories(given_cells, counts, no_number[is_given]) if mixed else ""
         )
         if not interpretation:
             raise _mixed_kinds_error(name, levels, codes, no_number, "numbers")
@@ -231,20 +231,22 @@ def interpret_cells(
     return Column(name, NUMBER, _check_finite(name, numbers[codes]), detected)
 
 
-def _interpret_as_categories(given: list[Any], counts: np.ndarray, no_number: np.ndarray) -> str:
+def _interpret_as_categories(
+    given_cells: list[Any], counts: np.ndarray, no_number: np.ndarray
+) -> str:
     """Return a text on how numbers and texts are read as categories; empty if they cannot be.
 
     They cannot be categories if there are too many of them, or if a text is in few rows, because it
     may be a typing error.
 
-    given (L,): the different cells. counts (L,): the rows of each. no_number (L,) bool: which of
-    them are texts.
+    given_cells (L,): the different cells. counts (L,): the rows of each. no_number (L,) bool: which
+    of them are texts.
     """
     # Different cells can have the same text, as the number 1 and the text "1".
     rows: Counter[str] = Counter()
-    for cell, count in zip(given, counts.tolist(), strict=True):
+    for cell, count in zip(given_cells, counts.tolist(), strict=True):
         rows[text_of_cell(cell)] += count
-    texts = {text_of_cell(given[i]) for i in np.flatnonzero(no_number).tolist()}
+    texts = {text_of_cell(given_cells[i]) for i in np.flatnonzero(no_number).tolist()}
     fewest = max(ROWS_OF_A_TEXT, SHARE_OF_A_TEXT * counts.sum())
     if len(rows) > MOST_MIXED or min(rows[text] for text in texts) < fewest:
         return ""
@@ -257,7 +259,7 @@ def _interpret_as_categories(given: list[Any], counts: np.ndarray, no_number: np
 def read_as_kind(
     name: str,
     cells: Sequence[Any] | np.ndarray,
-    kind: str,
+    column_kind: str,
     style: Style = PLAIN,
     source: Any = "the table",
     rows_before: int = 0,
@@ -265,18 +267,20 @@ def read_as_kind(
 ) -> Column:
     """Return the column of the cells (n), in the kind and the format of the training column.
 
-    kind: NUMBER, BOOLEAN, DATE or TEXT. style: the format of numbers; other kinds have none.
+    column_kind: NUMBER, BOOLEAN, DATE or TEXT. style: the format of numbers; other kinds have none.
     source: what errors call the table. rows_before: the number of rows of the source before these
     cells. may_have_more: whether the source may have rows after them.
 
     Raises TableError with the first cell of another kind, or with the first infinite number.
     """
     # Most columns of numbers are plain, and need no loop over cells.
-    if kind == NUMBER and (plain := _read_plain_numbers(cells, style)) is not None:
-        return Column(name, kind, _check_finite(name, plain, rows_before, may_have_more), style)
+    if column_kind == NUMBER and (plain := _read_plain_numbers(cells, style)) is not None:
+        return Column(
+            name, column_kind, _check_finite(name, plain, rows_before, may_have_more), style
+        )
     # Each different cell is parsed once: L levels, and the level of each of n rows.
     levels, codes = find_distinct_cells(cells)
-    if kind == TEXT:
+    if column_kind == TEXT:
         texts = [None if is_missing(level) else text_of_cell(level) for level in levels]
         return Column(name, TEXT, np.array(texts, dtype=object)[codes])
     parsers: dict[str, Callable[[Any], float | None]] = {
@@ -284,28 +288,30 @@ def read_as_kind(
         BOOLEAN: _parse_boolean,
         DATE: parse_date,
     }
-    parse = parsers[kind]
+    parse = parsers[column_kind]
     values = [math.nan if is_missing(level) else parse(level) for level in levels]
     wrong = np.flatnonzero(np.array([value is None for value in values], dtype=bool)[codes])
     if len(wrong):
         expected = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}
         cell = str(levels[codes[wrong[0]]])[:30]
         raise TableError(
-            f"Column {name!r} held {expected[kind]}{_example_of_style(kind, style)} at training, "
-            f"but row {rows_before + wrong[0] + 1} of {source} is {cell!r} ({len(wrong)} such "
+            f"Column {name!r} held {expected[column_kind]}"
+            f"{_example_of_style(column_kind, style)} at training, but row {rows_before + wrong[0] + 1} of {source} is {cell!r} ({len(wrong)} such "
             f"cells {_describe_extent(rows_before + len(cells), may_have_more)}). Correct or empty "
             "them."
         )
     numbers = np.array(values, dtype=float)[codes]
-    return Column(name, kind, _check_finite(name, numbers, rows_before, may_have_more), style)
+    return Column(
+        name, column_kind, _check_finite(name, numbers, rows_before, may_have_more), style
+    )
 
 
-def _example_of_style(kind: str, style: Style) -> str:
+def _example_of_style(column_kind: str, style: Style) -> str:
     """Return the end of a phrase that shows a number in this format.
 
     It is empty for plain numbers and for other kinds than numbers.
     """
-    if kind != NUMBER or style == PLAIN:
+    if column_kind != NUMBER or style == PLAIN:
         return ""
     return f" written like {style.before}1{style.thousands}234{style.decimal}5{style.after}"
 
@@ -479,57 +485,61 @@ def _mixed_kinds_error(
     )
 
 
-def _detect_style(name: str, given: list[Any], counts: np.ndarray, stated: Style | None) -> Style:
+def _detect_style(
+    name: str, given_cells: list[Any], counts: np.ndarray, stated: Style | None
+) -> Style:
     """Return the format of numbers that fits all cells, or most of them if none fits all.
 
-    given (L,): the different cells that are not missing. counts (L,): the rows of each. stated: the
-    marks of numbers that the user gave, with which only the unit is detected; None if the marks
-    are detected too.
+    given_cells (L,): the different cells that are not missing. counts (L,): the rows of each.
+    stated: the marks of numbers that the user gave, with which only the unit is detected; None if
+    the marks are detected too.
 
     Raises TableError where two formats fit with different values, or where another format than the
     stated one fits.
     """
     plain = stated or PLAIN
-    if _parse_all(plain, given) is not None:
+    if _parse_all(plain, given_cells) is not None:
         return plain
     # The first cell that looks like a number with a unit decides which unit is expected.
-    texts = list(dict.fromkeys(cell for cell in given if isinstance(cell, str)))
+    texts = list(dict.fromkeys(cell for cell in given_cells if isinstance(cell, str)))
     unit = next((match for match in map(UNIT.fullmatch, texts[:TRIED]) if match), None)
     if unit is None:
         return plain
     units = (unit[2] or "", (unit[4] or "").strip())
     possible = [Style(*marks, *units) for marks in ((".", ""), *_possible_marks(texts))]
     candidates = possible if stated is None else [Style(stated.decimal, stated.thousands, *units)]
-    parsed = [(style, _parse_all(style, given)) for style in candidates]
+    parsed = [(style, _parse_all(style, given_cells)) for style in candidates]
     fitting = [(style, values) for style, values in parsed if values is not None]
     if fitting:
         first_fitting, _ = fitting[0]
         # Where plain numbers with a unit fit, no other format is considered.
         if first_fitting is not candidates[0]:
-            _check_unambiguous(name, given, fitting)
+            _check_unambiguous(name, given_cells, fitting)
         return first_fitting
-    if stated is not None and any(_parse_all(style, given) is not None for style in possible):
+    if stated is not None and any(_parse_all(style, given_cells) is not None for style in possible):
         raise TableError(
             f"Column {name!r} is not in the format {_options_of_style(stated)}: its first value is "
-            f"{given[0]!r}. Write all columns in one format, or leave it out with --drop {name!r}."
+            f"{given_cells[0]!r}. Write all columns in one format, or leave it out with --drop "
+            f"{name!r}."
         )
     # No format fits all cells: the caller decides what the others mean.
     return max(
         candidates,
-        key=lambda style: counts[[style.parse(cell) is not None for cell in given]].sum(),
+        key=lambda style: counts[[style.parse(cell) is not None for cell in given_cells]].sum(),
     )
 
 
 def _check_unambiguous(
-    name: str, given: list[Any], fitting: Sequence[tuple[Style, list[float]]]
+    name: str, given_cells: list[Any], fitting: Sequence[tuple[Style, list[float]]]
 ) -> None:
     """Raise TableError if formats that fit all cells give one of them different values.
 
-    given (L,): the different cells. fitting: the formats, each with its values of these cells.
+    given_cells (L,): the different cells. fitting: the formats, each with its values of these
+    cells.
     """
     first_style, first_values = fitting[0]
     for style, values in fitting[1:]:
-        for cell, first_value, value in zip(given, first_values, values, strict=True):
+        for cell, first_value, value in zip(given_cells, first_values, values, strict=True):
             if value != first_value:
                 raise TableError(
                     f"Column {name!r} is ambiguous: {cell!r} is {first_value:.10g} with "

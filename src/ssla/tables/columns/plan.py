@@ -359,7 +359,8 @@ class Plan:
 
         Raises TableError for a missing column, or a cell of another kind.
         """
-        blocks, unlearned = [], []
+        blocks = []
+        unlearned = []
         missing: dict[str, int] = {}
         unknown: dict[str, int] = {}
         notes = np.full(table.rows, "", dtype=object)
@@ -462,7 +463,8 @@ def _check_kind_and_categories(content: dict[str, Any], lists: dict[str, tuple[A
 
     content: a feature of a file. lists: its lists as tuples, by name.
     """
-    name, kind = content["name"], content["kind"]
+    name = content["name"]
+    kind = content["kind"]
     categories = (*lists["levels"], *lists["rare"], *lists["codes"])
     drawn = lists["draws"] if kind == TEXT else ()
     texts = (name, kind, content["interpretation"], *categories, *drawn)

@@ -114,7 +114,7 @@ class Table:
             return check_column_finite(stored)
         return interpret_cells(name, stored, self.stated, mixed=mixed)
 
-    def column_of_kind(self, name: str, kind: str, style: Style) -> Column:
+    def column_of_kind(self, name: str, column_kind: str, style: Style) -> Column:
         """Return a column in the kind and the format of the training column.
 
         Marks of numbers that were given for this table are used in place of those of the format.
@@ -124,7 +124,7 @@ class Table:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
         stored = self._stored_cells(name)
         if isinstance(stored, Column):
-            converted = stored.as_kind(kind, style)
+            converted = stored.as_kind(column_kind, style)
             if converted is not None:
                 return check_column_finite(converted)
             # Cells may be read as another kind, or the error names the first that cannot be.
@@ -132,7 +132,7 @@ class Table:
         return read_as_kind(
             name,
             stored,
-            kind,
+            column_kind,
             style,
             source=self.path,
             rows_before=self.rows_before,
@@ -477,8 +477,9 @@ def _cells_of_arrow(column: Any) -> Sequence[Any] | np.ndarray:
     """Return the cells of a column of pyarrow: an array (n,) if all are integers or floats,
     otherwise a list with None for gaps.
     """
-    kind = str(column.type)
-    if column.null_count == 0 and kind.startswith(("int", "uint", "float", "double", "halffloat")):
+    type_name = str(column.type)
+    is_number = type_name.startswith(("int", "uint", "float", "double", "halffloat"))
+    if column.null_count == 0 and is_number:
         array: np.ndarray = column.to_numpy()
         return array
     cells: list[Any] = column.to_pylist()

@@ -45,7 +45,7 @@ def collect_facts(subject: Subject, max_rows: int) -> dict[str, Any]:
     """
     measures = measure_subject(subject, None)
     plug_in = measure_subject(subject, "plug_in")
-    kind = measures["kind"]
+    predictive_kind = measures["kind"]
     # The epistemic share (n,) of each row's variance. A row without variance has the share 0.
     variance = measures["epistemic"] + measures["aleatoric"]
     share = measures["epistemic"] / variance.clamp_min(1e-300)
@@ -58,9 +58,9 @@ def collect_facts(subject: Subject, max_rows: int) -> dict[str, Any]:
     scores = [
         [name, value, plug_in_scores[name]] for name, value in score_measures(measures).items()
     ]
-    calibration = calibration_of_classes if kind == "class" else calibration_of_numbers
+    calibration = calibration_of_classes if predictive_kind == "class" else calibration_of_numbers
     return {
-        "kind": kind,
+        "kind": predictive_kind,
         "target": subject.target,
         "n": len(subject.y),
         "shown": len(shown),
@@ -77,7 +77,7 @@ def collect_facts(subject: Subject, max_rows: int) -> dict[str, Any]:
         **calibration(measures, plug_in),
         "doubtful": doubtful,
         "why": _explain_doubt(subject, shown, doubtful),
-        "rows": describe_rows(subject, shown, factors, kind)
+        "rows": describe_rows(subject, shown, factors, predictive_kind)
         | _describe_measures(subject, measures, share, shown),
     }
 

@@ -26,28 +26,29 @@ INPUT_BYTES = 2_000_000  # of all inputs together
 
 
 def describe_rows(
-    subject: Subject, positions: np.ndarray, factors: tuple[float, ...], kind: str
+    subject: Subject, positions: np.ndarray, factors: tuple[float, ...], predictive_kind: str
 ) -> dict[str, Any]:
     """Return lists with an entry for each of k rows under each strength of the prior.
 
     The keys are those of `_number_rows` for numbers, counts and angles, and those of `_class_rows`
     for classes. positions (k,): which rows, at least one. factors: on the precision of the prior.
-    kind: the kind of the predictives, such as "class".
+    predictive_kind: that of the predictives, such as "class".
     """
     blocks = []
     for rows in np.array_split(positions, math.ceil(len(positions) / BLOCK)):
         predictives = [subject.predict(rows, None, factor) for factor in factors]
-        if kind == "class":
+        if predictive_kind == "class":
             blocks.append(_class_rows(predictives, subject.y[torch.from_numpy(rows)]))
         else:
-            blocks.append(_number_rows(predictives, kind))
+            blocks.append(_number_rows(predictives, predictive_kind))
     return {name: [value for block in blocks for value in block[name]] for name in blocks[0]}
 
 
-def _number_rows(predictives: list[Any], kind: str) -> dict[str, Any]:
+def _number_rows(predictives: list[Any], predictive_kind: str) -> dict[str, Any]:
     """Return means, standard deviations, intervals and densities of k rows, under each factor.
 
-    predictives: of the same rows, one for each factor. kind: their kind. Each list has k entries.
+    predictives: of the same rows, one for each factor. predictive_kind: such as "count". Each
+    list has k entries.
     """
     rows = {
         "mean": _stack_factors(predictives, lambda p: p.mean),
@@ -59,7 +60,7 @@ def _number_rows(predictives: list[Any], kind: str) -> dict[str, Any]:
         ),
     }
     plain = {name: plain_numbers(values) for name, values in rows.items()}
-    return plain | _tabulate_densities(predictives, kind)
+    return plain | _tabulate_densities(predictives, predictive_kind)
 
 
 def _stack_factors(predictives: list[Any], measure: Callable[[Any], Tensor]) -> Tensor:
@@ -70,30 +71,30 @@ def _stack_factors(predictives: list[Any], measure: Callable[[Any], Tensor]) -> 
     return torch.stack([measure(p) for p in predictives], 1).double().cpu()
 
 
-def _tabulate_densities(predictives: list[Any], kind: str) -> dict[str, Any]:
+def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[str, Any]:
     """Return the densities of k rows: start and step of each row's grid, and heights on it.
 
     A row has one grid for all factors. Heights are whole numbers, and the largest of a row is
-    HEIGHT. predictives, kind: as in `_number_rows`.
+    HEIGHT. predictives, predictive_kind: as in `_number_rows`.
     """
-    low, high = _density_range(predictives, kind)
+    low, high = _density_range(predictives, predictive_kind)
     # Counts have steps of whole numbers, so that at most MOST_BARS bars are drawn in a row. The
     # grid has as many points as the row with the most bars needs.
-    if kind == "count":
+    if predictive_kind == "count":
         step = ((high - low + 1) / MOST_BARS).ceil().clamp_min(1)
         points = int(((high - low) / step).ceil().max()) + 1
     else:
         points = GRID
         step = (high - low) / (points - 1)
     grid = low[:, None] + step[:, None] * torch.arange(points, dtype=torch.float64)
-    y = wrap_angles(grid) if kind == "circular" else grid
+    y = wrap_angles(grid) if predictive_kind == "circular" else grid
     # heights of shape (k, factors, points)
     heights = torch.stack([p.log_prob(y).double().cpu().exp() for p in predictives], 1)
     # One scale for all factors of a row, because they are drawn in one picture.
     top = heights.amax((1, 2)).clamp_min(1e-300)  # no division by zero where all heights are 0
     scaled = (heights / top[:, None, None] * HEIGHT).round().int().tolist()
     # Rows of counts have different numbers of bars: those beyond their range are cut.
-    if kind == "count":
+    if predictive_kind == "count":
         lengths = (((high - low) / step).floor().int() + 1).tolist()
         scaled = [
             [bars[:length] for bars in row] for row, length in zip(scaled, lengths, strict=True)
@@ -101,13 +102,13 @@ def _tabulate_densities(predictives: list[Any], kind: str) -> dict[str, Any]:
     return {"start": plain_numbers(low, 8), "step": plain_numbers(step, 8), "heights": scaled}
 
 
-def _density_range(predictives: list[Any], kind: str) -> tuple[Tensor, Tensor]:
+def _density_range(predictives: list[Any], predictive_kind: str) -> tuple[Tensor, Tensor]:
     """Return the first and the last point (k,) of the grid of each row, for all factors.
 
     It is the whole circle around the mean for angles. Otherwise each end has the probability
     GRID_TAIL beyond it, under the factor for which it is farthest.
     """
-    if kind == "circular":
+    if predictive_kind == "circular":
         low = predictives[0].mean.double().cpu() - math.pi
         return low, low + 2 * math.pi
     q = torch.tensor([GRID_TAIL, 1 - GRID_TAIL], dtype=torch.float64)

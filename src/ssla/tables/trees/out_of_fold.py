@@ -105,7 +105,8 @@ class NumberLayer:
 
         It is the mixture over all offsets whose share is above LEAST_SHARE.
         """
-        predictives, shares = [], []
+        predictives = []
+        shares = []
         for offset, share in zip(OFFSETS, self.shares.tolist(), strict=True):
             if share > LEAST_SHARE:
                 features = self.compute_features(m, v, offset)
