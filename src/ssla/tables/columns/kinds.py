@@ -293,12 +293,13 @@ def read_as_kind(
     wrong = np.flatnonzero(np.array([value is None for value in values], dtype=bool)[codes])
     if len(wrong):
         expected = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}
+        row = rows_before + wrong[0] + 1
         cell = str(levels[codes[wrong[0]]])[:30]
+        extent = _describe_extent(rows_before + len(cells), may_have_more)
         raise TableError(
-            f"Column {name!r} held {expected[column_kind]}"
-            f"{_example_of_style(column_kind, style)} at training, but row {rows_before + wrong[0] + 1} of {source} is {cell!r} ({len(wrong)} such "
-            f"cells {_describe_extent(rows_before + len(cells), may_have_more)}). Correct or empty "
-            "them."
+            f"Column {name!r} held {expected[column_kind]}{_example_of_style(column_kind, style)} "
+            f"at training, but row {row} of {source} is {cell!r} ({len(wrong)} such cells "
+            f"{extent}). Correct or empty them."
         )
     numbers = np.array(values, dtype=float)[codes]
     return Column(
