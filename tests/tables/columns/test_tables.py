@@ -500,7 +500,10 @@ def test_rows_without_a_target_are_not_in_the_plan():
     plan = make_plan(cells, {"y"}, np.arange(30) < 25)
     assert plan.features[0].draws == (1.0, 5.0)
     assert plan.features[0].shares == (0.8, 0.2)
-    assert prepare_table(cells, Request(Path("some.csv"), "y", Path(), likelihood="classes")).plan == plan
+    assert (
+        prepare_table(cells, Request(Path("some.csv"), "y", Path(), likelihood="classes")).plan
+        == plan
+    )
 
 
 def linear(noise):
@@ -700,4 +703,4 @@ def test_reading_warns_of_nothing(tmp_path):
     data = write(tmp_path / "a.csv", a=["1", "2"], b=["x", ""])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [read_table(data).column(name).kind for name in "ab"] == ["number", "text"]
+        assert [read_table(data).interpret_column(name).kind for name in "ab"] == ["number", "text"]

@@ -23,8 +23,8 @@ from ssla.tables.columns.kinds import (
     find_distinct_cells,
     interpret_cells,
     is_missing,
+    parse_boolean_word,
     parse_date,
-    parse_truth,
     read_as_kind,
     text_of_cell,
 )
@@ -71,8 +71,8 @@ def finite(name, values):
 def by_cell(name, cells, style):
     """(kind, values, style) of a training column."""
     given = [cell for cell in cells if not is_missing(cell)]
-    if given and all(parse_truth(cell) is not None for cell in given):
-        return "boolean", floats(cells, parse_truth), Style()
+    if given and all(parse_boolean_word(cell) is not None for cell in given):
+        return "boolean", floats(cells, parse_boolean_word), Style()
     days = sum(parse_date(cell) is not None for cell in given)
     if days > len(given) / 2:
         return (

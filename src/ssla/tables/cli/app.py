@@ -1,6 +1,7 @@
 """The commands and their options.
 
-The work is in `ssla.tables.cli.work`, imported when a command runs.
+The work is in `ssla.tables.cli.work`, imported when a command runs. The docstring of a command is
+its help text. What it raises and returns is in the docstring of the function that it calls.
 """
 
 from __future__ import annotations

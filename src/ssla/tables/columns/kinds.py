@@ -169,7 +169,7 @@ class Column:
         convert = converters[self.kind]
         return [None if math.isnan(value) else convert(value) for value in self.values.tolist()]
 
-    def as_kind(self, column_kind: str, style: Style) -> Column | None:
+    def convert_kind(self, column_kind: str, style: Style) -> Column | None:
         """Return the column as one of the kind of the training column; None if it does not fit.
 
         The column fits if it has this kind already, or if it has booleans where numbers are
@@ -207,8 +207,8 @@ def interpret_cells(
     given_cells = [level for level, keep in zip(levels, is_given, strict=True) if keep]
     counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given cell
     # Booleans, dates and numbers are tried one after the other. No cell is of two of these kinds.
-    if given_cells and all(parse_truth(level) is not None for level in given_cells):
-        return Column(name, BOOLEAN, _parse_cells(levels, parse_truth)[codes])
+    if given_cells and all(parse_boolean_word(level) is not None for level in given_cells):
+        return Column(name, BOOLEAN, _parse_cells(levels, parse_boolean_word)[codes])
     days = _parse_cells(levels, parse_date)
     no_date = is_given & np.isnan(days)
     if counts[~no_date[is_given]].sum() > counts.sum() / 2:
@@ -384,7 +384,7 @@ def is_missing(cell: Any) -> bool:
     )
 
 
-def parse_truth(cell: Any) -> float | None:
+def parse_boolean_word(cell: Any) -> float | None:
     """Return 1 for true and yes and 0 for false and no, in upper or lower case; None for anything
     else.
     """
@@ -424,7 +424,7 @@ def _parse_boolean(cell: Any) -> float | None:
     """Return 1 or 0 for true, false, yes, no, 1 and 0; None for anything else."""
     number = PLAIN.parse(cell)
     if number is None:
-        return parse_truth(cell)
+        return parse_boolean_word(cell)
     return number if number in (0, 1) else None
 
 

@@ -191,11 +191,13 @@ class Feature:
         """
         return bool(self.rare) and self.rare_rows >= ENOUGH
 
-    def find_unlearned(self, column: Column, unknown: np.ndarray, scarce: np.ndarray) -> np.ndarray:
+    def find_unlearned_rows(
+        self, column: Column, unknown: np.ndarray, scarce: np.ndarray
+    ) -> np.ndarray:
         """Find the rows (n,) bool with an input whose effect could not be learned from training.
 
         That is a gap where training had too few gaps, an unknown category where it had too few rare
-        ones, or a scarce category. unknown, scarce (n,) bool: as `encode` and `find_scarce`
+        ones, or a scarce category. unknown, scarce (n,) bool: as `encode` and `find_scarce_rows`
         return them.
         """
         too_few_gaps = self.gaps < ENOUGH
@@ -203,7 +205,9 @@ class Feature:
             (column.missing & too_few_gaps) | (unknown & (not self.has_enough_rare_rows)) | scarce
         )
 
-    def find_scarce(self, block: np.ndarray, column: Column, unknown: np.ndarray) -> np.ndarray:
+    def find_scarce_rows(
+        self, block: np.ndarray, column: Column, unknown: np.ndarray
+    ) -> np.ndarray:
         """Find the rows (n,) bool with a scarce category: one of the training table without a code,
         where all such categories together had too few training rows.
 
@@ -229,7 +233,7 @@ class Encoded:
     missing: dict[str, int]  # gaps by column, for columns that have some
     unknown: dict[str, int]  # rows with an unknown category by column, for columns that have some
     notes: np.ndarray  # (n,) texts; empty where all inputs were known
-    unlearned: np.ndarray  # (n, features) bool: as `Feature.find_unlearned` finds them
+    unlearned: np.ndarray  # (n, features) bool: as `Feature.find_unlearned_rows` finds them
     plan: Plan
 
     def __getitem__(self, rows: np.ndarray | slice) -> Encoded:
@@ -367,9 +371,9 @@ class Plan:
         for feature in self.features:
             column = table.column_of_kind(feature.name, feature.kind, feature.style)
             block, is_unknown = feature.encode(column)
-            scarce = feature.find_scarce(block, column, is_unknown)
+            scarce = feature.find_scarce_rows(block, column, is_unknown)
             blocks.append(block)
-            unlearned.append(feature.find_unlearned(column, is_unknown, scarce))
+            unlearned.append(feature.find_unlearned_rows(column, is_unknown, scarce))
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
             if is_unknown.any():
@@ -530,7 +534,7 @@ def make_plan(
     for name in table.names:
         if name in excluded:
             continue
-        column = table.column(name, mixed=True)
+        column = table.interpret_column(name, mixed=True)
         column = replace(column, values=column.values[deciding_rows])
         feature = _plan_column(column, table, keep_constants=keep_constants, codes=codes)
         if isinstance(feature, str):
@@ -713,7 +717,7 @@ def _choose_rows(
     complete = np.flatnonzero(~gaps.any(axis=1))
     pool = complete if len(complete) else np.arange(len(numbers))
     # Codes are no quantities, so their means and standard deviations are not compared.
-    is_quantity = []
+    is_quantity: list[bool] = []
     for feature in features:
         is_quantity += [count == 0 for count in feature.level_counts]
     z = numbers[:, is_quantity]

@@ -103,7 +103,7 @@ class Table:
         cells: Sequence[Any] = stored.tolist() if isinstance(stored, np.ndarray) else list(stored)
         return cells
 
-    def column(self, name: str, mixed: bool = False) -> Column:
+    def interpret_column(self, name: str, mixed: bool = False) -> Column:
         """Return a column with its kind and values, as `interpret_cells` finds them from its cells.
 
         mixed: whether numbers and texts may be categories. Raises TableError if there is no such
@@ -124,7 +124,7 @@ class Table:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
         stored = self._stored_cells(name)
         if isinstance(stored, Column):
-            converted = stored.as_kind(column_kind, style)
+            converted = stored.convert_kind(column_kind, style)
             if converted is not None:
                 return check_column_finite(converted)
             # Cells may be read as another kind, or the error names the first that cannot be.
@@ -146,9 +146,8 @@ class Table:
         """
         if name not in self.cells:
             hint = did_you_mean(name, self.names)
-            raise TableError(
-                f"{self.path} has no column {name!r}.{hint} It has: {_list_some(self.names)}."
-            )
+            columns = _list_first_names(self.names)
+            raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {columns}.")
         return self.cells[name]
 
 
@@ -326,8 +325,9 @@ def _read_parts_by_csv(
 
 
 def _read_head(texts: Iterator[str]) -> str:
-    """Return the first blocks of a text: all if they have fewer than SNIFFED_TEXT characters, else
-    as many as are needed for them. These blocks are taken from the iterator.
+    """Return the first blocks of a text, with at least SNIFFED_TEXT characters if it has so many.
+
+    These blocks are taken from the iterator.
     """
     head = ""
     for text in texts:
@@ -497,7 +497,8 @@ def _read_excel(file: Path) -> Table:
     """
     rows, formulas, sheets = _load_first_sheet(file)
     if sheets[1:]:
-        warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_list_some(sheets[1:])}.")
+        unread = _list_first_names(sheets[1:])
+        warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {unread}.")
     lost = 0  # formulas without a value
     for row, formulas_of_row in zip(rows, formulas, strict=True):
         for value, formula in zip(row, formulas_of_row, strict=True):
@@ -588,7 +589,7 @@ def _complete_names(file: Path, names: list[str]) -> list[str]:
     return names
 
 
-def _list_some(names: list[str]) -> str:
+def _list_first_names(names: list[str]) -> str:
     """Return the first names as a text, and their number if there are more."""
     text = ", ".join(names[:LISTED_NAMES])
     return f"{text}, … ({len(names)} in total)" if len(names) > LISTED_NAMES else text

@@ -20,7 +20,7 @@ from ssla.tables.columns.kinds import (
     Style,
     TableError,
     is_missing,
-    parse_truth,
+    parse_boolean_word,
     text_of_cell,
 )
 from ssla.tables.columns.reading import Table
@@ -51,7 +51,7 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
     numbers were requested, and for labels that cannot be classes.
     """
     cells = table.cells_of(name)
-    column = table.column_of_kind(name, TEXT, PLAIN) if classes else table.column(name)
+    column = table.column_of_kind(name, TEXT, PLAIN) if classes else table.interpret_column(name)
     given = ~column.missing
     if column.kind == DATE:
         raise TableError(
@@ -166,7 +166,7 @@ def _value_of_text(text: str) -> Decimal | tuple[str, float] | str:
 
     Numbers are exact: 1 and 1.0 are equal, and long integers are not rounded.
     """
-    truth = parse_truth(text)
+    truth = parse_boolean_word(text)
     if truth is not None:
         return BOOLEAN, truth  # as a pair, true is not equal to the number 1
     # `Decimal` would read 1_000 as a thousand.
