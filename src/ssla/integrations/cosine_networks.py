@@ -319,7 +319,8 @@ def maximise_evidence(
         try:
             evidence = log_evidence(network, x, y, lengths, variances, settings.mean, noise)
         except LinAlgError:
-            # The covariance is singular to rounding. L-BFGS takes a shorter step then.
+            # The covariance is singular to rounding. L-BFGS takes a shorter step then, without the
+            # gradient.
             return math.inf, 0 * flat
         loss = 0.5 * (((point - expected) / deviation) ** 2).sum() - evidence
         (slope,) = torch.autograd.grad(loss, point)

@@ -16,7 +16,7 @@ from ssla.files import FileError
 from ssla.predictive import mixture
 from ssla.predictive.normals import pool_normals
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
-from ssla.tables.trees.beside_networks import estimate_pull
+from ssla.tables.trees.beside_networks import estimate_move_share
 from ssla.tables.trees.forest import Forest, join_forests
 from ssla.tables.trees.growing import BOOSTED, grow_forest
 from ssla.tables.trees.out_of_fold import fit_number_layer
@@ -231,9 +231,9 @@ def test_the_pull_minimises_the_weighted_squares():
             return c @ (errors - b * d) ** 2 + 10 / w.sum() * (c @ d**2) * b**2
 
         best = minimize_scalar(squares, bounds=(0, 1), method="bounded", options={"xatol": 1e-10}).x
-        found = estimate_pull(*(torch.from_numpy(part) for part in (d, errors, v, w)))
+        found = estimate_move_share(*(torch.from_numpy(part) for part in (d, errors, v, w)))
         assert found == pytest.approx(best, abs=1e-5)
-        twice = estimate_pull(
+        twice = estimate_move_share(
             *(
                 torch.from_numpy(np.repeat(part, w.astype(int)))
                 for part in (d, errors, v, np.ones(80))
@@ -241,7 +241,7 @@ def test_the_pull_minimises_the_weighted_squares():
         )
         assert found == pytest.approx(twice, abs=1e-12)  # a weight is a number of rows
     same = torch.zeros(3, dtype=torch.float64)
-    assert estimate_pull(same, same + 1, same, same + 1) == 0
+    assert estimate_move_share(same, same + 1, same, same + 1) == 0
 
 
 def test_the_closed_form_of_a_layer_is_near_its_refits():

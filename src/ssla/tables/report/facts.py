@@ -136,7 +136,7 @@ def _explain_doubt(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> 
     which are the keys of the result, as texts. The result is empty for a posterior that does not
     hold its training data, or holds more than LARGEST_EXPLAINED rows.
     """
-    # An estimator has no training rows to search, but can predict with an input at its mean.
+    # Only inputs are known as causes for an estimator: its rows are predicted with one at its mean.
     if subject.predict_at_mean is not None:
         return _explain_by_inputs(subject, shown, doubtful)
     posterior = subject.posterior

@@ -77,11 +77,11 @@ def _measure_classes(p: Any, y: Tensor) -> dict[str, Tensor]:
     p: the predictive of n rows. y (n,): the codes of the observed classes.
     """
     codes = y.long()
-    largest, guess = p.probs.max(1)
+    largest, predicted = p.probs.max(1)
     sets = [p.interval(level) for level in LEVELS]  # (n, C) bool each
     return {
         "sure": largest,
-        "hit": guess == codes,
+        "hit": predicted == codes,
         "brier": metrics.brier(p, y, reduce=False),
         "inside": torch.stack([members.gather(1, codes[:, None])[:, 0] for members in sets], 1),
         "width": torch.stack([members.sum(1) for members in sets], 1),
@@ -172,7 +172,7 @@ def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> di
     in which a calibrated model would be, and so has the coverage of LEVELS, as "expected".
     """
     n = len(model["nll"])
-    # Without the ends: no and all rows are inside the intervals of the levels 0 and 1.
+    # Without the levels 0 and 1, whose intervals hold no row and all rows.
     levels = np.linspace(0, 1, CURVE_LEVELS + 2)[1:-1]
     ones = torch.ones(n, dtype=torch.float64)
     model_ranks, plug_in_ranks = (

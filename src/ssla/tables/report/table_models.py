@@ -83,7 +83,11 @@ def table_subject(
     observed = check_targets(y, len(encoded))
     page_names = shown_names or {}
     shown = plan.features[:SHOWN_INPUTS]
-    cells = [table.cells_of(feature.name) for feature in shown]
+    shown_columns = [table.cells_of(feature.name) for feature in shown]
+
+    def list_inputs(positions: np.ndarray) -> list[list[Any]]:
+        """Return the cells of the shown columns for each of the rows (k,)."""
+        return [[cells[row] for cells in shown_columns] for row in chosen[positions]]
 
     def predict_at_mean(positions: np.ndarray, feature: int) -> Predictive:
         """Return the predictive of rows (k,) with one feature at its training mean."""
@@ -102,7 +106,7 @@ def table_subject(
         ),
         target=target,
         input_names=tuple(page_names.get(feature.name, feature.name) for feature in shown),
-        inputs=lambda positions: [[column[chosen[i]] for column in cells] for i in positions],
+        inputs=list_inputs,
         columns=_describe_inputs(estimator, target, page_names),
         fit=describe_estimator(estimator),
         hashes=(

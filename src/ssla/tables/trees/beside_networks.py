@@ -102,7 +102,7 @@ def calibrate_trees(
     m = torch.cat([mean for mean, _ in outputs])
     v = torch.cat([log_variance for _, log_variance in outputs])
     layer = fit_number_layer(t, v, y, weights)
-    pull = estimate_pull(t - m, y - m, v, weights)
+    pull = estimate_move_share(t - m, y - m, v, weights)
     return (
         Trees(trees, layer, 0.0, pull),
         layer.average_predictive(t, v).log_prob(y),
@@ -110,7 +110,7 @@ def calibrate_trees(
     )
 
 
-def estimate_pull(d: Tensor, r: Tensor, log_variance: Tensor, weights: Tensor) -> float:
+def estimate_move_share(d: Tensor, r: Tensor, log_variance: Tensor, weights: Tensor) -> float:
     """Return β in [0, 1], the part of the way from the networks' means μ to the trees' means t.
 
     d (n,): t − μ. r (n,): the errors y − μ. log_variance (n,): of the networks. weights (n,): of
@@ -119,4 +119,5 @@ def estimate_pull(d: Tensor, r: Tensor, log_variance: Tensor, weights: Tensor) -
     # c relative to the smallest variance: β is the same, and no weight overflows.
     c = weights * (log_variance.amin() - log_variance).exp()
     squares = (c @ d**2) * (1 + NO_MOVE / weights.sum())
+    # `tiny` keeps 0/0 from being NaN.
     return float((c @ (d * r) / squares.clamp_min(torch.finfo(squares.dtype).tiny)).clamp(0.0, 1.0))

@@ -148,6 +148,7 @@ def log_squares(errors: Tensor, weights: Tensor) -> Tensor:
     # In units in which squares neither overflow nor vanish.
     squares = (errors / column_units(errors[:, None])) ** 2
     mean = weights @ squares / weights.sum()
+    # `tiny` keeps 0/0 from being NaN, where all errors are zero.
     return (squares / mean.clamp_min(torch.finfo(mean.dtype).tiny) + FLOOR).log()
 
 
