@@ -293,7 +293,7 @@ def read_as_kind(
     wrong = np.flatnonzero(np.array([value is None for value in values], dtype=bool)[codes])
     if len(wrong):
         expected = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}
-        row = rows_before + wrong[0] + 1
+        row = int(rows_before + wrong[0] + 1)
         cell = str(levels[codes[wrong[0]]])[:30]
         extent = _describe_extent(rows_before + len(cells), may_have_more)
         raise TableError(
