@@ -109,7 +109,7 @@ class Batch:
         """
         for name in names:
             self.get_column(name)  # its error names the most similar column
-        # The names of a data frame need not be texts, so its columns are taken by position.
+        # Both libraries take columns by their positions.
         positions = [self.names.index(name) for name in names]
         if self.form == PANDAS:
             return self.content.iloc[:, positions]
