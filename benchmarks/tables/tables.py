@@ -134,7 +134,7 @@ def load(folder: Path, name: str, seed: int, most: int, task: str) -> Split:
     if not own:
         given = np.isin(np.arange(count), kept)
         X = make_plan(table, {target}, given).encode(table).values
-        values = table.column(target).values
+        values = table.interpret_column(target).values
         y = (
             values.astype(float)
             if task == "regression"

@@ -56,7 +56,9 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
     together with the precisions.
     """
     posterior = replace(posterior)  # a copy, whose cached factorisations are dropped with it
-    large_dense = posterior.sums.curvature.whole and posterior.theta.numel() > SCAN_LIMIT
+    large_dense = (
+        posterior.sums.curvature.couples_all_parameters and posterior.theta.numel() > SCAN_LIMIT
+    )
     own_units = outputs_with_own_units(
         posterior.network, posterior.likelihood, posterior.sums.curvature
     )

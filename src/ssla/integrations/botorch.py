@@ -74,8 +74,11 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         scale: float | Tensor = 1.0,
         observations: Observations | None = None,
     ) -> None:
-        """Check the arguments; TypeError for another posterior, ValueError for another likelihood
-        or wrong offsets and scales.
+        """Check the arguments and store them.
+
+        observations: rows that condition f, on the network's scale; None: there are none. Raises
+        TypeError if `posterior` is no Posterior, and ValueError for another likelihood than
+        Gaussian or for wrong offsets and scales.
         """
         Model.__init__(self)
         if not isinstance(posterior, Posterior):
@@ -100,12 +103,14 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
 
     @property
     def num_outputs(self) -> int:
-        """The number m of outcomes."""
+        """Return the number m of outcomes."""
         return self.fitted.network.outputs
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The batch of data sets that the model is conditioned on; empty for one."""
+        """Return the shape of the batch of data sets that the model is conditioned on; empty for
+        one data set.
+        """
         if self.observations is None:
             return torch.Size()
         x, y, _ = self.observations
@@ -113,7 +118,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
 
     @property
     def likelihood(self) -> Gaussian:
-        """The likelihood of y, on the network's own scale."""
+        """Return the likelihood of y, in the units in which the network was trained."""
         likelihood = self.fitted.likelihood
         assert isinstance(likelihood, Gaussian)
         return likelihood
@@ -126,47 +131,55 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
     ) -> Any:
-        """Compute the joint Gaussian of q inputs in each batch.
+        """Return the joint Gaussian of q inputs in each batch: X (…, q, d) -> a GPyTorchPosterior
+        over (…, q, m), in units of Y.
 
-        X (…, q, d) -> a GPyTorchPosterior over (…, q, m).
+        observation_noise: whether the Gaussian is of y and not of f. True adds the likelihood's
+        noise; a tensor (…, q, m) or (…, 1, m) holds variances in units of Y².
+        output_indices: the outcomes to return; None: all.
+        posterior_transform: one of BoTorch, applied to the result; None: none.
 
-        observation_noise: True adds the likelihood's noise; a tensor (…, q, m) or (…, 1, m) holds
-        variances in units of Y². output_indices: the outcomes to return, all by default.
-        posterior_transform: of BoTorch, applied to the result. ValueError for a wrong X.
+        Raises ValueError if X is not a finite floating-point tensor (…, q, d).
         """
         _check_inputs(X)
         mean, K = self._conditional_moments(X)
-        q, m = X.shape[-2], self.num_outputs
+        q = X.shape[-2]
+        m = self.num_outputs
+        # In units of Y. K is (…, q·m, q·m), with the m outcomes of an input side by side.
         mean = self.offset + self.scale * mean.unflatten(-1, (q, m))
-        stretch = self.scale.repeat(q)
-        K = stretch[:, None] * K * stretch
+        scales = self.scale.repeat(q)
+        K = scales[:, None] * K * scales
         if isinstance(observation_noise, Tensor):
             K = K + torch.diag_embed(observation_noise.double().expand(*mean.shape).flatten(-2))
         elif observation_noise:
             K = K + torch.block_diag(*[self._noise_covariance(self.scale)] * q)
         if output_indices is not None:
             mean = mean[..., output_indices]
+            # The row of outcome j of input i is i·m + j.
             rows = (torch.arange(q)[:, None] * m + torch.arange(m)[output_indices]).flatten()
             K = K[..., rows, :][..., rows]
         mean = mean.to(X)
         # A lazy operator is factorised only where BoTorch draws: K may be singular without noise.
         covariance = to_linear_operator(K.to(X))
         if mean.shape[-1] == 1:
-            law = MultivariateNormal(mean.squeeze(-1), covariance)
+            distribution = MultivariateNormal(mean.squeeze(-1), covariance)
         else:
-            law = MultitaskMultivariateNormal(mean, covariance, interleaved=True)
-        result = GPyTorchPosterior(law)
+            # Interleaved: the outcomes of an input are side by side in the covariance.
+            distribution = MultitaskMultivariateNormal(mean, covariance, interleaved=True)
+        result = GPyTorchPosterior(distribution)
         return result if posterior_transform is None else posterior_transform(result, X=X)
 
     def _conditional_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the mean (…, q·m) and covariance (…, q·m, q·m) of f given the observations, on
-        the network's scale.  X (…, q, d).
+        """Return the mean (…, q·m) and covariance K (…, q·m, q·m) of f at X (…, q, d), given the
+        observations, on the network's scale.
+
+        Raises LinAlgError if the covariance of the observations is singular to rounding.
         """
         if self.observations is None:
             return self._joint_moments(X)
         x, y, noise = self.observations
         batch = torch.broadcast_shapes(X.shape[:-2], x.shape[:-2])
-        rows = [t.expand(*batch, *t.shape[-2:]) for t in (x.to(X), X)]
+        rows = [inputs.expand(*batch, *inputs.shape[-2:]) for inputs in (x.to(X), X)]
         mean, K = self._joint_moments(torch.cat(rows, -2))
         if noise is None:
             noise_covariance = torch.block_diag(*[self._noise_covariance()] * y.shape[-2])
@@ -179,16 +192,18 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         residual = torch.linalg.solve_triangular(
             factor, (y.flatten(-2) - mean[..., :n]).unsqueeze(-1), upper=False
         )
-        moved = mean[..., n:] + (white.mT @ residual).squeeze(-1)
-        remaining = K[..., n:, n:] - white.mT @ white
-        return moved, remaining.expand(*moved.shape[:-1], *remaining.shape[-2:])
+        conditional_mean = mean[..., n:] + (white.mT @ residual).squeeze(-1)
+        conditional_K = K[..., n:, n:] - white.mT @ white
+        # Only the mean depends on y, which may have more batches than the inputs.
+        batch = conditional_mean.shape[:-1]
+        return conditional_mean, conditional_K.expand(*batch, *conditional_K.shape[-2:])
 
     def _joint_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the mean (…, q·m) and covariance (…, q·m, q·m) of f under the fitted posterior.
-
-        X (…, q, d).
+        """Return the mean (…, q·m) and covariance (…, q·m, q·m) of f at X (…, q, d), under the
+        fitted posterior, on the network's scale.
         """
-        q, batch = X.shape[-2], X.shape[:-2]
+        q = X.shape[-2]
+        batch = X.shape[:-2]
         joint = compute_joint_of_groups(
             self.fitted, X.reshape(-1, X.shape[-1]), q, differentiable=True
         )
@@ -196,7 +211,10 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         return joint.mean.reshape(*batch, -1), K.reshape(*batch, *K.shape[-2:])
 
     def _noise_covariance(self, scale: Tensor | None = None) -> Tensor:
-        """Return the noise covariance Σ (m, m), by default on the network's scale."""
+        """Return the covariance Σ (m, m) of the likelihood's noise.
+
+        scale (m,): the unit of each outcome, in which Σ is returned; None: on the network's scale.
+        """
         sigma = self.likelihood.covariance_for(self.offset)
         return sigma if scale is None else scale[:, None] * sigma * scale
 
@@ -204,14 +222,16 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
     def condition_on_observations(
         self, X: Tensor, Y: Tensor, noise: Tensor | None = None, **_: Any
     ) -> SSLAModel:
-        """Return the model given more rows.
+        """Return the model given more rows X (…, n, d) with outcomes Y (…, n, m).
 
-        X (…, n, d), Y (…, n, m), noise variances (…, n, m) in units of Y² if they are known.
+        One batch is added by `posterior.update` where that moves the mode: for a polished last
+        layer with dense or kfac curvature. Otherwise, and for batches of fantasies, the Gaussian of
+        f is conditioned, with gradients in X and Y. Prior, noise and features stay the same: call
+        `train` again for new ones.
 
-        One batch goes through `posterior.update` where that moves the mode: a polished last layer,
-        with dense or kfac curvature. Otherwise, and for batches of fantasies, the Gaussian of f is
-        conditioned, with gradients in X and Y. Prior, noise and features stay: call `train` again
-        for new ones. ValueError for wrong shapes or values that are not finite.
+        noise: variances (…, n, m) in units of Y²; None: those of the likelihood. Other keywords are
+        part of BoTorch's protocol and are not used. Raises ValueError for wrong shapes, or values
+        that are not finite.
         """
         _check_inputs(X)
         if (
@@ -243,11 +263,11 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
 
     @in_plain_torch
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> list[Any]:
-        """Draw n functions f as deterministic models, for Thompson sampling: maximise
-        `PosteriorMean(draw)`, one for each candidate.
+        """Draw n functions f, and return them as deterministic models of BoTorch.
 
-        A draw is one function: its values at different inputs, and in different calls, belong
-        together. ValueError for a model that is conditioned on observations.
+        They are for Thompson sampling: maximise `PosteriorMean(draw)`, one for each candidate. A
+        draw is one function, so its values in different calls fit each other. generator: None is
+        that of torch. Raises ValueError for a model that is conditioned on observations.
         """
         if self.observations is not None:
             raise ValueError(
@@ -258,10 +278,13 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         return [self._deterministic_model(f) for f in self.fitted.draw_functions(n, generator)]
 
     def _deterministic_model(self, function: Any) -> Any:
-        """Return a drawn function as a deterministic model, in units of Y."""
+        """Return a drawn function as a deterministic model, in units of Y.
+
+        function: as `Posterior.draw_functions` returns it, on the network's scale.
+        """
 
         def evaluate(X: Tensor) -> Tensor:
-            """Evaluate the function at X (…, q, d) -> (…, q, m)."""
+            """Return the values (…, q, m) of the function at X (…, q, d)."""
             _check_inputs(X)
             f: Tensor = function(X.reshape(-1, X.shape[-1]), differentiable=True).double()
             return (self.offset + self.scale * f).reshape(*X.shape[:-1], -1).to(X)
@@ -283,20 +306,24 @@ def train(
     steps: int = 100,
     seed: int = 0,
 ) -> SSLAModel:
-    """Fit a posterior over all weights of a cosine network to X (n, d) and Y (n, m).
+    """Fit a posterior over all weights of a cosine network to X (n, d) and Y (n, m), and return it
+    as a model.
 
     Outcomes are standardised. The network is linearised at random weights, on which the prior is
     centred. Its length scale for each input, the prior precision of each layer and the noise are
-    chosen by the evidence, in at most `steps` iterations of L-BFGS. The posterior of the linearised
-    network is then exact. Draws random numbers only for the weights.
+    chosen by the evidence. The posterior of the linearised network is then exact. Random numbers
+    are drawn only for the weights.
 
     bounds: (2, d), those of the search; by default the range of X.
     categories: column -> number of categories, for columns that hold 0, 1, 2, …
-    noise: the standard deviation of Y, if it is known.
-    hidden: numbers of cosine units.
-    start: a model of `train` from which weights, length scales, prior and noise continue, with its
-    bounds and layers. rounds: linearisations. Each after the first is at the mean of the one
-    before: Gauss–Newton steps towards the mode.
+    noise: the standard deviation of Y; None: it is chosen by the evidence.
+    hidden: the number of cosine units of each layer.
+    start: a model of `train` whose weights, length scales, prior and noise are the start, with its
+    bounds and layers. None: a new network.
+    rounds: the number of linearisations. Each after the first is at the mean of the one before, so
+    they are Gauss–Newton steps towards the mode.
+    steps: at most as many iterations of L-BFGS in each round.
+    seed: of the random weights of a new network.
 
     Raises ValueError for data, bounds, categories or a start that do not fit each other.
     """
@@ -307,7 +334,7 @@ def train(
         network = cosine_networks.draw_network(
             x, y.shape[1], bounds, dict(categories or {}), tuple(hidden), seed
         )
-        settings = cosine_networks.expect_settings(network)
+        settings = cosine_networks.expected_settings(network)
     elif bounds is None and categories is None:
         network, settings = cosine_networks.continue_from(start.fitted)
     else:
@@ -318,10 +345,11 @@ def train(
 
 
 def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, standardised y, and the mean and standard deviation of Y (m,), in float64.
+    """Return x (n, d), standardised y (n, m), and the mean and the standard deviation of Y (m,), in
+    float64 and without gradients.
 
-    X (n, d), Y (n, m). Raises ValueError for other shapes, values that are not finite, or a
-    constant outcome.
+    X (n, d) and Y (n, m) with n ≥ 2. Raises ValueError for other shapes, values that are not
+    finite, or a constant outcome.
     """
     _check_inputs(X)
     if X.dim() != 2 or not isinstance(Y, Tensor) or Y.dim() != 2 or len(X) != len(Y) or len(X) < 2:
@@ -331,8 +359,10 @@ def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             f"{tuple(X.shape)} and Y is {shown}. Give one outcome as Y[:, None]."
         )
     check_finite("Y", Y, "Drop those rows.")
-    x, Y = X.detach().double(), Y.detach().double()
-    offset, scale = Y.mean(0), Y.std(0)
+    x = X.detach().double()
+    Y = Y.detach().double()
+    offset = Y.mean(0)
+    scale = Y.std(0)
     check_positive(
         "The standard deviation of Y",
         scale,
@@ -342,8 +372,10 @@ def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _expand_to_outputs(name: str, value: float | Tensor, m: int) -> Tensor:
-    """Return a number, or one for each outcome, as (m,) in float64; ValueError for another shape or
-    values that are not finite.
+    """Return a number, or one for each of the m outcomes, as (m,) in float64.
+
+    name: the argument, for messages. Raises ValueError for another shape, or values that are not
+    finite.
     """
     numbers = torch.as_tensor(value, dtype=torch.float64).detach()
     if numbers.dim() > 1 or numbers.numel() not in (1, m):
@@ -371,26 +403,33 @@ def _check_inputs(X: Tensor) -> None:
 
 
 def _join_observations(
-    old: Observations | None, new: Observations, usual_noise: Tensor
+    old: Observations | None, new: Observations, likelihood_noise: Tensor
 ) -> Observations:
-    """Append new rows to the old ones, with their batches broadcast.
+    """Return the old rows followed by the new ones, with their batches broadcast.
 
-    usual_noise (m,): the variances where they are not given.
+    old: None is no row. likelihood_noise (m,): the variances of rows that have none of their own.
+    The result has no variances if neither has.
     """
     if old is None:
         return new
     batch = torch.broadcast_shapes(*(t.shape[:-2] for t in (old.x, old.y, new.x, new.y)))
 
-    def append(first: Tensor, second: Tensor) -> Tensor:
-        """Join rows (…, n, k) of both, in the broadcast batch."""
-        return torch.cat([t.expand(*batch, *t.shape[-2:]) for t in (first, second)], -2)
+    def join_rows(first: Tensor, second: Tensor) -> Tensor:
+        """Return the rows of first (…, n₁, k) and second (…, n₂, k), (*batch, n₁ + n₂, k)."""
+        return torch.cat([rows.expand(*batch, *rows.shape[-2:]) for rows in (first, second)], -2)
 
     noise = None
     if old.noise is not None or new.noise is not None:
-        noise = append(_noise_of(old, usual_noise), _noise_of(new, usual_noise))
-    return Observations(append(old.x, new.x.to(old.x)), append(old.y, new.y), noise)
+        noise = join_rows(
+            _noise_variances(old, likelihood_noise), _noise_variances(new, likelihood_noise)
+        )
+    return Observations(join_rows(old.x, new.x.to(old.x)), join_rows(old.y, new.y), noise)
 
 
-def _noise_of(rows: Observations, usual_noise: Tensor) -> Tensor:
-    """Return the noise variances of rows (…, n, m); usual_noise (m,) where they are not given."""
-    return rows.y.new_ones(rows.y.shape) * usual_noise if rows.noise is None else rows.noise
+def _noise_variances(rows: Observations, likelihood_noise: Tensor) -> Tensor:
+    """Return the noise variances of rows (…, n, m); likelihood_noise (m,) for each row if they have
+    none.
+    """
+    if rows.noise is None:
+        return rows.y.new_ones(rows.y.shape) * likelihood_noise
+    return rows.noise

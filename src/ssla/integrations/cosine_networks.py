@@ -42,10 +42,10 @@ NOT_A_MODE, RESIDUALS = "The network is not at the mode", "The residuals are"  #
 
 
 class ScaledInputs(nn.Module):
-    """Numbers from their bounds to [−1, 1]; a category, a whole number from 0, to one column for
-    each of its values.
+    """A layer that scales numbers from their bounds to [−1, 1], and gives a category one column for
+    each of its values. A category is a whole number from 0.
 
-    All are divided by length scales: one for each number, then one for each category.
+    All columns are divided by length scales: one for each number, then one for each category.
     """
 
     low: Tensor
@@ -53,14 +53,17 @@ class ScaledInputs(nn.Module):
     lengths: Tensor
 
     def __init__(self, bounds: Tensor, categories: Mapping[int, int]) -> None:
-        """Set the expected length scales.  bounds (2, d); categories: column -> their number."""
+        """Set the bounds, and the length scales to their expected values.
+
+        bounds (2, d): lower and upper. categories: column -> number of categories.
+        """
         super().__init__()
         self.categories = dict(categories)
         self.numbers = [i for i in range(bounds.shape[1]) if i not in categories]
         # Buffers are tensors that the network saves and moves with its parameters.
         self.register_buffer("low", bounds[0, self.numbers])
         self.register_buffer("width", bounds[1, self.numbers] - bounds[0, self.numbers])
-        # columns of each length scale
+        # how many columns each length scale divides
         self.counts = torch.tensor([1] * len(self.numbers) + list(categories.values()))
         # The distance of two random inputs grows with √columns, and so do the length scales.
         log_length = LENGTH[0] + 0.5 * math.log(int(self.counts.sum()))
@@ -68,7 +71,7 @@ class ScaledInputs(nn.Module):
         self.register_buffer("lengths", self.expected.exp())
 
     def forward(self, x: Tensor) -> Tensor:
-        """Scale x (n, d) -> (n, columns)."""
+        """Return the scaled columns of x: (n, d) -> (n, columns). Numbers come first."""
         columns = [2 * (x[:, self.numbers] - self.low) / self.width - 1]
         columns += [
             (x[:, i, None].round() == torch.arange(k, device=x.device)).to(x)
@@ -78,8 +81,8 @@ class ScaledInputs(nn.Module):
 
 
 class Cosine(nn.Module):
-    """√2 cos z: features whose products are those of a stationary kernel, as random weights and
-    phases are averaged over.
+    """The activation √2 cos z. Averaged over random weights and phases, the products of its outputs
+    at two inputs are a stationary kernel.
     """
 
     def forward(self, z: Tensor) -> Tensor:
@@ -101,7 +104,7 @@ class Settings(NamedTuple):
 
     @property
     def prior(self) -> priors.Gaussian:
-        """The prior with these precisions and means."""
+        """Return the Gaussian prior with these precisions and means."""
         return priors.Gaussian(self.precision, self.mean)
 
 
@@ -116,12 +119,14 @@ def draw_network(
     hidden: tuple[int, ...],
     seed: int,
 ) -> nn.Sequential:
-    """Make a network for x (n, d) with random weights: first N(0, 1), later N(0, 1/inputs).
+    """Return a cosine network for x (n, d) with random weights, in float64.
 
-    Biases are phases from 0 to 2π; that of the last layer is 0.
+    The weights of the first linear layer are N(0, 1), those of later ones N(0, 1/inputs). Biases
+    are phases from 0 to 2π, but those of the last layer are 0.
 
-    bounds (2, d), by default the range of x; categories: column -> number of categories; hidden:
-    numbers of cosine units. Raises ValueError for bounds or categories that x does not fit.
+    outputs: their number. bounds (2, d): None is the range of x. categories: column -> number of
+    categories. hidden: the number of cosine units of each layer. seed: of the weights and phases.
+    Raises ValueError for bounds or categories that x does not fit.
     """
     if bounds is None:
         bounds = torch.stack([x.amin(0), x.amax(0)])
@@ -131,7 +136,7 @@ def draw_network(
     layers: list[nn.Module] = [ScaledInputs(bounds, categories)]
     for in_features, out_features in pairwise((columns, *hidden, outputs)):
         layers += [unset_linear(in_features, out_features, torch.float64), Cosine()]
-    network = nn.Sequential(*layers[:-1]).eval()
+    network = nn.Sequential(*layers[:-1]).eval()  # the last linear layer has no cosine after it
     generator = torch.Generator().manual_seed(seed)
     linear_layers = [layer for layer in network if isinstance(layer, nn.Linear)]
     with torch.no_grad():
@@ -147,8 +152,8 @@ def draw_network(
 
 
 def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> None:
-    """Raise ValueError unless bounds are (2, d) in order, and the columns of categories in x (n, d)
-    hold whole numbers below their count.
+    """Raise ValueError unless bounds are (2, d) with lower before upper, and the columns of
+    categories in x (n, d) hold whole numbers from 0 and below their number of categories.
     """
     # Categories have no bounds: theirs are not looked at.
     numbers = [i for i in range(x.shape[1]) if i not in categories]
@@ -167,11 +172,12 @@ def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> 
             )
 
 
-def expect_settings(network: nn.Sequential) -> Settings:
-    """Return the settings before data are seen: hidden weights are expected where they are, and
-    those of the last layer at zero.
+def expected_settings(network: nn.Sequential) -> Settings:
+    """Return the settings before data are seen.
 
-    The linearised network has then mean zero, whatever the random weights are.
+    The prior is centred on the present hidden weights, and on zero for the last layer. So the
+    linearised network has the mean zero, whatever the random weights are. The precision
+    is the number of inputs for weights, and 1 for biases: the spread is then 1, as SPREAD expects.
     """
     *_, last = (name for name, layer in network.named_children() if isinstance(layer, nn.Linear))
     named = {name: p.detach().clone() for name, p in network.named_parameters()}
@@ -181,8 +187,9 @@ def expect_settings(network: nn.Sequential) -> Settings:
 
 
 def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
-    """Return a copy of the network of an earlier fit, and its settings; ValueError for a network
-    of another kind.
+    """Return a copy of the network of an earlier fit, and the settings of that fit.
+
+    Raises ValueError for a network that `draw_network` has not made.
     """
     network = deepcopy(module_of(posterior.network))
     if not isinstance(network, nn.Sequential) or not isinstance(network[0], ScaledInputs):
@@ -202,7 +209,7 @@ def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
 
 
 def _scaled_inputs(network: nn.Sequential) -> ScaledInputs:
-    """Return the first layer."""
+    """Return the first layer of a cosine network, which scales its inputs."""
     layer = network[0]
     assert isinstance(layer, ScaledInputs)
     return layer
@@ -220,12 +227,16 @@ def fit_by_evidence(
     rounds: int,
     steps: int,
 ) -> Posterior:
-    """Choose the settings by the evidence and fit the linearised network; both in each round.
+    """Return the posterior of the linearised network, with the settings of the largest evidence.
 
-    x (n, d), standardised y (n, m), known_noise (m,): standard deviations. Each round after the
-    first is linearised at the mean of the one before. The network is changed in place.
+    Settings are chosen and the network is fitted in each of at least one round. Each round after
+    the first is linearised at the mean of the one before. The network is changed in place: it has
+    the length scales and the mean of the last round.
+
+    settings: the start. x (n, d), standardised y (n, m). known_noise (m,): standard deviations of
+    y; None: chosen by the evidence. steps: at most as many iterations of L-BFGS in each round.
     """
-    rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)
+    rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)  # a single target is (n,) for `fit`
     for _ in range(rounds):
         settings = maximise_evidence(network, settings, x, y, known_noise, steps)
         _scaled_inputs(network).lengths.copy_(settings.lengths)
@@ -236,19 +247,19 @@ def fit_by_evidence(
 
 
 class _Coordinates(NamedTuple):
-    """The coordinates of the search, logarithms of length scales (k), of the spread of each
-    parameter and of the noise; with what is expected of them.
+    """The coordinates of the search, with their expected values: logarithms of the k length scales,
+    of the spread of each parameter tensor, and of the noise.
     """
 
     expected: Tensor  # (k + parameters + 1,)
-    deviation: Tensor
-    reach: Tensor
+    deviation: Tensor  # standard deviation around the expected value, of the same shape
+    reach: Tensor  # largest distance from the expected value, of the same shape
     sizes: dict[str, int]  # inputs of each weight; 1 for a bias
     lengths: int  # k
 
     @staticmethod
     def build(network: nn.Sequential) -> _Coordinates:
-        """Return the coordinates of a network."""
+        """Return the coordinates of a network's settings, with LENGTH, SPREAD and NOISE."""
         sizes = {name: p.shape[1] if p.dim() == 2 else 1 for name, p in network.named_parameters()}
         expected_lengths = _scaled_inputs(network).expected
         count = len(expected_lengths)
@@ -258,7 +269,8 @@ class _Coordinates(NamedTuple):
         return _Coordinates(expected, deviation, reach, sizes, count)
 
     def point_of(self, settings: Settings) -> Tensor:
-        """Return the coordinates of settings."""
+        """Return the point (k + parameters + 1,) with the coordinates of settings."""
+        # The precision is size/spread², so log spread = −½ log (precision/size).
         spreads = [
             -0.5 * math.log(settings.precision[name] / size) for name, size in self.sizes.items()
         ]
@@ -266,8 +278,8 @@ class _Coordinates(NamedTuple):
         return torch.cat([settings.lengths.log(), spreads_and_noise])
 
     def settings_at(self, point: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the length scales (k,), the prior variance of each parameter, and the noise
-        (1,).
+        """Return the length scales (k,), the prior variance () of each parameter by its name, and
+        the noise (1,), at a point (k + parameters + 1,).
         """
         # A weight's spread is that over 1/√inputs, so its variance is spread²/inputs.
         values = point.exp()
@@ -284,24 +296,31 @@ def maximise_evidence(
     known_noise: Tensor | None,
     steps: int,
 ) -> Settings:
-    """Find the settings of the largest evidence of the linearised network, times the density that
-    they are expected to have, in at most `steps` iterations of L-BFGS.
+    """Return the settings that maximise the evidence of the linearised network times the density
+    that they are expected to have.
 
-    x (n, d), standardised y (n, m), known_noise (m,): standard deviations.
+    settings: the start; its means are kept. x (n, d), standardised y (n, m). known_noise (m,):
+    standard deviations of y; None: the noise is chosen too. steps: at most as many iterations of
+    L-BFGS.
     """
     coordinates = _Coordinates.build(network)
     expected, deviation, reach, *_ = coordinates
 
     @torch.enable_grad()
     def loss_and_slope(flat: Any) -> tuple[float, Any]:
-        """Return the negative log of evidence and expected density, and its gradient."""
-        point = torch.from_numpy(flat.copy()).requires_grad_(True)
+        """Return the negative log of evidence times expected density, and its gradient.
+
+        flat: the point as an array. The loss is infinite where the evidence does not exist.
+        """
+        point = torch.from_numpy(flat.copy()).requires_grad_(requires_grad=True)
         lengths, variances, noise = coordinates.settings_at(point)
         if known_noise is not None:
             noise = known_noise.clamp_min(LEAST_NOISE)
         try:
             evidence = log_evidence(network, x, y, lengths, variances, settings.mean, noise)
-        except LinAlgError:  # singular to rounding: a shorter step is taken
+        except LinAlgError:
+            # The covariance is singular to rounding. L-BFGS takes a shorter step then, without the
+            # gradient.
             return math.inf, 0 * flat
         loss = 0.5 * (((point - expected) / deviation) ** 2).sum() - evidence
         (slope,) = torch.autograd.grad(loss, point)
@@ -330,16 +349,21 @@ def log_evidence(
     mean: Mapping[str, Tensor],
     noise: Tensor,
 ) -> Tensor:
-    """Compute log N(y; f + J(μ − θ̂), J T⁻¹ Jᵀ + Σ), less its constant, for the network linearised
+    """Return log N(y; f + J(μ − θ̂), J T⁻¹ Jᵀ + Σ) without its constant, for the network linearised
     at its own weights θ̂.
 
-    A layer with inputs a and backpropagated gradients δ contributes (δᵢ·δⱼ)(v aᵢ·aⱼ + v_bias) to J
-    T⁻¹ Jᵀ: J is not built. x (n, d), y (n, m), lengths (k,), noise (m,) or (1,) -> scalar;
-    LinAlgError where the covariance is singular to rounding.
+    J is the Jacobian of the outputs f in the weights, N(μ, T⁻¹) the prior, and Σ the noise. A layer
+    with inputs a and backpropagated gradients δ contributes (δᵢ·δⱼ)(v aᵢ·aⱼ + v_bias) to J T⁻¹ Jᵀ,
+    so J is not built.
+
+    x (n, d), y (n, m), lengths (k,), variances v of each parameter, mean μ of each parameter, and
+    standard deviations noise (m,) or (1,) -> scalar. Raises LinAlgError where the covariance is
+    singular to rounding.
     """
     # Forward: the inputs of every linear layer, and the slope of every cosine.
     f = functional_call(network[0], {"lengths": lengths}, (x,))
-    linear_layers, slopes = [], []
+    linear_layers = []
+    slopes = []
     for name, layer in network[1:].named_children():
         if isinstance(layer, nn.Linear):
             weight, bias = layer.weight.detach(), layer.bias.detach()
@@ -354,10 +378,13 @@ def log_evidence(
     K = y.new_zeros(())
     change = y.new_zeros(())
     for name, a, weight, bias in reversed(linear_layers):
-        inside = variances[f"{name}.weight"] * (a @ a.mT) + variances[f"{name}.bias"]
-        K = K + torch.einsum("iao,jbo->iajb", delta, delta) * inside[:, None, :, None]
+        # i, j are rows, a, b outcomes, and o outputs of the layer.
+        input_products = variances[f"{name}.weight"] * (a @ a.mT) + variances[f"{name}.bias"]
+        K = K + torch.einsum("iao,jbo->iajb", delta, delta) * input_products[:, None, :, None]
+        # How far the layer's outputs move from the weights θ̂ to μ.
         move = a @ (mean[f"{name}.weight"] - weight).mT + mean[f"{name}.bias"] - bias
         change = change + torch.einsum("iao,io->ia", delta, move)
+        # Before each layer but the first there is a cosine.
         if slopes:
             delta = (delta @ weight) * slopes.pop()[:, None]
     covariance = K.reshape(y.numel(), y.numel()) + torch.diag(noise.expand_as(y).flatten() ** 2)
@@ -371,11 +398,13 @@ def log_evidence(
 def _fit_linearised(
     network: nn.Module, rows: tuple[Tensor, Tensor], likelihood: Gaussian, prior: priors.Prior
 ) -> Posterior:
-    """Fit the exact posterior of the network linearised at its own weights θ̂.
+    """Return the exact posterior of the network linearised at its own weights θ̂.
 
-    rows: x (n, d) and y, (n,) or (n, m). The posterior's mean is one Newton step from θ̂.
+    rows: x (n, d) and y, (n,) or (n, m). The mean of the posterior is one Newton step from θ̂. The
+    warnings and notes of `fit` on weights that are not trained are left out.
     """
-    with warnings.catch_warnings():  # θ̂ need be neither trained nor a mode
+    # θ̂ need be neither trained nor a mode.
+    with warnings.catch_warnings():
         for text in (NOT_A_MODE, RESIDUALS):
             warnings.filterwarnings("ignore", text, UserWarning)
         fitted = fit(network, rows, likelihood=likelihood, prior=prior, weights="all", mode="tilt")

@@ -54,16 +54,19 @@ def log_model(
     pip_requirements: Sequence[str] | None = None,
     **options: Any,
 ) -> Any:
-    """Log a model to the active run (or a new one) of MLflow; returns MLflow's ModelInfo.
+    """Log a model to the active run of MLflow (or a new one), and return MLflow's ModelInfo.
 
     model: a directory of `ssla train` or of an estimator's `save`, or a fitted estimator.
+    name: of the model in MLflow.
     level: the default probability of the intervals; each call may give another as params={"level":
-    0.5}. refit, keep, inputs: as in `ssla.Scorer`. pip_requirements: instead of this version of
-    ssla and the installed versions of torch, numpy, scikit-learn, safetensors, pandas and
-    mlflow-skinny.  options: more for `mlflow.pyfunc.log_model`, for example input_example or
+    0.5}.
+    refit, keep, inputs: as in `ssla.Scorer`.
+    pip_requirements: the packages of the environment. None: this version of ssla, and the installed
+    versions of torch, numpy, scikit-learn, safetensors, pandas and mlflow-skinny.
+    options: more keywords of `mlflow.pyfunc.log_model`, for example input_example or
     registered_model_name.
 
-    Raises FileError for a directory of a posterior, TypeError for a refit that is an object.
+    Raises FileError for a directory of a posterior, and TypeError for a refit that is an object.
     """
     with _pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
         return pyfunc.log_model(name=name, **arguments, **options)
@@ -80,8 +83,11 @@ def save_model(
     pip_requirements: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
-    """Save a model as `log_model` does, to a local directory, for
-    `mlflow models predict -m path` and `mlflow.pyfunc.load_model(path)`.
+    """Save a model to a local directory, for `mlflow models predict -m path` and
+    `mlflow.pyfunc.load_model(path)`.
+
+    path: the directory, which must not exist or be empty. The other arguments and the errors are
+    those of `log_model`; options are keywords of `mlflow.pyfunc.save_model`.
     """
     with _pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
         pyfunc.save_model(path=str(path), **arguments, **options)
@@ -96,10 +102,11 @@ def _pyfunc_arguments(
     inputs: Sequence[str] | None,
     pip_requirements: Sequence[str] | None,
 ) -> Any:
-    """Yield the arguments of `mlflow.pyfunc`: a directory with the model and the options, the
-    signature, and the environment.
+    """Yield the keywords of `mlflow.pyfunc.log_model` and `save_model`: a directory with the model
+    and the options, the signature, and the environment.
 
-    The directory is removed after the block.
+    The directory is temporary, and is removed after the block. Arguments and errors: as in
+    `log_model`.
     """
     if refit is not None and not isinstance(refit, str):
         raise TypeError(
@@ -136,8 +143,9 @@ def _pyfunc_arguments(
 
 
 def installed_packages() -> list[str]:
-    """Return the packages that a prediction needs, in the installed versions (without a suffix such
-    as +cpu).
+    """Return the packages that a prediction needs, as pip requirements of the installed versions.
+
+    A suffix of a version, such as +cpu, is left out, because no package index has it.
     """
     return [
         f"ssla[sklearn]=={__version__}",
@@ -146,17 +154,18 @@ def installed_packages() -> list[str]:
 
 
 class Model:
-    """A model that MLflow calls. Made by `_load_pyfunc`."""
+    """A saved model with the method that MLflow calls. `_load_pyfunc` makes it."""
 
     def __init__(self, scorer: Scorer) -> None:
-        """Hold the scorer of a saved model."""
+        """Store the scorer of a saved model."""
         self.scorer = scorer
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """Return the columns of the predictions: a data frame for a data frame, a dictionary for an
+        """Return the columns of the prediction: a data frame for a data frame, a dictionary for an
         array.
 
-        params: {"level": …} or nothing; ValueError for another parameter.
+        params: {"level": the probability of the intervals}; None or empty: the default level.
+        Raises ValueError for another parameter.
         """
         unknown = set(params or {}) - {"level"}
         if unknown:
@@ -167,28 +176,30 @@ class Model:
 
 
 def _load_pyfunc(path: str) -> Model:
-    """Open a model that `log_model` or `save_model` stored; MLflow calls this by its name."""
+    """Return the model that `log_model` or `save_model` stored. MLflow calls this function by its
+    name, with the path of the data directory.
+    """
     options = json.loads((Path(path) / OPTIONS).read_text())
     return Model(
         Scorer(
             Path(path) / MODEL,
-            options["level"],
-            options["refit"],
-            options["keep"],
+            levels=options["level"],
+            refit=options["refit"],
+            keep=options["keep"],
             inputs=options["inputs"],
         )
     )
 
 
 def _model_signature(scorer: Scorer, level: float) -> Any:
-    """Return the inputs by name, the columns of the prediction at the default level, and the
-    parameter `level`.
+    """Return the signature of a model: its inputs by name, the columns of its prediction at the
+    default level, and the parameter `level`.
 
-    MLflow refuses integers where a signature says double, and numbers where it says text. The
-    scorer reads both, so that columns of a table have any type here, and their cells are checked by
-    the scorer.
+    MLflow refuses integers where a signature has the type double, and numbers where it has text.
+    The scorer reads both. So columns of a table have any type here, and the scorer checks their
+    cells. Inputs without names are an array; −1 stands for any size.
     """
-    model = scorer.opened
+    model = scorer.opened_model
     names = model.names if scorer.inputs is None else scorer.inputs
     if names is None:
         inputs = Schema([TensorSpec(np.dtype(np.float64), (-1, model.width or -1))])
@@ -208,6 +219,7 @@ def _model_signature(scorer: Scorer, level: float) -> Any:
 
 
 def _column_type(column: np.ndarray) -> Any:
-    """Return the MLflow type of a column; text for what is not a number or a bool."""
+    """Return the MLflow type of an output column; text unless it has numbers or booleans."""
+    # The keys are NumPy's letters for floats, integers and booleans.
     types = {"f": DataType.double, "i": DataType.long, "b": DataType.boolean}
     return types.get(column.dtype.kind, DataType.string)

@@ -22,7 +22,8 @@ from ssla.plots.distributions import check_ordered
 from ssla.predictive import Predictive
 from ssla.predictive.cavities import rank_targets
 
-LEVELS = 39  # of a calibration curve
+LEVELS = 39  # of a calibration curve: 0.025, 0.05, … 0.975
+BIN_HEIGHT = 0.16  # of the bar of the largest bin, as a share of the picture's height
 
 
 class Ranks(NamedTuple):
@@ -34,25 +35,27 @@ class Ranks(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Return the number of rows, counted by their weights."""
+        """Return the sum of the weights of rows, rounded to a whole number."""
         return round(float(self.weights.sum()))
 
     def share(self, chosen: Tensor) -> float:
-        """Return the weight of the chosen rows (n,) bool as a share of all."""
+        """Return the weight of the chosen rows (n,) bool as a share of the weight of all."""
         return float((self.weights * chosen).sum() / self.weights.sum())
 
     def inside(self, levels: Any) -> list[float]:
-        """Return the share of y inside the central interval of each level."""
+        """Return the share of y inside the central interval of each level, a count if any part of
+        its probability is inside.
+        """
         tails = [(1 - float(level)) / 2 for level in levels]
         return [self.share((self.upper >= tail) & (self.lower <= 1 - tail)) for tail in tails]
 
     def heights(self, bins: int) -> Tensor:
-        """Return the heights of the PIT histogram (bins,), which are 1 where it is flat.
+        """Return the heights of the histogram of P(Y ≤ y) (bins,), which are all 1 if it is flat.
 
-        A count is spread over lower … upper.
+        The bins have equal widths in [0, 1]. A count is spread evenly from lower to upper.
         """
         edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
-        # A number has no width; it gets a small one below it, so that it belongs to one bin.
+        # A number has the width zero. It gets a small one below it, so that it is in one bin.
         width = (self.upper - self.lower).clamp_min(1e-12)
         is_number = self.upper - self.lower < 1e-12
         start = torch.where(is_number, self.upper - width, self.lower).clamp_min(0)
@@ -76,17 +79,23 @@ def calibration(
 ) -> Any:
     """Draw the share of y inside central intervals against their level, and return the Axes.
 
-    Above the diagonal, intervals are too wide.
-
-    predictive: of held-out rows, with their y; or `posterior.loo()`.  target: which of D targets.
-    confidence: of the band around the diagonal. Intervals of counts cover more than their level,
+    Above the diagonal, intervals are too wide. Intervals of counts cover more than their level,
     because counts are discrete.
+
+    predictive: of held-out rows; or `posterior.loo()`.
+    y: the observed targets of the rows; None for `posterior.loo()`, which has its own.
+    target: which of D targets, from 0.
+    confidence: the probability of the band around the diagonal, in which the curve of a calibrated
+    model would be at each level.
+    ax: the Axes to draw on; None: a new figure.
+
+    Raises TypeError for classes, and ValueError for a y or a target that does not fit.
     """
-    ranked = _rank_targets(predictive, y, target, "calibration")
+    ranks = _rank_targets(predictive, y, target, "calibration")
     ax, color = open_axes(ax)
     levels = np.linspace(0, 1, LEVELS + 2)[1:-1]
-    ranges = [binomial_range(ranked.size, float(level), confidence) for level in levels]
-    low, high = np.array(ranges).T / ranked.size
+    ranges = [binomial_range(ranks.size, float(level), confidence) for level in levels]
+    low, high = np.array(ranges).T / ranks.size
     _draw_diagonal(ax, color)
     ax.fill_between(
         levels,
@@ -99,10 +108,10 @@ def calibration(
     )
     ax.plot(
         levels,
-        ranked.inside(levels),
+        ranks.inside(levels),
         color=color.main,
         lw=2,
-        label=f"{_name_rows(predictive)}, {ranked.size:,} rows",
+        label=f"{_name_rows(predictive)}, {ranks.size:,} rows",
     )
     ax.set(xlim=(0, 1), ylim=(0, 1), xlabel="level of the interval", ylabel="share of y inside")
     add_legend(ax, loc="upper left")
@@ -121,17 +130,21 @@ def pit(
 ) -> Any:
     """Draw the histogram of P(Y ≤ y), which is flat if predictions are calibrated; return the Axes.
 
-    A U: predictions are too narrow; a hump: too wide; a slope: biased.
+    With the shape of a U, predictions are too narrow; with a hump they are too wide, and with a
+    slope they are biased. A count is spread evenly from P(Y < y) to P(Y ≤ y), which makes the
+    histogram smoother than the band expects.
 
-    A count is spread over P(Y < y) … P(Y ≤ y), which makes the histogram smoother than the band
-    expects. Arguments as for `calibration`.
+    bins: at least 2. confidence: the probability of the band, in which the height of a calibrated
+    model would be in each bin. Other arguments and errors: as in `calibration`.
     """
     _check_bins(bins, 2)
-    ranked = _rank_targets(predictive, y, target, "pit")
+    ranks = _rank_targets(predictive, y, target, "pit")
     ax, color = open_axes(ax)
-    edges, heights = torch.linspace(0, 1, bins + 1, dtype=torch.float64), ranked.heights(bins)
+    edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+    heights = ranks.heights(bins)
+    # A bin has the height 1 if it has its share 1/bins of the rows.
     low, high = (
-        end * bins / ranked.size for end in binomial_range(ranked.size, 1 / bins, confidence)
+        end * bins / ranks.size for end in binomial_range(ranks.size, 1 / bins, confidence)
     )
     style = {"align": "edge", "color": color.tint(0.6), "edgecolor": color.paper, "lw": 1}
     ax.bar(edges[:-1].numpy(), heights.numpy(), 1 / bins, label=_name_rows(predictive), **style)
@@ -147,7 +160,7 @@ def pit(
     ax.axhline(1, color=color.ink, lw=1)
     ax.set(
         xlim=(0, 1),
-        ylim=(0, 1.35 * max(float(heights.max()), high)),
+        ylim=(0, 1.35 * max(float(heights.max()), high)),  # with room for the legend
         xlabel="P(Y ≤ y)",
         ylabel="density",
     )
@@ -163,7 +176,11 @@ def reliability(
     probability, with the rows in each bin; return the Axes.
 
     Below the diagonal, predictions are too sure. The bars are ranges in which the accuracy of a
-    calibrated model would be. TypeError unless the target is a class.
+    calibrated model would be in each bin, with the probability `confidence`.
+
+    predictive: of held-out rows (N). y (N,): the codes of their classes. bins: at least 1. ax: the
+    Axes to draw on; None: a new figure. Raises TypeError unless the target is a class, and
+    ValueError for a y that does not fit.
     """
     if predictive.kind != "class":
         raise TypeError(
@@ -171,24 +188,24 @@ def reliability(
             "Use calibration."
         )
     _check_bins(bins, 1)
-    value = _check_one_for_each_row(
+    observed = _check_one_for_each_row(
         squeeze_column(as_tensor(y)).to("cpu").long(), predictive, "one class"
     )
     ax, color = open_axes(ax)
-    # Rows are put into bins by the probability of their class; empty bins are left out.
-    confidences, guess = predictive.law.probs.max(1)
-    hit = (guess == value).double()
-    bin_of_row = (confidences * bins).long().clamp(0, bins - 1)
+    # Rows are put into bins by the probability of their predicted class; empty bins are left out.
+    largest_probs, predicted = predictive.law.probs.max(1)
+    hit = (predicted == observed).double()
+    bin_of_row = (largest_probs * bins).long().clamp(0, bins - 1)
     counts = torch.bincount(bin_of_row, minlength=bins)
-    full = counts.nonzero().flatten()
-    mean = torch.stack([confidences[bin_of_row == b].mean() for b in full])
-    accuracy = torch.stack([hit[bin_of_row == b].mean() for b in full])
-    # A calibrated model is right as often as it says: a binomial with that probability.
+    used_bins = counts.nonzero().flatten()
+    mean = torch.stack([largest_probs[bin_of_row == b].mean() for b in used_bins])
+    accuracy = torch.stack([hit[bin_of_row == b].mean() for b in used_bins])
+    # The hits of a calibrated model are binomial, with the predicted probability.
     ranges = [
         binomial_range(int(n), float(p), confidence)
-        for n, p in zip(counts[full], mean, strict=True)
+        for n, p in zip(counts[used_bins], mean, strict=True)
     ]
-    ends = np.array(ranges).T / counts[full].numpy()
+    ends = np.array(ranges).T / counts[used_bins].numpy()
     _draw_diagonal(ax, color)
     _draw_bin_sizes(ax, color, counts)
     ax.vlines(
@@ -206,26 +223,36 @@ def reliability(
 def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = None) -> Any:
     """Draw central intervals, sorted by width, and y, both less the mean; return the Axes.
 
-    Where intervals are wider, y should be further off. TypeError unless y is one ordered target.
+    Where intervals are wider, y should be farther from the mean.
+
+    predictive: of held-out rows (N). y (N,): their observed targets. level: the probability of the
+    intervals. ax: the Axes to draw on; None: a new figure. Raises TypeError unless y is one ordered
+    target, and ValueError for a y that does not fit.
     """
     check_ordered(predictive, "intervals")
-    value = _check_one_for_each_row(
+    observed = _check_one_for_each_row(
         squeeze_column(as_tensor(y)).to("cpu", torch.float64), predictive, "one"
     )
-    ends, mean = predictive.law.interval(checked_level(level)), predictive.law.mean
+    ends = predictive.law.interval(checked_level(level))
+    mean = predictive.law.mean
     order = (ends[:, 1] - ends[:, 0]).argsort(stable=True)
-    low, high, off = (part[order] for part in (ends[:, 0] - mean, ends[:, 1] - mean, value - mean))
-    inside = (off >= low) & (off <= high)
+    # Ends and y (N,), less the mean and in the order of widths.
+    low = (ends[:, 0] - mean)[order]
+    high = (ends[:, 1] - mean)[order]
+    error = (observed - mean)[order]
+    inside = (error >= low) & (error <= high)
     ax, color = open_axes(
         ax, f"{float(inside.double().mean()):.1%} of y inside {level:.0%} intervals"
     )
-    rank = torch.arange(len(off), dtype=torch.float64) + 1
+    rank = torch.arange(len(error), dtype=torch.float64) + 1
     ax.fill_between(rank, low, high, step="mid", color=color.tint(0.3), lw=0, label=f"{level:.0%}")
-    size = float(np.clip(2500 / len(off), 3, 16))
-    ax.scatter(rank[inside], off[inside], s=size, color=color.ink, alpha=0.6, lw=0, label="inside")
+    size = float(np.clip(2500 / len(error), 3, 16))  # of dots: smaller where there are many
+    ax.scatter(
+        rank[inside], error[inside], s=size, color=color.ink, alpha=0.6, lw=0, label="inside"
+    )
     ax.scatter(
         rank[~inside],
-        off[~inside],
+        error[~inside],
         s=1.6 * size,
         marker="x",
         lw=1.2,
@@ -235,17 +262,22 @@ def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = N
     ax.set(xlabel="rows, by width of the interval", ylabel="y − mean")
     add_legend(ax, ncols=3, loc="upper left")
     low_end, high_end = ax.get_ylim()
-    ax.set_ylim(low_end, high_end + 0.14 * (high_end - low_end))
+    ax.set_ylim(low_end, high_end + 0.14 * (high_end - low_end))  # room for the legend
     return ax
 
 
 def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
-    """Return the smallest and the largest count of n trials with probability p, such that at most
-    (1 − confidence)/2 of the probability is beyond either.
+    """Return the smallest and the largest number of successes in n trials with probability p, such
+    that at most (1 − confidence)/2 of the probability is below and above them.
+
+    Raises ValueError unless confidence is a probability.
     """
     tail = (1 - checked_level(confidence)) / 2
-    if p <= 0 or p >= 1:
-        return (0, 0) if p <= 0 else (n, n)
+    if p <= 0:
+        return 0, 0
+    if p >= 1:
+        return n, n
+    # Only counts near the mean are summed, so that a large n takes no memory.
     spread = 10 * (n * p * (1 - p)) ** 0.5 + 40  # all but 1e-20 of the probability
     k = torch.arange(
         max(int(n * p - spread), 0), min(int(n * p + spread) + 1, n) + 1, dtype=torch.float64
@@ -270,7 +302,10 @@ def _check_bins(bins: Any, least: int) -> None:
 
 
 def _check_one_for_each_row(value: Tensor, predictive: Predictive, entry: str) -> Tensor:
-    """Return y if it is (N,), else raise ValueError; entry: what each row has, for the message."""
+    """Return `value` unchanged; raise ValueError unless it is (N,), for the N rows of a predictive.
+
+    entry: the words for what each row has, for the message.
+    """
     if value.shape != (predictive.law.rows,):
         raise ValueError(
             f"y must have shape ({predictive.law.rows},), {entry} for each row, but has "
@@ -280,10 +315,11 @@ def _check_one_for_each_row(value: Tensor, predictive: Predictive, entry: str) -
 
 
 def _rank_targets(predictive: Predictive | LeaveOneOut, y: Any, target: int, name: str) -> Ranks:
-    """Rank each y in its predictive; name: of the picture, for messages.
+    """Return the rank of each y in its predictive.
 
-    Leave-one-out rows have their own y and weights; rows without a cavity are left out. TypeError
-    for classes, ValueError for a y or a target that does not fit.
+    Leave-one-out rows have their own y and weights, and those that failed are left out. target:
+    which of D targets, from 0. name: the picture, for messages. Raises TypeError for classes, and
+    ValueError for a y or a target that does not fit.
     """
     if predictive.kind == "class":
         raise TypeError(
@@ -294,48 +330,56 @@ def _rank_targets(predictive: Predictive | LeaveOneOut, y: Any, target: int, nam
             raise ValueError(
                 f"plots.{name} of leave-one-out rows takes no y: they have their own. Leave it out."
             )
-        good = ~predictive.failed
-        lower, upper = predictive.lower[good], predictive.upper[good]
-        weights = predictive.weights[good]
+        succeeded = ~predictive.failed
+        lower = predictive.lower[succeeded]
+        upper = predictive.upper[succeeded]
+        weights = predictive.weights[succeeded]
     else:
         if y is None:
             raise ValueError(
                 f"plots.{name} of a predictive needs y, the observed targets of its rows."
             )
-        value = as_tensor(y).to("cpu", torch.float64)
-        lower, upper = rank_targets(
-            predictive, value if predictive.kind == "vector" else squeeze_column(value)
-        )
-        lower, upper = (part.to("cpu", torch.float64) for part in (lower, upper))
+        observed = as_tensor(y).to("cpu", torch.float64)
+        if predictive.kind != "vector":
+            observed = squeeze_column(observed)
+        lower, upper = rank_targets(predictive, observed)
+        lower = lower.to("cpu", torch.float64)
+        upper = upper.to("cpu", torch.float64)
         weights = torch.ones(len(lower), dtype=torch.float64)
+    # The ranks of several targets are (n, D).
     if lower.dim() == 2:
         if not 0 <= target < lower.shape[1]:
             raise ValueError(f"target must be from 0 to {lower.shape[1] - 1}, but is {target}.")
-        lower, upper = lower[:, target], upper[:, target]
+        lower = lower[:, target]
+        upper = upper[:, target]
     return Ranks(lower, upper, weights)
 
 
 def _name_rows(predictive: Predictive | LeaveOneOut) -> str:
-    """Name the kind of rows for a legend."""
+    """Return the words for the kind of rows, for a legend."""
     return "leave-one-out" if isinstance(predictive, LeaveOneOut) else "held-out"
 
 
 def _draw_bin_sizes(ax: Any, color: Palette, counts: Tensor) -> None:
-    """Draw low bars with the numbers of rows in bins (bins,) of [0, 1]; empty bins have none."""
-    bins, full = len(counts), counts.nonzero().flatten()
-    heights = 0.16 * counts / counts.max()
+    """Draw a low bar and the number of rows for each of the bins of [0, 1] with a row.
+
+    counts (bins,): the rows of each bin.
+    """
+    bins = len(counts)
+    used_bins = counts.nonzero().flatten()
+    heights = BIN_HEIGHT * counts / counts.max()
     ax.bar(
-        (full.numpy() + 0.5) / bins,
-        heights[full].numpy(),
+        (used_bins.numpy() + 0.5) / bins,
+        heights[used_bins].numpy(),
         0.86 / bins,
         color=color.tint(0.3),
         lw=0,
         label="rows",
     )
-    for b in full.tolist():
+    for b in used_bins.tolist():
         ax.text(
             (b + 0.5) / bins,
-            0.16 * int(counts[b]) / int(counts.max()) + 0.02,
+            BIN_HEIGHT * int(counts[b]) / int(counts.max()) + 0.02,
             f"{int(counts[b]):,}",
             ha="center",
             fontsize="x-small",
@@ -345,5 +389,5 @@ def _draw_bin_sizes(ax: Any, color: Palette, counts: Tensor) -> None:
 
 
 def _draw_diagonal(ax: Any, color: Palette) -> None:
-    """Draw the line of exact calibration."""
+    """Draw the line from (0, 0) to (1, 1), on which exactly calibrated predictions are."""
     ax.plot([0, 1], [0, 1], color=color.faint, lw=1, zorder=1)

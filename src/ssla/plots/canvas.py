@@ -22,23 +22,26 @@ class Palette(NamedTuple):
     other: str
 
     def tint(self, share: float, color: str | None = None) -> Color:
-        """Mix a share of a colour (by default `main`) with the background.
+        """Return a share of a colour mixed with the background.
 
-        The result is opaque, so that a legend shows the same colour as overlapping bands.
+        share: from 0 (background) to 1 (colour); more on a dark background. color: as matplotlib
+        takes it; None: `main`. The result is opaque, so a legend shows the same colour as
+        overlapping bands.
         """
         lift = DARK_LIFT if is_dark(self.paper) else 0.0
-        return _mix_colors(self.paper, rgb(color or self.main), min(share + lift, 1.0))
+        return _mix_colors(self.paper, convert_to_rgb(color or self.main), min(share + lift, 1.0))
 
     @property
     def faint(self) -> Color:
-        """Return the colour of grid lines and diagonals."""
+        """Return the colour of grid lines and diagonals, which is between ink and paper."""
         return _mix_colors(self.paper, self.ink, 0.45)
 
 
 def open_axes(ax: Any, title: str | None = None) -> tuple[Any, Palette]:
-    """Return the Axes to draw on, a new one if none is given, and its colours.
+    """Return the Axes to draw on, and its colours.
 
-    ImportError with the remedy if matplotlib is missing.
+    ax: an Axes of matplotlib; None: a new figure is made. title: set on the Axes if it is not None
+    or empty. Raises ImportError with the remedy if matplotlib is needed and missing.
     """
     if ax is None:
         try:
@@ -50,33 +53,41 @@ def open_axes(ax: Any, title: str | None = None) -> tuple[Any, Palette]:
         ax.set_title(title, fontsize="medium")
     paper = ax.get_facecolor()[:3]
     main, other = (SKY, ORANGE) if is_dark(paper) else (BAND, OTHER)
-    return ax, Palette(rgb(ax.xaxis.label.get_color()), paper, main, other)
+    return ax, Palette(convert_to_rgb(ax.xaxis.label.get_color()), paper, main, other)
 
 
 def is_dark(color: Color) -> bool:
-    """Tell whether a colour is dark, by its luminance (Rec. 709)."""
+    """Return whether a colour is dark, by its luminance."""
+    # The weights of red, green and blue are those of Rec. 709; the limit 0.4 is a guess.
     return float(np.dot(color, (0.2126, 0.7152, 0.0722))) < 0.4
 
 
 def set_log_ticks(axis: Any, low: float, high: float) -> None:
-    """Put few ticks on a logarithmic axis from low to high, as plain numbers.
+    """Put few ticks on a logarithmic axis from low to high, with plain numbers as labels.
 
-    They are 1, 2 and 5 of each decade where there are fewer than two decades.
+    There is one for each decade, or three (1, 2 and 5) if there are fewer than two decades.
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 100 * low else (1.0,)))
+    multiples = (1.0, 2.0, 5.0) if high < 100 * low else (1.0,)
+    axis.set_major_locator(LogLocator(subs=multiples))
     axis.set_minor_locator(NullLocator())
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def add_legend(ax: Any, **options: Any) -> None:
-    """Add a legend without a frame, in a small font; options as in matplotlib."""
+    """Add a legend without a frame and in a small font.
+
+    options: keywords of matplotlib's `legend`, which are used in place of the defaults here.
+    """
     ax.legend(**({"frameon": False, "fontsize": "small", "handlelength": 1.5} | options))
 
 
-def rgb(color: Any) -> Color:
-    """Return red, green and blue of any colour that matplotlib understands."""
+def convert_to_rgb(color: Any) -> Color:
+    """Return red, green and blue, from 0 to 1, of any colour that matplotlib understands.
+
+    Transparency is left out.
+    """
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(color)
@@ -84,6 +95,6 @@ def rgb(color: Any) -> Color:
 
 
 def _mix_colors(paper: Color, color: Color, share: float) -> Color:
-    """Mix a share of `color` with the background."""
+    """Return a share of `color`, from 0 to 1, mixed with the colour of the background."""
     red, green, blue = ((1 - share) * p + share * c for p, c in zip(paper, color, strict=True))
     return red, green, blue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,23 +34,30 @@ def bands(
 ) -> Any:
     """Draw mean and central intervals along one input, and return the Axes.
 
-    x (N,) or (N, 1), the inputs of the predictive; data = (x, y) as dots. TypeError unless y is one
-    ordered target.
+    x: (N,) or (N, 1), the inputs of the predictive, in any order.
+    data: (x, y) of rows to draw as dots; None: no dots.
+    levels: the probabilities of the intervals.
+    ax: the Axes to draw on; None: a new figure. title: of the Axes; None: no title.
+
+    Raises TypeError unless y is one ordered target, and ValueError for an x that does not fit.
     """
     check_ordered(predictive, "bands")
     x_values = _one_input(x, predictive.law.rows)
     ax, color = open_axes(ax, title)
     order = np.argsort(x_values, kind="stable")
-    line = x_values[order]
+    sorted_x = x_values[order]
+    # The widest interval is drawn first, below the others, and is the faintest.
+    widest_first = sorted(map(checked_level, levels), reverse=True)
     shades = np.linspace(0.2, 0.6, len(levels)) if len(levels) > 1 else [0.35]
-    # The widest interval is drawn first, below the others.
-    for level, shade in zip(sorted(map(checked_level, levels), reverse=True), shades, strict=True):
+    for level, shade in zip(widest_first, shades, strict=True):
         low, high = (
             end.numpy()[order] for end in _as_double(predictive.interval(level)).unbind(-1)
         )
-        ax.fill_between(line, low, high, color=color.tint(float(shade)), lw=0, label=f"{level:.0%}")
+        ax.fill_between(
+            sorted_x, low, high, color=color.tint(float(shade)), lw=0, label=f"{level:.0%}"
+        )
     mean = _as_double(predictive.mean).numpy()
-    ax.plot(line, mean[order], color=color.ink, lw=1.6, label="mean")
+    ax.plot(sorted_x, mean[order], color=color.ink, lw=1.6, label="mean")
     if data is not None:
         ax.scatter(
             *(_as_double(part).flatten() for part in data),
@@ -75,7 +83,12 @@ def density(
 ) -> Any:
     """Draw the predictive density at one input, with its highest-density region; return the Axes.
 
-    Of several, by name, the region of the last. TypeError unless y is one ordered target.
+    predictives: one, or several by their names in the legend; the region is that of the last.
+    row: the input among those of each predictive. level: the probability of the region. points: at
+    how many y a density is drawn; counts are drawn at whole numbers in the same range. ax: the Axes
+    to draw on; None: a new figure.
+
+    Raises TypeError unless y is one ordered target, and ValueError for a wrong row or level.
     """
     named = by_name(predictives, "density")
     for predictive in named.values():
@@ -84,17 +97,19 @@ def density(
     checked_level(level)
     ax, color = open_axes(ax)
     counts = any(predictive.kind == "count" for predictive in named.values())
-    y = _drawn_values(list(named.values()), row, points, counts)
+    y = _drawn_values(list(named.values()), row, points, counts=counts)
     last = list(named)[-1]
     for i, (name, predictive) in enumerate(named.items()):
+        # All rows have the same y (k,), because `log_prob` takes (N, k).
         curve = _as_double(predictive.log_prob(y.expand(predictive.law.rows, -1)))[row].exp()
         style = {"ls": STYLES[i % len(STYLES)], "color": color.other, "lw": 1.5}
         if name == last:
             style = {"ls": "-", "color": color.main, "lw": 2}
         ax.plot(y, curve, label=name, **style)
+    # `curve` is now that of the last predictive. The legend has its region once.
     region = named[last].hdr(level)
     for k, (start, stop) in enumerate(_intervals_of(region, row)):
-        label = None if k else f"{level:.0%} region"
+        label = f"{level:.0%} region" if k == 0 else None
         inside = (y >= start) & (y <= stop)
         ax.fill_between(
             y[inside], 0, curve[inside], color=color.tint(0.35), lw=0, label=label, zorder=0
@@ -110,14 +125,19 @@ def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: A
     """Draw the three increments of the log density at one input, along y, each less its value at
     the mode; return the Axes.
 
-    The likelihood falls where y contradicts the data, the prior where y needs unlikely weights; the
-    curvature is the change of the log determinant. Their sum is the log density up to a constant.
-    TypeError unless y is one ordered target.
+    The likelihood falls where y contradicts the data, and the prior where y needs unlikely weights.
+    The curvature is the change of the log determinant. Their sum is the log density up to a
+    constant.
+
+    row: the input among those of the predictive. points: at how many y they are drawn; counts are
+    drawn at whole numbers in the same range. ax: the Axes to draw on; None: a new figure. Raises
+    TypeError unless y is one ordered target, and ValueError for a wrong row.
     """
     check_ordered(predictive, "increments")
     check_row(row, predictive.law.rows)
     ax, color = open_axes(ax)
-    y = _drawn_values([predictive], row, points, predictive.kind == "count")
+    y = _drawn_values([predictive], row, points, counts=predictive.kind == "count")
+    # The values at the mode are computed with the others, as the last ones.
     mode = _as_double(predictive.mode)[row]
     y_and_mode = torch.cat([y, mode[None]])
     terms = predictive.increments(y_and_mode.expand(predictive.law.rows, -1)).map(
@@ -139,15 +159,20 @@ def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: A
 
 @in_plain_torch
 def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any = None) -> Any:
-    """Draw mean and central interval along one input for every prior, from faint (the first) to
-    strong (the last); return the Axes. TypeError unless y is one ordered target.
+    """Draw mean and central interval along one input for every prior; return the Axes.
+
+    The colour is faint for the first prior and strong for the last.
+
+    sensitivity: of N inputs. x: (N,) or (N, 1), these inputs in any order. level: the probability
+    of the intervals. ax: the Axes to draw on; None: a new figure. Raises TypeError unless y is one
+    ordered target, and ValueError for an x that does not fit.
     """
     x_values = _one_input(x, sensitivity.baseline.law.rows)
     ax, color = open_axes(
         ax, f"means and {checked_level(level):.0%} intervals ({sensitivity.convention})"
     )
     order = np.argsort(x_values, kind="stable")
-    line = x_values[order]
+    sorted_x = x_values[order]
     count = len(sensitivity.names)
     for i, (name, predictive) in enumerate(
         zip(sensitivity.names, sensitivity.predictives, strict=True)
@@ -157,9 +182,9 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
         # A legend has room for six names; of more, the first and the last are named.
         label = name if count <= 6 or i in (0, count - 1) else None
         mean = _as_double(predictive.mean).numpy()
-        ax.plot(line, mean[order], color=shade, lw=1.8, label=label)
+        ax.plot(sorted_x, mean[order], color=shade, lw=1.8, label=label)
         for end in _as_double(predictive.interval(level)).unbind(-1):
-            ax.plot(line, end.numpy()[order], color=shade, lw=1, ls="--")
+            ax.plot(sorted_x, end.numpy()[order], color=shade, lw=1, ls="--")
     ax.set(xlabel="x", ylabel="y")
     add_legend(ax)
     return ax
@@ -170,11 +195,15 @@ def p_box(
     credal: Credal, row: int = 0, *, level: float = 0.9, points: int = 60, ax: Any = None
 ) -> Any:
     """Draw the lower and the upper distribution function at one input, with the smallest interval
-    that has that level under every prior; return the Axes.
+    whose probability is at least `level` under every prior; return the Axes.
+
+    row: the input among those of `credal`. points: at how many y they are drawn. ax: the Axes to
+    draw on; None: a new figure. Raises ValueError for a wrong row or level.
     """
     check_row(row, credal.members.rows)
     checked_level(level)
     ax, color = open_axes(ax)
+    # Functions are drawn between these quantiles of all priors; the numbers are a guess.
     ends = credal.quantile([0.002, 0.998])
     y = torch.linspace(
         float(ends.lower[row, 0]), float(ends.upper[row, 1]), points, dtype=torch.float64
@@ -183,9 +212,10 @@ def p_box(
     ax.fill_between(y, lower, upper, color=color.tint(0.35), lw=0, label="all priors")
     for bound in (lower, upper):
         ax.plot(y, bound, color=color.main, lw=1.6)
-    a, b = credal.interval(level)[row].tolist()
+    low, high = credal.interval(level)[row].tolist()
+    # The interval is a bar below both functions.
     ax.plot(
-        [a, b],
+        [low, high],
         [-0.05, -0.05],
         color=color.other,
         lw=4,
@@ -203,7 +233,10 @@ def p_box(
 
 
 def by_name(predictives: Predictive | Mapping[str, Predictive], name: str) -> dict[str, Predictive]:
-    """Return predictives by name; `name` is that of a single one. ValueError if there are none."""
+    """Return predictives by their names. name: that of a single one, which has none.
+
+    Raises ValueError if there are none.
+    """
     named = {name: predictives} if isinstance(predictives, Predictive) else dict(predictives)
     if not named:
         raise ValueError("predictives has no entry. Give a Predictive, or a dict of them by name.")
@@ -211,7 +244,10 @@ def by_name(predictives: Predictive | Mapping[str, Predictive], name: str) -> di
 
 
 def check_ordered(predictive: Predictive, name: str) -> None:
-    """Raise TypeError unless the target is one number on a line; name: of the picture."""
+    """Raise TypeError unless the target is one number or count.
+
+    name: the picture, for the message.
+    """
     if predictive.kind not in ("scalar", "count"):
         use = "reliability" if predictive.kind == "class" else "one target at a time"
         raise TypeError(
@@ -221,7 +257,7 @@ def check_ordered(predictive: Predictive, name: str) -> None:
 
 
 def check_row(row: int, rows: int) -> None:
-    """Raise ValueError unless `row` is the number of one of the inputs."""
+    """Raise ValueError unless `row` is one of `rows` inputs, from 0 on or backwards from −1."""
     if not -rows <= row < rows:
         raise ValueError(
             f"row must be one of the {rows} inputs, from 0 to {rows - 1}, but is {row}."
@@ -229,7 +265,10 @@ def check_row(row: int, rows: int) -> None:
 
 
 def _one_input(x: Any, rows: int) -> Any:
-    """Return x as a NumPy array (N,); ValueError unless it has one number for each input."""
+    """Return x, (N,) or (N, 1), as a NumPy array (N,) of floats.
+
+    rows: the number N of inputs. Raises ValueError for another number of entries.
+    """
     values = _as_double(x)
     if values.numel() != rows:
         raise ValueError(
@@ -240,22 +279,28 @@ def _one_input(x: Any, rows: int) -> Any:
 
 
 def _as_double(values: Any) -> Tensor:
-    """Return values as a tensor of their shape, in float64 on the CPU."""
+    """Return a tensor or an array as a tensor of the same shape, in float64 on the CPU."""
     return as_tensor(values).to("cpu", torch.float64)
 
 
-def _drawn_values(predictives: list[Predictive], row: int, points: int, counts: bool) -> Tensor:
-    """Return the y (k,) at which densities of one row are drawn: `points` of them, or whole numbers
-    in the same range.
+def _drawn_values(predictives: list[Predictive], row: int, points: int, *, counts: bool) -> Tensor:
+    """Return the y (k,) at which the densities of one row are drawn.
+
+    They are `points` numbers between the quantiles DRAWN_QUANTILES of all predictives. counts:
+    whether y are counts; the numbers are then rounded, each once.
     """
     quantiles = torch.tensor(DRAWN_QUANTILES)
     ends = torch.stack([_as_double(p.icdf(quantiles))[row] for p in predictives])
-    low, high = float(ends[:, 0].min()), float(ends[:, 1].max())
+    low = float(ends[:, 0].min())
+    high = float(ends[:, 1].max())
     y = torch.linspace(low, high, points, dtype=torch.float64)
     return y.round().unique() if counts else y
 
 
 def _intervals_of(region: Any, row: int) -> list[tuple[float, float]]:
-    """Return the intervals of one row of a region as pairs, without the padding."""
+    """Return the intervals of one row of a highest-density region as pairs (start, stop).
+
+    A row with fewer intervals than others is padded with NaN, which is left out.
+    """
     pairs = zip(region.lower[row].tolist(), region.upper[row].tolist(), strict=True)
-    return [(start, stop) for start, stop in pairs if start == start]  # NaN is padding
+    return [(start, stop) for start, stop in pairs if not math.isnan(start)]

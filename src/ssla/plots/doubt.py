@@ -24,8 +24,10 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
     """Draw the epistemic against the aleatoric standard deviation of every row, both on logarithmic
     axes, with the line where they are equal; return the Axes.
 
-    Several predictives by name have markers of their own. The variances of classes are summed over
-    the classes. ValueError where every row has an epistemic variance of zero.
+    predictives: one, or several by their names in the legend, with a colour and a marker for each;
+    the fourth has those of the first again. Variances are summed over classes or targets. ax: the
+    Axes to draw on; None: a new figure. Raises ValueError where every row has an epistemic variance
+    of zero.
     """
     named = by_name(predictives, "rows")
     ax, color = open_axes(ax)
@@ -45,7 +47,8 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
         )
     ax.set(xscale="log", yscale="log", xlabel="noise (aleatoric sd)", ylabel="doubt (epistemic sd)")
     # The diagonal spans both axes, whose limits stay those of the dots.
-    x_limits, y_limits = ax.get_xlim(), ax.get_ylim()
+    x_limits = ax.get_xlim()
+    y_limits = ax.get_ylim()
     ends = [min(*x_limits, *y_limits), max(*x_limits, *y_limits)]
     ax.plot(ends, ends, color=color.faint, lw=1, zorder=0, label="equal")
     ax.set(xlim=x_limits, ylim=y_limits)
@@ -58,18 +61,22 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
 @in_plain_torch
 def out_of_distribution(known: Predictive, foreign: Predictive, *, ax: Any = None) -> Any:
     """Draw `doubt` of known and of foreign rows, with the 95% quantile of doubt in known rows, and
-    return the Axes. The title says how well doubt separates the rows.
+    return the Axes. The title shows how well doubt separates the rows.
 
-    AUROC: the probability that a foreign row has more doubt than a known one; 0.5 if doubt does not
-    separate them.
+    It has the share of foreign rows above the quantile, and the AUROC: the probability that a
+    foreign row has more doubt than a known one, which is 0.5 if doubt does not separate them.
+
+    known: predictive of rows like the training data. foreign: predictive of other rows. ax: the
+    Axes to draw on; None: a new figure. Raises ValueError where every row of either has no doubt.
     """
     ax = doubt({"known": known, "foreign": foreign}, ax=ax)
     _, color = open_axes(ax)
-    of_known, of_foreign = _deviations(known)[1], _deviations(foreign)[1]
-    limit = float(torch.quantile(of_known, KNOWN))
+    _, known_doubt = _deviations(known)
+    _, foreign_doubt = _deviations(foreign)
+    limit = float(torch.quantile(known_doubt, KNOWN))
     ax.axhline(limit, color=color.ink, ls="--", lw=1, label=f"{KNOWN:.0%} of known below")
-    share = float((of_foreign > limit).double().mean())
-    area = auroc(of_known, of_foreign)
+    share = float((foreign_doubt > limit).double().mean())
+    area = auroc(known_doubt, foreign_doubt)
     ax.set_title(f"{share:.0%} of foreign above, AUROC {area:.2f}", fontsize="medium")
     add_legend(ax, markerscale=2)
     return ax
@@ -88,23 +95,25 @@ def influence(
     """Draw bars of what the most influential training rows add to the mean, or to the variance, of
     one output at one input; return the Axes.
 
-    by: "mean" or "variance"; most: the number of rows. ValueError for another `by`, row or output.
+    explanation: of `ssla.explain`. row: the input among those it explains. output: which output of
+    the network. by: "mean" or "variance". most: how many training rows are drawn. ax: the Axes to
+    draw on; None: a new figure. Raises ValueError for another `by`, row or output.
     """
     check_name("by", by, (MEAN, VARIANCE))
-    by_rows = explanation.influence
-    check_row(row, len(by_rows.rows))
-    outputs = by_rows.mean.shape[-1]
+    effects = explanation.influence
+    check_row(row, len(effects.rows))
+    outputs = effects.mean.shape[-1]
     if not 0 <= output < outputs:
         raise ValueError(f"output must be from 0 to {outputs - 1}, but is {output}.")
     ax, color = open_axes(ax)
-    values = (by_rows.mean if by == MEAN else by_rows.variance)[row, :most, output]
-    names = [f"row {i}" for i in by_rows.rows[row, :most].tolist()]
+    values = (effects.mean if by == MEAN else effects.variance)[row, :most, output]
+    names = [f"row {i}" for i in effects.rows[row, :most].tolist()]
     shades = [color.main if value >= 0 else color.other for value in values.tolist()]
     positions = np.arange(len(names))
     ax.barh(positions, values.numpy(), color=shades, height=0.7)
     ax.axvline(0, color=color.ink, lw=1)
     ax.set_yticks(positions, names)
-    ax.invert_yaxis()
+    ax.invert_yaxis()  # the most influential row is at the top
     ax.set(
         xlabel=f"added to the {by} of output {output}" if outputs > 1 else f"added to the {by} of f"
     )
@@ -112,31 +121,35 @@ def influence(
 
 
 def auroc(low: Tensor, high: Tensor) -> float:
-    """Return the probability that a value of `high` (k,) exceeds one of `low` (n,).
+    """Return the area under the ROC curve: the probability that a random value of `high` (k,) is
+    above one of `low` (n,).
 
     Equal values count half.
     """
-    in_order = low.sort().values
-    below, up_to = (
-        torch.searchsorted(in_order, high, right=right).double() for right in (False, True)
-    )
-    return float((below + up_to).mean() / 2 / len(low))
+    sorted_low = low.sort().values
+    # For each value of `high`: how many of `low` are smaller, and how many are not larger.
+    smaller = torch.searchsorted(sorted_low, high, right=False).double()
+    not_larger = torch.searchsorted(sorted_low, high, right=True).double()
+    return float((smaller + not_larger).mean() / 2 / len(low))
 
 
 def _deviations(predictive: Predictive) -> tuple[Tensor, Tensor]:
-    """Return aleatoric and epistemic standard deviations (N,), summed over targets or classes.
+    """Return the aleatoric and the epistemic standard deviation (N,) of each row.
 
-    Zeros are replaced by the smallest positive one, for a logarithmic axis. ValueError where every
-    epistemic one is zero.
+    Variances are summed over targets or classes first. Zeros are replaced by the smallest positive
+    value of any row, for a logarithmic axis. Raises ValueError where every epistemic one is zero.
     """
+    # (N,), or (N, D) for several targets and (N, C) for classes.
     noise, epistemic = (
-        part if part.dim() == 1 else part.sum(1)
-        for part in (predictive.law.aleatoric, predictive.law.epistemic)
+        variance if variance.dim() == 1 else variance.sum(1)
+        for variance in (predictive.law.aleatoric, predictive.law.epistemic)
     )
     if not bool((epistemic > 0).any()):
         raise ValueError(
             f"Every row has a doubt of zero (refit={predictive.diagnostics.refit!r}), which a "
             "logarithmic axis cannot show. Use refit='output'."
         )
-    noise, epistemic = (part.clamp_min(float(part[part > 0].min())) for part in (noise, epistemic))
+    noise, epistemic = (
+        variance.clamp_min(float(variance[variance > 0].min())) for variance in (noise, epistemic)
+    )
     return noise.sqrt(), epistemic.sqrt()

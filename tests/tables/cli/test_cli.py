@@ -145,7 +145,9 @@ def test_a_page_of_a_table(trained, tmp_path):
     predicted = call("predict", room / "model", tmp_path / "test.csv", "-o", tmp_path / "out.csv")
     assert predicted.exit_code == 0, predicted.output
     table = read_table(tmp_path / "out.csv")
-    ends = np.array([table.column(name).values for name in ("lower_95", "upper_95")], dtype=float).T
+    ends = np.array(
+        [table.interpret_column(name).values for name in ("lower_95", "upper_95")], dtype=float
+    ).T
     shown = [row[facts["own"]][-1] for row in facts["rows"]["interval"]]
     np.testing.assert_allclose(shown, np.delete(ends, 3, 0), rtol=1e-4, atol=1e-4)
     scores = json.loads(call("evaluate", room / "model", tmp_path / "test.csv", "--json").stdout)
@@ -226,7 +228,7 @@ def test_classes_and_parquet_and_a_study_that_goes_on(trained, tmp_path):
     assert {"label", "p(red)", "mass", "rung"} <= set(table.column_names)
     assert call("evaluate", tmp_path / "model", room / "data.csv").exit_code == 0
     pyarrow.parquet.write_table(table, tmp_path / "data.parquet")
-    assert read_table(tmp_path / "data.parquet").column("p(red)").kind == "number"
+    assert read_table(tmp_path / "data.parquet").interpret_column("p(red)").kind == "number"
 
 
 def numbers(path, rows=150, seed=0, slope=3.0):

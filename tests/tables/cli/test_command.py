@@ -333,7 +333,9 @@ def test_a_mark_of_numbers_is_no_delimiter_if_another_one_fits(tmp_path):
     (tmp_path / "data.csv").write_text("x, in m;y, in s\n1,5;2,5\n")
     assert read_table(tmp_path / "data.csv", decimal=",").names == ["x, in m", "y, in s"]
     (tmp_path / "data.csv").write_text('x,y\n"1,5","2,5"\n')
-    assert read_table(tmp_path / "data.csv", decimal=",").column("y").values.tolist() == [2.5]
+    assert read_table(tmp_path / "data.csv", decimal=",").interpret_column("y").values.tolist() == [
+        2.5
+    ]
 
 
 NUMBERS = [
@@ -358,12 +360,12 @@ def test_numbers_in_the_marks_of_other_countries(tmp_path, cell, decimal, thousa
     (tmp_path / "data.csv").write_text(f"a|b\n{cell}|x\n")
     table = read_table(tmp_path / "data.csv", decimal, thousands)
     if cell == "1,5,5":
-        assert table.column("a").kind == "text"
+        assert table.interpret_column("a").kind == "text"
     elif value is None:
         with pytest.raises(TableError, match="is not in the format"):
-            table.column("a")
+            table.interpret_column("a")
     else:
-        assert table.column("a").values.tolist() == [value]
+        assert table.interpret_column("a").values.tolist() == [value]
 
 
 def test_the_marks_of_training_hold_for_later_tables(room, tmp_path):
@@ -446,7 +448,7 @@ def test_excel_gives_the_same_cells_as_parquet(tmp_path):
     excel, parquet = read_table(tmp_path / "data.xlsx"), read_table(tmp_path / "data.parquet")
     assert excel.names == parquet.names
     for name in parquet.names:
-        left, right = excel.column(name), parquet.column(name)
+        left, right = excel.interpret_column(name), parquet.interpret_column(name)
         assert left.kind == right.kind, name
         np.testing.assert_array_equal(left.values, right.values)
     table.to_excel(tmp_path / "indexed.xlsx")

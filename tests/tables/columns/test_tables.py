@@ -23,7 +23,7 @@ from ssla import metrics
 from ssla.predictive import from_marginal, mixture
 from ssla.predictive.joined import join_predictives
 from ssla.tables.cli.app import app
-from ssla.tables.cli.train import Request, prepare
+from ssla.tables.cli.train import Request, prepare_table
 from ssla.tables.columns import (
     Plan,
     Style,
@@ -462,7 +462,7 @@ def test_gaps_that_training_had_are_learned_and_others_are_mixed():
         encoded = plan.encode(table(**row | {name: [cell]}))
         assert encoded.mixed_rows.tolist() == [mixed], name
         assert encoded.notes.tolist() == [note]
-        assert encoded.marked == 1
+        assert encoded.noted_row_count == 1
 
 
 def test_copies_hold_the_training_distribution_of_what_is_missing():
@@ -500,7 +500,10 @@ def test_rows_without_a_target_are_not_in_the_plan():
     plan = make_plan(cells, {"y"}, np.arange(30) < 25)
     assert plan.features[0].draws == (1.0, 5.0)
     assert plan.features[0].shares == (0.8, 0.2)
-    assert prepare(cells, Request(Path("some.csv"), "y", Path(), likelihood="classes")).plan == plan
+    assert (
+        prepare_table(cells, Request(Path("some.csv"), "y", Path(), likelihood="classes")).plan
+        == plan
+    )
 
 
 def linear(noise):
@@ -700,4 +703,4 @@ def test_reading_warns_of_nothing(tmp_path):
     data = write(tmp_path / "a.csv", a=["1", "2"], b=["x", ""])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert [read_table(data).column(name).kind for name in "ab"] == ["number", "text"]
+        assert [read_table(data).interpret_column(name).kind for name in "ab"] == ["number", "text"]

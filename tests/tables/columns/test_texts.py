@@ -20,11 +20,11 @@ from ssla.tables.columns.kinds import (
     UNIT,
     WAYS,
     _parse_boolean,
-    distinct_cells,
+    find_distinct_cells,
     interpret_cells,
     is_missing,
+    parse_boolean_word,
     parse_date,
-    parse_truth,
     read_as_kind,
     text_of_cell,
 )
@@ -71,8 +71,8 @@ def finite(name, values):
 def by_cell(name, cells, style):
     """(kind, values, style) of a training column."""
     given = [cell for cell in cells if not is_missing(cell)]
-    if given and all(parse_truth(cell) is not None for cell in given):
-        return "boolean", floats(cells, parse_truth), Style()
+    if given and all(parse_boolean_word(cell) is not None for cell in given):
+        return "boolean", floats(cells, parse_boolean_word), Style()
     days = sum(parse_date(cell) is not None for cell in given)
     if days > len(given) / 2:
         return (
@@ -328,8 +328,8 @@ def parts_of(path, rows, **marks):
         for part in read_parts(path, rows=rows, **marks):
             found.append(
                 (
-                    part.first,
-                    part.part,
+                    part.rows_before,
+                    part.may_have_more,
                     part.rows,
                     {name: part.cells_of(name) for name in part.cells},
                 )
@@ -535,6 +535,6 @@ def test_plans_do_not_depend_on_who_reads(tmp_path, monkeypatch, count):
     ],
 )
 def test_only_texts_are_compared_to_find_distinct_cells(cells, levels, codes):
-    found, positions = distinct_cells(cells)
+    found, positions = find_distinct_cells(cells)
     assert list(found) == levels
     assert positions.tolist() == codes

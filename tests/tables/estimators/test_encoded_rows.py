@@ -76,7 +76,7 @@ def test_a_model_of_the_command_is_an_estimator_that_reads_frames_and_tables(tmp
     table = read_table(data)
     encoder = TableEncoder(drop=["y"], codes=True).fit(table)
     order, _ = shuffle_rows(Y, "auto", 0)
-    y = table.column("y").values
+    y = table.interpret_column("y").values
     again = SSLARegressor(**QUICK).fit(encoder.encode(table)[order], y[order])
     assert np.array_equal(again.predict(table), model.predict(table))
     read = pd.read_csv(data, dtype={"price": str})[model.feature_names_in_]

@@ -16,10 +16,10 @@ from ssla.files import FileError
 from ssla.predictive import mixture
 from ssla.predictive.normals import pool_normals
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
-from ssla.tables.trees.beside_networks import estimate_pull
+from ssla.tables.trees.beside_networks import estimate_move_share
 from ssla.tables.trees.forest import Forest, join_forests
 from ssla.tables.trees.growing import BOOSTED, grow_forest
-from ssla.tables.trees.out_of_fold import fit_numbers
+from ssla.tables.trees.out_of_fold import fit_number_layer
 
 
 def rows(n=300, d=4, seed=0):
@@ -107,9 +107,9 @@ def test_rows_at_once_change_nothing(grown, monkeypatch):
 def test_forged_trees_are_refused(change):
     zero = torch.zeros(1, dtype=torch.int64)
     leaf = Forest(zero, zero, zero.double(), zero, zero, torch.ones(1, 2, dtype=torch.float64), 0)
-    leaf.check_sizes(1, 2)
+    leaf.check_tensors(1, 2)
     with pytest.raises(ValueError, match="trees do not fit"):
-        replace(leaf, **change).check_sizes(1, 2)
+        replace(leaf, **change).check_tensors(1, 2)
 
 
 @pytest.mark.parametrize("trees", [200, 4])
@@ -140,7 +140,7 @@ def test_large_tables_grow_on_some_rows(classes, monkeypatch):
         torch.ones(300, dtype=torch.float64),
         0,
     )
-    forest.check_sizes(4, max(classes, 1))
+    forest.check_tensors(4, max(classes, 1))
     assert len(forest.feature) < 3 * 2 * 50
 
 
@@ -231,9 +231,9 @@ def test_the_pull_minimises_the_weighted_squares():
             return c @ (errors - b * d) ** 2 + 10 / w.sum() * (c @ d**2) * b**2
 
         best = minimize_scalar(squares, bounds=(0, 1), method="bounded", options={"xatol": 1e-10}).x
-        found = estimate_pull(*(torch.from_numpy(part) for part in (d, errors, v, w)))
+        found = estimate_move_share(*(torch.from_numpy(part) for part in (d, errors, v, w)))
         assert found == pytest.approx(best, abs=1e-5)
-        twice = estimate_pull(
+        twice = estimate_move_share(
             *(
                 torch.from_numpy(np.repeat(part, w.astype(int)))
                 for part in (d, errors, v, np.ones(80))
@@ -241,7 +241,7 @@ def test_the_pull_minimises_the_weighted_squares():
         )
         assert found == pytest.approx(twice, abs=1e-12)  # a weight is a number of rows
     same = torch.zeros(3, dtype=torch.float64)
-    assert estimate_pull(same, same + 1, same, same + 1) == 0
+    assert estimate_move_share(same, same + 1, same, same + 1) == 0
 
 
 def test_the_closed_form_of_a_layer_is_near_its_refits():
@@ -251,7 +251,7 @@ def test_the_closed_form_of_a_layer_is_near_its_refits():
     rng = np.random.default_rng(0)
     m, v = (torch.from_numpy(rng.normal(size=400)) for _ in range(2))
     y = 3 + 2 * (m + torch.exp(0.5 * v) * torch.from_numpy(rng.normal(size=400)))
-    layer = fit_numbers(m, v, y, torch.ones(400, dtype=torch.float64))
+    layer = fit_number_layer(m, v, y, torch.ones(400, dtype=torch.float64))
     closed, refitted = layer.average_predictive(m[:30], v[:30]), layer.predict(m[:30], v[:30])
     torch.testing.assert_close(closed.mean, refitted.mean, atol=1e-2, rtol=0)
     torch.testing.assert_close(closed.stddev, refitted.stddev, atol=0, rtol=2e-2)

@@ -10,21 +10,29 @@ from typing import Any
 
 
 def main() -> None:
-    """Run the console script; Ctrl-C prints one line also during the imports."""
+    """Run the console script. It ends with SystemExit, which has the exit code of the command.
+
+    Ctrl-C prints one line and gives the exit code 130, also during the imports.
+    """
     try:
-        _import_app()()
+        app = _import_app()
+        app()
     except (KeyboardInterrupt, SystemExit) as error:
-        # outside of a command typer turns a KeyboardInterrupt into exit code 130 without a message
-        if isinstance(error, SystemExit) and not isinstance(
-            getattr(error.__context__, "__cause__", None), KeyboardInterrupt
-        ):
+        # Outside of a command, typer turns a KeyboardInterrupt into the exit code 130 without a
+        # message. Any other SystemExit is passed on.
+        cause = getattr(error.__context__, "__cause__", None)
+        if isinstance(error, SystemExit) and not isinstance(cause, KeyboardInterrupt):
             raise
         sys.stderr.write("Interrupted. Nothing was written.\n")
         raise SystemExit(130) from None
 
 
 def _import_app() -> Any:
-    """Import and return the application; exit with code 1 if typer or rich is not installed."""
+    """Return the application of typer, which is imported here.
+
+    Prints the remedy and exits with code 1 if typer or rich is not installed. Raises any other
+    ImportError.
+    """
     try:
         from ssla.tables.cli.app import app
     except ImportError as error:

@@ -1,6 +1,7 @@
 """The commands and their options.
 
-The work is in `ssla.tables.cli.work`, imported when a command runs.
+The work is in `ssla.tables.cli.work`, imported when a command runs. The docstring of a command is
+its help text. What it raises and returns is in the docstring of the function that it calls.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ OtherThousands = Annotated[
 
 
 def _print_version(is_wanted: bool) -> None:
-    """Print the version and exit, if --version was given."""
+    """Print the version and exit, if --version was given. typer calls this before any command."""
     if is_wanted:
         typer.echo(f"ssla {__version__}")
         raise typer.Exit
@@ -66,7 +67,8 @@ def _read_common_options(
         ),
     ] = False,
 ) -> None:
-    # A docstring would replace the help of the app. The option has a callback of its own.
+    # typer needs this function for the options of all commands. A docstring would replace the help
+    # of the app. There is nothing to do: --version has a callback of its own.
     pass
 
 

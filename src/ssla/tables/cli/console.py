@@ -21,17 +21,25 @@ from rich.text import Text
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
+# Errors that a user can cause; any other is a bug, and shows its traceback.
 REPORTED = (ValueError, TypeError, OSError, ImportError, FloatingPointError, MemoryError)
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def report_errors(command: Command) -> Command:
-    """Return the command with errors printed as one sentence, exit codes, and warnings as notes."""
+    """Return the command with errors printed as one sentence, exit codes, and warnings as notes.
+
+    Errors are printed as JSON if the option `as_json` is set. Only errors in REPORTED are printed;
+    others are raised.
+    """
 
     @functools.wraps(command)
     def run_command(*arguments: Any, **options: Any) -> Any:
-        """Run the command; typer.Exit has the exit code 1 for an error, 130 if interrupted."""
+        """Run the command, and return what it returns.
+
+        Raises typer.Exit with the exit code 1 for an error, and 130 if it is interrupted.
+        """
         notes: list[warnings.WarningMessage] = []
         try:
             with warnings.catch_warnings(record=True) as notes:
@@ -48,7 +56,7 @@ def report_errors(command: Command) -> Command:
                 err.print(f"Error: {text}", style="red", markup=False)
             raise typer.Exit(1) from None
         finally:
-            # Each text once, in the order of the warnings.
+            # Each text is printed once, in the order of the warnings, also after an error.
             texts = [str(note.message) for note in notes if issubclass(note.category, UserWarning)]
             for text in dict.fromkeys(texts):
                 err.print(f"note: {text}", style="yellow", markup=False)
@@ -57,16 +65,21 @@ def report_errors(command: Command) -> Command:
 
 
 def print_values(values: dict[str, Any], as_json: bool, title: str = "") -> None:
-    """Print values as a table, or as one JSON object."""
+    """Print values by their names, as a table with two columns or as one JSON object.
+
+    title: the line above the table; empty: no title. JSON has none.
+    """
     if as_json:
         _print_json(values)
         return
     table = Table(title=title or None, show_header=False, box=None, title_justify="left")
     for name, value in values.items():
         if isinstance(value, dict):
-            text = ", ".join(f"{k}: {_format_value(v)}" for k, v in value.items()) or "none"
+            entries = [f"{key}: {_format_value(entry)}" for key, entry in value.items()]
+            text = ", ".join(entries) or "none"
         else:
             text = _format_value(value)
+        # As Text, so that brackets in it are not read as markup.
         table.add_row(Text(name.replace("_", " ")), Text(text))
     out.print(table)
 
@@ -77,7 +90,7 @@ def _print_json(values: dict[str, Any]) -> None:
 
 
 def _replace_non_finite(value: Any) -> Any:
-    """Return nested values with None for numbers that JSON cannot hold, and texts as keys."""
+    """Return nested values for JSON: NaN and infinity become None, and keys become texts."""
     if isinstance(value, dict):
         return {str(name): _replace_non_finite(entry) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -86,15 +99,16 @@ def _replace_non_finite(value: Any) -> Any:
 
 
 def _format_value(value: Any) -> str:
-    """Return the text of a value; a float has four digits."""
+    """Return a value as text; a float has four digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 @contextmanager
 def show_progress(total: int, label: str, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar on stderr; yield a function of the number of finished steps.
+    """Show a progress bar on stderr during the block, and yield the function that moves it.
 
-    quiet: without a bar.
+    That function takes the number of finished steps, of which there are `total`. label: the text
+    before the bar. quiet: whether there is no bar; the function does nothing then.
     """
     if quiet:
         yield lambda done: None

@@ -30,10 +30,12 @@ STUDY_FRACTION = 0.2  # of the training rows, which score the trials: a guess
 def search_options(
     request: Request, rows: Encoded, y: np.ndarray, likelihood: str, quiet: bool
 ) -> tuple[dict[str, Any], str]:
-    """Return the options of the best trial, and a text on whether earlier trials were continued.
+    """Run the trials that are missing, and return the options of the best trial, with a text on
+    whether earlier trials were continued.
 
-    rows, y: training rows and their targets (n,).  quiet: without a progress bar. Raises
-    ImportError if Optuna is not installed.
+    Trials are kept in a SQLite file beside the output. rows, y (n,): training rows and their
+    targets. likelihood: its name in the request, or "classes". quiet: whether there is no progress
+    bar. Raises ImportError if Optuna is not installed.
     """
     try:
         import optuna
@@ -50,16 +52,19 @@ def search_options(
         direction="minimize",
     )
     done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
-    left = max(request.tune_trials - done, 0)
+    missing_trials = max(request.tune_trials - done, 0)
     # With the seed of the first call, the sampler would repeat earlier trials.
     study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))
-    order, most = shuffle_rows(y, likelihood, request.seed + 1)
-    count = min(max(round(STUDY_FRACTION * len(y)), 2), most)
+    # Another seed than that of the test rows. At least two rows score a trial.
+    order, most_held_out = shuffle_rows(y, likelihood, request.seed + 1)
+    count = min(max(round(STUDY_FRACTION * len(y)), 2), most_held_out)
     held_out = order[:count]
     kept = order[count:]
 
     def score_trial(trial: Any) -> float:
-        """Train one network with the options of a trial, and return its NLL at held-out rows."""
+        """Train one network with the options of a trial, and return its mean negative
+        log-likelihood at the held-out rows.
+        """
         estimator = make_estimator(
             one_network_request(request), likelihood, _suggest_options(trial)
         )
@@ -67,10 +72,10 @@ def search_options(
         return float(estimator.evaluate(without_mixtures(rows[held_out]), y[held_out])["nll"])
 
     # Trials are numbered over all calls, and the bar shows those of this one.
-    with show_progress(left, "tuning", quiet) as advance:
+    with show_progress(missing_trials, "tuning", quiet) as advance:
         study.optimize(
             score_trial,
-            n_trials=left,
+            n_trials=missing_trials,
             callbacks=[lambda study, trial: advance(trial.number + 1 - done)],
         )
     history = f"continued with {done} earlier trials" if done else "new study"
@@ -78,7 +83,7 @@ def search_options(
 
 
 def _hash_study(request: Request, X: np.ndarray, y: np.ndarray) -> str:
-    """Return a digest of all that the score of a trial depends on.
+    """Return a hash of all that the score of a trial depends on, as 16 hexadecimal digits.
 
     That is the rows X (n, d) and y (n,), and the request without paths and number of trials.
     """
@@ -89,7 +94,10 @@ def _hash_study(request: Request, X: np.ndarray, y: np.ndarray) -> str:
 
 
 def _suggest_options(trial: Any) -> dict[str, Any]:
-    """Let the sampler choose the parameters of a trial; return them as options of an estimator."""
+    """Let Optuna choose the parameters of a trial, and return them as options of an estimator.
+
+    The parameters are stored in the trial. The ranges are guesses.
+    """
     trial.suggest_categorical("width", [25, 50, 100])
     trial.suggest_int("layers", 1, 3)
     trial.suggest_categorical("activation", ["silu", "relu", "tanh"])
@@ -99,7 +107,11 @@ def _suggest_options(trial: Any) -> dict[str, Any]:
 
 
 def _estimator_options(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of a trial with width and layers as one option, `hidden`."""
+    """Return the parameters of a trial as options of an estimator.
+
+    The option `hidden` is in place of the parameters "width" and "layers".
+    """
     options = dict(parameters)
     width = int(options.pop("width"))
-    return {"hidden": (width,) * int(options.pop("layers")), **options}
+    layers = int(options.pop("layers"))
+    return {"hidden": (width,) * layers, **options}

@@ -22,10 +22,11 @@ from ssla.tables.scoring.saved_models import open_trained
 def write_page(
     model: Path, data: Path, output: Path, number_format: NumberFormat
 ) -> dict[str, Any]:
-    """Write the page of a model on the rows of a table, and return a summary.
+    """Write the page of a model on the rows of a table, and return a summary for the console.
 
-    Raises ValueError for standard input and for another file than HTML, and TableError if no row
-    has a target that the model knows.
+    model: a directory of `ssla train`. data: the table, with its target. output: the page. Raises
+    ValueError for standard input and for another file than HTML, and TableError if no row has a
+    target that the model knows.
     """
     if output.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"The page must be an .html file, but --output is {output}.")
@@ -36,7 +37,7 @@ def write_page(
     writable(output)
     opened, training = open_trained(model)
     estimator = opened.estimator
-    table = number_format.read(data, training)
+    table = number_format.read_table(data, training)
     y, rows, remarks = _select_rows(estimator, training, table)
     subject = table_subject(estimator, table, y, training.target, rows, remarks=remarks)
     files = [file for file in sorted(model.iterdir()) if file.is_file()]
@@ -60,17 +61,18 @@ def write_page(
 def _select_rows(
     estimator: Any, training: TrainingTable, table: Table
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return targets (m,), codes for classes, and numbers (m,) of the rows that can be scored.
+    """Return the targets (m,) and the positions in the table (m,) of the m rows that can be scored,
+    and sentences on the rows that are left out.
 
-    Also return sentences on the rows that are left out. Raises TableError if no row has a label
-    that the model knows.
+    The targets of classes are codes. Rows without a target, or with a label that was not in the
+    training table, are left out. Raises TableError if no row has a label of the training table.
     """
     classes = getattr(estimator, "classes_", None)
     y, has_target = training.read_targets(table, classes)
     rows = has_target.nonzero()[0]
     remarks: list[str] = []
     if classes is not None:
-        known = np.isin(y, classes)
+        known = np.isin(y, classes)  # which of the rows with a target
         if not known.any():
             raise TableError("None of the labels in the target occurs in the training table.")
         if not known.all():
@@ -79,14 +81,17 @@ def _select_rows(
                 f"({int((~known).sum()):,})."
             )
         rows = rows[known]
-        y = np.searchsorted(classes, y[known])
+        y = np.searchsorted(classes, y[known])  # labels are sorted, as in scikit-learn
     if not has_target.all():
         remarks.append(f"Left out: rows without a target ({int((~has_target).sum()):,}).")
     return y, rows, remarks
 
 
 def list_facts(facts: Mapping[str, Any]) -> str:
-    """Return the facts that `ssla train` stored, one a line; tables of facts are left out."""
+    """Return the facts that `ssla train` stored as a text, one a line: a name and its value.
+
+    Facts that are dictionaries are left out.
+    """
     return "\n".join(
         f"{name.replace('_', ' '):<22}  {value}"
         for name, value in facts.items()
@@ -95,7 +100,7 @@ def list_facts(facts: Mapping[str, Any]) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file, read in blocks of a mebibyte."""
+    """Return the SHA-256 of a file, in hexadecimal digits. It is read in blocks of a mebibyte."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(2**20):

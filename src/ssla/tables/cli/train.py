@@ -62,29 +62,30 @@ class Prepared:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the encoded rows."""
+        """Return the plan of the encoded rows."""
         return self.rows.plan
 
     @property
     def y(self) -> np.ndarray:
-        """The targets (n,) of the rows; codes for classes."""
+        """Return the targets (n,) of the rows; codes for classes."""
         return self.target.y
 
     @property
     def classes(self) -> int:
-        """The number of classes; 0 for numbers."""
+        """Return the number of classes; 0 for numbers."""
         return len(set(self.y.tolist())) if self.target.classes else 0
 
 
-def prepare(table: Table, request: Request) -> Prepared:
-    """Return the encoded rows and the target of a training table.
+def prepare_table(table: Table, request: Request) -> Prepared:
+    """Return a training table as the estimators read it: rows as numbers, and the target.
 
-    Raises ValueError for an unknown likelihood, and TableError for unknown columns, too few rows,
-    or a target that cannot be predicted.
+    Rows without a target are left out. Raises ValueError for an unknown likelihood, and TableError
+    for unknown columns, too few rows, or a target that cannot be predicted.
     """
     check_name("likelihood", request.likelihood, LIKELIHOODS)
     for name in request.drop:
         table.cells_of(name)  # its error names the most similar column
+    # With "auto", the column decides whether the target is a class.
     as_classes = None if request.likelihood == "auto" else request.likelihood == CLASSES
     target = read_target(table, request.target, as_classes)
     _check_target(table, target, request)
@@ -98,9 +99,9 @@ def prepare(table: Table, request: Request) -> Prepared:
 
 
 def _check_target(table: Table, target: Target, request: Request) -> None:
-    """Check that a target has enough rows and several values; TableError if not.
+    """Raise TableError for a target with fewer than FEWEST_ROWS rows, or with constant numbers.
 
-    Warns if it has only the values 0 and 1, which may be classes.
+    Warns of numbers that are only 0 and 1, because they may be classes.
     """
     if len(target.y) < FEWEST_ROWS:
         raise TableError(
@@ -120,9 +121,10 @@ def _check_target(table: Table, target: Target, request: Request) -> None:
 
 
 def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
-    """Check before training that the curvature of the last layer fits into the memory budget.
+    """Raise TableError if the curvature of the last layer does not fit into the memory budget.
 
-    Raises TableError if it does not, because of very many classes. hidden: the widths of layers.
+    That happens with very many classes, and is found here before the training. hidden: the widths
+    of the hidden layers.
     """
     module = table_architecture(ready, hidden).build()
     cost = ssla.estimate_cost(module, len(ready.y), structure="dense")
@@ -135,7 +137,11 @@ def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
 
 
 def table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Architecture:
-    """Return a network for the columns and the target of a table, without pieces."""
+    """Return the architecture of a network for the columns and the target of a table.
+
+    hidden: the widths of the hidden layers. Inputs are not expanded into linear pieces, as the
+    estimators may do.
+    """
     levels = ready.plan.level_counts
     return Architecture(
         ready.plan.width,
@@ -147,45 +153,50 @@ def table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Architecture
 
 
 def split_rows(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of rows for training, and of rows for the scores, by targets y (n,).
+    """Return the positions of the rows for the training, and of those for the scores.
 
-    There are none for the scores if they would be fewer than five. Raises ValueError for a fraction
-    that is not in [0, 1).
+    y (n,): the targets, by which rows of classes are stratified. The request has the fraction of
+    rows for the scores, and the seed. There are no rows for the scores if they would be fewer than
+    SMALLEST_TEST. Raises ValueError for a fraction that is not in [0, 1).
     """
     if not 0 <= request.test_fraction < 1:
         raise ValueError(
             f"--test-fraction must be between 0 and 1, but is {request.test_fraction:g}."
         )
-    order, most = shuffle_rows(y, likelihood, request.seed)
-    count = min(round(len(y) * request.test_fraction), most)
+    order, most_held_out = shuffle_rows(y, likelihood, request.seed)
+    count = min(round(len(y) * request.test_fraction), most_held_out)
     if count < SMALLEST_TEST:
         count = 0
     return order[count:], order[:count]
 
 
 def shuffle_rows(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
-    """Return a random order of the rows y (n,), and how many of the first may be held out.
+    """Return a random order of the rows (n,), and how many of the first may be held out.
 
-    For classes the order is stratified: the r-th of n rows of a class is at (r + ½)/n. The last row
-    of every class comes after all others and is never held out.
+    y (n,): the targets. For classes the order is stratified: row r = 0, 1, … of the k rows of a
+    class is at (r + ½)/k of the order. The last row of every class comes after all others and may
+    not be held out, so that every class is trained.
     """
     order = np.random.default_rng(seed).permutation(len(y))
     if likelihood != CLASSES:
         return order, len(y)
     _, codes, sizes = np.unique(y[order], return_inverse=True, return_counts=True)
     by_class = np.argsort(codes, kind="stable")
-    # the number of each row among those of its class
+    # The rank of each row among those of its class, from 0. The rows of a class are together in
+    # `by_class`, from the position first_of_class on.
+    first_of_class = np.cumsum(sizes) - sizes
     rank = np.empty(len(y), dtype=int)
-    rank[by_class] = np.arange(len(y)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+    rank[by_class] = np.arange(len(y)) - np.repeat(first_of_class, sizes)
     # The last row of a class gets the position 1, after all others.
     position = np.where(rank == sizes[codes] - 1, 1.0, (rank + 0.5) / sizes[codes])
     return order[np.argsort(position, kind="stable")], len(y) - len(sizes)
 
 
 def make_estimator(request: Request, likelihood: str, options: dict[str, Any]) -> Any:
-    """Return the estimator of a request, not fitted. options: of the estimator, as its keywords.
+    """Return the estimator of a request, which is not fitted.
 
-    Raises ValueError for conformal intervals of classes.
+    options: keywords of the estimator, which are used in place of those of the request. Raises
+    ValueError for conformal intervals of classes.
     """
     shared = {
         "members": request.members,
@@ -201,16 +212,20 @@ def make_estimator(request: Request, likelihood: str, options: dict[str, Any]) -
 
 
 def without_mixtures(rows: Encoded) -> Encoded:
-    """Return the rows with their gaps as known values, so that none is a mixture over values.
+    """Return the rows with their gaps as known values, so that no prediction is a mixture over
+    them.
 
-    Calibration rows of --conformal and rows that score a trial are read so. It takes a sixteenth of
-    the time, and the scores are those of slightly other predictives.
+    Training rows, the calibration rows of --conformal among them, and rows that score a trial are
+    read in this way. A mixture is over 16 copies of a row (`columns.plan.DRAWS`), so predictions
+    take a sixteenth of the time. The scores are those of slightly different predictives.
     """
     return replace(rows, unlearned=np.zeros_like(rows.unlearned))
 
 
-def count_rows(estimator: Any) -> dict[str, Any]:
-    """Return the numbers of training and of calibration rows, for the summary."""
+def summarise_rows(estimator: Any) -> dict[str, Any]:
+    """Return the numbers of training and of calibration rows of a fitted estimator, and whether it
+    has conformal intervals, by their names in the summary.
+    """
     conformal = getattr(estimator, "conformal_", None)
     return {
         "rows_trained": estimator.ensemble_.components[0].posterior.report.n,
@@ -220,5 +235,5 @@ def count_rows(estimator: Any) -> dict[str, Any]:
 
 
 def one_network_request(request: Request) -> Request:
-    """Return the request of a trial: one network without conformal intervals."""
+    """Return the request for a trial: the same, with one network and no conformal intervals."""
     return replace(request, members=1, conformal=False)

@@ -23,11 +23,11 @@ from ssla.tables.cli.train import (
     Prepared,
     Request,
     check_memory,
-    count_rows,
     make_estimator,
-    prepare,
+    prepare_table,
     shuffle_rows,
     split_rows,
+    summarise_rows,
     table_architecture,
     without_mixtures,
 )
@@ -44,12 +44,14 @@ from ssla.tables.scoring.saved_models import (
     BLOCK,
     Counts,
     TableModel,
-    count_unusual,
+    count_unusual_rows,
     open_trained,
 )
 from ssla.tables.scoring.scorer import check_levels
 
-TIMED_EPOCHS = 6  # from which `ssla cost` estimates the time of a training
+# A training of which `ssla cost` measures the time: guesses.
+TIMED_EPOCHS = 6
+TIMED_BATCHES = 16
 SMALL_TABLE = 100  # rows, below which intervals of one network contain y too rarely
 CAUTION = (
     "on fewer than 100 rows the coverage of a single network's intervals is below their level; use "
@@ -62,22 +64,32 @@ COUNTED_WARNING = re.compile(r"(?P<count>[\d,]+) of (?P<rows>[\d,]+) (?P<text>.*
 class NumberFormat:
     """The options --decimal and --thousands of a command: how numbers are written in its table.
 
-    Without both, those of the training command are used.
+    If both are None, those of the training command are used.
     """
 
     decimal: str | None = None
     thousands: str | None = None
 
-    def read(self, data: Path, training: TrainingTable | None = None) -> Table:
-        """Read a table. training: facts of the training command; None: there was none."""
-        return read_table(data, *self._marks(training))
+    def read_table(self, data: Path, training: TrainingTable | None = None) -> Table:
+        """Return the table of a file.
 
-    def read_parts(self, data: Path, training: TrainingTable, only: set[str]) -> Iterator[Table]:
-        """Read a table in blocks of rows. only: the names of the columns that are read."""
-        return read_parts(data, *self._marks(training), BLOCK, only)
+        training: what the training command stored; None: there was no such command. Raises
+        TableError if the file cannot be read.
+        """
+        return read_table(data, *self._choose_marks(training))
 
-    def _marks(self, training: TrainingTable | None) -> tuple[str | None, str | None]:
-        """Return the decimal and the thousands mark; None is detected for each column."""
+    def read_blocks(self, data: Path, training: TrainingTable, only: set[str]) -> Iterator[Table]:
+        """Return an iterator over the table of a file, in blocks of BLOCK rows.
+
+        training: what the training command stored. only: the names of the columns that are needed.
+        Raises TableError if the file cannot be read.
+        """
+        return read_parts(data, *self._choose_marks(training), BLOCK, only)
+
+    def _choose_marks(self, training: TrainingTable | None) -> tuple[str | None, str | None]:
+        """Return the decimal and the thousands mark; if both are None, they are detected for each
+        column.
+        """
         if self.decimal is None and self.thousands is None and training is not None:
             return training.decimal, training.thousands
         return self.decimal, self.thousands
@@ -87,17 +99,18 @@ AS_AT_TRAINING = NumberFormat()
 
 
 def train_file(request: Request, quiet: bool) -> dict[str, Any]:
-    """Train on a table and save the model; return the summary.
+    """Train on a table and save the model, and return the summary for the console.
 
-    The model is written at the end. quiet: without a progress bar. Raises ValueError or
-    TableError for options or a table that cannot be used, and OSError if the output cannot be
-    written.
+    The model is written at the end, so nothing is written after an error. quiet: whether there is
+    no progress bar. Raises ValueError or TableError for options or a table that cannot be used, and
+    OSError if the output cannot be written.
     """
     started = time.perf_counter()
+    # Errors of the output, the table and the memory are raised before the training.
     check_target(request.output)
     writable(request.output)
     table = read_table(request.data, request.decimal, request.thousands)
-    ready = prepare(table, request)
+    ready = prepare_table(table, request)
     train, test = split_rows(ready.y, ready.likelihood, request)
     rows = without_mixtures(ready.rows[train])
     y = ready.y[train]
@@ -112,7 +125,7 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
         estimator.fit(rows, y, on_epoch=advance)
     facts = {
         "rows": table.rows,
-        **count_rows(estimator),
+        **summarise_rows(estimator),
         "rows_test": len(test),
         "rows_without_target": int((~ready.target.given).sum()),
         "columns": len(ready.plan.features),
@@ -148,39 +161,20 @@ def predict_file(
     keep: tuple[str, ...] = (),
     number_format: NumberFormat = AS_AT_TRAINING,
 ) -> dict[str, Any]:
-    """Read, predict and write a table in blocks of rows; return a summary.
+    """Read, predict and write a table in blocks of rows, and return a summary for the console.
 
-    Memory does not grow with the file. refit: empty is that of the model.  keep: columns that are
-    copied to the output. Raises ValueError, TableError or FileError for options, a table or a model
-    that cannot be used; no output is left then.
+    Memory does not grow with the file. levels: probabilities of the intervals or sets. refit: the
+    name of a refit; empty: that of the model. keep: columns that are copied to the output. Raises
+    ValueError, TableError or FileError for options, a table or a model that cannot be used; no
+    output is left then.
     """
     check_output(output)
     writable(output)
     levels = check_levels(levels)
     opened, training = _open_with_refit(model, refit)
-    counts = Counts()
-    output_names: dict[str, str] = {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(sum_warnings())
-        for table in number_format.read_parts(data, training, {*opened.inputs, *keep}):
-            kept = {name: table.cells_of(name) for name in keep}
-            columns, block_counts = opened.score(table, levels)
-            # The names of the columns are known from the first block on.
-            if not counts.rows:
-                output_names = name_kept_columns(keep, columns)
-                types = {
-                    output_name: table.types[name]
-                    for name, output_name in output_names.items()
-                    if name in table.types
-                }
-                append_rows = stack.enter_context(open_table(output, types))
-            kept_columns = {
-                output_names[name]: np.fromiter(cells, dtype=object, count=len(cells))
-                for name, cells in kept.items()
-            }
-            append_rows(kept_columns | columns)
-            counts.add(block_counts)
-            del table, kept, kept_columns, columns  # before the next block is read
+    with sum_warnings():
+        tables = number_format.read_blocks(data, training, {*opened.inputs, *keep})
+        counts = _write_predictions(opened, tables, output, levels, keep)
     classes = getattr(opened.estimator, "classes_", None)
     separator = {}
     if classes is not None:
@@ -194,31 +188,73 @@ def predict_file(
         "missing": dict(counts.missing),
         "unknown_categories": dict(counts.unknown),
         **_gap_counts(counts),
-        "rows_flagged": counts.flagged,
+        "rows_flagged": counts.rows_flagged,
     }
 
 
-def _open_with_refit(model: Path, refit: str) -> tuple[TableModel, TrainingTable]:
-    """Open a model of `ssla train`, with another refit unless this is empty.
+def _write_predictions(
+    opened: TableModel,
+    tables: Iterator[Table],
+    output: Path,
+    levels: tuple[float, ...],
+    keep: tuple[str, ...],
+) -> Counts:
+    """Write the kept columns and the predictions of all rows to one output, a table at a time.
 
-    Raises FileError for another model, and ValueError for an unknown refit.
+    Returns the counts of what was unusual in all rows. tables: blocks of rows, at least one.
+    levels, keep: as in `predict_file`. After an error no output is left.
+    """
+    counts = Counts()
+    output_names: dict[str, str] = {}
+    with contextlib.ExitStack() as stack:
+        for table in tables:
+            kept = {name: table.cells_of(name) for name in keep}
+            columns, block_counts = opened.predict_table(table, levels)
+            # The first block decides the names of the columns, so the output is opened here.
+            if not counts.rows:
+                output_names = name_kept_columns(keep, columns)
+                types = {
+                    output_name: table.types[name]
+                    for name, output_name in output_names.items()
+                    if name in table.types
+                }
+                append_rows = stack.enter_context(open_table(output, types))
+            kept_columns = {
+                output_names[name]: np.fromiter(cells, dtype=object, count=len(cells))
+                for name, cells in kept.items()
+            }
+            append_rows(kept_columns | columns)
+            counts.add_counts(block_counts)
+            # The memory of this block is not needed while the next one is read.
+            del table, kept, kept_columns, columns
+    return counts
+
+
+def _open_with_refit(model: Path, refit: str) -> tuple[TableModel, TrainingTable]:
+    """Open a model of `ssla train`, and return it with what the training command stored.
+
+    refit: the name of a refit to use in place of its own; empty: its own. Raises FileError for
+    another model, and ValueError for an unknown refit.
     """
     opened, training = open_trained(model)
     return (opened.with_refit(refit) if refit else opened), training
 
 
 def _gap_counts(counts: Counts) -> dict[str, int]:
-    """Return how many rows have a missing or unknown input, and how many are mixtures for it."""
-    return {"rows_with_unknown_inputs": counts.marked, "rows_mixed": counts.mixed}
+    """Return how many rows have a missing or unknown input, and how many of these are predicted by
+    a mixture, by their names in the summary.
+    """
+    return {"rows_with_unknown_inputs": counts.rows_noted, "rows_mixed": counts.rows_mixed}
 
 
 @contextlib.contextmanager
 def sum_warnings() -> Iterator[None]:
-    """Collect the warnings inside the block, and give each text once at its end.
+    """Collect the warnings inside the block, and warn with each text once at its end.
 
-    The row counts of user warnings ("3 of 100 predictives …") are added up.
+    Row counts of user warnings, as in "3 of 100 predictives …", are added up over warnings with the
+    same text after the counts. Warnings are given also if the block ends with an error.
     """
-    sums: dict[str, tuple[int, int]] = {}
+    sums: dict[str, tuple[int, int]] = {}  # count and rows, by the text after them
     other_warnings: dict[str, warnings.WarningMessage] = {}
     try:
         with warnings.catch_warnings(record=True) as caught:
@@ -247,45 +283,52 @@ def sum_warnings() -> Iterator[None]:
 def evaluate_file(
     model: Path, data: Path, refit: str, number_format: NumberFormat = AS_AT_TRAINING
 ) -> dict[str, Any]:
-    """Return the scores of a model on the rows of a table that have a target.
+    """Return the scores of a model on the rows of a table that have a target, with their counts.
 
-    refit: empty is that of the model. Raises TableError or FileError for a table or a model that
-    cannot be used.
+    refit: the name of a refit; empty: that of the model. Raises TableError or FileError for a table
+    or a model that cannot be used.
     """
     opened, training = _open_with_refit(model, refit)
-    table = number_format.read(data, training)
+    table = number_format.read_table(data, training)
     y, has_target = training.read_targets(table, getattr(opened.estimator, "classes_", None))
     rows = opened.estimator.encode(table)[has_target]
     return {
         "rows": len(y),
         **opened.estimator.evaluate(rows, y),
         "unknown_categories": rows.unknown,
-        **_gap_counts(count_unusual(rows)),
+        **_gap_counts(count_unusual_rows(rows)),
     }
 
 
 def compare_priors(
     model: Path, data: Path, number_format: NumberFormat = AS_AT_TRAINING
 ) -> dict[str, Any]:
-    """Return tables of predictives under weaker and stronger priors, one for each member.
+    """Return a text for each member, with a table of how its predictions change with the prior.
 
-    They are of the member's main component. Warns about rows with missing or unknown inputs.
+    The table compares weaker and stronger priors of the member's posterior with the largest weight.
+    Warns of rows with missing or unknown inputs. Raises TableError or FileError for a table or a
+    model that cannot be used.
     """
     opened, training = open_trained(model)
-    rows = opened.estimator.encode(number_format.read(data, training))
-    if rows.marked:
+    rows = opened.estimator.encode(number_format.read_table(data, training))
+    if rows.noted_row_count:
         warn(
-            f"{rows.marked} rows have missing or unknown inputs. This comparison uses the mean "
-            "in place of the missing value, not a mixture over training values."
+            f"{rows.noted_row_count} rows have missing or unknown inputs. This comparison uses the "
+            "mean in place of the missing value, not a mixture over training values."
         )
     comparisons = opened.estimator.sensitivity(rows)
     return {f"member {member}": f"\n{table}" for member, table in comparisons.items()}
 
 
 def describe_model(model: Path) -> dict[str, Any]:
-    """Return settings, training data and scores of a saved estimator, and its first posterior."""
+    """Return settings, training data and scores of a saved estimator, and the report of its first
+    posterior, by their names on the console.
+
+    Facts of the training command are missing if the estimator was saved from Python. Raises
+    FileError if the file is not an estimator.
+    """
     estimator, training = load_trained(model)
-    facts = ({} if training is None else dict(training.facts)) | count_rows(estimator)
+    facts = ({} if training is None else dict(training.facts)) | summarise_rows(estimator)
     first = estimator.ensemble_.components[0].posterior
     architecture = estimator.ensemble_.architecture
     remark = getattr(estimator.ensemble_, "remark", "")
@@ -311,11 +354,12 @@ def estimate_file_cost(
 ) -> dict[str, Any]:
     """Return memory and time of a training on a table with the default settings.
 
-    The time is measured by a short training, if the memory is within its budget. drop: columns
-    that are left out. Raises TableError for a table that cannot be used.
+    The time is that of a short training, scaled up; it is missing if the memory is above its
+    budget. drop: columns that are left out. weights, structure: as in `ssla.fit`. Raises TableError
+    for a table that cannot be used.
     """
-    table = number_format.read(data)
-    ready = prepare(table, Request(data, target, Path(), drop))
+    table = number_format.read_table(data)
+    ready = prepare_table(table, Request(data, target, Path(), drop))
     module = table_architecture(ready, Settings().hidden).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
     facts: dict[str, Any] = {
@@ -325,34 +369,38 @@ def estimate_file_cost(
         "read_as": ready.read_as,
         "cost": f"\n{cost}",
     }
-    return facts | (_measure_seconds(ready, weights, structure) if cost.fits else {})
+    if not cost.fits:
+        return facts
+    return facts | _measure_seconds(ready, weights, structure)
 
 
 def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
-    """Estimate the time of `ssla train` with its defaults, and say from what.
+    """Return an estimate of the seconds of `ssla train` with its defaults, and a text on how they
+    were measured.
 
-    A network is fitted to at most 16 batches of the table for a few epochs.
-
-    Passes over rows take most of the time, so all of it is scaled by the number of rows: fixed
-    costs are overestimated.
+    A network is trained on at most TIMED_BATCHES batches of the table for TIMED_EPOCHS epochs.
+    Passes over rows take most of the time, so all of it is scaled by the number of rows. Fixed
+    costs are therefore overestimated.
     """
     request = Request(Path(), "", Path())
     rows = len(ready.y)
     batch = auto_batch_size(rows)
     # The end of the order has rows of every class.
     order, _ = shuffle_rows(ready.y, ready.likelihood, request.seed)
-    sample = order[-min(rows, 16 * batch) :]
+    sample = order[-min(rows, TIMED_BATCHES * batch) :]
     options = {"weights": weights, "structure": structure, "batch_size": batch}
     estimator = make_estimator(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
-    ends: list[float] = []
+    ends: list[float] = []  # times at which epochs ended
     estimator.fit(
         ready.rows[sample],
         ready.y[sample],
-        on_epoch=lambda done: ends.append(time.perf_counter()),
+        on_epoch=lambda done: ends.append(time.perf_counter()),  # `done` is part of the protocol
     )
     # The median, because "auto" may train a second time, and a fit is then between two epochs.
     epoch_seconds = float(np.median(np.diff(ends)))
+    # What is left of the time after the first epoch: the fit of the posterior.
     fit_seconds = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch_seconds
+    # There are more ends than TIMED_EPOCHS if a second training was made.
     training_seconds = request.max_epochs * len(ends) / TIMED_EPOCHS * epoch_seconds
     measured = (
         f"{len(ends)} epochs and a fit of {len(sample):,} rows on this machine, "

@@ -77,15 +77,17 @@ class Style:
     after: str = ""
 
     def parse(self, cell: Any) -> float | None:
-        """Return the value of a cell, or None if it is not a number in this format.
+        """Return the value of a cell; None if it is not a number in this format.
 
-        A number that is not a text has no unit; a boolean is not a number.
+        A cell that is a Python number has no unit, so a format with a unit refuses it. A boolean is
+        not a number.
         """
         if isinstance(cell, int | float | Decimal):
             return None if isinstance(cell, bool) or self.before or self.after else float(cell)
         # Python's `float` would read 1_000 as a thousand.
         if not isinstance(cell, str) or "_" in cell:
             return None
+        # A thousands mark " " stands for all kinds of spaces.
         if self.thousands == " ":
             cell = re.sub(f"[{SPACES}]", " ", cell)
         if self != PLAIN:
@@ -93,7 +95,7 @@ class Style:
             units = (self.before, self.after)
             if groups is None or (groups[2] or "", (groups[4] or "").strip()) != units:
                 return None
-            cell = groups[1] + groups[3]
+            cell = groups[1] + groups[3]  # sign and number, without the unit
             if (self.decimal, self.thousands) != (".", ""):
                 if not _number_pattern(self.decimal, self.thousands).fullmatch(cell):
                     return None
@@ -104,7 +106,10 @@ class Style:
             return None
 
     def describe(self, cells: Iterable[Any]) -> str:
-        """Describe the format, with one of the cells as an example; empty for plain numbers."""
+        """Return a text on the format for the report; empty for plain numbers.
+
+        It shows the first of the cells that needs the format, if there is one.
+        """
         if self == PLAIN:
             return ""
         for cell in cells:
@@ -120,9 +125,13 @@ PLAIN = Style()  # numbers such as -1234.5 and 1e5
 
 @lru_cache
 def _number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
-    """Return the pattern of numbers with these marks, without a unit."""
+    """Return the pattern of numbers with these marks, without a unit.
+
+    thousands: empty if there is no such mark.
+    """
     point = re.escape(decimal)
     group = re.escape(thousands)
+    # With a thousands mark, digits are in groups of three, or not grouped at all.
     grouped = rf"[1-9]\d{{0,2}}(?:{group}\d{{3}})+|" if group else ""
     return re.compile(rf"[+-]?(?:(?:{grouped}\d+)(?:{point}\d*)?|{point}\d+)(?:[eE][+-]?\d+)?")
 
@@ -141,7 +150,7 @@ class Column:
 
     @cached_property
     def missing(self) -> np.ndarray:
-        """The rows (n,) bool without a value."""
+        """Return which rows (n,) bool have no value."""
         gaps: np.ndarray = (
             self.values == np.array(None) if self.kind == TEXT else np.isnan(self.values)
         )
@@ -149,7 +158,7 @@ class Column:
 
     @property
     def cells(self) -> list[Any]:
-        """The values as cells of a table: whole numbers as int, None where missing."""
+        """Return the values (n) as Python objects: whole numbers as int, None where missing."""
         if self.kind == TEXT:
             return list(self.values)
         converters: dict[str, Callable[[float], Any]] = {
@@ -160,94 +169,118 @@ class Column:
         convert = converters[self.kind]
         return [None if math.isnan(value) else convert(value) for value in self.values.tolist()]
 
-    def as_kind(self, kind: str, style: Style) -> Column | None:
-        """Return the column, if its kind is that of the training column, or booleans for numbers
-        without a unit; otherwise None.
+    def convert_kind(self, column_kind: str, style: Style) -> Column | None:
+        """Return the column as one of the kind of the training column; None if it does not fit.
+
+        The column fits if it has this kind already, or if it has booleans where numbers are
+        expected. It never fits a format with a unit, because its values have none.
         """
-        fits = self.kind == kind or (self.kind, kind) == (BOOLEAN, NUMBER)
-        return replace(self, kind=kind) if fits and not (style.before or style.after) else None
+        has_unit = bool(style.before or style.after)
+        fits = self.kind == column_kind or (self.kind == BOOLEAN and column_kind == NUMBER)
+        return replace(self, kind=column_kind) if fits and not has_unit else None
 
 
 def interpret_cells(
     name: str, cells: Sequence[Any] | np.ndarray, style: Style | None = None, mixed: bool = False
 ) -> Column:
-    """Return a column of booleans, dates or numbers if all cells are, otherwise of texts.
+    """Return a column of booleans, dates or numbers if all cells (n) are, otherwise of texts.
 
-    style: the format of the numbers, if given. Otherwise plain numbers are tried, then the other
-    formats (WAYS): one that fits every cell is used, and two that fit with different values are
-    refused. mixed: numbers and texts are categories if they have at most MOST_MIXED different
-    values and no text is rare.
+    Missing cells are ignored, and a column without any other cell has numbers.
 
-    Raises TableError for numbers or dates mixed with a few texts, and for infinite numbers.
+    style: the format of the numbers. If it is None, plain numbers are tried first, then the other
+    formats (WAYS). One that fits every cell is used, and two that fit with different values are
+    refused. mixed: whether numbers and texts may be categories. They are if they have at most
+    MOST_MIXED different values and no text is rare.
+
+    Raises TableError for dates mixed with fewer other cells, for numbers mixed with a few texts
+    that are no categories, and for infinite numbers.
     """
     stated = style or PLAIN
+    # Plain numbers in one array need no loop over cells.
     if isinstance(cells, Texts | np.ndarray):
         plain = _read_plain_numbers(cells, stated)
         if plain is not None:
             return Column(name, NUMBER, _check_finite(name, plain), stated)
-    levels, codes = distinct_cells(cells)
+    # Each different cell is parsed once: L levels, and the level of each of n rows.
+    levels, codes = find_distinct_cells(cells)
     is_given = np.array([not is_missing(level) for level in levels], dtype=bool)
-    given = [level for level, known in zip(levels, is_given, strict=True) if known]
-    counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given level
-    if given and all(parse_truth(level) is not None for level in given):
-        return Column(name, BOOLEAN, _parse_cells(levels, parse_truth)[codes])
+    given_cells = [level for level, keep in zip(levels, is_given, strict=True) if keep]
+    counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given cell
+    # Booleans, dates and numbers are tried one after the other. No cell is of two of these kinds.
+    if given_cells and all(parse_boolean_word(level) is not None for level in given_cells):
+        return Column(name, BOOLEAN, _parse_cells(levels, parse_boolean_word)[codes])
     days = _parse_cells(levels, parse_date)
     no_date = is_given & np.isnan(days)
     if counts[~no_date[is_given]].sum() > counts.sum() / 2:
         if no_date.any():
-            raise _mixed_error(name, levels, codes, no_date, "dates")
+            raise _mixed_kinds_error(name, levels, codes, no_date, "dates")
         return Column(name, DATE, days[codes])
-    detected = _detect_style(name, given, counts, style)
+    detected = _detect_style(name, given_cells, counts, style)
     numbers = _parse_cells(levels, detected.parse)
     no_number = is_given & np.isnan(numbers)
     rows_of_texts = counts[no_number[is_given]].sum()
     if rows_of_texts > counts.sum() / 2:
         return read_as_kind(name, cells, TEXT)
     if rows_of_texts:
-        categories = _describe_categories(given, counts, no_number[is_given]) if mixed else ""
-        if not categories:
-            raise _mixed_error(name, levels, codes, no_number, "numbers")
-        return replace(read_as_kind(name, cells, TEXT), interpretation=categories)
+        interpretation = (
+            _interpret_as_categories(given_cells, counts, no_number[is_given]) if mixed else ""
+        )
+        if not interpretation:
+            raise _mixed_kinds_error(name, levels, codes, no_number, "numbers")
+        return replace(read_as_kind(name, cells, TEXT), interpretation=interpretation)
     return Column(name, NUMBER, _check_finite(name, numbers[codes]), detected)
 
 
-def _describe_categories(given: list[Any], counts: np.ndarray, no_number: np.ndarray) -> str:
-    """Describe how numbers and texts are read as categories; empty if they are not.
+def _interpret_as_categories(
+    given_cells: list[Any], counts: np.ndarray, no_number: np.ndarray
+) -> str:
+    """Return a text on how numbers and texts are read as categories; empty if they cannot be.
 
-    given (L,): the different cells. counts (L,): the rows of each. no_number (L,) bool: which of
-    them are texts. A text in few rows may be a typing error.
+    They cannot be categories if there are too many of them, or if a text is in few rows, because it
+    may be a typing error.
+
+    given_cells (L,): the different cells. counts (L,): the rows of each. no_number (L,) bool: which
+    of them are texts.
     """
+    # Different cells can have the same text, as the number 1 and the text "1".
     rows: Counter[str] = Counter()
-    for cell, count in zip(given, counts.tolist(), strict=True):
+    for cell, count in zip(given_cells, counts.tolist(), strict=True):
         rows[text_of_cell(cell)] += count
-    texts = {text_of_cell(given[i]) for i in np.flatnonzero(no_number).tolist()}
+    texts = {text_of_cell(given_cells[i]) for i in np.flatnonzero(no_number).tolist()}
     fewest = max(ROWS_OF_A_TEXT, SHARE_OF_A_TEXT * counts.sum())
     if len(rows) > MOST_MIXED or min(rows[text] for text in texts) < fewest:
         return ""
-    shown = ", ".join(repr(text[:30]) for text in sorted(texts)[:3]) + ", …" * (len(texts) > 3)
+    shown = ", ".join(repr(text[:30]) for text in sorted(texts)[:3])
+    if len(texts) > 3:
+        shown += ", …"
     return f"{len(rows)} categories, because some values are texts ({shown})"
 
 
 def read_as_kind(
     name: str,
     cells: Sequence[Any] | np.ndarray,
-    kind: str,
+    column_kind: str,
     style: Style = PLAIN,
     source: Any = "the table",
-    first: int = 0,
-    part: bool = False,
+    rows_before: int = 0,
+    may_have_more: bool = False,
 ) -> Column:
-    """Return the column of the cells, in the kind of the training column.
+    """Return the column of the cells (n), in the kind and the format of the training column.
 
-    source: what errors call the table. first: the number of rows of the source before these cells.
-    part: whether there may be more after them.
+    column_kind: NUMBER, BOOLEAN, DATE or TEXT. style: the format of numbers; other kinds have none.
+    source: what errors call the table. rows_before: the number of rows of the source before these
+    cells. may_have_more: whether the source may have rows after them.
 
     Raises TableError with the first cell of another kind, or with the first infinite number.
     """
-    if kind == NUMBER and (plain := _read_plain_numbers(cells, style)) is not None:
-        return Column(name, kind, _check_finite(name, plain, first, part), style)
-    levels, codes = distinct_cells(cells)
-    if kind == TEXT:
+    # Most columns of numbers are plain, and need no loop over cells.
+    if column_kind == NUMBER and (plain := _read_plain_numbers(cells, style)) is not None:
+        return Column(
+            name, column_kind, _check_finite(name, plain, rows_before, may_have_more), style
+        )
+    # Each different cell is parsed once: L levels, and the level of each of n rows.
+    levels, codes = find_distinct_cells(cells)
+    if column_kind == TEXT:
         texts = [None if is_missing(level) else text_of_cell(level) for level in levels]
         return Column(name, TEXT, np.array(texts, dtype=object)[codes])
     parsers: dict[str, Callable[[Any], float | None]] = {
@@ -255,33 +288,41 @@ def read_as_kind(
         BOOLEAN: _parse_boolean,
         DATE: parse_date,
     }
-    parse = parsers[kind]
+    parse = parsers[column_kind]
     values = [math.nan if is_missing(level) else parse(level) for level in levels]
     wrong = np.flatnonzero(np.array([value is None for value in values], dtype=bool)[codes])
     if len(wrong):
         expected = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}
+        row = int(rows_before + wrong[0] + 1)
         cell = str(levels[codes[wrong[0]]])[:30]
+        extent = _describe_extent(rows_before + len(cells), may_have_more)
         raise TableError(
-            f"Column {name!r} held {expected[kind]}{_example_of_style(kind, style)} at training, "
-            f"but row {first + wrong[0] + 1} of {source} is {cell!r} ({len(wrong)} such cells "
-            f"{_describe_extent(first + len(cells), part)}). Correct or empty them."
+            f"Column {name!r} held {expected[column_kind]}{_example_of_style(column_kind, style)} "
+            f"at training, but row {row} of {source} is {cell!r} ({len(wrong)} such cells "
+            f"{extent}). Correct or empty them."
         )
     numbers = np.array(values, dtype=float)[codes]
-    return Column(name, kind, _check_finite(name, numbers, first, part), style)
+    return Column(
+        name, column_kind, _check_finite(name, numbers, rows_before, may_have_more), style
+    )
 
 
-def _example_of_style(kind: str, style: Style) -> str:
-    """Return how numbers of this format are written; empty for plain numbers and other kinds."""
-    if kind != NUMBER or style == PLAIN:
+def _example_of_style(column_kind: str, style: Style) -> str:
+    """Return the end of a phrase that shows a number in this format.
+
+    It is empty for plain numbers and for other kinds than numbers.
+    """
+    if column_kind != NUMBER or style == PLAIN:
         return ""
     return f" written like {style.before}1{style.thousands}234{style.decimal}5{style.after}"
 
 
-def distinct_cells(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndarray]:
-    """Return the different cells in the order of their first rows (L,), and which of them each row
-    has (n,).
+def find_distinct_cells(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndarray]:
+    """Return the different cells in the order of their first rows (L,), and the position in them of
+    each row's cell (n,).
 
-    Only texts are compared: equal numbers can be of different types, as 1, 1.0 and True.
+    Only texts and None are compared. Cells of other types are all returned, one for each row:
+    equal ones can be of different types, as 1, 1.0 and True.
     """
     if isinstance(cells, Texts):
         return cells.find_distinct()
@@ -295,32 +336,41 @@ def distinct_cells(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np
 
 
 def _read_plain_numbers(cells: Sequence[Any] | np.ndarray, style: Style) -> np.ndarray | None:
-    """Return the numbers (n,) if all cells are numbers or texts of plain numbers, otherwise None.
+    """Return the numbers (n,) if all cells can be read without a loop over them, otherwise None.
 
-    The values are those of `Style.parse`, without its loop over cells.
+    Such cells are an array of numbers, or texts of numbers without unit and thousands mark. The
+    values are those of `style.parse`. Of a list, only texts in the format PLAIN are read.
     """
     has_unit = bool(style.before or style.after)
     if isinstance(cells, np.ndarray):
-        return cells.astype(float) if cells.dtype.kind in "iuf" and not has_unit else None
+        # NumPy's letters for integers and floats.
+        is_numeric = cells.dtype.kind in "iuf"
+        return cells.astype(float) if is_numeric and not has_unit else None
     if isinstance(cells, Texts):
         return None if has_unit else cells.parse_numbers(style.decimal, MARKS)
-    if style != Style():
+    if style != PLAIN:
         return None
     try:
-        # `float` would read 1_000 as a thousand. Joining fails for cells that are not texts.
-        return np.array(list(map(float, cells)), dtype=float) if "_" not in "".join(cells) else None
+        # `float` would read 1_000 as a thousand. Joining raises TypeError for cells that are not
+        # texts.
+        if "_" in "".join(cells):
+            return None
+        return np.array(list(map(float, cells)), dtype=float)
     except (TypeError, ValueError):
         return None
 
 
-def _describe_extent(rows: int, part: bool) -> str:
-    """Describe the rows that a count is about: later parts of a file have not been read."""
-    return f"up to row {rows}" if part else "in total"
+def _describe_extent(rows: int, may_have_more: bool) -> str:
+    """Return the words for the rows that a count is about.
+
+    rows: how many have been read. may_have_more: whether the file may have rows after them.
+    """
+    return f"up to row {rows}" if may_have_more else "in total"
 
 
 def text_of_cell(cell: Any) -> str:
-    """Return a cell as text: a string itself, a number in its shortest exact form, a boolean as
-    true or false.
+    """Return a cell as text: a string unchanged, a number in its shortest exact form, a boolean as
+    "true" or "false".
     """
     return str(cell).lower() if isinstance(cell, bool) else str(cell)
 
@@ -334,15 +384,18 @@ def is_missing(cell: Any) -> bool:
     )
 
 
-def parse_truth(cell: Any) -> float | None:
-    """Return 1 for true and yes, 0 for false and no, in any case; None for anything else."""
+def parse_boolean_word(cell: Any) -> float | None:
+    """Return 1 for true and yes and 0 for false and no, in upper or lower case; None for anything
+    else.
+    """
     text = str(cell).lower()
     return 1.0 if text in TRUE else 0.0 if text in FALSE else None
 
 
 def parse_date(cell: Any) -> float | None:
-    """Return the days since 1970-01-01 of a date, or of a text with an ISO date or date-time; UTC
-    if it has no offset. None for anything else.
+    """Return the days since 1970-01-01 (UTC) of a date, or of a text with an ISO date or date-time.
+
+    A date without an offset is in UTC. Returns None for anything else.
     """
     if isinstance(cell, str):
         # The test of one character is much faster than the pattern, for texts that are no dates.
@@ -352,7 +405,8 @@ def parse_date(cell: Any) -> float | None:
         clock, seconds, fraction, offset = (group or "" for group in groups.groups()[1:])
         offset = "+00:00" if offset in ("", "Z") else f"{offset[:3]}:{offset[-2:]}"
         try:
-            # The only form that Python 3.10 reads: seconds with six digits, an offset with a colon.
+            # Python 3.10 reads this form only: six digits of a second, an offset with a colon.
+            # Further digits are cut, because a datetime has microseconds.
             cell = datetime.fromisoformat(
                 f"{groups[1]}T{clock or '00:00'}{seconds or ':00'}.{fraction[:6]:0<6}{offset}"
             )
@@ -370,7 +424,7 @@ def _parse_boolean(cell: Any) -> float | None:
     """Return 1 or 0 for true, false, yes, no, 1 and 0; None for anything else."""
     number = PLAIN.parse(cell)
     if number is None:
-        return parse_truth(cell)
+        return parse_boolean_word(cell)
     return number if number in (0, 1) else None
 
 
@@ -379,8 +433,11 @@ def _parse_cells(cells: Sequence[Any], parse: Callable[[Any], float | None]) -> 
     return np.array([math.nan if is_missing(cell) else parse(cell) for cell in cells], dtype=float)
 
 
-def check_column(column: Column) -> Column:
-    """Return the column unchanged; raise TableError if it has infinite values."""
+def check_column_finite(column: Column) -> Column:
+    """Return the column unchanged; raise TableError if it has infinite values.
+
+    Texts are never infinite. Missing values are allowed.
+    """
     if column.kind != TEXT:
         _check_finite(column.name, column.values)
     return column
@@ -392,32 +449,34 @@ def _shortest_number(value: float) -> int | float:
 
 
 def _date_of_days(days: float) -> datetime:
-    """Return the moment that is so many days after 1970-01-01, in UTC."""
+    """Return the moment that is this number of days after 1970-01-01, in UTC."""
     return EPOCH + timedelta(days=days)
 
 
-def _check_finite(name: str, values: np.ndarray, first: int = 0, part: bool = False) -> np.ndarray:
-    """Return the values (n,) unchanged; raise TableError if one is infinite.
+def _check_finite(
+    name: str, values: np.ndarray, rows_before: int = 0, may_have_more: bool = False
+) -> np.ndarray:
+    """Return the values (n,) unchanged; raise TableError if one is infinite. NaN is allowed.
 
-    first, part: see `read_as_kind`.
+    name: the column. rows_before, may_have_more: for the message, as in `read_as_kind`.
     """
     infinite = np.isinf(values).nonzero()[0]
     if len(infinite):
         raise TableError(
-            f"Column {name!r} has an infinite value in row {first + infinite[0] + 1} "
-            f"({len(infinite)} {_describe_extent(first + len(values), part)}). Correct or empty "
-            "them."
+            f"Column {name!r} has an infinite value in row {rows_before + infinite[0] + 1} "
+            f"({len(infinite)} {_describe_extent(rows_before + len(values), may_have_more)}). "
+            "Correct or empty them."
         )
     return values
 
 
-def _mixed_error(
+def _mixed_kinds_error(
     name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, expected: str
 ) -> TableError:
-    """Return the error for a column of two kinds.
+    """Return the error for a column that mixes cells of the expected kind with texts.
 
     levels (L,): the different cells. codes (n,): the level of each row. wrong (L,) bool: which
-    levels are not of the expected kind.
+    levels are not of the expected kind. expected: the name of that kind, "dates" or "numbers".
     """
     rows = np.flatnonzero(wrong[codes])
     return TableError(
@@ -427,55 +486,61 @@ def _mixed_error(
     )
 
 
-def _detect_style(name: str, given: list[Any], counts: np.ndarray, stated: Style | None) -> Style:
-    """Return the format that fits all cells, or most of them if none fits all.
+def _detect_style(
+    name: str, given_cells: list[Any], counts: np.ndarray, stated: Style | None
+) -> Style:
+    """Return the format of numbers that fits all cells, or most of them if none fits all.
 
-    given: the different cells that are not missing. counts: how often each occurs. stated: the
-    marks of numbers that the user gave; only the unit is detected then.
+    given_cells (L,): the different cells that are not missing. counts (L,): the rows of each.
+    stated: the marks of numbers that the user gave, with which only the unit is detected; None if
+    the marks are detected too.
 
     Raises TableError where two formats fit with different values, or where another format than the
     stated one fits.
     """
     plain = stated or PLAIN
-    if _parse_all(plain, given) is not None:
+    if _parse_all(plain, given_cells) is not None:
         return plain
     # The first cell that looks like a number with a unit decides which unit is expected.
-    texts = list(dict.fromkeys(cell for cell in given if isinstance(cell, str)))
+    texts = list(dict.fromkeys(cell for cell in given_cells if isinstance(cell, str)))
     unit = next((match for match in map(UNIT.fullmatch, texts[:TRIED]) if match), None)
     if unit is None:
         return plain
     units = (unit[2] or "", (unit[4] or "").strip())
     possible = [Style(*marks, *units) for marks in ((".", ""), *_possible_marks(texts))]
     candidates = possible if stated is None else [Style(stated.decimal, stated.thousands, *units)]
-    parsed = [(style, _parse_all(style, given)) for style in candidates]
+    parsed = [(style, _parse_all(style, given_cells)) for style in candidates]
     fitting = [(style, values) for style, values in parsed if values is not None]
     if fitting:
+        first_fitting, _ = fitting[0]
         # Where plain numbers with a unit fit, no other format is considered.
-        if fitting[0][0] is not candidates[0]:
-            _check_unambiguous(name, given, fitting)
-        return fitting[0][0]
-    if stated is not None and any(_parse_all(style, given) is not None for style in possible):
+        if first_fitting is not candidates[0]:
+            _check_unambiguous(name, given_cells, fitting)
+        return first_fitting
+    if stated is not None and any(_parse_all(style, given_cells) is not None for style in possible):
         raise TableError(
             f"Column {name!r} is not in the format {_options_of_style(stated)}: its first value is "
-            f"{given[0]!r}. Write all columns in one format, or leave it out with --drop {name!r}."
+            f"{given_cells[0]!r}. Write all columns in one format, or leave it out with --drop "
+            f"{name!r}."
         )
     # No format fits all cells: the caller decides what the others mean.
     return max(
         candidates,
-        key=lambda style: counts[[style.parse(cell) is not None for cell in given]].sum(),
+        key=lambda style: counts[[style.parse(cell) is not None for cell in given_cells]].sum(),
     )
 
 
 def _check_unambiguous(
-    name: str, given: list[Any], fitting: Sequence[tuple[Style, list[float]]]
+    name: str, given_cells: list[Any], fitting: Sequence[tuple[Style, list[float]]]
 ) -> None:
-    """Raise TableError if formats that fit all cells give them different values.
+    """Raise TableError if formats that fit all cells give one of them different values.
 
-    fitting: the formats, each with the values of the cells.
+    given_cells (L,): the different cells. fitting: the formats, each with its values of these
+    cells.
     """
     first_style, first_values = fitting[0]
     for style, values in fitting[1:]:
-        for cell, first_value, value in zip(given, first_values, values, strict=True):
+        for cell, first_value, value in zip(given_cells, first_values, values, strict=True):
             if value != first_value:
                 raise TableError(
                     f"Column {name!r} is ambiguous: {cell!r} is {first_value:.10g} with "
@@ -497,9 +562,10 @@ def _parse_all(style: Style, cells: list[Any]) -> list[float] | None:
 
 
 def _possible_marks(texts: list[str]) -> list[tuple[str, str]]:
-    """Return the WAYS whose marks occur in the texts.
+    """Return the pairs of WAYS whose thousands mark, or else decimal mark, occurs in the texts.
 
-    The other WAYS give the same values as a way without thousands mark, or as plain numbers.
+    The other pairs need not be tried: they give the same values as a pair without thousands mark,
+    or as plain numbers.
     """
     characters = set("".join(texts))
     # A thousands mark " " stands for all kinds of spaces.
@@ -512,6 +578,13 @@ def _possible_marks(texts: list[str]) -> list[tuple[str, str]]:
 
 
 def _options_of_style(style: Style) -> str:
-    """Return the options of the command that give this format."""
-    decimal = f"--decimal {style.decimal!r}" if style.decimal != "." or not style.thousands else ""
-    return f"{decimal} --thousands {style.thousands!r}".strip() if style.thousands else decimal
+    """Return the options of the command that give the marks of this format.
+
+    The default decimal mark is written only where there is no thousands mark to write.
+    """
+    options = []
+    if style.decimal != "." or not style.thousands:
+        options.append(f"--decimal {style.decimal!r}")
+    if style.thousands:
+        options.append(f"--thousands {style.thousands!r}")
+    return " ".join(options)

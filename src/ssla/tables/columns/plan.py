@@ -31,7 +31,7 @@ from ssla.tables.columns.kinds import (
     Column,
     Style,
     TableError,
-    distinct_cells,
+    find_distinct_cells,
 )
 from ssla.tables.columns.reading import Table
 
@@ -82,31 +82,43 @@ class Feature:
 
     @property
     def width(self) -> int:
-        """The number of columns of numbers."""
+        """Return the number of columns of numbers that encode this column."""
         return len(self.encoded_names)
 
     @property
     def level_counts(self) -> list[int]:
-        """The largest code of each column of numbers (width); 0 for a column that is no code."""
-        return [len(self.codes) + (self.gaps > 0)] if self.codes else [0] * self.width
+        """Return the largest code of each column of numbers (width); 0 for a column without codes.
+
+        It is the number of levels with a code, plus one if gaps have a code.
+        """
+        if not self.codes:
+            return [0] * self.width
+        return [len(self.codes) + 1 if self.gaps > 0 else len(self.codes)]
 
     @property
     def encoded_names(self) -> list[str]:
-        """The names of the columns of numbers (width)."""
+        """Return the names of the columns of numbers (width)."""
         if self.codes:
             return [f"{self.name}: code"]
         if self.kind == TEXT:
-            by_level = [f"{self.name}={level}" for level in self.levels]
-            return by_level + [f"{self.name}: rare"] * bool(self.rare)
-        cycles = [
-            f"{self.name}: {wave} of the {'year' if period == YEAR else 'day'}"
-            for period in self.periods
-            for wave in ("sine", "cosine")
-        ]
-        return [self.name] + [f"{self.name}: missing"] * self.flag + cycles
+            names = [f"{self.name}={level}" for level in self.levels]
+            if self.rare:
+                names.append(f"{self.name}: rare")
+            return names
+        names = [self.name]
+        if self.flag:
+            names.append(f"{self.name}: missing")
+        for period in self.periods:
+            cycle = "year" if period == YEAR else "day"
+            names += [f"{self.name}: sine of the {cycle}", f"{self.name}: cosine of the {cycle}"]
+        return names
 
     def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers (n, width), and which rows have an unknown category (n,) bool."""
+        """Return the numbers (n, width), and which rows have an unknown category (n,) bool.
+
+        column: of this feature's kind, with n rows. An unknown category is one that the training
+        table did not have.
+        """
         if self.codes:
             return self._encode_codes(column)
         if self.kind == TEXT:
@@ -114,12 +126,14 @@ class Feature:
         return self._encode_numbers(column), np.zeros(len(column.values), dtype=bool)
 
     def _encode_numbers(self, column: Column) -> np.ndarray:
-        """Return the values with gaps filled, a flag for gaps, and the waves of each period
-        (n, width).
+        """Return the values with gaps filled, the flag for gaps if the feature has one, and sine
+        and cosine of each period (n, width). Sine and cosine of a gap are 0.
         """
         gaps = column.missing
         values = np.where(gaps, self.fill, column.values.astype(float) - self.start)
-        encoded = [values] + [gaps.astype(float)] * self.flag
+        encoded = [values]
+        if self.flag:
+            encoded.append(gaps.astype(float))
         for period in self.periods:
             # Angles count from 1970, so that the same day of two years has the same angle.
             angle = 2 * np.pi * (values + self.start) / period
@@ -128,16 +142,21 @@ class Feature:
 
     def _encode_levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """Return one column for each level and one for all rare ones (n, width), and which rows
-        have an unknown category (n,) bool. A gap has zeros.
+        have an unknown category (n,) bool.
+
+        A row has a 1 in the column of its category and 0 in the others. A gap has zeros only. So
+        has an unknown category that is not treated as a rare one.
         """
         # The position of a text is its column of the block; −1 gives zeros.
         rare_position = len(self.levels)
         positions = {level: i for i, level in enumerate(self.levels)}
         positions |= dict.fromkeys(self.rare, rare_position)
-        unknown_position = rare_position if self.rare_learned else -1
+        unknown_position = rare_position if self.has_enough_rare_rows else -1
         # Each different text is looked up once: L texts for n rows.
-        texts, text_of_row = distinct_cells(column.values)  # (L), (n,)
-        unknown = np.array([v is not None and v not in positions for v in texts], dtype=bool)
+        texts, text_of_row = find_distinct_cells(column.values)  # (L), (n,)
+        unknown = np.array(
+            [text is not None and text not in positions for text in texts], dtype=bool
+        )
         position_of_text = np.array(
             [
                 positions.get(text, unknown_position if is_unknown else -1)
@@ -154,40 +173,54 @@ class Feature:
     def _encode_codes(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """Return the code of each row (n, 1), and which rows have an unknown category (n,) bool.
 
-        Levels without a code have 0, rare and unknown ones alike.
+        Gaps have a code of their own if training had any. Rare and unknown categories, and other
+        gaps, have the code 0.
         """
         codes: dict[str | None, int] = {level: i for i, level in enumerate(self.codes, 1)}
         code_of_gaps = self.level_counts[0] if self.gaps else 0
         known = codes | dict.fromkeys(self.rare, 0) | {None: code_of_gaps}
-        code = np.array([known.get(v, -1) for v in column.values.tolist()], dtype=float)
+        # Unknown categories have −1 until they are found.
+        code = np.array([known.get(text, -1) for text in column.values.tolist()], dtype=float)
         return np.maximum(code, 0.0)[:, None], code < 0
 
     @property
-    def rare_learned(self) -> bool:
-        """Return whether training had enough rare categories to treat a new one as rare."""
+    def has_enough_rare_rows(self) -> bool:
+        """Return whether training had enough rows with rare categories to learn their effect.
+
+        A category that is unknown is then treated as a rare one.
+        """
         return bool(self.rare) and self.rare_rows >= ENOUGH
 
-    def find_unlearned(self, column: Column, unknown: np.ndarray, scarce: np.ndarray) -> np.ndarray:
-        """Find the rows (n,) bool with a gap, or an unknown or scarce category, of which training
-        had too few. unknown, scarce (n,) bool: from `encode` and `find_scarce`.
+    def find_unlearned_rows(
+        self, column: Column, unknown: np.ndarray, scarce: np.ndarray
+    ) -> np.ndarray:
+        """Find the rows (n,) bool with an input whose effect could not be learned from training.
+
+        That is a gap where training had too few gaps, an unknown category where it had too few rare
+        ones, or a scarce category. unknown, scarce (n,) bool: as `encode` and `find_scarce_rows`
+        return them.
         """
         too_few_gaps = self.gaps < ENOUGH
         return np.asarray(
-            (column.missing & too_few_gaps) | (unknown & (not self.rare_learned)) | scarce
+            (column.missing & too_few_gaps) | (unknown & (not self.has_enough_rare_rows)) | scarce
         )
 
-    def find_scarce(self, block: np.ndarray, column: Column, unknown: np.ndarray) -> np.ndarray:
-        """Find the rows (n,) bool with a category of so few training rows that it has no code, if
-        all such categories together have too few.
+    def find_scarce_rows(
+        self, block: np.ndarray, column: Column, unknown: np.ndarray
+    ) -> np.ndarray:
+        """Find the rows (n,) bool with a scarce category: one of the training table without a code,
+        where all such categories together had too few training rows.
 
-        block (n, width) and unknown (n,) bool: from `encode`.
+        No category is scarce if the feature has no codes. block (n, width) and unknown (n,) bool:
+        as `encode` returns them.
         """
-        if not self.codes or self.rare_learned:
+        if not self.codes or self.has_enough_rare_rows:
             return np.zeros(len(unknown), dtype=bool)
+        # Gaps and unknown categories may have the code 0 too.
         return np.asarray((block[:, 0] == 0) & ~column.missing & ~unknown)
 
     def encode_values(self, values: Sequence[float | str]) -> np.ndarray:
-        """Return the numbers (k, width) of k values without gaps."""
+        """Return the numbers (k, width) of k values without gaps, in the feature's kind."""
         cells = np.array(values, dtype=object if self.kind == TEXT else float)
         return self.encode(Column(self.name, self.kind, cells))[0]
 
@@ -197,14 +230,17 @@ class Encoded:
     """The numbers (n, d), with notes and counts. The counts are those of the whole table."""
 
     values: np.ndarray
-    missing: dict[str, int]
-    unknown: dict[str, int]
+    missing: dict[str, int]  # gaps by column, for columns that have some
+    unknown: dict[str, int]  # rows with an unknown category by column, for columns that have some
     notes: np.ndarray  # (n,) texts; empty where all inputs were known
-    unlearned: np.ndarray  # (n, features) bool
+    unlearned: np.ndarray  # (n, features) bool: as `Feature.find_unlearned_rows` finds them
     plan: Plan
 
     def __getitem__(self, rows: np.ndarray | slice) -> Encoded:
-        """Return some of the rows, with the counts of the whole table."""
+        """Return some of the rows, with the counts of the whole table.
+
+        rows: a slice, positions (k,), or a mask (n,) bool.
+        """
         return replace(
             self,
             values=self.values[rows],
@@ -217,20 +253,20 @@ class Encoded:
         return len(self.values)
 
     @property
-    def marked(self) -> int:
-        """The number of rows with a missing or unknown input."""
+    def noted_row_count(self) -> int:
+        """Return the number of rows with a note: those with a missing or unknown input."""
         return int((self.notes != "").sum())
 
     @property
     def mixed_rows(self) -> np.ndarray:
-        """The rows (n,) bool that need a mixture over training values."""
+        """Return which rows (n,) bool need a mixture over training values."""
         return np.asarray(self.unlearned.any(axis=1))
 
     def filled_copies(self) -> Iterator[np.ndarray]:
-        """Yield DRAWS versions (A, d) of the A mixed rows, with their gaps filled.
+        """Yield DRAWS copies (A, d) of the A mixed rows, each with other values in their gaps.
 
-        One gap in a row is filled with the draws of its column, several with those of complete
-        rows, so that the values of a version occur together.
+        A row with one gap gets a draw of its column in each copy. A row with several gaps gets the
+        values of one row of `plan.rows`, so that they fit each other. A gap is an unlearned input.
         """
         values = self.values[self.mixed_rows]
         gaps = self.unlearned[self.mixed_rows]
@@ -239,20 +275,24 @@ class Encoded:
             filled = values.copy()
             for f, columns in enumerate(self.plan.column_slices):
                 draws, complete_rows = self.plan.encoded_draws[f]
-                # A column with fewer draws repeats its last one, with weight zero.
+                # A column with fewer draws repeats its last one; `copy_weights` gives it no weight.
                 filled[gaps[:, f] & ~several, columns] = draws[min(k, len(draws) - 1)]
                 filled[gaps[:, f] & several, columns] = complete_rows[k]
             yield filled
 
     @property
     def copy_weights(self) -> np.ndarray:
-        """The weights (DRAWS, A) of the versions of `filled_copies`; each column sums to one."""
+        """Return the weights (DRAWS, A) of the copies in `filled_copies`; each column sums to one.
+
+        A row with one gap has the shares of its column's draws; one with several has equal weights.
+        """
         gaps = self.unlearned[self.mixed_rows]
+        has_one_gap = gaps.sum(1) == 1
         weights = np.full((DRAWS, len(gaps)), 1 / DRAWS)
         for f, feature in enumerate(self.plan.features):
             shares = np.zeros(DRAWS)
             shares[: len(feature.shares)] = feature.shares
-            weights[:, gaps[:, f] & (gaps.sum(1) == 1)] = shares[:, None]
+            weights[:, gaps[:, f] & has_one_gap] = shares[:, None]
         return weights
 
 
@@ -268,7 +308,7 @@ class Plan:
 
     @property
     def width(self) -> int:
-        """The number of columns of numbers."""
+        """Return the number of columns of numbers that encode all columns."""
         return sum(feature.width for feature in self.features)
 
     @property
@@ -280,7 +320,7 @@ class Plan:
 
     @property
     def interpretation(self) -> dict[str, str]:
-        """Return how columns were interpreted, by name, if that is not obvious."""
+        """Return how columns were interpreted, by name, without those where that is obvious."""
         return {
             feature.name: feature.interpretation
             for feature in self.features
@@ -289,15 +329,16 @@ class Plan:
 
     @property
     def level_counts(self) -> tuple[int, ...]:
-        """The number of codes of each column of numbers (width), 0 for a column that is no
-        code; () if no column is one.
+        """Return the number of codes of each column of numbers (width), 0 for one without codes.
+
+        It is () if no column has codes.
         """
         counts = tuple(count for feature in self.features for count in feature.level_counts)
         return counts if any(counts) else ()
 
     @cached_property
     def column_slices(self) -> list[slice]:
-        """The columns of numbers of each feature."""
+        """Return the slice of the columns of numbers (width) for each feature."""
         ends = np.cumsum([feature.width for feature in self.features]).tolist()
         return [
             slice(end - feature.width, end)
@@ -306,27 +347,33 @@ class Plan:
 
     @cached_property
     def encoded_draws(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each feature its draws (k, width), and its columns (DRAWS, width) of rows."""
-        return [
-            (feature.encode_values(feature.draws), feature.encode_values([r[i] for r in self.rows]))
-            for i, feature in enumerate(self.features)
-        ]
+        """Return for each feature the numbers of its draws (k, width), and those of its values in
+        the DRAWS representative rows (DRAWS, width).
+        """
+        encoded = []
+        for i, feature in enumerate(self.features):
+            values_of_rows = [row[i] for row in self.rows]
+            encoded.append(
+                (feature.encode_values(feature.draws), feature.encode_values(values_of_rows))
+            )
+        return encoded
 
     def encode(self, table: Table) -> Encoded:
-        """Encode the columns of the plan; other columns are ignored.
+        """Return the columns of the plan as numbers, with notes; other columns are ignored.
 
         Raises TableError for a missing column, or a cell of another kind.
         """
-        blocks, unlearned = [], []
+        blocks = []
+        unlearned = []
         missing: dict[str, int] = {}
         unknown: dict[str, int] = {}
         notes = np.full(table.rows, "", dtype=object)
         for feature in self.features:
             column = table.column_of_kind(feature.name, feature.kind, feature.style)
             block, is_unknown = feature.encode(column)
-            scarce = feature.find_scarce(block, column, is_unknown)
+            scarce = feature.find_scarce_rows(block, column, is_unknown)
             blocks.append(block)
-            unlearned.append(feature.find_unlearned(column, is_unknown, scarce))
+            unlearned.append(feature.find_unlearned_rows(column, is_unknown, scarce))
             if gaps := int(column.missing.sum()):
                 missing[feature.name] = gaps
             if is_unknown.any():
@@ -349,7 +396,11 @@ class Plan:
 
     @staticmethod
     def from_json(content: dict[str, Any]) -> Plan:
-        """Return the plan of a file; raise ValueError if `make_plan` could not have made it."""
+        """Return the plan of a file, whose content is that of `as_json`.
+
+        Raises ValueError if `make_plan` could not have made it, and KeyError or TypeError if a
+        value is missing or of another type.
+        """
         features = tuple(_read_feature(feature) for feature in content["features"])
         left_out = dict(content["left_out"])
         names = [feature.name for feature in features] + list(left_out)
@@ -370,13 +421,13 @@ class Plan:
 def _add_notes(
     notes: np.ndarray, feature: Feature, column: Column, unknown: np.ndarray, scarce: np.ndarray
 ) -> None:
-    """Append to the notes (n,) what is missing or unknown in a column; each begins with "; ".
+    """Append to the notes (n,), in place, what is missing or unknown in a column.
 
-    unknown, scarce (n,) bool: rows with such a category.
+    Each appended note begins with "; ". unknown, scarce (n,) bool: which rows have such a category.
     """
     name = feature.name
     notes[column.missing] += f"; {name}: missing"
-    treatment = ", treated as a rare one" if feature.rare_learned else ""
+    treatment = ", treated as a rare one" if feature.has_enough_rare_rows else ""
     for rows, before, after in (
         (unknown, "unknown category", treatment),
         (scarce, "category", " of too few training rows"),
@@ -387,12 +438,15 @@ def _add_notes(
 
 
 def _read_feature(content: dict[str, Any]) -> Feature:
-    """Return the feature of a file; raise ValueError for an impossible one."""
+    """Return the feature of a file, whose content has the fields of `Feature`.
+
+    Raises ValueError for values that no feature has, and KeyError for a missing field.
+    """
     names = ("levels", "rare", "periods", "draws", "shares", "codes")
     if not all(isinstance(content[name], list | tuple) for name in names):
         raise ValueError("a list of the plan is not a list")
     lists = {name: tuple(content[name]) for name in names}
-    _check_texts(content, lists)
+    _check_kind_and_categories(content, lists)
     _check_numbers(content, lists)
     return Feature(
         name=content["name"],
@@ -408,16 +462,25 @@ def _read_feature(content: dict[str, Any]) -> Feature:
     )
 
 
-def _check_texts(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError for an unknown kind, and for categories that do not fit it."""
-    name, kind = content["name"], content["kind"]
+def _check_kind_and_categories(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
+    """Raise ValueError for an unknown kind, and for categories that do not fit it.
+
+    content: a feature of a file. lists: its lists as tuples, by name.
+    """
+    name = content["name"]
+    kind = content["kind"]
     categories = (*lists["levels"], *lists["rare"], *lists["codes"])
     drawn = lists["draws"] if kind == TEXT else ()
     texts = (name, kind, content["interpretation"], *categories, *drawn)
     if not all(isinstance(text, str) for text in texts) or kind not in KINDS:
         raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
     # A text has levels or codes, but not both; another kind has neither.
-    fits_kind = bool(lists["levels"]) + bool(lists["codes"]) == (kind == TEXT)
+    has_levels = bool(lists["levels"])
+    has_codes = bool(lists["codes"])
+    if kind == TEXT:
+        fits_kind = has_levels != has_codes
+    else:
+        fits_kind = not has_levels and not has_codes
     if not fits_kind or len(set(categories)) < len(categories):
         raise ValueError(
             f"the categories of the column {name!r} do not fit its kind, or one occurs twice"
@@ -425,7 +488,11 @@ def _check_texts(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> 
 
 
 def _check_numbers(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError for numbers that are not finite, and for counts that are not positive."""
+    """Raise ValueError for numbers that are too large or not finite, for negative counts, and for
+    periods and shares that are not positive.
+
+    content: a feature of a file. lists: its lists as tuples, by name.
+    """
     name = content["name"]
     drawn = lists["draws"] if content["kind"] != TEXT else ()
     positive = (*lists["periods"], *lists["shares"])
@@ -444,30 +511,32 @@ def _check_numbers(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -
 
 def make_plan(
     table: Table,
-    without: set[str],
-    given: np.ndarray | None = None,
-    constants: bool = False,
+    excluded: set[str],
+    deciding_rows: np.ndarray | None = None,
+    keep_constants: bool = False,
     codes: bool = False,
 ) -> Plan:
     """Make a plan of how the columns of a table become numbers.
 
-    without: names of columns that are left out. given (n,) bool: the rows that decide the plan; all
-    if not given. constants: keep numbers that are constant, so that a table of numbers without gaps
-    is encoded as itself. codes: number the levels of categories that have many, for a model that
-    learns an effect of each; other models would read a code as a number.
+    excluded: the names of columns that the plan does not have. deciding_rows (n,) bool: the rows
+    that decide the plan; None: all. keep_constants: whether numbers that are constant are kept, so
+    that a table of numbers without gaps is encoded as itself. codes: whether the levels of
+    categories that have many are numbered, for a model that learns an effect of each; other models
+    would read a code as a number.
 
     Raises TableError where no column is usable, or where a column mixes kinds.
     """
-    kept = np.ones(table.rows, dtype=bool) if given is None else given
+    if deciding_rows is None:
+        deciding_rows = np.ones(table.rows, dtype=bool)
     features: list[Feature] = []
     columns: list[Column] = []
     left_out: dict[str, str] = {}
     for name in table.names:
-        if name in without:
+        if name in excluded:
             continue
-        column = table.column(name, mixed=True)
-        column = replace(column, values=column.values[kept])
-        feature = _plan_column(column, table, constants, codes)
+        column = table.interpret_column(name, mixed=True)
+        column = replace(column, values=column.values[deciding_rows])
+        feature = _plan_column(column, table, keep_constants=keep_constants, codes=codes)
         if isinstance(feature, str):
             left_out[name] = feature
         else:
@@ -481,20 +550,22 @@ def make_plan(
     return Plan(tuple(features), left_out, _choose_rows(features, columns))
 
 
-def _plan_column(column: Column, table: Table, constants: bool, codes: bool) -> Feature | str:
+def _plan_column(
+    column: Column, table: Table, *, keep_constants: bool, codes: bool
+) -> Feature | str:
     """Return the feature of a column, or the reason why it is left out.
 
-    constants, codes: see `make_plan`.
+    column: the deciding rows of a column of the table. keep_constants, codes: as in `make_plan`.
     """
     gaps = column.missing
     if bool(gaps.all()):
         return "empty in every row"
-    # A constant column says nothing, unless its gaps do.
+    # A constant column has no information, unless some of its rows are gaps.
     values = column.values[~gaps]
-    constant = bool((values == values[0]).all()) and not gaps.any()
+    is_constant = bool((values == values[0]).all()) and not gaps.any()
     if column.kind == TEXT:
-        return "constant" if constant else _plan_texts(column, values, codes)
-    if constant and not constants:
+        return "constant" if is_constant else _plan_texts(column, values, codes=codes)
+    if is_constant and not keep_constants:
         return "constant"
     # The cells as they were read are needed for an example of another format only.
     cells = [] if column.style == PLAIN else table.cells_of(column.name)
@@ -504,7 +575,8 @@ def _plan_column(column: Column, table: Table, constants: bool, codes: bool) -> 
 def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Feature:
     """Return the feature of numbers, booleans or dates.
 
-    values (k,): those that are not missing. format_used: the interpretation of numbers.
+    values (k,): those that are not missing. format_used: the text of the report on the format of
+    the numbers; dates have a text of their own.
     """
     gaps = int(column.missing.sum())
     interpretation = format_used
@@ -513,21 +585,20 @@ def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Featu
     if column.kind == DATE:
         start = float(values.min())
         span = float(np.ptp(values))
-        # The time of the year shows only in tables of more than a year, that of the day only in
-        # dates with a time.
-        periods = (YEAR,) * (span > YEAR) + (DAY,) * (span > DAY and bool((values % 1 != 0).any()))
-        first = (EPOCH + timedelta(days=start)).date()
-        cycles = "".join(
-            f", with the time of the {name}"
-            for name, period in (("year", YEAR), ("day", DAY))
-            if period in periods
-        )
-        interpretation = f"dates, as days since {first}{cycles}"
+        interpretation = f"dates, as days since {(EPOCH + timedelta(days=start)).date()}"
+        # A table of less than a year does not show the effect of the time of the year.
+        if span > YEAR:
+            periods += (YEAR,)
+            interpretation += ", with the time of the year"
+        # Dates without a time of the day are whole numbers of days.
+        if span > DAY and bool((values % 1 != 0).any()):
+            periods += (DAY,)
+            interpretation += ", with the time of the day"
     return Feature(
         column.name,
         column.kind,
-        float(values.mean()) - start,
-        gaps > 0,
+        fill=float(values.mean()) - start,
+        flag=gaps > 0,
         style=column.style,
         start=start,
         periods=periods,
@@ -537,21 +608,27 @@ def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Featu
     )
 
 
-def _plan_texts(column: Column, values: np.ndarray, codes: bool) -> Feature | str:
+def _plan_texts(column: Column, values: np.ndarray, *, codes: bool) -> Feature | str:
     """Return the feature of texts, or the reason why they are left out.
 
-    values (k,): those that are not missing. codes: whether categories with many levels have codes.
+    With `codes`, texts with many levels have codes if the levels of at least FEWEST_ROWS rows cover
+    the share CODED of the rows. Other free texts are left out. Of other texts, the MOST_LEVELS most
+    frequent levels have a column each, and the rest are rare.
+
+    values (k,): those that are not missing. codes: whether categories with many levels may have
+    codes.
     """
     levels, counts = _count_values(values)
     most_frequent_first = np.argsort(-counts, kind="stable")
-    free_text = len(levels) > FEW_LEVELS and len(levels) > FREE_TEXT * len(column.values)
-    if codes and (free_text or len(levels) > MOST_LEVELS):
+    is_free_text = len(levels) > FEW_LEVELS and len(levels) > FREE_TEXT * len(column.values)
+    # Free text can have codes too, so codes are tried first.
+    if codes and (is_free_text or len(levels) > MOST_LEVELS):
         candidates = most_frequent_first[:MOST_CODES]
         coded = candidates[counts[candidates] >= FEWEST_ROWS]
         rows_with_code = int(counts[coded].sum())
         if rows_with_code >= CODED * len(values):
-            return _make_coded(column, values, levels, coded, len(values) - rows_with_code)
-    if free_text:
+            return _make_coded_feature(column, values, levels, coded, len(values) - rows_with_code)
+    if is_free_text:
         return f"{len(levels)} different texts in {len(column.values)} rows"
     kept = sorted(levels[most_frequent_first[:MOST_LEVELS]].tolist())
     rare = sorted(levels[most_frequent_first[MOST_LEVELS:]].tolist())
@@ -574,19 +651,20 @@ def _plan_texts(column: Column, values: np.ndarray, codes: bool) -> Feature | st
     )
 
 
-def _make_coded(
+def _make_coded_feature(
     column: Column, values: np.ndarray, levels: np.ndarray, coded: np.ndarray, rare_rows: int
 ) -> Feature:
     """Return the feature with codes for levels[coded]; the other levels are rare.
 
-    values (k,): those that are not missing. levels (L,): the different ones. rare_rows: the
-    training rows of rare levels.
+    values (k,): those that are not missing. levels (L,): the different ones. coded: positions of
+    levels, the most frequent first. rare_rows: the training rows of rare levels.
     """
     rare = np.delete(levels, coded).tolist()
     interpretation = (
         f"{len(coded)} of {len(levels)} categories have an effect of their own, which is learned"
     )
-    interpretation += f"; the others ({rare_rows} rows) share one" if rare else ""
+    if rare:
+        interpretation += f"; the others ({rare_rows} rows) share one"
     return Feature(
         column.name,
         TEXT,
@@ -600,10 +678,11 @@ def _make_coded(
 
 
 def _choose_draws(values: np.ndarray) -> dict[str, Any]:
-    """Return the fields `draws` and `shares` of a feature, from its values (k,) without gaps.
+    """Return the fields `draws` and `shares` of a feature, from its values (n,) without gaps.
 
-    Few different values are all drawn, with their frequencies; of many the quantiles at
-    (k + ½)/DRAWS are drawn (of texts: in alphabetical order).
+    If there are at most DRAWS different values, all are drawn, with their frequencies. Of more, the
+    quantiles at (i + ½)/DRAWS for i = 0 … DRAWS − 1 are drawn, with equal shares. Texts are in
+    alphabetical order.
     """
     draws, counts = _count_values(values)
     shares = counts / counts.sum()
@@ -614,7 +693,8 @@ def _choose_draws(values: np.ndarray) -> dict[str, Any]:
 
 
 def _count_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the different values, sorted (L,), and how often each occurs (L,)."""
+    """Return the different values (n,), sorted (L,), and how often each occurs (L,)."""
+    # Texts are counted before they are sorted, because few of them are different.
     if values.dtype != object:
         return np.unique(values, return_counts=True)
     counts = Counter(values.tolist())
@@ -625,18 +705,22 @@ def _count_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _choose_rows(
     features: list[Feature], columns: list[Column]
 ) -> tuple[tuple[float | str, ...], ...]:
-    """Choose DRAWS rows that represent the table: of SETS random sets of complete rows, the one
-    whose means and spreads are closest to those of all rows.
+    """Choose DRAWS rows that represent the table, and return their values (DRAWS, features).
 
-    If no row is complete, gaps are filled with draws of their columns.
+    Of SETS random sets of complete rows, drawn with the seed 0, these are the set whose means and
+    standard deviations are closest to those of all rows. If no row is complete, any rows are drawn,
+    and gaps are filled with draws of their columns.
     """
     blocks = [feature.encode(column)[0] for feature, column in zip(features, columns, strict=True)]
     numbers = np.concatenate(blocks, 1)  # (n, width)
     gaps = np.stack([column.missing for column in columns], 1)  # (n, features)
     complete = np.flatnonzero(~gaps.any(axis=1))
     pool = complete if len(complete) else np.arange(len(numbers))
-    # Codes are not numbers: their means and spreads say nothing.
-    z = numbers[:, [not count for feature in features for count in feature.level_counts]]
+    # Codes are no quantities, so their means and standard deviations are not compared.
+    is_quantity: list[bool] = []
+    for feature in features:
+        is_quantity += [count == 0 for count in feature.level_counts]
+    z = numbers[:, is_quantity]
     scale = z.std(0)
     z -= z.mean(0)
     z /= np.where(scale > 0, scale, 1.0)
@@ -645,10 +729,11 @@ def _choose_rows(
     distance = [(z[rows].mean(0) ** 2 + (z[rows].std(0) - spread) ** 2).sum() for rows in sets]
     best = sets[int(np.argmin(distance))]
     values = [column.values[best].tolist() for column in columns]
-    return tuple(
-        tuple(
+    chosen_rows = []
+    for k, row in enumerate(best):
+        cells = [
             feature.draws[k % len(feature.draws)] if gaps[row, j] else values[j][k]
             for j, feature in enumerate(features)
-        )
-        for k, row in enumerate(best)
-    )
+        ]
+        chosen_rows.append(tuple(cells))
+    return tuple(chosen_rows)

@@ -15,7 +15,7 @@ import io
 import re
 import sys
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
@@ -29,7 +29,7 @@ from ssla.tables.columns.kinds import (
     Column,
     Style,
     TableError,
-    check_column,
+    check_column_finite,
     interpret_cells,
     read_as_kind,
 )
@@ -44,6 +44,7 @@ SNIFFED_TEXT = 1 << 20  # and their characters at the most
 BYTES_AT_ONCE = 1 << 20
 LARGE = SNIFFED_TEXT  # characters of a CSV file that is worth importing pyarrow; a guess
 THOUSANDS = ("", ".", ",", " ", "'")
+LISTED_NAMES = 12  # of columns or sheets, in a message
 # How pandas names an index that was written as a column.
 INDEX = re.compile(r"(Unnamed: 0(\.\d+)*|__index_level_\d+__)$")
 
@@ -57,15 +58,15 @@ class Table:
     cells: Mapping[str, Sequence[Any] | np.ndarray | Column]
     rows: int
     stated: Style | None = None  # the format of numbers, if given
-    first: int = 0  # rows of the file before these
-    part: bool = False  # whether the file may have more rows after these
+    rows_before: int = 0  # rows of the file before these
+    may_have_more: bool = False  # whether the file may have rows after these
     # The types of the columns of a Parquet file, in pyarrow.
     types: dict[str, Any] = field(default_factory=dict)
-    indexed: bool = True  # whether a column with the name of a pandas index is one
+    indexed: bool = True  # whether a column whose name is that of a pandas index is one
 
     @property
     def names(self) -> list[str]:
-        """The names of the columns, without the row index of pandas."""
+        """Return the names of the columns, without those of a row index of pandas."""
         return [name for name in self.cells if not (self.indexed and INDEX.match(name))]
 
     def __len__(self) -> int:
@@ -73,7 +74,7 @@ class Table:
         return self.rows
 
     def drop_columns(self, names: Collection[str]) -> Table:
-        """Return the table of the other columns.
+        """Return the table without the named columns.
 
         Raises TableError for a name that the table does not have.
         """
@@ -83,62 +84,81 @@ class Table:
         return replace(self, cells=kept)
 
     def with_marks(self, decimal: str | None, thousands: str | None) -> Table:
-        """Return the same cells, read with these marks of numbers; without marks the table itself.
+        """Return a table of the same cells whose numbers are read with these marks.
 
-        Raises TableError for marks that are not supported.
+        A mark that is None has its default; if both are None, the table itself is returned. Raises
+        TableError for marks that are not supported.
         """
         stated = _stated_style(decimal, thousands)
         return self if stated is None else replace(self, stated=stated)
 
     def cells_of(self, name: str) -> Sequence[Any]:
-        """Return the cells as they were read; raise TableError if there is no such column."""
+        """Return the cells (n) of a column as Python objects, without an interpretation.
+
+        Raises TableError if there is no such column.
+        """
         stored = self._stored_cells(name)
         if isinstance(stored, Column):
             return stored.cells
         cells: Sequence[Any] = stored.tolist() if isinstance(stored, np.ndarray) else list(stored)
         return cells
 
-    def column(self, name: str, mixed: bool = False) -> Column:
-        """Return the kind and values of a column, or raise TableError. mixed: see
-        `interpret_cells`.
+    def interpret_column(self, name: str, mixed: bool = False) -> Column:
+        """Return a column with its kind and values, as `interpret_cells` finds them from its cells.
+
+        mixed: whether numbers and texts may be categories. Raises TableError if there is no such
+        column, or if it mixes kinds or has infinite values.
         """
         stored = self._stored_cells(name)
         if isinstance(stored, Column):
-            return check_column(stored)
-        return interpret_cells(name, stored, self.stated, mixed)
+            return check_column_finite(stored)
+        return interpret_cells(name, stored, self.stated, mixed=mixed)
 
-    def column_of_kind(self, name: str, kind: str, style: Style) -> Column:
-        """Return the column in the kind and the format of the training column.
+    def column_of_kind(self, name: str, column_kind: str, style: Style) -> Column:
+        """Return a column in the kind and the format of the training column.
 
-        Marks of numbers that were given for this table take precedence over those of the format.
-        Raises TableError for a missing column, or a cell of another kind.
+        Marks of numbers that were given for this table are used in place of those of the format.
+        Raises TableError for a missing column, a cell of another kind, or an infinite value.
         """
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
         stored = self._stored_cells(name)
         if isinstance(stored, Column):
-            converted = stored.as_kind(kind, style)
+            converted = stored.convert_kind(column_kind, style)
             if converted is not None:
-                return check_column(converted)
+                return check_column_finite(converted)
+            # Cells may be read as another kind, or the error names the first that cannot be.
             stored = stored.cells
-        return read_as_kind(name, stored, kind, style, self.path, self.first, self.part)
+        return read_as_kind(
+            name,
+            stored,
+            column_kind,
+            style,
+            source=self.path,
+            rows_before=self.rows_before,
+            may_have_more=self.may_have_more,
+        )
 
     def _stored_cells(self, name: str) -> Sequence[Any] | np.ndarray | Column:
-        """Return what the table holds of a column; raise TableError if there is no such column."""
+        """Return what the table holds of a column, a `Column` or its cells (n).
+
+        Raises TableError if there is no such column; the message names the most similar one.
+        """
         if name not in self.cells:
             hint = did_you_mean(name, self.names)
-            raise TableError(
-                f"{self.path} has no column {name!r}.{hint} It has: {_list_some(self.names)}."
-            )
+            columns = _list_first_names(self.names)
+            raise TableError(f"{self.path} has no column {name!r}.{hint} It has: {columns}.")
         return self.cells[name]
 
 
 def read_table(path: str | Path, decimal: str | None = None, thousands: str | None = None) -> Table:
-    """Read a CSV (UTF-8, one header line; also as .csv.gz), Parquet or Excel file, by its ending;
-    "-" is a CSV from standard input.
+    """Read a whole CSV, Parquet or Excel file, which its ending tells apart, as a table.
+
+    A CSV file is in UTF-8 with one header line, and may be compressed as .csv.gz. The path "-" is a
+    CSV from standard input.
 
     decimal, thousands: the marks of numbers that are texts, as in "1.234,5" with decimal="," and
-    thousands=".". Without them the format is detected for each column.
+    thousands=".". If both are None, the format is detected for each column.
 
     Raises TableError for a file that is missing, empty, damaged or not in one of these formats.
     """
@@ -154,23 +174,30 @@ def read_parts(
     only: Collection[str] | None = None,
 ) -> Iterator[Table]:
     """Yield the table of `read_table` in parts of `rows` rows each; the last part has the remaining
-    rows. None: in one part.
+    rows.
 
     CSV and Parquet files are read part by part, so that memory does not grow with the file; an
-    Excel file is read as a whole. only: the columns that are needed. Others of a Parquet file are
-    not read: they have names, but no cells.
+    Excel file is read as a whole.
+
+    rows: None is one part with all rows. only: the columns that are needed; None: all. Other
+    columns of a Parquet file are not read: they have names, but no cells. The errors are those of
+    `read_table`, each raised when the part with its cause is read.
     """
     stated = _stated_style(decimal, thousands)
     marks = "" if stated is None else stated.decimal + stated.thousands
     rows_before = 0
     for part in _read_file(Path(path), marks, rows, only):
-        yield replace(part, stated=stated, first=rows_before, part=part.rows == rows)
+        # Only the last part can have fewer rows than the others.
+        may_have_more = part.rows == rows
+        yield replace(part, stated=stated, rows_before=rows_before, may_have_more=may_have_more)
         rows_before += part.rows
 
 
 def _stated_style(decimal: str | None, thousands: str | None) -> Style | None:
-    """Return the format with these marks of numbers, None if neither is given; raise TableError for
-    marks that are not supported.
+    """Return the format with these marks of numbers, or None if both are None.
+
+    A single mark that is None has its default: "." for decimal, and no thousands mark. Raises
+    TableError for marks that are not supported, or that are the same.
     """
     if decimal is None and thousands is None:
         return None
@@ -190,13 +217,14 @@ def _stated_style(decimal: str | None, thousands: str | None) -> Style | None:
 def _read_file(
     file: Path, marks: str, rows: int | None, only: Collection[str] | None
 ) -> Iterator[Table]:
-    """Return the parts of a file, by its ending; raise TableError if it cannot be a table.
+    """Return an iterator over the parts of a file, with the reader for its ending.
 
-    marks: the marks of numbers that were given, which are no delimiters. rows, only: see
-    `read_parts`.
+    marks: the marks of numbers that were given, which are not likely to be delimiters; may be
+    empty. rows, only: as in `read_parts`. Raises TableError if there is no such file, or if its
+    ending is not that of a table.
     """
     if str(file) == STANDARD_INPUT:
-        return _read_csv(Path("standard input"), sys.stdin.buffer, marks, rows)
+        return _read_csv_stream(Path("standard input"), sys.stdin.buffer, marks, rows)
     if not file.exists():
         raise TableError(f"There is no file {file}.")
     if file.is_dir():
@@ -207,7 +235,7 @@ def _read_file(
     if name.endswith(EXCEL):
         return iter([_read_excel(file)])
     if name.removesuffix(".gz").endswith(TEXTS):
-        return _open_csv(file, marks, rows)
+        return _read_csv_file(file, marks, rows)
     raise TableError(
         f"{file} ends in {file.suffix!r}; only .csv, .tsv, .txt (also followed by .gz), .parquet "
         "and .xlsx are read. Save the table in one of these formats."
@@ -217,55 +245,65 @@ def _read_file(
 # --- CSV -----------------------------------------------------------------------------------
 
 
-def _open_csv(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
-    """Yield the parts of a CSV file, which may be compressed; raise TableError if gzip fails."""
+def _read_csv_file(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
+    """Yield the parts of a CSV file, which is decompressed if it ends in .gz.
+
+    marks, rows: as in `_read_file`. Raises TableError if it cannot be decompressed or read.
+    """
     with gzip.open(file) if file.name.lower().endswith(".gz") else file.open("rb") as stream:
         try:
-            yield from _read_csv(file, stream, marks, rows)
+            yield from _read_csv_stream(file, stream, marks, rows)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise TableError(
                 f"{file} is not a complete gzip file ({error}). Copy or compress it again."
             ) from None
 
 
-def _read_csv(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
+def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
     """Yield the parts of a CSV file; raise TableError if it cannot be read.
 
-    A large file is read by pyarrow, and by csv from the first part that they may split in different
-    ways. stream: an open file of bytes.
+    A small file is read by Python's csv module. A large file is read by pyarrow, which is faster,
+    and by csv from the first part on that the two may split into cells in different ways.
+
+    file: what errors and tables call it. stream: an open file of bytes, at its start. marks, rows:
+    as in `_read_file`.
     """
     # Only a file that can be read again can be given to pyarrow.
     if rows is None and not stream.seekable():
         stream = io.BytesIO(stream.read())
     start = stream.tell() if stream.seekable() else None
-    texts = _decode(file, stream)
+    texts = _decode_blocks(file, stream)
     head = _read_head(texts)
     if not head:
         raise TableError(f"{file} is empty.")
     has_tabs = file.name.lower().removesuffix(".gz").endswith(".tsv")
     delimiter = "\t" if has_tabs else _detect_delimiter(head, marks)
-    large = len(head) >= LARGE
+    is_large = len(head) >= LARGE
     reader = csv.reader(_split_lines(chain([head], texts)), delimiter=delimiter)
     del head  # the reader needs it no longer than its first rows
-    parts = 0  # that pyarrow has read
+    parts_read = 0  # by pyarrow
     try:
-        names = _check_names(file, [name.strip() for name in next(reader)])
-        if large and start is not None:
+        names = _complete_names(file, [name.strip() for name in next(reader)])
+        if is_large and start is not None:
             stream.seek(start)
             try:
                 for columns in arrow_columns(stream, delimiter, len(names), rows):
                     yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
-                    parts += 1
-                if parts:
+                    parts_read += 1
+                # Without a row the error is that of csv, below.
+                if parts_read:
                     return
             except DifferentError:
-                pass
-            # csv starts again, and skips the header and the rows of the parts that were given.
+                pass  # csv reads the parts that pyarrow has not read
+            # csv starts again, and skips the header and the rows of the parts that were yielded.
             stream.seek(start)
-            reader = csv.reader(_split_lines(_decode(file, stream)), delimiter=delimiter)
+            reader = csv.reader(_split_lines(_decode_blocks(file, stream)), delimiter=delimiter)
             next(reader)
-            deque(_read_rows(file, reader, len(names), parts * (rows or 0)), maxlen=0)
-        yield from _read_parts_by_csv(file, reader, names, rows, may_be_empty=parts > 0)
+            # If `rows` is None, there is one part, of which no row has been yielded here.
+            rows_read = parts_read * (rows or 0)
+            for _ in _read_rows(file, reader, len(names), rows_read):
+                pass
+        yield from _read_parts_by_csv(file, reader, names, rows, may_be_empty=parts_read > 0)
     except csv.Error as error:
         raise TableError(f"{file} cannot be read as CSV: {error}.") from None
 
@@ -275,11 +313,11 @@ def _read_parts_by_csv(
 ) -> Iterator[Table]:
     """Yield the next rows of a csv reader in parts of `rows` rows (None: in one part).
 
-    Raises TableError if there is no row, unless there may be none, and for rows of another width
-    than the header.
+    Cells are texts without spaces around them. may_be_empty: whether it is no error if the reader
+    has no further row. Raises TableError otherwise, and for a row of another width than the header.
     """
     while part := list(_read_rows(file, reader, len(names), rows)):
-        may_be_empty = True  # the end of the file, after this part
+        may_be_empty = True  # because the file may end after this part
         cells = (list(map(str.strip, column)) for column in zip(*part, strict=True))
         yield Table(file, dict(zip(names, cells, strict=True)), len(part))
     if not may_be_empty:
@@ -287,7 +325,10 @@ def _read_parts_by_csv(
 
 
 def _read_head(texts: Iterator[str]) -> str:
-    """Return the first blocks of a file, with SNIFFED_TEXT characters or all that there are."""
+    """Return the first blocks of a text, with at least SNIFFED_TEXT characters if it has so many.
+
+    These blocks are taken from the iterator.
+    """
     head = ""
     for text in texts:
         head += text
@@ -297,9 +338,10 @@ def _read_head(texts: Iterator[str]) -> str:
 
 
 def _read_rows(file: Path, reader: Any, width: int, most: int | None) -> Iterator[list[str]]:
-    """Yield the next rows of a csv reader that are not empty, at most so many.
+    """Yield the next rows of a csv reader that are not empty, each as a list of cells.
 
-    Raises TableError for a row that has not the width of the header.
+    width: the number of cells of the header. most: how many rows are read at most; None: all.
+    Raises TableError for a row of another width.
     """
     for row in islice(filter(None, reader), most):
         if len(row) != width:
@@ -310,9 +352,10 @@ def _read_rows(file: Path, reader: Any, width: int, most: int | None) -> Iterato
         yield row
 
 
-def _decode(file: Path, stream: Any) -> Iterator[str]:
-    """Yield the text of a file of bytes, a block at a time: UTF-8, with or without a byte-order
-    mark.
+def _decode_blocks(file: Path, stream: Any) -> Iterator[str]:
+    """Yield the text of a file of bytes in UTF-8, in blocks that are not empty.
+
+    A byte-order mark is left out.
 
     Raises TableError for another encoding, with the command that converts it.
     """
@@ -346,7 +389,7 @@ def _decode(file: Path, stream: Any) -> Iterator[str]:
 
 
 def _split_lines(texts: Iterator[str]) -> Iterator[str]:
-    """Yield the lines of blocks of text, with their line ends."""
+    """Yield the lines of blocks of text that are not empty, with their line ends."""
     # A line, or the end of a line in two characters, may be in two blocks.
     incomplete = ""
     for text in texts:
@@ -358,12 +401,21 @@ def _split_lines(texts: Iterator[str]) -> Iterator[str]:
 
 
 def _detect_delimiter(text: str, marks: str) -> str:
-    """Return the delimiter that splits the header into most cells and the first rows into as many,
-    outside quotes; a mark of numbers only if no other delimiter fits.
+    """Return the most likely delimiter of a CSV file.
+
+    It is the one that splits the header into the most cells, and each of the first rows into the
+    same number. Quoted text is not split. A mark of numbers is chosen only if no other delimiter
+    fits.
+
+    text: the start of the file. marks: the marks of numbers that the user gave.
     """
 
     def rate_delimiter(delimiter: str) -> tuple[bool, bool, int, bool]:
-        """Return what makes a delimiter likely, the most important first."""
+        """Return what makes a delimiter likely, the most important first.
+
+        These are: it fits all rows, it fits and is no mark of numbers, the cells of the header, and
+        all rows have the same width (true of a table with one column too).
+        """
         reader = csv.reader(io.StringIO(text[:SNIFFED_TEXT], newline=""), delimiter=delimiter)
         try:
             widths = [len(row) for row in islice(reader, SNIFFED_ROWS) if row]
@@ -371,7 +423,8 @@ def _detect_delimiter(text: str, marks: str) -> str:
             widths = []
         width = widths[0] if widths else 0
         same_width = len(set(widths)) == 1
-        return same_width and width > 1, delimiter not in marks and width > 1, width, same_width
+        splits = width > 1
+        return same_width and splits, delimiter not in marks and splits, width, same_width
 
     return max(DELIMITERS, key=rate_delimiter)
 
@@ -380,8 +433,9 @@ def _detect_delimiter(text: str, marks: str) -> str:
 
 
 def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) -> Iterator[Table]:
-    """Yield the parts of a Parquet file; raise TableError if it cannot be read. rows, only: see
-    `read_parts`.
+    """Yield the parts of a Parquet file. rows, only: as in `read_parts`.
+
+    Raises TableError if pyarrow is missing, or if the file cannot be read or has no rows.
     """
     try:
         import pyarrow
@@ -394,7 +448,8 @@ def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) ->
             file, pre_buffer=False, buffer_size=BYTES_AT_ONCE
         ) as source:
             stored = [str(name) for name in source.schema_arrow.names]
-            names = dict(zip(stored, _check_names(file, stored), strict=True))
+            # The names that the table has, by the names in the file.
+            names = dict(zip(stored, _complete_names(file, stored), strict=True))
             rows_in_file = source.metadata.num_rows
             if not rows_in_file:
                 raise TableError(f"{file} has a header but no rows.")
@@ -403,8 +458,9 @@ def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) ->
             # Without any column the number of rows would be unknown: the first one is read.
             batches = source.iter_batches(rows or rows_in_file, columns=needed or stored[:1])
             for part in split_batches(batches, rows or rows_in_file):
-                read = {names[n]: _cells_of_arrow(part.column(n)) for n in part.column_names}
-                cells = {name: read.get(name, []) for name in names.values()}
+                cells: dict[str, Any] = {name: [] for name in names.values()}
+                for stored_name in part.column_names:
+                    cells[names[stored_name]] = _cells_of_arrow(part.column(stored_name))
                 yield Table(file, cells, part.num_rows, types=types)
     except TableError:
         raise
@@ -413,14 +469,17 @@ def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) ->
 
 
 def _value_type(arrow_type: Any) -> Any:
-    """Return the type of the values of a dictionary; another type itself."""
+    """Return the type of the values of a dictionary-encoded type; another type unchanged."""
     return arrow_type.value_type if str(arrow_type).startswith("dictionary") else arrow_type
 
 
 def _cells_of_arrow(column: Any) -> Sequence[Any] | np.ndarray:
-    """Return the cells as an array (n,) if all are integers or floats, otherwise as a list."""
-    kind = str(column.type)
-    if column.null_count == 0 and kind.startswith(("int", "uint", "float", "double", "halffloat")):
+    """Return the cells of a column of pyarrow: an array (n,) if all are integers or floats,
+    otherwise a list with None for gaps.
+    """
+    type_name = str(column.type)
+    is_number = type_name.startswith(("int", "uint", "float", "double", "halffloat"))
+    if column.null_count == 0 and is_number:
         array: np.ndarray = column.to_numpy()
         return array
     cells: list[Any] = column.to_pylist()
@@ -431,36 +490,35 @@ def _cells_of_arrow(column: Any) -> Sequence[Any] | np.ndarray:
 
 
 def _read_excel(file: Path) -> Table:
-    """Read the first sheet: values as they were stored when it was last calculated.
+    """Return the first sheet as a table, with the values that formulas had when it was saved.
 
-    Warns of other sheets, and of formulas without a value. Raises TableError if the file cannot be
-    read.
+    Rows without a value are left out. Warns of other sheets, and of formulas without a value.
+    Raises TableError if the file cannot be read or has no rows.
     """
     rows, formulas, sheets = _load_first_sheet(file)
     if sheets[1:]:
-        warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {_list_some(sheets[1:])}.")
-    lost = sum(
-        value is None and formula is not None
-        for row, formulas_of_row in zip(rows, formulas, strict=True)
-        for value, formula in zip(row, formulas_of_row, strict=True)
-    )
+        unread = _list_first_names(sheets[1:])
+        warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {unread}.")
+    lost = 0  # formulas without a value
+    for row, formulas_of_row in zip(rows, formulas, strict=True):
+        for value, formula in zip(row, formulas_of_row, strict=True):
+            lost += value is None and formula is not None
     if lost:
         warn(
             f"{file}: {lost} formulas have no stored value and count as empty cells. If they "
             "should have one, open the file in a spreadsheet program and save it again."
         )
-    # Rows may be shorter or longer than the columns that have cells.
-    width = max(
-        (i + 1 for row in rows for i, cell in enumerate(row) if cell is not None), default=0
-    )
-    if not width:
+    rows = [row for row in rows if any(cell is not None for cell in row)]
+    if not rows:
         raise TableError(f"{file} is empty.")
-    head, *body = (
-        [cell.strip() if isinstance(cell, str) else cell for cell in (row + [None] * width)[:width]]
-        for row in rows
-        if any(cell is not None for cell in row)
-    )
-    names = _check_names(file, ["" if name is None else str(name) for name in head])
+    # The table is as wide as the last column with a value. Rows may be shorter or longer.
+    width = max(i + 1 for row in rows for i, cell in enumerate(row) if cell is not None)
+    stripped = []
+    for row in rows:
+        padded = (row + [None] * width)[:width]
+        stripped.append([cell.strip() if isinstance(cell, str) else cell for cell in padded])
+    head, *body = stripped
+    names = _complete_names(file, ["" if name is None else str(name) for name in head])
     if not body:
         raise TableError(f"{file} has a header but no rows.")
     return Table(file, {name: [row[i] for row in body] for i, name in enumerate(names)}, len(body))
@@ -469,7 +527,8 @@ def _read_excel(file: Path) -> Table:
 def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], list[str]]:
     """Return the rows of the first sheet as values and as formulas, and the titles of all sheets.
 
-    Raises TableError if openpyxl is missing, or cannot read the file.
+    A cell is at the same position in both; an empty cell, and a formula without a stored value, has
+    the value None. Raises TableError if openpyxl is missing, or cannot read the file.
     """
     try:
         import openpyxl
@@ -499,11 +558,12 @@ def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], lis
 # --- names ---------------------------------------------------------------------------------
 
 
-def _check_names(file: Path, names: list[str]) -> list[str]:
-    """Return the names of the columns, with a name for a first column that has none.
+def _complete_names(file: Path, names: list[str]) -> list[str]:
+    """Return the names of the columns, after a check. A first column without a name gets the name
+    of an index of pandas.
 
-    Warns of columns that are a row index. Raises TableError for too many columns, for columns
-    without a name, and for names that occur twice.
+    Warns of columns that are a row index. Raises TableError for too many columns, for no column,
+    for other columns without a name, and for names that occur twice.
     """
     if len(names) > MOST_COLUMNS:
         raise TableError(
@@ -529,6 +589,7 @@ def _check_names(file: Path, names: list[str]) -> list[str]:
     return names
 
 
-def _list_some(names: list[str]) -> str:
-    """Return the names as a text, at most twelve of them."""
-    return ", ".join(names[:12]) + (f", … ({len(names)} in total)" if len(names) > 12 else "")
+def _list_first_names(names: list[str]) -> str:
+    """Return the first names as a text, and their number if there are more."""
+    text = ", ".join(names[:LISTED_NAMES])
+    return f"{text}, … ({len(names)} in total)" if len(names) > LISTED_NAMES else text

@@ -20,7 +20,7 @@ from ssla.tables.columns.kinds import (
     Style,
     TableError,
     is_missing,
-    parse_truth,
+    parse_boolean_word,
     text_of_cell,
 )
 from ssla.tables.columns.reading import Table
@@ -46,11 +46,12 @@ class Target:
 def read_target(table: Table, name: str, classes: bool | None) -> Target:
     """Return the target column of a training table.
 
-    classes: whether classes were requested; None: decided by the column. Raises TableError for
-    dates, for texts where numbers were requested, and for labels that cannot be classes.
+    name: the column. classes: whether classes were requested (True) or numbers (False); None: the
+    kind of the column decides. Raises TableError for a missing column, for dates, for texts where
+    numbers were requested, and for labels that cannot be classes.
     """
     cells = table.cells_of(name)
-    column = table.column_of_kind(name, TEXT, PLAIN) if classes else table.column(name)
+    column = table.column_of_kind(name, TEXT, PLAIN) if classes else table.interpret_column(name)
     given = ~column.missing
     if column.kind == DATE:
         raise TableError(
@@ -74,8 +75,8 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
             f"(row {row + 1} is {text_of_cell(cells[row])[:30]!r}), but this likelihood needs "
             "numbers. Use --likelihood classes."
         )
-    labels = [text_of_cell(cell) for cell, known in zip(cells, given, strict=True) if known]
-    _check_classes(name, labels, bool(classes))
+    labels = [text_of_cell(cell) for cell, keep in zip(cells, given, strict=True) if keep]
+    _check_classes(name, labels, requested=bool(classes))
     return Target(
         np.array(labels, dtype=str),
         given,
@@ -86,10 +87,11 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
 
 
 def read_later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarray, np.ndarray]:
-    """Return the target of a later table, read as at training: y (k,) of the rows that have one,
-    and a mask of these rows (n,) bool.
+    """Return the target of a table that is not the training table: y (k,) of the rows that have
+    one, and a mask of these rows (n,) bool.
 
-    Raises TableError for a missing column, or a cell that is not a number.
+    name: the column. style: the format of its numbers at training. Raises TableError for a missing
+    column, or a cell that is not a number.
     """
     column = table.column_of_kind(name, NUMBER, style)
     return column.values[~column.missing].astype(float), ~column.missing
@@ -98,29 +100,33 @@ def read_later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarra
 def read_later_labels(
     table: Table, name: str, classes: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the labels of a later table: texts (k,) of the rows that have one, and a mask of these
-    rows (n,) bool.
+    """Return the labels of a table that is not the training table: texts (k,) of the rows that have
+    one, and a mask of these rows (n,) bool.
 
-    A label is the class of the same text; otherwise, if all classes are numbers or all are true or
-    false, the class of the same value. Raises TableError for a missing column.
+    A text that is one of `classes` is that class. Otherwise, if all classes are numbers or
+    booleans, the class of the same value is taken. A text that is no class is returned unchanged.
+    Raises TableError for a missing column.
     """
     cells = table.cells_of(name)
     given = np.array([not is_missing(cell) for cell in cells], dtype=bool)
-    known = set(classes)
+    class_texts = set(classes)
     class_of_value = {_value_of_text(text): text for text in classes}
+    # Values are compared only if each class has a value of its own, which is not just a text.
     if len(class_of_value) < len(classes) or any(isinstance(v, str) for v in class_of_value):
         class_of_value = {}
     texts = [text_of_cell(cell) for cell in cells if not is_missing(cell)]
     labels = [
-        text if text in known else class_of_value.get(_value_of_text(text)) or text
+        text if text in class_texts else class_of_value.get(_value_of_text(text), text)
         for text in texts
     ]
     return np.array(labels, dtype=str), given
 
 
 def _check_classes(name: str, labels: list[str], requested: bool) -> None:
-    """Raise TableError for labels that cannot be classes: a single one, too many, or one class that
-    is written in two ways. requested: whether the user asked for classes.
+    """Raise TableError for labels (k) that cannot be classes: all are the same, too many are
+    different, or one class is written in two ways.
+
+    name: the target column. requested: whether the user asked for classes.
     """
     distinct = list(dict.fromkeys(labels))
     if len(distinct) == 1:
@@ -155,14 +161,18 @@ def _check_classes(name: str, labels: list[str], requested: bool) -> None:
 
 
 def _value_of_text(text: str) -> Decimal | tuple[str, float] | str:
-    """Return the number or the boolean that a text means; the text itself if it is neither.
+    """Return the value of a text, to compare it with others: a Decimal for a number, a pair for a
+    boolean, and the text itself if it is neither.
 
-    The value is exact: 1 and 1.0 are the same, and long integers are not rounded.
+    Numbers are exact: 1 and 1.0 are equal, and long integers are not rounded.
     """
-    truth = parse_truth(text)
+    truth = parse_boolean_word(text)
     if truth is not None:
-        return BOOLEAN, truth  # not equal to a number
+        return BOOLEAN, truth  # as a pair, true is not equal to the number 1
+    # `Decimal` would read 1_000 as a thousand.
+    if "_" in text:
+        return text
     try:
-        return Decimal(text) if "_" not in text else text
+        return Decimal(text)
     except InvalidOperation:
         return text

@@ -5,7 +5,9 @@ pyarrow splits a CSV file like Python's csv module, except for what raises `Diff
 csv must read the file.
 
 pyarrow's own conversions from and to Python and NumPy (`pyarrow.array`, `to_numpy`) import pandas,
-which takes seconds. So this module reads and makes the buffers of arrays itself.
+which takes seconds. So this module reads and makes the buffers of arrays itself. The buffers of a
+StringArray are: 0 which rows are given (none is missing here), 1 where each text starts, 2 the
+bytes of all texts. Those of an array of numbers are: 0 as above, 1 the values.
 """
 
 from __future__ import annotations
@@ -38,57 +40,66 @@ class Texts(Sequence[str]):
         return len(self.array)
 
     @overload
-    def __getitem__(self, at: int) -> str: ...
+    def __getitem__(self, index: int) -> str: ...
     @overload
-    def __getitem__(self, at: slice) -> list[str]: ...
-    def __getitem__(self, at: int | slice) -> str | list[str]:
+    def __getitem__(self, index: slice) -> list[str]: ...
+    def __getitem__(self, index: int | slice) -> str | list[str]:
         """Return the text of a row, or the texts of a slice."""
-        texts: str | list[str] = (
-            self.array[at].to_pylist() if isinstance(at, slice) else self.array[at].as_py()
-        )
-        return texts
+        if isinstance(index, slice):
+            texts: list[str] = self.array[index].to_pylist()
+            return texts
+        text: str = self.array[index].as_py()
+        return text
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the texts, which are converted at once."""
+        """Return an iterator over the texts, all of which are converted to Python first."""
         return iter(self.array.to_pylist())
 
     def find_distinct(self) -> tuple[list[str], np.ndarray]:
-        """Return the different texts in the order of their first rows (L,), and which of them each
-        row has (n,).
+        """Return the different texts in the order of their first rows (L,), and the position in
+        them of each row's text (n,).
         """
         chunks = self.array.dictionary_encode().unify_dictionaries().chunks
         levels: list[str] = chunks[0].dictionary.to_pylist() if chunks else []
-        return levels, np.concatenate(
-            [np.zeros(0, np.int32), *(_values_of(chunk.indices, np.int32) for chunk in chunks)]
-        )
+        positions = [_read_values(chunk.indices, np.int32) for chunk in chunks]
+        # An empty array, because there may be no chunk to join.
+        return levels, np.concatenate([np.zeros(0, np.int32), *positions])
 
     def parse_numbers(self, decimal: str, gaps: Collection[str]) -> np.ndarray | None:
-        """Return floats (n,), NaN for the texts in gaps, if all others are numbers such as 1, +1.5
-        and 1e5; otherwise None.
+        """Return the texts as floats (n,) if all are numbers such as 1, +1.5 and 1e5; otherwise
+        None.
 
-        With only these characters, pyarrow accepts what `float` accepts, and both round to the
-        nearest double.
+        decimal: the decimal mark. gaps: the texts of missing values, which become NaN.
+
+        With only the characters of such numbers, pyarrow accepts what `float` accepts, and both
+        round to the nearest double.
         """
         import pyarrow
         import pyarrow.compute
 
         is_given = pyarrow.compute.invert(
-            pyarrow.compute.is_in(self.array, value_set=_make_array(sorted(gaps)))
+            pyarrow.compute.is_in(self.array, value_set=_make_string_array(sorted(gaps)))
         )
         values = np.full(len(self), np.nan)
         parsed = []
+        # Empty chunks have no buffers.
         for chunk in filter(len, self.array.filter(is_given).chunks):
+            # What is left of the bytes are characters that no plain number has.
             if _bytes_of(chunk).translate(None, SIGNS + decimal.encode()):
                 return None
             if decimal != ".":
-                chunk = _make_array([text.replace(decimal, ".") for text in chunk.to_pylist()])
+                chunk = _make_string_array(
+                    [text.replace(decimal, ".") for text in chunk.to_pylist()]
+                )
             try:
-                parsed.append(_values_of(chunk.cast(pyarrow.float64()), np.float64))
+                parsed.append(_read_values(chunk.cast(pyarrow.float64()), np.float64))
             except pyarrow.ArrowInvalid:
                 return None
         if parsed:
             # Booleans are stored as bits, so they are cast to bytes before they are read.
-            rows = [_values_of(chunk.cast(pyarrow.uint8()), np.uint8) for chunk in is_given.chunks]
+            rows = [
+                _read_values(chunk.cast(pyarrow.uint8()), np.uint8) for chunk in is_given.chunks
+            ]
             values[np.concatenate(rows).astype(bool)] = np.concatenate(parsed)
         return values
 
@@ -96,12 +107,13 @@ class Texts(Sequence[str]):
 def arrow_columns(
     stream: Any, delimiter: str, width: int, rows: int | None
 ) -> Iterator[list[Texts]]:
-    """Yield the columns of a CSV file with a header line, with stripped cells, in parts of `rows`
-    rows (None: in one part).
+    """Yield the columns of a CSV file with a header line, in parts of `rows` rows (None: in one
+    part). Cells have no spaces around them, and a part has at least one row.
 
     stream: an open file of bytes, at its start. width: the number of columns of the header.
 
-    Raises DifferentError if csv must read the file: then only the parts given before are right.
+    Raises DifferentError if csv must read the file, or if pyarrow is missing. The parts that were
+    yielded before are then right.
     """
     try:
         import pyarrow
@@ -110,6 +122,8 @@ def arrow_columns(
         raise DifferentError from None
     checked_stream = _CheckedStream(stream)
     try:
+        # A file that is read in one part is read into memory first. Only then is it known whether
+        # it has quotes, in which a cell may have several lines.
         data = checked_stream.read() if rows is None else None
         options = {
             "read_options": pyarrow.csv.ReadOptions(
@@ -140,12 +154,13 @@ def arrow_columns(
 
 
 def split_batches(batches: Any, rows: int) -> Iterator[Any]:
-    """Join and split record batches of any size: yield tables of that many rows; the last table
-    has the remaining rows.
+    """Yield the rows of record batches of any size as tables of `rows` rows each.
+
+    The last table has the remaining rows. Without a row, there is no table.
     """
     import pyarrow
 
-    waiting: list[Any] = []
+    waiting: list[Any] = []  # batches whose rows have not been yielded
     for batch in batches:
         waiting.append(batch)
         while sum(part.num_rows for part in waiting) >= rows:
@@ -158,10 +173,10 @@ def split_batches(batches: Any, rows: int) -> Iterator[Any]:
 
 def _skip_header(batches: Any) -> Iterator[Any]:
     """Yield the record batches without the first row, which is the header."""
-    header_rows = 1
+    rows_to_skip = 1
     for batch in batches:
-        yield batch.slice(header_rows)
-        header_rows = max(0, header_rows - batch.num_rows)  # the first batches may be empty
+        yield batch.slice(rows_to_skip)
+        rows_to_skip = max(0, rows_to_skip - batch.num_rows)  # the first batches may be empty
 
 
 def _strip_cells(column: Any) -> Any:
@@ -171,48 +186,52 @@ def _strip_cells(column: Any) -> Any:
     """
     import pyarrow.compute
 
-    # Most columns have no space at all: a test of their bytes is faster than stripping.
+    # Most columns have no space at all: a test of their bytes is faster than stripping. The spaces
+    # of ASCII are bytes up to that of " ", and those of Unicode have bytes from 0x80.
     may_have_spaces = False
     for chunk in filter(len, column.chunks):
-        if int(np.diff(_offsets_of(chunk)).max()) > csv.field_size_limit():
+        longest = int(np.diff(_offsets_of(chunk)).max())
+        if longest > csv.field_size_limit():
             raise DifferentError
         data = np.frombuffer(_bytes_of(chunk), dtype=np.uint8)
         may_have_spaces = may_have_spaces or bool(((data <= ord(" ")) | (data >= 0x80)).any())
     return pyarrow.compute.utf8_trim_whitespace(column) if may_have_spaces else column
 
 
-def _make_array(texts: list[str]) -> Any:
-    """Return a StringArray of the texts, as `pyarrow.array` would."""
+def _make_string_array(texts: list[str]) -> Any:
+    """Return the texts as a StringArray, as `pyarrow.array` would."""
     import pyarrow
 
     data = [text.encode() for text in texts]
+    # Text i has the bytes from offset i to offset i + 1.
     offsets = np.cumsum([0, *map(len, data)], dtype=np.int32)
     return pyarrow.StringArray.from_buffers(
         len(texts), pyarrow.py_buffer(offsets), pyarrow.py_buffer(b"".join(data))
     )
 
 
-def _values_of(chunk: Any, dtype: type[np.generic], more: int = 0) -> np.ndarray:
-    """Return the values (n + more,) of an array of n rows without nulls, as `to_numpy` would.
+def _read_values(chunk: Any, dtype: type[np.generic], extra: int = 0) -> np.ndarray:
+    """Return the values (n + extra,) of an array of n rows without nulls, as `to_numpy` would.
 
-    more: values after those of the rows, which a buffer of offsets has.
+    dtype: the type of the values in memory. extra: how many values are read after those of the
+    rows; a buffer of offsets has one more than rows. No rows: an empty array.
     """
     if not len(chunk):
         return np.zeros(0, dtype)
-    return np.frombuffer(chunk.buffers()[1], dtype=dtype)[
-        chunk.offset : chunk.offset + len(chunk) + more
-    ]
+    # A chunk can be a slice of a larger buffer.
+    end = chunk.offset + len(chunk) + extra
+    return np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset : end]
 
 
 def _offsets_of(chunk: Any) -> np.ndarray:
     """Return where the n texts of an array start and end (n + 1,), in bytes of its data."""
-    return _values_of(chunk, np.int32, 1)
+    return _read_values(chunk, np.int32, extra=1)
 
 
 def _bytes_of(chunk: Any) -> bytes:
     """Return the texts of an array with at least one row, one after the other, in UTF-8."""
     offsets = _offsets_of(chunk)
-    data = chunk.buffers()[2]
+    data = chunk.buffers()[2]  # None if all texts are empty
     return b"" if data is None else bytes(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
 
 
@@ -228,24 +247,26 @@ class _CheckedStream:
         self.stream = stream
         self.after_return = False  # whether the last block ended with a carriage return
         self.closed = False
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # so that `close` waits for the end of a read
 
     def read(self, size: int = -1) -> bytes:
-        """Return the next bytes, none after `close`; raise OSError if csv must read the file."""
+        """Return the next `size` bytes (−1: all), and none after `close`.
+
+        Raises OSError if csv must read the file; `arrow_columns` turns it into DifferentError.
+        """
         with self.lock:
             block: bytes = b"" if self.closed else self.stream.read(size)
         # The end of a line, a carriage return and a newline, may be in two blocks.
-        single_return = self.after_return and not block.startswith(b"\n")
+        starts_after_single_return = self.after_return and not block.startswith(b"\n")
         self.after_return = block.endswith(b"\r")
-        if (
-            single_return
-            or block.count(b"\r") != block.count(b"\r\n") + self.after_return
-            or b"\0" in block
-        ):
+        # A carriage return at the end of the block is checked with the next one.
+        followed_returns = block.count(b"\r\n") + self.after_return
+        has_single_return = block.count(b"\r") != followed_returns
+        if starts_after_single_return or has_single_return or b"\0" in block:
             raise OSError("csv reads this file")
         return block
 
     def close(self) -> None:
-        """End the reads of pyarrow. The stream stays open: csv may have to read it."""
+        """Make all further reads return no bytes. The stream stays open, for csv to read it."""
         with self.lock:
             self.closed = True

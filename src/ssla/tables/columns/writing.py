@@ -23,7 +23,9 @@ AddRows = Callable[[Mapping[str, np.ndarray]], None]  # called with columns (n,)
 
 
 def check_output(path: Path) -> None:
-    """Raise TableError for an unsupported suffix or a directory, before the work starts."""
+    """Raise TableError if no table can be written to the path: its suffix is not supported, or it
+    is a directory.
+    """
     if path.suffix.lower() not in (".csv", ".parquet", ".pq"):
         raise TableError(f"The output {path} must end in .csv or .parquet.")
     if path.is_dir():
@@ -31,33 +33,37 @@ def check_output(path: Path) -> None:
 
 
 def write_table(path: Path, columns: Mapping[str, np.ndarray]) -> None:
-    """Write columns (n,) as CSV or Parquet, by the suffix, through a temporary file beside it."""
+    """Write columns (n,) as CSV or Parquet, by the suffix of the path.
+
+    The file is replaced only when all is written. Raises TableError for an unsupported suffix.
+    """
     with open_table(path) as add_rows:
         add_rows(columns)
 
 
 @contextlib.contextmanager
 def open_table(path: Path, types: Mapping[str, Any] | None = None) -> Iterator[AddRows]:
-    """Open a new table, and yield the function that appends rows, with the same columns in every
-    call.
+    """Open a new table, and yield the function that appends rows to it.
 
-    The file appears if the block ends without an error. types: pyarrow types of columns of a
-    Parquet file, where the first rows may not show them. Raises TableError for an unsupported
-    suffix.
+    Every call of that function has the same columns. The file appears, or is replaced, when the
+    block ends without an error; after an error nothing is written. types: pyarrow types of columns
+    of a Parquet file, by name; the first rows decide those of other columns, and they may have
+    gaps only. Raises TableError for an unsupported suffix.
     """
     check_output(path)
     with new_file(path) as draft:
         if path.suffix.lower() == ".csv":
             with draft.open("w", newline="", encoding="utf-8") as stream:
-                yield _append_csv(stream)
+                yield _make_csv_appender(stream)
         else:
             with _ParquetRows(draft, dict(types or {})) as rows:
                 yield rows.add_rows
 
 
-def _append_csv(stream: IO[str]) -> AddRows:
-    """Return the function that appends rows to an open CSV file; the first call writes the
-    header.
+def _make_csv_appender(stream: IO[str]) -> AddRows:
+    """Return a function that appends rows to an open CSV file; its first call writes the header.
+
+    The columns of every call are those of the first.
     """
     writer = csv.writer(stream)
     has_header = False
@@ -68,6 +74,7 @@ def _append_csv(stream: IO[str]) -> AddRows:
         if not has_header:
             writer.writerow(map(escape_formula, columns))
             has_header = True
+        # Floats need no check of their cells.
         cells = (
             column.tolist() if column.dtype.kind == "f" else map(escape_formula, column.tolist())
             for column in columns.values()
@@ -91,7 +98,7 @@ class _ParquetRows:
         self.writer: Any = None
 
     def add_rows(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Append rows; write those that fill a row group."""
+        """Append rows, and write all rows that wait if they fill a row group."""
         import pyarrow
 
         arrays = {
@@ -100,6 +107,7 @@ class _ParquetRows:
             )
             for name, column in columns.items()
         }
+        # Later rows must have the types of the first.
         self.types |= {name: array.type for name, array in arrays.items()}
         self.waiting.append(pyarrow.table(arrays))
         if sum(table.num_rows for table in self.waiting) >= GROUP:
@@ -117,21 +125,22 @@ class _ParquetRows:
         self.writer.write_table(table)
 
     def __enter__(self) -> _ParquetRows:
-        """Return the rows themselves."""
+        """Return this object, to which the block adds rows."""
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
         """Write the last rows, unless there was an error, and close the file."""
-        if kind is None and self.waiting:
+        if error_type is None and self.waiting:
             self._write_group()
         if self.writer is not None:
             self.writer.close()
 
 
 def escape_formula(cell: Any) -> Any:
-    """Return a text that a spreadsheet would execute as a formula with an apostrophe before it.
+    """Return a cell that a spreadsheet does not execute.
 
-    Anything else is unchanged, also numbers that are texts.
+    A text that it would execute as a formula gets an apostrophe in front. Other texts, numbers that
+    are written as texts, and values that are no texts are returned unchanged.
     """
     is_formula = (
         isinstance(cell, str) and cell.startswith(FORMULA) and not re.fullmatch(PLAIN_NUMBER, cell)

@@ -89,7 +89,9 @@ def plan_inputs(
     """
     no_names: set[str] = set()  # no column is left out by its name
     if isinstance(rows, np.ndarray):
-        return make_plan(table_of(rows, column_names(estimator)), no_names, kept, constants=True)
+        return make_plan(
+            table_of(rows, column_names(estimator)), no_names, kept, keep_constants=True
+        )
     return make_plan(rows, no_names, kept, codes=codes)
 
 

@@ -374,7 +374,7 @@ def _open_trees(
     target = open_scaling(content["target"], decoder)
     layer = open_layer(posterior, decoder.decode(content["numbers"], dict), target)
     values = max(architecture.outputs, 2) if isinstance(layer, ClassLayer) else 1
-    forest.check_sizes(architecture.inputs, values)
+    forest.check_tensors(architecture.inputs, values)
     share = float(content["share"])
     pull = float(content["pull"])
     if (

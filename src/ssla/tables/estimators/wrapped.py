@@ -53,8 +53,8 @@ from ssla.tables.estimators.whole_fits import restore_on_failure
 from ssla.tables.trees.out_of_fold import (
     ClassLayer,
     NumberLayer,
-    fit_classes,
-    fit_numbers,
+    fit_class_layer,
+    fit_number_layer,
     log_squares,
 )
 
@@ -309,7 +309,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "ensemble_")
         layer: Any = self.ensemble_
         predictions = self._predict_with_models(self._read_rows(X, reset=False))
-        features: Tensor = layer.features(*predictions)
+        features: Tensor = layer.compute_features(*predictions)
         return features
 
     def predict_dist(self, X: Any) -> Predictive:
@@ -460,7 +460,7 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
             )
         m, v, target = (torch.from_numpy(values) for values in (mean, noise, y))
         with without_weight_warning():
-            layer = fit_numbers(m, v, target, row_weights, float(self.prior_strength))
+            layer = fit_number_layer(m, v, target, row_weights, float(self.prior_strength))
         self.models_ = {MEAN: mean_models, NOISE: noise_models}
         self.ensemble_ = replace(layer, inputs=fit_column_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(m, v, self.refit).log_prob(target).numpy()
@@ -542,7 +542,7 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
         )
         p, target, row_weights = (torch.from_numpy(part) for part in (probs, codes, weights))
         with without_weight_warning():
-            layer = fit_classes(p, target, row_weights, float(self.prior_strength))
+            layer = fit_class_layer(p, target, row_weights, float(self.prior_strength))
         self.models_ = {CLASSES: models}
         self.ensemble_ = replace(layer, inputs=fit_column_scaling(X, weights))
         self.oof_log_prob_ = layer.predict(p, self.refit).log_prob(target).numpy()

@@ -22,13 +22,14 @@ from ssla.tables.report.page import render_page
 from ssla.tables.report.subject import Subject, posterior_subject
 from ssla.tables.report.table_models import estimator_subject
 
-MOST_ROWS = 2000
+MOST_ROWS = 2000  # that a page holds by default; a guess
+FEWEST_ROWS = 4  # that max_rows may be: `choose_rows` takes quarters of it
 __all__ = ["HTML", "MOST_ROWS", "build_page", "html_report"]
 
 
 @dataclass(frozen=True, eq=False)
 class HTML:
-    """A page. `save(path)` writes it, `str` gives it, and a notebook shows it.
+    """A page. `save(path)` writes it to a file, `str` returns its text, and a notebook shows it.
 
     `facts` holds the numbers that it embeds.
     """
@@ -37,7 +38,10 @@ class HTML:
     facts: dict[str, Any] = field(repr=False)
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the page to a file, and return its path. Raises OSError if that is not possible."""
+        """Write the page to a file, and return its path.
+
+        A file of this name is replaced. Raises OSError if it cannot be written.
+        """
         target = Path(path)
         writable(target)
         target.write_text(self.text, encoding="utf-8")
@@ -48,7 +52,7 @@ class HTML:
         return self.text
 
     def _repr_html_(self) -> str:
-        """Return the page in a frame, for a notebook."""
+        """Return the HTML of a frame with the page, which a notebook calls to show it."""
         style = "width:100%;height:46rem;border:1px solid #888"
         return (
             f'<iframe title="ssla report" style="{style}" '
@@ -70,21 +74,27 @@ def html_report(
 ) -> HTML:
     """Return one self-contained page on the predictions for test rows X with observed targets y.
 
-    It opens without a network connection. It has the scores beside those of the plug-in,
+    The page opens without a network connection. It has the scores beside those of the plug-in,
     calibration, the rows with the most doubt, a table of rows, and the predictive of each row under
-    weaker and stronger priors, computed by `with_prior`. y has one target.
+    weaker and stronger priors, computed by `with_prior`.
 
-    model: a Posterior, or a fitted estimator of `ssla.sklearn`; its X is an array or a data frame,
-    as at its fit.
-    refit: of a Posterior ("output" if not given); an estimator has its own.  names: of the columns
-    of X.  target: the name of y. max_rows: how many rows the page holds. Of more rows it holds the
-    worst predicted, the most doubtful, and evenly spaced ones; scores are of all rows.
+    model: a Posterior, or a fitted estimator of `ssla.sklearn`.
+    X: the rows, in a form that the model reads. An estimator reads an array or a data frame, as at
+    its fit.
+    y: one target for each row.
+    refit: the refit of a Posterior; None is "output". An estimator uses its own.
+    names: the names of the columns of X; None: those of the fit, or numbers.
+    target: the name of y.
+    title: the heading of the page; None is a question about the target.
+    max_rows: how many rows the page holds, from 4. Of more rows it holds the worst predicted, the
+    most doubtful, and evenly spaced ones. Scores are always of all rows.
 
-    Raises ValueError if the rows do not match the model, and TypeError for another model.
+    Raises ValueError if the rows or the arguments do not match the model, and TypeError for another
+    model.
 
     >>> ssla.html_report(posterior, X_test, y_test).save("report.html")      # doctest: +SKIP
     """
-    if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < 4:
+    if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < FEWEST_ROWS:
         raise ValueError(f"max_rows must be a whole number from 4, but is {max_rows!r}.")
     if isinstance(model, Posterior):
         subject = posterior_subject(model, X, y, refit, target, names)
@@ -103,7 +113,11 @@ def html_report(
 
 
 def build_page(subject: Subject, title: str | None = None, max_rows: int = MOST_ROWS) -> HTML:
-    """Return the page of a subject. title: None is a question about the target."""
+    """Return the page on a model and its test rows.
+
+    title: the heading; None is a question about the target. max_rows: how many rows it holds.
+    Raises ValueError for a model of several targets.
+    """
     facts = collect_facts(subject, max_rows)
     heading = title or f"How sure is the prediction of {subject.target}?"
     return HTML(render_page(subject, facts, heading), facts)

@@ -18,9 +18,10 @@ from ssla.plots.calibration import Ranks, binomial_range
 from ssla.predictive.cavities import rank_targets
 from ssla.tables.report.subject import Subject
 
-LEVELS = (0.5, 0.9, 0.95)
+# What the page shows: guesses.
+LEVELS = (0.5, 0.9, 0.95)  # of intervals and sets
 BLOCK = 4096  # rows that are predicted together
-CURVE_LEVELS = 19
+CURVE_LEVELS = 19  # of the curve of coverage and of the calibration error of numbers: 0.05 … 0.95
 BINS = 10  # of the PIT histogram and of the reliability picture
 ECE_BINS = 15  # of the calibration error of classes
 CONFIDENCE = 0.95  # of the range in which a calibrated model would be
@@ -29,13 +30,14 @@ SCORE_NAMES = {"nll": "negative log-likelihood", "crps": "CRPS", "brier": "Brier
 
 
 def measure_subject(subject: Subject, refit: str | None) -> dict[str, Any]:
-    """Return the measures of all rows, (n,) or (n, L) for levels, and the kind of predictive.
+    """Return the measures of all rows, by their names, and the kind of the predictives as "kind".
 
-    refit None: that of the model. Raises ValueError for a model of several targets.
+    A measure is (n,), or (n, L) with an entry for each of LEVELS. refit: None is that of the model.
+    Raises ValueError for a model of several targets.
     """
     blocks = []
     for rows in np.array_split(np.arange(len(subject.y)), math.ceil(len(subject.y) / BLOCK)):
-        predictive = subject.predict(rows, refit, 1.0)
+        predictive = subject.predict(rows, refit, 1.0)  # with the model's own prior
         if predictive.kind == "vector":
             raise ValueError(
                 "The report is for one target, but the model has several. Fit and report one "
@@ -48,7 +50,10 @@ def measure_subject(subject: Subject, refit: str | None) -> dict[str, Any]:
 
 
 def measure_rows(predictive: Any, y: Tensor) -> dict[str, Tensor]:
-    """Return the numbers of rows with targets y (n,), of which scores and pictures are made."""
+    """Return the measures of rows with targets y (n,), from which scores and pictures are made.
+
+    A measure is (n,) or (n, L), on the CPU: a bool if its name is in BOOLEAN, otherwise float64.
+    """
     diagnostics = predictive.diagnostics
     measures = {
         "nll": metrics.nll(predictive, y, reduce=False),
@@ -67,13 +72,16 @@ def measure_rows(predictive: Any, y: Tensor) -> dict[str, Tensor]:
 
 
 def _measure_classes(p: Any, y: Tensor) -> dict[str, Tensor]:
-    """Return the measures that only predictives of classes have; y (n,) are codes."""
+    """Return the measures of predictives of classes: (n,), or (n, L) for levels.
+
+    p: the predictive of n rows. y (n,): the codes of the observed classes.
+    """
     codes = y.long()
-    largest, guess = p.probs.max(1)
-    sets = [p.interval(level) for level in LEVELS]
+    largest, predicted = p.probs.max(1)
+    sets = [p.interval(level) for level in LEVELS]  # (n, C) bool each
     return {
         "sure": largest,
-        "hit": guess == codes,
+        "hit": predicted == codes,
         "brier": metrics.brier(p, y, reduce=False),
         "inside": torch.stack([members.gather(1, codes[:, None])[:, 0] for members in sets], 1),
         "width": torch.stack([members.sum(1) for members in sets], 1),
@@ -84,7 +92,10 @@ def _measure_classes(p: Any, y: Tensor) -> dict[str, Tensor]:
 
 
 def _measure_numbers(p: Any, y: Tensor) -> dict[str, Tensor]:
-    """Return the measures that predictives of numbers, counts and angles y (n,) have."""
+    """Return the measures of predictives of numbers, counts and angles: (n,), or (n, L) for levels.
+
+    p: the predictive of n rows. y (n,): the observed targets. Angles have no CRPS.
+    """
     intervals = [p.interval(level) for level in LEVELS]
     # An angle is taken in the turn that is nearest to the mean.
     near = p.mean + wrap_angles(y - p.mean) if p.kind == "circular" else y
@@ -106,7 +117,10 @@ def _measure_numbers(p: Any, y: Tensor) -> dict[str, Tensor]:
 
 
 def score_measures(measures: dict[str, Any]) -> dict[str, float]:
-    """Return the scores of all rows by their names on the page."""
+    """Return the scores, averaged over all rows, by their names on the page.
+
+    measures: those of `measure_subject`.
+    """
     scores = {
         text: float(measures[name].mean()) for name, text in SCORE_NAMES.items() if name in measures
     }
@@ -128,16 +142,23 @@ def score_measures(measures: dict[str, Any]) -> dict[str, float]:
 
 
 def _calibration_error(measures: dict[str, Any]) -> float:
-    """Return the mean distance of the distribution of P(Y ≤ y) from a uniform one, for numbers."""
-    q = torch.arange(1, 20, dtype=torch.float64) / 20
+    """Return the mean distance of the distribution of P(Y ≤ y) from a uniform one, for numbers.
+
+    The mean is over CURVE_LEVELS equally spaced values of P.
+    """
+    q = torch.arange(1, CURVE_LEVELS + 1, dtype=torch.float64) / (CURVE_LEVELS + 1)
     # The mid-rank: a count is at the centre of its probability.
     pit = (measures["lower"] + measures["upper"]) / 2
     return float(((pit[:, None] <= q).double().mean(0) - q).abs().mean())
 
 
 def _expected_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) -> float:
-    """Return the mean of |accuracy − probability| over bins of the largest probability."""
+    """Return the mean over rows of |accuracy − mean probability| in their bin, for classes.
+
+    The bins have equal widths, and a row is in that of the probability of its predicted class.
+    """
     bin_of_row = (measures["sure"] * bins).long().clamp(0, bins - 1)
+    # The sum over the rows of a bin: rows · (accuracy − mean probability).
     gap = torch.zeros(bins, dtype=torch.float64).index_add(
         0, bin_of_row, measures["hit"].double() - measures["sure"]
     )
@@ -147,9 +168,11 @@ def _expected_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) 
 def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
     """Return the curve of coverage by level, and the PIT histogram, of the model and its plug-in.
 
-    Both have the ranges in which a calibrated model would be.
+    model, plug_in: the measures of `measure_subject` for each. Curve and histogram have the ranges
+    in which a calibrated model would be, and so has the coverage of LEVELS, as "expected".
     """
     n = len(model["nll"])
+    # Without the levels 0 and 1, whose intervals hold no row and all rows.
     levels = np.linspace(0, 1, CURVE_LEVELS + 2)[1:-1]
     ones = torch.ones(n, dtype=torch.float64)
     model_ranks, plug_in_ranks = (
@@ -157,6 +180,7 @@ def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> di
     )
     level_ranges = [binomial_range(n, float(level), CONFIDENCE) for level in levels]
     low, high = (np.array(level_ranges).T / n).tolist()
+    # Heights of the histogram are 1 where each bin has its share of the rows.
     bin_low, bin_high = (end * BINS / n for end in binomial_range(n, 1 / BINS, CONFIDENCE))
     curve = {
         "level": levels.tolist(),
@@ -175,15 +199,23 @@ def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> di
 
 
 def calibration_of_classes(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
-    """Return accuracy by the probability of the predicted class, of the model and its plug-in."""
+    """Return accuracy by the probability of the predicted class, of the model and its plug-in.
+
+    model, plug_in: the measures of `measure_subject` for each. "expected" has the ranges of the
+    coverage of LEVELS in which a calibrated model would be.
+    """
     return {
-        "reliability": {"own": _reliability(model), "plugIn": _reliability(plug_in)},
+        "reliability": {"own": _reliability_bins(model), "plugIn": _reliability_bins(plug_in)},
         "expected": _expected_coverage(len(model["nll"])),
     }
 
 
-def _reliability(measures: dict[str, Any]) -> list[list[float]]:
-    """Return mean probability, accuracy, number of rows, and expected range, for each used bin."""
+def _reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
+    """Return mean probability, accuracy, number of rows, and both ends of the range in which the
+    accuracy of a calibrated model would be, for each bin with a row.
+
+    Bins are by the probability of the predicted class.
+    """
     bin_of_row = (measures["sure"] * BINS).long().clamp(0, BINS - 1)
     bins = []
     for number in bin_of_row.unique().tolist():
@@ -197,5 +229,7 @@ def _reliability(measures: dict[str, Any]) -> list[list[float]]:
 
 
 def _expected_coverage(n: int) -> list[list[float]]:
-    """Return the range in which the coverage of each level would be for n rows, if calibrated."""
+    """Return both ends of the range in which the coverage of each of LEVELS would be, if the model
+    were calibrated and had n rows.
+    """
     return [[end / n for end in binomial_range(n, level, CONFIDENCE)] for level in LEVELS]

@@ -28,7 +28,10 @@ ROWS_OF_COLUMNS = 30  # a longer table of columns scrolls
 
 
 def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
-    """Return the HTML text of the page. facts: as `collect_facts` returns them."""
+    """Return the HTML text of the page.
+
+    facts: as `collect_facts` returns them. title: the heading, as plain text.
+    """
     # "<" is escaped so that no text can close the script element that holds the data.
     data = json.dumps(facts, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
         "<", "\\u003c"
@@ -81,7 +84,10 @@ def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
 
 
 def _render_section(name: str, title: str, content: str) -> tuple[str, str, str]:
-    """Return the anchor, the title and the HTML of one section."""
+    """Return the anchor, the title and the HTML of one section.
+
+    content: the HTML below its title.
+    """
     return (
         name,
         title,
@@ -91,7 +97,7 @@ def _render_section(name: str, title: str, content: str) -> tuple[str, str, str]
 
 
 def _describe_shown_rows(facts: dict[str, Any]) -> str:
-    """Return the sentence on which rows the page shows."""
+    """Return the sentences on which rows the page shows."""
     if facts["shown"] == facts["n"]:
         return "All of them are in the table below."
     return (
@@ -102,7 +108,10 @@ def _describe_shown_rows(facts: dict[str, Any]) -> str:
 
 
 def _render_summary(facts: dict[str, Any]) -> str:
-    """Return the paragraph on the coverage of the highest level, and on rows with a flag."""
+    """Return the paragraph on the coverage of the highest level, and on rows with a warning.
+
+    The coverage is compared with the range in which that of a calibrated model would be.
+    """
     level = facts["levels"][-1]
     is_class = facts["kind"] == "class"
     scores = {name: value for name, value, _ in facts["scores"]}
@@ -117,23 +126,23 @@ def _render_summary(facts: dict[str, Any]) -> str:
     closing = f"{verdict} a calibrated model, which would have {low:.1%} to {high:.1%}."
     if facts["kind"] in ("class", "count") and inside > high:
         closing += " Sets and counts are discrete, so they contain more than their level."
-    flagged = ""
+    warnings = ""
     if facts["flagged"]:
-        flagged = f" In {facts['flagged']:,} rows the computation did not reach its tolerance."
+        warnings = f" In {facts['flagged']:,} rows the computation did not reach its tolerance."
     if facts["off_centre"]:
-        flagged += (
+        warnings += (
             f" In {facts['off_centre']:,} rows the mean is farther from the median than the "
             "quartiles are from each other: use quantiles there."
         )
     region = "set of classes" if is_class else "interval"
     return (
         f"<p><b>{inside:.1%} of the rows are inside their {level:.0%} {region}.</b> "
-        f"{closing}{flagged}</p>"
+        f"{closing}{warnings}</p>"
     )
 
 
 def _render_scores(facts: dict[str, Any]) -> str:
-    """Return the table of scores, with those of the plug-in."""
+    """Return the table of scores beside those of the plug-in, and how to read it."""
     rows = "".join(
         "<tr><th "
         f'scope="row">{escape(name)}</th><td>{_format_number(score)}</td><td>{_format_number(plug_in)}</td></tr>'
@@ -150,7 +159,10 @@ def _render_scores(facts: dict[str, Any]) -> str:
 
 
 def _render_calibration(facts: dict[str, Any]) -> str:
-    """Return elements that page.js fills with pictures of calibration, and how to read them."""
+    """Return elements that page.js fills with pictures of calibration, and how to read them.
+
+    Classes have one picture of reliability; other targets have a curve and a histogram.
+    """
     if facts["kind"] == "class":
         text = (
             "Below the diagonal the model is too sure. The bars are the range of a calibrated "
@@ -171,7 +183,10 @@ def _render_calibration(facts: dict[str, Any]) -> str:
 
 
 def _render_doubt(facts: dict[str, Any]) -> str:
-    """Return elements that page.js fills with doubtful rows, and how to read them."""
+    """Return elements that page.js fills with doubtful rows, and how to read them.
+
+    The text says whether causes of the doubt are shown.
+    """
     text = (
         "Doubt (epistemic) is what more training data would remove; noise (aleatoric) stays. "
         "Doubt as a share of the variance is large for rows that are unlike the training data "
@@ -192,7 +207,10 @@ def _render_doubt(facts: dict[str, Any]) -> str:
 
 
 def _render_row(facts: dict[str, Any]) -> str:
-    """Return elements that page.js fills with one row, and the slider of the prior."""
+    """Return elements that page.js fills with one row, and the slider of the prior.
+
+    In place of the slider there may be the reason why the prior is fixed.
+    """
     last = len(facts["factors"]) - 1
     if facts["fixedPrior"]:
         slider = f"<p>{escape(facts['fixedPrior'])}</p>"
@@ -211,7 +229,7 @@ def _render_row(facts: dict[str, Any]) -> str:
 
 
 def _render_rows(facts: dict[str, Any]) -> str:
-    """Return the table of rows that page.js fills, with its search and its pages."""
+    """Return the empty table that page.js fills with rows, with its search and its pages."""
     return (
         '<p class="tools"><label for="search">Search</label> '
         '<input type="search" id="search" autocomplete="off"> '
@@ -227,23 +245,24 @@ def _render_rows(facts: dict[str, Any]) -> str:
 
 
 def _render_columns(subject: Subject) -> str:
-    """Return the table of the columns and their uses."""
+    """Return the table of the columns and their uses, which scrolls if it is long."""
     rows = "".join(
         f'<tr><th scope="row">{escape(name)}</th><td>{escape(use)}</td></tr>'
         for name, use in subject.columns
     )
     count = len(subject.columns)
-    many = count > ROWS_OF_COLUMNS
+    scrolls = count > ROWS_OF_COLUMNS
+    note = f"<p class=note>{count:,} columns: the table scrolls.</p>" if scrolls else ""
+    box = "wide low" if scrolls else "wide"
     return (
-        (f"<p class=note>{count:,} columns: the table scrolls.</p>" if many else "")
-        + f'<div class="wide{" low" if many else ""}" tabindex="0" role="region" aria-label="Table '
+        f'{note}<div class="{box}" tabindex="0" role="region" aria-label="Table '
         'of columns"><table class="texts"><thead><tr><th scope="col">column</th><th '
         f'scope="col">use</th></tr></thead><tbody>{rows}</tbody></table></div>'
     )
 
 
 def _render_fit(subject: Subject) -> str:
-    """Return the lists of settings and of the report of the fit."""
+    """Return a list for each text on the fit: the settings, and reports of posteriors."""
     lists = []
     for name, text in subject.fit:
         items = "".join(map(_render_item, text.splitlines()))
@@ -252,17 +271,21 @@ def _render_fit(subject: Subject) -> str:
 
 
 def _render_item(line: str) -> str:
-    """Return the entry of a line of a report: a name, two spaces or more, and a value."""
+    """Return the HTML entry for a line of a report: a name, two spaces or more, and a value.
+
+    A line without a value has an empty one.
+    """
     name, *value = re.split(r" {2,}", line, maxsplit=1)
     return f"<div><dt>{escape(name)}</dt><dd>{escape(''.join(value))}</dd></div>"
 
 
 def _render_versions(subject: Subject) -> str:
-    """Return the list of versions, of the time, and of the hashes of the data."""
+    """Return the list of the versions of libraries, the time now, and the hashes of the data."""
     entries = [("ssla", __version__), ("Python", platform.python_version())]
     # Only libraries that are in use: the report of a posterior needs no scikit-learn.
     for name in LIBRARIES:
-        if name.replace("scikit-learn", "sklearn") in sys.modules:
+        module = "sklearn" if name == "scikit-learn" else name
+        if module in sys.modules:
             entries.append((name, metadata.version(name)))
     entries.append(("written", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")))
     entries += [(f"SHA-256 of the {name}", value) for name, value in subject.hashes]
@@ -273,5 +296,5 @@ def _render_versions(subject: Subject) -> str:
 
 
 def _format_number(value: float) -> str:
-    """Return a number with four digits and a minus sign."""
+    """Return a number as text with four digits, and with a minus sign in place of a hyphen."""
     return f"{value:.4g}".replace("-", "−")

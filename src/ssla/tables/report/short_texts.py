@@ -15,18 +15,23 @@ from torch import Tensor
 
 from ssla.posterior import Posterior
 
-DIGITS = 4
+DIGITS = 4  # significant ones
 MOST_ENTRIES = 6  # of a dict
+# A number with at least three decimals that is not a part of a longer word.
 LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{3,}(?:e[-+]?\d+)?(?![\w.])")
 
 
 def describe_fit(posterior: Posterior) -> str:
-    """Return the text of the fit's report, with its prior as `shorten` writes it."""
+    """Return the text of the posterior's report, with its prior as `shorten` writes it."""
     return str(replace(posterior.report, prior=shorten(posterior.prior)))
 
 
 def shorten(value: Any) -> str:
-    """Return a short text like repr. Different values can have the same text."""
+    """Return a text like repr, but with short numbers and at most MOST_ENTRIES of a dict.
+
+    Tensors and arrays are written as their shape and range. Lists, tuples, dicts and dataclasses
+    are shortened inside. Different values can have the same text.
+    """
     if isinstance(value, Tensor | np.ndarray):
         return _shorten_tensor(torch.as_tensor(value))
     if isinstance(value, float):
@@ -35,7 +40,7 @@ def shorten(value: Any) -> str:
         entries = [f"{key}: {shorten(entry)}" for key, entry in value.items()]
         more = [f"… {len(entries)} entries"] if len(entries) > MOST_ENTRIES else []
         return f"{{{', '.join(entries[:MOST_ENTRIES] + more)}}}"
-    # By type, not isinstance: a named tuple has a repr of its own.
+    # By type, not isinstance: named tuples and other subclasses have a repr of their own.
     if type(value) is list:
         return f"[{', '.join(map(shorten, value))}]"
     if type(value) is tuple:
@@ -48,14 +53,15 @@ def shorten(value: Any) -> str:
             if field.repr
         ]
         return f"{type(value).__name__}({', '.join(named)})"
-    text = " ".join(repr(value).split())
+    text = " ".join(repr(value).split())  # on one line
+    # The numbers in a string are part of its text.
     if isinstance(value, str):
         return text
     return LONG_NUMBER.sub(lambda number: f"{float(number.group()):.{DIGITS}g}", text)
 
 
 def _shorten_tensor(value: Tensor) -> str:
-    """Return the shape and the range of a tensor of any shape; the number if it has only one."""
+    """Return a text with the shape and the range of a tensor; the number if it has only one."""
     if value.numel() == 1:
         return shorten(float(value))
     shape = "×".join(map(str, value.shape))

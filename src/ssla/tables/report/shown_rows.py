@@ -26,25 +26,30 @@ INPUT_BYTES = 2_000_000  # of all inputs together
 
 
 def describe_rows(
-    subject: Subject, row_numbers: np.ndarray, factors: tuple[float, ...], kind: str
+    subject: Subject, positions: np.ndarray, factors: tuple[float, ...], predictive_kind: str
 ) -> dict[str, Any]:
-    """Return a dict of lists, each with an entry for each of the rows (k,), with k ≥ 1.
+    """Return lists with an entry for each of k rows under each strength of the prior.
 
-    For numbers and counts it has the keys of `_number_rows`, for classes those of `_class_rows`.
-    factors multiply the precision of the prior. kind is that of the predictives, such as "class".
+    The keys are those of `_number_rows` for numbers, counts and angles, and those of `_class_rows`
+    for classes. positions (k,): which rows, at least one. factors: on the precision of the prior.
+    predictive_kind: that of the predictives, such as "class".
     """
     blocks = []
-    for rows in np.array_split(row_numbers, math.ceil(len(row_numbers) / BLOCK)):
+    for rows in np.array_split(positions, math.ceil(len(positions) / BLOCK)):
         predictives = [subject.predict(rows, None, factor) for factor in factors]
-        if kind == "class":
+        if predictive_kind == "class":
             blocks.append(_class_rows(predictives, subject.y[torch.from_numpy(rows)]))
         else:
-            blocks.append(_number_rows(predictives, kind))
+            blocks.append(_number_rows(predictives, predictive_kind))
     return {name: [value for block in blocks for value in block[name]] for name in blocks[0]}
 
 
-def _number_rows(predictives: list[Any], kind: str) -> dict[str, Any]:
-    """Return means, standard deviations, intervals and densities of k rows, under each factor."""
+def _number_rows(predictives: list[Any], predictive_kind: str) -> dict[str, Any]:
+    """Return means, standard deviations, intervals and densities of k rows, under each factor.
+
+    predictives: of the same rows, one for each factor. predictive_kind: such as "count". Each
+    list has k entries.
+    """
     rows = {
         "mean": _stack_factors(predictives, lambda p: p.mean),
         "doubt": _stack_factors(predictives, lambda p: p.epistemic.clamp_min(0).sqrt()),
@@ -55,36 +60,41 @@ def _number_rows(predictives: list[Any], kind: str) -> dict[str, Any]:
         ),
     }
     plain = {name: plain_numbers(values) for name, values in rows.items()}
-    return plain | _draw_densities(predictives, kind)
+    return plain | _tabulate_densities(predictives, predictive_kind)
 
 
 def _stack_factors(predictives: list[Any], measure: Callable[[Any], Tensor]) -> Tensor:
-    """Return a measure (k, …) of the predictives under each factor, (k, factors, …)."""
+    """Return a measure of the predictives under all factors, (k, factors, …) in float64.
+
+    measure: a function of a predictive that returns (k, …).
+    """
     return torch.stack([measure(p) for p in predictives], 1).double().cpu()
 
 
-def _draw_densities(predictives: list[Any], kind: str) -> dict[str, Any]:
-    """Return the densities of k rows on one grid for all factors: its start and step, and heights.
+def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[str, Any]:
+    """Return the densities of k rows: start and step of each row's grid, and heights on it.
 
-    Heights are whole numbers, and `HEIGHT` is the largest of a row.
+    A row has one grid for all factors. Heights are whole numbers, and the largest of a row is
+    HEIGHT. predictives, predictive_kind: as in `_number_rows`.
     """
-    low, high = _density_range(predictives, kind)
-    # Counts have a whole step of their own in each row, so that at most MOST_BARS are drawn.
-    if kind == "count":
+    low, high = _density_range(predictives, predictive_kind)
+    # Counts have steps of whole numbers, so that at most MOST_BARS bars are drawn in a row. The
+    # grid has as many points as the row with the most bars needs.
+    if predictive_kind == "count":
         step = ((high - low + 1) / MOST_BARS).ceil().clamp_min(1)
         points = int(((high - low) / step).ceil().max()) + 1
     else:
         points = GRID
         step = (high - low) / (points - 1)
     grid = low[:, None] + step[:, None] * torch.arange(points, dtype=torch.float64)
-    y = wrap_angles(grid) if kind == "circular" else grid
+    y = wrap_angles(grid) if predictive_kind == "circular" else grid
     # heights of shape (k, factors, points)
     heights = torch.stack([p.log_prob(y).double().cpu().exp() for p in predictives], 1)
     # One scale for all factors of a row, because they are drawn in one picture.
-    top = heights.amax((1, 2)).clamp_min(1e-300)
+    top = heights.amax((1, 2)).clamp_min(1e-300)  # no division by zero where all heights are 0
     scaled = (heights / top[:, None, None] * HEIGHT).round().int().tolist()
     # Rows of counts have different numbers of bars: those beyond their range are cut.
-    if kind == "count":
+    if predictive_kind == "count":
         lengths = (((high - low) / step).floor().int() + 1).tolist()
         scaled = [
             [bars[:length] for bars in row] for row, length in zip(scaled, lengths, strict=True)
@@ -92,9 +102,13 @@ def _draw_densities(predictives: list[Any], kind: str) -> dict[str, Any]:
     return {"start": plain_numbers(low, 8), "step": plain_numbers(step, 8), "heights": scaled}
 
 
-def _density_range(predictives: list[Any], kind: str) -> tuple[Tensor, Tensor]:
-    """Return the first and the last point (k,) of the grid of each row, for all factors."""
-    if kind == "circular":
+def _density_range(predictives: list[Any], predictive_kind: str) -> tuple[Tensor, Tensor]:
+    """Return the first and the last point (k,) of the grid of each row, for all factors.
+
+    It is the whole circle around the mean for angles. Otherwise each end has the probability
+    GRID_TAIL beyond it, under the factor for which it is farthest.
+    """
+    if predictive_kind == "circular":
         low = predictives[0].mean.double().cpu() - math.pi
         return low, low + 2 * math.pi
     q = torch.tensor([GRID_TAIL, 1 - GRID_TAIL], dtype=torch.float64)
@@ -103,15 +117,18 @@ def _density_range(predictives: list[Any], kind: str) -> tuple[Tensor, Tensor]:
 
 
 def _class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
-    """Return the most probable classes of k rows under any factor, and always the observed one.
+    """Return the probabilities of the most probable classes of k rows, and the sizes of sets.
 
-    y (k,) are the codes of the observed classes.
+    The classes of a row are the MOST_CLASSES with the largest probability under any factor, and
+    always the observed one. predictives: of the same rows, one for each factor. y (k,): the codes
+    of the observed classes.
     """
     probs = _stack_factors(predictives, lambda p: p.probs)  # (k, factors, C)
     # The observed class has the rank 2, above every probability.
     rank = probs.amax(1).scatter(1, y.long()[:, None], 2.0)
     top = rank.topk(min(MOST_CLASSES, probs.shape[2]), 1).indices.sort(1).values
     chosen = probs.gather(2, top[:, None].expand(-1, probs.shape[1], -1))
+    # The number of classes in each set (k, factors, levels).
     sizes = torch.stack(
         [torch.stack([p.interval(level).sum(1) for level in LEVELS], 1) for p in predictives], 1
     )
@@ -127,29 +144,36 @@ def _class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
 
 
 def _total_sd(variances: Tensor) -> Tensor:
-    """Return the root of the total variance (k,) of the classes, (k, C)."""
+    """Return the square root (k,) of the sum of the classes' variances (k, C)."""
     return variances.reshape(len(variances), -1).sum(1).clamp_min(0).sqrt()
 
 
 def plain_numbers(values: Tensor, digits: int = 6) -> Any:
-    """Return nested lists of numbers with few digits; None for what JSON cannot hold."""
+    """Return a tensor of any shape as nested lists of numbers with so many significant digits.
+
+    NaN and infinite values, which JSON cannot hold, become None.
+    """
     if values.dim() == 1:
         return [short_number(value, digits) for value in values.tolist()]
     return [plain_numbers(row, digits) for row in values]
 
 
 def short_number(value: float, digits: int = 6) -> float | int | None:
-    """Return a number with few digits, as an int if it is whole; None if it is not finite."""
+    """Return a number with so many significant digits, as an int if it is whole; None if it is not
+    finite.
+    """
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.{digits}g}")
+    # A whole number of 16 digits or more is shorter as a float, such as 1e+20.
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
 
 
 def shorten_inputs(rows: list[list[Any]]) -> list[list[Any]]:
-    """Return the cells of rows with long texts cut.
+    """Return the cells of rows as numbers with few digits and as texts, with long texts cut.
 
-    They are cut shorter if all cells together exceed the bytes that a page has for them.
+    CELL_LENGTHS are tried from the longest on, until all cells together have at most INPUT_BYTES
+    bytes. If none is short enough, the texts have the shortest length.
     """
     cut: list[list[Any]] = []
     for length in CELL_LENGTHS:
@@ -160,7 +184,10 @@ def shorten_inputs(rows: list[list[Any]]) -> list[list[Any]]:
 
 
 def _shorten_cell(value: Any, length: int) -> Any:
-    """Return a number with few digits, or the text of another value, at most `length` long."""
+    """Return a number with five digits, or the text of another value, at most `length` long.
+
+    None becomes the empty text. A cut text ends in "…".
+    """
     if isinstance(value, int | float):
         return short_number(float(value), 5)
     text = "" if value is None else str(value)

@@ -19,7 +19,8 @@ from ssla.priors import Gaussian as GaussianPrior
 from ssla.tables.report.short_texts import describe_fit, shorten
 
 SHOWN_INPUTS = 40  # columns of the inputs that are embedded
-# Rows, refit (None: that of the model) and factor on the prior precision -> predictive.
+# A function of the positions of rows (k,), a refit (None: that of the model) and a factor on the
+# prior precision, which returns the predictive of these rows.
 Predict = Callable[[np.ndarray, str | None, float], Predictive]
 
 
@@ -33,15 +34,16 @@ class Subject:
     fixed_prior: str  # why there is no slider; empty: there is one
     target: str
     input_names: tuple[str, ...]
-    inputs: Callable[[np.ndarray], list[list[Any]]]  # the cells of rows
+    inputs: Callable[[np.ndarray], list[list[Any]]]  # positions of rows (k,) -> their cells
     columns: tuple[tuple[str, str], ...]  # name and use of every column
     fit: tuple[tuple[str, str], ...]  # heading and text
     hashes: tuple[tuple[str, str], ...]
     remarks: tuple[str, ...] = ()
     posterior: Posterior | None = None  # for `ssla.explain`
     x: Any = None
-    # the predictive of rows with one input at its training mean
-    at_mean: Callable[[np.ndarray, int], Predictive] | None = None
+    # positions of rows (k,) and of an input -> their predictive with this input at its training
+    # mean
+    predict_at_mean: Callable[[np.ndarray, int], Predictive] | None = None
     labels: Sequence[int] | None = None  # number of each row in its file; None: 1 … n
 
 
@@ -50,18 +52,19 @@ def posterior_subject(
 ) -> Subject:
     """Return the subject of a posterior and rows X with observed targets y (n,).
 
-    refit: None is "output".  target: the name of y.  names: of the columns of X, if it is (n, d).
-    Raises ValueError if these do not match, or if y has no finite values for one target.
+    refit: a name or an object; None is "output". target: the name of y. names: the names of the
+    columns of X if it is (n, d); None: numbers. Raises ValueError if these do not match, or if y
+    has missing or infinite values or several targets.
     """
     x = as_inputs(X)
     observed = check_targets(y, row_count(x))
-    strengths = {1.0: posterior}
+    posteriors = {1.0: posterior}  # by the factor on the prior precision
 
     def predict(rows: np.ndarray, other_refit: str | None, factor: float) -> Predictive:
-        """Predict rows (k,), with the posterior of each factor made once."""
-        if factor not in strengths:
-            strengths[factor] = with_prior_strength(posterior, factor)
-        return strengths[factor].predict(
+        """Return the predictive of rows (k,) as in `Predict`; each posterior is made once."""
+        if factor not in posteriors:
+            posteriors[factor] = with_prior_strength(posterior, factor)
+        return posteriors[factor].predict(
             take_rows(x, torch.from_numpy(rows)), other_refit or refit or "output"
         )
 
@@ -69,8 +72,8 @@ def posterior_subject(
     is_table = isinstance(x, Tensor) and x.dim() == 2
     column_names = check_names(names, x.shape[1]) if is_table else ()
 
-    def inputs(rows: np.ndarray) -> list[list[Any]]:
-        """Return the first columns of rows (k,), or nothing for each."""
+    def list_inputs(rows: np.ndarray) -> list[list[Any]]:
+        """Return the first SHOWN_INPUTS cells of each of the rows (k,); none if X is no table."""
         if not is_table:
             return [[] for _ in rows]
         cells: list[list[Any]] = x[torch.from_numpy(rows), :SHOWN_INPUTS].tolist()
@@ -83,25 +86,26 @@ def posterior_subject(
         fixed_prior=why_prior_is_fixed([posterior]),
         target=target,
         input_names=column_names[:SHOWN_INPUTS],
-        inputs=inputs,
+        inputs=list_inputs,
         columns=tuple((name, "given to the network as it is") for name in column_names or ("x",)),
         fit=(("Posterior", describe_fit(posterior)),),
-        hashes=(("test inputs", hash_inputs(x)), ("test targets", hash_inputs(observed))),
+        hashes=(("test inputs", hash_tensors(x)), ("test targets", hash_tensors(observed))),
         posterior=posterior,
         x=x,
     )
 
 
 def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
-    """Return the posterior with `factor` times the precision of its Gaussian prior.
+    """Return the posterior with `factor` times the precision of its prior, which must be Gaussian.
 
-    The mean and the convention stay.
+    The mean of the prior and the convention stay. The posterior of the factor 1 is unchanged, with
+    any prior.
     """
     if factor == 1.0:
         return posterior
     bound = posterior.bound_prior
     assert isinstance(bound, BoundGaussian)
-    # by name: tensors (P,) of a prior are not in the order of θ
+    # A prior takes values by the names of parameters. Those of `bound` are (P,), in the order of θ.
     positions = posterior.network.layout.positions.items()
     precision, mean = (
         {name: values[index] for name, index in positions}
@@ -111,7 +115,10 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
 
 
 def why_prior_is_fixed(posteriors: Iterable[Posterior]) -> str:
-    """Return a sentence on why the strength of the prior cannot be changed; empty if it can."""
+    """Return a sentence on why the strength of the prior cannot be changed; empty if it can.
+
+    It cannot if one of the posteriors has a prior that is not Gaussian, or is flat.
+    """
     for posterior in posteriors:
         bound = posterior.bound_prior
         if not isinstance(bound, BoundGaussian):
@@ -122,7 +129,11 @@ def why_prior_is_fixed(posteriors: Iterable[Posterior]) -> str:
 
 
 def check_targets(y: Any, rows: int) -> Tensor:
-    """Return the targets as float64 (n,); raise ValueError unless all n = rows > 0 are finite."""
+    """Return the targets (n,) or (n, 1) as float64 (n,) on the CPU.
+
+    rows: the number of rows of X. Raises ValueError for several targets, another number of them
+    than rows, no row, and missing or infinite values.
+    """
     observed = squeeze_column(as_tensor(y)).to("cpu", torch.float64)
     if observed.dim() != 1:
         raise ValueError(
@@ -141,7 +152,7 @@ def check_targets(y: Any, rows: int) -> Tensor:
 
 
 def check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
-    """Return the names of `count` columns, by default "input 0" and so on.
+    """Return the names of `count` columns as texts; None: "input 0", "input 1", …
 
     Raises ValueError if there are more or fewer names.
     """
@@ -154,10 +165,11 @@ def check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
     return tuple(map(str, names))
 
 
-def hash_inputs(x: Any) -> str:
-    """Return the SHA-256 of the numbers, in float64 and the order of rows.
+def hash_tensors(x: Any) -> str:
+    """Return the SHA-256 of the numbers of a tensor, in float64 and the order of rows.
 
-    Nested inputs: of all tensors, those of a dictionary in the order of its keys.
+    x: a tensor, a sequence of tensors, or a dictionary of tensors. Several are hashed one after the
+    other, those of a dictionary in the order of its keys.
     """
     if isinstance(x, Tensor):
         tensors = [x]

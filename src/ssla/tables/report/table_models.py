@@ -24,7 +24,7 @@ from ssla.tables.report.subject import (
     Subject,
     check_names,
     check_targets,
-    hash_inputs,
+    hash_tensors,
     why_prior_is_fixed,
     with_prior_strength,
 )
@@ -37,8 +37,9 @@ def estimator_subject(
 ) -> Subject:
     """Return the subject of a fitted estimator of `ssla.sklearn`, and rows X with observed y (n,).
 
-    target: the name of y.  names: of the columns of X; None: those of the fit. Raises ValueError
-    if the estimator is not fitted, or if X, y or names do not match it.
+    X: a table, a data frame, or an array (n, d). target: the name of y. names: the names of the
+    columns of X; None: those of the fit. Raises ValueError if the estimator is not fitted, or if X,
+    y or names do not match it.
     """
     if not hasattr(estimator, "ensemble_"):
         raise ValueError(
@@ -70,11 +71,11 @@ def table_subject(
     shown_names: dict[str, str] | None = None,
     remarks: Sequence[str] = (),
 ) -> Subject:
-    """Return the subject of an estimator with a plan, and rows of a table with observed y (m,).
+    """Return the subject of an estimator with a plan, and m rows of a table with observed y (m,).
 
-    y: codes for classes.  rows (m,): which rows of the table these are; None: all.  shown_names: of
-    columns that the page calls by other names than the table does.  remarks: more sentences for the
-    page. Raises ValueError if y has no finite value for each row.
+    y: numbers, or the codes of classes. rows (m,): the positions of these rows in the table; None:
+    all. shown_names: the names on the page by those in the table, for columns where they differ.
+    remarks: more sentences for the page. Raises ValueError if y has no finite value for each row.
     """
     plan: Plan = estimator.plan_
     chosen = np.arange(table.rows) if rows is None else rows
@@ -82,10 +83,14 @@ def table_subject(
     observed = check_targets(y, len(encoded))
     page_names = shown_names or {}
     shown = plan.features[:SHOWN_INPUTS]
-    cells = [table.cells_of(feature.name) for feature in shown]
+    shown_columns = [table.cells_of(feature.name) for feature in shown]
 
-    def at_mean(positions: np.ndarray, feature: int) -> Predictive:
-        """Predict rows (k,) with one feature at its training mean."""
+    def list_inputs(positions: np.ndarray) -> list[list[Any]]:
+        """Return the cells of the shown columns for each of the rows (k,)."""
+        return [[cells[row] for cells in shown_columns] for row in chosen[positions]]
+
+    def predict_at_mean(positions: np.ndarray, feature: int) -> Predictive:
+        """Return the predictive of rows (k,) with one feature at its training mean."""
         rows_at_mean = _set_to_mean(estimator, encoded[positions], feature)
         predictive: Predictive = estimator.predict_dist(rows_at_mean)
         return predictive
@@ -101,21 +106,21 @@ def table_subject(
         ),
         target=target,
         input_names=tuple(page_names.get(feature.name, feature.name) for feature in shown),
-        inputs=lambda positions: [[column[chosen[i]] for column in cells] for i in positions],
+        inputs=list_inputs,
         columns=_describe_inputs(estimator, target, page_names),
         fit=describe_estimator(estimator),
         hashes=(
-            ("test inputs", hash_inputs(torch.from_numpy(encoded.values))),
-            ("test targets", hash_inputs(observed)),
+            ("test inputs", hash_tensors(torch.from_numpy(encoded.values))),
+            ("test targets", hash_tensors(observed)),
         ),
         remarks=(*estimator_remarks(estimator), *remarks, *_gap_remarks(encoded)),
-        at_mean=at_mean,
+        predict_at_mean=predict_at_mean,
         labels=(chosen + 1).tolist(),
     )
 
 
 def _class_names(estimator: Any) -> tuple[str, ...] | None:
-    """Return the labels of the classes as texts; None for numbers."""
+    """Return the labels of an estimator's classes as texts; None if it predicts numbers."""
     classes = getattr(estimator, "classes_", None)
     return None if classes is None else tuple(map(str, classes))
 
@@ -123,10 +128,12 @@ def _class_names(estimator: Any) -> tuple[str, ...] | None:
 def _matrix_subject(
     estimator: Any, X: Any, y: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
-    """Return the subject of an estimator around models of other libraries.
+    """Return the subject of an estimator without a plan, around models of other libraries.
 
-    These take the numbers X (n, d) as they are. y (n,): codes for classes. Raises ValueError if X
-    is no table of numbers, or if y or names do not match it.
+    These take the numbers X (n, d) as they are. y (n,): numbers, or the codes of classes. target:
+    the name of y. names: the names of the columns; None: those of the fit. Raises ValueError if X
+    is no table of numbers, if the estimator was fitted on other columns, or if y or names do not
+    match.
     """
     x = np.asarray(X, dtype=np.float64)
     if x.ndim != 2:
@@ -142,16 +149,16 @@ def _matrix_subject(
             "too."
         )
 
-    def at_mean(rows: np.ndarray, feature: int) -> Predictive:
-        """Predict rows (k,) with one column at its training mean."""
+    def predict_at_mean(rows: np.ndarray, feature: int) -> Predictive:
+        """Return the predictive of rows (k,) with one column at its training mean."""
         changed = x[rows].copy()
         changed[:, feature] = float(scaling.shift[feature])
-        predictive: Predictive = estimator.predict_dist(_like_input(X, changed))
+        predictive: Predictive = estimator.predict_dist(_restore_frame(X, changed))
         return predictive
 
     return Subject(
         predict=make_predict(
-            estimator, lambda model, rows: model.predict_dist(_like_input(X, x[rows]))
+            estimator, lambda model, rows: model.predict_dist(_restore_frame(X, x[rows]))
         ),
         y=observed,
         classes=_class_names(estimator),
@@ -164,16 +171,19 @@ def _matrix_subject(
         columns=tuple((name, "given to the models as it is") for name in column_names),
         fit=describe_estimator(estimator),
         hashes=(
-            ("test inputs", hash_inputs(torch.from_numpy(x))),
-            ("test targets", hash_inputs(observed)),
+            ("test inputs", hash_tensors(torch.from_numpy(x))),
+            ("test targets", hash_tensors(observed)),
         ),
         remarks=estimator_remarks(estimator),
-        at_mean=at_mean,
+        predict_at_mean=predict_at_mean,
     )
 
 
 def _encode_labels(estimator: Any, y: Any) -> Any:
-    """Return the codes of labels y (n,); numbers as they are. Raises ValueError for new labels."""
+    """Return the codes (n,) of the labels y (n,); if the estimator predicts numbers, y as an array.
+
+    Raises ValueError for labels that were not in the training data.
+    """
     labels = getattr(estimator, "classes_", None)
     given = np.asarray(y)
     if labels is None:
@@ -184,11 +194,14 @@ def _encode_labels(estimator: Any, y: Any) -> Any:
             f"y has {int(unknown.sum())} labels that were not in the training data, the first "
             f"is {given[unknown][0]!r}. Leave out these rows."
         )
-    return np.searchsorted(labels, given)
+    return np.searchsorted(labels, given)  # labels are sorted, as in scikit-learn
 
 
 def _set_to_mean(estimator: Any, rows: Encoded, feature: int) -> Encoded:
-    """Return the rows with one feature at its training mean, and known."""
+    """Return a copy of the rows in which one feature is at its training mean.
+
+    The feature has no gaps then, so no row is a mixture over its values.
+    """
     columns = rows.plan.column_slices[feature]
     values = rows.values.copy()
     values[:, columns] = estimator.ensemble_.inputs.shift.numpy()[columns]
@@ -200,9 +213,10 @@ def _set_to_mean(estimator: Any, rows: Encoded, feature: int) -> Encoded:
 def _describe_inputs(
     estimator: Any, target: str, page_names: dict[str, str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return name and use of every column; for numbers that are only scaled, also the scaling.
+    """Return name and use of every column, and the scaling of numbers if the plan has only these.
 
-    page_names: of columns that the page calls by other names than the plan does.
+    target: the name of the target. page_names: the names on the page by those in the plan, for
+    columns where they differ.
     """
     plan: Plan = estimator.plan_
     if not plan.is_identity:
@@ -220,14 +234,16 @@ def _describe_inputs(
 def describe_columns(
     plan: Plan, target: str, page_names: dict[str, str] | None = None
 ) -> tuple[tuple[str, str], ...]:
-    """Return name and use of the target and of every column.
+    """Return name and use of the target and of every column, also of those that are left out.
 
-    page_names: of columns that the page calls by other names than the plan does.
+    target: the name of the target. page_names: the names on the page by those in the plan, for
+    columns where they differ; None: for no column.
     """
     names = page_names or {}
     uses = [(target, "the target")]
     for feature in plan.features:
         text = KIND_NAMES.get(feature.kind, feature.kind)
+        # A category has levels or codes, but not both.
         if feature.levels:
             text += f": {len(feature.levels)} values, one input for each"
         if feature.codes:
@@ -246,31 +262,35 @@ def describe_columns(
 
 
 def make_predict(estimator: Any, predict: Callable[[Any, np.ndarray], Predictive]) -> Predict:
-    """Return `predict` for variants of the estimator, with other refits and strengths of the prior.
+    """Return a function that predicts with variants of the estimator: with another refit, or
+    another strength of the prior.
 
-    predict: estimator and numbers of rows (k,) -> predictive.
+    predict: a function of an estimator and the positions of rows (k,) that returns the predictive.
     """
     variants: dict[tuple[str | None, float], Any] = {}
 
     def predict_with_variant(rows: np.ndarray, refit: str | None, factor: float) -> Predictive:
-        """Predict rows (k,) with a variant, which is made once."""
+        """Return the predictive of rows (k,) as in `Predict`; each variant is made once."""
         if (refit, factor) not in variants:
-            other = copy.copy(estimator)
-            other.refit = refit or estimator.refit
+            variant = copy.copy(estimator)
+            variant.refit = refit or estimator.refit
             if factor != 1.0:
                 components = tuple(
-                    replace(c, posterior=with_prior_strength(c.posterior, factor))
-                    for c in estimator.ensemble_.components
+                    replace(component, posterior=with_prior_strength(component.posterior, factor))
+                    for component in estimator.ensemble_.components
                 )
-                other.ensemble_ = replace(estimator.ensemble_, components=components)
-            variants[refit, factor] = other
+                variant.ensemble_ = replace(estimator.ensemble_, components=components)
+            variants[refit, factor] = variant
         return predict(variants[refit, factor], rows)
 
     return predict_with_variant
 
 
 def describe_estimator(estimator: Any) -> tuple[tuple[str, str], ...]:
-    """Return headings and texts of the settings, and of the main posterior's report."""
+    """Return (heading, text) of the settings, and of the report of the main posterior.
+
+    The main posterior is that with the largest weight in the mixture.
+    """
     ensemble = estimator.ensemble_
     main = max(ensemble.components, key=lambda component: component.weight)
     settings = "\n".join(
@@ -295,7 +315,9 @@ def describe_estimator(estimator: Any) -> tuple[tuple[str, str], ...]:
 
 
 def estimator_remarks(estimator: Any) -> tuple[str, ...]:
-    """Return sentences on networks that are left out, and on conformal intervals, if any."""
+    """Return sentences on networks that are left out and on conformal intervals; () if there are
+    none.
+    """
     remarks = [getattr(estimator.ensemble_, "remark", "")]
     if getattr(estimator, "conformal_", None) is not None:
         remarks.append(
@@ -306,19 +328,20 @@ def estimator_remarks(estimator: Any) -> tuple[str, ...]:
 
 
 def _gap_remarks(rows: Encoded) -> tuple[str, ...]:
-    """Return a sentence on the rows with missing or unknown inputs, if there are any."""
-    if not rows.marked:
+    """Return a sentence on the rows with missing or unknown inputs; () if there are none."""
+    if not rows.noted_row_count:
         return ()
     return (
-        f"Rows with missing or unknown inputs: {rows.marked:,}. Their predictions are mixed "
-        "over values of the training table.",
+        f"Rows with missing or unknown inputs: {rows.noted_row_count:,}. Their predictions are "
+        "mixed over values of the training table.",
     )
 
 
-def _like_input(X: Any, rows: np.ndarray) -> Any:
-    """Return rows (k, d) as a data frame with the names of X, or as they are if X has none.
+def _restore_frame(X: Any, rows: np.ndarray) -> Any:
+    """Return rows (k, d) as a data frame with the columns of X if X is one of pandas, otherwise
+    unchanged.
 
-    scikit-learn compares the names with those of the fit.
+    scikit-learn compares the names of the columns with those of the fit.
     """
     if hasattr(X, "columns") and hasattr(X, "iloc"):
         return type(X)(rows, columns=X.columns)

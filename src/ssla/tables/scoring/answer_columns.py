@@ -14,18 +14,19 @@ LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
 Columns = dict[str, np.ndarray]
 
 
-def columns_of(
+def predictive_columns(
     p: Any,
     levels: Sequence[float],
     classes: np.ndarray | None = None,
     interval: Callable[[Any, float], np.ndarray] | None = None,
 ) -> Columns:
-    """Return the columns of a predictive: for each name an array (N,).
+    """Return the columns of the predictive p of N rows: for each name an array (N,).
 
-    D targets: the name of a column of target d ends in _d, from 0.
+    If there are D targets, the name of a column of target d = 0 … D − 1 ends in _d.
 
-    classes: the labels of the classes (C,); 0 … C − 1 if not given.  interval: other intervals than
-    those of the predictive, for example conformal ones.
+    levels: probabilities of the intervals, or of the sets of classes. classes: the labels of the
+    classes (C,); None: 0 … C − 1. interval: a function of predictive and level that returns ends
+    (N, 2) or (N, D, 2), for example of conformal intervals; None: the predictive's own intervals.
     """
     if p.kind == "class":
         columns = _class_columns(p, levels, classes)
@@ -38,7 +39,10 @@ def columns_of(
 
 
 def _class_columns(p: Any, levels: Sequence[float], classes: np.ndarray | None) -> Columns:
-    """Return label, probabilities, and a set for each level. classes: labels (C,)."""
+    """Return the most probable label, the probability of each class, and a set for each level.
+
+    Each column is (N,). classes: as in `predictive_columns`.
+    """
     probs = _to_array(p.probs)
     labels = np.arange(probs.shape[1]) if classes is None else classes
     texts = [str(label) for label in labels]
@@ -49,21 +53,22 @@ def _class_columns(p: Any, levels: Sequence[float], classes: np.ndarray | None) 
     for level in levels:
         # Few different sets occur, so each text is joined once.
         is_member = p.interval(level).cpu().numpy()
-        different, index = np.unique(is_member, axis=0, return_inverse=True)
+        different, set_of_row = np.unique(is_member, axis=0, return_inverse=True)
         sets = [
-            separator.join(text for text, inside in zip(texts, row, strict=True) if inside)
+            separator.join(text for text, keep in zip(texts, row, strict=True) if keep)
             for row in different
         ]
-        columns[f"set_{format_percent(level)}"] = np.array(sets, dtype=object)[index.reshape(-1)]
+        set_of_row = set_of_row.reshape(-1)  # its shape depends on the version of NumPy
+        columns[f"set_{format_percent(level)}"] = np.array(sets, dtype=object)[set_of_row]
     return columns
 
 
 def _number_columns(
     p: Any, levels: Sequence[float], interval: Callable[[Any, float], np.ndarray]
 ) -> Columns:
-    """Return moments, intervals and quantiles of one or several targets.
+    """Return moments, intervals and quantiles of one or several targets, as columns (N,).
 
-    interval: predictive and level -> ends (N, 2) or (N, D, 2).
+    interval: a function of predictive and level that returns ends (N, 2) or (N, D, 2).
     """
     columns = {"mean": _to_array(p.mean), "sd": _to_array(p.stddev)}
     for level in levels:
@@ -75,26 +80,30 @@ def _number_columns(
     columns["epistemic"] = np.sqrt(_to_array(p.epistemic))
     if p.kind != "vector":
         return columns
-    return {
-        f"{name}_{d}": column
-        for name, values in columns.items()
-        for d, column in enumerate(values.T)
-    }
+    # Of several targets, the arrays are (N, D) until here.
+    split: Columns = {}
+    for name, values in columns.items():
+        for d, column in enumerate(values.T):
+            split[f"{name}_{d}"] = column
+    return split
 
 
 def choose_separator(texts: Sequence[str]) -> str:
-    """Return the text between the labels of a set: the first that occurs in no label."""
+    """Return the text to write between the labels of a set: the first of SEPARATORS that occurs in
+    no label, or LAST_SEPARATOR if all do.
+    """
     return next(
         (mark for mark in SEPARATORS if not any(mark in text for text in texts)), LAST_SEPARATOR
     )
 
 
 def format_percent(level: float) -> str:
-    """Return a level in per cent: 0.95 as 95, 0.975 as 97.5."""
+    """Return a level in per cent as text: 0.95 as 95, 0.975 as 97.5."""
+    # Twelve digits, because 100 · 0.29 is not exactly 29.
     return f"{100 * level:.12g}"
 
 
 def _to_array(values: Any) -> np.ndarray:
-    """Return a tensor of any shape as a float64 array."""
+    """Return a tensor of any shape as a float64 array of the same shape."""
     array: np.ndarray = values.double().cpu().numpy()
     return array

@@ -25,7 +25,7 @@ from ssla.tables.columns import Encoded, Plan, Table
 from ssla.tables.estimators.inputs import column_names
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.training_table import TrainingTable
-from ssla.tables.scoring.answer_columns import Columns, columns_of
+from ssla.tables.scoring.answer_columns import Columns, predictive_columns
 from ssla.tables.scoring.batches import ARRAY, Batch
 
 BLOCK = 1 << 14  # rows
@@ -41,23 +41,24 @@ class SavedModel(Protocol):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names of the inputs."""
+        """Return the names of the inputs in their order; None if the file has none."""
 
     @property
     def width(self) -> int | None:
-        """The number of the inputs."""
+        """Return the number of the inputs; None if they may have any shape."""
 
     @property
     def numbers_only(self) -> bool:
         """Return whether cells that are not numbers are refused."""
 
-    def answer(
-        self, rows: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
+    def predict_columns(
+        self, batch: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
     ) -> Columns:
-        """Return the output columns of a batch.
+        """Return the output columns (N,) of a batch of N rows, by their names.
 
-        inputs: the names of its columns in the order of the model's; None: those of the model.
-        levels: of intervals or sets. Raises ValueError or TypeError if the batch does not match.
+        inputs: the names of its columns in the order of the model's inputs; None: they have the
+        names of these. levels: probabilities of the intervals or sets. Raises ValueError or
+        TypeError if the batch does not match the model.
         """
 
 
@@ -68,24 +69,28 @@ class Counts:
     rows: int = 0
     missing: Counter[str] = field(default_factory=Counter)
     unknown: Counter[str] = field(default_factory=Counter)
-    marked: int = 0  # rows with a missing or unknown input
-    mixed: int = 0  # of these: mixed over training values
-    flagged: int = 0  # the quadrature or an ascent did not reach its tolerance
+    rows_noted: int = 0  # with a missing or unknown input
+    rows_mixed: int = 0  # of these: predicted by a mixture over training values
+    rows_flagged: int = 0  # where the quadrature or an ascent did not reach its tolerance
 
-    def add(self, other: Counts) -> None:
-        """Add the counts of other rows, in place."""
+    def add_counts(self, other: Counts) -> None:
+        """Add the counts of other rows to these, in place."""
+        # Every field is a number or a Counter, and both can be added.
         for name, value in vars(other).items():
             setattr(self, name, getattr(self, name) + value)
 
 
-def count_unusual(encoded: Encoded) -> Counts:
-    """Return what was unusual in encoded rows, before their prediction."""
+def count_unusual_rows(encoded: Encoded) -> Counts:
+    """Return the counts of what is unusual in the inputs of encoded rows.
+
+    No row is flagged yet, because that follows from its prediction.
+    """
     return Counts(
         len(encoded),
         Counter(encoded.missing),
         Counter(encoded.unknown),
-        encoded.marked,
-        int(encoded.mixed_rows.sum()),
+        rows_noted=encoded.noted_row_count,
+        rows_mixed=int(encoded.mixed_rows.sum()),
     )
 
 
@@ -103,77 +108,86 @@ class TableModel:
 
     @property
     def plan(self) -> Plan:
-        """The plan by which the estimator encodes a table."""
+        """Return the plan by which the estimator encodes a table."""
         plan: Plan = self.estimator.plan_
         return plan
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """The names of the columns that are read."""
+        """Return the names of the columns that are read, in the order of the plan."""
         return tuple(feature.name for feature in self.plan.features)
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names as in `SavedModel`: an estimator that was fitted to an array has none."""
+        """Return the names of the inputs; None for an estimator that was fitted to an array."""
         return self.inputs if hasattr(self.estimator, "feature_names_in_") else None
 
     @property
     def width(self) -> int:
-        """The number of inputs."""
+        """Return the number of inputs."""
         return int(self.estimator.n_features_in_)
 
     def with_refit(self, refit: Any) -> TableModel:
-        """Return the model with another refit."""
+        """Return the model with another refit, given by its name or as an object."""
         return replace(self, estimator=replace_refit(self.estimator, refit))
 
-    def answer(
-        self, rows: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
+    def predict_columns(
+        self, batch: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
     ) -> Columns:
-        """Return the columns of a batch, as in `SavedModel`."""
-        return self.score(self._read_table(rows, inputs), levels)[0]
+        """Return the output columns of a batch; arguments and errors as in `SavedModel`."""
+        columns, _ = self.predict_table(self._read_table(batch, inputs), levels)
+        return columns
 
-    def score(self, table: Table, levels: Sequence[float]) -> tuple[Columns, Counts]:
-        """Return the output columns of a table, and what was unusual in it."""
+    def predict_table(self, table: Table, levels: Sequence[float]) -> tuple[Columns, Counts]:
+        """Return the output columns (n,) of a table of n rows, and the counts of unusual rows.
+
+        levels: probabilities of the intervals or sets. Raises TableError for a missing column, or a
+        cell of another kind than at training.
+        """
         encoded = self.plan.encode(table)
-        counts = count_unusual(encoded)
+        counts = count_unusual_rows(encoded)
 
-        def score_block(rows: slice) -> Columns:
-            """Return the columns of some rows, and count those with a flag."""
+        def predict_block(rows: slice) -> Columns:
+            """Return the columns of some rows, and add those with a flag to `counts`."""
             block = encoded[rows]
             predictive: Any = self.estimator.predict_dist(block)
-            counts.flagged += count_flagged(predictive)
+            counts.rows_flagged += count_flagged(predictive)
             return _estimator_columns(self.estimator, predictive, levels) | {"notes": block.notes}
 
-        return join_blocks(score_block, len(encoded)), counts
+        return predict_in_blocks(predict_block, len(encoded)), counts
 
-    def _read_table(self, rows: Batch, inputs: tuple[str, ...] | None) -> Table:
-        """Return the columns of the plan as a table.
+    def _read_table(self, batch: Batch, inputs: tuple[str, ...] | None) -> Table:
+        """Return the inputs of a batch as a table with the names of the plan.
 
         A model of `ssla train` reads cells, as those of a file. An estimator reads the types of a
-        frame, as at its fit, or an array by the order of columns. Raises TypeError for an array
-        without names for the columns, and ValueError for columns that are missing or have no names.
+        frame, as at its fit, or an array by the order of columns.
+
+        inputs: as in `SavedModel`; not used by a model of `ssla train`. Raises TypeError for an
+        array where columns are read by name, and ValueError for columns that are missing or have no
+        names.
         """
         if self.training is not None:
-            if rows.kind == ARRAY:
-                more = ", …" * (len(self.inputs) > SHOWN_NAMES)
+            if batch.form == ARRAY:
+                more = ", …" if len(self.inputs) > SHOWN_NAMES else ""
                 raise TypeError(
                     f"{self.source} reads columns by name "
                     f"({', '.join(self.inputs[:SHOWN_NAMES])}{more}), but the batch is an array. "
                     "Give a data frame, or a mapping of names to arrays."
                 )
-            return rows.table(self.inputs)
-        if rows.kind == ARRAY or inputs is not None:
-            return rows.renamed_table(inputs or (), column_names(self.estimator))
+            return batch.to_table(self.inputs)
+        if batch.form == ARRAY or inputs is not None:
+            return batch.to_renamed_table(inputs or (), column_names(self.estimator))
         if self.names is None:
-            raise no_names_error(self.source, rows)
-        return rows.renamed_table(self.names, self.names)
+            raise no_names_error(self.source, batch)
+        return batch.to_renamed_table(self.names, self.names)
 
 
 @dataclass(frozen=True, eq=False)
 class MatrixModel:
     """A posterior, which reads an array (N, …) of any shape.
 
-    predict: array -> predictive.  refit: a name or an object, for the column of refits.
+    predict: a function of an array that returns its predictive. refit: the refit of `predict`, by
+    its name or as an object, for the column of refits.
     """
 
     predict: Callable[[np.ndarray], Any]
@@ -183,23 +197,26 @@ class MatrixModel:
     width: int | None = None
     numbers_only: bool = True
 
-    def answer(
-        self, rows: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
+    def predict_columns(
+        self, batch: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
     ) -> Columns:
-        """Return the columns of a batch, as in `SavedModel`; ValueError for missing values."""
-        x = _read_array(rows, inputs, self.source)
+        """Return the output columns of a batch; arguments and errors as in `SavedModel`.
+
+        Raises ValueError also for missing or infinite values.
+        """
+        x = _read_array(batch, inputs, self.source)
         check_finite(
             "the inputs",
             torch.from_numpy(x),
             "Fill or leave out such rows first; estimators and models of `ssla train` accept gaps.",
         )
 
-        def score_block(block: slice) -> Columns:
+        def predict_block(rows: slice) -> Columns:
             """Return the columns of some rows."""
-            predictive = self.predict(x[block])
-            return columns_of(predictive, levels) | _refit_column(predictive, self.refit)
+            predictive = self.predict(x[rows])
+            return predictive_columns(predictive, levels) | _refit_column(predictive, self.refit)
 
-        return join_blocks(score_block, len(x))
+        return predict_in_blocks(predict_block, len(x))
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,39 +232,43 @@ class WrappedModel:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """The names as in `SavedModel`."""
+        """Return the names of the inputs; None for an estimator that was fitted to an array."""
         names = getattr(self.estimator, "feature_names_in_", None)
         return None if names is None else tuple(names.tolist())
 
     @property
     def width(self) -> int:
-        """The number of inputs."""
+        """Return the number of inputs."""
         return int(self.estimator.n_features_in_)
 
-    def answer(
-        self, rows: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
+    def predict_columns(
+        self, batch: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
     ) -> Columns:
-        """Return the columns of a batch, as in `SavedModel`."""
-        if self.names is None:
-            x = _read_array(rows, inputs, self.source)
-        else:
-            x = rows.frame(self.names)
+        """Return the output columns of a batch; arguments and errors as in `SavedModel`.
 
-        def score_block(block: slice) -> Columns:
+        inputs: used only if the model has no names.
+        """
+        if self.names is None:
+            x = _read_array(batch, inputs, self.source)
+        else:
+            x = batch.to_frame(self.names)
+
+        def predict_block(rows: slice) -> Columns:
             """Return the columns of some rows."""
             # Models of other libraries refuse a table without rows.
             if not len(x):
                 predictive = self._predict_no_rows()
             else:
-                chosen = x.iloc[block] if hasattr(x, "iloc") else x[block]
+                chosen = x.iloc[rows] if hasattr(x, "iloc") else x[rows]
                 predictive = self.estimator.predict_dist(chosen)
             return _estimator_columns(self.estimator, predictive, levels)
 
-        return join_blocks(score_block, len(x))
+        return predict_in_blocks(predict_block, len(x))
 
     def _predict_no_rows(self) -> Predictive:
         """Return the predictive of no rows, from empty outputs of the models."""
         classes = getattr(self.estimator, "classes_", None)
+        # The models give mean and log squared error (N,) of numbers, or probabilities (N, C).
         shapes = [(0,), (0,)] if classes is None else [(0, len(classes))]
         predictive: Predictive = self.estimator.ensemble_.predict(
             *(torch.empty(shape, dtype=torch.float64) for shape in shapes), self.estimator.refit
@@ -255,46 +276,58 @@ class WrappedModel:
         return predictive
 
 
-def _read_array(rows: Batch, inputs: tuple[str, ...] | None, source: Path) -> np.ndarray:
-    """Return the batch as an array (N, …): itself, or the named columns.
+def _read_array(batch: Batch, inputs: tuple[str, ...] | None, source: Path) -> np.ndarray:
+    """Return the batch as an array (N, …): its own array, or the columns that `inputs` names.
 
-    Raises ValueError if it has columns but no names are given, or if they are no numbers.
+    source: the file of the model, for messages. Raises ValueError if the batch has columns but
+    inputs is None, or if it does not hold numbers.
     """
-    if rows.kind == ARRAY:
-        return rows.array()
+    if batch.form == ARRAY:
+        return batch.to_array()
     if inputs is None:
-        raise no_names_error(source, rows)
-    return rows.matrix(inputs)
+        raise no_names_error(source, batch)
+    return batch.to_matrix(inputs)
 
 
-def no_names_error(source: Path, rows: Batch) -> ValueError:
-    """Return the error of a batch with columns for a model whose inputs have no names."""
+def no_names_error(source: Path, batch: Batch) -> ValueError:
+    """Return the error for a batch with columns where the model's inputs have no names.
+
+    source: the file of the model.
+    """
     return ValueError(
         f"{source} has no names of inputs, but the batch has columns. Name the inputs in "
-        f"their order: Scorer(path, inputs=[{', '.join(map(repr, rows.names[:3]))}, …])."
+        f"their order: Scorer(path, inputs=[{', '.join(map(repr, batch.names[:3]))}, …])."
     )
 
 
 def _estimator_columns(estimator: Any, predictive: Any, levels: Sequence[float]) -> Columns:
-    """Return the columns of an estimator's predictive, with its own classes and intervals."""
+    """Return the output columns (N,) of an estimator's predictive.
+
+    The labels of classes and the intervals are those of the estimator, if it has its own.
+    """
     classes = getattr(estimator, "classes_", None)
     interval = getattr(estimator, "interval_of", None)
-    columns = columns_of(predictive, levels, classes, interval)
+    columns = predictive_columns(predictive, levels, classes, interval)
     return columns | _refit_column(predictive, estimator.refit)
 
 
-def join_blocks(score_block: Callable[[slice], Columns], rows: int) -> Columns:
-    """Return the columns of all rows, scored in blocks. No rows: columns without entries."""
-    blocks = [score_block(slice(start, start + BLOCK)) for start in range(0, max(rows, 1), BLOCK)]
+def predict_in_blocks(predict_block: Callable[[slice], Columns], rows: int) -> Columns:
+    """Return the columns (rows,) of all rows, which `predict_block` predicts BLOCK rows at a time.
+
+    Without rows, `predict_block` is called with an empty slice, and the columns have no entries.
+    """
+    starts = range(0, max(rows, 1), BLOCK)
+    blocks = [predict_block(slice(start, start + BLOCK)) for start in starts]
     if len(blocks) == 1:
         return blocks[0]
     return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
 
 def _refit_column(predictive: Any, refit: Any) -> Columns:
-    """Return the name of the refit that answered each row (N,), as the column "rung".
+    """Return the column "rung" (N,) with the name of the refit that was used for each row.
 
-    refit: the one that was asked for, which answered all rows unless the diagnostics have others.
+    refit: the refit that was requested, by its name or as an object. It was used for all rows
+    unless the diagnostics have a refit for each row.
     """
     rungs = predictive.diagnostics.rung
     if rungs is not None:
@@ -304,21 +337,21 @@ def _refit_column(predictive: Any, refit: Any) -> Columns:
 
 
 def count_flagged(predictive: Any) -> int:
-    """Return how many rows did not reach a tolerance."""
+    """Return the number of rows where the quadrature or an ascent did not reach its tolerance."""
     return int((predictive.diagnostics.inaccurate | predictive.diagnostics.unconverged).sum())
 
 
 def replace_refit(estimator: Any, refit: Any) -> Any:
-    """Return the same fitted estimator with another refit."""
+    """Return a shallow copy of a fitted estimator with another refit; it is not fitted again."""
     other = copy.copy(estimator)
     other.refit = refit
     return other
 
 
 def open_trained(path: Path) -> tuple[TableModel, TrainingTable]:
-    """Open a model of `ssla train`; return it with what the training command stored.
+    """Open a model of `ssla train`, and return it with the facts that the command stored.
 
-    Raises FileError for another model.
+    Raises FileError for a model that was saved from Python, or a file that is not a model.
     """
     estimator, training = load_trained(path)
     if training is None:

@@ -86,6 +86,11 @@ class Scorer:
         output: Any = None,
         models: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
+        """Check the options and store them; the model is opened at the first call.
+
+        Raises ValueError for levels that are no probabilities or for an unknown refit, and
+        TypeError for a text in place of a list of names.
+        """
         self.path = Path(path).absolute()
         self.levels = check_levels(levels)
         self.refit = refit
@@ -100,30 +105,39 @@ class Scorer:
             resolve(refit)
 
     def __call__(self, batch: Any, levels: float | Sequence[float] | None = None) -> Any:
-        """Return the columns of a batch. levels: instead of those of the scorer.
+        """Return the kept columns and those of the prediction, in the form of the batch.
 
-        Raises TypeError or ValueError if the batch does not match the model.
+        levels: used in place of those of the scorer; None: those of the scorer. Raises TypeError or
+        ValueError if the batch does not match the model.
         """
-        asked = self.levels if levels is None else check_levels(levels)
+        call_levels = self.levels if levels is None else check_levels(levels)
         rows = read_batch(batch)
         # A missing column is an error before the prediction, which may take long.
         for name in self.keep:
-            rows.column(name)  # its error names the most similar column
-        return rows.attach(self.opened.answer(rows, self.inputs, asked), self.keep)
+            rows.get_column(name)  # its error names the most similar column
+        columns = self.opened_model.predict_columns(rows, self.inputs, call_levels)
+        return rows.attach_columns(columns, self.keep)
 
     @property
-    def opened(self) -> SavedModel:
-        """The model, opened at the first use."""
+    def opened_model(self) -> SavedModel:
+        """Return the saved model, which the first use opens. Errors are those of a missing or
+        damaged file, and of options that are for another kind of model.
+        """
         with _opening:
             if self._opened is None:
-                self._opened = self._open()
+                self._opened = self._open_model()
         return self._opened
 
-    def _open(self) -> SavedModel:
-        """Open the model; ValueError if options of the scorer are for another kind of model."""
+    def _open_model(self) -> SavedModel:
+        """Open the model of the path, and return it.
+
+        Raises ValueError if options of the scorer are for another kind of model, and FileError for
+        a file that cannot be read or needs `model`.
+        """
         if kind_of(self.path) == KIND:
             return self._open_posterior()
         options = self.posterior_options | {"model": self.module}
+        # These options are for a posterior only.
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(
@@ -146,7 +160,10 @@ class Scorer:
         return TableModel(estimator, training, self.path)
 
     def _open_posterior(self) -> SavedModel:
-        """Open a posterior; ValueError or FileError if models= is given or model= is missing."""
+        """Open the posterior of the path, and return it as a model.
+
+        Raises ValueError if models= is given, and FileError if model= is missing.
+        """
         if self.models is not None:
             raise ValueError(f"{self.path} holds a posterior. Omit models=; its network is model=.")
         if self.module is None:
@@ -161,16 +178,21 @@ class Scorer:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the options without the opened model, which each process opens for itself."""
+        """Return what is pickled: the options without the opened model, which each process opens
+        for itself.
+        """
         return vars(self) | {"_opened": None}
 
     def __repr__(self) -> str:
-        """Return the path and the levels."""
+        """Return a text with the path and the levels."""
         return f"Scorer({str(self.path)!r}, levels={self.levels})"
 
 
 def check_levels(levels: float | Sequence[float]) -> tuple[float, ...]:
-    """Return the levels in their order, each once; ValueError for none, or for no probability."""
+    """Return the levels in their order, each once.
+
+    levels: a number or several. Raises ValueError if there is none, or if one is not a probability.
+    """
     level_list = np.atleast_1d(np.asarray(levels, dtype=float)).tolist()
     if not level_list:
         raise ValueError("levels must have at least one probability, for example (0.95,).")
@@ -178,7 +200,10 @@ def check_levels(levels: float | Sequence[float]) -> tuple[float, ...]:
 
 
 def _check_names(argument: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the names as a tuple; the TypeError for a single text has the argument's name."""
+    """Return the names as a tuple; raise TypeError if they are a single text.
+
+    argument: the name of the argument that has them, for the message.
+    """
     if isinstance(names, str):
         raise TypeError(
             f"{argument} must be a list of names, but is the text {names!r}. Write "

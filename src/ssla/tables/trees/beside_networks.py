@@ -26,7 +26,7 @@ from ssla.predictive import Predictive
 from ssla.refit import Refit
 from ssla.tables.networks.recalibration import LARGEST_LOG_VARIANCE
 from ssla.tables.trees.forest import Forest, join_forests
-from ssla.tables.trees.out_of_fold import ClassLayer, NumberLayer, fit_classes, fit_numbers
+from ssla.tables.trees.out_of_fold import ClassLayer, NumberLayer, fit_class_layer, fit_number_layer
 
 NO_MOVE = 10.0  # κ; a guess
 SMALLEST_LOG_VARIANCE = -30.0  # of a standardised target; a guess
@@ -46,17 +46,18 @@ class Trees:
     def predict(
         self, z: Tensor, modules: Sequence[nn.Module], refit: str | Refit | None
     ) -> tuple[Predictive, Tensor | None]:
-        """Return the trees' predictive at z (N, d), where `modules` are the networks, and the move
-        of the networks' means (N,), or None for classes.
+        """Return the trees' predictive at standardised inputs z (N, d), and the move β (t − μ) of
+        the networks' means (N,). The move is None for classes.
 
-        refit None: the average over the posterior (numbers).
+        modules: the networks. refit: of the layer's posterior; None is the average over that
+        posterior for numbers, and "output" for classes.
         """
         outputs = self.forest(z)
         if isinstance(self.layer, ClassLayer):
             return self.layer.predict(outputs, refit or "output"), None
         # The trees' mean t, the networks' mean m and log variance v.
         t = outputs[:, 0]
-        m, v = mean_outputs(modules, z)
+        m, v = average_network_outputs(modules, z)
         if refit is None:
             predictive = self.layer.average_predictive(t, v)
         else:
@@ -64,9 +65,11 @@ class Trees:
         return predictive, self.pull * (t - m)
 
 
-def mean_outputs(modules: Sequence[nn.Module], z: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the mean over networks of each output at z (N, d): mean and log variance (N,), which
-    far from the data would have no bound.
+def average_network_outputs(modules: Sequence[nn.Module], z: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean over networks of each output at z (N, d): mean and log variance (N,).
+
+    Each module returns (N, 2). The log variance is clamped, because it can have any size far from
+    the data.
     """
     with torch.no_grad():
         mean, log_variance = torch.stack([module(z) for module in modules]).mean(0).unbind(1)
@@ -76,25 +79,30 @@ def mean_outputs(modules: Sequence[nn.Module], z: Tensor) -> tuple[Tensor, Tenso
 def calibrate_trees(
     forests: list[Forest], modules: Sequence[nn.Module], z: list[Tensor], y: Tensor, weights: Tensor
 ) -> tuple[Trees, Tensor, Tensor]:
-    """Join all trees and fit their layer to the rows z that each forest has not seen.
+    """Join all trees, and fit their layer to rows that their own forest was not grown on.
 
-    forests, modules and z, (n_k, d) each, of the members; y, weights (n,): of all these rows.
-    Returns the trees, whose share is still to be chosen, the log densities (n,) of the targets, and
-    the move of the networks' means there (n,), zero for classes.
+    forests, modules, z: one of each for every member. z[k] (n_k, d) are the rows that forest and
+    network k have not seen. y, weights (n,): of all these rows, in the order of members, n = Σ n_k.
+
+    Returns the trees with the share 0, which the caller replaces; the log densities (n,) of the
+    targets; and the move of the networks' means (n,). The move is a zero of shape () for classes.
     """
     trees = join_forests(forests)
     predictions = torch.cat([forest(rows) for forest, rows in zip(forests, z, strict=True)])
+    # Forests give the probabilities of two classes at least, or one number.
     if predictions.shape[1] > 1:
-        class_layer = fit_classes(predictions, y, weights)
+        class_layer = fit_class_layer(predictions, y, weights)
         log_prob = class_layer.predict(predictions).log_prob(y)
         return Trees(trees, class_layer, 0.0), log_prob, torch.zeros(())
     # The trees' mean t, and each network's mean m and log variance v at its own rows.
     t = predictions[:, 0]
-    outputs = [mean_outputs([module], rows) for module, rows in zip(modules, z, strict=True)]
+    outputs = [
+        average_network_outputs([module], rows) for module, rows in zip(modules, z, strict=True)
+    ]
     m = torch.cat([mean for mean, _ in outputs])
     v = torch.cat([log_variance for _, log_variance in outputs])
-    layer = fit_numbers(t, v, y, weights)
-    pull = estimate_pull(t - m, y - m, v, weights)
+    layer = fit_number_layer(t, v, y, weights)
+    pull = estimate_move_share(t - m, y - m, v, weights)
     return (
         Trees(trees, layer, 0.0, pull),
         layer.average_predictive(t, v).log_prob(y),
@@ -102,12 +110,14 @@ def calibrate_trees(
     )
 
 
-def estimate_pull(d: Tensor, r: Tensor, log_variance: Tensor, weights: Tensor) -> float:
-    """Estimate β from the differences d of the trees' and the errors r of the networks' means.
+def estimate_move_share(d: Tensor, r: Tensor, log_variance: Tensor, weights: Tensor) -> float:
+    """Return β in [0, 1], the part of the way from the networks' means μ to the trees' means t.
 
-    d, r, log_variance of the networks and weights: (n,) each.
+    d (n,): t − μ. r (n,): the errors y − μ. log_variance (n,): of the networks. weights (n,): of
+    the rows. The formula is that of the module's docstring. β is 0 if all d are zero.
     """
-    # Relative to the smallest variance, so that no weight overflows.
+    # c relative to the smallest variance: β is the same, and no weight overflows.
     c = weights * (log_variance.amin() - log_variance).exp()
     squares = (c @ d**2) * (1 + NO_MOVE / weights.sum())
+    # `tiny` keeps 0/0 from being NaN.
     return float((c @ (d * r) / squares.clamp_min(torch.finfo(squares.dtype).tiny)).clamp(0.0, 1.0))

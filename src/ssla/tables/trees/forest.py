@@ -17,11 +17,11 @@ AT_ONCE = 1 << 20  # rows × trees; a guess
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """Trees whose mean is the prediction. From node i a row x goes to left[i] if x[feature[i]] ≤
+    """T trees whose mean is the prediction. From node i a row x goes to left[i] if x[feature[i]] ≤
     threshold[i], else to right[i]; a leaf leads to itself.
 
-    roots (T,), feature, threshold, left, right (nodes,), value (nodes, C).  depth: steps that lead
-    every row to a leaf.
+    roots (T,), feature, threshold, left, right (nodes,), value (nodes, C). depth: the number of
+    steps after which every row is at a leaf.
     """
 
     roots: Tensor
@@ -33,23 +33,25 @@ class Forest:
     depth: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Predict the mean over trees: x (N, d) -> (N, C)."""
+        """Return the mean prediction over trees: x (N, d) -> (N, C)."""
         rounded = x.float().double()  # as scikit-learn compares
-        size = max(AT_ONCE // len(self.roots), 1)
+        size = max(AT_ONCE // len(self.roots), 1)  # rows that are predicted together
         means = [self.value[self._find_leaves(rows)].mean(1) for rows in rounded.split(size)]
         return torch.cat(means)
 
     def _find_leaves(self, x: Tensor) -> Tensor:
-        """Find the leaf of each row in each tree: x (N, d) -> nodes (N, T)."""
+        """Return the leaf of each row in each tree: x (N, d) -> nodes (N, T)."""
         node = self.roots.expand(len(x), -1)
         for _ in range(self.depth):
             goes_left = x.gather(1, self.feature[node]) <= self.threshold[node]
             node = torch.where(goes_left, self.left[node], self.right[node])
         return node
 
-    def check_sizes(self, width: int, outputs: int) -> None:
-        """Raise ValueError for trees that do not fit their inputs and outputs (of a forged
-        file).
+    def check_tensors(self, width: int, outputs: int) -> None:
+        """Raise ValueError unless shapes, types, indices and values are those of trees.
+
+        width: the number of inputs. outputs: the number of values of a node. A forest that was
+        grown here is always sound; that of a forged file need not be.
         """
         nodes = len(self.feature)
         tensors_of_nodes = (self.threshold, self.left, self.right)
@@ -71,18 +73,19 @@ class Forest:
 
 
 def join_forests(forests: list[Forest]) -> Forest:
-    """Put all trees into one forest."""
+    """Return one forest of all trees, which have the same inputs and outputs."""
     # The nodes of a forest are numbered from the end of those before it.
     starts = torch.tensor([0] + [len(forest.feature) for forest in forests]).cumsum(0).tolist()
     values: dict[str, Any] = {"depth": max(forest.depth for forest in forests)}
     for name in TENSORS:
         tensors = [getattr(forest, name) for forest in forests]
+        # `starts` has one entry more than there are forests: the number of all nodes.
         if name in NODE_INDICES:
-            tensors = [t + start for t, start in zip(tensors, starts, strict=False)]
+            tensors = [tensor + start for tensor, start in zip(tensors, starts, strict=False)]
         values[name] = torch.cat(tensors)
     return Forest(**values)
 
 
 def _is_below(index: Tensor, count: int) -> bool:
-    """Check that an index of any shape holds whole numbers from 0 to count − 1."""
+    """Return whether an index of any shape is of type int64, with entries from 0 to count − 1."""
     return index.dtype == torch.int64 and bool(((index >= 0) & (index < count)).all())

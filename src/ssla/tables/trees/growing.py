@@ -13,8 +13,8 @@ from ssla.tables.trees.forest import Forest, join_forests
 
 # docs/tables.md has the measurements of the trees as a whole; each of these numbers is a guess
 MOST_ROWS = 10_000  # of one tree, or of all boosted trees
-MOST_LEAVES = 2_000  # of a tree
-FEW_ROWS = 300  # with more, a leaf has two rows at least
+MOST_LEAVES = 2_000  # of a tree of a random forest
+FEW_ROWS = 300  # with more, a leaf of a random forest has two rows at least
 BOOSTED = {"max_depth": None, "max_leaf_nodes": 31, "subsample": 0.5}
 # of standardised targets: splits of a few rows are often equally good, and rounding errors would
 # decide
@@ -28,13 +28,14 @@ Data = tuple[np.ndarray, np.ndarray, np.ndarray]
 def grow_forest(
     trees: int, classes: int, x: Tensor, y: Tensor, weights: Tensor, seed: int
 ) -> Forest:
-    """Grow trees for rows x (n, d), row weights (n,) and y (n,): classes below `classes`, or
-    numbers (classes = 0).
+    """Grow trees on rows x (n, d), targets y (n,) and row weights (n,), and return the forest.
 
-    Their values are probabilities (nodes, C), or one number (nodes, 1).
+    trees: how many are grown. classes: the number C of classes, whose codes are y; 0: y are
+    numbers. The values of the nodes are probabilities (nodes, C), or one number (nodes, 1). seed:
+    any integer.
     """
     data = x.numpy(), y.numpy(), weights.numpy()
-    seed = seed % 2**32  # as scikit-learn takes it
+    seed = seed % 2**32  # scikit-learn takes no larger seed
     if classes:
         return _grow_classes(trees, classes, data, seed)
     return _grow_boosted(trees, data, seed)
@@ -43,11 +44,12 @@ def grow_forest(
 def _grow_classes(trees: int, classes: int, data: Data, seed: int) -> Forest:
     """Grow a random forest whose values are class probabilities (nodes, classes)."""
     x, y, weights = data
-    rows = min(len(x), MOST_ROWS)
+    rows = min(len(x), MOST_ROWS)  # that each tree is grown on
+    fewest_rows = 2 if len(x) > FEW_ROWS else 1  # of a leaf
     forest = RandomForestClassifier(
         trees,
         max_samples=rows if rows < len(x) else None,
-        min_samples_leaf=max(1 + (len(x) > FEW_ROWS), rows // MOST_LEAVES),
+        min_samples_leaf=max(fewest_rows, rows // MOST_LEAVES),
         random_state=seed,
     ).fit(x, y, sample_weight=weights)
     # Classes without a row have probability zero.
@@ -62,13 +64,17 @@ def _grow_classes(trees: int, classes: int, data: Data, seed: int) -> Forest:
 
 
 def _grow_boosted(trees: int, data: Data, seed: int) -> Forest:
-    """Grow boosted trees with values (nodes, 1), whose mean is start + rate · Σ values."""
+    """Grow boosted trees on numbers, and return them as a forest with values (nodes, 1).
+
+    The prediction of boosted trees is start + rate · Σ values. That of a forest is the mean of its
+    values, so each tree of the forest has the values start + trees · rate · values.
+    """
     x, y, weights = data
     y = np.round(y, DECIMALS)
     if len(x) > MOST_ROWS:
         kept = np.random.default_rng(seed).choice(len(x), MOST_ROWS, replace=False)
         x, y, weights = x[kept], y[kept], weights[kept]
-    rate = TOTAL_RATE / max(trees, 2 * TOTAL_RATE)
+    rate = TOTAL_RATE / max(trees, 2 * TOTAL_RATE)  # at most ½, where there are few trees
     model = GradientBoostingRegressor(
         n_estimators=trees, learning_rate=rate, random_state=seed, **BOOSTED
     )
@@ -81,8 +87,8 @@ def _grow_boosted(trees: int, data: Data, seed: int) -> Forest:
 
 
 def _convert_tree(tree: Any, value: np.ndarray) -> Forest:
-    """Convert a tree of scikit-learn, with the values (nodes, C) of its nodes."""
-    # A leaf of scikit-learn has no children; here it leads to itself.
+    """Return a tree of scikit-learn as a forest of one tree. value (nodes, C): of its nodes."""
+    # A leaf of scikit-learn has the child −1 and no feature; here it leads to itself.
     leaf = tree.children_left < 0
     node = np.arange(tree.node_count)
     return Forest(

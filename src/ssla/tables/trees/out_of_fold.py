@@ -58,47 +58,59 @@ MANY_CLASSES = 16  # more have a diagonal curvature; a guess
 
 @dataclass(frozen=True, eq=False)
 class NumberLayer:
-    """The layer of mean and log variance, in the target's unit. Made by `fit_numbers`."""
+    """The layer of mean and log variance, in the target's unit. Made by `fit_number_layer`."""
 
     components: tuple[Component, ...]  # one
-    target: Scaling  # mean of y, out-of-fold error
-    centre: float  # of v
-    shares: Tensor  # of OFFSETS
+    target: Scaling  # its shift (1,) is the mean of y, its scale (1,) the out-of-fold error
+    centre: float  # the mean of v
+    shares: Tensor  # of the mixture, one for each of OFFSETS
     # of the columns that the models take, for reports; None: not all are numbers
     inputs: Scaling | None = None
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior of the layer, in units of the out-of-fold error."""
+        """Return the posterior of the layer, in units of the out-of-fold error."""
         return self.components[0].posterior
 
-    def features(self, m: Tensor, v: Tensor, offset: float = 0.0) -> Tensor:
-        """Compute the inputs of the layer (N, 3) from the predictions m and v (N,)."""
+    def compute_features(self, m: Tensor, v: Tensor, offset: float = 0.0) -> Tensor:
+        """Return the inputs of the layer (N, 3): standardised m, centred v, and the offset o.
+
+        m, v (N,): as the models predict them, in the unit of y.
+        """
         return torch.stack([self.target(m), v - self.centre, torch.full_like(m, offset)], 1)
 
     def average_predictive(self, m: Tensor, v: Tensor) -> Predictive:
-        """Average the predictive over the posterior in closed form, where the models predict m (N,)
-        and v (N,); `predict` has a refit in its place.
+        """Return the predictive of y averaged over the posterior, in place of the refit of
+        `predict`.
+
+        m, v (N,): as the models predict them. The average is that of `average_normals`, over all
+        offsets whose share is above LEAST_SHARE.
         """
         kept = (self.shares > LEAST_SHARE).nonzero().flatten().tolist()
         shift, scale = self.target.shift[0], self.target.scale[0]
         unit = torch.stack([scale, torch.ones_like(scale)])
         marginals = []
         for k in kept:
-            f, K = self.posterior.outputs_at(self.features(m, v, OFFSETS[k]))
-            # Mean and log variance in the unit of y.
+            f, K = self.posterior.outputs_at(self.compute_features(m, v, OFFSETS[k]))
+            # Mean and log variance (N, 2) in the unit of y, and their covariance (N, 2, 2).
             outputs = torch.stack([shift + scale * f[:, 0], f[:, 1] + 2 * scale.log()], 1)
             marginals.append(Marginal(outputs, unit[:, None] * K * unit))
+        # `average_normals` can stretch the marginals by factors: here by 1, with the share 1.
         no_factor = torch.ones(1, dtype=torch.float64)
         shares = self.shares[kept] / self.shares[kept].sum()
         return average_normals(marginals, shares, no_factor, no_factor, m)
 
     def predict(self, m: Tensor, v: Tensor, refit: str | Refit = "output") -> Predictive:
-        """Return the predictive of y where the models predict m (N,) and v (N,)."""
-        predictives, shares = [], []
+        """Return the predictive of y where the models predict m (N,) and v (N,), with a refit.
+
+        It is the mixture over all offsets whose share is above LEAST_SHARE.
+        """
+        predictives = []
+        shares = []
         for offset, share in zip(OFFSETS, self.shares.tolist(), strict=True):
             if share > LEAST_SHARE:
-                predictives.append(self.posterior.predict(self.features(m, v, offset), refit))
+                features = self.compute_features(m, v, offset)
+                predictives.append(self.posterior.predict(features, refit))
                 shares.append(share)
         combined = predictives[0] if len(predictives) == 1 else mixture(predictives, shares)
         return affine(combined, self.target.shift[0], self.target.scale[0])
@@ -106,7 +118,7 @@ class NumberLayer:
 
 @dataclass(frozen=True, eq=False)
 class ClassLayer:
-    """The layer of class logits. Made by `fit_classes`."""
+    """The layer of class logits. Made by `fit_class_layer`."""
 
     components: tuple[Component, ...]  # one
     floor: float  # of probabilities
@@ -114,33 +126,36 @@ class ClassLayer:
 
     @property
     def posterior(self) -> Posterior:
-        """The posterior of the layer."""
+        """Return the posterior of the layer."""
         return self.components[0].posterior
 
-    def features(self, p: Tensor) -> Tensor:
-        """Compute the inputs of the layer (N, C), or (N, 1) for two classes, from p (N, C)."""
+    def compute_features(self, p: Tensor) -> Tensor:
+        """Return the inputs of the layer (N, C), or (N, 1) for two classes, from the probabilities
+        p (N, C) of the models.
+        """
         return log_features(p, self.floor)
 
     def predict(self, p: Tensor, refit: str | Refit = "output") -> Predictive:
         """Return the predictive of the class where the models give probabilities p (N, C)."""
-        return self.posterior.predict(self.features(p), refit)
+        return self.posterior.predict(self.compute_features(p), refit)
 
 
 def log_squares(errors: Tensor, weights: Tensor) -> Tensor:
-    """Compute log (r²/mean r² + 0.01) (n,), the target of the noise model.
+    """Return log (r²/mean r² + FLOOR) (n,), the target of the noise model.
 
-    errors r and weights (n,). The second term bounds the logarithm of small errors.
+    errors r (n,), and weights (n,) of the mean. FLOOR bounds the logarithm of small errors.
     """
     # In units in which squares neither overflow nor vanish.
     squares = (errors / column_units(errors[:, None])) ** 2
     mean = weights @ squares / weights.sum()
+    # `tiny` keeps 0/0 from being NaN, where all errors are zero.
     return (squares / mean.clamp_min(torch.finfo(mean.dtype).tiny) + FLOOR).log()
 
 
 def log_features(p: Tensor, floor: float) -> Tensor:
-    """Compute log p, centred over classes: p (N, C) -> (N, C); for two classes the logit (N, 1).
+    """Return log p less its mean over classes, (N, C); for two classes the logit (N, 1).
 
-    Probabilities below the floor are raised to it.
+    p (N, C): probabilities, of which those below the floor are raised to it.
     """
     logs = p.clamp_min(floor).log()
     if p.shape[1] == 2:
@@ -148,13 +163,13 @@ def log_features(p: Tensor, floor: float) -> Tensor:
     return logs - logs.mean(1, keepdim=True)
 
 
-def fit_numbers(
+def fit_number_layer(
     m: Tensor, v: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0
 ) -> NumberLayer:
     """Fit the layer of numbers to out-of-fold predictions m and v (n,), targets y (n,) and row
-    weights (n,).
+    weights (n,), and return it with its mixture.
 
-    strength: a factor on the prior.
+    strength: a factor on the precision of the prior.
     """
     total = weights.sum()
     # In these units squares neither overflow nor vanish.
@@ -166,9 +181,11 @@ def fit_numbers(
     target = Scaling(unit * shift, unit * error)
     centre = float(weights @ v / total)
     z = target(y)
-    # A layer without a posterior has the features that the fit needs.
-    x = NumberLayer((), target, centre, torch.ones(0, dtype=torch.float32)).features(m, v)
-    a, b = _shrunken_line(x[:, 0], z, weights)
+    # The features of a layer depend on its scaling only, so this one has no posterior.
+    unfitted = NumberLayer((), target, centre, torch.ones(0, dtype=torch.float32))
+    x = unfitted.compute_features(m, v)
+    a, b = _fit_shrunken_line(x[:, 0], z, weights)
+    # The rows are the outputs μ and log σ², the columns the features m, v and o.
     start = torch.tensor([[b, 0, 0], [0, 1, 1]], dtype=torch.float64)
     bias = torch.tensor([a, 0], dtype=torch.float64)
     weight_precision = [[LINE, ACROSS, KNOWN], [LEVEL, SLOPE, KNOWN]]
@@ -182,31 +199,35 @@ def fit_numbers(
 
 
 def _densities_by_offset(posterior: Posterior, x: Tensor, z: Tensor) -> Tensor:
-    """Compute the log densities of standardised targets z (n,) for each offset of the log variance
-    (n, offsets), with the uncertainty of the mean added to the variance.
+    """Return the log densities of standardised targets z (n,) for each offset of the log variance,
+    (n, offsets).
 
-    x (n, 3): the layer's inputs.
+    The uncertainty of the mean is added to the variance; that of the log variance is left out.
+    x (n, 3): the inputs of the layer with the offset 0, whose weight is one in the posterior.
     """
-    f, K = posterior.marginal(x)
+    f, K = posterior.marginal(x)  # (n, 2), (n, 2, 2)
     log_variances = f[:, 1:] + torch.tensor(OFFSETS, dtype=torch.float64)
     variance = log_variances.exp() + K[:, :1, 0]
     squares = (z[:, None] - f[:, :1]) ** 2 / variance
     return -0.5 * (variance.log() + squares + math.log(2 * math.pi))
 
 
-def fit_classes(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) -> ClassLayer:
-    """Fit the layer of classes to out-of-fold probabilities p (n, C), classes y (n,) and row
-    weights (n,).
+def fit_class_layer(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) -> ClassLayer:
+    """Fit the layer of classes to out-of-fold probabilities p (n, C), codes of classes y (n,) and
+    row weights (n,), and return it.
 
-    strength: a factor on the prior.
+    strength: a factor on the precision of the prior.
     """
-    # Half a row of probability; more would change what the models say.
+    # The probability of half a row; a higher floor would change the predictions of the models.
     floor = min(0.5 / float(weights.sum()), HIGHEST_FLOOR)
     x = log_features(p, floor)
     size = x.shape[1]
     identity = torch.eye(size, dtype=torch.float64)
+    # Beyond ten classes there are more weights to other classes, so their prior is tighter: a
+    # guess.
     other_precision = OTHER_PRECISION * max(1.0, (size / 10) ** 2)
     precision = {
+        # OWN_PRECISION on the diagonal, other_precision beside it.
         "weight": strength * (other_precision + (OWN_PRECISION - other_precision) * identity),
         "bias": torch.full((size,), strength * OWN_PRECISION, dtype=torch.float64),
     }
@@ -218,7 +239,7 @@ def fit_classes(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0) ->
 
 
 def make_linear(weight: Tensor, bias: Tensor) -> nn.Linear:
-    """Make the network x ↦ weight·x + bias in float64, for weight (C, d) and bias (C,)."""
+    """Return the network x ↦ weight·x + bias in float64, for weight (C, d) and bias (C,)."""
     module = unset_linear(weight.shape[1], weight.shape[0], torch.float64)
     with torch.no_grad():
         module.weight.copy_(weight)
@@ -234,12 +255,15 @@ def _fit_layer(
     precision: Any,
     structure: str = "dense",
 ) -> Posterior:
-    """Fit a linear layer that starts at weight (C, d) and bias (C,), where the prior is centred.
+    """Fit a linear layer that starts at weight (C, d) and bias (C,), where the prior is centred,
+    and return its posterior.
 
-    data: x (n, d), y (n,) and row weights (n,); precision: of the prior, for weight and bias.
+    data: x (n, d), y (n,) and row weights (n,). precision: of the prior, as tensors in the shapes
+    of "weight" and "bias". structure: of the curvature, as in `ssla.fit`.
     """
     prior = Gaussian(precision, {"weight": weight, "bias": bias})
-    with warnings.catch_warnings():  # the start is the prior's mean, which the fit may leave
+    # The start is the mean of the prior, not a mode: the fit is expected to move from it.
+    with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "polish moved", UserWarning)
         warnings.filterwarnings("ignore", "The network is not at the mode", UserWarning)
         return fit_last_layer(
@@ -247,12 +271,16 @@ def _fit_layer(
         )
 
 
-def _shrunken_line(m: Tensor, z: Tensor, weights: Tensor) -> tuple[float, float]:
-    """Solve least squares of z on a + b m, shrunk towards a = 0, b = 1.  (n,) each -> a, b."""
+def _fit_shrunken_line(m: Tensor, z: Tensor, weights: Tensor) -> tuple[float, float]:
+    """Return a and b of the least-squares line z ≈ a + b m, shrunk towards a = 0 and b = 1.
+
+    m, z and row weights: (n,) each. SHRINKAGE is a ridge penalty on a and on b − 1.
+    """
     A = torch.stack([torch.ones_like(m), m], 1)
     shrinkage = torch.diag(torch.tensor(SHRINKAGE, dtype=torch.float64))
     centre = torch.tensor([0, 1], dtype=torch.float64)
-    left = A.mT @ (weights[:, None] * A) + shrinkage
-    right = A.mT @ (weights * z) + shrinkage @ centre
-    a, b = torch.linalg.solve(left, right).tolist()
+    # The normal equations of the penalised squares.
+    normal_matrix = A.mT @ (weights[:, None] * A) + shrinkage
+    right_side = A.mT @ (weights * z) + shrinkage @ centre
+    a, b = torch.linalg.solve(normal_matrix, right_side).tolist()
     return a, b
