@@ -82,7 +82,7 @@ def check_name(kind: str, name: Any, valid: Iterable[str]) -> str:
     return name
 
 
-def layers_of(value: Tensor) -> list[Tensor]:
+def wrapped_tensors(value: Tensor) -> list[Tensor]:
     """Return a tensor and those that torch.func has wrapped in it, the innermost last."""
     layers = [value]
     while is_functorch_wrapped_tensor(layers[-1]):
@@ -92,7 +92,7 @@ def layers_of(value: Tensor) -> list[Tensor]:
 
 def is_inside_vmap(value: Tensor) -> bool:
     """Return whether a tensor is inside torch.func.vmap, where no step may depend on its values."""
-    return any(is_batchedtensor(layer) for layer in layers_of(value))
+    return any(is_batchedtensor(layer) for layer in wrapped_tensors(value))
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
@@ -307,7 +307,7 @@ def check_level(value: float) -> float:
     return number
 
 
-def writable(path: Path) -> None:
+def check_writable(path: Path) -> None:
     """Raise ValueError if `path` cannot be written.
 
     It is called before the work starts, so that no work is lost.
@@ -324,7 +324,7 @@ def writable(path: Path) -> None:
         )
 
 
-def check_covariances(subject: str, K: Tensor) -> Tensor:
+def checked_covariances(subject: str, K: Tensor) -> Tensor:
     """Return covariances K (N, C, C) in float64, on the CPU.
 
     subject: the covariances, for the error. ValueError unless they are symmetric and positive

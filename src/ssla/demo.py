@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import ssla
 from ssla import metrics, plots
-from ssla._checks import writable
-from ssla.files.replacing import new_file
+from ssla._checks import check_writable
+from ssla.files.replacing import replace_file
 from ssla.predictive import Predictive
 
 REFITS = {
@@ -45,7 +45,7 @@ def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x[:, None], 7 * torch.sin(x) + noise
 
 
-def paper_network(seed: int) -> nn.Module:
+def make_paper_network(seed: int) -> nn.Module:
     """Make the paper's network of mean and log variance, untrained."""
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -97,14 +97,14 @@ def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.
 
     out: the figure. Raises ValueError for a path that is no picture or cannot be written.
     """
-    writable(out)
+    check_writable(out)
     if out.suffix.lower() not in SUFFIXES:
         raise ValueError(f"The figure {out} must end in one of {', '.join(SUFFIXES)}.")
     out.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     (x, y), (x_val, y_val), test_data = (draw_toy_data(n, generator) for n in (200, 100, n_test))
     print(f"training on {len(x)} points …")
-    network = train_network(paper_network(seed), x, y, x_val, y_val)
+    network = train_network(make_paper_network(seed), x, y, x_val, y_val)
     posterior = ssla.fit(network, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian())
     print(f"\n{posterior.report}\n")
     scores = compare_refits(posterior, network, *test_data)
@@ -182,7 +182,7 @@ def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> N
     right.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
-    with new_file(out) as draft:
+    with replace_file(out) as draft:
         figure.savefig(draft, dpi=130, format=out.suffix[1:] or "png")
     plt.close(figure)
 

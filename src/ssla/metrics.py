@@ -78,7 +78,7 @@ def _crps_by_row(predictive: Predictive, y: Any) -> Tensor:
     if isinstance(law, GaussianLaw):
         mean, scale = predictive.mean.double().cpu(), predictive.stddev.double().cpu()
         # The torch backend of scoringrules has single precision.
-        score = _scoringrules().crps_normal(
+        score = _import_scoringrules().crps_normal(
             _reshape_like(y, mean).numpy(), mean.numpy(), scale.numpy()
         )
         return torch.as_tensor(score)
@@ -170,7 +170,7 @@ def interval_score(
     each row, not their mean. ImportError without scoringrules.
     """
     region = predictive.interval(checked_level(level))
-    score = _scoringrules().interval_score(
+    score = _import_scoringrules().interval_score(
         _reshape_like_mean(y, predictive),
         region[..., 0],
         region[..., 1],
@@ -323,7 +323,7 @@ def _mean_or_rows(by_row: Tensor, reduce: bool) -> Tensor:
     return by_row.mean() if reduce else by_row
 
 
-def _scoringrules() -> ModuleType:
+def _import_scoringrules() -> ModuleType:
     """Import scoringrules; ImportError with the remedy if it is missing."""
     try:
         return importlib.import_module("scoringrules")

@@ -40,7 +40,7 @@ from ssla.network import (
     Output,
     RowScale,
     checked_output,
-    describe,
+    describe_opening,
     module_of,
     open_network,
 )
@@ -194,7 +194,7 @@ class Cluster:
             self.budget,
             order,
             self.output,
-            describe(self.opened).row_scale,
+            describe_opening(self.opened).row_scale,
         )
         label = f"pass {self.passes}" if is_progress_wanted(self.progress) else None
         result: Pass = self.engine.run_and_merge(read_shard, task, self.shards, merge_pair, label)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.files.replacing import is_being_saved, locate_folder, new_folder
+from ssla.files.replacing import is_being_saved, locate_folder, replace_folder
 
 FORMAT, VERSION = "ssla", 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
@@ -47,7 +47,7 @@ def write_model(
     """
     target = Path(path)
     check_target(target)
-    with enough_memory(
+    with require_memory(
         COPIES * sum(value.nbytes for value in tensors.values()), f"Saving {target}"
     ):
         data = _serialize(tensors)
@@ -61,7 +61,7 @@ def write_model(
     manifest["sha256"] = _digest(manifest)
     text = json.dumps(manifest, indent=1, allow_nan=False)
     try:
-        with new_folder(target) as fresh:
+        with replace_folder(target) as fresh:
             _write_bytes(fresh / TENSORS, data)
             _write_bytes(fresh / MANIFEST, text.encode())
     except OSError as error:
@@ -83,7 +83,7 @@ def _serialize(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 @contextlib.contextmanager
-def enough_memory(size: int, task: str) -> Iterator[None]:
+def require_memory(size: int, task: str) -> Iterator[None]:
     """Raise MemoryError where `size` bytes cannot be allocated: safetensors would end the process
     there.
 
@@ -187,7 +187,7 @@ def _identify_folder(source: Path) -> tuple[Path, int, int] | None:
     return source, state.st_ino, state.st_ctime_ns
 
 
-def kind_of(path: str | os.PathLike[str]) -> str:
+def read_model_kind(path: str | os.PathLike[str]) -> str:
     """Return what a directory holds, "posterior" or "estimator"; FileError for a damaged one."""
     source = locate_folder(Path(path))[0]
     with convert_to_file_error(source):
@@ -256,7 +256,7 @@ def _read_tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
     if size != stated["bytes"]:
         word = "truncated" if size < stated["bytes"] else "too long"
         raise FileError(f"{file} is {word}: {size:,} of {stated['bytes']:,} bytes. Copy it again.")
-    with enough_memory(COPIES * size, f"Reading {file}"):
+    with require_memory(COPIES * size, f"Reading {file}"):
         data = file.read_bytes()
     if hashlib.sha256(data).hexdigest() != stated["sha256"]:
         raise FileError(f"{file} is damaged: its checksum does not match. Copy it again.")

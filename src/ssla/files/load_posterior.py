@@ -25,11 +25,11 @@ from ssla.network import (
     VALUES,
     Opening,
     Output,
-    check_mode,
+    check_evaluation_mode,
     checked_output,
-    difference,
+    describe_difference,
     fingerprint,
-    reopen,
+    reopen_network,
 )
 from ssla.posterior import Posterior
 from ssla.priors import CONVENTIONS, Prior
@@ -91,7 +91,7 @@ def decode_posterior(
         budget = content["memory_budget"]
         if not isinstance(stated, dict):
             raise TypeError("the network has no fingerprint")
-    check_mode(model)  # an error of the module is not a FileError
+    check_evaluation_mode(model)  # an error of the module is not a FileError
     with convert_to_file_error(source):
         _compare_fingerprint(stated, model, source)
         stored = content.get("output")  # absent if the result of the module is f
@@ -104,7 +104,7 @@ def decode_posterior(
                 )
             output = None
         selected = _given_or_stored(decoder, stored, "output", output, source)
-        network = reopen(model, opening, checked_output(selected))
+        network = reopen_network(model, opening, checked_output(selected))
         report = decoder.decode(content["report"], Report)
         posterior = Posterior(
             network,
@@ -127,7 +127,7 @@ def decode_posterior(
 
 def _compare_fingerprint(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
     """Raise FileError if the module is not the one that was saved, with the difference."""
-    unlike = difference(stated, fingerprint(model))
+    unlike = describe_difference(stated, fingerprint(model))
     if unlike == VALUES:
         raise FileError(
             f"{source} belongs to other weights of this network: it was trained further, or its "

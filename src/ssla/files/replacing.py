@@ -37,7 +37,7 @@ MOST_TRIES = 100  # of moving a draft while other writers do the same; a guess
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a draft with the suffix of `path`, which replaces `path` if the block ends without an
     error.
 
@@ -51,7 +51,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def replace_folder(path: Path) -> Iterator[Path]:
     """Yield an empty directory, which replaces `path` with its content if the block ends without
     an error.
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ssla.files.container import write_model
 from ssla.files.encoding import Encoder, NotStorableError
 from ssla.network import (
-    describe,
+    describe_opening,
     fingerprint,
     module_of,
-    output_of,
+    output_argument_of,
 )
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ def encode_posterior(posterior: Posterior, encoder: Encoder, prefix: str) -> dic
         "theta": posterior.theta,
         "statistics": posterior.statistics,
         "report": posterior.report,
-        "opening": describe(posterior.network),
+        "opening": describe_opening(posterior.network),
     }
     if posterior.variational is not None:
         values["variational"] = posterior.variational
     content = {name: encoder.encode(value, f"{prefix}{name}") for name, value in values.items()}
     # These may be code of the user.
     custom = {"likelihood": posterior.likelihood, "prior": posterior.prior}
-    output = output_of(posterior.network)
+    output = output_argument_of(posterior.network)
     if output is not None:
         custom["output"] = output
     for name, value in custom.items():

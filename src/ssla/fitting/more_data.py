@@ -10,7 +10,7 @@ import torch
 from ssla.data import Source
 from ssla.fitting.variational import with_recentred_mean
 from ssla.maths.digests import digest
-from ssla.network import difference, fingerprint, merge_digests, module_of
+from ssla.network import describe_difference, fingerprint, merge_digests, module_of
 from ssla.priors import describe
 from ssla.report import ADDED, DATA, MOVED, RANK, Note, subject, without
 from ssla.values import Statistics, Variational
@@ -56,7 +56,9 @@ def _check_same_model(posterior: Posterior, other: Posterior) -> None:
     our_digests, their_digests = merge_digests(posterior.network), merge_digests(other.network)
     odd = [name for name in our_digests if our_digests[name] != their_digests[name]]
     if odd:
-        why = difference(*(fingerprint(module_of(each.network)) for each in (posterior, other)))
+        why = describe_difference(
+            *(fingerprint(module_of(each.network)) for each in (posterior, other))
+        )
         raise ValueError(
             "Only posteriors of the same trained network can be merged, but their "
             f"{' and '.join(odd)} differ{why and ': '}{why}."
@@ -97,7 +99,9 @@ def add_statistics(
             else "the Gaussian has moved"
         )
         note = f"data were added: {change}, the averages over the earlier rows and θ̂ were kept"
-    both = None if posterior.source is None or source is None else posterior.source.then(source)
+    both = (
+        None if posterior.source is None or source is None else posterior.source.followed_by(source)
+    )
     moved = replace(posterior, theta=theta, statistics=merged, source=both)
     # Notes of both, once each. What was noted of the data then still holds for a part of them.
     earlier = without(dict.fromkeys((*posterior.report.notes, *notes)), ADDED)

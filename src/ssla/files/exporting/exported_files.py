@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import writable
+from ssla._checks import check_writable
 from ssla.data import Inputs, input_tensors
 from ssla.files.exporting.graph import CLASSES, Graph
-from ssla.files.replacing import new_file
+from ssla.files.replacing import replace_file
 from ssla.predictive import Predictive
 
 ONNX, TORCH = ".onnx", ".pt2"
@@ -92,7 +92,7 @@ def write_graph(
             f"export writes {ONNX} (ONNX) or {TORCH} (torch.export) files, but the path is "
             f"{str(target)!r}."
         )
-    writable(target)
+    check_writable(target)
     inputs = input_tensors(example)
     names = _input_names(example)
     expected = library_answers(predict(), graph)
@@ -105,7 +105,7 @@ def write_graph(
             "torch": _compare_answers("torch", graph, program.module()(*inputs), expected)
         }
         program.module()(*(tensor[:1] for tensor in inputs))  # fails if the rows are fixed
-    with new_file(target) as draft:
+    with replace_file(target) as draft:
         if target.suffix == TORCH:
             loaded = _write_torch(program, draft, about)
             with torch.no_grad():

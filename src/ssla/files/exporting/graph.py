@@ -74,7 +74,7 @@ class Graph(nn.Module):
         """
         network = self.posterior.network
         assert isinstance(network, LastLayer)
-        J = network.scaled(Features(phi, network.outputs, network.fold_bias))
+        J = network.scale_features(Features(phi, network.outputs, network.fold_bias))
         f = J.push(self.posterior.mean)
         return f if network.offset is None else f + network.offset, J.double()
 

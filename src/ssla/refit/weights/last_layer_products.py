@@ -746,7 +746,7 @@ def open_products(
                 factorisation_error_text(prior_precision.flatten(), " on the data to refit on")
             )
     whitening = _Whitening(basis if whitens else None, dtype)
-    rows = rows.changed(whitening.of_block)
+    rows = rows.map_chunks(whitening.of_block)
     prior = _prior_in_basis(prior_precision, basis, dtype)
     shared: SharedFactor | SharedBlocks | SharedStructure | None
     if whitens:

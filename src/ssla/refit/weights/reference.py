@@ -136,9 +136,9 @@ def open_observations(posterior: Posterior, batch: Batch, likelihood: Likelihood
     x, y, weights = check_batch(batch, likelihood.support_for(network.outputs), network.outputs)
     if isinstance(network, AnyParameters):
         double = lambda part: part.double() if part.is_floating_point() else part  # noqa: E731
-        network_64 = replace(network, rest=map_inputs(double, network.rest))
+        network_64 = replace(network, fixed_tensors=map_inputs(double, network.fixed_tensors))
         x_64 = map_inputs(double, network.cast(x))
-        f = lambda theta: network_64.run(network_64.layout.unpack(theta), x_64)  # noqa: E731
+        f = lambda theta: network_64.compute_outputs(network_64.layout.unpack(theta), x_64)  # noqa: E731
     else:  # a last layer: f = f̂ + J(θ − θ̂)
         f_hat, J = network.linearise(network.cast(x), start)
         f = lambda theta: f_hat + J.double().dense().values @ (theta - start)  # noqa: E731

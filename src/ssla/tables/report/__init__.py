@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssla._checks import in_plain_torch, writable
+from ssla._checks import check_writable, in_plain_torch
 from ssla.posterior import Posterior
 from ssla.refit import Refit
 from ssla.tables.report.facts import collect_facts
@@ -39,7 +39,7 @@ class HTML:
     def save(self, path: str | os.PathLike[str]) -> Path:
         """Write the page to a file, and return its path. Raises OSError if that is not possible."""
         target = Path(path)
-        writable(target)
+        check_writable(target)
         target.write_text(self.text, encoding="utf-8")
         return target
 
