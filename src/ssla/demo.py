@@ -23,6 +23,7 @@ from ssla._checks import check_writable
 from ssla.files.replacing import replace_file
 from ssla.predictive import Predictive
 
+# Labels of the table -> the argument `refit` of predict.
 REFITS = {
     "plug-in": "plug_in",
     "ASSLA (none)": "none",
@@ -31,12 +32,12 @@ REFITS = {
 }
 SUFFIXES = (".png", ".pdf", ".svg")
 LEVELS = (0.5, 0.75, 0.9, 0.95)
-PATIENCE = 300  # epochs without a better validation loss
+PATIENCE = 300  # epochs without a better validation loss; a guess
 GAP = -2.3  # an input between two clusters of the data
 
 
 def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw the toy data of the paper's section 4.2: x (n, 1), y (n,)."""
+    """Draw n rows of the toy data of the paper's section 4.2: x (n, 1), y (n,)."""
     centre = torch.tensor([-4.0, 0.0, 4.0])
     spread = torch.tensor([0.4, 0.9, 0.4])
     cluster = torch.randint(3, (n,), generator=generator)
@@ -46,7 +47,10 @@ def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 
 
 def make_paper_network(seed: int) -> nn.Module:
-    """Make the paper's network of mean and log variance, untrained."""
+    """Make the paper's network of mean and log variance, untrained.
+
+    It sets torch's global seed, by which the layers draw their weights.
+    """
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)
@@ -56,34 +60,36 @@ def make_paper_network(seed: int) -> nn.Module:
 def train_network(
     network: nn.Module, x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, epochs: int = 3000
 ) -> nn.Module:
-    """Train with Adam on the Gaussian negative log likelihood, and keep the weights with the best
-    validation loss.
+    """Train the network in place with Adam, and return it in eval mode with its best weights.
 
-    x (n, 1), y (n,), and validation rows of the same shapes. Returns the network in eval mode.
+    The loss is the Gaussian negative log likelihood of x (n, 1), y (n,). The best weights are those
+    with the lowest loss on the validation rows, of the same shapes. epochs: at most that many.
     """
     likelihood = ssla.likelihoods.HeteroscedasticGaussian()
     optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
-    best, waited = math.inf, 0
-    kept = copy.deepcopy(network.state_dict())
+    best_loss = math.inf
+    epochs_waited = 0
+    best_weights = copy.deepcopy(network.state_dict())
     for _ in range(epochs):
         optimiser.zero_grad()
         loss = -likelihood.log_prob(y, network(x)).mean()
         loss.backward()
         optimiser.step()
         with torch.no_grad():
-            score = float(-likelihood.log_prob(y_val, network(x_val)).mean())
-        waited += 1
-        if score < best:
-            best, waited = score, 0
-            kept = copy.deepcopy(network.state_dict())
-        if waited > PATIENCE:
+            validation_loss = float(-likelihood.log_prob(y_val, network(x_val)).mean())
+        epochs_waited += 1
+        if validation_loss < best_loss:
+            best_loss = validation_loss
+            epochs_waited = 0
+            best_weights = copy.deepcopy(network.state_dict())
+        if epochs_waited > PATIENCE:
             break
-    network.load_state_dict(kept)
+    network.load_state_dict(best_weights)
     return network.eval()
 
 
 def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
-    """Return the seconds that a call takes, the best of several runs."""
+    """Return the seconds that a call of `work` takes, the least of several runs."""
     best = math.inf
     for _ in range(repeats):
         start = time.perf_counter()
@@ -95,14 +101,17 @@ def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
     """Train, fit, compare the refits on test points, and plot; returns the scores of each refit.
 
-    out: the figure. Raises ValueError for a path that is no picture or cannot be written.
+    It prints the comparison and writes the figure to `out`. seed: of data and network. n_test: the
+    number of test points. Raises ValueError for a path that is no picture or cannot be written.
     """
     check_writable(out)
     if out.suffix.lower() not in SUFFIXES:
         raise ValueError(f"The figure {out} must end in one of {', '.join(SUFFIXES)}.")
     out.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    (x, y), (x_val, y_val), test_data = (draw_toy_data(n, generator) for n in (200, 100, n_test))
+    x, y = draw_toy_data(200, generator)
+    x_val, y_val = draw_toy_data(100, generator)
+    test_data = draw_toy_data(n_test, generator)
     print(f"training on {len(x)} points …")
     network = train_network(make_paper_network(seed), x, y, x_val, y_val)
     posterior = ssla.fit(network, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian())
@@ -120,16 +129,17 @@ def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.
 def compare_refits(
     posterior: ssla.Posterior, network: nn.Module, x: Tensor, y: Tensor
 ) -> dict[str, metrics.Summary]:
-    """Print the scores and the time of each refit on test points x (n, 1), y (n,); returns the
-    scores.
+    """Print the scores and the time of each refit on test points x (n, 1), y (n,).
+
+    Returns the scores by the label of the refit. Times are in units of the network's forward pass.
     """
 
     def forward() -> None:
-        """Run the network alone, whose time is the unit."""
+        """Run the network alone."""
         with torch.no_grad():
             network(x)
 
-    one_pass = measure_seconds(forward, 50)
+    seconds_of_pass = measure_seconds(forward, repeats=50)
     head = (
         f"{len(x):,} test points".ljust(20)
         + "     nll    crps"
@@ -144,7 +154,7 @@ def compare_refits(
         cover = "".join(f"{s[f'coverage {v:.0%}']:11.1%}" for v in LEVELS)
         print(
             f"{label:<20}{s['nll']:8.4f}{s['crps']:8.4f}{cover}{s['mass']:8.4f}"
-            f"{seconds / one_pass:12.0f}"
+            f"{seconds / seconds_of_pass:12.0f}"
         )
         scores[label] = s
     return scores
@@ -153,7 +163,8 @@ def compare_refits(
 def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
     """Draw bands of the output refit, and the density at one input inside the gap of the data.
 
-    x (n, 1), y (n,): the training rows. Writes the figure to `out`.
+    x (n, 1), y (n,): the training rows. The figure is written to `out`, in the format of its
+    suffix.
     """
     import matplotlib
 
