@@ -478,7 +478,7 @@ def forged(path, content, tensors=None):
             "bytes": len(data),
             "sha256": container.hashlib.sha256(data).hexdigest(),
         }
-    manifest["sha256"] = container._digest(manifest)
+    manifest["sha256"] = container._compute_checksum(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
