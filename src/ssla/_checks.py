@@ -143,7 +143,7 @@ def plain_torch() -> Iterator[None]:
     """
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.no_grad())
         for device_type in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device_type):

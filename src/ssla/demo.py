@@ -172,26 +172,30 @@ def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> N
     import matplotlib.pyplot as plt
 
     grid = torch.linspace(-6, 6, 400)[:, None]
-    figure, (left, right) = plt.subplots(
+    figure, (bands_axes, density_axes) = plt.subplots(
         1, 2, figsize=(12, 4.6), width_ratios=[1.7, 1], layout="constrained"
     )
     plots.bands(
-        posterior.predict(grid), grid, (x, y), ax=left, title="Predictive bands of the output refit"
+        posterior.predict(grid),
+        grid,
+        (x, y),
+        ax=bands_axes,
+        title="Predictive bands of the output refit",
     )
     lower, upper = posterior.predict(grid, refit="plug_in").interval(0.95).unbind(1)
     line = {"color": plots.OTHER, "lw": 1.1, "ls": "--"}
-    left.plot(grid.flatten(), lower, label="plug-in 95%", **line)
-    left.plot(grid.flatten(), upper, **line)
-    left.axvline(GAP, ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
-    left.set(xlabel="x", ylabel="y", ylim=(-22, 22), xlim=(-6, 6))
-    left.legend(frameon=False, fontsize=8, ncols=6, loc="lower center")
+    bands_axes.plot(grid.flatten(), lower, label="plug-in 95%", **line)
+    bands_axes.plot(grid.flatten(), upper, **line)
+    bands_axes.axvline(GAP, ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
+    bands_axes.set(xlabel="x", ylabel="y", ylim=(-22, 22), xlim=(-6, 6))
+    bands_axes.legend(frameon=False, fontsize=8, ncols=6, loc="lower center")
     predictives: dict[str, Predictive] = {
         label: posterior.predict(torch.tensor([[GAP]]), refit=REFITS[label])
         for label in ("plug-in", "ASSLA (none)", "output refit")
     }
-    plots.density(predictives, 0, ax=right)
-    right.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
-    for axes in (left, right):
+    plots.density(predictives, 0, ax=density_axes)
+    density_axes.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
+    for axes in (bands_axes, density_axes):
         axes.spines[["top", "right"]].set_visible(False)
     with replace_file(out) as draft:
         figure.savefig(draft, dpi=130, format=out.suffix[1:] or "png")

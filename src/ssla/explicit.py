@@ -65,7 +65,8 @@ class ExplicitModel:
         ValueError for shapes, values or a log_prob that the model cannot use.
         """
         check_name("convention", self.convention, CONVENTIONS)
-        data, start = as_tensor(self.data).double(), as_tensor(self.start).double()
+        data = as_tensor(self.data).double()
+        start = as_tensor(self.start).double()
         check_finite("data", data, "Drop those rows.")
         check_finite("start", start, "Give a θ inside the support.")
         if start.dim() != 1 or not 1 <= start.numel() <= LARGEST:

@@ -40,7 +40,7 @@ PRIORS = (
 STRUCTURES = tuple(type(structure).__name__ for structure in curvature.STRUCTURES.values())
 
 
-def _list_classes() -> dict[str, type]:
+def _classes_by_name() -> dict[str, type]:
     """Return the classes that files may hold, by the names that they have there."""
     values: tuple[type, ...] = (
         Report,
@@ -68,7 +68,7 @@ def _list_classes() -> dict[str, type]:
     return table
 
 
-CLASSES: dict[str, type] = _list_classes()
+CLASSES: dict[str, type] = _classes_by_name()
 NAMES = {cls: name for name, cls in CLASSES.items()}
 
 

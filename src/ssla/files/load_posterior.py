@@ -98,22 +98,24 @@ def decode_posterior(
         _compare_fingerprint(stated, model, source)
         network = reopen_network(model, opening, _choose_output(decoder, content, output, source))
         report = decoder.decode(content["report"], Report)
-        likelihood = _decode_or_take_given(
+        likelihood_at_fit: Likelihood = _decode_or_take_given(
             decoder, content["likelihood"], "likelihood", likelihood, source
         )
-        prior = _decode_or_take_given(decoder, content["prior"], "prior", prior, source)
+        prior_at_fit: Prior = _decode_or_take_given(
+            decoder, content["prior"], "prior", prior, source
+        )
         theta = decoder.decode(content["theta"], Tensor)
         statistics = decoder.decode(content["statistics"], Statistics)
         convention = check_name("convention", content["convention"], CONVENTIONS)
-        variational = None
+        variational: Variational | None = None
         if "variational" in content:
             variational = decoder.decode(content["variational"], Variational)
         # A budget is a setting of this machine, not part of the answer: a bad one is replaced.
         has_budget = isinstance(budget, int) and budget > 0
         posterior = Posterior(
             network,
-            likelihood,
-            prior,
+            likelihood_at_fit,
+            prior_at_fit,
             theta,
             statistics,
             report.mode,

@@ -280,9 +280,12 @@ class AnyParameters:
                 "ignore", "There is a performance drop because we have not yet implemented"
             )
             try:
-                return vmap(jacrev(outputs_of_row), in_dims=(None, 0))(dict(chosen), x)
+                columns: dict[str, Tensor] = vmap(jacrev(outputs_of_row), in_dims=(None, 0))(
+                    dict(chosen), x
+                )
             except RuntimeError:  # a layer without a batching rule (packed sequences)
-                return self._compute_columns_by_row(x, free, chosen, graph)
+                columns = self._compute_columns_by_row(x, free, chosen, graph)
+        return columns
 
     def _compute_columns_by_row(
         self, x: Inputs, free: Mapping[str, Tensor], chosen: Mapping[str, Tensor], graph: bool

@@ -163,10 +163,9 @@ def _compute_layer(
     assert input_weight is not None
     assert state_weight is not None
     from_input = projection(x, input_weight, input_bias, 0, 0, len(input_weight))
-    times = range(len(x))
     h_at: dict[int, Tensor] = {}
-    for t in reversed(times) if backward else times:
+    for t in range(len(x) - 1, -1, -1) if backward else range(len(x)):
         from_state = projection(state[0], state_weight, state_bias, 0, 0, len(state_weight))
         state = cell(from_input[t], from_state, state)
         h_at[t] = state[0]
-    return torch.stack([h_at[t] for t in times]), state
+    return torch.stack([h_at[t] for t in range(len(x))]), state

@@ -65,7 +65,8 @@ def binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
     which only the difference matters.
     """
     if f.shape[1] == 1:
-        m, variance = f[:, 0], K[:, 0, 0]
+        m = f[:, 0]
+        variance = K[:, 0, 0]
     else:
         m = f[:, 1] - f[:, 0]
         variance = K[:, 1, 1] + K[:, 0, 0] - 2 * K[:, 0, 1]
