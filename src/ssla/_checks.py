@@ -215,7 +215,7 @@ def copy_if_inference(value: Tensor) -> Tensor:
 
 @contextmanager
 def record_derivatives(subject: str) -> Iterator[None]:
-    """Enable gradients in the block, which calls a function of the user.
+    """Let autograd record derivatives in the block, which calls a function of the user.
 
     subject: the function, for the error. ValueError if the block uses a tensor that was made in
     inference mode, which autograd cannot record. Other errors pass.
@@ -355,17 +355,17 @@ def checked_covariances(subject: str, K: Tensor) -> Tensor:
     allowed = eps**0.5 * size * has_products + 16 * eps * size.amax()
     skew = (values - values.mT).abs().amax((1, 2))
     fault = "its entries differ from those of its transpose by"
-    _refuse_covariances(subject, skew > allowed, "symmetric", fault, skew)
+    _refuse_bad_covariances(subject, skew > allowed, "symmetric", fault, skew)
     values = (values + values.mT) / 2
     spectrum, basis = torch.linalg.eigh(values)
     least = spectrum[:, 0]
     fault = "its smallest eigenvalue is"
-    _refuse_covariances(subject, least < -allowed, "positive semi-definite", fault, least)
+    _refuse_bad_covariances(subject, least < -allowed, "positive semi-definite", fault, least)
     positive_part = (basis * spectrum.clamp_min(0).unsqueeze(-2)) @ basis.mT
     return torch.where((least < 0)[:, None, None], positive_part, values)
 
 
-def _refuse_covariances(
+def _refuse_bad_covariances(
     subject: str, bad: Tensor, required: str, fault: str, figures: Tensor
 ) -> None:
     """Raise ValueError if any covariance is bad, with the fault of the first.

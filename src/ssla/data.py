@@ -97,7 +97,7 @@ def open_source(data: Any) -> Source:
         if isinstance(data, tuple) and all(map(_is_list_of_numbers, columns)):
             columns = tuple(map(as_tensor, columns))
         if all(map(_is_array, columns)):
-            return _array_source(as_batch((data[0], *columns)))
+            return _make_array_source(as_batch((data[0], *columns)))
     if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
         raise TypeError(
             f"data is a {type(data).__name__}, which does not separate inputs from targets. "
@@ -107,22 +107,23 @@ def open_source(data: Any) -> Source:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
         length = None
-    iterate = _tensor_batches(data) or (lambda: (as_batch(item) for item in _iterate_items(data)))
+    # Where one index cannot select a batch, the iterable itself yields it.
+    iterate = _make_batch_iterator(data) or (lambda: map(as_batch, _iterate_items(data)))
     # An iterator is used up after one pass; other iterables start again.
     repeatable = not isinstance(data, Iterator)
     return Source(iterate, repeatable, length, _stated_row_count(data))
 
 
-def _array_source(arrays: Batch) -> Source:
+def _make_array_source(arrays: Batch) -> Source:
     """Return the source of rows that are in memory, in batches of ARRAY_ROWS rows."""
     rows = row_count(arrays.x)
 
-    def batches() -> Iterator[Batch]:
+    def yield_batches() -> Iterator[Batch]:
         """Yield the rows in order; nothing for zero rows."""
         if rows:
             yield from split_batch(arrays, ARRAY_ROWS)
 
-    return Source(batches, repeatable=True, length=math.ceil(rows / ARRAY_ROWS), rows=rows)
+    return Source(yield_batches, repeatable=True, length=math.ceil(rows / ARRAY_ROWS), rows=rows)
 
 
 def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | None]:
@@ -176,7 +177,7 @@ def _select_share(source: Source, share: float, held_out: bool) -> Source:
     rows.
     """
 
-    def batches() -> Iterator[Batch]:
+    def yield_batches() -> Iterator[Batch]:
         """Yield the selected rows of each batch."""
         start = 1
         for batch in source:
@@ -189,7 +190,7 @@ def _select_share(source: Source, share: float, held_out: bool) -> Source:
     rows = source.rows
     if rows is not None:
         rows = math.ceil(rows * (share if held_out else 1 - share))
-    return Source(batches, repeatable=True, length=source.length, rows=rows)
+    return Source(yield_batches, repeatable=True, length=source.length, rows=rows)
 
 
 def _stated_row_count(data: Any) -> int | None:
@@ -202,7 +203,7 @@ def _stated_row_count(data: Any) -> int | None:
         return None
 
 
-def _tensor_batches(loader: Any) -> Callable[[], Iterator[Batch]] | None:
+def _make_batch_iterator(loader: Any) -> Callable[[], Iterator[Batch]] | None:
     """Return a function that yields the batches of a loader over tensors, each selected by one
     index.
 
@@ -229,7 +230,7 @@ def _tensor_batches(loader: Any) -> Callable[[], Iterator[Batch]] | None:
     sampler = loader.batch_sampler
     tensors = dataset.tensors
 
-    def batches() -> Iterator[Batch]:
+    def yield_batches() -> Iterator[Batch]:
         """Yield a batch for the row numbers of each step of the sampler."""
         for numbers in _iterate_items(sampler):
             index = torch.as_tensor(numbers)
@@ -238,7 +239,7 @@ def _tensor_batches(loader: Any) -> Callable[[], Iterator[Batch]] | None:
                 index = indices[index]
             yield as_batch(tuple(tensor[index] for tensor in tensors))
 
-    return batches
+    return yield_batches
 
 
 def _iterate_items(data: Iterable[T]) -> Iterator[T]:

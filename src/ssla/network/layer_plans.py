@@ -50,19 +50,19 @@ def open_any_parameters(
     parameters = dict(frozen.module.named_parameters())
     layout = contiguous_layout({name: parameters[name].shape for name in names})
     theta = layout.pack({name: parameters[name] for name in names})
-    uses = _layer_uses(probe, parameters, _row_axes(frozen, x, probe))
+    uses = _find_layer_uses(probe, parameters, _find_row_axes(frozen, x, probe))
     network = AnyParameters(
         frozen,
         layout,
         theta,
         outputs=f.shape[1],
         fixed_tensors=collect_fixed_tensors(frozen.module, names),
-        layers=_layer_plans(uses, layout),
+        layers=_make_layer_plans(uses, layout),
         without_kronecker=names,
         extra_per_row=0,  # set below, as the names before it
         notes=() if note is None else (note,),
         head=head,
-        norms=_norm_plans(uses, layout),
+        norms=_make_norm_plans(uses, layout),
     )
     network = replace(network, without_kronecker=_unplanned_names(network))
     network = _drop_wrong_plans(network, frozen.cast(take_rows(x, slice(0, CHECKED_ROWS))))
@@ -77,7 +77,7 @@ def _drop_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
     dropped. Raises ValueError if the gradient is zero.
     """
     names = network.layout.names
-    wrong = _disagreement(network, x)
+    wrong = _find_disagreements(network, x)
     if not bool(wrong.any()):
         return network
     positions = network.layout.positions
@@ -85,9 +85,9 @@ def _drop_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
     layers = tuple(plan for plan in network.layers if not bool(wrong[plan.positions].any()))
     # Of a norm, scale or shift may be frozen: only the free ones must be right.
     norms = tuple(plan for plan in network.norms if {plan.weight, plan.bias} & set(names) <= right)
-    reduced = replace(network, layers=_fully_covered(layers, network.layout), norms=norms)
+    reduced = replace(network, layers=_keep_fully_covered(layers, network.layout), norms=norms)
     reduced = replace(reduced, without_kronecker=_unplanned_names(reduced))
-    if bool(_disagreement(reduced, x).any()):
+    if bool(_find_disagreements(reduced, x).any()):
         notes = (*network.notes, UNLIKE_LAYERS)
         return replace(reduced, layers=(), norms=(), without_kronecker=names, notes=notes)
     dropped = ", ".join(name for name in names if name not in right)
@@ -125,7 +125,7 @@ def _bytes_per_row(
     results = [call.result.numel() // rows for call in calls]
     # Inputs a, and one gradient δ for each output.
     sizes = [
-        _input_size(call) // rows + outputs * result
+        _count_input_entries(call) // rows + outputs * result
         for call, result in zip(calls, results, strict=True)
     ]
     positions = network.layout.positions
@@ -142,7 +142,7 @@ def _bytes_per_row(
     return jacobian, jacobian + layers + activations + 8 * outputs * (columns_size + entries)
 
 
-def _input_size(call: Call) -> int:
+def _count_input_entries(call: Call) -> int:
     """Return the number of entries of `inputs_by_position` for the call of a planned layer."""
     if call.operation == LINEAR:
         return call.input.numel()
@@ -160,7 +160,7 @@ class _LayerUse:
     axis: int  # the dimension of the input that holds the rows
 
 
-def _row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
+def _find_row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
     """Return the dimension of each call's input that holds the rows; None if there is none.
 
     x: the rows of the probe's forward pass. The dimension is found by a second forward pass with
@@ -186,7 +186,7 @@ def _row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
     ]
 
 
-def _layer_uses(
+def _find_layer_uses(
     probe: Probe, parameters: Mapping[str, Tensor], axes: list[int | None]
 ) -> list[_LayerUse]:
     """Return the uses in layers on batches of those parameters that are used nowhere else.
@@ -257,10 +257,10 @@ def _share_entries(call: Call, other: Call) -> bool:
     return same_bias and overlap(call.bias_first, other.bias_first)
 
 
-def _layer_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[LayerPlan, ...]:
+def _make_layer_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[LayerPlan, ...]:
     """Return the plans of layers with a Kronecker form of which the weight or the bias is free.
 
-    A plan is left out if it covers a parameter in part only (see `_fully_covered`).
+    A plan is left out if it covers a parameter in part only (see `_keep_fully_covered`).
     """
     plans = []
     for use in uses:
@@ -279,10 +279,10 @@ def _layer_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[LayerPlan, 
             columns.append(layout.positions[bias][bias_rows].unsqueeze(1))
         positions = torch.cat(columns, 1)  # (out, in), with the bias as a last column
         plans.append(LayerPlan(use.weight, positions, weight_free, bias_free, call.first, use.axis))
-    return _fully_covered(tuple(plans), layout)
+    return _keep_fully_covered(tuple(plans), layout)
 
 
-def _fully_covered(plans: tuple[LayerPlan, ...], layout: Layout) -> tuple[LayerPlan, ...]:
+def _keep_fully_covered(plans: tuple[LayerPlan, ...], layout: Layout) -> tuple[LayerPlan, ...]:
     """Return the plans all of whose parameters are covered by the returned plans in every entry.
 
     A weight with three projections, for example, needs the plans of all three.
@@ -299,7 +299,7 @@ def _fully_covered(plans: tuple[LayerPlan, ...], layout: Layout) -> tuple[LayerP
         plans = kept
 
 
-def _norm_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[NormPlan, ...]:
+def _make_norm_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[NormPlan, ...]:
     """Return the plans of norms whose scale or shift is free."""
     plans = []
     for use in uses:
@@ -309,7 +309,7 @@ def _norm_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[NormPlan, ..
     return tuple(plans)
 
 
-def _disagreement(network: AnyParameters, x: Inputs) -> Tensor:
+def _find_disagreements(network: AnyParameters, x: Inputs) -> Tensor:
     """Return a mask (P,) of the entries at which Jᵀg by layers differs from Jᵀg by backpropagation.
 
     x are cast rows, and g (B, C) is fixed. All entries differ if the layers cannot be computed.

@@ -61,7 +61,7 @@ def open_network(
     first_rows = take_rows(x, slice(0, OPENING_ROWS))
     frozen, probe, f = _freeze_and_check(model, x, first_rows, output)
     head = _find_head(probe, f, dict(frozen.module.named_parameters()))
-    names = _free_names(model, weights, head)
+    names = _select_free_names(model, weights, head)
     _refuse_links(probe, f, links)
     note = describe_frozen_parameters(model) if weights == ALL else None
     if isinstance(head, _Head) and head.covers(names) and not _tied_names(model, head.weight):
@@ -174,7 +174,7 @@ def _freeze_and_check(
     )
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     check_inputs_finite(batch)
-    frozen, probe, f = _first_forward(draft, x, batch)
+    frozen, probe, f = _run_first_forward(draft, x, batch)
     _check_repeatable(frozen, x, buffers)
     check_finite(
         "The network's output", f, "Check the scale of the inputs and the trained weights."
@@ -269,7 +269,7 @@ def _ways_to_call(x: Inputs) -> tuple[Callable[[nn.Module, Inputs], Any], ...]:
     return call_unpacked, call_with_one_argument
 
 
-def _first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen, Probe, Tensor]:
+def _run_first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen, Probe, Tensor]:
     """Find out how the module takes its inputs: unpacked or as one argument, integers kept or cast.
 
     Returns the draft with this knowledge, the record of the forward pass on the rows x of the
@@ -396,7 +396,7 @@ def _tied_names(model: nn.Module, name: str) -> list[str]:
     return [other for other, p in parameters.items() if p is parameters[name] and other != name]
 
 
-def _free_names(
+def _select_free_names(
     model: nn.Module,
     weights: str | list[str] | tuple[str, ...],
     head: _Head | str,

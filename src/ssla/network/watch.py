@@ -173,10 +173,10 @@ class Probe(TorchFunctionMode):
         attention = read_attention(func, args, kwargs)
         if attention is not None:
             self._record_attention(attention)
-            return compute_attention(attention, self._project)
+            return compute_attention(attention, self._project_and_record)
         recurrence = read_recurrence(func, args, kwargs)
         if recurrence is not None:
-            return compute_recurrence(recurrence, self._project)
+            return compute_recurrence(recurrence, self._project_and_record)
         result = func(*args, **kwargs)
         name = getattr(func, "__name__", "")
         if name == "__get__":  # shape, dtype, …
@@ -216,7 +216,7 @@ class Probe(TorchFunctionMode):
         # Three arrays of that size: scores, attention, and one for the products.
         self.bytes += 3 * scores * given["query"].element_size()
 
-    def _project(
+    def _project_and_record(
         self,
         x: Tensor,
         weight: Tensor,
@@ -294,10 +294,10 @@ class LayerWatch(TorchFunctionMode):
         kwargs = kwargs or {}
         attention = read_attention(func, args, kwargs)
         if attention is not None:
-            return compute_attention(attention, self._project)
+            return compute_attention(attention, self._project_and_watch)
         recurrence = read_recurrence(func, args, kwargs)
         if recurrence is not None:
-            return compute_recurrence(recurrence, self._project)
+            return compute_recurrence(recurrence, self._project_and_watch)
         result = func(*args, **kwargs)
         call = read_layer(func, args, kwargs, result) or read_norm(func, args, kwargs, result)
         if call is None or id(call.weight) not in self.weights:
@@ -309,7 +309,7 @@ class LayerWatch(TorchFunctionMode):
         assert call is not None
         return self._add_zero(call)
 
-    def _project(
+    def _project_and_watch(
         self,
         x: Tensor,
         weight: Tensor,

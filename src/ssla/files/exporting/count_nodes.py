@@ -121,7 +121,7 @@ class CountLaw:
         return self._choose_by_row(values)
 
 
-def count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
+def make_count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
     """Return the law of counts with mean e^f and a known `overdispersion`, for f ~ N(f̂, K).
 
     f: f̂ (N, 1). K (N, 1, 1). A row uses the table of the first reach whose tails are small enough,

@@ -15,13 +15,13 @@ from ssla.curvature.diagonal import DiagonalOperator
 from ssla.curvature.jacobians import Features
 from ssla.curvature.kfac import KfacOperator
 from ssla.data import Inputs
-from ssla.files.exporting.count_nodes import CountLaw, count_law
+from ssla.files.exporting.count_nodes import CountLaw, make_count_law
 from ssla.files.exporting.laws import (
     GaussianLaw,
     Levels,
     binary_probabilities,
     covariance_root_of,
-    gaussian_law,
+    make_gaussian_law,
     softmax_probabilities,
 )
 from ssla.network import LastLayer, LayerInputs
@@ -100,8 +100,8 @@ class Graph(nn.Module):
         """
         likelihood = self.posterior.likelihood.predictive
         if likelihood.quadratic:
-            return gaussian_law(f, K, likelihood.covariance_for(f))
-        return count_law(likelihood, f, K)
+            return make_gaussian_law(f, K, likelihood.covariance_for(f))
+        return make_count_law(likelihood, f, K)
 
 
 def check_exportable(posterior: Posterior) -> None:

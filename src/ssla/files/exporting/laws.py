@@ -49,7 +49,7 @@ class GaussianLaw:
         return self.mean.unsqueeze(-1) + scale * levels.scores
 
 
-def gaussian_law(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
+def make_gaussian_law(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
     """Return the law of y under Gaussian noise, with the variances of noise + K.
 
     f (N, D) is the mean, and K and noise are covariances (N, D, D).
