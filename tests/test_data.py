@@ -40,7 +40,7 @@ def test_chunks_are_kept_only_if_all_of_them_fit(budget, passes):
 
 def test_a_size_of_none_keeps_nothing_and_half_a_pass_keeps_nothing():
     nothing, half = rows(80, size=lambda chunk: None), rows(80)
-    assert torch.equal(torch.cat([x for _, x in nothing.read()]), X)
+    assert torch.equal(torch.cat([x for _, x in nothing.read_chunks()]), X)
     next(iter(half))
     assert nothing.kept is None
     assert half.kept is None
@@ -50,7 +50,7 @@ def test_a_size_of_none_keeps_nothing_and_half_a_pass_keeps_nothing():
 def test_a_change_applies_to_kept_and_to_read_chunks(budget):
     found = rows(budget)
     list(found)
-    assert torch.equal(torch.cat(list(found.changed(lambda chunk: chunk + 1))), 2 * X[:, 0] + 1)
+    assert torch.equal(torch.cat(list(found.map_chunks(lambda chunk: chunk + 1))), 2 * X[:, 0] + 1)
     assert torch.equal(torch.cat(list(found)), 2 * X[:, 0])
 
 

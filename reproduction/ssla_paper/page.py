@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from ssla.files.replacing import new_file
+from ssla.files.replacing import replace_file
 from ssla_paper.runner import OURS, PAPER, REPEATED, Workplace, write_whole
 
 Summary = dict[str, Any]
@@ -321,6 +321,6 @@ def _placed(figure: Path, page: Path, start: Path, folder: Path) -> str:
     if page.parent == folder:
         return Path(os.path.relpath(figure, start)).as_posix()
     copy = page.with_suffix("") / figure.name
-    with new_file(copy) as draft:
+    with replace_file(copy) as draft:
         shutil.copyfile(figure, draft)
     return Path(os.path.relpath(copy, start)).as_posix()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import ssla
-from ssla.files.replacing import new_file, new_folder
+from ssla.files.replacing import replace_file, replace_folder
 
 Record = dict[str, Any]
 """The result of a task: numbers, strings, lists and dicts of them."""
@@ -82,7 +82,7 @@ class Claim:
 
 def write_whole(path: Path, text: str) -> None:
     """Write the text in one step: all of it, or no change."""
-    with new_file(path) as draft:
+    with replace_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
@@ -189,7 +189,7 @@ def run(
             f"{place.results(study.name)}, which a partial run does not replace. Run the study to "
             "its end, or move that directory away."
         )
-    with new_folder(
+    with replace_folder(
         place.results(study.name)
     ) as folder:  # old tables stay until the new ones are complete
         claims = study.report(records, folder)

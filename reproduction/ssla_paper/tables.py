@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ssla.files.replacing import new_file
+from ssla.files.replacing import replace_file
 from ssla_paper.runner import write_whole
 
 Cell = str | float | int | None
@@ -102,9 +102,9 @@ def _escaped(text: str) -> str:
 
 def draw(figure: Any, folder: Path, name: str) -> None:
     """A figure as PNG and PDF, without dates, so that two runs give the same files."""
-    with new_file(folder / f"{name}.png") as draft:
+    with replace_file(folder / f"{name}.png") as draft:
         figure.savefig(draft, dpi=120, bbox_inches="tight", metadata={"Software": None})
-    with new_file(folder / f"{name}.pdf") as draft:
+    with replace_file(folder / f"{name}.pdf") as draft:
         figure.savefig(draft, bbox_inches="tight", metadata={"CreationDate": None})
     import matplotlib.pyplot as plt
 

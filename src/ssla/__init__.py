@@ -115,12 +115,14 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Import a public name when it is first used; AttributeError for another."""
+        """Return a public name, imported when it is first used; AttributeError for another name."""
+        # An imported package becomes an attribute of this one by itself; other names are stored.
         if name in _PACKAGES:
             return import_module(f"ssla.{_PACKAGES[name]}")
         if name not in _NAMES:
             raise AttributeError(f"module 'ssla' has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(f"ssla.{_NAMES[name]}"), name)
+        value: object = getattr(import_module(f"ssla.{_NAMES[name]}"), name)
+        globals()[name] = value
         return value
 
     def __dir__() -> list[str]:

@@ -1,5 +1,5 @@
-"""Shared error messages (what was expected, what was given, what to do), and the torch contexts
-that work is done in.
+"""Checks of arguments with their error messages (what was expected, what was given, what to do),
+and the torch contexts in which the library works.
 """
 
 from __future__ import annotations
@@ -23,24 +23,25 @@ from torch import Tensor
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-P = ParamSpec("P")
-R = TypeVar("R")
-C = TypeVar("C")
+P = ParamSpec("P")  # the arguments of a decorated function
+R = TypeVar("R")  # its result
+C = TypeVar("C")  # a decorated class
 
 PACKAGE = Path(__file__).parent
 
 
 def did_you_mean(name: object, valid: Iterable[str]) -> str:
-    """Return a hint for an error with the most similar valid name; empty if there is none.
+    """Return a hint for an error with the most similar valid name; empty if none is similar.
 
     Case is ignored. The hint starts with a space.
     """
-    folded: dict[str, str] = {}
+    by_folded_name: dict[str, str] = {}
     # Of two names that differ by case alone, the first is suggested.
-    for known in valid:
-        folded.setdefault(known.casefold(), known)
-    near = difflib.get_close_matches(str(name).casefold(), folded, n=1, cutoff=0.5)
-    return f" Did you mean {folded[near[0]]!r}?" if near else ""
+    for valid_name in valid:
+        by_folded_name.setdefault(valid_name.casefold(), valid_name)
+    # The least similarity, 0.5, is a guess.
+    near = difflib.get_close_matches(str(name).casefold(), by_folded_name, n=1, cutoff=0.5)
+    return f" Did you mean {by_folded_name[near[0]]!r}?" if near else ""
 
 
 SEE = " See docs/failures.md."
@@ -48,67 +49,71 @@ SEE = " See docs/failures.md."
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the first caller outside this package, the user's line.
+    """Give a warning at the first caller outside this package, which is the user's line.
 
     The page on failures is named at the end of the message.
     """
     frame = sys._getframe(1)
-    stack_level = 2  # of the caller of this function
+    stack_level = 2  # of that frame in `warnings.warn`: 1 would be this function
     while frame.f_back is not None and Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
         frame = frame.f_back
         stack_level += 1
     warnings.warn(message + SEE, category, stacklevel=stack_level)
 
 
-def unknown_name(kind: str, name: object, valid: Iterable[str]) -> str:
+def unknown_name(noun: str, name: object, valid: Iterable[str]) -> str:
     """Return the error text for an unknown name, with the most similar valid one.
 
-    kind: what is named, as in "Unknown structure 'dens'".
+    noun: what the name stands for, such as "structure" in "Unknown structure 'dens'".
     """
     names = list(valid)
     return (
-        f"Unknown {kind} {name!r}.{did_you_mean(name, names)} Valid: {', '.join(map(repr, names))}."
+        f"Unknown {noun} {name!r}.{did_you_mean(name, names)} Valid: {', '.join(map(repr, names))}."
     )
 
 
-def check_name(kind: str, name: Any, valid: Iterable[str]) -> str:
-    """Return a name that is valid; ValueError for any other value.
+def check_name(noun: str, name: Any, valid: Iterable[str]) -> str:
+    """Return the name if it is one of the valid ones; ValueError for any other value.
 
-    kind: what is named, for the error.
+    noun: what the name stands for, for the error.
     """
     names = list(valid)
     if not isinstance(name, str) or name not in names:
-        raise ValueError(unknown_name(kind, name, names))
+        raise ValueError(unknown_name(noun, name, names))
     return name
 
 
-def layers_of(value: Tensor) -> list[Tensor]:
-    """Return a tensor and those that torch.func has wrapped in it, the innermost last."""
-    layers = [value]
-    while is_functorch_wrapped_tensor(layers[-1]):
-        layers.append(get_unwrapped(layers[-1]))
-    return layers
+def wrapped_tensors(value: Tensor) -> list[Tensor]:
+    """Return a tensor and those that torch.func has wrapped in it, the innermost last.
+
+    Each transform, such as grad or vmap, wraps the tensors inside it once.
+    """
+    tensors = [value]
+    while is_functorch_wrapped_tensor(tensors[-1]):
+        tensors.append(get_unwrapped(tensors[-1]))
+    return tensors
 
 
 def is_inside_vmap(value: Tensor) -> bool:
     """Return whether a tensor is inside torch.func.vmap, where no step may depend on its values."""
-    return any(is_batchedtensor(layer) for layer in layers_of(value))
+    return any(is_batchedtensor(tensor) for tensor in wrapped_tensors(value))
 
 
 def outside_transforms() -> AbstractContextManager[Any]:
     """Return a context in which no torch.func transform is active.
 
-    It is for constants and for values without a graph.
+    It is for constants and for values without a graph: a transform would wrap new tensors.
     """
     return temporarily_clear_interpreter_stack()
 
 
+# Whether this build of torch has a device.
 BUILT = {
     "cuda": torch.backends.cuda.is_built(),
     "mps": torch.backends.mps.is_built(),
     "xpu": getattr(torch.version, "xpu", None) is not None,
 }
-AUTOCAST = ("cpu", *(name for name, built in BUILT.items() if built))
+AUTOCAST_DEVICES = ("cpu", *(name for name, built in BUILT.items() if built))
 """Devices that this build of torch has, and for which it may cast automatically."""
 CPU = torch.device("cpu")
 _caller = threading.local()
@@ -118,9 +123,10 @@ _caller = threading.local()
 def _caller_changed_torch() -> bool:
     """Return whether the caller has entered a torch context that would change answers.
 
-    Every public call asks this, so it must be fast: it takes 1 µs.
+    These are inference mode, automatic casts, and a default device other than the CPU. Every public
+    call asks this, so it must be fast: it takes 1 µs.
     """
-    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, AUTOCAST)):
+    if torch.is_inference_mode_enabled() or any(map(torch.is_autocast_enabled, AUTOCAST_DEVICES)):
         return True
     # torch.get_default_device() takes several µs. Without a function mode there is no default
     # device to find.
@@ -137,9 +143,9 @@ def plain_torch() -> Iterator[None]:
     """
     with ExitStack() as stack:
         if torch.is_inference_mode_enabled():
-            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.inference_mode(mode=False))
             stack.enter_context(torch.no_grad())
-        for device_type in AUTOCAST:
+        for device_type in AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         device = torch.get_default_device()
@@ -174,31 +180,32 @@ def in_plain_torch(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function that users call, so that it runs in `plain_torch`."""
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+    def call_function(*args: P.args, **kwargs: P.kwargs) -> R:
         """Call the function; enter `plain_torch` only if the caller has changed torch."""
         if not _caller_changed_torch():
             return function(*args, **kwargs)
         with plain_torch():
             return function(*args, **kwargs)
 
-    return run
+    return call_function
 
 
-def all_in_plain_torch(kind: type[C]) -> type[C]:
+def all_in_plain_torch(cls: type[C]) -> type[C]:
     """Decorate a class, so that its public methods and properties run in `plain_torch`.
 
-    `__call__` and `__post_init__` do too. The class itself is changed and returned.
+    `__call__` and `__post_init__` do too. The class itself is changed and returned. Inherited
+    members, static methods and class methods stay as they are.
     """
-    for name, member in list(vars(kind).items()):
+    for name, member in list(vars(cls).items()):
         if name.startswith("_") and name not in ("__call__", "__post_init__"):
             continue
         if isinstance(member, FunctionType):
-            setattr(kind, name, in_plain_torch(member))
+            setattr(cls, name, in_plain_torch(member))
         elif isinstance(member, property) and member.fget is not None:
-            setattr(kind, name, member.getter(in_plain_torch(member.fget)))
+            setattr(cls, name, member.getter(in_plain_torch(member.fget)))
         elif isinstance(member, functools.cached_property):
             member.func = in_plain_torch(member.func)
-    return kind
+    return cls
 
 
 def copy_if_inference(value: Tensor) -> Tensor:
@@ -208,15 +215,16 @@ def copy_if_inference(value: Tensor) -> Tensor:
 
 @contextmanager
 def record_derivatives(subject: str) -> Iterator[None]:
-    """Record derivatives of the user's function in the block.
+    """Let autograd record derivatives in the block, which calls a function of the user.
 
-    subject: the function, for the error. ValueError if it uses a tensor that autograd cannot
-    record.
+    subject: the function, for the error. ValueError if the block uses a tensor that was made in
+    inference mode, which autograd cannot record. Other errors pass.
     """
     try:
         with torch.enable_grad():
             yield
     except RuntimeError as error:
+        # The message of torch begins with "Inference tensors", or has "inference tensor" in it.
         if "nference tensor" not in str(error):
             raise
         raise ValueError(
@@ -227,9 +235,10 @@ def record_derivatives(subject: str) -> Iterator[None]:
 
 
 def check_finite(subject: str, values: Tensor, remedy: str) -> None:
-    """Raise ValueError for NaN and infinity, with the index of the first.
+    """Raise ValueError if a value is NaN or infinite, with the index of the first.
 
-    subject: the values, for the error. Nothing is checked inside torch.func.vmap.
+    subject: the values, for the error. remedy: its last sentence. Nothing is checked inside
+    torch.func.vmap, where values cannot be read.
     """
     # Integers are finite, and inside vmap values cannot be read.
     if not (values.is_floating_point() or values.is_complex()) or is_inside_vmap(values):
@@ -251,7 +260,8 @@ def refuse_masked(
 ) -> None:
     """Raise ValueError for a NumPy array with masked values.
 
-    The numbers behind the mask are not data. subject: the array, for the error.
+    The numbers behind the mask are not data. subject: the array, for the error. remedy: its last
+    sentence. Anything but a NumPy array is accepted.
     """
     if isinstance(values, np.ma.MaskedArray) and np.ma.is_masked(values):
         mask = np.ma.getmaskarray(values)
@@ -282,7 +292,7 @@ def check_draw_count(n: Any) -> int:
 def check_positive(subject: str, values: Tensor, remedy: str = "Give a value above zero.") -> None:
     """Raise ValueError unless all values are finite and above zero.
 
-    subject: the values, for the error.
+    subject: the values, for the error. remedy: its last sentence.
     """
     if not bool((torch.isfinite(values) & (values > 0)).all()):
         shown = values.flatten()[:4].tolist()
@@ -290,7 +300,7 @@ def check_positive(subject: str, values: Tensor, remedy: str = "Give a value abo
 
 
 def check_level(value: float) -> float:
-    """Return a probability as a float.
+    """Return the probability of an interval or a quantile as a float.
 
     TypeError unless it is one number, ValueError unless it is strictly between 0 and 1.
     """
@@ -307,10 +317,11 @@ def check_level(value: float) -> float:
     return number
 
 
-def writable(path: Path) -> None:
-    """Raise ValueError if `path` cannot be written.
+def check_writable(path: Path) -> None:
+    """Raise ValueError if a file at `path` could not be written.
 
-    It is called before the work starts, so that no work is lost.
+    Folders that do not exist count as writable if the first one above them is. It is called before
+    the work starts, so that no work is lost.
     """
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if not folder.is_dir():
@@ -324,7 +335,7 @@ def writable(path: Path) -> None:
         )
 
 
-def check_covariances(subject: str, K: Tensor) -> Tensor:
+def checked_covariances(subject: str, K: Tensor) -> Tensor:
     """Return covariances K (N, C, C) in float64, on the CPU.
 
     subject: the covariances, for the error. ValueError unless they are symmetric and positive
@@ -333,30 +344,34 @@ def check_covariances(subject: str, K: Tensor) -> Tensor:
     """
     if not K.numel():
         return K.double()
+    # Integers are exact.
     eps = torch.finfo(K.dtype).eps if K.is_floating_point() else 0.0
     values = K.detach().to("cpu", torch.float64)
     size = values.abs().amax((1, 2))
-    # The rounding error of a product is at most √ε of its row; that of a difference of larger
-    # numbers is ε of those.
-    allowed = eps**0.5 * size * (K.shape[-1] > 1) + 16 * eps * size.amax()
+    # The rounding error of a product of matrices is at most √ε of its row; that of a difference of
+    # larger numbers is ε of those, where the factor 16 is a guess. A 1×1 covariance is no product
+    # of matrices.
+    has_products = K.shape[-1] > 1
+    allowed = eps**0.5 * size * has_products + 16 * eps * size.amax()
     skew = (values - values.mT).abs().amax((1, 2))
     fault = "its entries differ from those of its transpose by"
-    _refuse_covariances(subject, skew > allowed, "symmetric", fault, skew)
+    _refuse_bad_covariances(subject, skew > allowed, "symmetric", fault, skew)
     values = (values + values.mT) / 2
     spectrum, basis = torch.linalg.eigh(values)
     least = spectrum[:, 0]
     fault = "its smallest eigenvalue is"
-    _refuse_covariances(subject, least < -allowed, "positive semi-definite", fault, least)
+    _refuse_bad_covariances(subject, least < -allowed, "positive semi-definite", fault, least)
     positive_part = (basis * spectrum.clamp_min(0).unsqueeze(-2)) @ basis.mT
     return torch.where((least < 0)[:, None, None], positive_part, values)
 
 
-def _refuse_covariances(
+def _refuse_bad_covariances(
     subject: str, bad: Tensor, required: str, fault: str, figures: Tensor
 ) -> None:
-    """Raise ValueError if any covariance is bad (N,), with the fault and the figure of the first.
+    """Raise ValueError if any covariance is bad, with the fault of the first.
 
-    required: what the covariances must be. figures (N,): how large the fault is.
+    bad (N,): which of them are. required: the adjective that they lack. fault: words before the
+    figure of the first. figures (N,): how large the fault of each is.
     """
     if bool(bad.any()):
         row = int(bad.nonzero()[0])

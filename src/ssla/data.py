@@ -1,5 +1,5 @@
-"""Loaders, arrays, iterables -> batches of (inputs, targets, row weights), and the one reader of
-training rows.
+"""Turns loaders, arrays and iterables into batches of (inputs, targets, row weights), and reads
+training rows in chunks.
 
 Inputs may be a tensor or array, a tuple of them, or a dict. A batch is
 
@@ -29,19 +29,20 @@ from ssla._checks import (
     callers_device,
     copy_if_inference,
     is_inside_vmap,
-    layers_of,
     outside_transforms,
     refuse_masked,
+    wrapped_tensors,
 )
 
 Inputs = Any
 """Tensor | tuple of Tensors | dict of Tensors."""
 
 T = TypeVar("T")
+"""An item of an iterable, or a prepared chunk of rows."""
 TARGET_KEYS = ("y", "labels", "target", "targets")
 WEIGHT_KEYS = ("weights", "weight", "sample_weight")
 ARRAY_ROWS = 8192  # of arrays in one batch. A guess
-GOLDEN = (5**0.5 - 1) / 2
+GOLDEN = (5**0.5 - 1) / 2  # the golden ratio, less one
 MASKED = (
     "The numbers behind a mask are not data. Leave out these rows, or fill the gaps. The "
     "estimators of ssla.sklearn accept masked inputs as gaps."
@@ -66,14 +67,15 @@ class Source:
 
     iterate: Callable[[], Iterator[Batch]]
     repeatable: bool
-    length: int | None  # batches, if known
-    rows: int | None = None  # as the loader states, not as counted: for the estimate of memory
+    length: int | None  # the number of batches; None: not known
+    # The number of rows as the loader states it, for the estimate of memory; None: not known.
+    rows: int | None = None
 
     def __iter__(self) -> Iterator[Batch]:
-        """Start a pass over the batches."""
+        """Start a pass over the batches; a second one is empty unless the source is repeatable."""
         return self.iterate()
 
-    def then(self, other: Source) -> Source:
+    def followed_by(self, other: Source) -> Source:
         """Return a source with the batches of this one, then those of another; no copy is made."""
         length = None if self.length is None or other.length is None else self.length + other.length
         return Source(lambda: chain(self, other), self.repeatable and other.repeatable, length)
@@ -83,6 +85,7 @@ def open_source(data: Any) -> Source:
     """Return the Source of the user's data; TypeError if its type is not supported.
 
     data: a Source, a TensorDataset, (X, y) or (X, y, weights) of arrays, or an iterable of batches.
+    Arrays are checked here, as by `as_batch`; batches are checked when they are read.
     """
     if isinstance(data, Source):
         return data
@@ -94,7 +97,7 @@ def open_source(data: Any) -> Source:
         if isinstance(data, tuple) and all(map(_is_list_of_numbers, columns)):
             columns = tuple(map(as_tensor, columns))
         if all(map(_is_array, columns)):
-            return _array_source(as_batch((data[0], *columns)))
+            return _make_array_source(as_batch((data[0], *columns)))
     if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
         raise TypeError(
             f"data is a {type(data).__name__}, which does not separate inputs from targets. "
@@ -104,20 +107,23 @@ def open_source(data: Any) -> Source:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
         length = None
-    iterate = _tensor_batches(data) or (lambda: (as_batch(item) for item in _iterate_items(data)))
-    return Source(iterate, not isinstance(data, Iterator), length, _stated_rows(data))
+    # Where one index cannot select a batch, the iterable itself yields it.
+    iterate = _make_batch_iterator(data) or (lambda: map(as_batch, _iterate_items(data)))
+    # An iterator is used up after one pass; other iterables start again.
+    repeatable = not isinstance(data, Iterator)
+    return Source(iterate, repeatable, length, _stated_row_count(data))
 
 
-def _array_source(arrays: Batch) -> Source:
-    """Return the source of all rows in memory, in batches of ARRAY_ROWS rows."""
+def _make_array_source(arrays: Batch) -> Source:
+    """Return the source of rows that are in memory, in batches of ARRAY_ROWS rows."""
     rows = row_count(arrays.x)
 
-    def batches() -> Iterator[Batch]:
+    def yield_batches() -> Iterator[Batch]:
         """Yield the rows in order; nothing for zero rows."""
         if rows:
             yield from split_batch(arrays, ARRAY_ROWS)
 
-    return Source(batches, True, -(-rows // ARRAY_ROWS), rows)
+    return Source(yield_batches, repeatable=True, length=math.ceil(rows / ARRAY_ROWS), rows=rows)
 
 
 def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | None]:
@@ -153,7 +159,8 @@ def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | N
             f"order each time, but {obstacle}. Give arrays, a loader with shuffle=False, or the "
             "validation rows themselves."
         )
-    return _select_share(source, validation, False), _select_share(source, validation, True)
+    training = _select_share(source, validation, held_out=False)
+    return training, _select_share(source, validation, held_out=True)
 
 
 def pick_batch_rows(batch: Batch, rows: Tensor | slice) -> Batch:
@@ -163,40 +170,46 @@ def pick_batch_rows(batch: Batch, rows: Tensor | slice) -> Batch:
 
 
 def _select_share(source: Source, share: float, held_out: bool) -> Source:
-    """Return the rows of a share (held_out), or the others.
+    """Return the rows of a share of the source if held_out, and the other rows otherwise.
 
-    Row i is held out if the fractional part of i times the golden ratio is below the share: these
-    numbers are spread evenly over [0, 1) and over the order of the rows.
+    share: between 0 and 1. Row i = 1, 2, … is held out if the fractional part of i times the golden
+    ratio is below the share: these numbers are spread evenly over [0, 1) and over the order of the
+    rows.
     """
 
-    def batches() -> Iterator[Batch]:
-        """Yield the rows of the share from each batch."""
+    def yield_batches() -> Iterator[Batch]:
+        """Yield the selected rows of each batch."""
         start = 1
         for batch in source:
             count = batch.y.shape[0]
-            places = torch.arange(start, start + count, dtype=torch.float64) * GOLDEN
+            multiples = torch.arange(start, start + count, dtype=torch.float64) * GOLDEN
             start += count
-            yield pick_batch_rows(batch, (((places % 1) < share) == held_out).nonzero().squeeze(1))
+            selected = ((multiples % 1) < share) == held_out
+            yield pick_batch_rows(batch, selected.nonzero().squeeze(1))
 
     rows = source.rows
     if rows is not None:
         rows = math.ceil(rows * (share if held_out else 1 - share))
-    return Source(batches, True, source.length, rows)
+    return Source(yield_batches, repeatable=True, length=source.length, rows=rows)
 
 
-def _stated_rows(data: Any) -> int | None:
-    """Return the number of rows that a loader states; None if it states none."""
+def _stated_row_count(data: Any) -> int | None:
+    """Return the number of rows that a DataLoader states; None for other data, or if it states
+    none.
+    """
     try:
         return len(data.sampler) if isinstance(data, DataLoader) else None  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
         return None
 
 
-def _tensor_batches(loader: Any) -> Callable[[], Iterator[Batch]] | None:
-    """Return the batches of a loader over tensors, each selected by one index.
+def _make_batch_iterator(loader: Any) -> Callable[[], Iterator[Batch]] | None:
+    """Return a function that yields the batches of a loader over tensors, each selected by one
+    index.
 
-    The loader itself would collate them row by row. None for loaders with settings of their own,
-    whose own iteration is needed.
+    This is faster than the loader itself, which collates batches row by row. The result is None for
+    anything else, and for a loader with workers or settings that change its batches: the caller
+    then iterates over the loader.
     """
     if (
         type(loader) is not DataLoader
@@ -208,6 +221,7 @@ def _tensor_batches(loader: Any) -> Callable[[], Iterator[Batch]] | None:
         return None
     dataset = loader.dataset
     subsets: list[Tensor] = []
+    # Subclasses may select other rows, so only the classes themselves count.
     while type(dataset) is Subset:
         subsets.append(torch.as_tensor(dataset.indices))
         dataset = dataset.dataset
@@ -216,26 +230,26 @@ def _tensor_batches(loader: Any) -> Callable[[], Iterator[Batch]] | None:
     sampler = loader.batch_sampler
     tensors = dataset.tensors
 
-    def batches() -> Iterator[Batch]:
+    def yield_batches() -> Iterator[Batch]:
         """Yield a batch for the row numbers of each step of the sampler."""
         for numbers in _iterate_items(sampler):
             index = torch.as_tensor(numbers)
-            # The outermost subset was found first; each maps its numbers to those of the next.
+            # The outermost subset comes first; each maps its numbers to those of the next.
             for indices in subsets:
                 index = indices[index]
             yield as_batch(tuple(tensor[index] for tensor in tensors))
 
-    return batches
+    return yield_batches
 
 
 def _iterate_items(data: Iterable[T]) -> Iterator[T]:
     """Yield the items of the user's iterable, each made with the user's own default device.
 
-    A sampler's generator may need that device.
+    A sampler's generator may need that device. The device is not set while the item is used.
     """
     with callers_device():
         items = iter(data)
-    exhausted = object()
+    exhausted = object()  # None may be an item
     while True:
         with callers_device():
             item = next(items, exhausted)
@@ -247,8 +261,9 @@ def _iterate_items(data: Iterable[T]) -> Iterator[T]:
 def as_batch(item: Any) -> Batch:
     """Return the Batch of one item of the user's iterable.
 
-    TypeError for an item of another form; ValueError unless x, y and weights have the same number
-    of rows, and the weights are finite and not negative.
+    The forms of an item are those of the module's docstring. TypeError for another form; ValueError
+    unless x, y and weights have the same number of rows, and the weights are finite and not
+    negative. Errors of values are those of `as_tensor`.
     """
     x, y, weights = _split_columns(item)
     with torch.no_grad():  # rows are constants, even if they carry an autograd graph
@@ -281,10 +296,12 @@ def _split_columns(item: Any) -> tuple[Any, Any, Any]:
         weight = next((key for key in WEIGHT_KEYS if key in item), None)
         inputs = {key: value for key, value in item.items() if key not in (target, weight)}
         x = inputs["x"] if set(inputs) == {"x"} else inputs
-        return x, item[target], None if weight is None else item[weight]
+        weights = None if weight is None else item[weight]
+        return x, item[target], weights
     if isinstance(item, tuple | list):
         if len(item) in (2, 3):
-            return item[0], item[1], item[2] if len(item) == 3 else None
+            weights = item[2] if len(item) == 3 else None
+            return item[0], item[1], weights
         form = f"a {type(item).__name__} of {len(item)}"
     else:
         form = f"a {type(item).__name__}"
@@ -311,12 +328,13 @@ def _check_weights(weights: Tensor, rows: int) -> Tensor:
 
 
 def as_inputs(x: Any, differentiable: bool = False) -> Inputs:
-    """Return the user's x as tensors in the same nesting.
+    """Return the user's x as a tensor, a tuple of tensors or a dict of tensors.
 
     differentiable: whether the tensors may carry a graph. Errors are those of `as_tensor`.
     """
     if isinstance(x, Mapping):
         return {key: as_tensor(value, differentiable) for key, value in x.items()}
+    # A list of arrays is taken as a tuple; a list of numbers is one array.
     if isinstance(x, tuple) or (isinstance(x, list) and x and _is_array(x[0])):
         return tuple(as_tensor(value, differentiable) for value in x)
     return as_tensor(x, differentiable)
@@ -325,9 +343,10 @@ def as_inputs(x: Any, differentiable: bool = False) -> Inputs:
 def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
     """Return a tensor, array, data frame or list of numbers as a Tensor.
 
-    Memory is shared if possible. differentiable: whether the answer has a gradient. ValueError for
-    a tensor that requires a gradient where the answer has none, for masked values and for a tensor
-    on "meta"; TypeError for what is not numbers.
+    Memory is shared if possible, and the dtype stays. differentiable: whether the user may
+    differentiate the answer; a tensor then keeps its graph. ValueError for a tensor that requires a
+    gradient which the answer will not have, for masked values and for a tensor on "meta"; TypeError
+    for what is not numbers.
     """
     refuse_masked("An array", value, MASKED)
     if isinstance(value, Tensor):
@@ -350,8 +369,9 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
         )
     try:
         array = np.asarray(value)
-        if array.dtype.kind not in "biuf":
+        if array.dtype.kind not in "biuf":  # booleans, integers, unsigned integers, floats
             raise TypeError(f"dtype {array.dtype}")
+        # torch warns of arrays that cannot be written, and cannot hold negative strides.
         return torch.from_numpy(
             array if array.flags.writeable and array.flags.c_contiguous else array.copy()
         )
@@ -365,7 +385,7 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
 def _refuse_layout(value: Tensor) -> None:
     """Raise TypeError for a tensor that is sparse, nested, quantised or masked.
 
-    Its entries are not all stored as plain numbers.
+    The entries of such a tensor are not all stored as plain numbers.
     """
     if isinstance(value, MaskedTensor):
         raise TypeError(f"Expected a plain tensor, but got a masked tensor. {MASKED}")
@@ -384,9 +404,10 @@ def _refuse_layout(value: Tensor) -> None:
 
 
 def _refuse_gradient(value: Tensor) -> None:
-    """Raise ValueError for a tensor that requires a gradient or is inside a torch.func transform.
+    """Raise ValueError for a tensor with which the user differentiates: the gradient would be zero.
 
-    Its gradient would be zero.
+    Such a tensor requires a gradient while gradients are enabled, has a forward-mode tangent, or is
+    inside a torch.func transform.
     """
     if (value.requires_grad and torch.is_grad_enabled()) or unpack_dual(value).tangent is not None:
         offender = "a tensor that requires a gradient"
@@ -403,7 +424,7 @@ def _refuse_gradient(value: Tensor) -> None:
 
 def _refuse_transform(value: Tensor) -> None:
     """Raise ValueError for a tensor with a derivative in forward mode (jvp, jacfwd)."""
-    if any(unpack_dual(layer).tangent is not None for layer in layers_of(value)):
+    if any(unpack_dual(layer).tangent is not None for layer in wrapped_tensors(value)):
         raise ValueError(
             "differentiable=True supports reverse mode (backward, torch.autograd.grad, "
             "torch.func.grad, jacrev, vjp), but x or y carries a forward-mode tangent "
@@ -413,9 +434,9 @@ def _refuse_transform(value: Tensor) -> None:
 
 
 def values_outside_transforms(value: Tensor) -> Tensor:
-    """Return the numbers of a tensor inside torch.func.grad or jacrev, without their graph.
+    """Return the numbers of a tensor without its graph, also inside torch.func.grad or jacrev.
 
-    ValueError inside torch.func.vmap.
+    ValueError inside torch.func.vmap, where numbers of single rows cannot be read.
     """
     if is_inside_vmap(value):
         raise ValueError(
@@ -425,18 +446,18 @@ def values_outside_transforms(value: Tensor) -> Tensor:
             "which has the gradient of each row."
         )
     with outside_transforms():
-        return layers_of(value)[-1].detach()
+        return wrapped_tensors(value)[-1].detach()
 
 
 def input_tensors(x: Inputs) -> list[Tensor]:
-    """Return the tensors of an input as a list."""
+    """Return the tensors of an input as a list, in its order."""
     if isinstance(x, Tensor):
         return [x]
     return list(x.values()) if isinstance(x, Mapping) else list(x)
 
 
 def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
-    """Apply a function to every tensor of an input, and keep the nesting."""
+    """Return the input with a function applied to each of its tensors."""
     if isinstance(x, Tensor):
         return function(x)
     if isinstance(x, Mapping):
@@ -470,7 +491,7 @@ def take_rows(x: Inputs, rows: slice | Tensor) -> Inputs:
 
 
 def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
-    """Yield a batch in pieces of at most `size` rows; a batch that fits is yielded as it is."""
+    """Yield a batch in pieces of at most `size` rows; a batch that fits is yielded unchanged."""
     rows = row_count(batch.x)
     if rows <= size:
         yield batch
@@ -485,21 +506,21 @@ def squeeze_column(y: Tensor) -> Tensor:
 
 
 class Targets(Protocol):
-    """What is allowed as a target: the part of a likelihood's support that reading needs."""
+    """Which targets are allowed: the part of a likelihood's support that `check_batch` needs."""
 
     @property
     def kind(self) -> str:
-        """Return the kind of target, such as "vector" (several in a row) or "class" (numbers)."""
+        """Return the kind of target: "vector" (D numbers in a row), "class" (an integer), …"""
 
     def check(self, y: Tensor, outputs: int) -> None:
         """Raise ValueError for targets outside the support; y (n,) or (n, D), C = outputs."""
 
 
 def check_batch(batch: Batch, targets: Targets, outputs: int) -> Batch:
-    """Return the batch with y and the weights on the CPU.
+    """Check the targets of a batch, and return it with y and the weights on the CPU.
 
-    Classes are integers, and all else is in float64. x is unchanged. ValueError for targets that
-    are not allowed for C = outputs.
+    Classes become integers, and all else float64. y (n, 1) becomes (n,), unless targets are
+    vectors. x is unchanged. ValueError for targets that are not allowed for C = outputs.
     """
     y = batch.y if targets.kind == "vector" else squeeze_column(batch.y)
     targets.check(y, outputs)
@@ -510,25 +531,30 @@ def check_batch(batch: Batch, targets: Targets, outputs: int) -> Batch:
 
 @dataclass(eq=False)
 class Rows(Generic[T]):
-    """The data in prepared chunks, any number of times: kept while they all fit the budget,
-    read again where they do not.
+    """The data in prepared chunks, which can be iterated any number of times.
+
+    The chunks are kept in memory if all of them fit the budget, and are otherwise read again in
+    each pass.
     """
 
     source: Iterable[Batch]
-    rows_at_once: Callable[[Batch], int]  # the most rows of a chunk
-    prepare: Callable[[Batch], T]
+    rows_at_once: Callable[[Batch], int]  # the most rows of a chunk, for a batch
+    prepare: Callable[[Batch], T]  # makes a chunk
     size: Callable[[T], int | None]  # bytes of a chunk; None: do not keep the chunks
     budget: int  # bytes of all chunks
-    kept: list[T] | None = None  # after a whole pass
+    kept: list[T] | None = None  # after a complete pass; None before it, and if they do not fit
 
     def __iter__(self) -> Iterator[T]:
         """Start a pass over the chunks, from memory if they are kept."""
-        return iter(self.kept) if self.kept is not None else (chunk for chunk, _ in self.read())
+        if self.kept is not None:
+            return iter(self.kept)
+        return (chunk for chunk, _ in self.read_chunks())
 
-    def read(self) -> Iterator[tuple[T, Inputs]]:
-        """Yield the chunks of a pass over the source, with their inputs as they came.
+    def read_chunks(self) -> Iterator[tuple[T, Inputs]]:
+        """Yield the chunks of a pass over the source, each with its inputs x as they came.
 
-        The chunks are kept at the end of a complete pass if all of them fit the budget.
+        Batches without rows are left out. At the end of a complete pass, `kept` is set: to the
+        chunks if all of them fit the budget, else to None.
         """
         kept: list[T] | None = []
         total = 0
@@ -547,15 +573,18 @@ class Rows(Generic[T]):
                 yield chunk, piece.x
         self.kept = kept
 
-    def changed(self, function: Callable[[T], T]) -> Rows[T]:
-        """Return the same rows, with a function applied to each chunk."""
+    def map_chunks(self, function: Callable[[T], T]) -> Rows[T]:
+        """Return the same rows with a function applied to each chunk, kept or still to be read."""
         prepare = self.prepare
         kept = None if self.kept is None else [function(chunk) for chunk in self.kept]
         return replace(self, prepare=lambda batch: function(prepare(batch)), kept=kept)
 
 
 def _is_list_of_numbers(value: Any) -> bool:
-    """Return whether a value is a plain list of numbers, by its first eight items."""
+    """Return whether a value is a plain list of numbers.
+
+    Only its first eight items are looked at (a guess): `as_tensor` refuses what is not numbers.
+    """
     return (
         isinstance(value, list)
         and bool(value)

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 import ssla
 from ssla import metrics, plots
-from ssla._checks import writable
-from ssla.files.replacing import new_file
+from ssla._checks import check_writable
+from ssla.files.replacing import replace_file
 from ssla.predictive import Predictive
 
+# Labels of the table -> the argument `refit` of predict.
 REFITS = {
     "plug-in": "plug_in",
     "ASSLA (none)": "none",
@@ -31,12 +32,12 @@ REFITS = {
 }
 SUFFIXES = (".png", ".pdf", ".svg")
 LEVELS = (0.5, 0.75, 0.9, 0.95)
-PATIENCE = 300  # epochs without a better validation loss
+PATIENCE = 300  # epochs without a better validation loss; a guess
 GAP = -2.3  # an input between two clusters of the data
 
 
 def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw the toy data of the paper's section 4.2: x (n, 1), y (n,)."""
+    """Draw n rows of the toy data of the paper's section 4.2: x (n, 1), y (n,)."""
     centre = torch.tensor([-4.0, 0.0, 4.0])
     spread = torch.tensor([0.4, 0.9, 0.4])
     cluster = torch.randint(3, (n,), generator=generator)
@@ -45,8 +46,11 @@ def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return x[:, None], 7 * torch.sin(x) + noise
 
 
-def paper_network(seed: int) -> nn.Module:
-    """Make the paper's network of mean and log variance, untrained."""
+def make_paper_network(seed: int) -> nn.Module:
+    """Make the paper's network of mean and log variance, untrained.
+
+    It sets torch's global seed, by which the layers draw their weights.
+    """
     torch.manual_seed(seed)
     return nn.Sequential(
         nn.Linear(1, 50), nn.ReLU(), nn.Linear(50, 50), nn.ReLU(), nn.Linear(50, 2)
@@ -56,34 +60,36 @@ def paper_network(seed: int) -> nn.Module:
 def train_network(
     network: nn.Module, x: Tensor, y: Tensor, x_val: Tensor, y_val: Tensor, epochs: int = 3000
 ) -> nn.Module:
-    """Train with Adam on the Gaussian negative log likelihood, and keep the weights with the best
-    validation loss.
+    """Train the network in place with Adam, and return it in eval mode with its best weights.
 
-    x (n, 1), y (n,), and validation rows of the same shapes. Returns the network in eval mode.
+    The loss is the Gaussian negative log likelihood of x (n, 1), y (n,). The best weights are those
+    with the lowest loss on the validation rows, of the same shapes. epochs: at most that many.
     """
     likelihood = ssla.likelihoods.HeteroscedasticGaussian()
     optimiser = torch.optim.Adam(network.parameters(), lr=3e-3)
-    best, waited = math.inf, 0
-    kept = copy.deepcopy(network.state_dict())
+    best_loss = math.inf
+    epochs_waited = 0
+    best_weights = copy.deepcopy(network.state_dict())
     for _ in range(epochs):
         optimiser.zero_grad()
         loss = -likelihood.log_prob(y, network(x)).mean()
         loss.backward()
         optimiser.step()
         with torch.no_grad():
-            score = float(-likelihood.log_prob(y_val, network(x_val)).mean())
-        waited += 1
-        if score < best:
-            best, waited = score, 0
-            kept = copy.deepcopy(network.state_dict())
-        if waited > PATIENCE:
+            validation_loss = float(-likelihood.log_prob(y_val, network(x_val)).mean())
+        epochs_waited += 1
+        if validation_loss < best_loss:
+            best_loss = validation_loss
+            epochs_waited = 0
+            best_weights = copy.deepcopy(network.state_dict())
+        if epochs_waited > PATIENCE:
             break
-    network.load_state_dict(kept)
+    network.load_state_dict(best_weights)
     return network.eval()
 
 
 def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
-    """Return the seconds that a call takes, the best of several runs."""
+    """Return the seconds that a call of `work` takes, the least of several runs."""
     best = math.inf
     for _ in range(repeats):
         start = time.perf_counter()
@@ -95,16 +101,19 @@ def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
     """Train, fit, compare the refits on test points, and plot; returns the scores of each refit.
 
-    out: the figure. Raises ValueError for a path that is no picture or cannot be written.
+    It prints the comparison and writes the figure to `out`. seed: of data and network. n_test: the
+    number of test points. Raises ValueError for a path that is no picture or cannot be written.
     """
-    writable(out)
+    check_writable(out)
     if out.suffix.lower() not in SUFFIXES:
         raise ValueError(f"The figure {out} must end in one of {', '.join(SUFFIXES)}.")
     out.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    (x, y), (x_val, y_val), test_data = (draw_toy_data(n, generator) for n in (200, 100, n_test))
+    x, y = draw_toy_data(200, generator)
+    x_val, y_val = draw_toy_data(100, generator)
+    test_data = draw_toy_data(n_test, generator)
     print(f"training on {len(x)} points …")
-    network = train_network(paper_network(seed), x, y, x_val, y_val)
+    network = train_network(make_paper_network(seed), x, y, x_val, y_val)
     posterior = ssla.fit(network, (x, y), likelihood=ssla.likelihoods.HeteroscedasticGaussian())
     print(f"\n{posterior.report}\n")
     scores = compare_refits(posterior, network, *test_data)
@@ -120,16 +129,17 @@ def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.
 def compare_refits(
     posterior: ssla.Posterior, network: nn.Module, x: Tensor, y: Tensor
 ) -> dict[str, metrics.Summary]:
-    """Print the scores and the time of each refit on test points x (n, 1), y (n,); returns the
-    scores.
+    """Print the scores and the time of each refit on test points x (n, 1), y (n,).
+
+    Returns the scores by the label of the refit. Times are in units of the network's forward pass.
     """
 
     def forward() -> None:
-        """Run the network alone, whose time is the unit."""
+        """Run the network alone."""
         with torch.no_grad():
             network(x)
 
-    one_pass = measure_seconds(forward, 50)
+    seconds_of_pass = measure_seconds(forward, repeats=50)
     head = (
         f"{len(x):,} test points".ljust(20)
         + "     nll    crps"
@@ -144,7 +154,7 @@ def compare_refits(
         cover = "".join(f"{s[f'coverage {v:.0%}']:11.1%}" for v in LEVELS)
         print(
             f"{label:<20}{s['nll']:8.4f}{s['crps']:8.4f}{cover}{s['mass']:8.4f}"
-            f"{seconds / one_pass:12.0f}"
+            f"{seconds / seconds_of_pass:12.0f}"
         )
         scores[label] = s
     return scores
@@ -153,7 +163,8 @@ def compare_refits(
 def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
     """Draw bands of the output refit, and the density at one input inside the gap of the data.
 
-    x (n, 1), y (n,): the training rows. Writes the figure to `out`.
+    x (n, 1), y (n,): the training rows. The figure is written to `out`, in the format of its
+    suffix.
     """
     import matplotlib
 
@@ -161,28 +172,32 @@ def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> N
     import matplotlib.pyplot as plt
 
     grid = torch.linspace(-6, 6, 400)[:, None]
-    figure, (left, right) = plt.subplots(
+    figure, (bands_axes, density_axes) = plt.subplots(
         1, 2, figsize=(12, 4.6), width_ratios=[1.7, 1], layout="constrained"
     )
     plots.bands(
-        posterior.predict(grid), grid, (x, y), ax=left, title="Predictive bands of the output refit"
+        posterior.predict(grid),
+        grid,
+        (x, y),
+        ax=bands_axes,
+        title="Predictive bands of the output refit",
     )
     lower, upper = posterior.predict(grid, refit="plug_in").interval(0.95).unbind(1)
     line = {"color": plots.OTHER, "lw": 1.1, "ls": "--"}
-    left.plot(grid.flatten(), lower, label="plug-in 95%", **line)
-    left.plot(grid.flatten(), upper, **line)
-    left.axvline(GAP, ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
-    left.set(xlabel="x", ylabel="y", ylim=(-22, 22), xlim=(-6, 6))
-    left.legend(frameon=False, fontsize=8, ncols=6, loc="lower center")
+    bands_axes.plot(grid.flatten(), lower, label="plug-in 95%", **line)
+    bands_axes.plot(grid.flatten(), upper, **line)
+    bands_axes.axvline(GAP, ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
+    bands_axes.set(xlabel="x", ylabel="y", ylim=(-22, 22), xlim=(-6, 6))
+    bands_axes.legend(frameon=False, fontsize=8, ncols=6, loc="lower center")
     predictives: dict[str, Predictive] = {
         label: posterior.predict(torch.tensor([[GAP]]), refit=REFITS[label])
         for label in ("plug-in", "ASSLA (none)", "output refit")
     }
-    plots.density(predictives, 0, ax=right)
-    right.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
-    for axes in (left, right):
+    plots.density(predictives, 0, ax=density_axes)
+    density_axes.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
+    for axes in (bands_axes, density_axes):
         axes.spines[["top", "right"]].set_visible(False)
-    with new_file(out) as draft:
+    with replace_file(out) as draft:
         figure.savefig(draft, dpi=130, format=out.suffix[1:] or "png")
     plt.close(figure)
 

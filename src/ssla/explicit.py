@@ -1,9 +1,11 @@
 """Models with a few parameters, written by hand: SSLA with a real refit for every candidate.
 
-For studies of priors without a network: the model is log p(row | θ), the data are rows, the prior
-is any of `ssla.priors`. Modes are found by Newton steps on autograd derivatives in float64, for all
-candidates at once; the curvature is the observed one, of the data and (by convention) of the prior.
-This is the paper's SSLA, for models with a known conjugate predictive:
+They are for studies of priors without a network. The model is log p(row | θ), the data are rows,
+and the prior is any of `ssla.priors`. Modes are found by Newton steps on autograd derivatives in
+float64, for all candidates at once. The curvature is the observed one, of the data and (by
+convention) of the prior. ℓ is the log likelihood of the data, θ̂ its mode with the prior, and θ̃
+the mode with a candidate y added to the data. This is the paper's SSLA, for models with a known
+conjugate predictive:
 
     log p(y|D) ≈ [ℓ(θ̃) − ℓ(θ̂)] + log p(y|θ̃) + [log π(θ̃) − log π(θ̂)] − ½ [log|H̃(θ̃)| −
     log|H(θ̂)|]
@@ -38,10 +40,10 @@ torch.
 @all_in_plain_torch
 @dataclass(frozen=True, eq=False)
 class ExplicitModel:
-    """log p(row | θ) with data and a prior.
+    """A model log p(row | θ) with its data and a prior.
 
-    log_prob: see LogDensity; data (n,) or (n, E); start (P,): a θ inside the support, near the
-    mode; prior over θ.
+    log_prob: see LogDensity. data: (n,) or (n, E). start: (P,), a θ inside the support, near the
+    mode. prior: over θ. convention: where the prior enters, "exact", "paper" or "additive".
 
     >>> import torch, ssla
     >>> def poisson(y, t):
@@ -63,7 +65,8 @@ class ExplicitModel:
         ValueError for shapes, values or a log_prob that the model cannot use.
         """
         check_name("convention", self.convention, CONVENTIONS)
-        data, start = as_tensor(self.data).double(), as_tensor(self.start).double()
+        data = as_tensor(self.data).double()
+        start = as_tensor(self.start).double()
         check_finite("data", data, "Drop those rows.")
         check_finite("start", start, "Give a θ inside the support.")
         if start.dim() != 1 or not 1 <= start.numel() <= LARGEST:
@@ -93,12 +96,15 @@ class ExplicitModel:
 
     @cached_property
     def bound(self) -> BoundPrior:
-        """Return the prior over θ (P,)."""
+        """Return the prior as a density of the P parameters of this model."""
         return self.prior.bind(contiguous_layout({"theta": self.start.shape}))
 
     @property
-    def steering(self) -> BoundPrior:
-        """Return the prior in the objective of the modes: none for the additive convention."""
+    def prior_of_objective(self) -> BoundPrior:
+        """Return the prior in the objective of the modes: a flat one for the additive convention.
+
+        In that convention θ̂ and θ̃ are modes of the likelihood alone.
+        """
         if self.convention == ADDITIVE:
             return Flat().bind(contiguous_layout({"theta": self.start.shape}))
         return self.bound
@@ -109,29 +115,33 @@ class ExplicitModel:
 
     def _objective(self, theta: Tensor) -> Tensor:
         """Return ℓ(θ) + log π(θ), whose maximum is the mode: (P,) -> ()."""
-        return self._log_probs(theta).sum() + self.steering.log_prob(theta)
+        return self._log_probs(theta).sum() + self.prior_of_objective.log_prob(theta)
 
     def _data_curvature(self, theta: Tensor) -> Tensor:
         """Return −∇²ℓ(θ): (P,) -> (P, P)."""
         return -hessian(lambda t: self._log_probs(t).sum())(theta)
 
     def _prior_curvature(self, theta: Tensor, bound: BoundPrior) -> Tensor:
-        """Return −∇² log π(θ) as a matrix: (P,) -> (P, P)."""
-        T = bound.precision(theta)
-        return torch.diag(T) if T.dim() == 1 else T
+        """Return −∇² log π(θ) of a prior as a matrix: (P,) -> (P, P)."""
+        precision = bound.precision(theta)  # (P,) for a diagonal one
+        return torch.diag(precision) if precision.dim() == 1 else precision
 
     def _find_modes(self, starts: Tensor, rows: Tensor | None) -> Tensor:
         """Find the modes (k, P) of ℓ + log π from starts (k, P), by Newton steps.
 
         rows (k,) or (k, E): a row that is added to the data of each task; None: no row. ValueError
-        where a mode is not found.
+        if a mode is not found.
         """
-        row_hessian = vmap(hessian(lambda t, y: self.log_prob(y, t)))
-        row_gradient = vmap(grad(lambda t, y: self.log_prob(y, t)))
-        prior = self.steering
+        row_hessian = vmap(hessian(lambda t, row: self.log_prob(row, t)))
+        row_gradient = vmap(grad(lambda t, row: self.log_prob(row, t)))
+        prior = self.prior_of_objective
 
         def evaluate(points: Tensor, index: Tensor | None) -> linalg.Evaluation:
-            """Evaluate the objectives of the tasks `index` (all if None) at θ (m, P)."""
+            """Return values, gradients and Newton solves of the tasks `index` at θ (m, P).
+
+            index: the numbers (m,) of the tasks; None for all. NaN becomes a value of −∞ and a
+            derivative of zero, so that the ascent rejects such a point.
+            """
             value = vmap(self._log_probs)(points).sum(1)
             gradient = vmap(grad(lambda t: self._log_probs(t).sum()))(points)
             H = vmap(self._data_curvature)(points)
@@ -140,7 +150,7 @@ class ExplicitModel:
                 value = value + vmap(self.log_prob)(added, points)
                 gradient = gradient + row_gradient(points, added)
                 H = H - row_hessian(points, added)
-            # A bound prior takes one θ: a loop over candidates, which are a few hundred.
+            # A bound prior takes one θ, so this is a loop over candidates: they are a few hundred.
             value = value + torch.stack([prior.log_prob(p) for p in points])
             gradient = gradient + torch.stack([prior.gradient(p) for p in points])
             H = H + torch.stack([self._prior_curvature(p, prior) for p in points])
@@ -151,6 +161,7 @@ class ExplicitModel:
                 lambda b: torch.cholesky_solve(b.unsqueeze(-1), factor).squeeze(-1),
             )
 
+        # 1e-11 is a guess, near the rounding error of float64.
         ascent = linalg.newton_ascent(evaluate, starts, tolerance=1e-11)
         if not bool(ascent.converged.all()):
             count = int((~ascent.converged).sum())
@@ -163,12 +174,13 @@ class ExplicitModel:
 
     @cached_property
     def mode(self) -> Tensor:
-        """Return θ̂ (P,), the mode of the data; ValueError where it is not found."""
+        """Return θ̂ (P,), the mode for the data alone; ValueError if it is not found."""
         return self._find_modes(self.start.unsqueeze(0), None)[0]
 
     def _as_candidates(self, rows: Any) -> Tensor:
-        """Return candidate rows as (k,) or (k, E) in float64; ValueError unless they are like the
-        data's.
+        """Return candidate rows as (k,) or (k, E) in float64.
+
+        ValueError unless they have the form of the rows of the data.
         """
         y = as_tensor(rows).double()
         if y.dim() != self.data.dim() or y.shape[1:] != self.data.shape[1:]:
@@ -179,23 +191,23 @@ class ExplicitModel:
         return y
 
     def modes(self, rows: Any) -> Tensor:
-        """Return θ̃ (k, P): the mode with each candidate of (k,) or (k, E) added to the data
-        separately. ValueError where a mode is not found.
+        """Return θ̃ (k, P), the mode with one candidate added to the data, for each candidate.
+
+        rows: the candidates, (k,) or (k, E). ValueError if a mode is not found.
         """
         y = self._as_candidates(rows)
         return self._find_modes(self.mode.expand(len(y), -1).clone(), y)
 
     def increments(self, rows: Any, refit: bool = True) -> Increments:
-        """Return the three increments of log p(row | D) for candidates (k,) or (k, E), each with
-        its own refit: (k,) each.
+        """Return the three increments (k,) of log p(row | D), each candidate with its own refit.
 
-        refit=False holds θ̃ = θ̂ (ASSLA). ValueError where a mode is not found, or the curvature
-        there is not positive definite.
+        rows: the candidates, (k,) or (k, E). refit=False holds θ̃ = θ̂ (ASSLA). ValueError if a
+        mode is not found, or if the curvature at θ̂ is not positive definite.
         """
         y = self._as_candidates(rows)
         hat = self.mode
         tilde = self.modes(y) if refit else hat.expand(len(y), -1)
-        # Differences are taken row by row, so that sums over n are never subtracted.
+        # Differences are taken row by row, so that sums over n rows are never subtracted.
         of_data = (vmap(self._log_probs)(tilde) - self._log_probs(hat)).sum(1)
         likelihood = of_data + vmap(self.log_prob)(y, tilde)
         prior = torch.stack([self.bound.log_prob(t) for t in tilde]) - self.bound.log_prob(hat)
@@ -205,7 +217,9 @@ class ExplicitModel:
     def _curvature_increment(self, hat: Tensor, tilde: Tensor, y: Tensor) -> Tensor:
         """Return −½ log|H⁻¹H̃| (k,) by log1p of the eigenvalues of L⁻¹(H̃ − H)L⁻ᵀ, with H = LLᵀ.
 
-        θ̂ (P,), θ̃ (k, P), y (k,) or (k, E). ValueError where H is not positive definite.
+        H is the curvature at θ̂ of the data, and H̃ that at θ̃ with the candidate; the exact
+        convention adds the prior to both. hat: θ̂ (P,). tilde: θ̃ (k, P). y: the candidates, (k,)
+        or (k, E). ValueError if H is not positive definite. The result is NaN where H̃ is not.
         """
         row_hessian = vmap(hessian(lambda t, row: self.log_prob(row, t)))
         change = vmap(self._data_curvature)(tilde) - self._data_curvature(hat)
@@ -221,13 +235,14 @@ class ExplicitModel:
                 "The curvature at the mode is not positive definite: the data do not determine "
                 "every parameter. Give a proper prior with convention='exact'."
             )
+        # L⁻¹ (H̃ − H) L⁻ᵀ: the second solve takes the transpose of the first.
         half = torch.linalg.solve_triangular(factor, change, upper=False)
         white = torch.linalg.solve_triangular(factor, half.mT, upper=False)
         return -0.5 * torch.log1p(torch.linalg.eigvalsh((white + white.mT) / 2)).sum(-1)
 
 
 def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the function ∇² of a scalar function, with respect to its first argument.
+    """Return the function that computes ∇² (P, P) of a scalar function in its first argument (P,).
 
     It uses reverse mode twice: forward mode would import deprecated parts of torch.
     """
@@ -238,13 +253,16 @@ def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def _ascent_factor(H: Tensor) -> Tensor:
     """Return the Cholesky factor of H (k, P, P); where H is not positive definite, that of Q|λ|Qᵀ.
 
-    So a Newton step is always in an ascent direction.
+    Q and λ are the eigenvectors and eigenvalues of H. So a Newton step is always in an ascent
+    direction.
     """
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(H)
     indefinite = info != 0
     if bool(indefinite.any()):
         values, vectors = torch.linalg.eigh(H[indefinite])
+        # An eigenvalue near zero would give a step without bound. 1e-8 is a guess; 1e-300 makes an
+        # H of zeros invertible.
         values = values.abs().clamp_min(1e-8 * values.abs().amax(-1, keepdim=True) + 1e-300)
         factor[indefinite] = torch.linalg.cholesky((vectors * values.unsqueeze(-2)) @ vectors.mT)
     return factor

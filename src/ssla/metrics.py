@@ -1,8 +1,9 @@
 """Scores and calibration of any Predictive, against observed y.
 
 Lower is better for nll, crps, interval_score, pinball, brier, rmse and the calibration errors.
-Functions give the mean over rows; `reduce=False` gives one value for each row. CRPS of a Gaussian
-and interval scores are computed by `scoringrules` (`pip install 'ssla[metrics]'`).
+Functions return the mean over rows; `reduce=False` returns one value for each row. N is the number
+of rows, and D that of targets in a row. CRPS of a Gaussian and interval scores are computed by
+`scoringrules` (`pip install 'ssla[metrics]'`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from ssla.predictive.joined import JoinedLaw
 
 LEVELS = (0.5, 0.75, 0.9, 0.95)
 CRPS_NODES = 96  # on either side of y; a guess
-CRPS_COUNTS = 4096  # that are summed one by one; a guess
+CRPS_COUNTS = 4096  # the most counts that are summed one by one; a guess
 
 
 @in_plain_torch
@@ -41,7 +42,10 @@ def nll(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
 @in_plain_torch
 def rmse(predictive: Predictive, y: Any) -> Tensor:
-    """Return the root mean squared error of the predictive mean, for y of the mean's shape."""
+    """Return the root mean squared error of the predictive mean, for y of the mean's shape.
+
+    An error of an angle is the shorter way around the circle.
+    """
     value = _reshape_like_mean(y, predictive)
     return ((predictive.mean - value) ** 2).mean().sqrt()
 
@@ -57,28 +61,30 @@ def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
     if predictive.kind == "circular":
         raise TypeError("CRPS needs ordered targets. For angles use nll, rmse or coverage.")
-    return _mean_or_rows(_crps_by_row(predictive, y), reduce)
+    return _mean_or_rows(_compute_crps(predictive, y), reduce)
 
 
-def _crps_by_row(predictive: Predictive, y: Any) -> Tensor:
-    """Return the CRPS of each row, (N,) or (N, D), by the form that its law has.
+def _compute_crps(predictive: Predictive, y: Any) -> Tensor:
+    """Return the CRPS of each row, (N,) or (N, D), by the formula for the predictive's law.
 
-    TypeError for mixtures of several targets.
+    y: one value for each prediction. TypeError for mixtures of several targets.
     """
     law = predictive.law
+    # Laws made of others come first: their parts may be Gaussian.
     if isinstance(law, JoinedLaw):
         return law.ask_by_rows(
             _reshape_like(y, predictive.mean),
-            lambda part, y_part: _crps_by_row(replace(predictive, law=part), y_part),
+            lambda part, y_part: _compute_crps(replace(predictive, law=part), y_part),
         )
     if isinstance(law, AffineLaw):
-        # The score is in the unit of the target.
+        # The score is in the unit of the target, so it is that of the base times the scale.
         z = (_reshape_like(y, predictive.mean).to("cpu", torch.float64) - law.shift) / law.scale
-        return law.scale * _crps_by_row(replace(predictive, law=law.base), z).double()
+        return law.scale * _compute_crps(replace(predictive, law=law.base), z).double()
     if isinstance(law, GaussianLaw):
-        mean, scale = predictive.mean.double().cpu(), predictive.stddev.double().cpu()
+        mean = predictive.mean.double().cpu()
+        scale = predictive.stddev.double().cpu()
         # The torch backend of scoringrules has single precision.
-        score = _scoringrules().crps_normal(
+        score = _import_scoringrules().crps_normal(
             _reshape_like(y, mean).numpy(), mean.numpy(), scale.numpy()
         )
         return torch.as_tensor(score)
@@ -86,15 +92,16 @@ def _crps_by_row(predictive: Predictive, y: Any) -> Tensor:
         raise TypeError(
             "CRPS of several targets has a form for single Gaussians only. Score a mixture by nll."
         )
-    integrate = _crps_counts if predictive.kind == "count" else _crps_density
-    return integrate(predictive, _reshape_like(y, predictive.mean))
+    compute = _sum_crps_of_counts if predictive.kind == "count" else _integrate_crps
+    return compute(predictive, _reshape_like(y, predictive.mean))
 
 
-def _crps_density(predictive: Predictive, y: Tensor) -> Tensor:
-    """Integrate the CRPS (N,) of numbers y (N,) by Gauss–Legendre on either side of y.
+def _integrate_crps(predictive: Predictive, y: Tensor) -> Tensor:
+    """Integrate the CRPS (N,) of numbers y (N,) by a Gauss–Legendre rule on either side of y.
 
-    The variable u of the rule spaces nodes logarithmically in the tails. Beyond the quantiles at
-    1e-8 the integrand is one between y and the quantile, and zero elsewhere.
+    The variable is t = median + scale · sinh(u), so that nodes in the tails are spaced
+    logarithmically. Beyond the quantiles at 1e-8 and 1 − 1e-8 the integrand is taken as one between
+    y and the quantile, and as zero elsewhere.
     """
     quantiles = predictive.icdf(
         torch.tensor([1e-8, 0.25, 0.5, 0.75, 1 - 1e-8], dtype=torch.float64)
@@ -107,29 +114,35 @@ def _crps_density(predictive: Predictive, y: Tensor) -> Tensor:
         torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(CRPS_NODES)
     )
     total = (y - inside).abs()
-    for start, stop, upper in ((low, inside, False), (inside, high, True)):
-        a, b = torch.asinh((start - median) / scale), torch.asinh((stop - median) / scale)
+    # Below y the integrand is F², and above it (1 − F)².
+    for start, stop, is_above in ((low, inside, False), (inside, high, True)):
+        a = torch.asinh((start - median) / scale)
+        b = torch.asinh((stop - median) / scale)
         u = (a + b)[:, None] / 2 + (b - a)[:, None] / 2 * nodes
         F = predictive.cdf(median[:, None] + scale[:, None] * torch.sinh(u)).double()
-        height = (1 - F if upper else F) ** 2
+        height = (1 - F if is_above else F) ** 2
+        # dt = scale · cosh(u) du, and the rule's interval of length 2 becomes [a, b].
         total = total + (height * torch.cosh(u) * weights).sum(1) * (b - a) / 2 * scale
     return total
 
 
-def _crps_counts(predictive: Predictive, y: Tensor) -> Tensor:
-    """Sum the CRPS (N,) of counts y (N,) between the quantiles at 1e-9 and 1 − 1e-9.
+def _sum_crps_of_counts(predictive: Predictive, y: Tensor) -> Tensor:
+    """Sum the CRPS (N,) of counts y (N,), Σ_k (F(k) − 1{k ≥ y})², with F from cdf.
 
-    Where these are more than CRPS_COUNTS counts apart, only every second, third, … is evaluated.
+    The sum goes over the counts between the quantiles at 1e-9 and 1 − 1e-9. If these are more than
+    CRPS_COUNTS counts apart, only every second, third, … is evaluated, and stands for those after
+    it.
     """
     ends: Tensor = predictive.icdf(torch.tensor([1e-9, 1 - 1e-9], dtype=torch.float64)).double()
     y = y.double()
     width = ends[:, 1] - ends[:, 0] + 1
     step = (width / CRPS_COUNTS).ceil()
     steps = int((width / step).max().ceil())
+    # (N, steps); rows with a narrower window have counts beyond it, whose terms are zero.
     k = ends[:, :1] + step[:, None] * torch.arange(steps, dtype=torch.float64)
     F: Tensor = predictive.cdf(k).double()
     terms = (F - (k >= y[:, None]).double()) ** 2 * (k < ends[:, 1:] + 1)
-    # Each count between the window and a y beyond it has a term of one.
+    # A y beyond the window: each count between the two has a term of one.
     outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(0)
     return (terms * step[:, None]).sum(1) + outside
 
@@ -151,8 +164,9 @@ def coverage(predictive: Predictive, y: Any, level: float = 0.95) -> Tensor:
 
 @in_plain_torch
 def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
-    """Return the mean width of the central interval of that level (for classes: the mean size of
-    the set).
+    """Return the mean width of the central interval (for classes: the mean size of the set).
+
+    level: of the interval, between 0 and 1.
     """
     region = predictive.interval(checked_level(level))
     if predictive.kind == "class":
@@ -164,13 +178,13 @@ def mean_width(predictive: Predictive, level: float = 0.95) -> Tensor:
 def interval_score(
     predictive: Predictive, y: Any, level: float = 0.95, *, reduce: bool = True
 ) -> Tensor:
-    """Return the width plus 2/α times the distance by which the interval misses y (Winkler).
+    """Return Winkler's score: the interval's width, plus 2/α times its distance from a missed y.
 
-    The interval is the central one of that level, and α = 1 − level. reduce=False: one score for
-    each row, not their mean. ImportError without scoringrules.
+    The interval is the central one of that level, and α = 1 − level. y: of the mean's shape.
+    reduce=False: one score for each row, not their mean. ImportError without scoringrules.
     """
     region = predictive.interval(checked_level(level))
-    score = _scoringrules().interval_score(
+    score = _import_scoringrules().interval_score(
         _reshape_like_mean(y, predictive),
         region[..., 0],
         region[..., 1],
@@ -182,10 +196,11 @@ def interval_score(
 
 @in_plain_torch
 def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor:
-    """Return the pinball loss of the quantile at probability q: q·(y − quantile) above it,
-    (1 − q)·(quantile − y) below.
+    """Return the pinball loss of the quantile at probability q, between 0 and 1.
 
-    TypeError for classes and angles.
+    It is q·(y − quantile) for y above the quantile, and (1 − q)·(quantile − y) below. y: one value
+    for each prediction. reduce=False: one score for each row, not their mean. TypeError for classes
+    and angles.
     """
     if predictive.kind in ("class", "circular"):
         raise TypeError(
@@ -193,16 +208,16 @@ def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor
         )
     level = checked_level(q)
     quantile: Tensor = predictive.icdf(level)
-    off = _reshape_like(y, quantile) - quantile
-    return _mean_or_rows(torch.maximum(level * off, (level - 1) * off), reduce)
+    error = _reshape_like(y, quantile) - quantile
+    return _mean_or_rows(torch.maximum(level * error, (level - 1) * error), reduce)
 
 
 @in_plain_torch
 def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Tensor:
-    """Return F(y), which is uniform if the predictive is right.
+    """Return the probability integral transform F(y), which is uniform if the predictive is right.
 
-    For counts it is randomised between F(y − 1) and F(y) by `generator`, or halfway between the two
-    without one.
+    y: one value for each row (N,), or (N, D). For counts the result is randomised between F(y − 1)
+    and F(y) by `generator`; without one it is halfway between the two.
     """
     value = squeeze_column(as_tensor(y))
     upper: Tensor = predictive.cdf(value)
@@ -217,9 +232,10 @@ def pit(predictive: Any, y: Any, generator: torch.Generator | None = None) -> Te
 
 @in_plain_torch
 def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
-    """Return the mean |observed − nominal| frequency of {F(Y) ≤ q} over q = 1/bins … (bins−1)/bins.
+    """Return the mean difference of observed and nominal frequencies of {F(y) ≤ q}.
 
-    TypeError for classes.
+    The mean of |observed − q| goes over q = 1/bins … (bins − 1)/bins. y: one value for each
+    prediction. TypeError for classes.
     """
     if predictive.kind == "class":
         raise TypeError("calibration_error is for ordered targets. For classes use ece.")
@@ -241,19 +257,22 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
 @in_plain_torch
 def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
-    """Return the expected calibration error of the most probable class:
-    Σ_bins share·|accuracy − confidence|. TypeError unless the target is a class.
+    """Return the expected calibration error, Σ share·|accuracy − confidence| over bins.
+
+    Bins are of equal width, by the confidence: the probability of the most probable class. y (N,):
+    the classes. TypeError for other targets.
     """
     confidence, guess = _class_probs(predictive).double().max(1)
     right = (guess == as_tensor(y).long().flatten()).double()
     bin_of_row = (confidence * bins).long().clamp(0, bins - 1)
+    # Σ (right − confidence) of a bin is its number of rows times its gap, so shares follow from /N.
     gap = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of_row, right - confidence)
     return gap.abs().sum() / right.numel()
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The usual scores together; prints as a table."""
+    """The usual scores together, which print as a table."""
 
     scores: dict[str, float]
 
@@ -269,8 +288,10 @@ class Summary:
 
 @in_plain_torch
 def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) -> Summary:
-    """Return NLL, CRPS, RMSE, mass, and coverage and width by level (classes: NLL, Brier, ECE,
-    accuracy, mass).
+    """Return the usual scores of a predictive for y, one value for each prediction.
+
+    They are NLL, CRPS (not for angles), RMSE, coverage and width at each level, the calibration
+    error and the mean mass. For classes they are NLL, Brier, ECE, accuracy and the mean mass.
     """
     mass = predictive.mass.double().mean()
     scores = {"nll": nll(predictive, y)}
@@ -319,12 +340,12 @@ def _reshape_like_mean(y: Any, predictive: Predictive) -> Tensor:
 
 
 def _mean_or_rows(by_row: Tensor, reduce: bool) -> Tensor:
-    """Return the mean over rows, or the values (N,) themselves."""
+    """Return the mean over rows if `reduce`, else the values (N,) or (N, D) themselves."""
     return by_row.mean() if reduce else by_row
 
 
-def _scoringrules() -> ModuleType:
-    """Import scoringrules; ImportError with the remedy if it is missing."""
+def _import_scoringrules() -> ModuleType:
+    """Import scoringrules and return it; ImportError with the remedy if it is missing."""
     try:
         return importlib.import_module("scoringrules")
     except ImportError:

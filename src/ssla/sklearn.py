@@ -1,4 +1,4 @@
-"""The public path of the estimators, which are in `ssla.sklearn`."""
+"""The public path of the estimators, which are in `ssla.tables.estimators`."""
 
 from ssla.tables.estimators import (
     PredictiveClassifier,

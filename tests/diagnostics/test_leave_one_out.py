@@ -402,7 +402,7 @@ def test_other_data_and_generators_are_refused():
         post.loo(batch for batch in [(X, Y)])
     once = ssla.fit(
         mlp(),
-        Source(lambda: iter(()), True, 0).then(ssla.data.open_source((X, Y))),
+        Source(lambda: iter(()), True, 0).followed_by(ssla.data.open_source((X, Y))),
         likelihood=L.Gaussian(noise=0.3),
         prior=ssla.priors.Gaussian(),
     )

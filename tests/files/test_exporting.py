@@ -6,7 +6,7 @@ import torch
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.files.exporting.count_nodes import count_law
+from ssla.files.exporting.count_nodes import make_count_law
 from ssla.maths import portable
 from ssla.refit import log_density_of_marginal, resolve
 from support.networks import data, mlp
@@ -66,7 +66,7 @@ def test_sums_of_counts_are_exact_for_means_of_every_size():
         .density_at(y.expand(200, -1))
         .log.softmax(1)
     )
-    law = count_law(likelihood, f, K)
+    law = make_count_law(likelihood, f, K)
     assert torch.allclose(law.mean, chances @ y, rtol=1e-6)
     assert torch.allclose(law.variance, chances @ y**2 - (chances @ y) ** 2, rtol=1e-5)
 

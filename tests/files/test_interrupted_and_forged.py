@@ -150,7 +150,7 @@ CHILD = """
     MODELS = {models!r}
 
     def save(path, number):
-        with replacing.new_folder(Path(path)) as draft:
+        with replacing.replace_folder(Path(path)) as draft:
             for name, data in MODELS[number].items():
                 (draft / name).write_bytes(data)
 """
@@ -216,7 +216,7 @@ def test_a_kill_at_any_line_of_a_save_leaves_a_complete_model(way, tmp_path):
             moved += 1
             with pytest.warns(UserWarning, match=r"The last save to .* was interrupted"):
                 assert number_at(path) == 0
-            with pytest.raises(RuntimeError), replacing.new_folder(path):
+            with pytest.raises(RuntimeError), replacing.replace_folder(path):
                 raise RuntimeError
             assert number_at(path) == 0
         save(path, 2)
@@ -336,7 +336,7 @@ def test_writers_in_several_processes_leave_one_complete_model(way, tmp_path):
 
 def test_the_draft_of_a_living_writer_is_not_removed(way, tmp_path):
     path = save(tmp_path / "model", 0)
-    with replacing.new_folder(path) as draft:
+    with replacing.replace_folder(path) as draft:
         (draft / "mine").write_text("")
         save(path, 1)
         assert (draft / "mine").exists()
@@ -396,7 +396,7 @@ def test_what_is_written_has_the_modes_of_the_umask(mask, tmp_path):
     before = os.umask(mask)
     try:
         model = save(tmp_path / "a" / "model", 0)
-        with replacing.new_file(tmp_path / "table.csv") as draft:
+        with replacing.replace_file(tmp_path / "table.csv") as draft:
             draft.write_text("")
         write_table(tmp_path / "out.csv", {"mean": np.zeros(1)})
     finally:
@@ -478,7 +478,7 @@ def forged(path, content, tensors=None):
             "bytes": len(data),
             "sha256": container.hashlib.sha256(data).hexdigest(),
         }
-    manifest["sha256"] = container._digest(manifest)
+    manifest["sha256"] = container._compute_checksum(manifest)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 

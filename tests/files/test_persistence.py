@@ -221,7 +221,7 @@ def edited(path, tmp_path, change, sign=True):
     change(manifest)
     if sign:
         manifest.pop("sha256")
-        manifest["sha256"] = container._digest(manifest)
+        manifest["sha256"] = container._compute_checksum(manifest)
     (copy / "manifest.json").write_text(json.dumps(manifest))
     return copy
 
@@ -410,7 +410,7 @@ def test_mutated_files_end_in_our_error_or_load_the_same(name, count, tmp_path):
                     "bytes": len(data),
                     "sha256": container.hashlib.sha256(data).hexdigest(),
                 }
-            manifest["sha256"] = container._digest(manifest)
+            manifest["sha256"] = container._compute_checksum(manifest)
             changed["manifest.json"] = json.dumps(manifest).encode()
         for file, data in changed.items():
             if written.get(file) is not data:

@@ -140,7 +140,7 @@ def test_a_network_that_is_right_keeps_its_logits(likelihood: L.Categorical) -> 
 def test_short_features_are_not_made_confident() -> None:
     scale = RowScale(30.0, mean=4.0, least=1.0)
     squares = torch.tensor([0.0, 0.5, 1.0, 4.0, 400.0], dtype=torch.float64)
-    s = scale.of_squares(squares)
+    s = scale.compute_scales(squares)
     assert s[0] == s[1] == s[2]
     assert float(s[3]) == pytest.approx(1.0)
     assert float(s[4]) == pytest.approx((3001 / 31) ** 0.5)

@@ -10,7 +10,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import priors
 from ssla.network import open_network
-from ssla.network.any_parameters import fixed_tensors
+from ssla.network.any_parameters import collect_fixed_tensors
 from support.networks import data, mlp, trained
 from support.oracles import jacobian
 
@@ -102,9 +102,9 @@ def test_the_jacobian_is_that_of_backpropagation_for_every_kind_of_parameter():
     assert {"table", "grouped.weight", "norm.weight", "batch.bias"} <= set(
         network.without_kronecker
     )
-    assert set(network.columns) == {"table", "grouped.weight", "grouped.bias"}
-    assert {"twice.weight", "head.bias"} <= network.kronecker
-    assert network.kronecker | set(network.without_kronecker) == set(network.layout.names)
+    assert set(network.unplanned_names) == {"table", "grouped.weight", "grouped.bias"}
+    assert {"twice.weight", "head.bias"} <= network.kronecker_names
+    assert network.kronecker_names | set(network.without_kronecker) == set(network.layout.names)
     f, J = network.linearise(X[:6], network.theta)
     assert torch.allclose(f, model(X[:6]).detach(), atol=1e-14)
     expected = jacobian(model, X[:6], network.layout.names)
@@ -135,11 +135,11 @@ def test_the_jacobian_at_other_weights_is_that_of_the_network_with_them():
     assert torch.allclose(J.dense().values, expected, atol=1e-12)
 
 
-def test_columns_one_by_one_are_those_of_vmap():
+def test_columns_by_row_are_those_of_vmap():
     network = opened(Mixed())
     free = network.free_parameters(network.theta)
-    chosen = {name: free[name] for name in network.columns}
-    found = network._columns_one_by_one(X[:4], free, chosen, graph=False)
+    chosen = {name: free[name] for name in network.unplanned_names}
+    found = network._compute_columns_by_row(X[:4], free, chosen, graph=False)
     for name, part in found.items():
         expected = jacobian(Mixed(), X[:4], [name])
         assert torch.allclose(part.flatten(2), expected, atol=1e-12)
@@ -175,7 +175,7 @@ def test_a_tied_last_layer_has_no_outputs_of_its_own():
 
 def test_what_is_not_free_stays_as_it_is():
     model = Mixed()
-    rest = fixed_tensors(model, ("table", "head.weight"))
+    rest = collect_fixed_tensors(model, ("table", "head.weight"))
     expected = dict(model.state_dict())
     del expected["table"], expected["head.weight"]
     assert sorted(rest) == sorted(expected)
@@ -241,7 +241,7 @@ class DifferentPath(nn.Module):
 def test_a_second_pass_that_takes_another_path_leaves_the_first_dimension(fails):
     model = DifferentPath(fails)
     network = opened(model)
-    assert network.kronecker == set(network.layout.names)
+    assert network.kronecker_names == set(network.layout.names)
     found = network.linearise(X[:5], network.theta)[1].dense().values
     assert torch.allclose(found, jacobian(model, X[:5], network.layout.names), atol=1e-13)
 

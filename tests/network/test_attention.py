@@ -97,7 +97,7 @@ def test_the_answer_is_that_of_torch(dtype, mask, batch_first):
         assert (found[1] is None) == (expected[1] is None)
         if need_weights:
             torch.testing.assert_close(found[1], expected[1], rtol=tolerance, atol=tolerance)
-        assert sum(call.kind == LINEAR for call in probe.calls) == 4
+        assert sum(call.operation == LINEAR for call in probe.calls) == 4
 
 
 @pytest.mark.parametrize("average", [False, True])
@@ -303,7 +303,7 @@ def test_norms_are_recorded_with_their_scale():
     layer, x = nn.GroupNorm(2, 4).double(), randn(3, 4, 5)
     with torch.no_grad(), Probe() as probe:
         layer(x)
-    assert [call.kind for call in probe.calls] == [NORM]
+    assert [call.operation for call in probe.calls] == [NORM]
     with torch.no_grad(), Probe() as probe:
         nn.LayerNorm(5, elementwise_affine=False).double()(x)
     assert not probe.calls

@@ -5,13 +5,14 @@ import math
 import pytest
 import torch
 
-from ssla.network.bounds import LARGEST, ROOM, shrink_factors, shrink_rows
+from ssla.network.bounds import LARGEST, LARGEST_FLOAT32, shrink_factors, shrink_rows
 
 F64 = torch.float64
 
 
 @pytest.mark.parametrize(
-    ("dtype", "largest"), [(torch.float32, ROOM), (torch.bfloat16, ROOM / 2), (F64, LARGEST)]
+    ("dtype", "largest"),
+    [(torch.float32, LARGEST_FLOAT32), (torch.bfloat16, LARGEST_FLOAT32 / 2), (F64, LARGEST)],
 )
 def test_rows_within_the_bound_of_their_dtype_are_left_alone(dtype, largest):
     part = torch.tensor([[1.0, -largest], [0.0, 3.0]], dtype=dtype)
@@ -21,7 +22,7 @@ def test_rows_within_the_bound_of_their_dtype_are_left_alone(dtype, largest):
 
 
 def test_a_float32_row_beyond_the_room_is_kept_at_its_size_in_float64():
-    part = torch.tensor([[2 * ROOM, 1.0], [1.0, 1.0]])
+    part = torch.tensor([[2 * LARGEST_FLOAT32, 1.0], [1.0, 1.0]])
     factors = shrink_factors(part)
     assert torch.equal(factors, torch.ones(2, dtype=F64))
     assert torch.equal(shrink_rows(part, factors), part.double())

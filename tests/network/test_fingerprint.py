@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ssla.network import RowScale, open_network
-from ssla.network.fingerprint import VALUES, difference, fingerprint, merge_digests
+from ssla.network.fingerprint import VALUES, describe_difference, fingerprint, merge_digests
 from support.networks import data, mlp
 
 X, _ = data(8)
@@ -52,7 +52,7 @@ def test_copies_and_other_memory_layouts_are_the_same_network():
     strided = changed(transpose_memory)
     assert not strided[0].weight.is_contiguous()
     assert fingerprint(strided) == fingerprint(net)
-    assert difference(fingerprint(strided), fingerprint(net)) == ""
+    assert describe_difference(fingerprint(strided), fingerprint(net)) == ""
     assert fingerprint(net.requires_grad_(False)) == fingerprint(network())
 
 
@@ -85,14 +85,14 @@ def test_tensors_are_named_with_dtype_and_shape():
 def test_a_difference_is_named(change, words):
     one, other = fingerprint(network()), fingerprint(changed(change))
     assert one != other
-    found = difference(one, other)
+    found = describe_difference(one, other)
     assert words.replace(".2.", "[2]") in found
 
 
 def test_the_order_of_tensors_counts():
     one = fingerprint(network())
     other = {**one, "tensors": one["tensors"][::-1]}
-    assert difference(one, other) == "0 parameters or buffers differ; their order differs"
+    assert describe_difference(one, other) == "0 parameters or buffers differ; their order differs"
 
 
 def test_classes_of_the_same_tensors_differ_by_name_alone():
@@ -101,7 +101,7 @@ def test_classes_of_the_same_tensors_differ_by_name_alone():
 
     one, other = nn.Linear(2, 1), Other(2, 1)
     other.load_state_dict(one.state_dict())
-    assert "layers differ" in difference(fingerprint(one), fingerprint(other))
+    assert "layers differ" in describe_difference(fingerprint(one), fingerprint(other))
 
 
 def pair(x):

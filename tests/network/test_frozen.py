@@ -16,12 +16,12 @@ from ssla.network.frozen import (
     call_with_one_argument,
     checked_output,
     describe_result,
-    in_chunks,
-    kept_integers,
+    integer_dtypes,
     named_tensors,
-    parts_of,
+    result_parts,
     rows_within,
     select_output,
+    split_into_chunks,
     to_outputs,
 )
 from support.plain_network import FIT, Tokens, X, Y, net, numbers
@@ -207,7 +207,7 @@ RESULTS = {
 @pytest.mark.parametrize("name", RESULTS)
 def test_parts_of_a_result(name):
     result, expected = RESULTS[name]
-    assert parts_of(result) == expected
+    assert result_parts(result) == expected
     for key, value in expected.items():
         assert select_output(result, key) == value
     assert select_output(result, None) is result
@@ -251,7 +251,7 @@ def test_rows_of_a_chunk_are_bounded_on_both_sides():
 @pytest.mark.parametrize("rows", [1, 3, 7, 30, 100])
 def test_chunks_are_the_rows_in_their_order(rows):
     for x in (X, (X, Y), {"a": X, "b": Y}):
-        parts = list(in_chunks(x, rows))
+        parts = list(split_into_chunks(x, rows))
         assert len(parts) == -(-30 // rows)
         for place, (_, expected) in enumerate(named_tensors(x)):
             found = [named_tensors(part)[place][1] for part in parts]
@@ -263,7 +263,7 @@ def test_parts_have_names_and_integers_their_dtype():
     x = {"ids": torch.arange(3), "on": torch.tensor([True] * 3), "v": torch.ones(3, 2)}
     assert [name for name, _ in named_tensors(x)] == ["x['ids']", "x['on']", "x['v']"]
     assert [name for name, _ in named_tensors((X, Y))] == ["x[0]", "x[1]"]
-    assert kept_integers(x) == {"x['ids']": "int64", "x['on']": "bool"}
+    assert integer_dtypes(x) == {"x['ids']": "int64", "x['on']": "bool"}
 
 
 def test_casting_keeps_values_and_refuses_other_shapes():
@@ -310,11 +310,11 @@ def test_an_error_of_the_module_names_the_inputs_of_now_and_of_the_fit():
             ValueError,
             match=r"failed on the inputs x \(N, 2\) of torch.float64: .* At fit .*x \(N, 3\)",
         ) as caught,
-        own.explained_failures(X[:, :2]),
+        own.explain_failures(X[:, :2]),
     ):
         own.module(X[:, :2])
     assert isinstance(caught.value.__cause__, RuntimeError)
-    with pytest.raises(ValueError, match=r"^own$"), own.explained_failures(X):
+    with pytest.raises(ValueError, match=r"^own$"), own.explain_failures(X):
         raise ValueError("own")
 
 

@@ -52,7 +52,7 @@ def test_a_scale_of_rows_divides_the_outputs():
     network = open_network(mlp(outputs=2), "last_layer", X)
     scale = RowScale(0.8, mean=1.5, least=0.0)
     phi = mlp(outputs=2)[:2](X).detach()
-    s = scale.of_squares(phi.square().sum(1))
+    s = scale.compute_scales(phi.square().sum(1))
     scaled = replace(network, row_scale=scale)
     expected = network.evaluate(X, network.theta) / s[:, None]
     assert torch.allclose(scaled.evaluate(X, network.theta), expected, atol=1e-14)

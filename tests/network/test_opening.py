@@ -9,7 +9,12 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.network import AnyParameters, LastLayer, open_network
 from ssla.network.frozen import call_by_keyword, call_by_position, call_with_one_argument
-from ssla.network.opening import OPENING_ROWS, check_mode, frozen_note, trainable
+from ssla.network.opening import (
+    OPENING_ROWS,
+    check_evaluation_mode,
+    describe_frozen_parameters,
+    trainable_names,
+)
 from support.networks import TwoInputs, data, mlp
 from support.oracles import jacobian
 
@@ -132,20 +137,20 @@ def test_a_network_frozen_for_inference_is_taken_whole():
 def test_trainable_parameters_are_those_that_require_a_gradient():
     net = mlp()
     names = tuple(name for name, _ in net.named_parameters())
-    assert trainable(net) == names
-    assert frozen_note(net) is None
+    assert trainable_names(net) == names
+    assert describe_frozen_parameters(net) is None
     net[0].weight.requires_grad_(False)
-    assert trainable(net) == names[1:]
-    assert "18 frozen parameters (requires_grad=False: 0.weight)" in frozen_note(net)
+    assert trainable_names(net) == names[1:]
+    assert "18 frozen parameters (requires_grad=False: 0.weight)" in describe_frozen_parameters(net)
     net.requires_grad_(False)
-    assert trainable(net) == names
-    assert "every parameter is frozen" in frozen_note(net)
+    assert trainable_names(net) == names
+    assert "every parameter is frozen" in describe_frozen_parameters(net)
 
 
 def test_the_note_names_four_frozen_parameters_at_most():
     net = nn.Sequential(mlp(), mlp(1), nn.Linear(1, 1))
     net[:2].requires_grad_(False)
-    assert "0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias, …)" in frozen_note(net)
+    assert "0.0.weight, 0.0.bias, 0.2.weight, 0.2.bias, …)" in describe_frozen_parameters(net)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +166,14 @@ def test_the_note_names_four_frozen_parameters_at_most():
 def test_layers_that_are_random_or_mix_rows_must_be_in_evaluation_mode(layer, words):
     net = nn.Sequential(nn.Linear(2, 2), layer)
     with pytest.raises(ValueError, match=rf"{words} \(1\), so its .* model.eval\(\) first"):
-        check_mode(net)
+        check_evaluation_mode(net)
     with pytest.raises(ValueError, match=rf"{words} \({type(layer).__name__}\)"):
-        check_mode(layer)
-    check_mode(net.eval())
+        check_evaluation_mode(layer)
+    check_evaluation_mode(net.eval())
 
 
 def test_layers_without_randomness_may_be_in_training_mode():
-    check_mode(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2), nn.LayerNorm(2)).train())
+    check_evaluation_mode(nn.Sequential(nn.Linear(2, 2), nn.GRU(2, 2), nn.LayerNorm(2)).train())
 
 
 @pytest.mark.parametrize("weights", ["last_layer", ["2.weight", "2.bias"], ["2.weight"]])
@@ -278,7 +283,7 @@ def test_inputs_are_unpacked_or_given_as_one_argument():
         (OneArgument, named, call_with_one_argument),
     ):
         network = open_network(make(), "last_layer", x)
-        assert network.frozen.call is call
+        assert network.frozen.call_module is call
         assert torch.equal(network.frozen.forward(x), expected)
         assert len(network.frozen.shapes) == 2
 

@@ -6,9 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from ssla.network import RowScale, describe, module_of, open_network, output_of, reopen
+from ssla.network import (
+    RowScale,
+    describe_opening,
+    module_of,
+    open_network,
+    output_argument_of,
+    reopen_network,
+)
 from ssla.network.any_parameters import LayerPlan, NormPlan
-from ssla.network.reopening import output_words
+from ssla.network.reopening import describe_output_argument
 from support.networks import data, mlp
 
 X, _ = data(12)
@@ -32,7 +39,7 @@ SCOPES = {
 def test_a_reopened_network_is_the_network(name):
     model = normed()
     network = open_network(model, SCOPES[name], X)
-    again = reopen(model, describe(network))
+    again = reopen_network(model, describe_opening(network))
     assert type(again) is type(network)
     assert torch.equal(again.theta, network.theta)
     assert again.layout.names == network.layout.names
@@ -42,7 +49,7 @@ def test_a_reopened_network_is_the_network(name):
     assert torch.equal(J.dense().values, Q.dense().values)
     assert torch.equal(again.parameter_outputs, network.parameter_outputs)
     assert again.layer_shapes == network.layer_shapes
-    assert again.kronecker == network.kronecker
+    assert again.kronecker_names == network.kronecker_names
     assert again.bytes_per_row == network.bytes_per_row
     assert module_of(again) is not model
     assert all(
@@ -54,7 +61,7 @@ def test_a_reopened_network_is_the_network(name):
 def test_a_scale_of_rows_and_an_output_are_kept():
     scale = RowScale(0.5, 2.0, 0.1)
     network = replace(open_network(normed(), "last_layer", X), row_scale=scale)
-    again = reopen(normed(), describe(network), output=None)
+    again = reopen_network(normed(), describe_opening(network), output=None)
     assert again.row_scale == scale
     assert torch.equal(again.evaluate(X, network.theta), network.evaluate(X, network.theta))
 
@@ -77,27 +84,27 @@ def first(result):
 )
 def test_outputs_have_words(output, words):
     network = open_network(Parts(), "last_layer", X, output=output)
-    assert output_of(network) is output
-    assert output_words(network).endswith(words)
-    again = reopen(Parts(), describe(network), output)
+    assert output_argument_of(network) is output
+    assert describe_output_argument(network).endswith(words)
+    again = reopen_network(Parts(), describe_opening(network), output)
     assert torch.equal(again.evaluate(X, again.theta), network.evaluate(X, network.theta))
-    assert output_words(open_network(mlp(), "last_layer", X)) == ""
+    assert describe_output_argument(open_network(mlp(), "last_layer", X)) == ""
 
 
 def test_other_networks_have_no_description():
     with pytest.raises(TypeError, match="A object cannot be saved"):
-        describe(object())
+        describe_opening(object())
     with pytest.raises(TypeError, match="A object has no module"):
         module_of(object())
-    assert output_of(object()) is None
+    assert output_argument_of(object()) is None
 
 
 def whole():
-    return describe(open_network(normed(), "all", X))
+    return describe_opening(open_network(normed(), "all", X))
 
 
 def last():
-    return describe(open_network(normed(), "last_layer", X))
+    return describe_opening(open_network(normed(), "last_layer", X))
 
 
 def with_layer(opening, place=0, **changes):
@@ -168,9 +175,9 @@ def test_a_description_that_cannot_be_true_is_refused(name):
     forge, words = FORGED[name]
     opening = whole()
     assert [type(part) for part in (opening.layers[0], opening.norms[0])] == [LayerPlan, NormPlan]
-    reopen(normed(), opening)
+    reopen_network(normed(), opening)
     with pytest.raises(ValueError, match=words):
-        reopen(normed(), forge(opening))
+        reopen_network(normed(), forge(opening))
 
 
 @pytest.mark.parametrize(
@@ -185,6 +192,6 @@ def test_a_description_that_cannot_be_true_is_refused(name):
 )
 def test_a_last_layer_that_cannot_be_true_is_refused(forge, words):
     opening = last()
-    reopen(normed(), opening)
+    reopen_network(normed(), opening)
     with pytest.raises(ValueError, match=words):
-        reopen(normed(), forge(opening))
+        reopen_network(normed(), forge(opening))

@@ -17,7 +17,7 @@ def numbers(*shape, seed=0):
 @pytest.mark.parametrize("strength", [0.0, 0.3, 5.0])
 def test_the_scale_is_its_formula(strength):
     squares = np.array([0.0, 0.1, 0.5, 2.0, 50.0])
-    found = RowScale(strength, mean=2.0, least=0.5).of_squares(torch.from_numpy(squares))
+    found = RowScale(strength, mean=2.0, least=0.5).compute_scales(torch.from_numpy(squares))
     h = np.maximum(squares, 0.5) / 2.0
     assert np.allclose(found, np.sqrt((1 + strength * h) / (1 + strength)), rtol=1e-14)
     assert float(found[3]) == pytest.approx(1.0, abs=1e-15)  # a row of mean length
@@ -38,7 +38,7 @@ def test_outputs_and_ones_are_divided_by_the_scale(bias):
     J = Features(phi, 2, bias)
     scale = RowScale(0.7, mean=2.0, least=0.1)
     scaled = scale.features(J, 3)
-    s = scale.of_squares(phi.square().sum(1))
+    s = scale.compute_scales(phi.square().sum(1))
     assert torch.allclose(scaled.push(theta), J.push(theta) / s[:, None], atol=1e-14)
     assert scaled.width == J.width
     assert not scaled.bias  # the column of 1/s is stored

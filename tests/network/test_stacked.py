@@ -51,7 +51,7 @@ def test_a_chain_gives_the_outputs_and_gradients_of_the_network(name, weights):
     f, gradient = chain.outputs_and_gradient(thetas, x, torch.cos)
     for theta, found, slope in zip(thetas, f, gradient, strict=True):
         free = theta.clone().requires_grad_(True)
-        expected = post.network.run(post.network.layout.unpack(free), x)
+        expected = post.network.compute_outputs(post.network.layout.unpack(free), x)
         (own,) = torch.autograd.grad(expected, free, expected.detach().cos())
         assert torch.allclose(found, expected.detach(), atol=1e-12)
         assert torch.allclose(slope, own, atol=1e-12)
@@ -109,7 +109,7 @@ def test_every_elementwise_function_is_run_for_many_weights(activation):
     network, x = open_alone(nn.Sequential(nn.Linear(3, 5), activation(), nn.Linear(5, 2)))
     chain = open_chain(network, x, network.theta)
     thetas = network.theta + torch.tensor([[0.0], [0.2], [-0.3]], dtype=torch.float64)
-    found = chain.run(chain.parameters(thetas), x)
+    found = chain.compute_outputs(chain.parameters(thetas), x)
     expected = torch.stack([network.evaluate(x, theta) for theta in thetas])
     assert torch.allclose(found, expected, atol=1e-13)
 

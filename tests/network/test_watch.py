@@ -44,9 +44,9 @@ def test_linear_calls_are_read_by_position_and_by_name():
     by_position = read_layer(F.linear, (x, weight, bias), {}, result)
     by_name = read_layer(F.linear, (x,), {"bias": bias, "weight": weight}, result)
     for call in (by_position, by_name):
-        assert (call.kind, call.input, call.weight, call.bias) == (LINEAR, x, weight, bias)
-        assert call.out == 4
-        assert call.key == (id(weight), 0)
+        assert (call.operation, call.input, call.weight, call.bias) == (LINEAR, x, weight, bias)
+        assert call.output_count == 4
+        assert call.rows_key == (id(weight), 0)
     assert read_layer(F.linear, (x, weight), {}, result).bias is None
 
 
@@ -80,7 +80,7 @@ def test_the_input_of_a_norm_is_what_its_scale_multiplies(name):
         with LayerWatch({id(layer.weight): "weight"}) as watch:
             result = layer(x)
     ((_, call, _),) = watch.calls
-    assert (call.kind, call.dimensions) == (NORM, dimensions)
+    assert (call.operation, call.dimensions) == (NORM, dimensions)
     weight, bias = layer.weight.detach(), layer.bias.detach()
     if not dimensions:
         weight, bias = weight[:, None], bias[:, None]
@@ -108,13 +108,13 @@ def test_a_convolution_is_its_weight_times_its_patches(name):
     torch.manual_seed(0)
     layer, x = make().double(), numbers(*shape)
     call = call_of(layer, x)
-    assert call.kind == CONVOLUTION
+    assert call.operation == CONVOLUTION
     found = inputs_by_position(call, 4) @ layer.weight.detach().flatten(1).mT
     if layer.bias is not None:
         found = found + layer.bias.detach()
     assert torch.allclose(found, values_by_position(call, call.result, 4), atol=1e-13)
     assert torch.equal(values_by_position(call, call.result, 4), call.result.flatten(2).mT)
-    assert call.out == layer.out_channels
+    assert call.output_count == layer.out_channels
 
 
 @pytest.mark.parametrize(("axis", "shape"), [(0, (4, 5, 3)), (1, (5, 4, 3)), (0, (20, 3))])

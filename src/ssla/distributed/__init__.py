@@ -1,6 +1,6 @@
 """Fits on many machines: workers read shards and exchange only sums.
 
-Two ways with the same result:
+There are two ways, with the same result:
 
   torchrun      under an initialised torch.distributed group `ssla.fit` needs no change: every rank
                 passes its own shard, and every rank gets the same posterior. `alone()` disables
@@ -40,7 +40,7 @@ from ssla.network import (
     Output,
     RowScale,
     checked_output,
-    describe,
+    describe_opening,
     module_of,
     open_network,
 )
@@ -102,13 +102,13 @@ def fit(
 
 @dataclass(frozen=True, eq=False)
 class ShardTask:
-    """What a worker needs in addition to its shard; pickled once for each pass."""
+    """What a worker needs in addition to its shard; it is pickled once for each pass."""
 
     model: nn.Module
     weights: str | list[str] | tuple[str, ...]
-    # the rows with which every worker opens the network, so that all find the same layers
+    # Rows x with which every worker opens the network, so that all find the same layers.
     opening: Inputs
-    budget: int
+    budget: int  # bytes, of each worker
     order: Order
     output: Output = None
     row_scale: RowScale | None = None
@@ -116,7 +116,10 @@ class ShardTask:
 
 @in_plain_torch
 def read_shard(task: ShardTask, shard: Any) -> Pass:
-    """Read one shard on a worker, and return its sums."""
+    """Read one shard on a worker, and return its sums.
+
+    shard: data, or a function that returns them. Errors are those of `ssla.fit` for its data.
+    """
     materialise = task.order.structure.needs_jacobian_entries
     network = open_network(task.model, task.weights, task.opening, materialise, task.output)
     if task.row_scale is not None:
@@ -124,13 +127,14 @@ def read_shard(task: ShardTask, shard: Any) -> Pass:
     # A worker may itself be a rank of a group: its shard is its own all the same.
     with alone():
         source = open_source(_load_shard(shard))
+        # No model is needed, because the network is already open.
         reader = Reader(source, None, task.weights, task.budget, opened=network)
         return reader.run_pass(task.order)
 
 
 @in_plain_torch
 def read_first_rows(shard: Any) -> Inputs | None:
-    """Read a few inputs with which to open the network; None if the shard is empty."""
+    """Return the first rows of x in a shard, with which to open the network; None without a row."""
     for batch in open_source(_load_shard(shard)):
         if batch.y.shape[0]:
             return take_rows(batch.x, slice(0, OPENING_ROWS))
@@ -139,12 +143,13 @@ def read_first_rows(shard: Any) -> Inputs | None:
 
 @in_plain_torch
 def merge_pair(first: Pass, second: Pass) -> Pass:
-    """Merge the passes of two sets of shards."""
+    """Return the pass of two sets of shards from the passes of both."""
     return first.merge(second)
 
 
 def _load_shard(shard: Any) -> Any:
-    """Call a shard that is a function; other shards are data already."""
+    """Return the data of a shard: a function is called, and anything else is the data."""
+    # An iterable that can also be called is data.
     return shard() if callable(shard) and not isinstance(shard, Iterable) else shard
 
 
@@ -153,23 +158,23 @@ def _load_shard(shard: Any) -> Any:
 
 @dataclass(eq=False)
 class Cluster:
-    """The shards as one source of passes."""
+    """The shards as one source of passes, in place of a `Reader` of this process."""
 
     engine: Engine
     shards: list[Any]
     model: nn.Module
     weights: str | list[str] | tuple[str, ...]
-    budget: int
-    progress: bool | None
-    passes: int = 0
-    opening: Inputs | None = None
-    opened: Network | None = None
+    budget: int  # bytes, of each worker
+    progress: bool | None  # whether a bar is shown; None: by itself on a terminal
+    passes: int = 0  # how many have begun
+    opening: Inputs | None = None  # see `ShardTask`; None before the first pass
+    opened: Network | None = None  # the network; None before the first pass
     output: Output = None
-    source = None  # the workers read, not this process
+    source = None  # a Reader has the rows here; those of a cluster are on the workers
 
     @property
     def network(self) -> Network:
-        """The network, as this process has opened it; ValueError before the first pass."""
+        """Return the network, as this process has opened it; ValueError before the first pass."""
         if self.opened is None:
             raise ValueError(EMPTY)
         return self.opened
@@ -177,7 +182,8 @@ class Cluster:
     def run_pass(self, order: Order) -> Pass:
         """Let the workers read all shards, and return the merged sums.
 
-        The first pass opens the network. Raises ValueError if no shard has a row.
+        The first pass also opens the network in this process. Raises ValueError if no shard has a
+        row.
         """
         if self.opened is None:
             self.opening = self._find_opening_rows()
@@ -186,7 +192,8 @@ class Cluster:
             )
         order = order.with_chosen_structure(self.opened, self.budget)
         self.passes += 1
-        # the private copy and its names: later changes to the user's module do not change the sums
+        # The private copy and its names are sent, so that later changes to the user's module do not
+        # change the sums.
         task = ShardTask(
             module_of(self.opened),
             self.opened.layout.names,
@@ -194,18 +201,18 @@ class Cluster:
             self.budget,
             order,
             self.output,
-            describe(self.opened).row_scale,
+            describe_opening(self.opened).row_scale,
         )
         label = f"pass {self.passes}" if is_progress_wanted(self.progress) else None
         result: Pass = self.engine.run_and_merge(read_shard, task, self.shards, merge_pair, label)
         return result
 
     def scale_rows(self, scale: RowScale) -> None:
-        """Give the last layer a scale of rows, which later passes send to the workers."""
+        """Give the last layer a scale of rows, in place, which later passes send to the workers."""
         self.opened = with_row_scale(self.network, scale)
 
     def _find_opening_rows(self) -> Inputs:
-        """Read the first rows of the first shard that has some; ValueError if none has."""
+        """Return the first rows of x of the first shard that has some; ValueError if none has."""
         for shard in self.shards:
             rows = self.engine.run_once(read_first_rows, shard)
             if rows is not None:

@@ -16,7 +16,7 @@ Merge = Callable[[Any, Any], Any]
 
 
 class Engine(Protocol):
-    """Runs functions on the workers."""
+    """Runs functions on the workers. A shard may be data, a function, or a handle of the engine."""
 
     def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
         """Return function(shard), computed on a worker."""
@@ -25,9 +25,10 @@ class Engine(Protocol):
     def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
     ) -> Any:
-        """Compute function(task, shard) for every shard, and merge the results pairwise up a tree.
+        """Compute function(task, shard) for every shard, and return the merge of all results.
 
-        label: of a progress bar; None: there is none.
+        Results of neighbours are merged first, so that the order of the shards is kept. shards: at
+        least one. label: of a progress bar; None: there is none.
         """
         ...
 
@@ -54,29 +55,32 @@ class DaskEngine:
     client: Any
 
     def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
-        """Run the function as a task, and wait for its result."""
+        """Run the function as a task, and return its result."""
         return self.client.submit(function, self._future_of(shard), pure=False).result()
 
     def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
     ) -> Any:
-        """Submit all tasks and all merges at once, and wait for the last merge."""
-        # as the result of a task and not scattered: scattered data are lost if their worker dies
-        sent = self.client.submit(_return_value, task, pure=False)
+        """Submit all tasks and all merges at once, wait for the last merge, and return it."""
+        # The task is sent as the result of a task: scattered data are lost if their worker dies.
+        sent_task = self.client.submit(_return_value, task, pure=False)
         results = [
-            self.client.submit(function, sent, self._future_of(shard), pure=False)
+            self.client.submit(function, sent_task, self._future_of(shard), pure=False)
             for shard in shards
         ]
         merged = _merge_tree(results, lambda a, b: self.client.submit(merge, a, b, pure=False))
         if label is not None:
             from distributed import as_completed
 
-            for _ in progress_bar(as_completed(results), len(results), True, label, "shard"):
+            completed = as_completed(results)
+            show = True  # there is a label only if a bar is wanted
+            # The bar moves while it is iterated.
+            for _ in progress_bar(completed, len(results), show, label, "shard"):
                 pass
         return merged.result()
 
     def _future_of(self, shard: Any) -> Any:
-        """Turn delayed values and collections into futures; futures and plain values stay."""
+        """Return a delayed value or collection as a future; a future or plain value as it is."""
         return self.client.compute(shard) if hasattr(shard, "__dask_graph__") else shard
 
 
@@ -87,17 +91,17 @@ class RayEngine:
     ray: Any
 
     def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
-        """Run the function as a remote task, and wait for its result."""
+        """Run the function as a remote task, and return its result."""
         return self.ray.get(self.ray.remote(function).remote(shard))
 
     def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
     ) -> Any:
-        """Start all tasks and all merges at once, and wait for the last merge."""
+        """Start all tasks and all merges at once, wait for the last merge, and return it."""
         remote_function = self.ray.remote(function)
         remote_merge = self.ray.remote(merge)
-        sent = self.ray.put(task)
-        results = [remote_function.remote(sent, shard) for shard in shards]
+        sent_task = self.ray.put(task)
+        results = [remote_function.remote(sent_task, shard) for shard in shards]
         merged = _merge_tree(results, remote_merge.remote)
         bar = progress_bar(results, len(results), label is not None, label or "", "shard")
         for result in bar:
@@ -112,25 +116,28 @@ class ExecutorEngine:
     executor: Executor
 
     def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
-        """Run the function in a worker, and wait for its result."""
+        """Run the function in a worker, and return its result."""
         return self.executor.submit(function, shard).result()
 
     def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
     ) -> Any:
-        """Submit all tasks at once, wait for all results, and merge them here."""
+        """Submit all tasks at once, wait for all results, and return their merge, made here."""
         futures = [self.executor.submit(function, task, shard) for shard in shards]
         bar = progress_bar(futures, len(futures), label is not None, label or "", "shard")
         return _merge_tree([future.result() for future in bar], merge)
 
 
 def _return_value(value: Any) -> Any:
-    """Return the value: a task whose result other tasks take as an argument."""
+    """Return the value. Submitted as a task, it makes the value a result that other tasks take."""
     return value
 
 
 def _merge_tree(results: list[Any], merge: Merge) -> Any:
-    """Merge neighbours until one result is left: log₂ levels, in the order of the shards."""
+    """Merge neighbours until one result is left, and return it: log₂ levels, in the given order.
+
+    results: at least one.
+    """
     while len(results) > 1:
         pairs = [merge(a, b) for a, b in zip(results[::2], results[1::2], strict=False)]
         # The last of an odd number has no neighbour.

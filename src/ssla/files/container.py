@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.files.replacing import is_being_saved, locate_folder, new_folder
+from ssla.files.replacing import is_being_saved, locate_folder, replace_folder
 
 FORMAT, VERSION = "ssla", 1
 MANIFEST, TENSORS = "manifest.json", "tensors.safetensors"
 LARGEST_MANIFEST = 256 << 20  # bytes; a guess
 MOST_TRIES = 20  # of reading a directory that is replaced meanwhile; a guess
-CHECKS, PAUSE = 10, 0.03  # seconds: a rename takes less, also on a busy machine; guesses
-COPIES = 4  # of the tensors that are in memory at once while they are written or read
+# How often, and after how many seconds each time, a directory is looked for again. A rename takes
+# less time in all, also on a busy machine. Guesses.
+CHECKS, PAUSE = 10, 0.03
+COPIES = 4  # of the tensors that are in memory at once while they are written or read; a guess
 LOADERS = "ssla.load(path, model) opens a posterior, ssla.sklearn.load(path) an estimator."
 
 
@@ -35,33 +37,33 @@ class FileError(ValueError):
 
 def write_model(
     path: str | os.PathLike[str],
-    kind: str,
+    model_kind: str,
     content: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
 ) -> Path:
-    """Write a directory beside the target, then move it there; returns the target.
+    """Write a saved model to the directory `path`, and return the path.
 
-    kind: what it holds, "posterior" or "estimator"; content: JSON. The old one stays until the new
-    one is complete. Raises FileError where the path cannot be written or replaced, MemoryError
-    where the copies of the tensors do not fit.
+    model_kind: what it holds, "posterior" or "estimator". content: values that JSON can hold. An
+    old directory stays until the new one is complete. Raises FileError if the path cannot be
+    written or replaced, and MemoryError if the copies of the tensors do not fit.
     """
     target = Path(path)
     check_target(target)
-    with enough_memory(
+    with require_memory(
         COPIES * sum(value.nbytes for value in tensors.values()), f"Saving {target}"
     ):
         data = _serialize(tensors)
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "kind": kind,
+        "kind": model_kind,
         "tensors": {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()},
         "content": content,
     }
-    manifest["sha256"] = _digest(manifest)
+    manifest["sha256"] = _compute_checksum(manifest)
     text = json.dumps(manifest, indent=1, allow_nan=False)
     try:
-        with new_folder(target) as fresh:
+        with replace_folder(target) as fresh:
             _write_bytes(fresh / TENSORS, data)
             _write_bytes(fresh / MANIFEST, text.encode())
     except OSError as error:
@@ -73,7 +75,8 @@ def write_model(
 
 
 def _serialize(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return named tensors of any shape in the format of safetensors."""
+    """Return named tensors of any shape as bytes in the format of safetensors."""
+    # safetensors refuses tensors that share memory or are not contiguous, so it gets copies.
     copies = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, value in tensors.items()
@@ -83,11 +86,11 @@ def _serialize(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 @contextlib.contextmanager
-def enough_memory(size: int, task: str) -> Iterator[None]:
-    """Raise MemoryError where `size` bytes cannot be allocated: safetensors would end the process
-    there.
+def require_memory(size: int, task: str) -> Iterator[None]:
+    """Raise MemoryError before or in the block if it needs more memory than there is.
 
-    task: names the work in the error.
+    size: the bytes that the block needs. They are allocated and freed before it, because
+    safetensors ends the process if memory runs out. task: the work, for the error.
     """
     try:
         bytearray(size)
@@ -100,17 +103,17 @@ def enough_memory(size: int, task: str) -> Iterator[None]:
 
 
 def check_target(target: Path) -> None:
-    """Raise FileError for a path that must not be replaced: a file, a directory with other files,
-    the current directory.
+    """Raise FileError if a save must not replace `target`.
 
-    Each question is asked once: another writer may replace the directory between two of them.
+    This is so for a file, a directory with other files, and the current directory. Nothing is read
+    twice, because another writer may replace the directory in between.
     """
     try:
         names = os.listdir(target)
     except FileNotFoundError:
         return
     except NotADirectoryError:
-        if not target.exists():  # below a file: the attempt to write will say so
+        if not target.exists():  # it is below a file: the attempt to write raises an error
             return
         raise FileError(
             f"{target} is a file, but a saved model is a directory. Give another path."
@@ -127,25 +130,28 @@ def check_target(target: Path) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    """Write a file, and wait until it is on the disk."""
+    """Write a file, and wait until it is on the disk, so that a power cut does not lose it."""
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def read_model(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the content and tensors of a directory, after every check that needs no network.
+def read_model(
+    path: str | os.PathLike[str], model_kind: str
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the content and tensors of a saved model, after every check that needs no network.
 
-    If a save replaces the directory while it is read, it is read again. Raises FileError for a
-    directory that does not hold an undamaged model of this kind.
+    model_kind: what it must hold, "posterior" or "estimator". If a save replaces the directory
+    while it is read, it is read again. The model before an interrupted save is read with a warning.
+    Raises FileError for a directory that does not hold an undamaged model of this kind.
     """
     target = Path(path)
     for _ in range(MOST_TRIES):
-        source, interrupted = locate_folder(target)
+        source, was_interrupted = locate_folder(target)
         before = _identify_folder(source)
         try:
-            content_and_tensors = _read_once(source, kind)
+            content_and_tensors = _read_folder(source, model_kind)
         except FileError as error:
             fault = error
             after = _identify_folder(locate_folder(target)[0])
@@ -154,22 +160,24 @@ def read_model(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any],
             if after == before and not between_renames:
                 break
             continue
-        if not interrupted:
+        if not was_interrupted:
             return content_and_tensors
-        if _stays_at(target, source):
+        if _stays_after_wait(target, source):
             warn(
                 f"The last save to {path} was interrupted. The model that was there before is read "
                 f"from {source}. Save the model again, or move that directory back."
             )
             return content_and_tensors
-        # The writer is alive, and has gone on.
+        # The writer has not ended: it has replaced the directory in the meantime.
         fault = FileError(f"{path} is replaced all the time. Try again later.")
     raise fault
 
 
-def _stays_at(path: Path, source: Path) -> bool:
-    """Wait a while and check that the model of an interrupted save is still there: another writer
-    may be about to replace it.
+def _stays_after_wait(path: Path, source: Path) -> bool:
+    """Wait a while, and return whether the model of an interrupted save to `path` is still at
+    `source`.
+
+    Another writer may be about to replace it. The wait ends when it is gone.
     """
     for _ in range(CHECKS):
         if locate_folder(path) != (source, True):
@@ -179,7 +187,7 @@ def _stays_at(path: Path, source: Path) -> bool:
 
 
 def _identify_folder(source: Path) -> tuple[Path, int, int] | None:
-    """Return a value that changes if a save replaces the directory; None if there is none."""
+    """Return a value that changes if a save replaces the directory; None without a directory."""
     try:
         state = source.stat()
     except OSError:
@@ -187,30 +195,33 @@ def _identify_folder(source: Path) -> tuple[Path, int, int] | None:
     return source, state.st_ino, state.st_ctime_ns
 
 
-def kind_of(path: str | os.PathLike[str]) -> str:
-    """Return what a directory holds, "posterior" or "estimator"; FileError for a damaged one."""
+def read_model_kind(path: str | os.PathLike[str]) -> str:
+    """Return what a saved model is, "posterior" or "estimator"; FileError for a damaged one."""
     source = locate_folder(Path(path))[0]
     with convert_to_file_error(source):
         return str(_read_manifest(source).get("kind"))
 
 
-def _read_once(source: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the content and tensors of a directory; FileError for a damaged one or another
-    kind.
+def _read_folder(source: Path, model_kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Return the content and tensors of a directory, without a second try.
+
+    FileError for a damaged directory, or a model of another kind.
     """
     with convert_to_file_error(source):
         manifest = _read_manifest(source)
         stored_kind = manifest.get("kind")
-        if stored_kind != kind:
+        if stored_kind != model_kind:
             raise FileError(
-                f"{source} holds a saved {stored_kind!r}, but a {kind!r} was expected. {LOADERS}"
+                f"{source} holds a saved {stored_kind!r}, but a {model_kind!r} was expected. "
+                f"{LOADERS}"
             )
         return manifest["content"], _read_tensors(source, manifest["tensors"])
 
 
 def _read_manifest(source: Path) -> dict[str, Any]:
-    """Return the manifest, less its checksum; FileError for one that is missing, damaged, foreign
-    or too new.
+    """Return the manifest of a saved model, less its checksum.
+
+    FileError for one that is missing, damaged, not of ssla, or too new.
     """
     if not source.exists():
         raise FileError(f"There is no saved model at {source}.")
@@ -240,7 +251,7 @@ def _read_manifest(source: Path) -> dict[str, Any]:
             f"{VERSION}). Update ssla."
         )
     stated = manifest.pop("sha256", None)
-    if stated != _digest(manifest):
+    if stated != _compute_checksum(manifest):
         raise FileError(
             f"{file} is damaged or was edited: its checksum does not match. Save the model again."
         )
@@ -248,7 +259,11 @@ def _read_manifest(source: Path) -> dict[str, Any]:
 
 
 def _read_tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors by name; FileError unless their file has the stated size and checksum."""
+    """Return the tensors of a saved model by name.
+
+    stated: the size and the checksum of their file, from the manifest. FileError if the file has
+    others, MemoryError if it does not fit.
+    """
     file = source / TENSORS
     if not file.is_file():
         raise FileError(f"{source} is incomplete: it has no {TENSORS}. Copy the whole directory.")
@@ -256,7 +271,7 @@ def _read_tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
     if size != stated["bytes"]:
         word = "truncated" if size < stated["bytes"] else "too long"
         raise FileError(f"{file} is {word}: {size:,} of {stated['bytes']:,} bytes. Copy it again.")
-    with enough_memory(COPIES * size, f"Reading {file}"):
+    with require_memory(COPIES * size, f"Reading {file}"):
         data = file.read_bytes()
     if hashlib.sha256(data).hexdigest() != stated["sha256"]:
         raise FileError(f"{file} is damaged: its checksum does not match. Copy it again.")
@@ -266,7 +281,10 @@ def _read_tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def convert_to_file_error(source: Path) -> Iterator[None]:
-    """Raise FileError in place of any exception from a bad file."""
+    """Raise FileError in place of any exception in the block, which reads the file `source`.
+
+    A bad file can cause any exception. FileError, ImportError and MemoryError pass.
+    """
     try:
         yield
     except (FileError, ImportError, MemoryError):
@@ -277,14 +295,14 @@ def convert_to_file_error(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _digest(manifest: Mapping[str, Any]) -> str:
-    """Return the checksum of a manifest, whatever the order of its keys."""
+def _compute_checksum(manifest: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest, which does not depend on the order of its keys."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and infinities, which are not JSON."""
+    """Raise ValueError for NaN and infinities, which Python's parser takes, but JSON has not."""
     raise ValueError(f"{name} is not a number")
 
 

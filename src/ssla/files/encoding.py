@@ -1,4 +1,4 @@
-"""Frozen values as JSON and tensors, and back.
+"""Turns frozen values into JSON and tensors, and back.
 
 Numbers, texts, lists, tuples, dicts and tensors are stored directly; dataclasses of the tables
 below by name and fields. Other classes are neither stored nor created: reading calls only the
@@ -78,15 +78,17 @@ class NotStorableError(TypeError):
 
 @dataclass(eq=False)
 class Encoder:
-    """Values -> JSON; tensors are collected under the path at which they were found."""
+    """Turns values into JSON, and collects their tensors by the path at which they are in it."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def encode(self, value: Any, path: str) -> Any:
-        """Return a value as JSON; `path` is its path in the content, and that of a tensor in it.
+        """Return a value as JSON, and collect the tensors in it.
 
-        Raises NotStorableError for code and for classes that are not in the table.
+        path: that of the value in the content, such as "statistics.gradient"; tensors are named by
+        their paths. Raises NotStorableError for code and for classes that are not in the table.
         """
+        # A Note is a string, so it comes before strings, as bool does with int below.
         if isinstance(value, Note):
             return {"note": [value.subject, str(value)]}
         if value is None or isinstance(value, bool | int | str):
@@ -94,10 +96,13 @@ class Encoder:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
-            # A transposed matrix stays one in memory, so that later products have the same bits.
-            turned = value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
-            self.tensors[path] = value.mT if turned else value
-            return {"turned": path} if turned else {"tensor": path}
+            # A transposed matrix stays one in memory, so that later products have the same bits:
+            # its transpose is stored, and transposed again when it is read.
+            is_transposed = (
+                value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
+            )
+            self.tensors[path] = value.mT if is_transposed else value
+            return {"turned": path} if is_transposed else {"tensor": path}
         if isinstance(value, tuple | list):
             name = "tuple" if isinstance(value, tuple) else "list"
             return {name: [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]}
@@ -118,7 +123,7 @@ class Encoder:
 
 @dataclass(frozen=True, eq=False)
 class Decoder:
-    """JSON and tensors -> values.
+    """Turns JSON and tensors back into values.
 
     Unexpected content raises an exception, which `container.convert_to_file_error` turns into a
     FileError.
@@ -127,7 +132,11 @@ class Decoder:
     tensors: Mapping[str, Tensor]
 
     def decode(self, value: Any, expected: type | None = None) -> Any:
-        """Return the value of JSON; TypeError if it is not of the expected class."""
+        """Return the value that JSON stands for.
+
+        expected: its class, or None for any. TypeError for another class; ValueError, KeyError or
+        TypeError for unknown content.
+        """
         decoded = self._decode(value)
         if expected is not None and not isinstance(decoded, expected):
             raise TypeError(
@@ -136,7 +145,7 @@ class Decoder:
         return decoded
 
     def _decode(self, value: Any) -> Any:
-        """Return the value of JSON; ValueError, KeyError or TypeError for unknown content."""
+        """Return the value that JSON stands for, of any class, by the forms of `Encoder.encode`."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         match value:
@@ -161,7 +170,7 @@ class Decoder:
 
     @staticmethod
     def _make_object(cls: type, fields: dict[str, Any]) -> Any:
-        """Call the constructor of a class; TypeError for values that its type hints exclude."""
+        """Return an object of a class with these fields; TypeError if a type hint excludes one."""
         hints = _type_hints(cls)
         for name, value in fields.items():
             if not _fits_hint(value, hints[name]):
@@ -171,14 +180,15 @@ class Decoder:
 
 @lru_cache
 def _type_hints(cls: type) -> dict[str, Any]:
-    """Return the type hints of a class, which take a while to resolve."""
+    """Return the type hints of a class by field. They take a while to resolve, so they are kept."""
     return typing.get_type_hints(cls)
 
 
 def _fits_hint(value: Any, hint: Any) -> bool:
-    """Check a value against a type hint.
+    """Return whether a value fits a type hint.
 
-    Protocols and other unusual hints accept any value of the tables.
+    All items of a tuple are checked against its first hint, and only values of a dict are checked.
+    Protocols and other unusual hints accept None and any value of the tables.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
@@ -192,9 +202,9 @@ def _fits_hint(value: Any, hint: Any) -> bool:
     if hint in (bool, str, Tensor):
         return isinstance(value, hint)
     if origin is tuple:
-        inner = arguments[0] if arguments else Any
+        item_hint = arguments[0] if arguments else Any
         return isinstance(value, tuple) and (
-            inner is Any or all(_fits_hint(item, inner) for item in value)
+            item_hint is Any or all(_fits_hint(item, item_hint) for item in value)
         )
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return isinstance(value, dict) and all(

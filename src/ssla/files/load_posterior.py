@@ -1,6 +1,7 @@
-"""A posterior from a file that `save_posterior` wrote.
+"""Loads a posterior from a file that `save_posterior` wrote.
 
-What the file holds is validated before it is used. Stands above `ssla.posterior`: it makes one.
+What the file holds is validated before it is used. This module imports `ssla.posterior`, which does
+not import it.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from ssla.network import (
     VALUES,
     Opening,
     Output,
-    check_mode,
+    check_evaluation_mode,
     checked_output,
-    difference,
+    describe_difference,
     fingerprint,
-    reopen,
+    reopen_network,
 )
 from ssla.posterior import Posterior
 from ssla.priors import CONVENTIONS, Prior
@@ -37,7 +38,8 @@ from ssla.report import AS_IS, LAPLACE, POLISH, TILT, VARIATIONAL, Report
 from ssla.values import Statistics, Variational
 
 MODES = (POLISH, TILT, AS_IS)
-LARGEST = 1e100  # of a number in a file: squares and products of such numbers do not overflow
+# The largest number in a file: squares and products of such numbers do not overflow.
+LARGEST = 1e100
 
 
 @in_plain_torch
@@ -78,11 +80,11 @@ def decode_posterior(
     prior: Prior | None = None,
     output: Output = None,
 ) -> Posterior:
-    """Make a posterior from the content and tensors of a file, validated and factorised.
+    """Make a posterior from the content and tensors of a file, and validate it.
 
-    source: the file, for errors; likelihood, prior, output: see `load`. Raises FileError for
-    content that is damaged, forged, or of another network, and ValueError for a module in training
-    mode.
+    source: the file, for errors. likelihood, prior, output: see `load`; None for what the file
+    holds. Raises FileError for content that is damaged, forged, or of another network, and
+    ValueError for a module in training mode.
     """
     decoder = Decoder(tensors)
     with convert_to_file_error(source):
@@ -91,43 +93,66 @@ def decode_posterior(
         budget = content["memory_budget"]
         if not isinstance(stated, dict):
             raise TypeError("the network has no fingerprint")
-    check_mode(model)  # an error of the module is not a FileError
+    check_evaluation_mode(model)  # an error of the module is not a FileError
     with convert_to_file_error(source):
         _compare_fingerprint(stated, model, source)
-        stored = content.get("output")  # absent if the result of the module is f
-        if not isinstance(stored, dict) and output is not None:
-            # A name or an index may be given again.
-            if output != checked_output(stored):
-                raise FileError(
-                    f"{source} was saved with output={stored!r}, but output= is {output!r}. Omit "
-                    "it."
-                )
-            output = None
-        selected = _given_or_stored(decoder, stored, "output", output, source)
-        network = reopen(model, opening, checked_output(selected))
+        network = reopen_network(model, opening, _choose_output(decoder, content, output, source))
         report = decoder.decode(content["report"], Report)
+        likelihood_at_fit: Likelihood = _decode_or_take_given(
+            decoder, content["likelihood"], "likelihood", likelihood, source
+        )
+        prior_at_fit: Prior = _decode_or_take_given(
+            decoder, content["prior"], "prior", prior, source
+        )
+        theta = decoder.decode(content["theta"], Tensor)
+        statistics = decoder.decode(content["statistics"], Statistics)
+        convention = check_name("convention", content["convention"], CONVENTIONS)
+        variational: Variational | None = None
+        if "variational" in content:
+            variational = decoder.decode(content["variational"], Variational)
+        # A budget is a setting of this machine, not part of the answer: a bad one is replaced.
+        has_budget = isinstance(budget, int) and budget > 0
         posterior = Posterior(
             network,
-            _given_or_stored(decoder, content["likelihood"], "likelihood", likelihood, source),
-            _given_or_stored(decoder, content["prior"], "prior", prior, source),
-            decoder.decode(content["theta"], Tensor),
-            decoder.decode(content["statistics"], Statistics),
+            likelihood_at_fit,
+            prior_at_fit,
+            theta,
+            statistics,
             report.mode,
             report,
-            # A budget is a setting of this machine, not part of the answer.
-            budget if isinstance(budget, int) and budget > 0 else DEFAULT_BUDGET,
-            convention=check_name("convention", content["convention"], CONVENTIONS),
-            variational=decoder.decode(content["variational"], Variational)
-            if "variational" in content
-            else None,
+            budget if has_budget else DEFAULT_BUDGET,
+            convention=convention,
+            variational=variational,
         )
         _check_posterior(posterior)
     return posterior
 
 
+def _choose_output(
+    decoder: Decoder, content: Mapping[str, Any], output: Output, source: Path
+) -> Output:
+    """Return the argument output= with which the network is opened again.
+
+    output: the given one, or None. A stored name or index may be given again. Raises FileError if
+    the given one differs from it, or if code is missing or superfluous.
+    """
+    stored = content.get("output")  # absent if the result of the module is f
+    is_custom = isinstance(stored, dict)
+    if not is_custom and output is not None:
+        if output != checked_output(stored):
+            raise FileError(
+                f"{source} was saved with output={stored!r}, but output= is {output!r}. Omit it."
+            )
+        output = None
+    return checked_output(_decode_or_take_given(decoder, stored, "output", output, source))
+
+
 def _compare_fingerprint(stated: Mapping[str, Any], model: nn.Module, source: Path) -> None:
-    """Raise FileError if the module is not the one that was saved, with the difference."""
-    unlike = difference(stated, fingerprint(model))
+    """Raise FileError if the fingerprint of the module is not the stated one, with the difference.
+
+    source: the file, for the error.
+    """
+    unlike = describe_difference(stated, fingerprint(model))
     if unlike == VALUES:
         raise FileError(
             f"{source} belongs to other weights of this network: it was trained further, or its "
@@ -141,11 +166,14 @@ def _compare_fingerprint(stated: Mapping[str, Any], model: nn.Module, source: Pa
         )
 
 
-def _given_or_stored(decoder: Decoder, value: Any, name: str, given: Any, source: Path) -> Any:
-    """Return what a file holds, or the given custom code in its place.
+def _decode_or_take_given(decoder: Decoder, value: Any, name: str, given: Any, source: Path) -> Any:
+    """Return the value that a file holds, or the given custom code if the file holds only its
+    class.
 
-    name: of the argument. Raises FileError where code is missing, of another class, or superfluous.
+    value: JSON. name: of the argument, for errors. given: the argument, or None. source: the file,
+    for errors. Raises FileError if code is missing, of another class, or given without need.
     """
+    # "own" is the name of the class of custom code (see `save_posterior`).
     class_name = value.get("own") if isinstance(value, dict) else None
     if class_name is None:
         if given is not None:
@@ -167,8 +195,10 @@ def _given_or_stored(decoder: Decoder, value: Any, name: str, given: Any, source
 
 
 def _check_posterior(posterior: Posterior) -> None:
-    """Raise ValueError for a forged file: wrong sizes or ranges, or a curvature that cannot be
-    factorised.
+    """Raise ValueError if the parts of a posterior cannot belong together, as in a forged file.
+
+    Sizes and ranges are checked, and that the prior has a density at θ̂. An error is also raised if
+    the curvature cannot be factorised.
     """
     size = posterior.network.layout.size
     # For Gaussian noise the Laplace and the variational Gaussian are one, and only one is stored.
@@ -194,21 +224,26 @@ def _check_posterior(posterior: Posterior) -> None:
 
 
 def _is_in_range(numbers: Tensor) -> bool:
-    """Check that numbers of any shape are finite, and small enough for squares and products."""
+    """Return whether numbers of any shape are finite, and small enough for squares and products."""
     return bool((numbers.abs() <= LARGEST).all())
 
 
 def _check_vector(name: str, vector: Tensor, size: int) -> None:
-    """Raise ValueError unless a vector is (size,) in float64, with numbers in range."""
+    """Raise ValueError unless a vector is (size,) in float64, with numbers in range.
+
+    name: of the vector, for the error.
+    """
     if vector.dtype != torch.float64 or vector.shape != (size,) or not _is_in_range(vector):
         raise ValueError(f"{name} is not {size} finite numbers in float64 of at most {LARGEST:g}")
 
 
 def _check_likelihood(posterior: Posterior) -> None:
     """Raise ValueError for a likelihood with another number of outputs, or without curvature."""
-    likelihood, outputs = posterior.likelihood, posterior.network.outputs
+    likelihood = posterior.likelihood
+    outputs = posterior.network.outputs
     likelihood.support_for(outputs)
-    # Only one of ours that allows every f, and so 0: another need not have a curvature there.
+    # A likelihood that does not allow every f need not have a curvature at f = 0. Custom code is
+    # not part of the file.
     if type(likelihood) in NAMES and likelihood.linear_domain:
         fisher = likelihood.fisher(torch.zeros(1, outputs, dtype=torch.float64))
         positive = fisher.diagonal(dim1=-2, dim2=-1) > 0
@@ -217,20 +252,21 @@ def _check_likelihood(posterior: Posterior) -> None:
 
 
 def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
-    """Raise ValueError unless the sums are of `size` parameters and some data, and the operator is
-    positive definite.
+    """Raise ValueError unless the sums are of `size` parameters and some data.
+
+    operator: the factorised curvature of these sums and the prior, which must be positive definite.
     """
     _check_vector("gradient", sums.gradient, size)
     if getattr(sums.curvature, "size", size) != size:
         raise ValueError("the curvature does not belong to these parameters")
-    # Equal entries would give zero for a last layer of classes.
+    # Any direction with a product other than zero. Equal entries have the product zero for classes:
+    # probabilities do not change if all logits grow by the same number.
     direction = torch.linspace(1, 2, size, dtype=torch.float64)
     pushed = sums.curvature.push(direction)
     variances = operator.variances()
-    products = (pushed, operator.solve(direction), variances)
-    if not all(product.shape == (size,) and _is_in_range(product) for product in products) or not (
-        bool((variances > 0).all())
-    ):
+    vectors = (pushed, operator.solve(direction), variances)
+    valid = all(vector.shape == (size,) and _is_in_range(vector) for vector in vectors)
+    if not valid or not bool((variances > 0).all()):
         raise ValueError("the curvature does not belong to these parameters")
     if sums.n < 1 or not bool(pushed.any()):
         raise ValueError("it has no data")
@@ -239,9 +275,7 @@ def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
 
 
 def _check_report(posterior: Posterior) -> None:
-    """Raise ValueError unless the numbers of the report are in range and its sizes are those of the
-    network.
-    """
+    """Raise ValueError unless a posterior's report has numbers in range and the network's sizes."""
     report = posterior.report
     network = posterior.network
     check_name("mode", report.mode, MODES)
@@ -253,6 +287,7 @@ def _check_report(posterior: Posterior) -> None:
     ):
         raise ValueError("its report is of other parameters")
     check_name("gaussian", report.gaussian, (LAPLACE, VARIATIONAL))
+    # n must be at least 1, and the other counts at least 0.
     counts = (report.n - 1, report.steps, report.passes, report.rounds, report.memory)
     numbers = (report.weight, report.residual, report.residual_after, report.output_shift)
     if not all(0 <= count < 1 << 63 for count in counts) or not all(

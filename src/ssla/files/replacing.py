@@ -1,4 +1,4 @@
-"""Files and directories are written beside their target and then moved there in one step.
+"""Writes files and directories beside their target, and then moves them there in one step.
 
     .name.5f0c….saving/     beside the target
       lock                  locked while the writing process is alive
@@ -31,17 +31,17 @@ except ImportError:  # Windows: no locks, so files of other processes are not re
     fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".saving"  # of a draft folder
-AT_FDCWD, EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+AT_FDCWD, EXCHANGE = -100, 2  # AT_FDCWD of linux/fcntl.h, and RENAME_EXCHANGE of linux/fs.h
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)  # by the kernel or by the file system
 MOST_TRIES = 100  # of moving a draft while other writers do the same; a guess
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Yield a draft with the suffix of `path`, which replaces `path` if the block ends without an
-    error.
+def replace_file(path: Path) -> Iterator[Path]:
+    """Yield the path of a draft, which replaces `path` if the block ends without an error.
 
-    Links are followed. Raises OSError where the folder cannot be written.
+    The draft has the suffix of `path`, and the block must write it. Links are followed. Raises
+    OSError if the folder cannot be written.
     """
     target = Path(os.path.realpath(path))
     with _make_draft_folder(target) as folder:
@@ -51,11 +51,10 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty directory, which replaces `path` with its content if the block ends without
-    an error.
+def replace_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty directory, which replaces `path` if the block ends without an error.
 
-    Links are followed. Raises OSError where the folder cannot be written.
+    Links are followed. Raises OSError if the folder cannot be written.
     """
     target = Path(os.path.realpath(path))
     with _make_draft_folder(target) as folder:
@@ -66,29 +65,32 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def locate_folder(path: Path) -> tuple[Path, bool]:
-    """Find a directory: at `path`, or where a save moved it.
+    """Find a directory: at `path`, or where a save has moved it.
 
-    Returns where it is, and whether a save moved it whose writer has ended.
+    Returns where it is, and whether that save was interrupted: its writer has ended. If there is no
+    directory, the result is (path, False).
     """
     target = Path(os.path.realpath(path))
     if not target.exists():
         for folder in _list_draft_folders(target):
             if (folder / "old").is_dir():
+                # Finding a directory must not make files in it.
                 with _lock_abandoned(folder, create=False) as is_abandoned:
                     return folder / "old", is_abandoned
     return path, False
 
 
 def is_being_saved(path: Path) -> bool:
-    """Check for a save to this path that has not ended."""
+    """Return whether a save to this path is running, or was interrupted."""
     return bool(_list_draft_folders(Path(os.path.realpath(path))))
 
 
 @contextlib.contextmanager
 def _make_draft_folder(target: Path) -> Iterator[Path]:
-    """Make a locked folder beside the target, and remove it after the block.
+    """Make a locked draft folder beside the target, and remove it after the block.
 
-    Remains of ended writers are removed first.
+    Draft folders of writers that have ended are removed first. Raises OSError if the folder cannot
+    be made.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in _list_draft_folders(target):
@@ -104,7 +106,10 @@ def _make_draft_folder(target: Path) -> Iterator[Path]:
 
 
 def _remove_draft_folder(folder: Path, target: Path) -> None:
-    """Remove a draft folder; an `old` in it is first moved back, unless the target exists."""
+    """Remove a draft folder; an `old` in it is first moved back, unless the target exists.
+
+    Nothing is raised: what cannot be removed stays.
+    """
     old = folder / "old"
     if old.exists() and not target.exists():
         with contextlib.suppress(OSError):  # another writer was faster
@@ -117,7 +122,10 @@ def _remove_draft_folder(folder: Path, target: Path) -> None:
 
 
 def _discard_folder(old: Path) -> None:
-    """Remove a directory under another name, so that no reader finds it when half of it is gone."""
+    """Remove a directory under another name, so that no reader finds it half removed.
+
+    Nothing is raised, also if there is no such directory.
+    """
     gone = old.with_name("gone")
     with contextlib.suppress(OSError):  # there is none
         os.rename(old, gone)
@@ -125,9 +133,10 @@ def _discard_folder(old: Path) -> None:
 
 
 def _move_to_target(draft: Path, target: Path, old: Path) -> None:
-    """Move the draft to the target, also if other writers do the same at this moment.
+    """Move the directory `draft` to the target, also if other writers do the same at this moment.
 
-    Raises OSError where it cannot be moved, or after too many tries.
+    old: where the old target is between two renames, if the system cannot exchange directories in
+    one step. Raises OSError if the draft cannot be moved, or after too many tries.
     """
     for _ in range(MOST_TRIES):
         # FileNotFoundError: the target does not exist, or another writer has moved it.
@@ -148,9 +157,9 @@ def _move_to_target(draft: Path, target: Path, old: Path) -> None:
 
 
 def _exchange_folders(first: Path, second: Path) -> bool:
-    """Exchange two directories in one step; False if the system does not support it.
+    """Exchange two directories in one step, and return True; False if the system cannot do this.
 
-    Raises OSError where it fails for another reason.
+    Raises OSError if it fails for another reason.
     """
     if _renameat2 is None:
         return False
@@ -162,6 +171,7 @@ def _exchange_folders(first: Path, second: Path) -> bool:
     raise OSError(number, os.strerror(number), str(second))
 
 
+# The function of Linux that exchanges two directories; None elsewhere, and in old libraries.
 _renameat2 = (
     getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if sys.platform == "linux"
@@ -170,7 +180,7 @@ _renameat2 = (
 
 
 def _list_draft_folders(target: Path) -> list[Path]:
-    """List the draft folders of all saves to this target, the newest first."""
+    """Return the draft folders of all saves to this target, the newest first."""
     dated = []
     # An entry, or the parent itself, may be removed while it is listed.
     with contextlib.suppress(OSError), os.scandir(target.parent) as entries:
@@ -182,23 +192,26 @@ def _list_draft_folders(target: Path) -> list[Path]:
 
 
 def _make_locked_folder(target: Path) -> tuple[Path, IO[bytes] | None]:
-    """Make a draft folder and lock it; the lock is None if the system has none."""
+    """Make a draft folder, lock it, and return it with its lock; None if the system has no locks.
+
+    Raises OSError if the folder cannot be made.
+    """
     while True:
         folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}{SUFFIX}")
         folder.mkdir()
-        # Another writer may consider the new folder abandoned, and lock or remove it.
+        # Another writer may take the new folder for one of an ended writer, and lock or remove it.
+        # Then the next round makes another.
         with contextlib.suppress(BlockingIOError, FileNotFoundError):
             return folder, _lock_folder(folder)
 
 
 @contextlib.contextmanager
 def _lock_abandoned(folder: Path, create: bool = True) -> Iterator[bool]:
-    """Lock a draft folder, and yield whether its writer has certainly ended.
+    """Lock a draft folder for the block, and yield whether its writer has certainly ended.
 
-    A running writer holds the lock; in the block this process holds it.
-
-    create: take the lock also where the folder has no file for it. A writer that removes its folder
-    removes that file before the rest.
+    A running writer holds the lock. The answer is False, without a lock, if the folder cannot be
+    locked or the system has no locks. create: whether a missing lock file is made. A writer that is
+    removing its folder may have removed that file already.
     """
     try:
         lock = _lock_folder(folder, create)
@@ -209,10 +222,10 @@ def _lock_abandoned(folder: Path, create: bool = True) -> Iterator[bool]:
 
 
 def _lock_folder(folder: Path, create: bool = True) -> IO[bytes] | None:
-    """Open and lock the file `lock` of a draft folder; it is locked while it is open.
+    """Open and lock the file `lock` of a draft folder, and return it: it is locked while open.
 
-    Returns None if the system has no locks. Raises OSError if it is locked, or the folder was
-    removed.
+    create: whether a missing file is made. Returns None if the system has no locks. Raises OSError
+    if another process has locked it, or the folder was removed.
     """
     if fcntl is None:
         return None
@@ -224,8 +237,9 @@ def _lock_folder(folder: Path, create: bool = True) -> IO[bytes] | None:
             raise
         except OSError:  # the file system has no locks
             return None
-        # The file that was opened may have been removed before it was locked.
+        # Another process may have removed the file after it was opened and before it was locked: a
+        # lock on it would protect nothing.
         if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
-        stack.pop_all()
+        stack.pop_all()  # the file stays open
     return file

@@ -1,4 +1,4 @@
-"""A posterior to a file. `load_posterior` opens it."""
+"""Saves a posterior to a file, which `load_posterior` opens."""
 
 from __future__ import annotations
 
@@ -9,41 +9,43 @@ from typing import TYPE_CHECKING, Any
 from ssla.files.container import write_model
 from ssla.files.encoding import Encoder, NotStorableError
 from ssla.network import (
-    describe,
+    describe_opening,
     fingerprint,
     module_of,
-    output_of,
+    output_argument_of,
 )
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-KIND = "posterior"
+KIND = "posterior"  # of a saved model, in its manifest
 
 
 def save(posterior: Posterior, path: str | os.PathLike[str]) -> Path:
-    """Write a posterior to a directory; see Posterior.save for arguments and errors."""
+    """Write a posterior to a directory, and return its path; see Posterior.save."""
     encoder = Encoder()
     content = encode_posterior(posterior, encoder, "")
     return write_model(path, KIND, content, encoder.tensors)
 
 
 def encode_posterior(posterior: Posterior, encoder: Encoder, prefix: str) -> dict[str, Any]:
-    """Return everything but the network as JSON; the encoder collects the tensors, whose names
-    begin with `prefix`.
+    """Return all of a posterior but its network as JSON.
+
+    The encoder collects the tensors. Their names begin with `prefix`, which differs between
+    posteriors in one file.
     """
     values = {
         "theta": posterior.theta,
         "statistics": posterior.statistics,
         "report": posterior.report,
-        "opening": describe(posterior.network),
+        "opening": describe_opening(posterior.network),
     }
     if posterior.variational is not None:
         values["variational"] = posterior.variational
     content = {name: encoder.encode(value, f"{prefix}{name}") for name, value in values.items()}
     # These may be code of the user.
     custom = {"likelihood": posterior.likelihood, "prior": posterior.prior}
-    output = output_of(posterior.network)
+    output = output_argument_of(posterior.network)
     if output is not None:
         custom["output"] = output
     for name, value in custom.items():
@@ -55,7 +57,10 @@ def encode_posterior(posterior: Posterior, encoder: Encoder, prefix: str) -> dic
 
 
 def _encode_or_name(encoder: Encoder, value: object, path: str) -> Any:
-    """Return the value as JSON, or the name of its class if it holds code."""
+    """Return the value as JSON, or {"own": name of its class} if it holds code.
+
+    path: as in `Encoder.encode`.
+    """
     before = dict(encoder.tensors)
     try:
         return encoder.encode(value, path)

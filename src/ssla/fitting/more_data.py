@@ -10,7 +10,7 @@ import torch
 from ssla.data import Source
 from ssla.fitting.variational import with_recentred_mean
 from ssla.maths.digests import digest
-from ssla.network import difference, fingerprint, merge_digests, module_of
+from ssla.network import describe_difference, fingerprint, merge_digests, module_of
 from ssla.priors import describe
 from ssla.report import ADDED, DATA, MOVED, RANK, Note, subject_of, without_subjects
 from ssla.values import Statistics, Variational
@@ -59,7 +59,9 @@ def _check_same_model(posterior: Posterior, other: Posterior) -> None:
     our_digests, their_digests = merge_digests(posterior.network), merge_digests(other.network)
     unequal = [name for name in our_digests if our_digests[name] != their_digests[name]]
     if unequal:
-        why = difference(*(fingerprint(module_of(each.network)) for each in (posterior, other)))
+        why = describe_difference(
+            *(fingerprint(module_of(each.network)) for each in (posterior, other))
+        )
         reason = f": {why}" if why else ""
         raise ValueError(
             "Only posteriors of the same trained network can be merged, but their "
@@ -106,7 +108,7 @@ def add_statistics(
         note = f"data were added: {change}, the averages over the earlier rows and θ̂ were kept"
     joint_source = None
     if posterior.source is not None and source is not None:
-        joint_source = posterior.source.then(source)
+        joint_source = posterior.source.followed_by(source)
     moved = replace(posterior, theta=theta, statistics=merged, source=joint_source)
     # Notes of both data sets, once each. A note on earlier data holds for a part of the rows only.
     earlier = without_subjects(dict.fromkeys((*posterior.report.notes, *notes)), ADDED)

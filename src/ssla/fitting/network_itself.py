@@ -84,7 +84,7 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
     mean = float(rows.squares @ rows.weights / rows.weights.sum())
     least = float(counted.kthvalue(max(int(SHORTEST * len(counted)), 1)).values)
     scales = [RowScale(strength, mean, least) for strength in STRENGTHS]
-    scaled = [scores(rows.f / scale.of_squares(rows.squares)[:, None]) for scale in scales]
+    scaled = [scores(rows.f / scale.compute_scales(rows.squares)[:, None]) for scale in scales]
     best = max(range(len(scales)), key=lambda i: float(scaled[i] @ rows.weights))
     gain = mean_and_error(scaled[best] - scores(rows.f), rows.weights)
     return scales[best] if gain.mean > CLEARLY * gain.error else None

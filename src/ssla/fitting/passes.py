@@ -32,7 +32,7 @@ from ssla.network import (
     open_network,
 )
 from ssla.network.frozen import rows_within
-from ssla.network.head import PRECISIONS
+from ssla.network.head import MATRICES_PER_ROW
 from ssla.priors import Prior
 from ssla.report import POLISH, TILT
 
@@ -81,7 +81,7 @@ def _precision_varies_inside_layers(prior: Prior, network: Network) -> bool:
     positions = network.layout.positions
     for names in network.layout.layers().values():
         inside = [
-            diagonal[positions[name].flatten()] for name in names if name in network.kronecker
+            diagonal[positions[name].flatten()] for name in names if name in network.kronecker_names
         ]
         if inside and bool((torch.cat(inside) != inside[0][0]).any()):
             return True
@@ -311,7 +311,7 @@ class Reader:
         self.linearised = None
         for chunk in self.kept or ():
             assert chunk.features is not None
-            chunk.features = self.opened.scaled(chunk.features)
+            chunk.features = self.opened.scale_features(chunk.features)
             chunk.outputs = None
 
     def _sum_chunks(self, order: Order) -> Pass:
@@ -434,7 +434,7 @@ class Reader:
             size=lambda chunk: self._bytes_to_keep(chunk, order),
             budget=self.budget // KEPT_SHARE,
         )
-        yield from rows.read()
+        yield from rows.read_chunks()
         self.kept = rows.kept
 
     def _rows_at_once(self, batch: Batch, order: Order) -> int:
@@ -530,7 +530,7 @@ def bytes_per_row(network: Network, order: Order, budget: int) -> int:
     outputs = network.outputs
     width = network.layout.size // outputs
     # What the network counts for the Jacobian and the precisions of a row is not needed here.
-    matrices = 8 * (width * outputs + PRECISIONS * outputs**2)
+    matrices = 8 * (width * outputs + MATRICES_PER_ROW * outputs**2)
     pooled_bytes = 8 * (POOLED_FEATURES * width + POOLED_OUTPUTS * outputs)
     return network.bytes_per_row - matrices + pooled_bytes
 

@@ -30,7 +30,7 @@ from ssla.fitting.trained import Verdict, judge_classes, judge_numbers
 from ssla.fitting.variational import NEW, BoundAscent, ChoosePrior, refit_to_similar_rows
 from ssla.fitting.watching import TargetRange, warn_residual
 from ssla.likelihoods import Gaussian
-from ssla.network import output_words
+from ssla.network import describe_output_argument
 from ssla.priors import (
     BoundGaussian,
     BoundPrior,
@@ -528,7 +528,7 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
         memory=plan.summed_structure.memory(extent),
         notes=draft.notes,
         prior=describe(draft.prior),
-        output=output_words(network),
+        output=describe_output_argument(network),
         choice=plan.reason,
     )
 
@@ -544,7 +544,7 @@ def _structures_of_layers(plan: FitPlan) -> dict[str, str]:
         if not plan.structure.by_layers:
             structures[layer] = common
             continue
-        each = {name: common if name in plan.network.kronecker else "diag" for name in names}
+        each = {name: common if name in plan.network.kronecker_names else "diag" for name in names}
         structures |= each if len(set(each.values())) > 1 else {layer: each[names[0]]}
     return structures
 

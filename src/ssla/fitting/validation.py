@@ -602,7 +602,7 @@ def _typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
     network = rows.posterior.network
     if not isinstance(network, LastLayer) or network.row_scale is None or rows.squares is None:
         return None
-    ordered = network.row_scale.of_squares(rows.squares).sort().values
+    ordered = network.row_scale.compute_scales(rows.squares).sort().values
     return float(ordered[int(0.05 * len(ordered))]), float(ordered[int(0.95 * len(ordered))])
 
 

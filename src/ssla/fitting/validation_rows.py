@@ -144,12 +144,12 @@ class ValidationRows:
         assert isinstance(network, LastLayer)
         assert network.row_scale is not None
         assert self.squares is not None
-        s = network.row_scale.of_squares(self.squares)[:, None]
+        s = network.row_scale.compute_scales(self.squares)[:, None]
         kept = []
         start = 0
         for f, J in self.kept or ():
             assert isinstance(J, Features)
-            kept.append((f / s[start : start + len(f)].to(f.dtype), network.scaled(J)))
+            kept.append((f / s[start : start + len(f)].to(f.dtype), network.scale_features(J)))
             start += len(f)
         scaled = None if self.kept is None else tuple(kept)
         return replace(self, posterior=posterior, f=self.f / s, kept=scaled)

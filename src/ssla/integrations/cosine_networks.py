@@ -26,7 +26,7 @@ from ssla import priors
 from ssla.fitting.variational import with_recentred_mean
 from ssla.likelihoods import Gaussian
 from ssla.network import module_of
-from ssla.network.unset import unset_linear
+from ssla.network.unset import make_unset_linear
 from ssla.posterior import Posterior, fit
 from ssla.report import VARIATIONAL
 from ssla.values import Variational
@@ -135,7 +135,7 @@ def draw_network(
     columns = x.shape[1] - len(categories) + sum(categories.values())
     layers: list[nn.Module] = [ScaledInputs(bounds, categories)]
     for in_features, out_features in pairwise((columns, *hidden, outputs)):
-        layers += [unset_linear(in_features, out_features, torch.float64), Cosine()]
+        layers += [make_unset_linear(in_features, out_features, torch.float64), Cosine()]
     network = nn.Sequential(*layers[:-1]).eval()  # the last linear layer has no cosine after it
     generator = torch.Generator().manual_seed(seed)
     linear_layers = [layer for layer in network if isinstance(layer, nn.Linear)]
@@ -312,7 +312,7 @@ def maximise_evidence(
 
         flat: the point as an array. The loss is infinite where the evidence does not exist.
         """
-        point = torch.from_numpy(flat.copy()).requires_grad_(requires_grad=True)
+        point = torch.from_numpy(flat.copy()).requires_grad_()
         lengths, variances, noise = coordinates.settings_at(point)
         if known_noise is not None:
             noise = known_noise.clamp_min(LEAST_NOISE)

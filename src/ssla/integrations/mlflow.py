@@ -25,7 +25,7 @@ import numpy as np
 from ssla import __version__
 from ssla._checks import check_level as checked_level
 from ssla.files import FileError
-from ssla.files.container import kind_of
+from ssla.files.container import read_model_kind
 from ssla.tables.estimators.saving import KIND
 from ssla.tables.scoring import Scorer
 
@@ -117,7 +117,7 @@ def _pyfunc_arguments(
         data = Path(folder) / "data"
         data.mkdir()
         if isinstance(model, str | os.PathLike):
-            if kind_of(model) != KIND:
+            if read_model_kind(model) != KIND:
                 raise FileError(
                     f"{model} holds a posterior, which needs the code of its network. Log an "
                     "estimator or a model of `ssla train`, or call ssla.Scorer(path, model=…) in "

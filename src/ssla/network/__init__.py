@@ -6,11 +6,24 @@ torch calls, without hooks.
 """
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan
-from ssla.network.fingerprint import VALUES, difference, fingerprint, merge_digests
+from ssla.network.fingerprint import VALUES, describe_difference, fingerprint, merge_digests
 from ssla.network.frozen import Network, Output, checked_output
 from ssla.network.head import LastLayer
-from ssla.network.opening import ALL, LAST_LAYER, check_mode, open_network, trainable
-from ssla.network.reopening import Opening, describe, module_of, output_of, output_words, reopen
+from ssla.network.opening import (
+    ALL,
+    LAST_LAYER,
+    check_evaluation_mode,
+    open_network,
+    trainable_names,
+)
+from ssla.network.reopening import (
+    Opening,
+    describe_opening,
+    describe_output_argument,
+    module_of,
+    output_argument_of,
+    reopen_network,
+)
 from ssla.network.row_scale import RowScale, squared_lengths
 from ssla.network.tapping import LayerInputs
 
@@ -27,17 +40,17 @@ __all__ = [
     "Opening",
     "Output",
     "RowScale",
-    "check_mode",
+    "check_evaluation_mode",
     "checked_output",
-    "describe",
-    "difference",
+    "describe_difference",
+    "describe_opening",
+    "describe_output_argument",
     "fingerprint",
     "merge_digests",
     "module_of",
     "open_network",
-    "output_of",
-    "output_words",
-    "reopen",
+    "output_argument_of",
+    "reopen_network",
     "squared_lengths",
-    "trainable",
+    "trainable_names",
 ]

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from ssla._checks import is_inside_vmap
 from ssla.curvature.jacobians import Jacobian, LayerBlock, LayerJacobian, RestBlock
 from ssla.data import Inputs, input_tensors, map_inputs, row_count, take_rows
 from ssla.network.bounds import shrink_factors, shrink_rows
-from ssla.network.frozen import Frozen, in_chunks, rows_within
+from ssla.network.frozen import Frozen, rows_within, split_into_chunks
 from ssla.network.layout import Layout
 from ssla.network.watch import NORM, Call, LayerWatch, inputs_by_position, values_by_position
 
@@ -42,14 +43,13 @@ CHUNK_SHARE = 4
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer with a Kronecker form: its weight (possibly frozen), and the positions of its free
-    entries in θ (out, in [+ 1]).
+    """A layer with a Kronecker form: its weight, and where its free entries are in θ.
 
     The projections of an attention are layers of their own: rows of one weight, from `first` on.
     """
 
-    weight: str
-    positions: Tensor
+    weight: str  # its name; it may be frozen
+    positions: Tensor  # (out, in), with the bias as a last column if it is free
     weight_free: bool
     bias_free: bool
     first: int = 0
@@ -60,9 +60,9 @@ class LayerPlan:
 class NormPlan:
     """A norm whose scale or shift is free."""
 
-    weight: str  # possibly frozen
-    bias: str | None  # None: frozen, or none
-    axis: int = 0
+    weight: str  # the name of its scale, which may be frozen
+    bias: str | None  # the name of its shift; None: it is frozen, or there is none
+    axis: int = 0  # the dimension of its inputs that holds the rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +73,7 @@ class AnyParameters:
     layout: Layout
     theta: Tensor
     outputs: int
-    rest: Mapping[str, Tensor] = field(repr=False)  # parameters that are not free, and buffers
+    fixed_tensors: Mapping[str, Tensor] = field(repr=False)  # see `collect_fixed_tensors`
     layers: tuple[LayerPlan, ...]
     without_kronecker: tuple[str, ...]  # free parameters without a Kronecker form
     extra_per_row: int  # bytes
@@ -96,21 +96,25 @@ class AnyParameters:
         return self.frozen.device
 
     @property
-    def kronecker(self) -> frozenset[str]:
+    def kronecker_names(self) -> frozenset[str]:
         """Return the free parameters of layers with a Kronecker form."""
         return frozenset(self.layout.names) - frozenset(self.without_kronecker)
 
     @property
     def parameter_outputs(self) -> Tensor:
         """Return the output that each parameter of the head changes, and −1 for others (P,)."""
-        output_of = torch.full((self.layout.size,), -1)
+        outputs = torch.full((self.layout.size,), -1)
         for name in self.head:
+            # Row c of the head's weight, and entry c of its bias, belong to output c.
             for output, positions in enumerate(self.layout.positions[name]):
-                output_of[positions] = output
-        return output_of
+                outputs[positions] = output
+        return outputs
 
     def cast(self, x: Inputs) -> Inputs:
-        """Return x in the model's dtype and on its device; raise ValueError if it is invalid."""
+        """Return x in the model's dtype and on its device.
+
+        Raises ValueError if the parts, the shapes or the numbers of x are not valid.
+        """
         return self.frozen.cast(x)
 
     @property
@@ -124,18 +128,21 @@ class AnyParameters:
         return self.frozen.bytes_per_row + self.extra_per_row
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Return the free parameters that belong neither to a planned layer nor to a norm."""
+    def unplanned_names(self) -> tuple[str, ...]:
+        """Return the free parameters that belong neither to a planned layer nor to a norm.
+
+        Their columns of J are found by plain differentiation.
+        """
         of_norms = {name for plan in self.norms for name in (plan.weight, plan.bias)}
         return tuple(name for name in self.without_kronecker if name not in of_norms)
 
     def rows_at_once(self, budget: int) -> int:
-        """Return the number of rows of a chunk under a budget in bytes."""
+        """Return the number of rows of a chunk, at least one, under a budget in bytes."""
         return rows_within(budget // CHUNK_SHARE, self.bytes_per_row)
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
-        """Return chunks of the rows x that fit the budget in bytes."""
-        return in_chunks(x, self.rows_at_once(budget))
+        """Yield chunks of the rows x that fit the budget in bytes."""
+        return split_into_chunks(x, self.rows_at_once(budget))
 
     def free_parameters(self, theta: Tensor) -> dict[str, Tensor]:
         """Return the free parameters at θ (P,) by name, in the module's dtype and on its device."""
@@ -144,32 +151,45 @@ class AnyParameters:
             for name, index in self.layout.positions.items()
         }
 
-    def run(self, free: Mapping[str, Tensor], x: Inputs) -> Tensor:
-        """Return f (B, C) of the module for cast x, with these free parameters by name."""
-        tensors = {**self.rest, **free}
-        with_tensors = lambda *a, **k: functional_call(self.frozen.module, tensors, a, k)  # noqa: E731
-        with _plain_attention():
-            result = self.frozen.call(with_tensors, x)  # type: ignore[arg-type]
-        return self.frozen.outputs(result, row_count(x))
+    def compute_outputs(self, free: Mapping[str, Tensor], x: Inputs) -> Tensor:
+        """Return f (B, C) of the module for cast x, with these free parameters by name.
+
+        The result has an autograd graph if gradients are enabled. What the module raises is not
+        caught.
+        """
+        tensors = {**self.fixed_tensors, **free}
+
+        def call_with_tensors(*args: Any, **kwargs: Any) -> Any:
+            """Call the module with `tensors` in place of its own parameters and buffers."""
+            return functional_call(self.frozen.module, tensors, args, kwargs)
+
+        with _without_fused_attention():
+            # The function stands for the module, which is only called.
+            result = self.frozen.call_module(call_with_tensors, x)  # type: ignore[arg-type]
+        return self.frozen.extract_outputs(result, row_count(x))
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
-        """Return f (B, C) at θ (P,), on the CPU, for cast x."""
-        with torch.no_grad(), self.frozen.explained_failures(x):
-            return self.run(self.free_parameters(theta), x).to("cpu")
+        """Return f (B, C) at θ (P,), on the CPU and without a graph, for cast x.
+
+        Raises ValueError if the module fails on x.
+        """
+        with torch.no_grad(), self.frozen.explain_failures(x):
+            return self.compute_outputs(self.free_parameters(theta), x).to("cpu")
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
         """Return f (B, C) and J at θ (P,), on the CPU, for cast x.
 
-        With `graph` both are differentiable in x. Raises ValueError inside torch.func.vmap.
+        graph: whether both are differentiable in x. Raises ValueError inside torch.func.vmap, and
+        if the module fails on x.
         """
         if any(is_inside_vmap(leaf) for leaf in input_tensors(x)):
             raise ValueError(MAPPED)
         free = self.free_parameters(theta)
-        f, blocks, norm_columns = self._layer_blocks(x, free, graph)
+        f, blocks, norm_columns = self._differentiate_layers(x, free, graph)
         f = f.to("cpu")
         rest_block = None
         if self.without_kronecker:
-            rest_block = self._rest_block(x, free, norm_columns, graph)
+            rest_block = self._compute_rest_block(x, free, norm_columns, graph)
         J = LayerJacobian(self.layout.size, self.outputs, f.shape[0], tuple(blocks), rest_block)
         # Rows with huge derivatives are moved along their ray, so that squares do not overflow.
         factors = shrink_factors(f, *J.inputs)
@@ -179,30 +199,32 @@ class AnyParameters:
             shrink_rows(values, factors) for values in J.inputs
         )
 
-    def _layer_blocks(
+    def _differentiate_layers(
         self, x: Inputs, free: Mapping[str, Tensor], graph: bool
     ) -> tuple[Tensor, list[LayerBlock], dict[str, Tensor]]:
         """Return f (B, C), the blocks of layers with a Kronecker form, and the columns of norms.
 
-        The columns (B, C, out) are those of scales and shifts, by the parameter's name.
+        The columns (B, C, out) are those of scales and shifts, by the parameter's name. graph:
+        whether all of them are differentiable in x. Raises ValueError if the module fails on x.
         """
         plans = {(plan.weight, plan.first): plan for plan in self.layers}
         norms = {plan.weight: plan for plan in self.norms}
-        tensors = {**self.rest, **free}
+        tensors = {**self.fixed_tensors, **free}
         names = (*norms, *(plan.weight for plan in self.layers))
         watch = LayerWatch({id(tensors[name]): name for name in names})
-        with torch.enable_grad(), self.frozen.explained_failures(x), watch:
-            f = self.run(free, x)
+        with torch.enable_grad(), self.frozen.explain_failures(x), watch:
+            f = self.compute_outputs(free, x)
         rows = row_count(x)
         gradients = _gradients_of_outputs(f, [zero for _, _, zero in watch.calls], graph)
+        # By the weight's name and its first row: inputs a and gradients δ of each use.
         uses: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
         columns: dict[str, Tensor] = {}
         for (name, call, _), call_gradients in zip(watch.calls, gradients, strict=True):
-            if call.kind == NORM:
+            if call.operation == NORM:
                 _add_norm_columns(columns, norms[name], call, call_gradients, rows, graph)
             else:
                 plan = plans[name, call.first]
-                a = _with_bias_input(plan, inputs_by_position(call, rows, plan.axis, graph))
+                a = _append_bias_input(plan, inputs_by_position(call, rows, plan.axis, graph))
                 deltas = [
                     values_by_position(call, gradient, rows, plan.axis)
                     for gradient in call_gradients
@@ -219,31 +241,18 @@ class AnyParameters:
             blocks.append(LayerBlock(plans[key].positions, a.to("cpu"), delta.to("cpu")))
         return f if graph else f.detach(), blocks, columns
 
-    def _rest_block(
+    def _compute_rest_block(
         self, x: Inputs, free: Mapping[str, Tensor], norm_columns: Mapping[str, Tensor], graph: bool
     ) -> RestBlock:
         """Return the columns of J for free parameters without a Kronecker form.
 
-        norm_columns are those that are already known, (B, C, out) by name.
+        norm_columns are those that are already known, (B, C, out) by name. graph: whether the
+        columns are differentiable in x.
         """
-        unknown = {name: free[name] for name in self.without_kronecker if name not in norm_columns}
         columns = dict(norm_columns)
-
-        # f (C,) of one row, which vmap maps over the rows.
-        def outputs_of_row(parameters: Mapping[str, Tensor], row: Inputs) -> Tensor:
-            batch = map_inputs(lambda values: values.unsqueeze(0), row)
-            return self.run({**free, **parameters}, batch).squeeze(0)
-
-        if unknown:
-            with warnings.catch_warnings():
-                # The function has no other form for these layers, and the user cannot change that.
-                warnings.filterwarnings(
-                    "ignore", "There is a performance drop because we have not yet implemented"
-                )
-                try:
-                    columns |= vmap(jacrev(outputs_of_row), in_dims=(None, 0))(unknown, x)
-                except RuntimeError:  # a layer without a batching rule (packed sequences)
-                    columns |= self._columns_one_by_one(x, free, unknown, graph)
+        missing = {name: free[name] for name in self.without_kronecker if name not in columns}
+        if missing:
+            columns |= self._compute_columns(x, free, missing, graph)
         shape = (row_count(x), self.outputs, -1)
         values = torch.cat([columns[name].reshape(shape) for name in self.without_kronecker], 2)
         index = torch.cat(
@@ -251,22 +260,47 @@ class AnyParameters:
         )
         return RestBlock(index, (values if graph else values.detach()).to("cpu"))
 
-    def _columns_one_by_one(
+    def _compute_columns(
         self, x: Inputs, free: Mapping[str, Tensor], chosen: Mapping[str, Tensor], graph: bool
     ) -> dict[str, Tensor]:
-        """Return the columns (B, C, …) of chosen parameters by one backward pass for each output
-        of each row.
+        """Return the columns (B, C, …) of J for some of the free parameters, by name.
+
+        All rows are differentiated together, or one by one where a layer has no batching rule.
+        graph: whether the columns are differentiable in x.
         """
+
+        def outputs_of_row(parameters: Mapping[str, Tensor], row: Inputs) -> Tensor:
+            """Return f (C,) of one row, which vmap maps over the rows."""
+            batch = map_inputs(lambda values: values.unsqueeze(0), row)
+            return self.compute_outputs({**free, **parameters}, batch).squeeze(0)
+
+        with warnings.catch_warnings():
+            # torch has no faster form for these layers, and the user cannot change that.
+            warnings.filterwarnings(
+                "ignore", "There is a performance drop because we have not yet implemented"
+            )
+            try:
+                columns: dict[str, Tensor] = vmap(jacrev(outputs_of_row), in_dims=(None, 0))(
+                    dict(chosen), x
+                )
+            except RuntimeError:  # a layer without a batching rule (packed sequences)
+                columns = self._compute_columns_by_row(x, free, chosen, graph)
+        return columns
+
+    def _compute_columns_by_row(
+        self, x: Inputs, free: Mapping[str, Tensor], chosen: Mapping[str, Tensor], graph: bool
+    ) -> dict[str, Tensor]:
+        """Return what `_compute_columns` does, by one backward pass for each output of each row."""
         variables = {name: value.detach().requires_grad_(True) for name, value in chosen.items()}
         columns: dict[str, list[Tensor]] = {name: [] for name in chosen}
         for i in range(row_count(x)):
             row = take_rows(x, slice(i, i + 1))
             with torch.enable_grad():
-                outputs = self.run({**free, **variables}, row)[0].unbind()
+                outputs = self.compute_outputs({**free, **variables}, row)[0].unbind()
             for output in outputs:
-                gradients = _gradients(
-                    output, list(variables.values()), graph or output is not outputs[-1], graph
-                )
+                # The last backward pass of a row may free its graph.
+                retain = graph or output is not outputs[-1]
+                gradients = _compute_gradients(output, list(variables.values()), retain, graph)
                 for name, gradient in zip(variables, gradients, strict=True):
                     columns[name].append(gradient)
         return {
@@ -275,10 +309,13 @@ class AnyParameters:
         }
 
 
-def _gradients(output: Tensor, variables: list[Tensor], retain: bool, graph: bool) -> list[Tensor]:
+def _compute_gradients(
+    output: Tensor, variables: list[Tensor], retain: bool, graph: bool
+) -> list[Tensor]:
     """Return the gradients of a scalar output, zero for a variable that it does not depend on.
 
-    retain: keep the graph for another backward pass. graph: gradients have a graph themselves.
+    retain: whether the output's graph is kept for another backward pass. graph: whether the
+    gradients have a graph themselves.
     """
     gradients = torch.autograd.grad(
         output, variables, retain_graph=retain, create_graph=graph, allow_unused=True
@@ -292,7 +329,8 @@ def _gradients(output: Tensor, variables: list[Tensor], retain: bool, graph: boo
 def _gradients_of_outputs(f: Tensor, zeros: list[Tensor], graph: bool) -> list[list[Tensor]]:
     """Return, for each zero that was added to the result of a call, the gradient of each output.
 
-    f is (B, C). Rows are independent, so the gradient of an output's sum over rows holds the
+    f is (B, C), and a gradient has the shape of its zero. graph: whether the gradients have a graph
+    themselves. Rows are independent, so the gradient of an output's sum over rows holds the
     gradient of each row.
     """
     gradients: list[list[Tensor]] = [[] for _ in zeros]
@@ -302,17 +340,17 @@ def _gradients_of_outputs(f: Tensor, zeros: list[Tensor], graph: bool) -> list[l
         sums = f.sum(0).unbind()
     for output_sum in sums:
         retain = graph or output_sum is not sums[-1]
-        for call_gradients, gradient in zip(
-            gradients, _gradients(output_sum, zeros, retain, graph), strict=True
-        ):
+        of_output = _compute_gradients(output_sum, zeros, retain, graph)
+        for call_gradients, gradient in zip(gradients, of_output, strict=True):
             call_gradients.append(gradient)
     return gradients
 
 
-def _with_bias_input(plan: LayerPlan, a: Tensor) -> Tensor:
-    """Return the inputs a (B, T, in) of the free entries of a layer.
+def _append_bias_input(plan: LayerPlan, a: Tensor) -> Tensor:
+    """Return the inputs of the free entries of a layer, from the inputs a (B, T, in) of its weight.
 
-    A free bias has an input that is always one. If only the bias is free, this is the only input.
+    A free bias has an input that is always one: the result is then (B, T, in + 1). If only the bias
+    is free, this is the only input.
     """
     ones = torch.ones_like(a[..., :1])
     if not plan.weight_free:
@@ -328,10 +366,10 @@ def _add_norm_columns(
     rows: int,
     graph: bool,
 ) -> None:
-    """Add the columns (B, C, out) of one use of a norm, by the names of its parameters.
+    """Add the columns (B, C, out) of one use of a norm to `columns` in place, by parameter name.
 
-    They are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift, with δ from the gradients of each
-    output in the norm's result.
+    They are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift. gradients: those of each output
+    in the norm's result. graph: whether the columns are differentiable in x.
     """
     normalised = inputs_by_position(call, rows, plan.axis, graph)  # x̂ (B, T, out)
     deltas = [values_by_position(call, gradient, rows, plan.axis) for gradient in gradients]
@@ -343,7 +381,7 @@ def _add_norm_columns(
 
 
 @contextmanager
-def _plain_attention() -> Iterator[None]:
+def _without_fused_attention() -> Iterator[None]:
     """Switch fused attention off inside the context, and restore the setting after it.
 
     Fused attention kernels have no batching rule, and the fused path of a transformer layer has no
@@ -358,7 +396,7 @@ def _plain_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def fixed_tensors(module: nn.Module, free: tuple[str, ...]) -> dict[str, Tensor]:
-    """Return the parameters that are not free, and the buffers, by name."""
+def collect_fixed_tensors(module: nn.Module, free: tuple[str, ...]) -> dict[str, Tensor]:
+    """Return the parameters whose names are not in `free`, and the buffers, by name."""
     fixed = {name: p.detach() for name, p in module.named_parameters() if name not in free}
     return fixed | dict(module.named_buffers())

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from ssla._checks import is_inside_vmap
 
-LARGEST = 1e60  # of features: fourth powers are finite, so squares of K are
-ROOM = 1e15  # of features in float32: squares, and sums of squares, are finite
+LARGEST = 1e60  # of features in float64: fourth powers are finite, and so are squares of K
+LARGEST_FLOAT32 = 1e15  # of features in float32: squares, and sums of squares, are finite
 
 
-def shrink_factors(*given: Tensor) -> Tensor | None:
+def shrink_factors(*arrays_of_rows: Tensor) -> Tensor | None:
     """Return factors (B,) in (0, 1] after which no entry of the arrays (B, …) exceeds `LARGEST`.
 
-    The result is None where no entry is that large. An infinite entry counts as the largest number.
-    Inside torch.func.vmap values cannot be read, and the result is None.
+    The result is None if all entries are small enough as they are. An infinite entry counts as the
+    largest number. Inside torch.func.vmap values cannot be read, and the result is None.
     """
-    arrays = [array.detach() for array in given if array.numel()]
+    arrays = [array.detach() for array in arrays_of_rows if array.numel()]
     if any(is_inside_vmap(array) for array in arrays) or all(_is_small(array) for array in arrays):
         return None
     largest = torch.finfo(torch.float64).max
@@ -31,11 +31,16 @@ def shrink_factors(*given: Tensor) -> Tensor | None:
 
 
 def shrink_rows(array: Tensor, factors: Tensor) -> Tensor:
-    """Return an array (B, …) in float64, with each row times its factor (B,)."""
+    """Return an array (B, …) in float64, with each row times its factor (B,).
+
+    Infinite entries are first replaced by the largest number.
+    """
     largest = torch.finfo(torch.float64).max
-    return array.double().clamp(-largest, largest) * factors.reshape(-1, *[1] * (array.dim() - 1))
+    by_row = factors.reshape(-1, *[1] * (array.dim() - 1))  # (B, 1, …)
+    return array.double().clamp(-largest, largest) * by_row
 
 
 def _is_small(array: Tensor) -> bool:
-    """Return whether squares of the entries, and sums of them, are finite."""
-    return bool(array.abs().amax() <= (LARGEST if array.dtype == torch.float64 else ROOM))
+    """Return whether squares of the entries, and sums of them, are finite in the array's dtype."""
+    limit = LARGEST if array.dtype == torch.float64 else LARGEST_FLOAT32
+    return bool(array.abs().amax() <= limit)

@@ -34,20 +34,21 @@ class _OneDevice(nn.Module):
 
 
 class DataParallel(_OneDevice):
-    """A replacement of torch's class, whose calls have no functional form.
+    """A replacement of torch's class of the same name, whose calls have no functional form.
 
-    The name is the same because fingerprints contain it.
+    Fingerprints contain the name of a class, so it must be the same.
     """
 
 
 class DistributedDataParallel(_OneDevice):
-    """A replacement of torch's class of the same name."""
+    """A replacement of torch's class of the same name, for the same reasons."""
 
 
 def private_copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the module without gradients and parallel wrappers.
+    """Return a deep copy of the module without gradients and parallel wrappers.
 
-    Raises ValueError for a torch.jit module, or if the module cannot be copied.
+    The module itself is not changed. Raises ValueError for a torch.jit module, or if the module
+    cannot be copied.
     """
     for name, layer in model.named_modules():
         if isinstance(layer, torch.jit.ScriptModule):
@@ -76,7 +77,7 @@ def private_copy(model: nn.Module) -> nn.Module:
 
 
 def _on_one_device(wrapper: nn.Module, module: nn.Module) -> nn.Module:
-    """Return the module in the replacement of its parallel wrapper."""
+    """Return the module inside the replacement of its parallel wrapper."""
     if isinstance(wrapper, nn.DataParallel):
         return DataParallel(module)
     return DistributedDataParallel(module)

@@ -1,5 +1,6 @@
-"""Memory and passes of a fit, and gradients of refits, before they start, from the module's
-shapes, without a forward pass.
+"""Estimates the memory and the passes of a fit, and the gradients of refits, before they start.
+
+The estimate uses the shapes in the module and needs no forward pass.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ from ssla.curvature.automatic import AUTO, choose_structure, estimate_seconds, t
 from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import DEFAULT_BUDGET, affordable_structures, bytes_in_words
 from ssla.network.frozen import Output, checked_output
-from ssla.network.opening import ALL, LAST_LAYER, named_parameters, trainable
+from ssla.network.head import MATRICES_PER_ROW
+from ssla.network.opening import ALL, LAST_LAYER, select_parameter_names, trainable_names
 
 ROUNDS = "10 to 30 for the variational Gaussian (none with gaussian='laplace')"
 # Passes of one refit over the rows, by whether it is of a last layer: the usual number, and that
 # for a y far from its prediction. Where they were measured is not recorded.
 GRADIENTS = {True: (4, 20), False: (15, 40)}
 HISTORY = 64  # vectors of P numbers that a refit of all weights holds; a guess
-TASKS = 256  # refits that are solved together
+MATRICES = 6  # matrices P × P that a refit of a last layer holds; a guess
+TASKS = 256  # refits that are solved together, as in `ssla.refit.weights.all_weights`
+# A gradient takes two operations for each row and weight in the forward pass, and four backward.
+OPERATIONS = 6
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
@@ -31,14 +36,14 @@ class Cost:
     """Bytes and passes of one fit, as a table when printed."""
 
     rows: int
-    parameters: int
+    parameters: int  # free ones
     outputs: int
-    structure: str
+    structure: str  # its name
     statistics: int  # bytes
     per_row: int  # bytes of each row of a chunk, in addition to the network's activations
-    passes: str
-    budget: int
-    instead: str  # structures that fit
+    passes: str  # in words
+    budget: int  # bytes
+    instead: str  # structures that fit, in words
     refits: int = 0  # refits of the weights, one for each (x, y)
     # Passes over the rows of all refits together: the usual number, and that if every y is far from
     # its prediction.
@@ -50,13 +55,17 @@ class Cost:
 
     @property
     def fits(self) -> bool:
-        """Return whether the statistics fit the memory budget (rows are read in chunks that
-        fit).
+        """Return whether the statistics fit the memory budget.
+
+        Rows always fit: they are read in chunks.
         """
         return self.statistics <= self.budget
 
     def __str__(self) -> str:
-        """Return the table, one quantity on each line."""
+        """Return the table, with one quantity on each line.
+
+        The lines on time and refits are left out where these are not known or not planned.
+        """
         verdict = (
             f"{'within' if self.fits else 'BEYOND'} the budget of {bytes_in_words(self.budget)}"
         )
@@ -80,8 +89,8 @@ class Cost:
             lines.append(
                 f"refits        {self.refits:,}: {few:,} to {many:,} gradients over all rows "
                 f"({few // self.refits} to {many // self.refits} for each), about "
-                f"{_operations(6 * few * self.rows * self.parameters)} to "
-                f"{_operations(6 * many * self.rows * self.parameters)}, in "
+                f"{_operations_in_words(OPERATIONS * few * self.rows * self.parameters)} to "
+                f"{_operations_in_words(OPERATIONS * many * self.rows * self.parameters)}, in "
                 f"{bytes_in_words(self.refit_memory)}"
             )
         if not self.fits:
@@ -101,24 +110,27 @@ def estimate_cost(
     memory_budget: int | None = None,
     refits: int = 0,
 ) -> Cost:
-    """Memory, passes and seconds of `ssla.fit(model, data of n rows, weights=, structure=)`.
+    """Estimate the memory, passes and seconds of `ssla.fit` of a model to n rows.
 
+    weights, structure and output are those of `fit`; the estimate does not depend on output.
     Seconds are those of one core for a dense or kfac fit without a given prior; the network's own
     forward passes come on top. The last layer is assumed to be the last nn.Linear of the module;
     `fit` itself finds it in the forward pass. gaussian: whether the likelihood is Gaussian with
     constant noise; then a last layer is polished without a further pass. More than 1,000 outputs of
-    another likelihood are taken for classes. output: as in `fit`; the estimate does not depend on
-    it. refits: how many refits of the weights are planned, one for each pair (x, y); a whole
-    predictive takes about 10 to 20 for each x. Their operations do not include determinants, and
-    assume that a row uses each weight once.
+    another likelihood are taken for classes. memory_budget: in bytes; None for the default. refits:
+    how many refits of the weights are planned, one for each pair (x, y); a whole predictive takes
+    about 10 to 20 for each x. Their operations do not include determinants, and assume that a row
+    uses each weight once. Raises ValueError for a module without an nn.Linear, for unknown names
+    and for refits that are no whole number from 0, and TypeError for an output of another type.
 
     >>> cost = ssla.estimate_cost(model, 1_000_000, weights="all")  # doctest: +SKIP
     """
     automatic = isinstance(structure, str) and structure == AUTO
+    # With "auto", `choose_structure` below replaces this one.
     chosen = resolve_structure("dense" if automatic else structure)
     checked_output(output)
     last = _last_linear(model)
-    head_names = _names_of(model, last)
+    head_names = _parameter_names(model, last)
     names = head_names if weights == LAST_LAYER else _selected_names(model, weights)
     shapes = dict(model.named_parameters())
     parameters = sum(shapes[name].numel() for name in names)
@@ -135,36 +147,39 @@ def estimate_cost(
         raise ValueError(f"refits must be a whole number from 0, but is {refits!r}.")
     few, many = GRADIENTS[head]
     return Cost(
-        n,
-        parameters,
-        outputs,
-        chosen.name,
-        chosen.memory(extent),
-        _bytes_per_row(chosen, extent, head),
-        _passes_in_words(chosen, gaussian, head),
-        budget,
-        affordable_structures(chosen.name, extent, budget),
-        refits,
-        (few * refits, many * refits),
-        _refit_memory(parameters, head, refits, budget),
-        estimate_seconds(chosen, extent),
-        reason,
+        rows=n,
+        parameters=parameters,
+        outputs=outputs,
+        structure=chosen.name,
+        statistics=chosen.memory(extent),
+        per_row=_bytes_per_row(chosen, extent, head),
+        passes=_passes_in_words(chosen, gaussian, head),
+        budget=budget,
+        instead=affordable_structures(chosen.name, extent, budget),
+        refits=refits,
+        gradients=(few * refits, many * refits),
+        refit_memory=_refit_memory(parameters, head, refits, budget),
+        seconds=estimate_seconds(chosen, extent),
+        choice=reason,
     )
 
 
 def _bytes_per_row(structure: Structure, extent: Extent, head: bool) -> int:
     """Return the bytes of one row of a chunk, without the network's activations.
 
-    head: whether the free parameters are those of a last layer.
+    All numbers count as float64, 8 bytes. head: whether the free parameters are those of a last
+    layer. The figures follow those of `LastLayer.bytes_per_row` and of the plans of layers.
     """
     outputs = extent.outputs
     if head:
         features = extent.size // outputs
         # A diagonal in the outputs needs no C×C matrices for each row.
-        matrices = 0 if structure.diagonal_outputs else 4 * outputs**2
+        matrices = 0 if structure.diagonal_outputs else MATRICES_PER_ROW * outputs**2
         return 8 * (features * (outputs + 2) + matrices)
     if structure.needs_jacobian_entries:
+        # Three arrays of the entries of J.
         return 8 * outputs * 3 * extent.size
+    # Inputs and gradients of each layer, and two arrays of the columns of other parameters.
     layer_sizes = sum(inputs + outputs_of_layer for inputs, outputs_of_layer in extent.layers)
     return 8 * outputs * (layer_sizes + 2 * extent.parameters_outside_layers)
 
@@ -191,14 +206,18 @@ def _passes_in_words(structure: Structure, gaussian: bool, head: bool) -> str:
 
 
 def _refit_memory(parameters: int, head: bool, refits: int, budget: int) -> int:
-    """Return the bytes of the refits of weights that are solved together."""
-    each = 8 * parameters * (6 * parameters if head else HISTORY)
+    """Return the bytes of the refits of weights that are solved together.
+
+    parameters: P. head: whether they are those of a last layer. refits: how many are planned.
+    budget: in bytes.
+    """
+    each = 8 * parameters * (MATRICES * parameters if head else HISTORY)  # in float64
     # As many refits at a time as half of the budget holds, but at least one.
     together = min(each * min(refits, TASKS), budget // 2)
     return min(max(each, together), each * refits)
 
 
-def _operations(count: int) -> str:
+def _operations_in_words(count: int) -> str:
     """Return a number of operations in words: 3.2e+12 -> "3 TFlop"."""
     for size, word in ((10**15, "PFlop"), (10**12, "TFlop"), (10**9, "GFlop")):
         if count >= size:
@@ -217,21 +236,23 @@ def _last_linear(model: nn.Module) -> nn.Linear:
     return linears[-1]
 
 
-def _names_of(model: nn.Module, layer: nn.Linear) -> list[str]:
-    """Return the names that the parameters of a layer have in the model."""
+def _parameter_names(model: nn.Module, layer: nn.Linear) -> list[str]:
+    """Return the names that the parameters of a layer of the model have in the model."""
     ids = {id(p) for p in layer.parameters()}
     return [name for name, p in model.named_parameters() if id(p) in ids]
 
 
 def _selected_names(model: nn.Module, weights: str | list[str] | tuple[str, ...]) -> list[str]:
     """Return the names of the free parameters for weights="all", a module's name, or a list."""
-    return list(trainable(model) if weights == ALL else named_parameters(model, weights))
+    return list(
+        trainable_names(model) if weights == ALL else select_parameter_names(model, weights)
+    )
 
 
 def _layer_shapes(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
-    """Return (inputs including the bias, outputs) of layers that have free parameters.
+    """Return (inputs including the bias, outputs) of each layer that has free parameters.
 
-    Only layers with a Kronecker form count. names are those of the free parameters.
+    Only layers with a Kronecker form count. names: those of the free parameters.
     """
     shapes: list[tuple[int, int]] = []
     for prefix, layer in model.named_modules():
@@ -245,9 +266,10 @@ def _layer_shapes(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], 
 def _shapes_in_layer(
     layer: nn.Module, parameters: dict[str, nn.Parameter]
 ) -> list[tuple[int, int]]:
-    """Return (inputs including the bias, outputs) of each product of a layer, with its parameters.
+    """Return (inputs including the bias, outputs) of each product with a weight of a layer.
 
-    The list is empty for a layer without a Kronecker form.
+    parameters: those of the layer itself, by name. The list is empty for a layer without a
+    Kronecker form.
     """
     if isinstance(layer, nn.MultiheadAttention):
         weights: tuple[Tensor, ...] = (
@@ -255,6 +277,7 @@ def _shapes_in_layer(
             layer.k_proj_weight,
             layer.v_proj_weight,
         )
+        # One matrix holds the three weights if they have the same inputs.
         if layer.in_proj_weight is not None:
             weights = layer.in_proj_weight.chunk(3)
         has_bias = layer.in_proj_bias is not None

@@ -11,20 +11,23 @@ from torch import Tensor, nn
 
 from ssla.maths.digests import digest
 from ssla.network.frozen import Network
-from ssla.network.reopening import describe, module_of, output_words
+from ssla.network.reopening import describe_opening, describe_output_argument, module_of
 
 VALUES = "the layers are equal, but the values of buffers or weights differ"
+"""What `describe_difference` returns if only values differ."""
 
 
 def fingerprint(module: nn.Module) -> dict[str, Any]:
-    """Return the names, dtypes and shapes of all tensors, and digests of the layers and of the
-    values.
+    """Return what identifies a module: its tensors, its layers and its values.
 
-    The result does not depend on the device.
+    "tensors" are names, dtypes and shapes; "layers" and "values" are digests. The result does not
+    depend on the device. Files contain it, so it must not change.
     """
-    named = _tensors(module)
+    named = _named_tensors(module)
     layers = hashlib.sha256()
     for name, layer in module.named_modules():
+        # The text of a layer of torch has its settings, such as the stride. That of another class
+        # may have anything, such as an address in memory.
         settings = layer.extra_repr() if type(layer).__module__.startswith("torch.nn") else ""
         layers.update(f"{name}|{type(layer).__qualname__}|{settings}\n".encode())
     values = hashlib.sha256()
@@ -41,13 +44,16 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
-    """Return the difference of two fingerprints as text; empty if they are equal."""
+def describe_difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
+    """Return the first difference of two fingerprints as text; empty if they are equal.
+
+    Tensors are compared first, then layers, then values. The text is `VALUES` if only values
+    differ.
+    """
     if before["tensors"] != after["tensors"]:
-        was, now = (
-            {str(item[0]): f"{item[1]} {item[2]}" for item in state["tensors"]}
-            for state in (before, after)
-        )
+        # Each item is (name, dtype, shape).
+        was = {str(item[0]): f"{item[1]} {item[2]}" for item in before["tensors"]}
+        now = {str(item[0]): f"{item[1]} {item[2]}" for item in after["tensors"]}
         changed = [name for name in {**was, **now} if was.get(name) != now.get(name)]
         detail = "their order differs"
         if changed:
@@ -63,19 +69,20 @@ def difference(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
 
 
 def merge_digests(network: Network) -> dict[str, str]:
-    """Return digests of everything that must be equal in two networks before their sums are
-    merged.
+    """Return digests of all that must be equal in two networks before their sums are merged.
+
+    The keys are words for an error. Raises TypeError for a network without a module.
     """
-    opening = describe(network)
+    opening = describe_opening(network)
     return {
         "networks": digest(fingerprint(module_of(network))),
         "free parameters": digest((opening.linear, opening.names, opening.outputs)),
-        "part of the result (output=)": digest(output_words(network)),
+        "part of the result (output=)": digest(describe_output_argument(network)),
         "layers with a Kronecker form": digest((opening.layers, opening.others)),
         "scales of rows": digest(opening.row_scale),
     }
 
 
-def _tensors(module: nn.Module) -> dict[str, Tensor]:
+def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

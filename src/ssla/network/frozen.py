@@ -26,7 +26,10 @@ None if the result is f.
 
 
 class Network(Protocol):
-    """The network f_θ(x) and its Jacobian in the free parameters, for any θ (P,) in float64."""
+    """The network f_θ(x) and its Jacobian in the free parameters, for any θ (P,) in float64.
+
+    x is any input that `ssla.data.as_inputs` returns. "Cast" x has passed `cast`.
+    """
 
     @property
     def layout(self) -> Layout:
@@ -49,7 +52,7 @@ class Network(Protocol):
         """Return f − J θ (C,) of a linear f, which is a bias that is not free; None without one."""
 
     @property
-    def kronecker(self) -> frozenset[str]:
+    def kronecker_names(self) -> frozenset[str]:
         """Return the free parameters of layers with a Kronecker form."""
 
     @property
@@ -75,29 +78,33 @@ class Network(Protocol):
         """Return the model's device."""
 
     def cast(self, x: Inputs) -> Inputs:
-        """Return x in the model's dtype and on its device; raise ValueError if it is not finite."""
+        """Return x in the model's dtype and on its device.
+
+        Raises ValueError if the parts, the shapes or the numbers of x are not valid.
+        """
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
-        """Return chunks of rows whose intermediate results fit the budget in bytes."""
+        """Yield chunks of rows whose intermediate results fit the budget in bytes."""
 
     @property
     def bytes_per_row(self) -> int:
-        """Return the bytes of one row of a chunk."""
+        """Return the bytes that one row of a chunk needs for all intermediate results."""
 
     @property
     def jacobian_per_row(self) -> int:
         """Return the bytes of J for one row, as `linearise` returns it; 0 if this is not known."""
 
     def rows_at_once(self, budget: int) -> int:
-        """Return the number of rows of a chunk that fits the budget in bytes."""
+        """Return the number of rows of a chunk, at least one, that fits the budget in bytes."""
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
-        """Return f (B, C) and J at θ, on the CPU, for cast x; with `graph` both are differentiable
-        in x.
+        """Return f (B, C) and J at θ (P,), on the CPU, for cast x.
+
+        graph: whether both are differentiable in x.
         """
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
-        """Return f (B, C) at θ for cast x."""
+        """Return f (B, C) at θ (P,), on the CPU and without a graph, for cast x."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +114,9 @@ class Frozen:
     module: nn.Module
     dtype: torch.dtype
     device: torch.device
-    call: Callable[[nn.Module, Inputs], Any]
-    keep_integers: bool
-    bytes_per_row: int
+    call_module: Callable[[nn.Module, Inputs], Any]  # one of `CALLS`
+    keep_integers: bool  # whether integer parts of the first batch stay integers
+    bytes_per_row: int  # of the results of all layers
     # The shape of one row of each part of the first batch.
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     integers: Mapping[str, str] | None = None  # dtype of each integer part; None: not known
@@ -118,7 +125,8 @@ class Frozen:
     def cast(self, x: Inputs) -> Inputs:
         """Return x in the model's dtype and on its device.
 
-        Raises ValueError if its parts, its shapes or its numbers are not valid.
+        Raises ValueError if its parts or shapes are not those of the fit, or a number is not
+        finite.
         """
         rows = row_count(x)
         given_shapes = row_shapes(x)
@@ -133,20 +141,21 @@ class Frozen:
         return map_inputs(lambda tensor: self._cast_tensor(tensor, next(names)), x)
 
     def _check_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raise ValueError unless the shape of one row is that of the fit.
+        """Raise ValueError unless the shape of one row of the part `name` is that of the fit.
 
-        Lengths may differ: the module itself refuses those that it does not support.
+        Lengths, as of a sequence or an image, may differ: the module itself refuses those that it
+        does not support. A part that is not known from the fit is not checked.
         """
         seen = self.shapes.get(name, shape)
         same_dimensions = len(shape) == len(seen)
-        # Columns are not a length: (N, D) numbers keep their D.
-        columns = len(seen) == 1 and name not in (self.integers or ())
+        # (N, D) numbers have D columns, which are no length. (N, T) integers are sequences.
+        has_columns = len(seen) == 1 and name not in (self.integers or ())
         # A single column would be broadcast without an error.
-        other_size = shape[-1:] != seen[-1:] and (columns or shape[-1:] == (1,))
-        if not same_dimensions or other_size:
+        wrong_size = shape[-1:] != seen[-1:] and (has_columns or shape[-1:] == (1,))
+        if not same_dimensions or wrong_size:
             hint = (
                 " For inputs with more dimensions, such as (N, 1, length), the length may vary."
-                if same_dimensions and columns
+                if same_dimensions and has_columns
                 else ""
             )
             raise ValueError(
@@ -155,36 +164,44 @@ class Frozen:
             )
 
     def _cast_tensor(self, tensor: Tensor, name: str) -> Tensor:
-        """Return a part of x, of any shape, in the model's dtype and on its device.
+        """Return the part `name` of x, of any shape, in the model's dtype and on its device.
 
         Parts that were integers at fit stay integers, even if they are given as whole floats.
         """
-        # Not known for the first batch, and for a file of an older version.
+        # The dtypes at fit are not known for the first batch, and for a file of an older version.
         if self.integers is None:
             keep = self.keep_integers and not tensor.is_floating_point()
             return tensor.to(self.device) if keep else tensor.to(self.device, self.dtype)
         integer_dtype = self.integers.get(name)
         if integer_dtype is not None:
             integers = tensor.to(getattr(torch, integer_dtype))
+            # Fractions would be lost: these numbers are cast to the model's dtype.
             if torch.equal(integers.to(tensor.dtype), tensor):
                 return integers.to(self.device)
         return tensor.to(self.device, self.dtype)
 
-    def outputs(self, result: Any, rows: int) -> Tensor:
-        """Return f (N, C) from the module's result; raise an error if it does not hold one."""
+    def extract_outputs(self, result: Any, rows: int) -> Tensor:
+        """Return f (N, C) from the module's result for N = rows.
+
+        Raises TypeError or ValueError if the result does not hold such outputs.
+        """
         return to_outputs(select_output(result, self.output), rows)
 
     def forward(self, x: Inputs, graph: bool = False) -> Tensor:
-        """Return f (N, C) of the module for cast x, with its autograd graph if `graph` is true."""
+        """Return f (N, C) of the module for cast x, with its autograd graph if `graph` is true.
+
+        Raises ValueError if the module fails on x, and TypeError if it returns no tensor.
+        """
         with torch.set_grad_enabled(graph):
-            with self.explained_failures(x):
-                result = self.call(self.module, x)
-            return self.outputs(result, row_count(x))
+            with self.explain_failures(x):
+                result = self.call_module(self.module, x)
+            return self.extract_outputs(result, row_count(x))
 
     @contextmanager
-    def explained_failures(self, x: Inputs) -> Iterator[None]:
-        """Raise ValueError where the module fails inside the context, with the inputs given and
-        those at fit.
+    def explain_failures(self, x: Inputs) -> Iterator[None]:
+        """Raise ValueError if the module fails inside the context.
+
+        The error names the shapes of x and those at fit.
         """
         try:
             yield
@@ -206,12 +223,15 @@ class Frozen:
 
 
 def rows_within(budget: int, bytes_per_row: int) -> int:
-    """Return the largest number of rows of a chunk, at least one, within a budget in bytes."""
+    """Return the largest number of rows of a chunk within a budget in bytes.
+
+    It is at least one, also beyond the budget, and at most `MOST_ROWS`.
+    """
     return max(min(budget // bytes_per_row, MOST_ROWS), 1)
 
 
 def check_inputs_finite(x: Inputs) -> None:
-    """Raise ValueError if x has NaN or an infinite number."""
+    """Raise ValueError if a part of x has NaN or an infinite number."""
     for tensor in input_tensors(x):
         check_finite("x", tensor, "Drop or impute those rows; a network has no output for them.")
 
@@ -239,11 +259,14 @@ CALLS: dict[str, Callable[[nn.Module, Inputs], Any]] = {
     "by_position": call_by_position,
     "by_keyword": call_by_keyword,
 }
-"""Ways to pass inputs to a module: named functions, so that they can be pickled and saved."""
+"""Ways to pass inputs to a module, by their names in files.
+
+They are functions of a module, and not lambdas, so that they can be pickled.
+"""
 
 
 def named_tensors(x: Inputs) -> list[tuple[str, Tensor]]:
-    """Return the tensors of an input, with names for errors."""
+    """Return the tensors of an input, with the names that errors use: x, x['key'] or x[0]."""
     if isinstance(x, Tensor):
         return [("x", x)]
     items = x.items() if isinstance(x, Mapping) else enumerate(x)
@@ -260,14 +283,17 @@ def row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape[1:]) for name, tensor in named_tensors(x)}
 
 
-def in_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
-    """Yield x in chunks of this number of rows."""
+def split_into_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
+    """Yield x in chunks of `rows` rows; the last may have fewer."""
     for start in range(0, row_count(x), rows):
         yield take_rows(x, slice(start, start + rows))
 
 
-def kept_integers(x: Inputs) -> dict[str, str]:
-    """Return the dtypes of the tensors of x that hold integers or booleans, by their names."""
+def integer_dtypes(x: Inputs) -> dict[str, str]:
+    """Return the dtype of each tensor of x that holds integers or booleans, by its name.
+
+    The dtype is text, such as "int64", because it is stored in files.
+    """
     return {
         name: str(tensor.dtype).removeprefix("torch.")
         for name, tensor in named_tensors(x)
@@ -289,7 +315,7 @@ def checked_output(output: Any) -> Output:
 
 
 def select_output(result: Any, output: Output) -> Any:
-    """Return the part of the module's result that holds the outputs.
+    """Return the part of the module's result that the argument output= names.
 
     Raises ValueError if there is no such part, or if a function `output` fails.
     """
@@ -308,7 +334,7 @@ def select_output(result: Any, output: Output) -> Any:
             f"The network returns one tensor, which has no part {output!r}. Omit output=, or give "
             "a function."
         )
-    parts = parts_of(result)
+    parts = result_parts(result)
     if output in parts:
         return parts[output]
     # Fields of a named tuple may also be given by index, and an index may be negative.
@@ -324,8 +350,11 @@ def select_output(result: Any, output: Output) -> Any:
     )
 
 
-def parts_of(result: Any) -> dict[Any, Any]:
-    """Return the parts of a result, by key, field or index."""
+def result_parts(result: Any) -> dict[Any, Any]:
+    """Return the parts of a module's result, by key, field, index or attribute.
+
+    A tensor has no parts.
+    """
     if isinstance(result, Mapping):
         return dict(result)
     if isinstance(result, tuple | list):
@@ -337,7 +366,7 @@ def parts_of(result: Any) -> dict[Any, Any]:
 
 def _tensor_keys(result: Any) -> list[str]:
     """Return the keys of the parts of a result that are tensors, as Python would write them."""
-    return [repr(key) for key, value in parts_of(result).items() if isinstance(value, Tensor)]
+    return [repr(key) for key, value in result_parts(result).items() if isinstance(value, Tensor)]
 
 
 def describe_result(result: Any) -> str:
@@ -348,9 +377,10 @@ def describe_result(result: Any) -> str:
 
 
 def to_outputs(result: Any, rows: int) -> Tensor:
-    """Return the module's result as outputs f (N, C).
+    """Return the module's result for N = rows as outputs f (N, C).
 
-    Raises TypeError if it is not a tensor, and ValueError if it has another shape.
+    (N,) becomes (N, 1), and (C,) of a single row becomes (1, C). Raises TypeError if the result is
+    not a tensor, and ValueError if it has another shape.
     """
     if not isinstance(result, Tensor):
         example = next(iter(_tensor_keys(result)), "lambda result: …")

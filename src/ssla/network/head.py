@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from ssla.curvature.jacobians import Features, Jacobian
 from ssla.data import Inputs
 from ssla.network.bounds import shrink_factors, shrink_rows
-from ssla.network.frozen import Frozen, in_chunks, rows_within
+from ssla.network.frozen import Frozen, rows_within, split_into_chunks
 from ssla.network.layout import Layout
 from ssla.network.row_scale import RowScale
 from ssla.network.watch import InputWatch
 
-PRECISIONS = 4  # C×C matrices of a row that exist at one time, at most
+MATRICES_PER_ROW = 4  # C×C matrices of a row that exist at one time, at most; a guess
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class LastLayer:
     layout: Layout
     theta: Tensor
     outputs: int
-    fold_bias: bool
+    fold_bias: bool  # whether the bias is free: θ then holds it as the weight of a feature of ones
     offset: Tensor | None  # a bias that is not free (C,)
     notes: tuple[str, ...] = ()
     row_scale: RowScale | None = None  # only without an offset
@@ -56,7 +56,7 @@ class LastLayer:
         return self.weight.shape[1]
 
     @property
-    def kronecker(self) -> frozenset[str]:
+    def kronecker_names(self) -> frozenset[str]:
         """Return all free parameters: they belong to one layer with a Kronecker form."""
         return frozenset(self.layout.names)
 
@@ -66,7 +66,10 @@ class LastLayer:
         return torch.arange(self.outputs).repeat_interleave(self.layout.size // self.outputs)
 
     def cast(self, x: Inputs) -> Inputs:
-        """Return x in the model's dtype and on its device; raise ValueError if it is invalid."""
+        """Return x in the model's dtype and on its device.
+
+        Raises ValueError if the parts, the shapes or the numbers of x are not valid.
+        """
         return self.frozen.cast(x)
 
     @property
@@ -78,25 +81,27 @@ class LastLayer:
     def bytes_per_row(self) -> int:
         """Return the bytes that one row of a chunk needs, with its features and C×C matrices."""
         width = self.layout.size // self.outputs
-        numbers = width * (self.outputs + 2) + PRECISIONS * self.outputs**2
+        # Features as they are and in float64, and their product for each output.
+        numbers = width * (self.outputs + 2) + MATRICES_PER_ROW * self.outputs**2
         return self.frozen.bytes_per_row + 8 * numbers
 
     @property
     def jacobian_per_row(self) -> int:
-        """Return the bytes of the features of one row."""
+        """Return the bytes of the features of one row in float64: J = φᵀ ⊗ I is not built."""
         return 8 * (self.layout.size // self.outputs)
 
     def rows_at_once(self, budget: int) -> int:
-        """Return the number of rows of a chunk under a budget in bytes."""
+        """Return the number of rows of a chunk, at least one, under a budget in bytes."""
         return rows_within(budget, self.bytes_per_row)
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
-        """Return chunks of the rows x that fit the budget in bytes."""
-        return in_chunks(x, self.rows_at_once(budget))
+        """Yield chunks of the rows x that fit the budget in bytes."""
+        return split_into_chunks(x, self.rows_at_once(budget))
 
     def linearise(self, x: Inputs, theta: Tensor, graph: bool = False) -> tuple[Tensor, Jacobian]:
-        """Return f (B, C) and J at θ (P,), on the CPU, for cast x; with `graph` both are
-        differentiable in x.
+        """Return f (B, C) in float64 and J, on the CPU, for θ (P,) and cast x.
+
+        graph: whether both are differentiable in x. Raises ValueError if the module fails on x.
         """
         with InputWatch(self.weight) as watch:
             self.frozen.forward(x, graph)
@@ -106,15 +111,15 @@ class LastLayer:
         factors = shrink_factors(phi)
         if factors is not None:
             phi = shrink_rows(phi, factors)
-        J = self.scaled(Features(phi, self.outputs, self.fold_bias))
+        J = self.scale_features(Features(phi, self.outputs, self.fold_bias))
         # f is computed in float64, because means may be large compared with the noise.
         f = Features(J.phi.double(), self.outputs, J.bias).push(theta)
         return (f if self.offset is None else f + self.offset), J
 
-    def scaled(self, J: Features) -> Features:
-        """Return the features of rows divided by the scale of rows, if there is one."""
-        return J if self.row_scale is None else self.row_scale.features(J, self.inputs)
+    def scale_features(self, J: Features) -> Features:
+        """Return the features of rows divided by the scale of rows; unchanged without a scale."""
+        return J if self.row_scale is None else self.row_scale.scale_features(J, self.inputs)
 
     def evaluate(self, x: Inputs, theta: Tensor) -> Tensor:
-        """Return f (B, C) at θ (P,), on the CPU, for cast x."""
+        """Return f (B, C) at θ (P,) in float64, on the CPU and without a graph, for cast x."""
         return self.linearise(x, theta)[0]

@@ -1,4 +1,5 @@
-"""Plans of a module's layers: which free parameters have a Kronecker form, and where they are in θ.
+"""Plans of a module's layers: which free parameters have a Kronecker form, and their positions in
+θ.
 
 A plan is made from the calls of one forward pass (`ssla.network.watch.Probe`) and is validated
 against plain backpropagation on a few rows.
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ssla.data import Inputs, map_inputs, row_count, take_rows
-from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, fixed_tensors
+from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, collect_fixed_tensors
 from ssla.network.frozen import FORWARD_ERRORS, Frozen
 from ssla.network.layout import Layout, contiguous_layout
 from ssla.network.watch import CONVOLUTION, LINEAR, NORM, Call, Probe, row_axis
@@ -29,7 +30,7 @@ UNLIKE_SOME = (
 )
 
 
-def open_any(
+def open_any_parameters(
     frozen: Frozen,
     names: tuple[str, ...],
     x: Inputs,
@@ -39,66 +40,69 @@ def open_any(
     note: str | None,
     head: tuple[str, ...] = (),
 ) -> AnyParameters:
-    """Plan the layers of the free parameters, and validate the plan on a few rows.
+    """Return the network of the free parameters `names`, with a validated plan of its layers.
 
     x are the rows of the probe's forward pass and f (B, C) their outputs. materialise: whether the
-    structure needs the entries of J. note: a note for the report. head: the free parameters of the
-    layer that computes the outputs. Raises ValueError if no gradient reaches the free parameters.
+    structure needs the entries of J. note: a note for the report, or None. head: the free
+    parameters of the layer that computes the outputs. Raises ValueError if no gradient reaches the
+    free parameters.
     """
     parameters = dict(frozen.module.named_parameters())
     layout = contiguous_layout({name: parameters[name].shape for name in names})
     theta = layout.pack({name: parameters[name] for name in names})
-    uses = _layer_uses(probe, parameters, _row_axes(frozen, x, probe))
+    uses = _find_layer_uses(probe, parameters, _find_row_axes(frozen, x, probe))
     network = AnyParameters(
         frozen,
         layout,
         theta,
-        f.shape[1],
-        fixed_tensors(frozen.module, names),
-        _layer_plans(uses, layout),
-        names,
-        0,
-        () if note is None else (note,),
-        head,
-        _norm_plans(uses, layout),
+        outputs=f.shape[1],
+        fixed_tensors=collect_fixed_tensors(frozen.module, names),
+        layers=_make_layer_plans(uses, layout),
+        without_kronecker=names,
+        extra_per_row=0,  # set below, as the names before it
+        notes=() if note is None else (note,),
+        head=head,
+        norms=_make_norm_plans(uses, layout),
     )
-    network = replace(network, without_kronecker=_not_planned(network))
-    network = _without_wrong_plans(network, frozen.cast(take_rows(x, slice(0, CHECKED_ROWS))))
+    network = replace(network, without_kronecker=_unplanned_names(network))
+    network = _drop_wrong_plans(network, frozen.cast(take_rows(x, slice(0, CHECKED_ROWS))))
     jacobian, extra = _bytes_per_row(network, probe, row_count(x), materialise)
     return replace(network, jacobian_per_row=jacobian, extra_per_row=extra)
 
 
-def _without_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
+def _drop_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
     """Return the network without the plans that backpropagation on cast rows x contradicts.
 
-    A note names what was dropped. If the remaining plans are wrong too, all are dropped.
+    A note in the network names what was dropped. If the remaining plans are wrong too, all are
+    dropped. Raises ValueError if the gradient is zero.
     """
     names = network.layout.names
-    wrong = _disagreement(network, x)
+    wrong = _find_disagreements(network, x)
     if not bool(wrong.any()):
         return network
     positions = network.layout.positions
     right = {name for name, index in positions.items() if not bool(wrong[index].any())}
     layers = tuple(plan for plan in network.layers if not bool(wrong[plan.positions].any()))
+    # Of a norm, scale or shift may be frozen: only the free ones must be right.
     norms = tuple(plan for plan in network.norms if {plan.weight, plan.bias} & set(names) <= right)
-    reduced = replace(network, layers=_fully_covered(layers, network.layout), norms=norms)
-    reduced = replace(reduced, without_kronecker=_not_planned(reduced))
-    if bool(_disagreement(reduced, x).any()):
+    reduced = replace(network, layers=_keep_fully_covered(layers, network.layout), norms=norms)
+    reduced = replace(reduced, without_kronecker=_unplanned_names(reduced))
+    if bool(_find_disagreements(reduced, x).any()):
         notes = (*network.notes, UNLIKE_LAYERS)
         return replace(reduced, layers=(), norms=(), without_kronecker=names, notes=notes)
     dropped = ", ".join(name for name in names if name not in right)
     return replace(reduced, notes=(*network.notes, UNLIKE_SOME.format(names=dropped)))
 
 
-def _not_planned(network: AnyParameters) -> tuple[str, ...]:
-    """Return the free parameters that are not covered by layers with a Kronecker form."""
+def _unplanned_names(network: AnyParameters) -> tuple[str, ...]:
+    """Return the free parameters of which some entry belongs to no layer with a Kronecker form."""
     planned = _planned_entries(network.layers, network.layout)
     positions = network.layout.positions
     return tuple(name for name, index in positions.items() if not bool(planned[index].all()))
 
 
 def _planned_entries(plans: Iterable[LayerPlan], layout: Layout) -> Tensor:
-    """Return which entries of θ belong to a planned layer (P,)."""
+    """Return a mask (P,) of the entries of θ that belong to a planned layer."""
     planned = torch.zeros(layout.size, dtype=torch.bool)
     for plan in plans:
         planned[plan.positions] = True
@@ -110,7 +114,8 @@ def _bytes_per_row(
 ) -> tuple[int, int]:
     """Return the bytes of one row's Jacobian, and of all that a row needs beside the network.
 
-    rows is the number of rows of the probe's forward pass.
+    rows: the number of rows of the probe's forward pass. materialise: whether the structure needs
+    the entries of J.
     """
     outputs = network.outputs
     item = torch.finfo(network.dtype).bits // 8
@@ -120,25 +125,28 @@ def _bytes_per_row(
     results = [call.result.numel() // rows for call in calls]
     # Inputs a, and one gradient δ for each output.
     sizes = [
-        _input_size(call) // rows + outputs * result
+        _count_input_entries(call) // rows + outputs * result
         for call, result in zip(calls, results, strict=True)
     ]
     positions = network.layout.positions
     columns_size = sum(positions[name].numel() for name in network.without_kronecker)
+    # 8 below: bytes of a float64.
     jacobian = item * sum(sizes) + 8 * outputs * columns_size
-    # Zeros and gradients of one output, and one layer at a time in float64, with the product of its
-    # gradients and Λ.
+    # Results, zeros and gradients of one output (3 arrays), and one layer at a time in float64,
+    # with the product of its gradients and Λ (2 arrays).
     layers = 3 * item * sum(results) + 8 * 2 * max(sizes, default=0)
-    # All outputs of a row are differentiated together for columns.
-    activations = outputs * network.frozen.bytes_per_row if network.columns else 0
+    # All outputs of a row are differentiated together for columns of other parameters.
+    activations = outputs * network.frozen.bytes_per_row if network.unplanned_names else 0
+    # Three arrays of the entries of J: J, its product with Λ, and one in between. A guess.
     entries = 3 * network.layout.size if materialise else 0
     return jacobian, jacobian + layers + activations + 8 * outputs * (columns_size + entries)
 
 
-def _input_size(call: Call) -> int:
-    """Return the number of entries of `inputs_by_position`."""
-    if call.kind == LINEAR:
+def _count_input_entries(call: Call) -> int:
+    """Return the number of entries of `inputs_by_position` for the call of a planned layer."""
+    if call.operation == LINEAR:
         return call.input.numel()
+    # A convolution: its number of positions, times the entries of a window.
     return call.result.numel() // call.weight.shape[0] * call.weight[0].numel()
 
 
@@ -152,23 +160,25 @@ class _LayerUse:
     axis: int  # the dimension of the input that holds the rows
 
 
-def _row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
-    """Return the dimension of each call's input that holds the rows, or None if there is none.
+def _find_row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
+    """Return the dimension of each call's input that holds the rows; None if there is none.
 
-    It is found by a second forward pass with another number of rows. Where that pass fails or makes
-    other calls, it is the first dimension if its size is the number of rows x.
+    x: the rows of the probe's forward pass. The dimension is found by a second forward pass with
+    another number of rows. If that pass fails or makes other calls, it is the first dimension where
+    its size is the number of rows.
     """
     rows = row_count(x)
     first_axis = [0 if call.input.shape[:1] == (rows,) else None for call in probe.calls]
+    # The first row, two or three times: any number but that of x.
     repeated = [0] * (3 if rows == 2 else 2)
     inputs = frozen.cast(map_inputs(lambda values: values[repeated], x))
     try:
         with torch.no_grad(), Probe() as second:
-            frozen.call(frozen.module, inputs)
+            frozen.call_module(frozen.module, inputs)
     except FORWARD_ERRORS:
         return first_axis
-    calls = [(call.kind, call.key) for call in probe.calls]
-    if calls != [(call.kind, call.key) for call in second.calls]:
+    calls = [(call.operation, call.rows_key) for call in probe.calls]
+    if calls != [(call.operation, call.rows_key) for call in second.calls]:
         return first_axis
     return [
         row_axis(call, rows, other, len(repeated))
@@ -176,46 +186,60 @@ def _row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
     ]
 
 
-def _layer_uses(
+def _find_layer_uses(
     probe: Probe, parameters: Mapping[str, Tensor], axes: list[int | None]
 ) -> list[_LayerUse]:
-    """Return the parameters that are used in layers on batches, and nowhere else.
+    """Return the uses in layers on batches of those parameters that are used nowhere else.
 
-    axes: the dimension of each call's input that holds the rows. Parameters that are tied in part
-    are left out: they use plain differentiation.
+    parameters: those of the module, by name. axes: the dimension of each call's input that holds
+    the rows. Parameters that are tied in part are left out: they need plain differentiation.
     """
     names = {id(p): name for name, p in parameters.items()}
+    # All calls with the same rows of a weight.
     groups: dict[tuple[int, int], list[tuple[Call, int | None]]] = {}
     for call, axis in zip(probe.calls, axes, strict=True):
-        groups.setdefault(call.key, []).append((call, axis))
+        groups.setdefault(call.rows_key, []).append((call, axis))
+    first_calls = [group[0][0] for group in groups.values()]
     uses = []
     for group in groups.values():
         call, axis = group[0]
         same = all(_same_layer(call, other) and other_axis == axis for other, other_axis in group)
-        allowed = {NORM} if call.kind == NORM else {LINEAR, CONVOLUTION}
-        tensors = [tensor for tensor in (call.weight, call.bias) if tensor is not None]
-        only_in_layers = all(set(probe.uses.get(id(t), ())) <= allowed for t in tensors)
-        if axis is None or not same or not only_in_layers or id(call.weight) not in names:
-            continue
-        bias = None if call.bias is None else names.get(id(call.bias))
-        uses.append(_LayerUse(call, names[id(call.weight)], bias, axis))
-    first_calls = [group[0][0] for group in groups.values()]
-    return [
-        use
-        for use in uses
-        if not any(
-            _share_entries(use.call, other) for other in first_calls if other.key != use.call.key
+        is_shared = any(
+            _share_entries(call, other) for other in first_calls if other.rows_key != call.rows_key
         )
-    ]
+        is_parameter = id(call.weight) in names
+        if (
+            axis is not None
+            and same
+            and is_parameter
+            and not is_shared
+            and _used_only_in_layers(call, probe)
+        ):
+            bias = None if call.bias is None else names.get(id(call.bias))
+            uses.append(_LayerUse(call, names[id(call.weight)], bias, axis))
+    return uses
+
+
+def _used_only_in_layers(call: Call, probe: Probe) -> bool:
+    """Return whether the weight and the bias of a call are used in layers of its kind only.
+
+    Linear layers and convolutions are of one kind, and norms of another.
+    """
+    allowed = {NORM} if call.operation == NORM else {LINEAR, CONVOLUTION}
+    tensors = [tensor for tensor in (call.weight, call.bias) if tensor is not None]
+    return all(set(probe.uses.get(id(tensor), ())) <= allowed for tensor in tensors)
 
 
 def _same_layer(call: Call, other: Call) -> bool:
-    """Return whether two calls with the same rows of a weight use the same bias and result size."""
+    """Return whether two calls from the same row of a weight on are of the same layer.
+
+    They then have the same operation, rows and bias.
+    """
     return (
-        call.kind == other.kind
+        call.operation == other.operation
         and call.bias is other.bias
         and call.bias_first == other.bias_first
-        and call.out == other.out
+        and call.output_count == other.output_count
     )
 
 
@@ -223,43 +247,46 @@ def _share_entries(call: Call, other: Call) -> bool:
     """Return whether two calls have entries of a weight or a bias in common."""
     same_weight = call.weight is other.weight
     same_bias = call.bias is not None and call.bias is other.bias
-    weight_rows = (call.first, other.first)
-    bias_rows = (call.bias_first, other.bias_first)
 
-    # Whether two ranges of rows, of the sizes of the calls, have a row in common.
     def overlap(first: int, other_first: int) -> bool:
-        return first < other_first + other.out and other_first < first + call.out
+        """Return whether the rows of the two calls from these first ones on have one in common."""
+        return first < other_first + other.output_count and other_first < first + call.output_count
 
-    return (same_weight and overlap(*weight_rows)) or (same_bias and overlap(*bias_rows))
+    if same_weight and overlap(call.first, other.first):
+        return True
+    return same_bias and overlap(call.bias_first, other.bias_first)
 
 
-def _layer_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[LayerPlan, ...]:
-    """Return the layers with a Kronecker form whose parameters are free, in whole or in part."""
+def _make_layer_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[LayerPlan, ...]:
+    """Return the plans of layers with a Kronecker form of which the weight or the bias is free.
+
+    A plan is left out if it covers a parameter in part only (see `_keep_fully_covered`).
+    """
     plans = []
     for use in uses:
         call = use.call
         bias = use.bias
         weight_free = use.weight in layout.positions
         bias_free = bias is not None and bias in layout.positions
-        if call.kind == NORM or not (weight_free or bias_free):
+        if call.operation == NORM or not (weight_free or bias_free):
             continue
         columns = []
         if weight_free:
-            weight_rows = slice(call.first, call.first + call.out)
+            weight_rows = slice(call.first, call.first + call.output_count)
             columns.append(layout.positions[use.weight][weight_rows].flatten(1))
         if bias_free and bias is not None:
-            bias_rows = slice(call.bias_first, call.bias_first + call.out)
+            bias_rows = slice(call.bias_first, call.bias_first + call.output_count)
             columns.append(layout.positions[bias][bias_rows].unsqueeze(1))
-        plans.append(
-            LayerPlan(
-                use.weight, torch.cat(columns, 1), weight_free, bias_free, call.first, use.axis
-            )
-        )
-    return _fully_covered(tuple(plans), layout)
+        positions = torch.cat(columns, 1)  # (out, in), with the bias as a last column
+        plans.append(LayerPlan(use.weight, positions, weight_free, bias_free, call.first, use.axis))
+    return _keep_fully_covered(tuple(plans), layout)
 
 
-def _fully_covered(plans: tuple[LayerPlan, ...], layout: Layout) -> tuple[LayerPlan, ...]:
-    """Return the plans whose parameters are covered by plans in all their entries."""
+def _keep_fully_covered(plans: tuple[LayerPlan, ...], layout: Layout) -> tuple[LayerPlan, ...]:
+    """Return the plans all of whose parameters are covered by the returned plans in every entry.
+
+    A weight with three projections, for example, needs the plans of all three.
+    """
     # Dropping one plan may leave another parameter partly covered, so this repeats.
     while True:
         planned = _planned_entries(plans, layout)
@@ -272,33 +299,36 @@ def _fully_covered(plans: tuple[LayerPlan, ...], layout: Layout) -> tuple[LayerP
         plans = kept
 
 
-def _norm_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[NormPlan, ...]:
-    """Return the norms whose scale or shift is free."""
+def _make_norm_plans(uses: Iterable[_LayerUse], layout: Layout) -> tuple[NormPlan, ...]:
+    """Return the plans of norms whose scale or shift is free."""
     plans = []
     for use in uses:
         bias = use.bias if use.bias in layout.positions else None
-        if use.call.kind == NORM and (use.weight in layout.positions or bias is not None):
+        if use.call.operation == NORM and (use.weight in layout.positions or bias is not None):
             plans.append(NormPlan(use.weight, bias, use.axis))
     return tuple(plans)
 
 
-def _disagreement(network: AnyParameters, x: Inputs) -> Tensor:
-    """Return the entries (P,) at which Jᵀg by layers differs from Jᵀg by backpropagation.
+def _find_disagreements(network: AnyParameters, x: Inputs) -> Tensor:
+    """Return a mask (P,) of the entries at which Jᵀg by layers differs from Jᵀg by backpropagation.
 
-    x are cast rows, and g is one fixed vector. Raises ValueError if the gradient is zero.
+    x are cast rows, and g (B, C) is fixed. All entries differ if the layers cannot be computed.
+    Raises ValueError if the gradient is zero.
     """
-    g, expected = _backpropagated(network, x)
+    g, expected = _backpropagate(network, x)
     try:
         _, J = network.linearise(x, network.theta)
         by_layers = J.double().pull(g.to("cpu", torch.float64))
-    except (RuntimeError, KeyError):  # positions that are not those of the plan
+    except (RuntimeError, KeyError):  # shapes or calls that are not those of the plan
         return torch.ones_like(expected, dtype=torch.bool)
-    # Half precision has a larger rounding error in one product.
+    # Half precision has a larger rounding error in one product. 1e-3 is a guess: a wrong plan
+    # differs by much more.
     tolerance = max(1e-3, 4 * torch.finfo(network.dtype).eps)
+    # Negated, so that NaN differs.
     return ~((by_layers - expected).abs() <= tolerance * (1e-12 + expected.abs().max()))
 
 
-def _backpropagated(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
+def _backpropagate(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
     """Return one g (B, C) and Jᵀg (P,) by backpropagation through the whole network, for cast x.
 
     Its graph, which takes as much memory as a Jacobian, is freed on return. Raises ValueError if
@@ -309,10 +339,11 @@ def _backpropagated(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
         for name, value in network.free_parameters(network.theta).items()
     }
     with torch.enable_grad():
-        f = network.run(free, x)
+        f = network.compute_outputs(free, x)
         if not f.requires_grad:
             # A forward under no_grad: all gradients are zero, and autograd needs some graph.
             f = f + 0 * sum(value.sum() for value in free.values())
+        # Distinct weights, so that errors of different outputs and rows do not cancel.
         g = torch.linspace(-1, 1, f.numel(), dtype=f.dtype, device=f.device).reshape(f.shape) + 0.1
         gradients = torch.autograd.grad((f * g).sum(), list(free.values()), allow_unused=True)
     if all(gradient is None or not bool(gradient.any()) for gradient in gradients):

@@ -30,14 +30,17 @@ class Layout:
         return sum(index.numel() for index in self.positions.values())
 
     def pack(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Return θ (P,) in float64 from parameters by name."""
+        """Return θ (P,) in float64, on the CPU, from parameters by name.
+
+        Values with names that are not in the layout are ignored.
+        """
         theta = torch.empty(self.size, dtype=torch.float64)
         for name, index in self.positions.items():
             theta[index] = values[name].detach().to("cpu", torch.float64)
         return theta
 
     def unpack(self, theta: Tensor) -> dict[str, Tensor]:
-        """Return parameters by name from θ (P,), in θ's dtype."""
+        """Return the parameters by name, in their shapes, from θ (P,), in θ's dtype."""
         return {name: theta[index] for name, index in self.positions.items()}
 
     def from_named_order(self, flat: Tensor) -> Tensor:
@@ -50,7 +53,10 @@ class Layout:
         return theta
 
     def layers(self) -> dict[str, tuple[str, ...]]:
-        """Return parameter names by module ("" for parameters of the network itself)."""
+        """Return the names of the free parameters of each module, by the module's name.
+
+        It is "" for parameters of the network itself.
+        """
         groups: dict[str, list[str]] = {}
         for name in self.names:
             groups.setdefault(name.rpartition(".")[0], []).append(name)
@@ -58,7 +64,7 @@ class Layout:
 
 
 def contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
-    """Return the layout of parameters with these shapes in which θ has the named order."""
+    """Return the layout in which θ holds the parameters one after the other, as `shapes` does."""
     positions = {}
     start = 0
     for name, shape in shapes.items():
@@ -69,9 +75,11 @@ def contiguous_layout(shapes: Mapping[str, torch.Size]) -> Layout:
 
 
 def last_layer_layout(weight: str, bias: str | None, outputs: int, inputs: int) -> Layout:
-    """Return the layout in which θ is (C, F) with the bias as the last column, for φ ⊗ I.
+    """Return the layout of a last layer in which θ, as a matrix, is (C, F): J is then φᵀ ⊗ I.
 
-    bias: its name, or None without a free one.
+    Row c holds the weights of output c, and then its bias. weight, bias: the names of the
+    parameters; bias is None without a free one. outputs: C. inputs: the number of features, without
+    that of the bias.
     """
     width = inputs + (bias is not None)
     index = torch.arange(outputs * width).reshape(outputs, width)

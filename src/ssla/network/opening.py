@@ -22,11 +22,11 @@ from ssla.network.frozen import (
     call_by_position,
     call_with_one_argument,
     check_inputs_finite,
-    kept_integers,
+    integer_dtypes,
     row_shapes,
 )
 from ssla.network.head import LastLayer
-from ssla.network.layer_plans import open_any
+from ssla.network.layer_plans import open_any_parameters
 from ssla.network.layout import last_layer_layout
 from ssla.network.watch import Call, Probe
 
@@ -47,32 +47,34 @@ def open_network(
     output: Output = None,
     links: tuple[str, ...] = (),
 ) -> Network:
-    """Copy the module, check it on the first rows of the first batch x, and choose how to represent
-    its free parameters.
+    """Return the network of a private, checked copy of the module, with these free parameters.
 
-    materialise: whether the structure needs the entries of J (this limits the number of rows in a
-    chunk). output: the part of the module's result that holds the outputs (see `ssla.fit`). links:
-    functions that the likelihood applies itself; the network must not end with them.
+    x: the first batch, on whose first rows the module is checked. weights: "last_layer", "all", the
+    name of a part of the module, or a list of parameter names. materialise: whether the structure
+    needs the entries of J (this limits the number of rows in a chunk). output: the part of the
+    module's result that holds the outputs (see `ssla.fit`). links: functions that the likelihood
+    applies itself; the network must not end with them.
 
     Raises TypeError or ValueError if the module, its inputs or the choice of weights is not
     supported.
     """
     first_rows = take_rows(x, slice(0, OPENING_ROWS))
-    frozen, probe, f = _freeze(model, x, first_rows, output)
+    frozen, probe, f = _freeze_and_check(model, x, first_rows, output)
     head = _find_head(probe, f, dict(frozen.module.named_parameters()))
-    names = _free_names(model, weights, head)
+    names = _select_free_names(model, weights, head)
     _refuse_links(probe, f, links)
-    note = frozen_note(model) if weights == ALL else None
+    note = describe_frozen_parameters(model) if weights == ALL else None
     if isinstance(head, _Head) and head.covers(names) and not _tied_names(model, head.weight):
-        return _last_layer(frozen, head, head.bias in names, f.shape[1], note)
+        return _make_last_layer(frozen, head, head.bias in names, f.shape[1], note)
     head_names = _free_head_names(model, head, names)
-    return open_any(frozen, names, first_rows, f, probe, materialise, note, head_names)
+    return open_any_parameters(frozen, names, first_rows, f, probe, materialise, note, head_names)
 
 
-def trainable(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of the parameters of weights="all".
+def trainable_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters that weights="all" selects.
 
-    These are the parameters that are not frozen, or all of them if all are frozen.
+    These are the floating-point parameters that are not frozen (requires_grad=False), or all of
+    them if all are frozen.
     """
     floating = {
         name: p.requires_grad for name, p in model.named_parameters() if p.is_floating_point()
@@ -80,8 +82,11 @@ def trainable(model: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, free in floating.items() if free or not any(floating.values()))
 
 
-def frozen_note(model: nn.Module) -> str | None:
-    """Return the report's note about frozen parameters with weights="all"; None without any."""
+def describe_frozen_parameters(model: nn.Module) -> str | None:
+    """Return the note about frozen parameters with weights="all"; None if there are none.
+
+    The report shows it.
+    """
     fixed = {
         name: p.numel()
         for name, p in model.named_parameters()
@@ -89,7 +94,7 @@ def frozen_note(model: nn.Module) -> str | None:
     }
     if not fixed:
         return None
-    if set(trainable(model)) & set(fixed):
+    if set(trainable_names(model)) & set(fixed):
         return (
             "weights='all': every parameter is frozen (requires_grad=False), so all of them are "
             "used as free"
@@ -101,27 +106,19 @@ def frozen_note(model: nn.Module) -> str | None:
     )
 
 
-def _is_output(result: Tensor, f: Tensor) -> bool:
+def _equals_outputs(result: Tensor, f: Tensor) -> bool:
     """Return whether the result of a call, of any shape, has the values of the outputs f (N, C)."""
     return result.numel() == f.numel() and torch.equal(result.reshape(f.shape), f)
 
 
 def _refuse_links(probe: Probe, f: Tensor, links: tuple[str, ...]) -> None:
-    """Raise ValueError if the outputs f (N, C) have already passed a link function of the
-    likelihood.
+    """Raise ValueError if the outputs f (N, C) have already passed one of the links.
 
-    Such outputs are probabilities or rates.
+    links: functions that the likelihood applies itself. Outputs after them are probabilities or
+    rates. probe: the record of the forward pass that returned f.
     """
-    applied = [link for link, result in probe.links if _is_output(result, f)]
-    # A softmax may be computed in another way, such as an average of several. One row or one output
-    # of this form may be a coincidence.
-    sums = f.double().sum(1)
-    if (
-        f.shape[0] > 1
-        and f.shape[1] > 1
-        and bool((f >= 0).all())
-        and bool(((sums - 1).abs() <= 1e-2).all())
-    ):
+    applied = [link for link, result in probe.links if _equals_outputs(result, f)]
+    if _looks_like_probabilities(f):
         applied.append(SOFTMAX)
     applied_twice = next((link for link in applied if link in links), None)
     if applied_twice is not None:
@@ -131,17 +128,33 @@ def _refuse_links(probe: Probe, f: Tensor, links: tuple[str, ...]) -> None:
         )
 
 
-def _freeze(
+def _looks_like_probabilities(f: Tensor) -> bool:
+    """Return whether outputs f (N, C) look like those of a softmax.
+
+    A softmax may be computed without torch's function, such as an average of several. One row or
+    one output that sums to one may be a coincidence, so the answer is then False.
+    """
+    sums = f.double().sum(1)
+    return (
+        f.shape[0] > 1
+        and f.shape[1] > 1
+        and bool((f >= 0).all())
+        # Rounding, as that of half precision, is allowed for; 1e-2 is a guess.
+        and bool(((sums - 1).abs() <= 1e-2).all())
+    )
+
+
+def _freeze_and_check(
     model: nn.Module, batch: Inputs, x: Inputs, output: Output
 ) -> tuple[Frozen, Probe, Tensor]:
-    """Return a checked copy of the module, its first forward pass on the rows x of the batch, and f
-    (N, C).
+    """Return a checked copy of the module, the record of its first forward pass, and f (N, C).
 
-    Raises TypeError or ValueError for a module that has no posterior.
+    x: the rows of the batch on which that pass is made. The whole batch must be finite. Raises
+    TypeError or ValueError for a module that has no posterior.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
-    check_mode(model)
+    check_evaluation_mode(model)
     module = private_copy(model)
     floating = next((p for p in module.parameters() if p.is_floating_point()), None)
     if floating is None:
@@ -149,14 +162,20 @@ def _freeze(
             "The network has no floating-point parameters, so it cannot have a posterior."
         )
     _check_values(module)
-    # The way of calling the module and the bytes of a row are not known yet: 1 is a placeholder.
+    # How to call the module and the bytes of a row are not known yet: these are placeholders.
     draft = Frozen(
-        module, floating.dtype, floating.device, _call_style(x, 0), True, 1, output=output
+        module,
+        floating.dtype,
+        floating.device,
+        call_module=call_with_one_argument,
+        keep_integers=True,
+        bytes_per_row=1,
+        output=output,
     )
     buffers = {name: value.clone() for name, value in module.named_buffers()}
     check_inputs_finite(batch)
-    frozen, probe, f = _first_forward(draft, x, batch)
-    _check_repeats(frozen, x, buffers)
+    frozen, probe, f = _run_first_forward(draft, x, batch)
+    _check_repeatable(frozen, x, buffers)
     check_finite(
         "The network's output", f, "Check the scale of the inputs and the trained weights."
     )
@@ -164,7 +183,7 @@ def _freeze(
     return frozen, probe, f
 
 
-def _check_repeats(frozen: Frozen, x: Inputs, buffers: Mapping[str, Tensor]) -> None:
+def _check_repeatable(frozen: Frozen, x: Inputs, buffers: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the module repeats its outputs for the rows x and keeps its buffers.
 
     buffers: their values from before the first forward pass, by name.
@@ -191,7 +210,11 @@ def _check_repeats(frozen: Frozen, x: Inputs, buffers: Mapping[str, Tensor]) -> 
 
 
 def _check_values(module: nn.Module) -> None:
-    """Raise ValueError for NaN anywhere, and for infinite parameters or statistics of norms."""
+    """Raise ValueError for NaN in any parameter or buffer, and for infinite parameters or
+    statistics of norms.
+
+    Parameters on the device "meta" raise it too, because they have no values.
+    """
     diverged = "The network has diverged: train it again."
     for name, value in module.named_parameters():
         if value.is_meta:
@@ -218,56 +241,60 @@ def _check_values(module: nn.Module) -> None:
             )
 
 
-def check_mode(model: nn.Module) -> None:
-    """Raise ValueError if a layer in training mode makes outputs random or dependent on the
-    batch.
+def check_evaluation_mode(model: nn.Module) -> None:
+    """Raise ValueError if a layer is in training mode, and its outputs would be random or depend on
+    the batch.
     """
     for name, layer in model.named_modules():
-        random = isinstance(layer, RANDOM_IN_TRAINING) or (
+        is_random = isinstance(layer, RANDOM_IN_TRAINING) or (
             isinstance(layer, nn.RNNBase) and layer.dropout > 0
         )
-        if layer.training and (random or isinstance(layer, BATCH_DEPENDENT)):
-            cause = "dropout" if random else "batch norm"
-            effect = "outputs are random" if random else "outputs depend on the batch"
+        if layer.training and (is_random or isinstance(layer, BATCH_DEPENDENT)):
+            cause = "dropout" if is_random else "batch norm"
+            effect = "outputs are random" if is_random else "outputs depend on the batch"
             raise ValueError(
                 f"The network is in training mode and has {cause} "
                 f"({name or type(layer).__name__}), so its {effect}. Call model.eval() first."
             )
 
 
-def _call_style(x: Inputs, attempt: int) -> Callable[[nn.Module, Inputs], Any]:
-    """Return the way to pass inputs: unpacked at the first attempt (0), as one argument at the
-    second.
+def _ways_to_call(x: Inputs) -> tuple[Callable[[nn.Module, Inputs], Any], ...]:
+    """Return the ways to pass inputs to a module, in the order in which they are tried.
+
+    A tuple or a dict is unpacked at first, and then passed as one argument.
     """
-    if isinstance(x, Tensor) or attempt == 1:
-        return call_with_one_argument
-    return call_by_keyword if isinstance(x, Mapping) else call_by_position
+    if isinstance(x, Tensor):
+        return (call_with_one_argument,)
+    call_unpacked = call_by_keyword if isinstance(x, Mapping) else call_by_position
+    return call_unpacked, call_with_one_argument
 
 
-def _first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen, Probe, Tensor]:
+def _run_first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen, Probe, Tensor]:
     """Find out how the module takes its inputs: unpacked or as one argument, integers kept or cast.
 
-    Returns the copy with this knowledge, the record of the forward pass on the rows x of the batch,
-    and the outputs f (N, C). Raises ValueError if every way fails.
+    Returns the draft with this knowledge, the record of the forward pass on the rows x of the
+    batch, and the outputs f (N, C). Raises the error of `extract_outputs` if the module returns no
+    outputs, and ValueError with the first failure if every way fails.
     """
     first_error: Exception | None = None
     has_integers = any(not tensor.is_floating_point() for tensor in input_tensors(x))
+    # Integers are kept at first: an embedding needs them. A linear layer needs them cast.
     for keep_integers in (True, False) if has_integers else (True,):
-        for attempt in (0,) if isinstance(x, Tensor) else (0, 1):
-            frozen = replace(draft, call=_call_style(x, attempt), keep_integers=keep_integers)
+        for call_module in _ways_to_call(x):
+            frozen = replace(draft, call_module=call_module, keep_integers=keep_integers)
             inputs = frozen.cast(x)
             try:
                 with Probe() as probe:
-                    result = frozen.call(frozen.module, inputs)
+                    result = call_module(frozen.module, inputs)
             except FORWARD_ERRORS as error:
                 first_error = first_error or error
                 continue
-            f = frozen.outputs(result, row_count(inputs))
+            f = frozen.extract_outputs(result, row_count(inputs))
             opened = replace(
                 frozen,
-                bytes_per_row=max(probe.bytes // row_count(inputs), 8),
+                bytes_per_row=max(probe.bytes // row_count(inputs), 8),  # at least one float64
                 shapes=row_shapes(inputs),
-                integers=kept_integers(inputs),
+                integers=integer_dtypes(inputs),
             )
             return opened, probe, f
     shapes = [tuple(tensor.shape) for tensor in input_tensors(batch)]
@@ -279,12 +306,16 @@ def _first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen, Pro
 
 
 def _check_independent_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
-    """Raise ValueError if the first row alone has other outputs than in the batch, f (N, C)."""
+    """Raise ValueError if the first row alone has other outputs than in the batch x, f (N, C).
+
+    A batch of one row is not checked.
+    """
     if f.shape[0] < 2:
         return
     alone = frozen.forward(frozen.cast(take_rows(x, slice(0, 1))))
-    size = float(f.abs().max()) + 1e-30
-    # Kernels for one row may round differently, in half precision by much.
+    size = float(f.abs().max()) + 1e-30  # positive, also if all outputs are zero
+    # Kernels for one row may round differently, in half precision by much. The limits 1e-2 and
+    # 1e-3 are guesses.
     rounding = 4 * torch.finfo(f.dtype).eps
     if not torch.allclose(alone, f[:1], rtol=max(1e-2, rounding), atol=max(1e-3, rounding) * size):
         raise ValueError(
@@ -298,11 +329,11 @@ def _check_independent_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
 class _Head:
     """The linear layer that computes the output."""
 
-    weight: str
-    bias: str | None
-    tensor: nn.Parameter
+    weight: str  # the name of its weight
+    bias: str | None  # that of its bias; None: it has none, or one that is not a parameter
+    tensor: nn.Parameter  # the weight itself
     bias_tensor: Tensor | None
-    inputs: int
+    inputs: int  # the number of features
 
     def covers(self, names: tuple[str, ...]) -> bool:
         """Return whether the names are this layer's weight, with or without its bias."""
@@ -310,13 +341,15 @@ class _Head:
 
 
 def _find_head(probe: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) -> _Head | str:
-    """Return the linear layer that computes the outputs f (N, C), or the reason why there
-    is none.
+    """Return the linear layer that computes the outputs f (N, C), or why there is none.
+
+    The reason is a clause for an error. probe: the record of the forward pass that returned f.
+    parameters: those of the module, by name.
     """
     if not probe.linears:
         return "no linear layer was called in its forward"
     # Linear layers of other parts of the result may be called later than the head.
-    calls: list[Call] = [call for call in probe.linears if _is_output(call.result, f)]
+    calls: list[Call] = [call for call in probe.linears if _equals_outputs(call.result, f)]
     if not calls:
         return (
             "its output is not the output of its last linear layer (something comes after it: a "
@@ -347,33 +380,35 @@ def _find_head(probe: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) 
 def _free_head_names(
     model: nn.Module, head: _Head | str, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the free parameters of the last linear layer, of which each row changes one output
-    only.
+    """Return the free parameters of the head whose rows change one output only.
+
+    names: the free parameters. Nothing is returned without a head, which is then the reason (text),
+    or with a head whose weight is tied to another parameter: that one may change other outputs.
     """
-    # A row of the weight changes one output only, unless it is tied.
     if isinstance(head, str) or _tied_names(model, head.weight):
         return ()
     return tuple(name for name in (head.weight, head.bias) if name is not None and name in names)
 
 
 def _tied_names(model: nn.Module, name: str) -> list[str]:
-    """Return the other names of the same parameter."""
+    """Return the other names that the parameter `name` has in the module."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [other for other, p in parameters.items() if p is parameters[name] and other != name]
 
 
-def _free_names(
+def _select_free_names(
     model: nn.Module,
     weights: str | list[str] | tuple[str, ...],
     head: _Head | str,
 ) -> tuple[str, ...]:
-    """Return the names of the free parameters.
+    """Return the names of the free parameters, in the model's order.
 
-    head: the last layer, or why there is none. Raises ValueError if weights='last_layer' has none
-    to use, or if its weight is tied to another parameter.
+    weights: see `open_network`. head: the last layer, or why there is none. Raises ValueError if
+    weights='last_layer' has none to use, or if its weight is tied to another parameter, and for an
+    unknown name or an empty list.
     """
     if weights == ALL:
-        return trainable(model)
+        return trainable_names(model)
     if weights == LAST_LAYER:
         if isinstance(head, str):
             raise ValueError(
@@ -388,15 +423,16 @@ def _free_names(
                 "so the features would change with it. Untie them, or use weights='all'."
             )
         return tuple(name for name in (head.weight, head.bias) if name is not None)
-    return named_parameters(model, weights)
+    return select_parameter_names(model, weights)
 
 
-def named_parameters(
+def select_parameter_names(
     model: nn.Module, weights: str | list[str] | tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the parameters of the module with a name, or those of a list, in the model's order.
+    """Return the names of the parameters in a part of the model, or of a list, in model order.
 
-    Raises ValueError for an unknown name or an empty list.
+    weights: the name of the part, or the list. Raises ValueError for an unknown name, for the name
+    of a parameter that is not in a list, or for an empty list.
     """
     parameters = [name for name, _ in model.named_parameters()]
     if isinstance(weights, str):
@@ -420,12 +456,12 @@ def named_parameters(
     return tuple(name for name in parameters if name in set(weights))
 
 
-def _last_layer(
+def _make_last_layer(
     frozen: Frozen, head: _Head, bias_free: bool, outputs: int, note: str | None
 ) -> LastLayer:
     """Return the network whose free parameters are those of its head.
 
-    bias_free: whether they include its bias. note: a note for the report.
+    bias_free: whether they include its bias. outputs: C. note: a note for the report, or None.
     """
     bias_name = head.bias if bias_free else None
     layout = last_layer_layout(head.weight, bias_name, outputs, head.inputs)
@@ -440,5 +476,12 @@ def _last_layer(
     theta = layout.pack(values)
     notes = () if note is None else (note,)
     return LastLayer(
-        frozen, head.tensor, layout, theta, outputs, bias_name is not None, offset, notes
+        frozen,
+        head.tensor,
+        layout,
+        theta,
+        outputs,
+        fold_bias=bias_name is not None,
+        offset=offset,
+        notes=notes,
     )

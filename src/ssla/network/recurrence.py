@@ -1,5 +1,5 @@
-"""Recurrent layers of torch (LSTM, GRU, RNN) step by step, with their two products left to the
-caller.
+"""Recurrent layers of torch (LSTM, GRU, RNN) step by step, with their two products computed by a
+function of the caller.
 
 One fused function of torch computes all steps, so that no linear call can be intercepted, and it
 has no batching rule. In steps, the weight of the inputs is a linear layer over all times at once,
@@ -8,7 +8,7 @@ and the weight of the state is one that is used at each time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssla.network.attention import Projection
 
-ARGUMENTS = (
+ARGUMENTS = (  # of torch's functions, in their order; names are ours
     "input",
     "state",
     "weights",
@@ -32,18 +32,27 @@ State = tuple[Tensor, ...]
 
 
 Cell = Callable[[Tensor, Tensor, State], State]
-"""(W x + b, U h + c, state) -> the next state; the first two are (B, gates · H)."""
+"""(W x + b, U h + c, state) -> the next state; the first two are (B, gates · H).
+
+The formulas and the order of the gates are those of torch.
+"""
 
 
 def _step_lstm(from_input: Tensor, from_state: Tensor, state: State) -> State:
-    """Return the next h and c (B, H) of an LSTM from its gates (B, 4H)."""
+    """Return the next h and c (B, H) of an LSTM.
+
+    from_input and from_state (B, 4H): the gates i, f, g and o are their sum.
+    """
     i, f, g, o = (from_input + from_state).chunk(4, -1)
     c = torch.sigmoid(f) * state[1] + torch.sigmoid(i) * torch.tanh(g)
     return torch.sigmoid(o) * torch.tanh(c), c
 
 
 def _step_gru(from_input: Tensor, from_state: Tensor, state: State) -> State:
-    """Return the next h (B, H) of a GRU from its gates (B, 3H)."""
+    """Return the next h (B, H) of a GRU.
+
+    from_input and from_state (B, 3H): parts of the gates r and z, and of the new state n.
+    """
     r, z, n = from_input.chunk(3, -1)
     hr, hz, hn = from_state.chunk(3, -1)
     new = torch.tanh(n + torch.sigmoid(r + hr) * hn)
@@ -52,12 +61,12 @@ def _step_gru(from_input: Tensor, from_state: Tensor, state: State) -> State:
 
 
 def _step_tanh(from_input: Tensor, from_state: Tensor, state: State) -> State:
-    """Return the next h (B, H) of an RNN with tanh."""
+    """Return the next h (B, H) of an RNN with tanh, which does not need the state (a `Cell`)."""
     return (torch.tanh(from_input + from_state),)
 
 
 def _step_relu(from_input: Tensor, from_state: Tensor, state: State) -> State:
-    """Return the next h (B, H) of an RNN with ReLU."""
+    """Return the next h (B, H) of an RNN with ReLU, which does not need the state (a `Cell`)."""
     return (torch.relu(from_input + from_state),)
 
 
@@ -72,10 +81,13 @@ CELLS: dict[Any, Cell] = {
 def read_recurrence(
     func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[str, Any] | None:
-    """Return the arguments by name, if it is a call that `recur` can compute, else None.
+    """Return the arguments of a call by name, and its cell; None for any other call.
 
-    `recur` does not support packed sequences, projections of the state, or dropout.
+    func, args, kwargs: the call. It is read if `compute_recurrence` can compute it: without packed
+    sequences, projections of the state, and dropout.
     """
+    # With packed sequences the third argument is the state: one tensor, or the two of an LSTM,
+    # which are too few to be weights.
     if (
         func not in CELLS
         or kwargs
@@ -84,34 +96,47 @@ def read_recurrence(
     ):
         return None
     given = dict(zip(ARGUMENTS, args, strict=True))
-    # A projection of the state has a further weight.
-    tensors_of_layer = 4 if given["has_biases"] else 2
-    expected = tensors_of_layer * given["layers"] * (1 + given["bidirectional"])
-    random = given["training"] and given["dropout"] > 0
-    return None if random or len(given["weights"]) != expected else {"cell": CELLS[func], **given}
+    directions = 2 if given["bidirectional"] else 1
+    # A projection of the state would be one more tensor.
+    expected = _tensors_per_layer(given) * given["layers"] * directions
+    is_random = given["training"] and given["dropout"] > 0
+    if is_random or len(given["weights"]) != expected:
+        return None
+    return {"cell": CELLS[func], **given}
 
 
-def recur(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, ...]:
-    """Return what torch's function does: the states at all times, and the last ones.
+def _tensors_per_layer(given: Mapping[str, Any]) -> int:
+    """Return how many tensors one layer has in one direction: two weights, with or without biases.
 
-    The last states are (layers · directions, B, H). given: the arguments by name. projection
-    computes the products.
+    given: the arguments by name.
     """
-    directions = 1 + given["bidirectional"]
+    return 4 if given["has_biases"] else 2
+
+
+def compute_recurrence(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, ...]:
+    """Return what torch's function does: the states of the last layer at all times, and the last
+    states of all layers.
+
+    The former are (times, B, directions · H), or (B, times, directions · H) with batch_first. The
+    latter are h, and c for an LSTM, each (layers · directions, B, H). given: the arguments by name,
+    from `read_recurrence`. projection: computes the products.
+    """
+    directions = 2 if given["bidirectional"] else 1
     # h, or h and c, each (layers · directions, B, H).
     first_states = [given["state"]] if isinstance(given["state"], Tensor) else given["state"]
     x = given["input"].transpose(0, 1) if given["batch_first"] else given["input"]  # (times, B, F)
-    tensors_of_layer = 4 if given["has_biases"] else 2
+    tensors_of_layer = _tensors_per_layer(given)
     last_states: list[State] = []
     for layer in range(given["layers"]):
         outputs = []
         for direction in range(directions):
             index = layer * directions + direction
             first = index * tensors_of_layer
-            weights = given["weights"][first : first + tensors_of_layer]
+            tensors = given["weights"][first : first + tensors_of_layer]
+            weights = tensors if given["has_biases"] else (*tensors, None, None)
             state = tuple(values[index] for values in first_states)
-            states, state = _run_layer(
-                given["cell"], x, state, (*weights, None, None)[:4], direction == 1, projection
+            states, state = _compute_layer(
+                given["cell"], x, state, weights, backward=direction == 1, projection=projection
             )
             outputs.append(states)
             last_states.append(state)
@@ -121,25 +146,26 @@ def recur(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, ...
     return (x.transpose(0, 1) if given["batch_first"] else x, *last)
 
 
-def _run_layer(
+def _compute_layer(
     cell: Cell,
     x: Tensor,
     state: State,
-    weights: tuple[Any, ...],
+    weights: Sequence[Tensor | None],
     backward: bool,
     projection: Projection,
 ) -> tuple[Tensor, State]:
-    """Return the states (times, B, H) of one layer in one direction, and the last one.
+    """Return h (times, B, H) of one layer in one direction, and the last state.
 
-    x is (times, B, F). weights: those of the input and of the state, and their biases or None.
-    backward: go from the last time to the first.
+    x is (times, B, F), and state is the first one. weights: those of the input and of the state,
+    and their biases or None. backward: go from the last time to the first.
     """
     input_weight, state_weight, input_bias, state_bias = weights
+    assert input_weight is not None
+    assert state_weight is not None
     from_input = projection(x, input_weight, input_bias, 0, 0, len(input_weight))
-    times = range(len(x) - 1, -1, -1) if backward else range(len(x))
-    states: dict[int, Tensor] = {}
-    for t in times:
+    h_at: dict[int, Tensor] = {}
+    for t in range(len(x) - 1, -1, -1) if backward else range(len(x)):
         from_state = projection(state[0], state_weight, state_bias, 0, 0, len(state_weight))
         state = cell(from_input[t], from_state, state)
-        states[t] = state[0]
-    return torch.stack([states[t] for t in range(len(x))]), state
+        h_at[t] = state[0]
+    return torch.stack([h_at[t] for t in range(len(x))]), state

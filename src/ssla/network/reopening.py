@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, fixed_tensors
+from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, collect_fixed_tensors
 from ssla.network.copying import private_copy
 from ssla.network.frozen import CALLS, Frozen, Network, Output
 from ssla.network.head import LastLayer
 from ssla.network.layout import contiguous_layout, last_layer_layout
 from ssla.network.row_scale import RowScale
 
+MOST_DIMENSIONS = 8  # of an input, in a file; a guess
+# Names of dtypes that files may hold for integer inputs.
 INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64"}
 
 
@@ -22,19 +24,20 @@ INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint3
 class Opening:
     """What `fit` stores about how a network was opened.
 
-    A last layer is the weight (and bias) in `names`; other free parameters need a plan.
+    A last layer is the weight (and bias) in `names`; other free parameters need a plan. The names
+    of the fields are those in files.
     """
 
-    linear: bool
+    linear: bool  # whether the network is a LastLayer
     names: tuple[str, ...]  # free parameters
     outputs: int
-    call: str
+    call: str  # a key of `CALLS`
     keep_integers: bool
     bytes_per_row: int
     shapes: Mapping[str, tuple[int, ...]]
     offset: Tensor | None = None
     layers: tuple[LayerPlan, ...] = ()
-    others: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()  # free parameters without a Kronecker form
     extra_per_row: int = 0
     integers: Mapping[str, str] | None = None  # not known in older files
     head: tuple[str, ...] = ()  # not known in older files
@@ -43,21 +46,22 @@ class Opening:
     row_scale: RowScale | None = None
 
 
-def describe(network: Network) -> Opening:
-    """Return what `reopen` needs in addition to the module; raise TypeError for another kind of
-    network.
+def describe_opening(network: Network) -> Opening:
+    """Return what `reopen_network` needs in addition to the module.
+
+    Raises TypeError for a network that was not opened from a module.
     """
     if not isinstance(network, LastLayer | AnyParameters):
         raise TypeError(f"A {type(network).__name__} cannot be saved.")
     frozen = network.frozen
     opening = Opening(
-        network.linear,
-        network.layout.names,
-        network.outputs,
-        next(name for name, call in CALLS.items() if call is frozen.call),
-        frozen.keep_integers,
-        frozen.bytes_per_row,
-        frozen.shapes,
+        linear=network.linear,
+        names=network.layout.names,
+        outputs=network.outputs,
+        call=next(name for name, call in CALLS.items() if call is frozen.call_module),
+        keep_integers=frozen.keep_integers,
+        bytes_per_row=frozen.bytes_per_row,
+        shapes=frozen.shapes,
         integers=frozen.integers,
     )
     if isinstance(network, LastLayer):
@@ -73,7 +77,10 @@ def describe(network: Network) -> Opening:
 
 
 def _check_opening(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless the opening is possible for a module with these parameters."""
+    """Raise ValueError unless the opening is possible for a module with these parameters, by name.
+
+    It may come from a forged file, so that nothing in it is certain but the types of its fields.
+    """
     names = set(opening.names)
     weights = (plan.weight for plan in opening.layers)
     unknown = [
@@ -87,6 +94,7 @@ def _check_opening(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
         raise ValueError("the last layer is not one of the network with a row for each output")
     if not set((opening.integers or {}).values()) <= INTEGERS:
         raise ValueError("the integer inputs have no integer type")
+    # The first two are at least 1, and the third at least 0.
     sizes = (opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1)
     if min(sizes) < 1 or max(sizes) >= 1 << 63:
         raise ValueError("sizes must be positive and fit 64 bits")
@@ -101,9 +109,7 @@ def _check_opening(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
 
 
 def _check_positions(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
-    """Raise ValueError unless the positions of planned layers are valid and cover θ with the
-    others.
-    """
+    """Raise ValueError unless planned layers and other parameters cover each entry of θ once."""
     if opening.linear or not opening.layers:
         return
     size = sum(parameters[name].numel() for name in set(opening.names))
@@ -129,11 +135,11 @@ def _check_layers(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
         weight = parameters[plan.weight]
         width = (weight[0].numel() if plan.weight_free else 0) + plan.bias_free
         out = plan.positions.shape[0]
-        all_rows = plan.first == 0 and out == weight.shape[0]
+        has_all_rows = plan.first == 0 and out == weight.shape[0]
         # A projection of an attention has a third of the rows.
-        third = 3 * out == weight.shape[0] and plan.first in (0, out, 2 * out)
-        fits = plan.positions.shape[1:] == (width,) and (all_rows or third)
-        if not fits or not 0 <= plan.axis < 8:
+        has_third = 3 * out == weight.shape[0] and plan.first in (0, out, 2 * out)
+        fits = plan.positions.shape[1:] == (width,) and (has_all_rows or has_third)
+        if not fits or not 0 <= plan.axis < MOST_DIMENSIONS:
             raise ValueError(f"the plan of {plan.weight!r} does not fit its shape")
 
 
@@ -145,7 +151,7 @@ def _check_norms(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
             norm.weight not in parameters
             or not free
             or norm.bias not in (None, *opening.others)
-            or not 0 <= norm.axis < 8
+            or not 0 <= norm.axis < MOST_DIMENSIONS
         ):
             raise ValueError(
                 f"the norm with the scale {norm.weight!r} is not one of the network with free "
@@ -154,24 +160,27 @@ def _check_norms(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
 
 
 def module_of(network: Network) -> nn.Module:
-    """Return the private copy of the module; raise TypeError for another kind of network."""
+    """Return the private copy of the module; raise TypeError for a network without a module."""
     if not isinstance(network, LastLayer | AnyParameters):
         raise TypeError(f"A {type(network).__name__} has no module.")
     return network.frozen.module
 
 
-def output_of(network: Network) -> Output:
-    """Return the part of the module's result that is f."""
+def output_argument_of(network: Network) -> Output:
+    """Return the argument output= with which a network was opened.
+
+    It is the part of the module's result that is f, None if the whole result is f, and for a
+    network without a module.
+    """
     return network.frozen.output if isinstance(network, LastLayer | AnyParameters) else None
 
 
-def output_words(network: Network) -> str:
-    """Return the part of the module's result that is f as text for a report; empty if the result is
-    f.
+def describe_output_argument(network: Network) -> str:
+    """Return the argument output= as text for a report: 'logits', 0, or a function's name.
 
-    The text is 'logits', 0, or a function's name.
+    The text is empty without this argument.
     """
-    output = output_of(network)
+    output = output_argument_of(network)
     if output is None:
         return ""
     if callable(output):
@@ -179,11 +188,12 @@ def output_words(network: Network) -> str:
     return repr(output)
 
 
-def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network:
+def reopen_network(model: nn.Module, opening: Opening, output: Output = None) -> Network:
     """Return the network as it was at fit, on a private copy of the module.
 
-    output: the part of the module's result that is f. Raises ValueError if the opening does not fit
-    the module.
+    opening: from `describe_opening`. output: the part of the module's result that is f, as at fit.
+    Raises ValueError if the opening does not fit the module, and KeyError for an unknown way to
+    call it.
     """
     module = private_copy(model)
     first = next(p for p in module.parameters() if p.is_floating_point())
@@ -191,12 +201,12 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
         module,
         first.dtype,
         first.device,
-        CALLS[opening.call],
-        opening.keep_integers,
-        opening.bytes_per_row,
-        opening.shapes,
-        opening.integers,
-        output,
+        call_module=CALLS[opening.call],
+        keep_integers=opening.keep_integers,
+        bytes_per_row=opening.bytes_per_row,
+        shapes=opening.shapes,
+        integers=opening.integers,
+        output=output,
     )
     parameters = dict(module.named_parameters())
     _check_opening(opening, parameters)
@@ -207,11 +217,11 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
         frozen,
         layout,
         layout.pack(parameters),
-        opening.outputs,
-        fixed_tensors(module, opening.names),
-        opening.layers,
-        opening.others,
-        opening.extra_per_row,
+        outputs=opening.outputs,
+        fixed_tensors=collect_fixed_tensors(module, opening.names),
+        layers=opening.layers,
+        without_kronecker=opening.others,
+        extra_per_row=opening.extra_per_row,
         head=opening.head,
         norms=opening.norms,
     )
@@ -220,7 +230,10 @@ def reopen(model: nn.Module, opening: Opening, output: Output = None) -> Network
 def _reopen_last_layer(
     frozen: Frozen, opening: Opening, parameters: Mapping[str, nn.Parameter]
 ) -> LastLayer:
-    """Return the last layer as it was at fit; raise ValueError if its weight has another shape."""
+    """Return the last layer as it was at fit, from the module's parameters by name.
+
+    Raises ValueError if its weight has another shape.
+    """
     weight = parameters[opening.names[0]]
     bias = opening.names[1] if len(opening.names) == 2 else None
     if weight.dim() != 2 or weight.shape[0] != opening.outputs:
@@ -234,8 +247,8 @@ def _reopen_last_layer(
         weight,
         layout,
         layout.pack(parameters),
-        opening.outputs,
-        bias is not None,
-        None if opening.offset is None else opening.offset.to(torch.float64),
+        outputs=opening.outputs,
+        fold_bias=bias is not None,
+        offset=None if opening.offset is None else opening.offset.to(torch.float64),
         row_scale=opening.row_scale,
     )

@@ -28,21 +28,24 @@ class RowScale:
     mean: float  # of |φ|²
     least: float  # of |φ|²
 
-    def of_squares(self, squares: Tensor) -> Tensor:
-        """Return s (B,) of rows with the squared lengths |φ|² (B,)."""
+    def compute_scales(self, squares: Tensor) -> Tensor:
+        """Return the scale s (B,) of rows with the squared lengths |φ|² (B,)."""
         h = squares.clamp_min(self.least) / self.mean
         return ((1 + self.strength * h) / (1 + self.strength)).sqrt()
 
-    def features(self, J: Features, inputs: int) -> Features:
+    def scale_features(self, J: Features, inputs: int) -> Features:
         """Return φ/s with a column 1/s in place of ones, so that outputs are divided by s too.
 
         inputs: the number of features of the last layer, without the ones.
         """
-        s = self.of_squares(squared_lengths(J, inputs))
+        s = self.compute_scales(squared_lengths(J, inputs))
         phi = J.with_ones()
         return Features(phi / s[:, None].to(phi.dtype), J.outputs, keeps_squares=J.keeps_squares)
 
 
 def squared_lengths(J: Features, inputs: int) -> Tensor:
-    """Return |φ|² (B,) in float64, without the ones, which may be stored or not."""
+    """Return the squared lengths |φ|² (B,) of the features of rows, in float64.
+
+    inputs: the number of features of the last layer. A stored column of ones is left out.
+    """
     return J.phi[:, :inputs].double().square().sum(1)

@@ -1,10 +1,10 @@
-"""Plain chains of linear layers and elementwise functions, run for many weight vectors at once
+"""Plain chains of linear layers and elementwise functions, computed for many weight vectors at once
 by batched matrix products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,41 +27,46 @@ ELEMENTWISE = (
     nn.Dropout,
 )
 # Rows × weight vectors that are computed together: larger arrays do not fit the processor's cache.
+# A guess.
 ROWS_AT_ONCE = 1 << 13
 Step = tuple[str, str | None] | nn.Module
 """The names of the weight and the bias of a linear layer, or an elementwise function."""
 
 
 @dataclass(frozen=True, eq=False)
-class Stacked:
-    """A chain of layers as a function f_θ of many θ (m, P); each free parameter is a range of θ."""
+class StackedChain:
+    """A chain of layers as a function f_θ of many θ (m, P); each free parameter is a range of θ.
+
+    All tensors are in the dtype of the module.
+    """
 
     network: AnyParameters
-    steps: tuple[Step, ...]
-    ranges: dict[str, tuple[int, int]]  # the first position in θ, and that after the last
+    steps: tuple[Step, ...]  # in the order in which they are computed
+    ranges: dict[str, tuple[int, int]]  # by name: the first position in θ, and that after the last
 
     def parameters(self, thetas: Tensor) -> dict[str, Tensor]:
-        """Return the free parameters (m, …) by name, for θ (m, P)."""
+        """Return the free parameters (m, …) by name, from θ (m, P)."""
         shapes = self.network.layout.positions
         return {
             name: thetas[:, start:stop].reshape(-1, *shapes[name].shape)
             for name, (start, stop) in self.ranges.items()
         }
 
-    def run(self, free: dict[str, Tensor], x: Tensor) -> Tensor:
-        """Return f (m, b, C) for x (b, …), the same for all θ, or x (m, b, …), one for each θ.
+    def compute_outputs(self, free: dict[str, Tensor], x: Tensor) -> Tensor:
+        """Return f (m, b, C) for x (b, D), the same for all θ, or x (m, b, D), one for each θ.
 
         free: the free parameters (m, …) by name.
         """
         m = len(next(iter(free.values())))
+        # h: the result of the steps so far, (m, b, width of the layer).
         h = x.expand(m, -1, -1) if x.dim() == 2 else x
-        tensors = {**self.network.rest, **free}
+        tensors = {**self.network.fixed_tensors, **free}
         for step in self.steps:
             if isinstance(step, nn.Module):
                 h = step(h)
                 continue
             weight_name, bias_name = step
-            # A parameter that is not free has no dimension for θ: it is the same for all.
+            # A parameter that is not free has no dimension for θ: `expand` repeats it for all.
             W = tensors[weight_name].mT.expand(m, -1, -1)
             if bias_name is None:
                 h = torch.bmm(h, W)
@@ -70,20 +75,30 @@ class Stacked:
         return h
 
     def gradient(self, thetas: Tensor, x: Tensor, score: Tensor) -> Tensor:
-        """Return Σ_i J_i(θ)ᵀ score_i (m, P), for θ (m, P), x as in `run`, and score (m, b, C)."""
+        """Return Σ_i J_i(θ)ᵀ score_i (m, P), for θ (m, P) and score (m, b, C).
+
+        x: as in `compute_outputs`.
+        """
         return self.outputs_and_gradient(thetas, x, lambda f: score)[1]
 
-    def outputs_and_gradient(self, thetas: Tensor, x: Tensor, score: Any) -> tuple[Tensor, Tensor]:
-        """Return f (m, b, C) and Σ_i J_iᵀ score(f)_i (m, P), for θ (m, P) and x as in `run`."""
+    def outputs_and_gradient(
+        self, thetas: Tensor, x: Tensor, score: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return f (m, b, C) and Σ_i J_iᵀ score(f)_i (m, P), for θ (m, P).
+
+        x: as in `compute_outputs`. score: a function of f (m, b, C) that returns as many numbers;
+        it is not differentiated. Both results are without a graph.
+        """
         free = {
             name: value.detach().requires_grad_(True)
             for name, value in self.parameters(thetas).items()
         }
         with torch.enable_grad():
-            f = self.run(free, x)
+            f = self.compute_outputs(free, x)
             gradients = torch.autograd.grad(
                 f, list(free.values()), score(f.detach()), allow_unused=True
             )
+        # A parameter that the outputs do not depend on has no gradient: its entries stay zero.
         total = torch.zeros_like(thetas)
         for (start, stop), gradient in zip(self.ranges.values(), gradients, strict=True):
             if gradient is not None:
@@ -91,10 +106,11 @@ class Stacked:
         return f.detach(), total
 
 
-def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> Stacked | None:
-    """Return the chain of a network, or None if it is not one or disagrees with the network on x.
+def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> StackedChain | None:
+    """Return the chain of a network, or None if it is not a chain.
 
-    x (b, D) are cast rows, and θ (P,) is in the module's dtype.
+    The result is also None if a free parameter is not used in the chain, or if the outputs of the
+    chain differ from those of the network on cast rows x (b, D). θ (P,) is in the module's dtype.
     """
     if not isinstance(x, Tensor) or x.dim() != 2:
         return None
@@ -105,16 +121,20 @@ def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> Stacked | None:
     used = {name for step in steps if isinstance(step, tuple) for name in step}
     if not set(ranges) <= used:
         return None
-    chain = Stacked(network, steps, ranges)
+    chain = StackedChain(network, steps, ranges)
     with torch.no_grad():
-        expected = network.run(network.layout.unpack(theta), x)
-        f = chain.run(chain.parameters(theta.unsqueeze(0)), x).squeeze(0)
+        expected = network.compute_outputs(network.layout.unpack(theta), x)
+        f = chain.compute_outputs(chain.parameters(theta.unsqueeze(0)), x).squeeze(0)
+    # Batched products round differently. The limits are guesses.
     agrees = f.shape == expected.shape and torch.allclose(f, expected, rtol=1e-4, atol=1e-5)
     return chain if agrees else None
 
 
 def _chain_steps(module: nn.Module) -> tuple[Step, ...] | None:
-    """Return the steps of a module that is a plain chain; None for another module."""
+    """Return the steps of a module that is a plain chain; None for another module.
+
+    Dropout is left out.
+    """
     names = {id(p): name for name, p in module.named_parameters()}
     steps: list[Step] = []
     for layer in _layers_in_order(module):
@@ -123,14 +143,17 @@ def _chain_steps(module: nn.Module) -> tuple[Step, ...] | None:
         if type(layer) is nn.Linear:
             bias = None if layer.bias is None else names[id(layer.bias)]
             steps.append((names[id(layer.weight)], bias))
-        # Dropout in evaluation mode is the identity.
+        # `_layers_in_order` yields dropout in evaluation mode only, where it is the identity.
         elif type(layer) is not nn.Dropout:
             steps.append(layer)
     return tuple(steps)
 
 
 def _parameter_ranges(layout: Layout) -> dict[str, tuple[int, int]] | None:
-    """Return the range of each parameter in θ; None if the positions of one are not a range."""
+    """Return the range of each parameter in θ: its first position, and that after its last.
+
+    The result is None if the positions of one are not consecutive.
+    """
     ranges = {}
     for name, index in layout.positions.items():
         positions = index.flatten()
@@ -143,12 +166,13 @@ def _parameter_ranges(layout: Layout) -> dict[str, tuple[int, int]] | None:
 
 
 def _layers_in_order(module: nn.Module) -> Iterator[nn.Module | None]:
-    """Yield the layers of a chain in their order, with None for one of another kind.
+    """Yield the layers of a module in their order, with None for one that a chain cannot hold.
 
-    Layers with hooks and dropout in training mode count as other kinds.
+    A chain holds linear layers and elementwise functions, without hooks. Dropout in training mode
+    is random, so it yields None too.
     """
-    random = isinstance(module, nn.Dropout) and module.training
-    if module._forward_hooks or module._forward_pre_hooks or random:
+    is_random = isinstance(module, nn.Dropout) and module.training
+    if module._forward_hooks or module._forward_pre_hooks or is_random:
         yield None
     elif type(module) is nn.Sequential:
         for layer in module:

@@ -15,10 +15,13 @@ class LayerInputs(nn.Module):
     """The features φ(x) (N, F), which the last layer of a network multiplies, as a module."""
 
     def __init__(self, network: LastLayer, example: Inputs) -> None:
-        """Take the module, its way of being called, and the names of its inputs from an example."""
+        """Take the module and its way of being called from a network.
+
+        example: an input x, which shows how many tensors x has and how they are named.
+        """
         super().__init__()
         self.module = network.frozen.module
-        self.call = network.frozen.call
+        self.call_module = network.frozen.call_module
         self.weight = next(
             name for name, p in self.module.named_parameters() if p is network.weight
         )
@@ -26,14 +29,14 @@ class LayerInputs(nn.Module):
         self.single = isinstance(example, Tensor)
 
     def forward(self, *parts: Tensor) -> Tensor:
-        """Return φ (N, F) from the tensors of x, given in their order."""
+        """Return φ (N, F) for an input x, given as its tensors in the order of the example."""
         x: Inputs = parts[0] if self.single else parts
         if self.keys is not None:
             x = dict(zip(self.keys, parts, strict=True))
         # The weight is looked up at each call: while a graph is traced, other tensors stand for the
         # parameters.
         with InputWatch(self.module.get_parameter(self.weight)) as watch:
-            self.call(self.module, x)
+            self.call_module(self.module, x)
         assert watch.input is not None
         phi: Tensor = watch.input
         return phi

@@ -13,11 +13,13 @@ class _Unset(nn.Linear):
         """Leave the weights as they are: no random number is drawn."""
 
 
-def unset_linear(inputs: int, outputs: int, dtype: torch.dtype | None = None) -> nn.Linear:
+def make_unset_linear(inputs: int, outputs: int, dtype: torch.dtype | None = None) -> nn.Linear:
     """Return a linear layer with undefined weights, which the caller sets.
 
-    (`nn.utils.skip_init` does the same, but its first call takes up to two seconds.)
+    dtype: None for torch's default. `nn.utils.skip_init` does the same, but its first call takes up
+    to two seconds.
     """
     layer: nn.Linear = _Unset(inputs, outputs, dtype=dtype)
+    # Files and plans identify layers by their class, so the caller gets a plain nn.Linear.
     layer.__class__ = nn.Linear
     return layer

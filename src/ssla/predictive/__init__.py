@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ssla._checks import check_covariances, check_finite, in_plain_torch, warn
+from ssla._checks import check_finite, checked_covariances, in_plain_torch, warn
 from ssla.curvature.memory import DEFAULT_BUDGET
 from ssla.data import Inputs, as_inputs, as_tensor, row_count
 from ssla.likelihoods import Likelihood
@@ -214,7 +214,7 @@ def from_marginal(
         )
     check_finite("mean", f, "Give finite outputs.")
     check_finite("covariance", K, "Give finite covariances.")
-    return predictive_of_outputs(likelihood, f, check_covariances("covariance", K), rung)
+    return predictive_of_outputs(likelihood, f, checked_covariances("covariance", K), rung)
 
 
 def predictive_of_outputs(

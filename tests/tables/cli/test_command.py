@@ -594,7 +594,7 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(room, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(ValueError, match="no permission to write to"):
-        _checks.writable(tmp_path / "deeper" / "out.csv")
+        _checks.check_writable(tmp_path / "deeper" / "out.csv")
 
 
 def test_json_is_one_object_without_colours_or_notes(room, tmp_path, monkeypatch):

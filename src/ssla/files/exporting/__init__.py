@@ -30,7 +30,7 @@ def export(
     levels: Sequence[float] = LEVELS,
     example: Any = None,
 ) -> Exported:
-    """Write the graph of a posterior; see Posterior.export for arguments and errors."""
+    """Write the graph of a posterior to a file; see Posterior.export for arguments and errors."""
     check_exportable(posterior)
     x = posterior.network.cast(_example_inputs(posterior, example))
     graph = Graph(posterior, x, checked_levels(levels))
@@ -39,7 +39,10 @@ def export(
 
 
 def _example_inputs(posterior: Posterior, example: Any) -> Inputs:
-    """Return the given rows, or the first batch of the training data; ValueError for no rows."""
+    """Return the given rows x, or those of the first batch of the training data.
+
+    example: rows, or None. ValueError if there are no rows.
+    """
     if example is not None:
         x = as_inputs(example)
     elif posterior.source is not None:

@@ -1,5 +1,7 @@
-"""Counts in a static graph: the blocks of `ssla.predictive.count_law`, for the first
-three reaches.
+"""Counts in a static graph: the blocks of `ssla.predictive.count_law`, for the first three reaches.
+
+A block holds neighbouring counts. The reach is how far the blocks go from their centre, as the
+largest t of edges at centre + scale · sinh(t). Tables have N rows and k blocks.
 """
 
 from __future__ import annotations
@@ -31,111 +33,130 @@ from ssla.predictive.count_law import (
 )
 
 REACHES = (FIRST_REACH, WIDER * FIRST_REACH, WIDER**2 * FIRST_REACH)
-HIGHEST_GROWING = 1e6  # to which blocks that grow with the count go; a guess
-ROUNDING = 1e-14  # of a probability
+HIGHEST_GROWING = 1e6  # the largest count of blocks that grow with the count; a guess
+ROUNDING = 1e-14  # of a probability; a guess
 
 
 @dataclass(frozen=True, eq=False)
 class CountLaw:
-    """Tables of all reaches, and which of them each row takes: the first whose tails hold < 1e-8.
+    """Tables of all reaches, and which rows use each: the first one whose tails hold < 1e-8.
 
-    Rows without one are NaN.
+    Answers for rows that use none are NaN.
     """
 
     tables: tuple[Table, ...]
-    taken: tuple[Tensor, ...]  # (N,) bool, at most one of them True
+    used_by: tuple[Tensor, ...]  # (N,) bool for each table; a row uses at most one
 
     def _choose_by_row(self, values: list[Tensor]) -> Tensor:
-        """Take the value of each row from the table that it takes; NaN where it takes none.
+        """Return the value of each row from the table that it uses; NaN for rows that use none.
 
         values: (N,) or (N, k) for each table -> (N,) or (N, k).
         """
         chosen = torch.full_like(values[0], torch.nan)
-        for value, rows in zip(values, self.taken, strict=True):
+        for value, rows in zip(values, self.used_by, strict=True):
             chosen = torch.where(rows if value.dim() == 1 else rows.unsqueeze(1), value, chosen)
         return chosen
 
     @cached_property
     def _block_probabilities(self) -> list[Tensor]:
-        """The probability of each block, (N, k) for each table."""
+        """Return the probability of each block, (N, k) for each table."""
         return [torch.softmax(table.logs, 1) for table in self.tables]
 
     @cached_property
     def _table_means(self) -> list[Tensor]:
-        """The mean of the counts, (N,) for each table."""
+        """Return the mean of the counts, (N,) for each table."""
         return [
-            (share * table.centres).sum(1)
-            for table, share in zip(self.tables, self._block_probabilities, strict=True)
+            (probabilities * table.centres).sum(1)
+            for table, probabilities in zip(self.tables, self._block_probabilities, strict=True)
         ]
 
     @cached_property
     def mean(self) -> Tensor:
-        """The mean of the counts (N,)."""
+        """Return the mean of the counts (N,)."""
         return self._choose_by_row(self._table_means)
 
     @cached_property
     def variance(self) -> Tensor:
-        """The variance of the counts (N,): between the blocks, and of equal counts within."""
+        """Return the variance of the counts (N,), between and within the blocks.
+
+        Counts within a block are taken as equally probable.
+        """
         variances = []
-        for table, share, mean in zip(
+        for table, probabilities, mean in zip(
             self.tables, self._block_probabilities, self._table_means, strict=True
         ):
-            within = (table.widths**2 - 1).clamp_min(0) / 12
+            within = (table.widths**2 - 1).clamp_min(0) / 12  # of w equally probable counts
             between = (table.centres - mean.unsqueeze(1)) ** 2
-            variances.append((share * (between + within)).sum(1))
+            variances.append((probabilities * (between + within)).sum(1))
         return self._choose_by_row(variances)
 
     @cached_property
     def _cumulative_probabilities(self) -> list[Tensor]:
-        """The probability of all counts below each edge, from 0: (N, k + 1) for each table."""
-        sums = [share.cumsum(1) for share in self._block_probabilities]
-        return [torch.cat([torch.zeros_like(s[:, :1]), s / s[:, -1:]], 1) for s in sums]
+        """Return the probability of all counts below each edge, (N, k + 1) for each table.
+
+        It rises from exactly 0 to exactly 1.
+        """
+        cumulative = []
+        for probabilities in self._block_probabilities:
+            sums = probabilities.cumsum(1)
+            cumulative.append(torch.cat([torch.zeros_like(sums[:, :1]), sums / sums[:, -1:]], 1))
+        return cumulative
 
     def icdf(self, levels: Levels) -> Tensor:
-        """Compute the smallest counts y with P(Y ≤ y) ≥ level: (N, k)."""
+        """Return the smallest counts y with P(Y ≤ y) ≥ level, for each of the levels: (N, levels).
+
+        Counts within a block are taken as equally probable.
+        """
         values = []
         for table, cumulative in zip(self.tables, self._cumulative_probabilities, strict=True):
             target = levels.q * cumulative[:, -1:] - ROUNDING
-            # The block after the last edge below which the probability is too small.
+            # The block begins at the last edge below which the probability is too small.
             block = (cumulative.unsqueeze(1) < target.unsqueeze(-1)).to(torch.int64).sum(-1) - 1
             block = block.clamp(0, table.logs.shape[1] - 1)
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
-            inside = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
-            count_inside = (inside * table.widths.gather(1, block)).ceil().clamp_min(1) - 1
-            values.append(table.edges.gather(1, block) + count_inside)
+            # The share of the block's counts that are needed, and the last of these counts.
+            share = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
+            last_needed = (share * table.widths.gather(1, block)).ceil().clamp_min(1) - 1
+            values.append(table.edges.gather(1, block) + last_needed)
         return self._choose_by_row(values)
 
 
-def count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
+def make_count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
     """Return the law of counts with mean e^f and a known `overdispersion`, for f ~ N(f̂, K).
 
-    f̂ (N, 1), K (N, 1, 1). A row takes the first reach whose tails are small enough.
+    f: f̂ (N, 1). K (N, 1, 1). A row uses the table of the first reach whose tails are small enough,
+    and no table if that one is not accurate: the library would then take other blocks.
     """
     overdispersion = likelihood.overdispersion
     assert overdispersion is not None
     mean, scale = _locate_blocks(overdispersion, f, K)
-    tables, taken = [], []
+    tables: list[Table] = []
+    used_by: list[Tensor] = []
     remaining = torch.isfinite(mean)  # rows without a table so far
     for reach in REACHES:
         table = _make_table(overdispersion, f, K, mean, scale, reach)
-        left, right = estimate_tails(
-            table, sum(len(counts) for counts in _edge_patterns(reach)[1:])
-        )
-        done = remaining & (left <= TAIL) & (right <= TAIL)
+        # Small and growing counts come first in the sorted edges of rows that do not have them.
+        _, single, growing = _edge_patterns(reach)
+        lower_tail, upper_tail = estimate_tails(table, len(single) + len(growing))
+        is_first = remaining & (lower_tail <= TAIL) & (upper_tail <= TAIL)
         tables.append(table)
         # Growing blocks that begin among the small counts end at HIGHEST_GROWING: not far enough.
-        mixed = (table.edges[:, 0] < SINGLE_COUNTS) & (mean > SINGLE_COUNTS)
-        taken.append(done & table.accurate & ~(mixed & (table.edges[:, -1] > HIGHEST_GROWING)))
-        remaining = remaining & ~done
-    return CountLaw(tuple(tables), tuple(taken))
+        is_mixed = (table.edges[:, 0] < SINGLE_COUNTS) & (mean > SINGLE_COUNTS)
+        ends_early = is_mixed & (table.edges[:, -1] > HIGHEST_GROWING)
+        used_by.append(is_first & table.accurate & ~ends_early)
+        remaining = remaining & ~is_first
+    return CountLaw(tuple(tables), tuple(used_by))
 
 
 def _locate_blocks(overdispersion: float, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute where the blocks are centred and their unit, (N,) each.
+    """Return the centre of the blocks and their unit, (N,) each, as in `make_count_predictive`.
 
-    They are those of `make_count_predictive`. f (N, 1), K (N, 1, 1).
+    The centre is e^f̂, and the unit is the standard deviation of the counts, at least 1. f: f̂ (N,
+    1). K (N, 1, 1).
     """
     nodes, weights = normal_nodes(1)
+    # Means of the counts at the nodes of f. A large variance of f is cut: it would move the unit
+    # away from the bulk.
     points = torch.exp(f + K[:, :, 0].clamp(0, SMALL_DOUBT).sqrt() * nodes[:, 0])
     noise = points if overdispersion == 0 else points + overdispersion * points**2
     centre = (weights * points).sum(1, keepdim=True)
@@ -151,11 +172,12 @@ def _make_table(
     scale: Tensor,
     reach: float,
 ) -> Table:
-    """Compute the log probabilities of the blocks that reach so far.
+    """Return the table of the blocks up to a reach, with their log probabilities.
 
-    f (N, 1), K (N, 1, 1), mean and scale (N,): the centre of the blocks and their unit.
+    f: f̂ (N, 1). K (N, 1, 1). mean and scale (N,): the centre of the blocks and their unit.
     """
     edges = _block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
+    # Logs and centres are placeholders: only the edges are used at first.
     frame = Table(mean, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(mean, dtype=torch.bool))
     y = frame.middles.clamp_min(0)
     if overdispersion == 0:
@@ -169,10 +191,10 @@ def _make_table(
 
 
 def _block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
-    """Return the edges of the blocks (N, k + 1), as in `ssla.predictive.count_law`.
+    """Return the edges of the blocks (N, k + 1) in rising order, as in `ssla.predictive.count_law`.
 
-    mean and scale (N, 1). Edges that a row does not have repeat its first one: blocks without a
-    count.
+    mean and scale (N, 1). All rows have the same number of edges. Those that a row does not need
+    repeat its first edge, so that their blocks have no counts.
     """
     pattern, single, growing = _edge_patterns(reach)
     edges = (mean + scale * pattern).round().clamp(0, LARGEST_COUNT)
@@ -185,10 +207,11 @@ def _block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
     return torch.cat([edges, small, large], 1).sort(1).values
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # there are three reaches
 def _edge_patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return constants of the graph: sinh(t), the small counts, and counts that grow by equal
-    factors.
+    """Return three patterns of edges, which are constants of the graph.
+
+    They are sinh(t) for t up to the reach, the small counts, and counts that grow by equal factors.
     """
     t = torch.linspace(-reach, reach, 2 * int(reach * BLOCKS_PER_UNIT) + 1, dtype=torch.float64)
     single = torch.arange(SINGLE_COUNTS + 1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Trace a graph, write it, and compare the file with the library before it is moved to its
+"""Traces a graph, writes it, and compares the file with the library before it is moved to its
 place.
 """
 
@@ -17,16 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssla._checks import writable
+from ssla._checks import check_writable
 from ssla.data import Inputs, input_tensors
 from ssla.files.exporting.graph import CLASSES, Graph
-from ssla.files.replacing import new_file
+from ssla.files.replacing import replace_file
 from ssla.predictive import Predictive
 
 ONNX, TORCH = ".onnx", ".pt2"
-# of the larger of an answer and its standard deviation; of a probability; a guess
+# The largest difference from the library, in units of the larger of an answer and its standard
+# deviation; of a probability as it is. A guess.
 TOLERANCE = 1e-5
-LEAST_LEVEL = 1e-6  # a guess
+LEAST_LEVEL = 1e-6  # of a quantile, and of one minus it; a guess
 MISSING = (
     "Writing .onnx files needs onnx and onnxscript (and onnxruntime for their check): pip install "
     "'ssla[export]'."
@@ -82,9 +83,10 @@ def write_graph(
 ) -> Exported:
     """Trace a graph, write it to a file, run that file, and keep it if its answers are right.
 
-    example: the rows that are compared; predict: makes the library's predictive for them; facts:
-    stored in the file. Raises ValueError for another suffix, for a network that cannot be traced,
-    and for answers that differ from the library's; no file is then written.
+    example: the rows x that are compared. predict: makes the library's predictive for them. facts:
+    stored in the file. Raises ValueError for another suffix, for a network that cannot be traced or
+    written, and for answers that differ from the library's, and ImportError without the packages
+    for .onnx files; no file is then written.
     """
     target = Path(path)
     if target.suffix not in (ONNX, TORCH):
@@ -92,12 +94,12 @@ def write_graph(
             f"export writes {ONNX} (ONNX) or {TORCH} (torch.export) files, but the path is "
             f"{str(target)!r}."
         )
-    writable(target)
+    check_writable(target)
     inputs = input_tensors(example)
     names = _input_names(example)
-    expected = library_answers(predict(), graph)
+    expected = _library_answers(predict(), graph)
     levels = tuple(graph.levels.q.tolist())
-    about = {**facts, "inputs": list(names), "answers": list(graph.names), "levels": list(levels)}
+    facts = {**facts, "inputs": list(names), "answers": list(graph.names), "levels": list(levels)}
     with torch.no_grad():
         graph(*inputs)  # makes the constants before tracing
         program = _trace_graph(graph, inputs)
@@ -105,14 +107,14 @@ def write_graph(
             "torch": _compare_answers("torch", graph, program.module()(*inputs), expected)
         }
         program.module()(*(tensor[:1] for tensor in inputs))  # fails if the rows are fixed
-    with new_file(target) as draft:
+    with replace_file(target) as draft:
         if target.suffix == TORCH:
-            loaded = _write_torch(program, draft, about)
+            loaded = _write_torch_file(program, draft, facts)
             with torch.no_grad():
                 differences["torch"] = _compare_answers("torch", graph, loaded(*inputs), expected)
         else:
-            _write_onnx(program, graph, names, draft, about)
-            answers = run_onnx(draft, dict(zip(names, inputs, strict=True)))
+            _write_onnx_file(program, graph, names, draft, facts)
+            answers = _run_onnx_file(draft, dict(zip(names, inputs, strict=True)))
             if answers is not None:
                 differences["onnxruntime"] = _compare_answers(
                     "onnxruntime", graph, answers, expected
@@ -121,7 +123,7 @@ def write_graph(
 
 
 def _input_names(example: Inputs) -> tuple[str, ...]:
-    """Return a name for each tensor of the inputs: its key, its number, or x."""
+    """Return the name of each tensor of x in the file: its key, x0, x1, …, or x if it is alone."""
     if isinstance(example, Tensor):
         return ("x",)
     if isinstance(example, Mapping):
@@ -129,8 +131,11 @@ def _input_names(example: Inputs) -> tuple[str, ...]:
     return tuple(f"x{i}" for i in range(len(example)))
 
 
-def library_answers(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
-    """Return the library's answers, in the order of the graph's; no label of classes."""
+def _library_answers(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
+    """Return the answers of the library's predictive, in the order of the graph's.
+
+    The label of classes, the last answer of the graph, is left out.
+    """
     if graph.names is CLASSES:
         return (predictive.probs,)
     return predictive.mean, predictive.stddev, predictive.icdf(graph.levels.q)
@@ -139,9 +144,11 @@ def library_answers(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
 def _compare_answers(
     program: str, graph: Graph, answers: Any, expected: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Return the largest difference of each answer; ValueError above the tolerance.
+    """Return the largest difference of each answer by its name; ValueError above the tolerance.
 
-    program: its name, for the error. answers, expected: N rows each.
+    program: the name of what ran the graph, for the error. answers, expected: those of the graph
+    and of the library, with N rows each. The unit of a number is the larger of its size and its
+    standard deviation; probabilities are compared as they are.
     """
     differences = {}
     # Classes have one answer more, the label, which follows from the probabilities.
@@ -149,12 +156,14 @@ def _compare_answers(
         answer, reference = answer.double(), reference.double()
         unit = torch.ones_like(reference)
         if graph.names is not CLASSES:
+            # Quantiles have one dimension more than the standard deviation.
             sd = expected[1].double()
             sd = sd if reference.dim() == sd.dim() else sd.unsqueeze(-1)
             unit = torch.maximum(reference.abs(), sd)
         gap = (answer - reference).abs() / unit
         # Equal infinities and equal NaN do not differ.
         equal = (answer == reference) | (answer.isnan() & reference.isnan())
+        # A NaN on one side only is an infinite difference.
         gap = torch.where(equal, 0.0, gap).nan_to_num(nan=torch.inf)
         differences[name] = float(gap.max()) if gap.numel() else 0.0
         if differences[name] > TOLERANCE:
@@ -163,17 +172,18 @@ def _compare_answers(
 
 
 def _describe_difference(name: str, program: str, gap: Tensor, answer: Tensor) -> str:
-    """Say which rows of an answer differ, by how much, and what to do.
+    """Return the error text: which rows of an answer differ, by how much, and what to do.
 
-    gap and answer: N rows, of the same shape.
+    name: of the answer. program: the name of what ran the graph. gap, answer: the differences and
+    the graph's answer, N rows of the same shape.
     """
     bad = _largest_by_row(gap) > TOLERANCE
-    lost = int(_largest_by_row(answer.isnan()).sum())
+    nan_rows = int(_largest_by_row(answer.isnan()).sum())
     return (
         f"The exported graph is not exact enough, and no file was written: {name} by "
         f"{program} differs from posterior.predict by up to {float(gap.max()):.2g} (allowed: "
         f"{TOLERANCE:g}) in {int(bad.sum())} of {len(bad)} rows, the first is row "
-        f"{int(bad.nonzero()[0])}; {lost} rows are NaN, because fixed nodes do not resolve "
+        f"{int(bad.nonzero()[0])}; {nan_rows} rows are NaN, because fixed nodes do not resolve "
         "them. Likely causes: (a) inputs far from the training data; (b) a network in "
         "float32 with large outputs. Remedy: give example rows like those that the graph "
         "will see, or convert the network with model.double() before the fit."
@@ -181,14 +191,18 @@ def _describe_difference(name: str, program: str, gap: Tensor, answer: Tensor) -
 
 
 def _largest_by_row(values: Tensor) -> Tensor:
-    """Return the largest value of each row (N, …) -> (N,)."""
+    """Return the largest value of each row: (N, …) -> (N,)."""
     return values.flatten(1).amax(1) if values.dim() > 1 else values
 
 
 def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedProgram:
-    """Trace a graph for any number of rows; ValueError for a network that cannot be traced."""
+    """Return a graph traced for any number of rows; ValueError for a network that cannot be traced.
+
+    inputs: the tensors of x, with at least one row.
+    """
     rows = torch.export.Dim("rows", min=1)
-    # torch.export would take one row as a constant.
+    # torch.export would take a number of one row as a constant. Rows are repeated, so that a single
+    # row of the example is enough.
     several = tuple(torch.cat([tensor[:1], tensor[:1], tensor[:2]]) for tensor in inputs)
     shapes = (tuple({0: rows} for _ in inputs),)
     try:
@@ -203,21 +217,21 @@ def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedPro
         ) from error
 
 
-def _write_torch(
-    program: torch.export.ExportedProgram, draft: Path, about: Mapping[str, Any]
+def _write_torch_file(
+    program: torch.export.ExportedProgram, draft: Path, facts: Mapping[str, Any]
 ) -> torch.nn.Module:
-    """Write a traced program for torch.export, with facts about it; returns the file's module."""
+    """Write a traced program for torch.export, with facts about it, and return it as read again."""
     with _silence_exporter():
-        torch.export.save(program, draft, extra_files={"ssla.json": json.dumps(about)})
+        torch.export.save(program, draft, extra_files={"ssla.json": json.dumps(facts)})
         return torch.export.load(draft).module()
 
 
-def _write_onnx(
-    program: Any, graph: Graph, names: tuple[str, ...], draft: Path, about: Mapping[str, Any]
+def _write_onnx_file(
+    program: Any, graph: Graph, names: tuple[str, ...], draft: Path, facts: Mapping[str, Any]
 ) -> None:
     """Write a traced program as ONNX, with facts about it.
 
-    names: of the inputs. Raises ImportError without onnx and onnxscript, ValueError for an
+    names: those of the inputs. Raises ImportError without onnx and onnxscript, ValueError for an
     operation that ONNX lacks.
     """
     try:
@@ -241,14 +255,14 @@ def _write_onnx(
             f"network that ONNX lacks. Write a {TORCH} file, which holds every operation of torch."
         ) from error
     assert onnx_program is not None
-    metadata = {f"ssla.{key}": json.dumps(value) for key, value in about.items()}
+    metadata = {f"ssla.{key}": json.dumps(value) for key, value in facts.items()}
     onnx_program.model.metadata_props.update(metadata)
     onnx_program.save(draft)
 
 
 @contextmanager
 def _silence_exporter() -> Iterator[None]:
-    """Hide the exporter's warnings, which are about packages that are not needed."""
+    """Hide the exporter's warnings and logs in the block, which are about packages not needed."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -260,10 +274,11 @@ def _silence_exporter() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def run_onnx(path: Path, inputs: Mapping[str, Tensor]) -> list[Tensor] | None:
-    """Compute the answers of a file by onnxruntime; None where that is not installed.
+def _run_onnx_file(path: Path, inputs: Mapping[str, Tensor]) -> list[Tensor] | None:
+    """Return the answers that onnxruntime computes from a file; None if it is not installed.
 
-    inputs: by name, N rows each. Raises ValueError for a graph that onnxruntime cannot run.
+    inputs: by name, N rows each. A single row is run too, to show that their number is not fixed.
+    Raises ValueError for a graph that onnxruntime cannot run.
     """
     try:
         import onnxruntime

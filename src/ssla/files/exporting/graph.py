@@ -1,4 +1,7 @@
-"""One module from x to the answers: the network, f̂ and K of the posterior, and the law of y."""
+"""One module from x to the answers: the network, f̂ and K of the posterior, and the law of y.
+
+N rows, C outputs, D targets, k quantiles.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,13 @@ from ssla.curvature.diagonal import DiagonalOperator
 from ssla.curvature.jacobians import Features
 from ssla.curvature.kfac import KfacOperator
 from ssla.data import Inputs
-from ssla.files.exporting.count_nodes import CountLaw, count_law
+from ssla.files.exporting.count_nodes import CountLaw, make_count_law
 from ssla.files.exporting.laws import (
     GaussianLaw,
     Levels,
     binary_probabilities,
-    gaussian_law,
-    root_of,
+    covariance_root_of,
+    make_gaussian_law,
     softmax_probabilities,
 )
 from ssla.network import LastLayer, LayerInputs
@@ -28,19 +31,19 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 NUMBERS, CLASSES = ("mean", "sd", "quantiles"), ("probabilities", "label")
-MOST_CLASSES = 100  # of a covariance whose root is unrolled; a guess
+MOST_CLASSES = 100  # whose covariance has its root unrolled; a guess
 
 
 class Graph(nn.Module):
-    """x -> mean, sd and quantiles, or probabilities and label, in float64.
+    """A module from x to mean, sd and quantiles, or to probabilities and label, in float64.
 
     The network computes in its own dtype.
     """
 
     def __init__(self, posterior: Posterior, example: Inputs, levels: Sequence[float]) -> None:
-        """Collect the network and the constants.
+        """Collect the network and the constants of an exportable posterior of a last layer.
 
-        example: rows that the network takes; levels: of the quantiles.
+        example: rows x that the network takes. levels: the probabilities of the quantiles.
         """
         super().__init__()
         assert isinstance(posterior.network, LastLayer)
@@ -51,15 +54,15 @@ class Graph(nn.Module):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the answers."""
+        """Return the names of the answers, in their order."""
         is_class = self.posterior.likelihood.logit_temperature is not None
         return CLASSES if is_class else NUMBERS
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Compute the answers for x, given as its tensors with N rows each.
+        """Return the answers for x, given as its tensors with N rows each.
 
-        Numbers: mean and sd (N,) or (N, D), quantiles (N, k) or (N, D, k). Classes: probabilities
-        (N, C), label (N,).
+        For numbers they are mean and sd (N,) or (N, D), and quantiles (N, k) or (N, D, k). For
+        classes they are probabilities (N, C), and the label (N,) of the most probable class.
         """
         f, J = self._linearise(self.features(*inputs).double())
         if self.names is CLASSES:
@@ -69,17 +72,18 @@ class Graph(nn.Module):
         return law.mean, law.variance.sqrt(), law.icdf(self.levels)
 
     def _linearise(self, phi: Tensor) -> tuple[Tensor, Features]:
-        """Compute f̂ (N, C) and J of the last layer at its inputs phi (N, F), in float64, as
-        `LastLayer.linearise` does.
+        """Return f̂ (N, C) and J of the last layer for its inputs phi (N, F), in float64.
+
+        The formulas are those of `LastLayer.linearise`.
         """
         network = self.posterior.network
         assert isinstance(network, LastLayer)
-        J = network.scaled(Features(phi, network.outputs, network.fold_bias))
+        J = network.scale_features(Features(phi, network.outputs, network.fold_bias))
         f = J.push(self.posterior.mean)
         return f if network.offset is None else f + network.offset, J.double()
 
     def _class_probabilities(self, f: Tensor, J: Features) -> Tensor:
-        """Compute the class probabilities from f̂ (N, C) and J: (N, C), or (N, 2) for one logit."""
+        """Return the class probabilities for f̂ (N, C) and J: (N, C), or (N, 2) for one logit."""
         covariance = self.posterior.covariance
         temperature = self.posterior.likelihood.predictive.logit_temperature
         assert temperature is not None
@@ -87,18 +91,21 @@ class Graph(nn.Module):
             f = f / temperature
         if f.shape[1] <= 2:
             return binary_probabilities(f, covariance.covariance(J) / temperature**2)
-        return softmax_probabilities(f, root_of(covariance, J).scale_by(1 / temperature))
+        return softmax_probabilities(f, covariance_root_of(covariance, J).scale_by(1 / temperature))
 
     def _law_of_number(self, f: Tensor, K: Tensor) -> GaussianLaw | CountLaw:
-        """Return the law of a number or count, for f̂ (N, C) and K (N, C, C)."""
+        """Return the law of numbers under Gaussian noise, or of counts.
+
+        f: f̂ (N, C). K (N, C, C).
+        """
         likelihood = self.posterior.likelihood.predictive
         if likelihood.quadratic:
-            return gaussian_law(f, K, likelihood.covariance_for(f))
-        return count_law(likelihood, f, K)
+            return make_gaussian_law(f, K, likelihood.covariance_for(f))
+        return make_count_law(likelihood, f, K)
 
 
 def check_exportable(posterior: Posterior) -> None:
-    """Raise ValueError for a posterior whose predictive has no static graph."""
+    """Raise ValueError, with the reason, for a posterior whose predictive has no static graph."""
     network = posterior.network
     likelihood = posterior.likelihood.predictive
     if not isinstance(network, LastLayer):

@@ -1,8 +1,8 @@
 """The predictives of the output refit in a static graph: fixed nodes, unrolled Newton steps, no
 step that depends on the data.
 
-They have the nodes of `ssla.predictive`, so they give the same numbers. Where the library would go
-on with other nodes, a row is NaN. Operations are those that onnxruntime has in float64 (see
+They have the nodes of `ssla.predictive`, so they give the same numbers. Where the library would
+take further nodes, a row is NaN. Operations are those that onnxruntime has in float64 (see
 `ssla.maths.portable`).
 """
 
@@ -30,48 +30,55 @@ TINY = 1e-300  # a divisor is at least this
 
 
 class Levels(NamedTuple):
-    """Probabilities of quantiles (k,), and the quantiles of N(0, 1): constants of the graph."""
+    """Probabilities of quantiles, and the quantiles of N(0, 1) at them: constants of the graph."""
 
-    q: Tensor
-    scores: Tensor
+    q: Tensor  # (k,)
+    scores: Tensor  # (k,)
 
 
 @dataclass(frozen=True, eq=False)
 class GaussianLaw:
-    """N(f̂, Σ + K), each target by itself: moments (N,), or (N, D)."""
+    """The law of y under Gaussian noise, each target by itself: moments (N,), or (N, D)."""
 
     mean: Tensor
     variance: Tensor
 
     def icdf(self, levels: Levels) -> Tensor:
-        """Compute the quantiles at k levels: (N, k), or (N, D, k)."""
+        """Return the quantiles at k levels: (N, k), or (N, D, k) for several targets."""
         scale = self.variance.sqrt().unsqueeze(-1)
         return self.mean.unsqueeze(-1) + scale * levels.scores
 
 
-def gaussian_law(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
-    """Return the law of y under Gaussian noise.  f (N, D), K and noise (N, D, D)."""
+def make_gaussian_law(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
+    """Return the law of y under Gaussian noise, with the variances of noise + K.
+
+    f (N, D) is the mean, and K and noise are covariances (N, D, D).
+    """
     variance = (noise + K).diagonal(dim1=-2, dim2=-1)
     return GaussianLaw(f[:, 0], variance[:, 0]) if f.shape[1] == 1 else GaussianLaw(f, variance)
 
 
 def binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
-    """Compute the probabilities of two classes from one logit, or from the difference of two.
+    """Return the probabilities (N, 2) of two classes, for logits f ~ N(f̂, K).
 
-    f (N, C), K (N, C, C), C ≤ 2 -> (N, 2).
+    f (N, C), K (N, C, C). C = 1: one logit of the second class. C = 2: one logit of each class, of
+    which only the difference matters.
     """
     if f.shape[1] == 1:
-        m, variance = f[:, 0], K[:, 0, 0]
+        m = f[:, 0]
+        variance = K[:, 0, 0]
     else:
-        m, variance = f[:, 1] - f[:, 0], K[:, 1, 1] + K[:, 0, 0] - 2 * K[:, 0, 1]
+        m = f[:, 1] - f[:, 0]
+        variance = K[:, 1, 1] + K[:, 0, 0] - 2 * K[:, 0, 1]
     log_one, log_zero, _ = logistic_normal(m, variance.clamp_min(0).sqrt(), log_ndtr)
+    # The softmax makes the sum of both exactly one.
     return torch.softmax(torch.stack([log_zero, log_one], 1), 1)
 
 
 def softmax_probabilities(f: Tensor, root: Root) -> Tensor:
-    """Compute the mean of the softmax over the nodes, some of them at a time.
+    """Return the mean (N, C) of softmax(f̂ + R z) over the nodes z, some of them at a time.
 
-    f (N, C), the root R of K -> (N, C).
+    f: f̂ (N, C). root: R, with R Rᵀ = K.
     """
     total = torch.zeros_like(f)
     for moves in _moves_of_nodes(root, softmax_nodes(f.shape[1])):
@@ -80,19 +87,21 @@ def softmax_probabilities(f: Tensor, root: Root) -> Tensor:
 
 
 def _moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
-    """Yield R z of some nodes z (C, S) at a time: (N, C, s)."""
+    """Yield R z (N, C, s) for some of the nodes z (C, S) at a time."""
     if z.shape[1] < 4 * z.shape[0]:
-        # So few nodes are rescaled together, as in `ssla.predictive.class_integrals`.
+        # So few nodes are rescaled together. The limit is that of `whitened` in
+        # `ssla.predictive.class_integrals`.
         yield root_times_nodes(root, z)
         return
     for nodes in z.split(NODES_AT_ONCE, 1):
         yield root.multiply(nodes)
 
 
-def root_of(operator: Operator, J: Features) -> Root:
-    """Return the root of K that the library takes: Cholesky, by columns.
+def covariance_root_of(operator: Operator, J: Features) -> Root:
+    """Return a root R of K = J H⁻¹ Jᵀ, with R Rᵀ = K, which is the one that the library takes.
 
-    The operators of Kronecker factors and of a diagonal give their root without it.
+    Kronecker factors and a diagonal have a root without steps. Others take an unrolled Cholesky
+    decomposition.
     """
     if isinstance(operator, KfacOperator | DiagonalOperator):
         return operator.root(J)
@@ -100,8 +109,10 @@ def root_of(operator: Operator, J: Features) -> Root:
 
 
 def _unrolled_cholesky(K: Tensor) -> Tensor:
-    """Compute the lower Cholesky factor of K (N, C, C) in C unrolled steps; a column without a
-    positive pivot is zero.
+    """Return the lower Cholesky factor (N, C, C) of K (N, C, C), in C unrolled steps.
+
+    A column without a positive pivot is zero, so a singular K is allowed. Up to three outputs have
+    the library's closed form.
     """
     size = K.shape[-1]
     if size <= linalg.CLOSED_FORM_LIMIT:
@@ -110,9 +121,10 @@ def _unrolled_cholesky(K: Tensor) -> Tensor:
     for j in range(size):
         column = K[:, :, j]
         if columns:
+            # Column j of K, less the product of the columns before with their row j.
             before = torch.stack(columns, -1)
             column = column - (before * before[:, j : j + 1]).sum(-1)
         pivot = column[:, j : j + 1].clamp_min(0).sqrt()
         column = torch.where(pivot > 0, column / pivot.clamp_min(TINY), 0.0)
-        columns.append(column * (torch.arange(size) >= j))
+        columns.append(column * (torch.arange(size) >= j))  # zeros above the diagonal
     return torch.stack(columns, -1)

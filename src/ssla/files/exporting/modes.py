@@ -1,7 +1,9 @@
-"""The log density of an output refit in unrolled steps: log p(y|f̃) − ½(f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I
-+ ΛK|.
+"""The log density of counts by an output refit, in unrolled steps:
 
-Every likelihood leaves one equation in one unknown. y (N, k), f̂ (N, C), K (N, C, C) -> (N, k).
+    log p(y|f̃) − ½(f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + ΛK|
+
+The mode f̃ solves one equation in one unknown. For k counts y (N, k), f̂ (N, 1) and K (N, 1, 1) the
+result is (N, k). In the code f is f̂, v is K (N, 1), and u is K⁻¹(f̃−f̂).
 """
 
 from __future__ import annotations
@@ -16,26 +18,27 @@ from ssla.maths.portable import log_gamma, softplus
 LAMBERT_ROUNDS = 4  # a guess: tests compare with the library, to 1e-5
 BRACKET_ROUNDS = 16  # a guess, compared in the same way
 ROUNDING = 1e-7  # relative: after a shorter step only rounding error is left
-SHRINKS = 0.9  # a step of Newton's method is at most that part of the step before; a guess
+SHRINK = 0.9  # a step of Newton's method is at most that part of the step before; a guess
 TINY = 1e-300  # a variance that counts as zero; its logarithm is finite
 
 
 def poisson_log_density(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """Compute the log density of counts with mean e^f.
+    """Compute the log density of counts y (N, k) with mean e^f.
 
-    At the mode f̃ = f̂ + K(y − e^f̃), so that with w = K e^f̃ it is w + log w = log K + f̂ + Ky.
+    At the mode f̃ = f̂ + K(y − e^f̃), so that w = K e^f̃ solves w + log w = log K + f̂ + Ky.
     """
     v = K[:, :, 0]
     w = _solve_lambert(v.clamp_min(TINY).log() + f + v * y)
     u = y - w / v.clamp_min(TINY)
     f_mode = f + v * y - w
+    # u = y − e^f̃. Without a variance, e^f̃ cannot be taken from w / v.
     u = torch.where(v > TINY, u, y - f_mode.exp())
     log_prob = y * f_mode - f_mode.exp() - log_gamma(y + 1)
     return log_prob - 0.5 * v * u * u - 0.5 * torch.log1p(w)
 
 
 def _solve_lambert(x: Tensor) -> Tensor:
-    """Solve w + log w = x for w, in the shape of x, by Newton steps in s = log w."""
+    """Return w with w + log w = x, in the shape of x, by Newton steps in s = log w."""
     # The start is near the root on both sides: w ≈ x − log x for large x, w ≈ e^x for small.
     large = x.clamp_min(1.0)
     start_large = (large - large.log() + large.log() / large).log()
@@ -48,14 +51,15 @@ def _solve_lambert(x: Tensor) -> Tensor:
 
 
 def negative_binomial_log_density(dispersion: float, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
-    """Compute the log density of counts with mean e^f and variance e^f + α e^2f.
+    """Compute the log density of counts y (N, k) with mean e^f and variance e^f + α e^2f.
 
-    At the mode f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), r = 1/α.
+    dispersion: α. At the mode f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), with r = 1/α and the logistic
+    function σ.
     """
     v = K[:, :, 0]
     r = 1 / dispersion
     shift = math.log(dispersion)
-    z = _negative_binomial_mode(r, shift, y, f, v) + shift
+    z = _find_negative_binomial_mode(r, shift, y, f, v) + shift
     p, q = torch.sigmoid(z), torch.sigmoid(-z)
     u = y * q - r * p
     log_prob = (
@@ -64,8 +68,9 @@ def negative_binomial_log_density(dispersion: float, y: Tensor, f: Tensor, K: Te
     return log_prob - 0.5 * v * u * u - 0.5 * torch.log1p(v * (y + r) * p * q)
 
 
-def _negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v: Tensor) -> Tensor:
-    """Solve f̃ = f̂ + v(y − (y + r)σ(f̃ + shift)) for f̃ (N, k), by Newton steps inside a bracket.
+def _find_negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v: Tensor) -> Tensor:
+    """Return f̃ (N, k) with f̃ = f̂ + v(y − (y + r)σ(f̃ + shift)), by Newton steps inside a
+    bracket.
 
     y (N, k), f̂ and v (N, 1). The root lies between f̂ and log y, and in [f̂ − vr, f̂ + vy].
     """
@@ -76,6 +81,7 @@ def _negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v: Ten
     step = 2 * (high - low)
     for _ in range(BRACKET_ROUNDS):
         p = torch.sigmoid(f_mode + shift)
+        # The gap rises with f̃: it is negative below the root, and positive above it.
         gap = f_mode - f - v * (y - (y + r) * p)
         low = torch.where(gap <= 0, f_mode, low)
         high = torch.where(gap >= 0, f_mode, high)
@@ -83,7 +89,7 @@ def _negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v: Ten
         size = (new - f_mode).abs()
         # Bisection where the step leaves the bracket or does not shrink. A step within rounding
         # error is taken in any case.
-        good = (new >= low) & (new <= high) & (size <= SHRINKS * step)
+        good = (new >= low) & (new <= high) & (size <= SHRINK * step)
         new = torch.where(good | (size <= ROUNDING * (1 + f_mode.abs())), new, (low + high) / 2)
         step = (new - f_mode).abs()
         f_mode = new

@@ -35,7 +35,7 @@ from ssla.data import Inputs, as_inputs, map_inputs, row_count, take_rows
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.network.any_parameters import AnyParameters
-from ssla.network.stacked import ROWS_AT_ONCE, Stacked, open_chain
+from ssla.network.stacked import ROWS_AT_ONCE, StackedChain, open_chain
 from ssla.refit.increments import evaluate_at_mode
 from ssla.refit.interrupts import Interrupted
 from ssla.refit.weights.anderson import (
@@ -88,11 +88,11 @@ class ManyNetworks:
     """
 
     network: AnyParameters
-    chain: Stacked | None = None
+    chain: StackedChain | None = None
 
     def outputs_of_one(self, theta: Tensor, x: Inputs) -> Tensor:
         """Return f of one θ (P,) on rows x: (b, C)."""
-        return self.network.run(self.network.layout.unpack(theta), x)
+        return self.network.compute_outputs(self.network.layout.unpack(theta), x)
 
     def outputs_on_same_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
         """Return f of every θ (m, P) on the same rows x (b, …): (m, b, C).
@@ -103,7 +103,7 @@ class ManyNetworks:
             chain, rows = self.chain, x
             return torch.cat(
                 [
-                    chain.run(chain.parameters(part), rows)
+                    chain.compute_outputs(chain.parameters(part), rows)
                     for part in thetas.split(_networks_at_once(rows))
                 ]
             )
@@ -112,7 +112,9 @@ class ManyNetworks:
     def outputs_on_own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
         """Return f of each θ (m, P) on its own row of x: (m, C)."""
         if self.chain is not None and isinstance(x, Tensor):
-            return self.chain.run(self.chain.parameters(thetas), x.unsqueeze(1)).squeeze(1)
+            return self.chain.compute_outputs(
+                self.chain.parameters(thetas), x.unsqueeze(1)
+            ).squeeze(1)
         return self._map_over_first(
             lambda theta, row: self.outputs_of_one(theta, as_batch(row)).squeeze(0), thetas, x
         )
@@ -158,7 +160,7 @@ class ManyNetworks:
 
     @staticmethod
     def _chain_gradients(
-        chain: Stacked,
+        chain: StackedChain,
         thetas: Tensor,
         x: Tensor,
         score: Callable[[Tensor], Tensor],
@@ -575,7 +577,9 @@ def open_all_weights(
             f"A refit of the weights does not support networks of type {type(network).__name__}. "
             "Use refit='output'."
         )
-    networks = ManyNetworks(replace(network, rest=_map_values(network.rest, _to_double)))
+    networks = ManyNetworks(
+        replace(network, fixed_tensors=_map_values(network.fixed_tensors, _to_double))
+    )
 
     def prepare_inputs(inputs: Inputs) -> tuple[Inputs, Tensor]:
         """Return inputs in float64, and f̂ (b, C)."""
@@ -586,7 +590,7 @@ def open_all_weights(
     rows = open_rows(posterior, data, prepare_inputs)
     inputs_64, f = prepare_inputs(network.cast(as_inputs(x)))
     networks = replace(networks, chain=open_chain(networks.network, inputs_64, theta))
-    single = replace(network, rest=_map_values(network.rest, _to_single))
+    single = replace(network, fixed_tensors=_map_values(network.fixed_tensors, _to_single))
     chain = None if networks.chain is None else replace(networks.chain, network=single)
     n, gradient = 0, torch.zeros_like(theta)
     for block in rows:

@@ -393,7 +393,7 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     return LastLayerRefit(
         posterior=posterior,
         options=options,
-        rows=rows.changed(lambda block: block._replace(x=whiten(block.x, basis))),
+        rows=rows.map_chunks(lambda block: block._replace(x=whiten(block.x, basis))),
         features=whiten(torch.cat([phi for phi, _ in parts]), basis),
         f=torch.cat([f for _, f in parts]),
         basis=basis,

@@ -819,7 +819,7 @@ def open_products(
     if is_whitened:
         basis = _factorise_basis(data_curvature, prior_precision)
     whitening = _Whitening(basis if is_whitened else None, dtype)
-    rows = rows.changed(whitening.whiten_block)
+    rows = rows.map_chunks(whitening.whiten_block)
     prior = _transform_prior(prior_precision, basis, dtype)
     shared: SharedFactor | SharedBlocks | SharedStructure | None
     if is_whitened:

@@ -33,7 +33,7 @@ from torch import Tensor
 from ssla.data import Inputs, as_inputs, row_count
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
-from ssla.network.frozen import in_chunks
+from ssla.network.frozen import split_into_chunks
 from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER, OBSERVED, evaluate_at_mode
 from ssla.refit.interrupts import Interrupted
@@ -626,7 +626,7 @@ def _open_jacobians(
     def yield_columns(x: Iterable[Inputs], first: int, last: int) -> Iterator[Tensor]:
         """Yield QᵀJ T^-½ of blocks of rows (b·c, weights), for the weights first, …, last − 1."""
         for block in x:
-            for part in in_chunks(block, at_once):
+            for part in split_into_chunks(block, at_once):
                 _, J = network.linearise(part, theta)
                 values = J.dense().values[:, :, first:last].double() / prior_root[first:last]
                 yield (Q.mT @ values).flatten(0, 1)

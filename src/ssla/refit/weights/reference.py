@@ -169,9 +169,9 @@ def open_outputs(posterior: Posterior, x: Inputs) -> Callable[[Tensor], Tensor]:
     if not isinstance(network, AnyParameters):
         f_hat, J = network.linearise(network.cast(x), start)
         return lambda theta: f_hat + J.double().dense().values @ (theta - start)
-    network_64 = replace(network, rest=map_inputs(_to_double, network.rest))
+    network_64 = replace(network, fixed_tensors=map_inputs(_to_double, network.fixed_tensors))
     x_64 = map_inputs(_to_double, network.cast(x))
-    return lambda theta: network_64.run(network_64.layout.unpack(theta), x_64)
+    return lambda theta: network_64.compute_outputs(network_64.layout.unpack(theta), x_64)
 
 
 def _to_double(part: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ssla._checks import writable
+from ssla._checks import check_writable
 from ssla.tables.cli.work import NumberFormat
 from ssla.tables.columns import Table, TableError
 from ssla.tables.estimators.training_table import TrainingTable
@@ -34,7 +34,7 @@ def write_page(
         raise ValueError(
             "A report names its table and its SHA-256, so it needs a file, not standard input."
         )
-    writable(output)
+    check_writable(output)
     opened, training = open_trained(model)
     estimator = opened.estimator
     table = number_format.read_table(data, training)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 import ssla
-from ssla._checks import warn, writable
+from ssla._checks import check_writable, warn
 from ssla.files.container import check_target
 from ssla.tables.cli.console import show_progress
 from ssla.tables.cli.optuna_search import search_options
@@ -108,7 +108,7 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     started = time.perf_counter()
     # Errors of the output, the table and the memory are raised before the training.
     check_target(request.output)
-    writable(request.output)
+    check_writable(request.output)
     table = read_table(request.data, request.decimal, request.thousands)
     ready = prepare_table(table, request)
     train, test = split_rows(ready.y, ready.likelihood, request)
@@ -169,7 +169,7 @@ def predict_file(
     output is left then.
     """
     check_output(output)
-    writable(output)
+    check_writable(output)
     levels = check_levels(levels)
     opened, training = _open_with_refit(model, refit)
     with sum_warnings():

@@ -11,7 +11,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from ssla.files.replacing import new_file
+from ssla.files.replacing import replace_file
 from ssla.tables.columns.kinds import TableError
 
 # A spreadsheet executes a text that begins with one of these.
@@ -51,7 +51,7 @@ def open_table(path: Path, types: Mapping[str, Any] | None = None) -> Iterator[A
     gaps only. Raises TableError for an unsupported suffix.
     """
     check_output(path)
-    with new_file(path) as draft:
+    with replace_file(path) as draft:
         if path.suffix.lower() == ".csv":
             with draft.open("w", newline="", encoding="utf-8") as stream:
                 yield _make_csv_appender(stream)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ssla._checks import unknown_name
 from ssla.likelihoods import Likelihood
-from ssla.network.unset import unset_linear
+from ssla.network.unset import make_unset_linear
 from ssla.tables.networks.embeddings import Embeddings, draw_first_embeddings
 from ssla.tables.networks.pieces import Pieces
 from ssla.tables.networks.threads import limit_threads
@@ -76,7 +76,7 @@ class Architecture:
         if self.levels:
             layers.append(Embeddings(self.levels, self.dimensions, self.inputs + sum(self.pieces)))
         for i, (width, following) in enumerate(pairwise(self.widths)):
-            layers.append(unset_linear(width, following, torch.float32))
+            layers.append(make_unset_linear(width, following, torch.float32))
             # There is no activation after the last layer.
             if i < len(self.hidden):
                 layers.append(ACTIVATIONS[self.activation]())

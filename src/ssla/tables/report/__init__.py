@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ssla._checks import in_plain_torch, writable
+from ssla._checks import check_writable, in_plain_torch
 from ssla.posterior import Posterior
 from ssla.refit import Refit
 from ssla.tables.report.facts import collect_facts
@@ -43,7 +43,7 @@ class HTML:
         A file of this name is replaced. Raises OSError if it cannot be written.
         """
         target = Path(path)
-        writable(target)
+        check_writable(target)
         target.write_text(self.text, encoding="utf-8")
         return target
 

@@ -14,7 +14,7 @@ from torch import nn
 from ssla._checks import all_in_plain_torch
 from ssla._checks import check_level as checked_level
 from ssla.files import FileError
-from ssla.files.container import kind_of
+from ssla.files.container import read_model_kind
 from ssla.files.load_posterior import load
 from ssla.files.save_posterior import KIND
 from ssla.refit import resolve
@@ -134,7 +134,7 @@ class Scorer:
         Raises ValueError if options of the scorer are for another kind of model, and FileError for
         a file that cannot be read or needs `model`.
         """
-        if kind_of(self.path) == KIND:
+        if read_model_kind(self.path) == KIND:
             return self._open_posterior()
         options = self.posterior_options | {"model": self.module}
         # These options are for a posterior only.

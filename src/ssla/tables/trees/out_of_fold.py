@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla.likelihoods import Bernoulli, Categorical, HeteroscedasticGaussian
-from ssla.network.unset import unset_linear
+from ssla.network.unset import make_unset_linear
 from ssla.posterior import Posterior
 from ssla.predictive import Predictive, affine, mixture
 from ssla.predictive.normals import average_normals
@@ -240,7 +240,7 @@ def fit_class_layer(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0
 
 def make_linear(weight: Tensor, bias: Tensor) -> nn.Linear:
     """Return the network x ↦ weight·x + bias in float64, for weight (C, d) and bias (C,)."""
-    module = unset_linear(weight.shape[1], weight.shape[0], torch.float64)
+    module = make_unset_linear(weight.shape[1], weight.shape[0], torch.float64)
     with torch.no_grad():
         module.weight.copy_(weight)
         module.bias.copy_(bias)
