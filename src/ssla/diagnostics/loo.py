@@ -36,7 +36,9 @@ from ssla.values import Marginal
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-INFLUENTIAL = 0.1  # nats: the error of a cavity grows with it (benchmarks/leave_one_out.py)
+INFLUENTIAL = (
+    0.1  # nats: the error of a cavity grows with it (benchmarks/accuracy/leave_one_out.py)
+)
 # at most this many rows are read for refits in each round, unless the user says otherwise; a guess
 ROWS_TO_REFIT = 200_000
 LEVELS = (0.5, 0.9, 0.95)  # of the coverage that is printed

@@ -109,7 +109,8 @@ def compute_attention(
 
 def _split_heads(values: Tensor, heads: int) -> Tensor:
     """Return values (places, N, E) as (N, heads, places, E / heads)."""
-    return values.unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
+    split: Tensor = values.unflatten(2, (heads, -1)).permute(1, 2, 0, 3)
+    return split
 
 
 def _project_inputs(given: Mapping[str, Any], projection: Projection) -> list[Tensor]:

@@ -18,7 +18,7 @@ Wishart law with a common part, truth by 2¹⁷ or more points. C = 1,000: the K
     512      4e-07  2e-06  1e-05   9e-06  2e-04  1e-03    3e-05  1e-03    1e-05  2e-04  5e-03
     1024     9e-08  4e-07  2e-06   3e-06  5e-05  5e-04    2e-05  8e-04    7e-06  8e-05  3e-03
 
-Heads of 512 features with Kronecker factors (benchmarks/predict_scale.py --errors, 512 points
+Heads of 512 features with Kronecker factors (benchmarks/speed/predict_scale.py --errors, 512 points
 against 2¹⁵), mean over outputs of the variance, and mean KL: 10 classes 5: 1e-05, 28: 2e-03; 150
 classes 1.5: 2e-05, 10: 7e-03, 49: 7e-02. Shared products and float32 change no probability by more
 than 1e-07.
@@ -46,7 +46,7 @@ from ssla.maths.roots import Root, ScaledRoot, full_root
 from ssla.predictive.many_classes import LOWEST, TINY, SoftmaxIntegrals
 
 POINTS = 512  # nodes: see the table above
-# classes from which slabs of nodes are faster, by benchmarks/predict_scale.py
+# classes from which slabs of nodes are faster, by benchmarks/speed/predict_scale.py
 MANY = 32  # where all rows have one basis
 MANY_FULL = 100  # where they have full roots
 ENTRIES_AT_ONCE = 1 << 18  # of an array (rows, C, S): what fits a processor's cache

@@ -7,7 +7,7 @@ R z is computed for one node of each mirrored pair. Where a root has profiles (K
 it is a combination of products that all rows share (`SharedNodes`): r·C·S multiplications a row
 with r about 10, in place of C²·S. Rows whose scale is not such a combination, to a share
 `TOLERANCE`, take the whole product. The combination changes probabilities by about 1e-7 (see
-benchmarks/predict_scale.py), far less than the error of the nodes.
+benchmarks/speed/predict_scale.py), far less than the error of the nodes.
 
 The sums are taken over slabs of some rows, some nodes and all classes, with the classes last, which
 fit a processor's cache. Probabilities that are too small for the dtype are summed in logarithms, in
@@ -29,7 +29,7 @@ TOLERANCE = 5e-6  # of a scale, relative to its largest entry; rounding in float
 # rows for each profile from which the shared products are made: each costs as much as a row without
 # them
 ROWS_FOR_A_PROFILE = 2
-# Slabs (rows, nodes, classes), best for 32, 150 and 1,000 classes (benchmarks/predict_scale.py
+# Slabs (rows, nodes, classes), best for 32, 150 and 1,000 classes (benchmarks/speed/predict_scale.py
 # --slabs).
 NODES_AT_ONCE = 16
 ENTRIES_AT_ONCE = 1 << 18

@@ -16,7 +16,7 @@ from ssla.report import LAPLACE, VARIATIONAL
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-# All three are measured by benchmarks/doubt.py. STEP_ERROR is the error in log density for a step
+# All three are measured by benchmarks/accuracy/auto_rule.py. STEP_ERROR is the error in log density for a step
 # of one posterior standard deviation, which grows with the square of the step. MASS_ERROR is the
 # error in log density over the error of the mass.
 STEP_ERROR, MASS_ERROR = 0.2, 20.0
@@ -38,7 +38,7 @@ class AutoRefit:
     nothing is doubtful. `predictive.diagnostics.rung` and `.reason` state for each input which rung
     answered, and why.
 
-    The factors are measured (benchmarks/doubt.py, docs/refits.md): of the inputs that are left to
+    The factors are measured (benchmarks/accuracy/auto_rule.py, docs/refits.md): of the inputs that are left to
     the output refit one to three in a hundred are off by more than the target. They are indicators,
     not bounds.
     """

@@ -15,7 +15,7 @@ or the problem is small. `Solved.error` states the standard error. Where no P×P
 of it take its place (`last_layer_blocks`).
 
 `reference` computes the same for one task, without these tricks. What each of them brings was not
-measured alone; `benchmarks/ssla_speed.py` measures all of them together.
+measured alone; `benchmarks/speed/ssla_speed.py` measures all of them together.
 """
 
 from __future__ import annotations
