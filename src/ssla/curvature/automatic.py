@@ -15,9 +15,9 @@ from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import bytes_in_words, default_kfac, is_last_layer
 
 AUTO = "auto"
-# On one core of the machine of 2026-11 (benchmarks/speed/head_speed.py): products of matrices ran at 33
-# to 46 Gflop/s in float64 and at 86 to 94 in float32, Cholesky factors and inverses at 22 to 26,
-# and eigenvectors of P×P took P³ / 3.1 to 4.3 Gflop/s.
+# On one core of the machine of 2026-11 (benchmarks/speed/head_speed.py): products of matrices ran
+# at 33 to 46 Gflop/s in float64 and at 86 to 94 in float32, Cholesky factors and inverses at 22 to
+# 26, and eigenvectors of P×P took P³ / 3.1 to 4.3 Gflop/s.
 PRODUCTS, SINGLE_PRODUCTS, FACTORS, EIGENVECTORS = 4e10, 8e10, 2.5e10, 3.5e9
 SECONDS_PER_NODE = 8e-9  # of one output at one node
 SECONDS_PER_FEATURE = 3e-8  # of one feature of one row, once: reading, casting, checks

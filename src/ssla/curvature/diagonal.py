@@ -20,7 +20,7 @@ from ssla.curvature.structure import (
 from ssla.maths.roots import Root, ScaledRoot, full_root
 
 # How many vectors (P,) a fit holds that chooses its prior, without and with averages. They are two
-# thirds of its peak, as measured by tests/fitting/test_memory.py and benchmarks/speed/all_weights.py.
+# thirds of its peak, by tests/fitting/test_memory.py and benchmarks/speed/all_weights.py.
 VECTORS, VECTORS_OF_AVERAGES = 12, 20
 
 

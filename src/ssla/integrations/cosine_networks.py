@@ -32,7 +32,7 @@ from ssla.report import VARIATIONAL
 from ssla.values import Variational
 
 # Logarithms that the evidence chooses: expected values, their standard deviations, and how far from
-# them it may go. All are guesses; benchmarks/accuracy/bayesian_optimisation.py measures them together.
+# them it may go. All are guesses, measured together (benchmarks/accuracy/bayesian_optimisation.py).
 LENGTH = (math.log(0.5), 0.7, 4.0)  # length scales over √columns, of inputs in [−1, 1]
 SPREAD = (0.0, 1.0, 4.0)  # standard deviations of weights, over 1/√inputs, and of biases
 # the standard deviation of standardised outcomes; at most 1, at least e⁻⁸ ≈ 0.0003

@@ -29,8 +29,8 @@ TOLERANCE = 5e-6  # of a scale, relative to its largest entry; rounding in float
 # rows for each profile from which the shared products are made: each costs as much as a row without
 # them
 ROWS_FOR_A_PROFILE = 2
-# Slabs (rows, nodes, classes), best for 32, 150 and 1,000 classes (benchmarks/speed/predict_scale.py
-# --slabs).
+# Slabs (rows, nodes, classes), best for 32, 150 and 1,000 classes
+# (benchmarks/speed/predict_scale.py --slabs).
 NODES_AT_ONCE = 16
 ENTRIES_AT_ONCE = 1 << 18
 COPIES = 6  # of a slab, at most

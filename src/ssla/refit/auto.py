@@ -16,9 +16,9 @@ from ssla.report import LAPLACE, VARIATIONAL
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
-# All three are measured by benchmarks/accuracy/auto_rule.py. STEP_ERROR is the error in log density for a step
-# of one posterior standard deviation, which grows with the square of the step. MASS_ERROR is the
-# error in log density over the error of the mass.
+# All three are measured by benchmarks/accuracy/auto_rule.py. STEP_ERROR is the error in log density
+# for a step of one posterior standard deviation, which grows with the square of the step.
+# MASS_ERROR is the error in log density over the error of the mass.
 STEP_ERROR, MASS_ERROR = 0.2, 20.0
 # The error in log probability over the probability of all classes but the most probable one.
 CLASS_ERROR = {LAPLACE: 1.2, VARIATIONAL: 0.7}
@@ -38,9 +38,9 @@ class AutoRefit:
     nothing is doubtful. `predictive.diagnostics.rung` and `.reason` state for each input which rung
     answered, and why.
 
-    The factors are measured (benchmarks/accuracy/auto_rule.py, docs/refits.md): of the inputs that are left to
-    the output refit one to three in a hundred are off by more than the target. They are indicators,
-    not bounds.
+    The factors are measured (benchmarks/accuracy/auto_rule.py, docs/refits.md): of the inputs that
+    are left to the output refit, one to three in a hundred are off by more than the target. They
+    are indicators, not bounds.
     """
 
     target: float = 0.05
