@@ -28,7 +28,7 @@ def test_the_scale_is_its_formula(strength):
 def test_a_large_strength_gives_features_of_equal_length():
     phi = numbers(6, 4) * torch.tensor([[0.5], [1.0], [2.0], [4.0], [8.0], [16.0]], dtype=F64)
     scale = RowScale(1e12, mean=3.0, least=0.0)
-    found = scale.features(Features(phi, 2), 4).phi
+    found = scale.scale_features(Features(phi, 2), 4).phi
     assert torch.allclose(found.square().sum(1), torch.full((6,), 3.0, dtype=F64), rtol=1e-6)
 
 
@@ -37,7 +37,7 @@ def test_outputs_and_ones_are_divided_by_the_scale(bias):
     phi, theta = numbers(5, 3), numbers(2 * (3 + bias), seed=1)
     J = Features(phi, 2, bias)
     scale = RowScale(0.7, mean=2.0, least=0.1)
-    scaled = scale.features(J, 3)
+    scaled = scale.scale_features(J, 3)
     s = scale.compute_scales(phi.square().sum(1))
     assert torch.allclose(scaled.push(theta), J.push(theta) / s[:, None], atol=1e-14)
     assert scaled.width == J.width
@@ -57,6 +57,6 @@ def test_lengths_leave_out_stored_ones_and_are_float64():
 
 def test_the_dtype_and_the_memory_of_features_stay():
     J = Features(numbers(5, 3).float(), 2, keeps_squares=True)
-    scaled = RowScale(0.7, mean=2.0, least=0.1).features(J, 3)
+    scaled = RowScale(0.7, mean=2.0, least=0.1).scale_features(J, 3)
     assert scaled.dtype == torch.float32
     assert scaled.keeps_squares
