@@ -103,6 +103,19 @@ def test_the_list_names_every_study_with_its_cost_and_the_state_of_its_records()
             assert float(line.split()[2]) > 0
 
 
+@pytest.mark.parametrize("name", STUDIES)
+def test_the_tasks_of_a_full_run_are_the_same_with_and_without_data(name, monkeypatch, tmp_path):
+    """Else its shipped records would be stale on a machine without the data."""
+    tasks = []
+    for folder in (None, str(tmp_path)):
+        monkeypatch.delenv("SSLA_DATA", raising=False)
+        if folder:
+            (tmp_path / "concrete.csv").touch()
+            monkeypatch.setenv("SSLA_DATA", folder)
+        tasks.append([(t.key, t.settings, t.edition) for t in study(name).tasks(quick=False)])
+    assert tasks[0] == tasks[1]
+
+
 def square(number):
     return {"value": number**2}
 
