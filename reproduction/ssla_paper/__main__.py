@@ -82,12 +82,14 @@ def report(
     """Write tables, figures and pages from the shipped records. Nothing is computed.
 
     A study without shipped records keeps its page; its statements are those of its last summary.
+    With `page` all studies are reported, since the page is about all of them.
     """
     if quick:
         raise ValueError("The shipped records are of full runs: give --report without --quick.")
     place, studies = Workplace(folder), [study(name) for name in names]
     if page is not None:
         _can_be_written(page)
+        studies = [study(name) for name in STUDIES]
     not_shipped: dict[str, Summary] = {}
     for each in studies:
         shipped = read_shipped(each.name)

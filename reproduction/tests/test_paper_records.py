@@ -296,6 +296,8 @@ def test_a_run_that_is_shipped_is_reported_from_its_records(tmp_path, monkeypatc
     reproduce(["squares"], tmp_path / "run", progress=False, ship=True)
     assert "records shipped: " in capsys.readouterr().out
     reproduce(["squares"], tmp_path / "report", work=False)
+    reproduce([], tmp_path / "all", work=False, page=tmp_path / "docs" / "paper.md")
+    assert "| [squares](paper/squares.md) |" in (tmp_path / "docs" / "paper.md").read_text()
     for name in ("page.md", "page/squares.md"):
         made, before = (tmp_path / folder / "results" / name for folder in ("report", "run"))
         assert made.read_bytes() == before.read_bytes()
