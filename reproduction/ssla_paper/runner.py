@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import ssla
 from ssla.files.replacing import replace_file, replace_folder
+from ssla_paper.sources import digest_sources
 
 Record = dict[str, Any]
 """The result of a task: numbers, strings, lists and dicts of them."""
@@ -100,19 +101,24 @@ class Workplace:
         return self.folder / ("quick" if self.quick else "results") / study
 
     def recall(self, study: str, task: Task) -> Record | None:
-        """The record of the task, if it exists, is complete, and has the same settings and
-        version.
+        """The record of the task, if it exists, is complete, and has the same settings, version
+        and sources.
         """
+        entry = self.recall_entry(study, task)
+        return None if entry is None else entry["found"]
+
+    def recall_entry(self, study: str, task: Task) -> Record | None:
+        """The record with what it was made by, on the same conditions."""
         try:
             kept = json.loads(
                 (self.records(study) / f"{task.key}.json").read_text(encoding="utf-8")
             )
         except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
             return None
-        if not isinstance(kept, dict) or kept.get("made_by") != _maker(task):
+        origin = describe_origin(task)
+        if not isinstance(kept, dict) or any(kept.get(name) != origin[name] for name in origin):
             return None
-        found: Record = kept["found"]
-        return found
+        return kept
 
     def complete(self, study: str) -> bool:
         """Whether there are tables from all tasks of a run."""
@@ -132,7 +138,7 @@ class Workplace:
     def keep(self, study: str, task: Task, found: Record) -> None:
         write_whole(
             self.records(study) / f"{task.key}.json",
-            json.dumps({"made_by": _maker(task), "found": found}, indent=1),
+            json.dumps({**describe_origin(task), "found": found}, indent=1),
         )
 
 
@@ -143,11 +149,17 @@ def _misses(found: Any) -> bool:
     return isinstance(found, list) and any(map(_misses, found))
 
 
-def _maker(task: Task) -> Record:
-    """What a record depends on, after a round trip through JSON."""
+def describe_origin(task: Task) -> Record:
+    """What a record depends on: the version of ssla, the task, and the sources of its function.
+
+    After a round trip through JSON. A record of another origin is not reused.
+    """
     settings: Record = json.loads(json.dumps(dict(task.settings)))
     edition = {"edition": task.edition} if task.edition > 1 else {}
-    return {"ssla": ssla.__version__, "settings": settings, **edition}
+    return {
+        "made_by": {"ssla": ssla.__version__, "settings": settings, **edition},
+        "sources": digest_sources(task.function),
+    }
 
 
 def run(
@@ -189,15 +201,31 @@ def run(
             f"{place.results(study.name)}, which a partial run does not replace. Run the study to "
             "its end, or move that directory away."
         )
-    with replace_folder(
-        place.results(study.name)
-    ) as folder:  # old tables stay until the new ones are complete
+    return write_results(study, place, records, len(tasks))
+
+
+def write_results(
+    study: Study,
+    place: Workplace,
+    records: Mapping[str, Record],
+    tasks: int,
+    changes: Sequence[str] = (),
+) -> list[Claim]:
+    """Write tables, figures and the summary of a study from its records; return its claims.
+
+    tasks: how many records a finished run has. changes: what has changed since the records were
+    made; the pages then say that the study is stale. The old results stay until the new ones are
+    complete.
+    """
+    with replace_folder(place.results(study.name)) as folder:
         claims = study.report(records, folder)
-        summary = {
+        summary: Record = {
             "title": study.title,
-            "done": [len(records), len(tasks)],
+            "done": [len(records), tasks],
             "claims": [vars(claim) for claim in claims],
         }
+        if changes:
+            summary["changes"] = list(changes)
         (folder / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     return claims
 
@@ -206,9 +234,18 @@ def _timed(function: Callable[..., Record], settings: Mapping[str, Any]) -> Reco
     import torch
 
     torch.set_num_threads(1)
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), _cpu_seconds()
     record = function(**settings)
-    return {**record, "seconds": time.perf_counter() - start}
+    return {
+        **record,
+        "seconds": time.perf_counter() - start,
+        "cpu_seconds": _cpu_seconds() - cpu,
+    }
+
+
+def _cpu_seconds() -> float:
+    """The processor time of this process and of its children that have ended."""
+    return sum(os.times()[:4])
 
 
 def _done(

@@ -66,7 +66,8 @@ class Table:
         spec = "".join("l" if left else "r" for left in self._on_the_left())
         caption = f"\\caption{{{_escaped(self.caption)}}}"
         tabular = f"\\begin{{tabular}}{{{spec}}}\n{body}\n\\end{{tabular}}"
-        return f"\\begin{{table}}\n\\centering\n{tabular}\n{caption}\n\\label{{tab:{self.name}}}\n\\end{{table}}\n"
+        head = "% needs \\usepackage{booktabs}\n\\begin{table}\n\\centering"
+        return f"{head}\n{tabular}\n{caption}\n\\label{{tab:{self.name}}}\n\\end{{table}}\n"
 
     def csv(self) -> str:
         out = io.StringIO()

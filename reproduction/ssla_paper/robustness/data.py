@@ -7,7 +7,6 @@ rotated digits.
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 from collections.abc import Callable
@@ -16,6 +15,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from ssla_paper.uci.data import load
 
 LEFT_OUT = "classes 5–9"
 SEEN_DIGITS = 5
@@ -154,7 +155,7 @@ def toy(rows: int, low: float, high: float, generator: torch.Generator) -> tuple
 
 
 def table_at_hand() -> str:
-    """Concrete where SSLA_DATA has it, else scikit-learn's diabetes."""
+    """For small runs: Concrete where SSLA_DATA has it, else scikit-learn's diabetes."""
     return (
         "concrete"
         if (Path(os.environ.get("SSLA_DATA") or "/no/such/folder") / "concrete.csv").exists()
@@ -163,31 +164,15 @@ def table_at_hand() -> str:
 
 
 def _table(name: str) -> tuple[str, Tensor, Tensor]:
-    """A UCI table from SSLA_DATA, the target its last column; or scikit-learn's diabetes."""
-    path = Path(os.environ.get("SSLA_DATA") or "/no/such/folder") / f"{name}.csv"
+    """A UCI table, from `uci.data`; or scikit-learn's diabetes."""
     if name == "diabetes":
         from sklearn.datasets import load_diabetes
 
         x, y = load_diabetes(return_X_y=True)
-        return (
-            "diabetes",
-            torch.as_tensor(x, dtype=torch.float64),
-            torch.as_tensor(y, dtype=torch.float64),
-        )
-    with path.open(encoding="utf-8") as file:
-        cells = list(csv.reader(file))[1:]
-    numbers = torch.tensor(
-        [[float(c) for c in row] for row in cells if all(_number(c) for c in row)],
-        dtype=torch.float64,
-    )
-    return name, numbers[:, :-1], numbers[:, -1]
-
-
-def _number(cell: str) -> bool:
-    try:
-        return math.isfinite(float(cell))
-    except ValueError:
-        return False
+    else:
+        rows = load(name)
+        x, y = rows.x, rows.y
+    return name, torch.as_tensor(x, dtype=torch.float64), torch.as_tensor(y, dtype=torch.float64)
 
 
 def regression(name: str, seed: int, size: float = 1.0) -> Regression:
