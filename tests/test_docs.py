@@ -290,6 +290,8 @@ def test_the_demo_runs_and_the_refit_is_no_worse_than_the_plug_in(tmp_path):
     assert abs(scores["output refit"]["mass"] - 1) < abs(scores["ASSLA (none)"]["mass"] - 1)
 
 
+# gpytorch, which ssla.botorch imports, is compiled with torch.jit.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_public_names_are_there():
     for name in ssla.__all__:
         assert hasattr(ssla, name)
