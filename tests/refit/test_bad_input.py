@@ -1,12 +1,20 @@
 """Settings and data of refits that are refused, and the remedy."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
 import ssla
+from ssla import likelihoods as L
 from support.bad_input import X, Y, assert_message, fit
+
+
+def _cauchy_log_prob(y, f):
+    return -math.log(math.pi) - torch.log1p((y - f[..., 0]) ** 2)
+
 
 CASES = {
     "unknown refit": (
@@ -51,6 +59,19 @@ CASES = {
     "refit curvature": (lambda: ssla.WeightRefit(curvature="hesian"), r"Did you mean 'hessian'\?"),
     "refit logdet": (lambda: ssla.WeightRefit(logdet="exakt"), r"Did you mean 'exact'\?"),
     "refit failure": (lambda: ssla.WeightRefit(on_failure="rise"), r"Did you mean 'raise'\?"),
+    "refit at another point": (
+        lambda: ssla.WeightRefit(at="predicted"),
+        r"Unknown at 'predicted'. Did you mean 'prediction'\?",
+    ),
+    "refit at a mean that does not exist": (
+        lambda: ssla.ssla(
+            fit(likelihood=L.custom(_cauchy_log_prob, outputs=1), mode="tilt"),
+            X,
+            Y,
+            ssla.WeightRefit(at="prediction"),
+        ),
+        "refits on the mean of y, which is no possible y here.*at='candidate'",
+    ),
     "structure of a last layer": (
         lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(logdet="structure")),
         "logdet='structure' is for weights='all'",

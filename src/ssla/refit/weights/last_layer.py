@@ -259,16 +259,26 @@ class LastLayerRefit:
 
     # --- one group of tasks ----------------------------------------------------------------
 
-    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+    def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
+        """Find the mode of each task, for x_rows (m,) and y (m, …); see `Engine`."""
+        return self._find_modes(Group(self, self.initial_curvatures[0], x_rows, y), progress)
+
+    def solve(
+        self,
+        x_rows: Tensor,
+        y: Tensor,
+        progress: Progress | None = None,
+        at: Ascent | None = None,
+    ) -> Solved:
         """Compute the three increments of m tasks, each at its own mode.
 
-        x_rows (m,): the row of x of each task. y (m, …). progress: called with the number of tasks
-        that converged. Tasks whose observed curvature is indefinite at the mode use the Fisher
-        information, and are marked. Tasks that fail are marked as not converged.
+        x_rows (m,): the row of x of each task. y (m, …). at: see `Engine`. progress: called with
+        the number of tasks that converged. Tasks whose observed curvature is indefinite at the mode
+        use the Fisher information, and are marked. Tasks that fail are marked as not converged.
         """
         initial = self.initial_curvatures[0]
         group = Group(self, initial, x_rows, y)
-        ascent = self._find_modes(group, progress)
+        ascent = self._find_modes(group, progress) if at is None else at
         likelihood, prior = group.likelihood_and_prior(ascent.point)
         curvature, positive = group.curvature_increments(
             ascent.point, self.contrast_curvature or initial

@@ -14,6 +14,7 @@ from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.outputs import OutputRefit
 from ssla.refit.weights.all_weights import open_all_weights
 from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, dual_task_bytes
+from ssla.refit.weights.at_prediction import CANDIDATE, POINTS
 from ssla.refit.weights.determinants import SMALL
 from ssla.refit.weights.last_layer import open_last_layer
 from ssla.refit.weights.last_layer_blocks import vectors_that_fit
@@ -103,6 +104,13 @@ class WeightRefit:
     data:
         The training data, where the posterior does not hold them (fitted from a generator, loaded
         from a file).
+    at:
+        Which y is added in the refit: "candidate" (default), the y whose density is asked for; or
+        "prediction", the paper's Algorithm 1 as it is written: one refit for each x with the point
+        prediction ŷ (the mean of y at θ̂, the most probable class, the nearest count), at whose θ̃
+        every y is then evaluated. The second costs one refit for each x, and is not the Laplace
+        approximation of p(y|x, D): it equals ASSLA for constant Gaussian noise, and is too narrow
+        with a log variance among the outputs (docs/refits.md).
     interpolation:
         The error allowed in log density, before normalisation, when a whole predictive is drawn
         from few refits (inside its 99.9% region).
@@ -121,6 +129,7 @@ class WeightRefit:
     interpolation: float = 1e-4
     progress: bool | None = None
     linearised: bool | None = None
+    at: str | None = None
 
     name = "weights"
 
@@ -143,10 +152,16 @@ class WeightRefit:
         if self.logdet is not None:
             check_name("logdet", self.logdet, LOGDETS)
         check_name("on_failure", self.on_failure, FAILURES)
+        check_name("at", self.refitted_point, POINTS)
         if not (self.linearised is None or isinstance(self.linearised, bool)):
             raise ValueError(
                 f"linearised must be True, False or None (automatic), but is {self.linearised!r}."
             )
+
+    @property
+    def refitted_point(self) -> str:
+        """Return which y is added in the refits: `at` with its default."""
+        return CANDIDATE if self.at is None else self.at
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         """Return the log density of y at x by refits.
