@@ -24,6 +24,38 @@ CASES = {
     "no refit": (lambda: fit().predict(X, refit=None), "refit must be one of"),
     "a refit's class": (lambda: fit().predict(X, refit=ssla.NoRefit), "refit must be one of"),
     "unknown curvature": (lambda: ssla.NoRefit(curvature="observd"), r"Did you mean 'observed'\?"),
+    "unknown curvature of the data": (
+        lambda: ssla.NoRefit(data_curvature="empirical"),
+        "Unknown data_curvature 'empirical'. Valid: 'fisher', 'observed'",
+    ),
+    "data without a use": (
+        lambda: ssla.NoRefit(data=(X, Y)),
+        "is for data_curvature='observed', which reads the training rows",
+    ),
+    "observed curvature on other data": (
+        lambda: ssla.assla(
+            fit(), X, Y, ssla.NoRefit(data_curvature="observed", data=(X[:9], Y[:9]))
+        ),
+        r"The data of the curvature have 9 rows.*NoRefit\(data_curvature='observed', data=",
+    ),
+    "observed curvature without data": (
+        lambda: ssla.assla(
+            replace(fit(), source=None), X, Y, ssla.NoRefit(data_curvature="observed")
+        ),
+        r"needs the training data again.*NoRefit\(data_curvature='observed', data=",
+    ),
+    "observed curvature in a low-rank sketch": (
+        lambda: ssla.assla(
+            fit(weights="all", structure="low_rank"), X, Y, ssla.NoRefit(data_curvature="observed")
+        ),
+        "structure='low_rank' cannot sum an observed curvature.*'dense', 'kfac' or 'diag'",
+    ),
+    "observed curvature of no data": (
+        lambda: ssla.predictive.from_marginal(
+            L.Poisson(), X[:, :1], 0 * X[:, :1, None], ssla.NoRefit(data_curvature="observed")
+        ),
+        "sums the curvature of training rows, and f alone has none",
+    ),
     "two steps": (lambda: ssla.OutputRefit(steps=2), "steps must be None"),
     "refit of a generator's data": (
         lambda: (
