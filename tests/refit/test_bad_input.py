@@ -104,9 +104,18 @@ CASES = {
         ),
         "refits on the mean of y, which is no possible y here.*at='candidate'",
     ),
-    "structure of a last layer": (
-        lambda: ssla.ssla(fit(), X, Y, ssla.WeightRefit(logdet="structure")),
-        "logdet='structure' is for weights='all'",
+    "structure of a last layer beyond the memory": (
+        lambda: ssla.ssla(
+            fit(
+                nn.Sequential(nn.Linear(3, 400), nn.Tanh(), nn.Linear(400, 1)),
+                structure="diag",
+                memory_budget=1 << 22,
+            ),
+            X,
+            Y,
+            ssla.WeightRefit(logdet="structure"),
+        ),
+        "last layer with 401 parameters needs.*memory budget.*logdet='traces'",
     ),
     "Hessian of many weights": (
         lambda: ssla.ssla(

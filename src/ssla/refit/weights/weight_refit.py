@@ -89,8 +89,9 @@ class WeightRefit:
         `diagnostics.error`; beyond what a single P×P matrix allows, from blocks of it, one for each
         output, corrected by random vectors; beyond that by the fitted structure, with an error that
         is not known), "frozen" (at θ̂, plus the new point's own part: an error of O(1/n), but large
-        at a y far out; default otherwise), or "structure" (the fitted structure at θ̃; a pass over
-        the data for each task).
+        at a y far out; default otherwise), or "structure" (the fitted structure at θ̃ with the
+        Fisher information, so that kfac and diag differ from "exact"; sums over all rows for each
+        task).
     linearised:
         True refits the network linearised at θ̂, f_i = f̂_i + J_i(θ − θ̂) on all rows. For Gaussian
         priors and concave likelihoods each such refit has a mode. Its determinants are exact for at
@@ -247,11 +248,6 @@ class WeightRefit:
 
         ValueError where they are not possible for it.
         """
-        if self.logdet == STRUCTURE:
-            raise ValueError(
-                "logdet='structure' is for weights='all'; a last layer has its exact curvature: "
-                "use 'exact' or 'frozen'."
-            )
         # f is linear, so the Hessian is the observed curvature.
         curvature = FISHER if self.curvature == FISHER else OBSERVED
         tolerance = self._resolve_tolerance(posterior)
@@ -300,7 +296,7 @@ class WeightRefit:
         It is where that was asked for, or where no such matrix fits the memory budget. Priors that
         are not Gaussian have the dense engine only.
         """
-        if self.logdet in (EXACT, TRACES):
+        if self.logdet in (EXACT, TRACES, STRUCTURE):
             return self.logdet == TRACES
         gaussian = isinstance(posterior.bound_prior, BoundGaussian)
         return gaussian and dense_bytes(posterior) > posterior.memory_budget
