@@ -16,6 +16,11 @@ def _cauchy_log_prob(y, f):
     return -math.log(math.pi) - torch.log1p((y - f[..., 0]) ** 2)
 
 
+def _gamma_log_prob(y, f):
+    rate = 3.0 * torch.exp(-f[..., 0])
+    return 3.0 * torch.log(rate) + 2.0 * torch.log(y) - rate * y - math.lgamma(3.0)
+
+
 CASES = {
     "unknown refit": (
         lambda: fit().predict(X, refit="outputs"),
@@ -102,7 +107,43 @@ CASES = {
             Y,
             ssla.WeightRefit(at="prediction"),
         ),
-        "refits on the mean of y, which is no possible y here.*at='candidate'",
+        "need the mean of y, which is no possible y here.*at='candidate'",
+    ),
+    "candidates without a width": (
+        lambda: ssla.WeightRefit(candidates=20),
+        "candidates and half_width belong together.*half_width=None; give both",
+    ),
+    "a width without candidates": (
+        lambda: ssla.WeightRefit(half_width=1.96),
+        "belong together.*candidates=None",
+    ),
+    "three candidates": (
+        lambda: ssla.WeightRefit(candidates=3, half_width=1.0),
+        "candidates must be a whole number from 4",
+    ),
+    "a width of zero": (
+        lambda: ssla.WeightRefit(candidates=20, half_width=0.0),
+        "half_width must be a finite number above zero",
+    ),
+    "candidates for counts": (
+        lambda: fit(data=(X, Y.abs().round()), likelihood=L.Poisson()).predict(
+            X, refit=ssla.WeightRefit(candidates=20, half_width=1.0)
+        ),
+        "is for one continuous target.*of kind 'count'",
+    ),
+    "candidates beyond the support": (
+        lambda: fit(
+            data=(X, Y.exp()), likelihood=L.custom(_gamma_log_prob, support="positive", outputs=1)
+        ).predict(X, refit=ssla.WeightRefit(candidates=20, half_width=100.0)),
+        "leaves the support of y.*smaller half_width",
+    ),
+    "auto with candidates": (
+        lambda: ssla.AutoRefit(weights=ssla.WeightRefit(candidates=20, half_width=1.0)),
+        "needs the accurate refit.*without candidates",
+    ),
+    "auto at the prediction": (
+        lambda: ssla.AutoRefit(weights=ssla.WeightRefit(at="prediction")),
+        "needs the accurate refit",
     ),
     "structure of a last layer beyond the memory": (
         lambda: ssla.ssla(

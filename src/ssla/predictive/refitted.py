@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods.support import Classes, Continuous, Support
+from ssla.predictive.candidate_law import make_candidate_predictive
 from ssla.predictive.class_law import ClassLaw
 from ssla.predictive.count_law import make_count_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
@@ -57,6 +58,8 @@ def make_refitted_predictive(
     output: the predictive of the output rung. name: of the rung that was requested. reasons: for
     each row why it is refitted, empty where it is not; None: all rows are refitted.
     """
+    if weights.refit.candidates is not None:
+        return make_candidate_predictive(weights, output, name)
     rows, outputs = weights.marginal.mean.shape
     support = weights.likelihood.support_for(outputs)
     chosen = torch.tensor(

@@ -95,7 +95,8 @@ def predict_points(likelihood: Likelihood, f: Tensor) -> Tensor:
         support.check(point, f.shape[1])
     except ValueError as error:
         raise ValueError(
-            "WeightRefit(at='prediction') refits on the mean of y, which is no possible y here: "
-            f"{error} Use at='candidate', a refit for every y."
+            "WeightRefit(at='prediction') and WeightRefit(candidates=…) need the mean of y, which "
+            f"is no possible y here: {error} Use at='candidate' without candidates, a refit for "
+            "every y."
         ) from None
     return point

@@ -117,6 +117,15 @@ class WeightLogDensity:
         return RefitAtPrediction(engine, predict_points(self.likelihood, engine.f))
 
     @cached_property
+    def prediction(self) -> Tensor:
+        """Return ŷ of each input at θ̂ (N,), or (N, D) for D targets; see `predict_points`."""
+        if not len(self.linearised_inputs):  # no input, so that no engine is opened
+            return predict_points(self.likelihood, self.marginal.mean)
+        all_linearised = bool(self.linearised_inputs.all())
+        engine = self._linearised_engine if all_linearised else self._engine
+        return predict_points(self.likelihood, engine.f)
+
+    @cached_property
     def _linearised_engine(self) -> Engine:
         """Return the engine of the network linearised at θ̂; ValueError where there is none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ LARGE_TOLERANCE = 5e-4
 DENSE_COPIES = 6
 # Guesses: rounds that the ascents of the dense engine, of products and of all weights mix.
 DENSE_ROUNDS, PRODUCT_ROUNDS, ALL_WEIGHTS_ROUNDS = 4, 6, 12
+FEWEST_CANDIDATES = 4  # of a not-a-knot cubic spline
 CURVATURES = (OBSERVED, FISHER, HESSIAN)
 NO_STRUCTURE = (
     "Refits of the linearised network have no logdet='structure'. Use 'exact', 'traces' or "
@@ -112,6 +114,12 @@ class WeightRefit:
         every y is then evaluated. The second costs one refit for each x, and is not the Laplace
         approximation of p(y|x, D): it equals ASSLA for constant Gaussian noise, and is too narrow
         with a log variance among the outputs (docs/refits.md).
+    candidates, half_width:
+        For one continuous target: `predict` evaluates k = `candidates` values of y, equally spaced
+        on ŷ ± half_width (in units of y), interpolates their log densities by a spline, and
+        normalises on that range, as the paper does. Mass beyond it is cut: a warning says where
+        that is more than 2%, and `diagnostics.cut` how much. At least four candidates. Default:
+        the whole line, by refits where they are needed (see `interpolation`).
     interpolation:
         The error allowed in log density, before normalisation, when a whole predictive is drawn
         from few refits (inside its 99.9% region).
@@ -131,6 +139,8 @@ class WeightRefit:
     progress: bool | None = None
     linearised: bool | None = None
     at: str | None = None
+    candidates: int | None = None
+    half_width: float | None = None
 
     name = "weights"
 
@@ -154,9 +164,32 @@ class WeightRefit:
             check_name("logdet", self.logdet, LOGDETS)
         check_name("on_failure", self.on_failure, FAILURES)
         check_name("at", self.refitted_point, POINTS)
+        self._check_candidates()
         if not (self.linearised is None or isinstance(self.linearised, bool)):
             raise ValueError(
                 f"linearised must be True, False or None (automatic), but is {self.linearised!r}."
+            )
+
+    def _check_candidates(self) -> None:
+        """Raise a ValueError unless candidates and half_width are both None, or both in range."""
+        count, width = self.candidates, self.half_width
+        if count is None and width is None:
+            return
+        if count is None or width is None:
+            raise ValueError(
+                "candidates and half_width belong together: k values of y, equally spaced on "
+                f"ŷ ± half_width. Got candidates={count!r} and half_width={width!r}; give both, "
+                "for example candidates=20, half_width=1.96, or neither."
+            )
+        if not isinstance(count, int) or isinstance(count, bool) or count < FEWEST_CANDIDATES:
+            raise ValueError(
+                f"candidates must be a whole number from {FEWEST_CANDIDATES} (a cubic spline needs "
+                f"as many), but is {count!r}."
+            )
+        if isinstance(width, bool | str) or not 0 < width < math.inf:
+            raise ValueError(
+                "half_width must be a finite number above zero, in units of y, for example 1.96, "
+                f"but is {width!r}."
             )
 
     @property
