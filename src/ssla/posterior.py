@@ -648,9 +648,12 @@ def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = No
 def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
     """Compute the increments of ASSLA, without a refit (θ̃ = θ̂): log p(y|f̂) − ½ log|I + ΛK|.
 
-    y has the shapes that `ssla` takes. refit: which curvature Λ is; None: the observed one. With
-    Gaussian noise the result is the plug-in times a constant: it does not include the uncertainty
-    of the network.
+    y has the shapes that `ssla` takes. refit: its options; None: the defaults of NoRefit. By these
+    Λ of the new row is the observed curvature, and K has the Fisher information of the training
+    rows, which is the curvature that the posterior holds. `NoRefit(data_curvature="observed")` sums
+    the observed one of the training rows, as the paper's Algorithm 2 is written. With Gaussian
+    noise the result is the plug-in times a constant: it does not include the uncertainty of the
+    network.
     """
     return increments_at(NoRefit() if refit is None else refit, _checked_posterior(posterior), x, y)
 

@@ -169,6 +169,10 @@ class Dense(Structure):
             return Dense(size=size)
         return self._with_matrix(torch.zeros(size, size, dtype=torch.float64), size)
 
+    def for_indefinite_rows(self) -> Dense:
+        """Return the form that is always a matrix, which takes any symmetric Λ."""
+        return Dense(dual=False)
+
     def _with_matrix(self, matrix: Tensor, size: int) -> Dense:
         """Return statistics that are stored as a matrix (P, P), with P = size."""
         return Dense(self.dual, matrix, (), size)

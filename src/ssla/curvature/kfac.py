@@ -48,6 +48,7 @@ MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last l
 # profiles, at most 3e-7 of the largest entry left over.
 MIXTURES, MIXTURE_SEED, MIXTURE_SPREAD = 64, 0, 2.0
 PROFILE_TOLERANCE, MOST_PROFILES = 1e-8, 24
+NEGATIVE = 1e-12  # a guess: share of the largest entry below which a negative value is rounding
 SMALLEST_EIGENVALUE = 1e-14  # share of the largest one below which H has no factor: rounding error
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
 
@@ -344,6 +345,15 @@ class Kfac(Structure):
     def for_many_classes(self) -> Kfac:
         """Return the form with a diagonal output factor, unless the user chose a form."""
         return replace(self, output_factor=DIAGONAL) if self.output_factor is None else self
+
+    @property
+    def drops_negative_curvature(self) -> bool:
+        """Return whether an output factor has a negative eigenvalue, which `with_prior` clamps."""
+        for layer in self.layers:
+            values = layer.G if layer.G.dim() == 1 else torch.linalg.eigvalsh(layer.G)
+            if bool((values < -NEGATIVE * values.abs().max()).any()):
+                return True
+        return bool((self.rest < 0).any())
 
     def zero(self, size: int) -> Kfac:
         """Return the statistics of no data, for P = size parameters."""

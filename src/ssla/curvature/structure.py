@@ -207,6 +207,27 @@ class Structure(Protocol):
         """
         return self
 
+    def for_indefinite_rows(self) -> Structure:
+        """Return the form of this structure that can sum the Λ of rows where they are indefinite.
+
+        It is the structure itself, unless that is `positive_only`: then a ValueError, or another
+        form where a class has one.
+        """
+        if self.positive_only:
+            raise ValueError(
+                f"structure={self.name!r} cannot sum an observed curvature, which may be "
+                "indefinite in some rows. Fit with structure='dense', 'kfac' or 'diag'."
+            )
+        return self
+
+    @property
+    def drops_negative_curvature(self) -> bool:
+        """Return whether `with_prior` would leave out directions in which S is negative.
+
+        The default is for structures whose `with_prior` factorises S as it is.
+        """
+        return False
+
     def accumulate(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
     ) -> Structure:

@@ -44,7 +44,7 @@ from ssla.refit import (
     log_density_of_marginal,
     resolve,
 )
-from ssla.refit.increments import EMPIRICAL
+from ssla.refit.increments import EMPIRICAL, FISHER
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -205,6 +205,11 @@ def from_marginal(
         raise ValueError(
             f"refit={rung.name!r} needs the network and its data; from f alone use 'output', "
             "'newton' or 'none'."
+        )
+    if isinstance(rung, NoRefit) and rung.data_curvature != FISHER:
+        raise ValueError(
+            "NoRefit(data_curvature='observed') sums the curvature of training rows, and f alone "
+            "has none. Use data_curvature='fisher': the covariance that you give is used as it is."
         )
     f, K = as_tensor(mean), as_tensor(covariance)
     if f.dim() != 2 or K.shape != (*f.shape, f.shape[1]):

@@ -48,6 +48,8 @@ class Diagnostics:
     extreme: Tensor | None = None
     # (N,) bool: refits of the network linearised at θ̂ answered; None: in no row
     linearised: Tensor | None = None
+    # (N,) share of the output refit's predictive beyond a grid of candidates; None: no such grid
+    cut: Tensor | None = None
     mixed: Law | None = None  # a mixture of laws of numbers or counts, for `off_centre`
 
     @property
@@ -92,6 +94,8 @@ class Diagnostics:
             )
         if self.linearised is not None:
             text += f", of the linearised network in {int(self.linearised.sum())} rows"
+        if self.cut is not None and self.cut.numel():
+            text += f"; at most {float(self.cut.max()):.1%} of the mass beyond the candidates"
         if self.error is not None and bool((self.error > 0).any()):
             text += (
                 f", standard error of log probabilities at most {float(self.error.max()):.1g} "

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ssla.likelihoods.support import Classes, Continuous, Support
+from ssla.predictive.candidate_law import make_candidate_predictive
 from ssla.predictive.class_law import ClassLaw
 from ssla.predictive.count_law import make_count_predictive
 from ssla.predictive.gaussian_law import GaussianLaw
@@ -57,6 +58,8 @@ def make_refitted_predictive(
     output: the predictive of the output rung. name: of the rung that was requested. reasons: for
     each row why it is refitted, empty where it is not; None: all rows are refitted.
     """
+    if weights.refit.candidates is not None:
+        return make_candidate_predictive(weights, output, name)
     rows, outputs = weights.marginal.mean.shape
     support = weights.likelihood.support_for(outputs)
     chosen = torch.tensor(
@@ -84,7 +87,8 @@ def make_refitted_predictive(
         (of_quadrature.inaccurate & ~is_nan) | log_density.inaccurate,
     )
     rungs = _name_rungs(weights, chosen, log_density.failed)
-    flags = _add_rungs(flags, name, rungs, reasons, log_density.refit_counts)
+    counts = _count_refits(weights, log_density.refit_counts)
+    flags = _add_rungs(flags, name, rungs, reasons, counts)
     return replace(predictive, diagnostics=_add_linearised_rows(flags, weights))
 
 
@@ -184,6 +188,7 @@ def _make_class_predictive(
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
     flags = Diagnostics(name, fallback, unconverged, inaccurate=torch.zeros_like(fallback))
     refits = torch.where(chosen, 0 if weights.refits_stopped else is_refitted.sum(1), 0)
+    refits = _count_refits(weights, refits)
     flags = _add_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
     # The standard error of a row: √Σ p e² over the classes.
     error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
@@ -217,6 +222,14 @@ def _find_nan_rows(weights: WeightLogDensity, failed: Tensor) -> Tensor:
     none.
     """
     return failed & (weights.refit.on_failure == NAN)
+
+
+def _count_refits(weights: WeightLogDensity, evaluations: Tensor) -> Tensor:
+    """Return the number of refits of each row (N,), for the number of y that were evaluated.
+
+    They are the same, unless all y of a row share one refit.
+    """
+    return evaluations.clamp(max=1) if weights.refits_at_prediction else evaluations
 
 
 def _name_rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ssla.data import Inputs
 from ssla.refit.outputs import OutputLogDensity
+from ssla.refit.weights.at_prediction import CANDIDATE
 from ssla.refit.weights.weight_log_density import WeightLogDensity
 from ssla.refit.weights.weight_refit import WeightRefit
 from ssla.report import LAPLACE, VARIATIONAL
@@ -52,8 +53,8 @@ class AutoRefit:
     def __post_init__(self) -> None:
         """Raise an error for arguments of the wrong kind.
 
-        ValueError for a target that is not above zero; TypeError for `weights` that are not a
-        WeightRefit.
+        ValueError for a target that is not above zero, and for options of the refit that make it
+        less accurate; TypeError for `weights` that are not a WeightRefit.
         """
         if isinstance(self.target, bool | str) or not self.target > 0:
             raise ValueError(
@@ -63,6 +64,11 @@ class AutoRefit:
             raise TypeError(
                 "weights must be a WeightRefit, for example ssla.WeightRefit(max_steps=50), but "
                 f"is {self.weights!r}."
+            )
+        if self.weights.candidates is not None or self.weights.refitted_point != CANDIDATE:
+            raise ValueError(
+                "AutoRefit refits where the output refit is not accurate enough, so it needs the "
+                "accurate refit: WeightRefit(at='candidate') without candidates and half_width."
             )
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:

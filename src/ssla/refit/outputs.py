@@ -5,9 +5,9 @@ need f̂ and K only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from ssla.maths import linalg
 from ssla.priors import ADDITIVE, EXACT, PAPER
 from ssla.refit.increments import (
     CURVATURES,
+    FISHER,
     OBSERVED,
     Evaluated,
     Increments,
@@ -28,6 +29,7 @@ from ssla.refit.increments import (
     evaluate_plug_in,
     evaluate_without_refit,
 )
+from ssla.refit.observed_curvature import observed_covariance
 from ssla.refit.prior_response import data_covariance, prior_response
 from ssla.values import Marginal
 
@@ -435,7 +437,15 @@ class PlugIn:
 class NoRefit:
     """θ̃ = θ̂: log p(y|f̂) − ½ log|I + Λ K|.
 
-    curvature: "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its Corollary 3).
+    curvature: Λ of the new row, "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its
+    Corollary 3).
+
+    data_curvature: the curvature of the training rows, from which K = J H⁻¹ Jᵀ follows. "fisher"
+    (default) is that of the posterior. "observed" sums Σ JᵀΛ(y_i, f̂_i)J + prior again over the
+    training rows, as Algorithm 2 is written; a ValueError says where that is not positive definite.
+    The two differ for heteroscedastic noise and StudentT, not for Gaussian noise, classes and
+    counts with their usual links. data: the training data for "observed", where the posterior does
+    not hold them.
 
     With Gaussian noise the curvature does not depend on y, so the normalised predictive is the
     plug-in; with "empirical" it is even narrower. It is offered because it was published; it is
@@ -443,6 +453,8 @@ class NoRefit:
     """
 
     curvature: str = OBSERVED
+    data_curvature: str = FISHER
+    data: Any = field(default=None, compare=False)
 
     name = "none"
     outputs_move = False
@@ -451,6 +463,12 @@ class NoRefit:
     def __post_init__(self) -> None:
         """Raise a ValueError for an unknown curvature."""
         check_name("curvature", self.curvature, CURVATURES)
+        check_name("data_curvature", self.data_curvature, (FISHER, OBSERVED))
+        if self.data is not None and self.data_curvature == FISHER:
+            raise ValueError(
+                "NoRefit(data=…) is for data_curvature='observed', which reads the training rows. "
+                "Leave data out, or ask for data_curvature='observed'."
+            )
 
     @property
     def rule(self) -> Rule:
@@ -458,8 +476,17 @@ class NoRefit:
         return partial(evaluate_without_refit, curvature=self.curvature)
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
-        """Return the log density at x."""
-        return log_density_of_posterior(self, posterior, x)
+        """Return the log density at x.
+
+        ValueError where the observed curvature of the data is asked for and does not exist.
+        """
+        log_density = log_density_of_posterior(self, posterior, x)
+        if self.data_curvature == FISHER:
+            return log_density
+        K = observed_covariance(posterior, x, self.data)
+        # Without a refit the determinant alone has a covariance, so K is right in all conventions.
+        marginal = Marginal(log_density.marginal.mean, K)
+        return replace(log_density, marginal=marginal, determinant=None)
 
 
 @dataclass(frozen=True)

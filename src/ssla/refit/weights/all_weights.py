@@ -227,17 +227,31 @@ class AllWeightsRefit:
         task_bytes = 8 * self.gradient.numel() * vectors + activation_bytes
         return max(min(budget // 2 // task_bytes, MOST_TASKS), 1)
 
-    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+    def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
+        """Find the mode of each task, for x_rows (m,) and y (m, …); see `Engine`."""
+        with self.interrupted.listen():
+            return self._find_modes(_Group(self, x_rows, y), self.options.max_steps, progress)
+
+    def solve(
+        self,
+        x_rows: Tensor,
+        y: Tensor,
+        progress: Progress | None = None,
+        at: Ascent | None = None,
+    ) -> Solved:
         """Compute the three increments of m tasks, each at its own mode.
 
-        x_rows (m,): the row of x of each task. y (m, …). Ctrl-C ends the ascent: tasks that have
-        converged keep their answers, the others and all later tasks count as not converged.
+        x_rows (m,): the row of x of each task. y (m, …). at: see `Engine`. Ctrl-C ends the ascent:
+        tasks that have converged keep their answers, the others and all later tasks count as not
+        converged.
         """
-        if self.interrupted.asked:
+        if self.interrupted.asked and at is None:
             return Solved.untried(len(x_rows))
         with self.interrupted.listen():
             group = _Group(self, x_rows, y)
-            ascent = self._find_modes(group, self.options.max_steps, progress)
+            ascent = at
+            if ascent is None:
+                ascent = self._find_modes(group, self.options.max_steps, progress)
             likelihood, prior, f_new = group.likelihood_and_prior(ascent.point)
             curvature, fallback, positive = self.determinants(
                 ascent.point, f_new, y, group.x, group.root

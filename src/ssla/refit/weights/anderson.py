@@ -11,7 +11,7 @@ rows, its slope is not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,6 +71,20 @@ class Ascent:
         steps[tasks] += later.steps
         converged[tasks] = later.converged
         return Ascent(point, norm, steps, converged)
+
+    def select_tasks(self, tasks: Tensor) -> Ascent:
+        """Return the ends of some tasks (k,), without their history."""
+        return Ascent(self.point[tasks], self.norm[tasks], self.steps[tasks], self.converged[tasks])
+
+    @staticmethod
+    def join(parts: Sequence[Ascent]) -> Ascent:
+        """Return the ends of the tasks of all parts, in their order and without their history."""
+        return Ascent(
+            torch.cat([part.point for part in parts]),
+            torch.cat([part.norm for part in parts]),
+            torch.cat([part.steps for part in parts]),
+            torch.cat([part.converged for part in parts]),
+        )
 
 
 Evaluate = Callable[[Tensor, Tensor], Slope]

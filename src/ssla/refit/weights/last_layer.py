@@ -38,6 +38,7 @@ from ssla.refit.weights.last_layer_group import (
     index_pairs,
     pairwise_products,
 )
+from ssla.refit.weights.last_layer_structure import StructureDeterminants
 from ssla.refit.weights.refit_rows import (
     Block,
     PriorChange,
@@ -46,7 +47,7 @@ from ssla.refit.weights.refit_rows import (
     check_same_data,
     open_rows,
 )
-from ssla.refit.weights.solved import Options, Solved, curvature_of
+from ssla.refit.weights.solved import STRUCTURE, Options, Solved, curvature_of
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -233,6 +234,11 @@ class LastLayerRefit:
         )
 
     @cached_property
+    def _structure_determinants(self) -> StructureDeterminants:
+        """Return the determinants by the fitted structure, with their value at θ̂."""
+        return StructureDeterminants(self)
+
+    @cached_property
     def contrast_curvature(self) -> InitialCurvature | None:
         """Return the curvature in contrasts of classes, which has C − 1 outputs in place of C.
 
@@ -259,27 +265,43 @@ class LastLayerRefit:
 
     # --- one group of tasks ----------------------------------------------------------------
 
-    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+    def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
+        """Find the mode of each task, for x_rows (m,) and y (m, …); see `Engine`."""
+        return self._find_modes(Group(self, self.initial_curvatures[0], x_rows, y), progress)
+
+    def solve(
+        self,
+        x_rows: Tensor,
+        y: Tensor,
+        progress: Progress | None = None,
+        at: Ascent | None = None,
+    ) -> Solved:
         """Compute the three increments of m tasks, each at its own mode.
 
-        x_rows (m,): the row of x of each task. y (m, …). progress: called with the number of tasks
-        that converged. Tasks whose observed curvature is indefinite at the mode use the Fisher
-        information, and are marked. Tasks that fail are marked as not converged.
+        x_rows (m,): the row of x of each task. y (m, …). at: see `Engine`. progress: called with
+        the number of tasks that converged. Tasks whose observed curvature is indefinite at the mode
+        use the Fisher information, and are marked. Tasks that fail are marked as not converged.
         """
         initial = self.initial_curvatures[0]
         group = Group(self, initial, x_rows, y)
-        ascent = self._find_modes(group, progress)
+        ascent = self._find_modes(group, progress) if at is None else at
         likelihood, prior = group.likelihood_and_prior(ascent.point)
-        curvature, positive = group.curvature_increments(
-            ascent.point, self.contrast_curvature or initial
-        )
+        if self.options.logdet == STRUCTURE:
+            curvature = self._structure_determinants(group, ascent.point)
+            positive = torch.ones_like(ascent.converged)
+        else:
+            curvature, positive = group.curvature_increments(
+                ascent.point, self.contrast_curvature or initial
+            )
         indefinite = (~positive).nonzero().squeeze(-1)
         if indefinite.numel() and initial.curvature_kind == OBSERVED:
             fisher_group = group.select_tasks(indefinite)
             curvature[indefinite], positive[indefinite] = fisher_group.curvature_increments(
                 ascent.point[indefinite], self.initial_curvatures[-1]
             )
-        fallback = torch.full_like(positive, self.fallback)
+        # The structure has the Fisher information in any case.
+        by_structure = self.options.logdet == STRUCTURE
+        fallback = torch.full_like(positive, self.fallback and not by_structure)
         fallback[indefinite] = True
         finite = torch.isfinite(likelihood + prior + curvature)
         return Solved(

@@ -228,7 +228,7 @@ class Group:
         m, C = self.f.shape
         total = torch.zeros(C, m, self.phi.shape[1], dtype=point.dtype)
         outside = torch.zeros(m, dtype=torch.bool)
-        for _, block, f in self._yield_outputs(point):
+        for _, block, f in self.yield_outputs(point):
             if likelihood.softmax:
                 # For classes y cancels in the difference.
                 score = likelihood.score_change(block.targets, f, block.f.unsqueeze(1))
@@ -296,7 +296,7 @@ class Group:
         )
         return z - self.initial.solve(self.pull(u))
 
-    def _yield_outputs(self, point: Tensor) -> Iterator[tuple[Block, Block, Tensor]]:
+    def yield_outputs(self, point: Tensor) -> Iterator[tuple[Block, Block, Tensor]]:
         """Yield blocks of training rows with the outputs of all tasks on them, for points (m, P).
 
         The parts are the block as it is stored, the same in the precision of `point`, and the
@@ -320,7 +320,7 @@ class Group:
         increment = refit.new_likelihood.log_prob(self.y, self.f + self.push(point))
         # Differences row by row do not cancel, so classes may have them in single precision.
         single = refit.options.tolerance >= SINGLE_TOLERANCE and not self.y.is_floating_point()
-        for _, block, f in self._yield_outputs(point.float() if single else point):
+        for _, block, f in self.yield_outputs(point.float() if single else point):
             change = likelihood.log_prob_difference(block.targets, f, block.f.unsqueeze(1))
             increment = increment + block.apply_weights(change).sum(0, dtype=torch.float64)
         if refit.posterior.mode != AS_IS:
@@ -485,7 +485,7 @@ class Group:
             yield from self._yield_class_row_changes(point, initial.contrasts)
             return
         likelihood = self.refit.posterior.likelihood
-        for stored, block, f in self._yield_outputs(point):
+        for stored, block, f in self.yield_outputs(point):
             if initial.curvature_kind == FISHER:
                 change = likelihood.fisher(f) - likelihood.fisher(block.f).unsqueeze(1)
             else:
@@ -503,7 +503,7 @@ class Group:
 
         The values at θ̂ are stored for the block.
         """
-        for stored, block, f in self._yield_outputs(point):
+        for stored, block, f in self.yield_outputs(point):
             before = self.refit.store_for_block(
                 stored,
                 f"pairs {f.dtype}",

@@ -244,14 +244,24 @@ class ProductsRefit:
 
     # --- one group of tasks ----------------------------------------------------------------
 
-    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+    def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
+        """Find the mode of each task, for x_rows (m,) and y (m, …); see `Engine`."""
+        return self._find_modes(Group(self, x_rows, y), progress)
+
+    def solve(
+        self,
+        x_rows: Tensor,
+        y: Tensor,
+        progress: Progress | None = None,
+        at: Ascent | None = None,
+    ) -> Solved:
         """Compute the three increments of m tasks, each at its own mode.
 
-        x_rows (m,): the row of x of each task. y (m, …). Tasks that do not reach their mode, or
-        whose determinant does not exist, are marked as not converged.
+        x_rows (m,): the row of x of each task. y (m, …). at: see `Engine`. Tasks that do not reach
+        their mode, or whose determinant does not exist, are marked as not converged.
         """
         group = Group(self, x_rows, y)
-        ascent = self._find_modes(group, progress)
+        ascent = self._find_modes(group, progress) if at is None else at
         precision = group.new_row_precision(ascent.point)
         # Frozen determinants need only the new row's own curvature, which `new_row_increment` has.
         new_row = None

@@ -198,17 +198,28 @@ class LinearisedRefit:
         Q = self.Q.to(precision.dtype)
         return Q.mT @ precision @ Q
 
-    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+    def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
+        """Find the mode of each task, for x_rows (m,) and y (m, …); see `Engine`."""
+        with self.interrupted.listen():
+            return self._find_modes(Group(self, x_rows, y), progress)
+
+    def solve(
+        self,
+        x_rows: Tensor,
+        y: Tensor,
+        progress: Progress | None = None,
+        at: Ascent | None = None,
+    ) -> Solved:
         """Compute the three increments of m tasks, each at its own mode.
 
-        x_rows (m,): the row of x of each task. y (m, …). Ctrl-C ends the ascent: tasks that have
-        not converged count as such.
+        x_rows (m,): the row of x of each task. y (m, …). at: see `Engine`. Ctrl-C ends the ascent:
+        tasks that have not converged count as such.
         """
-        if self.interrupted.asked:
+        if self.interrupted.asked and at is None:
             return Solved.untried(len(x_rows))
         with self.interrupted.listen():
             group = Group(self, x_rows, y)
-            ascent = self._find_modes(group, progress)
+            ascent = self._find_modes(group, progress) if at is None else at
             likelihood, prior = group.likelihood_and_prior(ascent.point)
             curvature, positive, error = group.curvature_increments(
                 ascent.point, likelihood + prior

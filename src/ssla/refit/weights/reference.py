@@ -91,12 +91,18 @@ class ReferenceRefit(NamedTuple):
 
 
 def refit_one(
-    posterior: Posterior, x: Inputs, y: Tensor, curvature_kind: str = OBSERVED, data: Any = None
+    posterior: Posterior,
+    x: Inputs,
+    y: Tensor,
+    curvature_kind: str = OBSERVED,
+    data: Any = None,
+    refit_y: Tensor | None = None,
 ) -> ReferenceRefit:
     """Compute (1) for one input x (1, …) and one y.
 
     curvature_kind: the curvature of both determinants, "observed", "fisher" or "hessian". data: the
-    training data; None: those of the posterior. RuntimeError where Newton's method finds no
+    training data; None: those of the posterior. refit_y: the y at whose mode (1) is evaluated, as
+    in `at_prediction`; None: y itself. RuntimeError where Newton's method finds no
     maximum, or no curvature is positive definite. ValueError where the data cannot be read again.
     """
     prior, start = posterior.bound_prior, posterior.theta  # π, θ̂
@@ -104,9 +110,14 @@ def refit_one(
         open_observations(posterior, batch, posterior.likelihood)
         for batch in open_training_data(posterior, data)
     ]
-    new_batch = Batch(as_inputs(x), y.unsqueeze(0), None)
-    new = open_observations(posterior, new_batch, posterior.likelihood.predictive)
-    augmented = [*D, new]
+
+    def open_new(target: Tensor) -> Observations:
+        """Return (x, target) as observations."""
+        batch = Batch(as_inputs(x), target.unsqueeze(0), None)
+        return open_observations(posterior, batch, posterior.likelihood.predictive)
+
+    new = open_new(y)
+    refitted = new if refit_y is None else open_new(refit_y)
 
     def gradient(rows: list[Observations], theta: Tensor) -> Tensor:
         """Return ∇(ℓ + log π) at θ (P,)."""
@@ -121,14 +132,15 @@ def refit_one(
     # g₀ makes θ̂ the mode of the objective without (x, y) [4]. mode="as_is" leaves it out.
     g0 = torch.zeros_like(start) if posterior.mode == AS_IS else gradient(D, start)
 
-    def likelihood(theta: Tensor) -> Tensor:
+    def likelihood(theta: Tensor, added: Observations) -> Tensor:
         """Return the first bracket of (1) at θ (P,), with the tilt −g₀ᵀ(θ − θ̂)."""
         log_prob_change = torch.stack([rows.log_prob_change(theta, start) for rows in D]).sum()
-        return log_prob_change + new.log_prob(theta) - g0 @ (theta - start)
+        return log_prob_change + added.log_prob(theta) - g0 @ (theta - start)
 
     def objective(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the augmented log posterior, its gradient (P,) and its −∇² (P, P)."""
-        value = likelihood(theta) + prior.log_prob(theta)
+        value = likelihood(theta, refitted) + prior.log_prob(theta)
+        augmented = [*D, refitted]
         return value, gradient(augmented, theta) - g0, H(HESSIAN, augmented, theta)
 
     # θ̃: the mode of the augmented log posterior [2].
@@ -138,11 +150,11 @@ def refit_one(
     for used_kind in (curvature_kind, FISHER):
         # [5] forbids to subtract two determinants; few weights in float64 allow it.
         curvature = half_logdet(H(used_kind, D, start)) - half_logdet(
-            H(used_kind, augmented, theta)
+            H(used_kind, [*D, new], theta)
         )
         if not curvature.isnan():
             return ReferenceRefit(
-                likelihood(theta), prior_increment, curvature, theta, steps, used_kind
+                likelihood(theta, new), prior_increment, curvature, theta, steps, used_kind
             )
     raise RuntimeError("H(θ̂) or H̃(θ̃) is not positive definite. Give a stronger prior.")
 

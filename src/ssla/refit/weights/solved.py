@@ -11,7 +11,7 @@ from torch import Tensor
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.refit.increments import FISHER
-from ssla.refit.weights.anderson import Progress
+from ssla.refit.weights.anderson import Ascent, Progress
 
 EXACT, TRACES, FROZEN, STRUCTURE = "exact", "traces", "frozen", "structure"
 HESSIAN = "hessian"
@@ -75,15 +75,36 @@ class Engine(Protocol):
     """Refits at fixed inputs for any tasks (row of x (M,), y (M, …))."""
 
     @property
+    def f(self) -> Tensor:
+        """Return f̂ at x (N, C)."""
+        ...
+
+    @property
     def tasks_at_once(self) -> int:
         """Return the number of tasks that `solve` should get in one call."""
         ...
 
-    def solve(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Solved:
+    def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
+        """Find the mode of each task, in the engine's own coordinates.
+
+        x_rows (M,): the row of x of each task. y (M, …): the target that is added. progress: called
+        with the number of tasks that converged (see `Progress`).
+        """
+        ...
+
+    def solve(
+        self,
+        x_rows: Tensor,
+        y: Tensor,
+        progress: Progress | None = None,
+        at: Ascent | None = None,
+    ) -> Solved:
         """Compute the increments of each task at its own mode.
 
         x_rows (M,): the row of x of each task. y (M, …). progress: called with the number of tasks
-        that converged (see `Progress`). Tasks that fail are marked as not converged.
+        that converged (see `Progress`). at: what `find_modes` returned for other targets at the
+        same rows, where the increments are computed in place of the modes for y. Tasks that fail
+        are marked as not converged.
         """
         ...
 

@@ -31,6 +31,7 @@ from ssla.priors import BoundGaussian
 from ssla.refit.increments import Increments
 from ssla.refit.outputs import Density, OutputLogDensity
 from ssla.refit.weights.anderson import Progress
+from ssla.refit.weights.at_prediction import PREDICTION, RefitAtPrediction, predict_points
 from ssla.refit.weights.solved import FALLBACK, NAN, RAISE, Engine, Solved
 from ssla.report import POLISH
 from ssla.values import Marginal
@@ -82,21 +83,47 @@ class WeightLogDensity:
     def equals_output_refit(self) -> bool:
         """Return whether the output refit gives the same answer, so that no refit is needed.
 
-        It does for Gaussian noise, a linear model, a dense structure and a Gaussian prior.
+        It does for Gaussian noise, a linear model, a dense structure and a Gaussian prior, if each
+        y has its own refit.
         """
-        return self.posterior.quadratic and isinstance(self.posterior.bound_prior, BoundGaussian)
+        gaussian = isinstance(self.posterior.bound_prior, BoundGaussian)
+        return self.posterior.quadratic and gaussian and not self.refits_at_prediction
+
+    @property
+    def refits_at_prediction(self) -> bool:
+        """Return whether all y of an input share one refit, on the point prediction there."""
+        return self.refit.refitted_point == PREDICTION
 
     @property
     def rare_probability(self) -> float:
-        """Return the probability below which a class is not refitted."""
-        return RARE if self.refit.rare is None else self.refit.rare
+        """Return the probability below which a class is not refitted.
+
+        It is zero by default where classes share a refit, because each then costs little.
+        """
+        default = 0.0 if self.refits_at_prediction else RARE
+        return default if self.refit.rare is None else self.refit.rare
 
     # --- which engine ------------------------------------------------------------------------
 
     @cached_property
     def _engine(self) -> Engine:
         """Return the engine of the network itself; ValueError where options or budget forbid it."""
-        return self.refit.engine(self.posterior, self.x)
+        return self._at_requested_point(self.refit.engine(self.posterior, self.x))
+
+    def _at_requested_point(self, engine: Engine) -> Engine:
+        """Return the engine as it is, or one that refits with the point prediction."""
+        if not self.refits_at_prediction:
+            return engine
+        return RefitAtPrediction(engine, predict_points(self.likelihood, engine.f))
+
+    @cached_property
+    def prediction(self) -> Tensor:
+        """Return ŷ of each input at θ̂ (N,), or (N, D) for D targets; see `predict_points`."""
+        if not len(self.linearised_inputs):  # no input, so that no engine is opened
+            return predict_points(self.likelihood, self.marginal.mean)
+        all_linearised = bool(self.linearised_inputs.all())
+        engine = self._linearised_engine if all_linearised else self._engine
+        return predict_points(self.likelihood, engine.f)
 
     @cached_property
     def _linearised_engine(self) -> Engine:
@@ -107,7 +134,7 @@ class WeightLogDensity:
         """
         if bool(self.linearised_inputs.all()):
             self.__dict__.pop("_engine", None)  # where `cached_property` stores it
-        return self.refit.linearised_engine(self.posterior, self.x)
+        return self._at_requested_point(self.refit.linearised_engine(self.posterior, self.x))
 
     @cached_property
     def linearised_inputs(self) -> Tensor:

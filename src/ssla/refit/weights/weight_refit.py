@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.outputs import OutputRefit
 from ssla.refit.weights.all_weights import open_all_weights
 from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, dual_task_bytes
+from ssla.refit.weights.at_prediction import CANDIDATE, POINTS
 from ssla.refit.weights.determinants import SMALL
 from ssla.refit.weights.last_layer import open_last_layer
 from ssla.refit.weights.last_layer_blocks import vectors_that_fit
@@ -43,6 +45,7 @@ LARGE_TOLERANCE = 5e-4
 DENSE_COPIES = 6
 # Guesses: rounds that the ascents of the dense engine, of products and of all weights mix.
 DENSE_ROUNDS, PRODUCT_ROUNDS, ALL_WEIGHTS_ROUNDS = 4, 6, 12
+FEWEST_CANDIDATES = 4  # of a not-a-knot cubic spline
 CURVATURES = (OBSERVED, FISHER, HESSIAN)
 NO_STRUCTURE = (
     "Refits of the linearised network have no logdet='structure'. Use 'exact', 'traces' or "
@@ -88,8 +91,9 @@ class WeightRefit:
         `diagnostics.error`; beyond what a single P×P matrix allows, from blocks of it, one for each
         output, corrected by random vectors; beyond that by the fitted structure, with an error that
         is not known), "frozen" (at θ̂, plus the new point's own part: an error of O(1/n), but large
-        at a y far out; default otherwise), or "structure" (the fitted structure at θ̃; a pass over
-        the data for each task).
+        at a y far out; default otherwise), or "structure" (the fitted structure at θ̃ with the
+        Fisher information, so that kfac and diag differ from "exact"; sums over all rows for each
+        task).
     linearised:
         True refits the network linearised at θ̂, f_i = f̂_i + J_i(θ − θ̂) on all rows. For Gaussian
         priors and concave likelihoods each such refit has a mode. Its determinants are exact for at
@@ -103,6 +107,19 @@ class WeightRefit:
     data:
         The training data, where the posterior does not hold them (fitted from a generator, loaded
         from a file).
+    at:
+        Which y is added in the refit: "candidate" (default), the y whose density is asked for; or
+        "prediction", the paper's Algorithm 1 as it is written: one refit for each x with the point
+        prediction ŷ (the mean of y at θ̂, the most probable class, the nearest count), at whose θ̃
+        every y is then evaluated. The second costs one refit for each x, and is not the Laplace
+        approximation of p(y|x, D): it equals ASSLA for constant Gaussian noise, and is too narrow
+        with a log variance among the outputs (docs/refits.md).
+    candidates, half_width:
+        For one continuous target: `predict` evaluates k = `candidates` values of y, equally spaced
+        on ŷ ± half_width (in units of y), interpolates their log densities by a spline, and
+        normalises on that range, as the paper does. Mass beyond it is cut: a warning says where
+        that is more than 2%, and `diagnostics.cut` how much. At least four candidates. Default:
+        the whole line, by refits where they are needed (see `interpolation`).
     interpolation:
         The error allowed in log density, before normalisation, when a whole predictive is drawn
         from few refits (inside its 99.9% region).
@@ -121,6 +138,9 @@ class WeightRefit:
     interpolation: float = 1e-4
     progress: bool | None = None
     linearised: bool | None = None
+    at: str | None = None
+    candidates: int | None = None
+    half_width: float | None = None
 
     name = "weights"
 
@@ -143,10 +163,39 @@ class WeightRefit:
         if self.logdet is not None:
             check_name("logdet", self.logdet, LOGDETS)
         check_name("on_failure", self.on_failure, FAILURES)
+        check_name("at", self.refitted_point, POINTS)
+        self._check_candidates()
         if not (self.linearised is None or isinstance(self.linearised, bool)):
             raise ValueError(
                 f"linearised must be True, False or None (automatic), but is {self.linearised!r}."
             )
+
+    def _check_candidates(self) -> None:
+        """Raise a ValueError unless candidates and half_width are both None, or both in range."""
+        count, width = self.candidates, self.half_width
+        if count is None and width is None:
+            return
+        if count is None or width is None:
+            raise ValueError(
+                "candidates and half_width belong together: k values of y, equally spaced on "
+                f"ŷ ± half_width. Got candidates={count!r} and half_width={width!r}; give both, "
+                "for example candidates=20, half_width=1.96, or neither."
+            )
+        if not isinstance(count, int) or isinstance(count, bool) or count < FEWEST_CANDIDATES:
+            raise ValueError(
+                f"candidates must be a whole number from {FEWEST_CANDIDATES} (a cubic spline needs "
+                f"as many), but is {count!r}."
+            )
+        if isinstance(width, bool | str) or not 0 < width < math.inf:
+            raise ValueError(
+                "half_width must be a finite number above zero, in units of y, for example 1.96, "
+                f"but is {width!r}."
+            )
+
+    @property
+    def refitted_point(self) -> str:
+        """Return which y is added in the refits: `at` with its default."""
+        return CANDIDATE if self.at is None else self.at
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         """Return the log density of y at x by refits.
@@ -232,11 +281,6 @@ class WeightRefit:
 
         ValueError where they are not possible for it.
         """
-        if self.logdet == STRUCTURE:
-            raise ValueError(
-                "logdet='structure' is for weights='all'; a last layer has its exact curvature: "
-                "use 'exact' or 'frozen'."
-            )
         # f is linear, so the Hessian is the observed curvature.
         curvature = FISHER if self.curvature == FISHER else OBSERVED
         tolerance = self._resolve_tolerance(posterior)
@@ -285,7 +329,7 @@ class WeightRefit:
         It is where that was asked for, or where no such matrix fits the memory budget. Priors that
         are not Gaussian have the dense engine only.
         """
-        if self.logdet in (EXACT, TRACES):
+        if self.logdet in (EXACT, TRACES, STRUCTURE):
             return self.logdet == TRACES
         gaussian = isinstance(posterior.bound_prior, BoundGaussian)
         return gaussian and dense_bytes(posterior) > posterior.memory_budget
