@@ -193,7 +193,7 @@ class Dense(Structure):
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
         """Return the statistics with one more batch; precision Λ (B, C, C), weights not used."""
         if self._stays_in_rows(J, precision):
-            W = (_precision_root(precision) @ J.dense().values.double()).flatten(0, 1)
+            W = (_precision_root(precision) @ J.to_dense().values.double()).flatten(0, 1)
             return replace(self, rows=(*self.rows, W))
         return self._with_matrix(J.gram(precision).add_(self.as_matrix()), self.size)
 
