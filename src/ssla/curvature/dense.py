@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Features, Jacobian
+from ssla.curvature.seconds import estimate_dense_seconds
 from ssla.curvature.structure import (
     Eigenbasis,
     Extent,
@@ -343,6 +344,10 @@ class Dense(Structure):
         # precision, its factor and inverse, and the sums.
         copies = 8 if extent.averages else 4
         return copies * 8 * width * extent.size  # 8 bytes of a number in float64
+
+    def estimate_seconds(self, extent: Extent) -> float:
+        """Estimate the seconds of a fit on one core, as in the protocol."""
+        return estimate_dense_seconds(extent)
 
 
 def _precision_root(precision: Tensor) -> Tensor:
