@@ -21,6 +21,7 @@ import ssla
 from ssla import metrics, plots
 from ssla._checks import check_writable
 from ssla.files.replacing import replace_file
+from ssla.plots.canvas import import_pyplot
 from ssla.predictive import Predictive
 
 # Labels of the table -> the argument `refit` of predict.
@@ -102,11 +103,13 @@ def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.
     """Train, fit, compare the refits on test points, and plot; returns the scores of each refit.
 
     It prints the comparison and writes the figure to `out`. seed: of data and network. n_test: the
-    number of test points. Raises ValueError for a path that is no picture or cannot be written.
+    number of test points. Raises ValueError for a path that is not that of a picture or cannot be
+    written, and ImportError without matplotlib, both before the work.
     """
     check_writable(out)
     if out.suffix.lower() not in SUFFIXES:
         raise ValueError(f"The figure {out} must end in one of {', '.join(SUFFIXES)}.")
+    import_pyplot()
     out.parent.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     x, y = draw_toy_data(200, generator)
@@ -161,15 +164,15 @@ def compare_refits(
 
 
 def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> None:
-    """Draw bands of the output refit, and the density at one input inside the gap of the data.
+    """Draw the predictives of the posterior, and write the figure to `out`.
 
-    x (n, 1), y (n,): the training rows. The figure is written to `out`, in the format of its
-    suffix.
+    On the left are the training rows x (n, 1), y (n,), the bands of the output refit, and the ends
+    of the 95% interval of the plug-in. On the right are the densities of three refits at x = GAP.
+    The format is that of the suffix of `out`. Matplotlib's backend is then Agg, which needs no
+    screen, for the rest of the process. Raises ImportError without matplotlib.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = import_pyplot()
+    plt.switch_backend("Agg")
 
     grid = torch.linspace(-6, 6, 400)[:, None]
     figure, (bands_axes, density_axes) = plt.subplots(
@@ -183,9 +186,9 @@ def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> N
         title="Predictive bands of the output refit",
     )
     lower, upper = posterior.predict(grid, refit="plug_in").interval(0.95).unbind(1)
-    line = {"color": plots.OTHER, "lw": 1.1, "ls": "--"}
-    bands_axes.plot(grid.flatten(), lower, label="plug-in 95%", **line)
-    bands_axes.plot(grid.flatten(), upper, **line)
+    plug_in_style = {"color": plots.OTHER, "lw": 1.1, "ls": "--"}
+    bands_axes.plot(grid.flatten(), lower, label="plug-in 95%", **plug_in_style)
+    bands_axes.plot(grid.flatten(), upper, **plug_in_style)
     bands_axes.axvline(GAP, ymin=0.09, color="#888888", lw=0.8, ls=":")  # above the legend
     bands_axes.set(xlabel="x", ylabel="y", ylim=(-22, 22), xlim=(-6, 6))
     bands_axes.legend(frameon=False, fontsize=8, ncols=6, loc="lower center")
@@ -197,8 +200,9 @@ def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> N
     density_axes.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
     for axes in (bands_axes, density_axes):
         axes.spines[["top", "right"]].set_visible(False)
+    # The draft of a link has the suffix of the file to which it points, so the format is given.
     with replace_file(out) as draft:
-        figure.savefig(draft, dpi=130, format=out.suffix[1:] or "png")
+        figure.savefig(draft, dpi=130, format=out.suffix[1:])
     plt.close(figure)
 
 

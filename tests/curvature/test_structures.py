@@ -53,7 +53,7 @@ def test_jacobian_contractions_equal_explicit_ones(kind, entries, monkeypatch):
     precision, g, v = random_spd(B, C, C, seed=1), _randn(2, B, C), _randn(3, P).abs()
     W = torch.tril(_randn(4, P, P))
     assert torch.allclose(J.pull(g), torch.einsum("bcp,bc->p", A, g))
-    assert torch.allclose(J.dense().values, A)
+    assert torch.allclose(J.to_dense().values, A)
     many, back = _randn(5, P, 3), _randn(6, B, C, 3)
     assert torch.allclose(J.push_many(many), A @ many)
     assert torch.allclose(J.pull_many(back), torch.einsum("bcp,bck->pk", A, back))
@@ -87,7 +87,7 @@ def many_outputs(kind, dtype):
     J = LayerJacobian(
         26, OUTPUTS, 11, blocks, RestBlock(order[22:], _randn(5, 11, OUTPUTS, 4).to(dtype))
     )
-    return J.dense() if kind == "dense" else J
+    return J.to_dense() if kind == "dense" else J
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -100,7 +100,7 @@ def test_covariances_are_symmetric_to_the_last_bit(structure, kind, dtype):
     if structure == "kfac" and kind == "dense":
         pytest.skip("kfac needs layers")
     J = many_outputs(kind, dtype)
-    A = J.double().dense().values
+    A = J.double().to_dense().values
     fitted = DenseJacobian(A[:1]) if structure == "dual" else J.double()
     statistics = resolve_structure("dense" if structure == "dual" else structure).zero(J.size)
     statistics = statistics.add(

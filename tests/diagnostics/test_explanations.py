@@ -82,7 +82,7 @@ def test_influence_equals_the_formula_with_matrices(structure, weights):
     state = posterior
     S = state.covariance.solve_many(torch.eye(len(state.theta), dtype=torch.float64))
     (f, J), (_, at) = next(state.linearised(X)), next(state.linearised(NEW))
-    J, at = J.double().dense().values, at.double().dense().values
+    J, at = J.double().to_dense().values, at.double().to_dense().values
     g, Lambda = posterior.likelihood.score(TARGETS[2], f), posterior.likelihood.fisher(f)
     found = ssla.explain(posterior, NEW, top=None).influence
     sound = torch.zeros(40, dtype=torch.bool)
@@ -114,7 +114,7 @@ def test_influence_on_the_variance_of_classes_equals_the_formula_with_matrices()
     state = posterior
     S = state.covariance.solve_many(torch.eye(len(state.theta), dtype=torch.float64))
     (f, J), (_, at) = next(state.linearised(X)), next(state.linearised(NEW))
-    J, at = J.double().dense().values, at.double().dense().values
+    J, at = J.double().to_dense().values, at.double().to_dense().values
     g, Lambda, p = law.score(y, f), law.fisher(f), torch.softmax(f, -1)
     found = ssla.explain(posterior, NEW, top=None).influence
     variance = by_row(found, found.variance)

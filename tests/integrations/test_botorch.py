@@ -527,6 +527,13 @@ def test_bad_input_is_refused_in_words():
         model.condition_on_observations(x, Y[:, 0])
     with refused("Y must be finite"):
         model.condition_on_observations(x, Y / 0)
+    # A tensor of shape (2, 1, 1) would broadcast, but the outcomes (4, 1) would not be its shape.
+    for noise in (torch.ones(3, 1), torch.ones(4), torch.ones(2, 1, 1)):
+        message = rf"noise must hold variances that broadcast to the outcomes \(4, 1\), but has shape \({noise.shape[0]},"
+        with refused("observation_" + message):
+            model.posterior(x, observation_noise=noise)
+        with refused("^" + message):
+            model.condition_on_observations(x, Y, noise=noise)
     with refused(r"x must have shape \(N, 3\) as at fit, but one row of it is \(2,\)"):
         model.posterior(x[:, :2])
     with refused("conditioned on fantasies"):

@@ -53,7 +53,7 @@ def test_root_of_a_last_layer_is_that_of_its_covariance(name, bias, dtype):
 
 @pytest.mark.parametrize("name", ["dense", "diag"])
 def test_root_of_other_jacobians(name):
-    J = DenseJacobian(jacobian().dense().values)
+    J = DenseJacobian(jacobian().to_dense().values)
     H = operator(name, J)
     R = H.root(J).multiply(torch.eye(C, dtype=torch.float64))
     assert (R @ R.mT - H.covariance(J)).abs().max() < 1e-12

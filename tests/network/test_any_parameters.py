@@ -108,7 +108,7 @@ def test_the_jacobian_is_that_of_backpropagation_for_every_kind_of_parameter():
     f, J = network.linearise(X[:6], network.theta)
     assert torch.allclose(f, model(X[:6]).detach(), atol=1e-14)
     expected = jacobian(model, X[:6], network.layout.names)
-    assert torch.allclose(J.dense().values, expected, atol=1e-12)
+    assert torch.allclose(J.to_dense().values, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_the_jacobian_is_that_of_backpropagation_for_every_kind_of_parameter():
 def test_part_of_a_layer_may_be_free(names):
     model = Mixed()
     network = opened(model, names)
-    found = network.linearise(X[:6], network.theta)[1].dense().values
+    found = network.linearise(X[:6], network.theta)[1].to_dense().values
     assert torch.allclose(found, jacobian(model, X[:6], network.layout.names), atol=1e-12)
 
 
@@ -132,7 +132,7 @@ def test_the_jacobian_at_other_weights_is_that_of_the_network_with_them():
     assert torch.allclose(f, twin(X[:6]).detach(), atol=1e-13)
     assert torch.allclose(network.evaluate(X[:6], theta), f, atol=1e-13)
     expected = jacobian(twin, X[:6], network.layout.names)
-    assert torch.allclose(J.dense().values, expected, atol=1e-12)
+    assert torch.allclose(J.to_dense().values, expected, atol=1e-12)
 
 
 def test_columns_by_row_are_those_of_vmap():
@@ -169,7 +169,7 @@ def test_a_tied_last_layer_has_no_outputs_of_its_own():
     model = Tied()
     network = opened(model)
     assert (network.parameter_outputs == -1).all()
-    found = network.linearise(X[:4], network.theta)[1].dense().values
+    found = network.linearise(X[:4], network.theta)[1].to_dense().values
     assert torch.allclose(found, jacobian(model, X[:4], network.layout.names), atol=1e-13)
 
 
@@ -187,13 +187,13 @@ def test_gradients_in_x_only_if_asked():
     network, x = opened(Mixed()), X[:3].clone().requires_grad_(True)
     f, J = network.linearise(x, network.theta)
     assert not f.requires_grad
-    assert not J.dense().values.requires_grad
+    assert not J.to_dense().values.requires_grad
     f, J = network.linearise(x, network.theta, graph=True)
     (found,) = torch.autograd.grad(f.square().sum(), x, retain_graph=True)
     own = X[:3].clone().requires_grad_(True)
     (expected,) = torch.autograd.grad(Mixed()(own).square().sum(), own)
     assert torch.allclose(found, expected, atol=1e-12)
-    assert J.dense().values.requires_grad
+    assert J.to_dense().values.requires_grad
 
 
 def test_vmap_over_rows_is_refused_in_words():
@@ -207,7 +207,7 @@ def test_outputs_beyond_the_largest_are_moved_along_their_ray():
     network = opened(model)
     f, J = network.linearise(1e100 * X, network.theta)
     assert torch.isfinite(f).all()
-    assert torch.isfinite(J.dense().values.square().sum())
+    assert torch.isfinite(J.to_dense().values.square().sum())
 
 
 @pytest.mark.parametrize("budget", [1, 40_000, 1 << 30])
@@ -242,7 +242,7 @@ def test_a_second_pass_that_takes_another_path_leaves_the_first_dimension(fails)
     model = DifferentPath(fails)
     network = opened(model)
     assert network.kronecker_names == set(network.layout.names)
-    found = network.linearise(X[:5], network.theta)[1].dense().values
+    found = network.linearise(X[:5], network.theta)[1].to_dense().values
     assert torch.allclose(found, jacobian(model, X[:5], network.layout.names), atol=1e-13)
 
 
@@ -260,7 +260,7 @@ class Scalar(nn.Module):
 
 def test_a_parameter_without_dimensions_may_be_free():
     network = opened(Scalar())
-    found = network.linearise(X[:4], network.theta)[1].dense().values
+    found = network.linearise(X[:4], network.theta)[1].to_dense().values
     assert torch.allclose(found, jacobian(Scalar(), X[:4], network.layout.names), atol=1e-13)
 
 
@@ -285,5 +285,5 @@ def test_where_every_layer_disagrees_with_backpropagation_none_has_a_form():
     assert "one.weight" in network.without_kronecker
     assert "two.weight" in network.without_kronecker
     assert any("do not agree with backpropagation" in note for note in network.notes)
-    found = network.linearise(X[:4], network.theta)[1].dense().values
+    found = network.linearise(X[:4], network.theta)[1].to_dense().values
     assert torch.allclose(found, jacobian(model, X[:4], network.layout.names), atol=1e-13)

@@ -8,7 +8,7 @@ from torch import nn
 
 import ssla
 from ssla import likelihoods as L
-from ssla.curvature.automatic import nodes_of_row
+from ssla.curvature.seconds import nodes_of_row
 from ssla.likelihoods.averages import RowNodes, _pairs_for
 from ssla.maths.quadrature.normal import normal_nodes
 

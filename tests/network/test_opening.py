@@ -187,7 +187,7 @@ def test_the_last_layer_is_opened_as_one(weights):
     names = ["2.weight", "2.bias"] if "2.bias" in network.layout.names else ["2.weight"]
     expected = jacobian(net, X[:7], names)
     order = torch.cat([network.layout.positions[name].flatten() for name in names])
-    assert torch.allclose(J.dense().values[:7][:, :, order], expected, atol=1e-13)
+    assert torch.allclose(J.to_dense().values[:7][:, :, order], expected, atol=1e-13)
     if len(names) == 1:
         assert torch.equal(network.offset, net[2].bias.detach())
     else:
@@ -207,7 +207,7 @@ def test_other_parameters_are_opened_with_their_jacobian(weights):
     with torch.no_grad():
         assert torch.allclose(f, net(X), atol=1e-14)
     expected = jacobian(net, X[:7], network.layout.names)
-    assert torch.allclose(J.dense().values[:7], expected, atol=1e-13)
+    assert torch.allclose(J.to_dense().values[:7], expected, atol=1e-13)
 
 
 class Extra(nn.Module):
@@ -346,7 +346,7 @@ def test_one_row_is_enough_to_open_a_network():
     network = open_network(mlp(), "all", X[:1])
     expected = jacobian(mlp(), X[:3], network.layout.names)
     assert torch.allclose(
-        network.linearise(X[:3], network.theta)[1].dense().values, expected, atol=1e-13
+        network.linearise(X[:3], network.theta)[1].to_dense().values, expected, atol=1e-13
     )
 
 

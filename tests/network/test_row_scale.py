@@ -42,7 +42,9 @@ def test_outputs_and_ones_are_divided_by_the_scale(bias):
     assert torch.allclose(scaled.push(theta), J.push(theta) / s[:, None], atol=1e-14)
     assert scaled.width == J.width
     assert not scaled.bias  # the column of 1/s is stored
-    assert torch.allclose(scaled.dense().values, J.dense().values / s[:, None, None], atol=1e-14)
+    assert torch.allclose(
+        scaled.to_dense().values, J.to_dense().values / s[:, None, None], atol=1e-14
+    )
 
 
 def test_lengths_leave_out_stored_ones_and_are_float64():

@@ -229,7 +229,7 @@ def test_a_frozen_determinant_is_that_of_theta_hat_and_the_new_row(kind):
         f = module_at(post.theta + steps()[k])(new[k : k + 1]).detach()
         law = post.likelihood
         Lambda = law.fisher(f) if kind == "fisher" else law.precision(Y[k : k + 1], f)
-        J = torch.cat([J.double().dense().values for _, J in post.linearised(new)])[k]
+        J = torch.cat([J.double().to_dense().values for _, J in post.linearised(new)])[k]
         after = np.linalg.slogdet((H + J.mT @ Lambda[0] @ J).numpy())[1]
         expected = -0.5 * (after - np.linalg.slogdet(H.numpy())[1])
         assert float(value[k]) == pytest.approx(expected, abs=1e-9)

@@ -1,32 +1,17 @@
 """The structure that a fit takes by default: dense where it is cheap, Kronecker factors elsewhere.
 
-Seconds are those of one core, without the network's own forward passes. They follow from the size
-of the problem alone, so that every process of a distributed fit makes the same choice. A source of
-unknown length counts as a large one.
+The choice follows from the size of the problem alone, so that every process of a distributed fit
+makes the same one.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from ssla.curvature import Dense, Extent, Kfac, Structure
-from ssla.curvature.kfac import MANY_CLASSES
-from ssla.curvature.memory import bytes_in_words, default_kfac, is_last_layer
+from ssla.curvature.memory import bytes_in_words, default_kfac
 
 AUTO = "auto"
-# On one core of the machine of 2026-11 (benchmarks/speed/head_speed.py): products of matrices ran
-# at 33 to 46 Gflop/s in float64 and at 86 to 94 in float32, Cholesky factors and inverses at 22 to
-# 26, and eigenvectors of P×P took P³ / 3.1 to 4.3 Gflop/s.
-PRODUCTS, SINGLE_PRODUCTS, FACTORS, EIGENVECTORS = 4e10, 8e10, 2.5e10, 3.5e9
-SECONDS_PER_NODE = 8e-9  # of one output at one node
-SECONDS_PER_FEATURE = 3e-8  # of one feature of one row, once: reading, casting, checks
-ROUNDS = 12  # of a variational Gaussian. A guess
-CHOICES = 4  # of a prior in the rounds of a variational Gaussian. A guess
-# Nodes of rows and classes: the same numbers as in ssla.likelihoods.averages
-PAIRS = ((64, 128), (300, 32), (math.inf, 16))
-MANY_ROWS, NODES_OF_ALL_ROWS, FEWEST_NODES = 4096, 1 << 17, 8
-UNKNOWN_ROWS = 100_000  # for a source of unknown length
 # of a dense fit that is taken by default. A guess: what a user waits without looking for another
 # way
 MOST_SECONDS = 10.0
@@ -46,7 +31,7 @@ def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choic
     factors do not allow. The reason is a phrase for the report.
     """
     dense = Dense()
-    seconds = _estimate_dense_seconds(extent)
+    seconds = dense.estimate_seconds(extent)
     memory = dense.memory(extent)
     if seconds <= MOST_SECONDS and memory <= budget:
         return Choice(dense, "the whole curvature, which is cheap here")
@@ -60,86 +45,6 @@ def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choic
     if default_kfac(extent).memory(extent) > budget:
         return Choice(dense, f"{cost}, but the memory budget allows no kfac")
     return Choice(Kfac(), cost)
-
-
-def estimate_seconds(structure: Structure, extent: Extent) -> float:
-    """Estimate the seconds that a fit takes; NaN for structures other than dense and kfac."""
-    if isinstance(structure, Dense):
-        return _estimate_dense_seconds(extent)
-    return _estimate_kfac_seconds(extent) if isinstance(structure, Kfac) else math.nan
-
-
-def _estimate_dense_seconds(extent: Extent) -> float:
-    """Estimate the seconds of a dense fit from its operations."""
-    rows = extent.rows or UNKNOWN_ROWS
-    size = extent.size
-    outputs = extent.outputs
-    # With fewer rows of Λ^½J than parameters P these m rows are stored, in place of a matrix P×P.
-    directions = min(size, rows * outputs)
-    # Operations of one pass. A product (a, b) @ (b, c) takes 2abc of them.
-    if directions < size:
-        sums = 2 * directions**2 * size
-    # A last layer takes C(C + 1)/2 products F × n × F, and other Jacobians one product P × nC × P.
-    elif is_last_layer(extent):
-        sums = outputs * (outputs + 1) * rows * (size // outputs) ** 2
-    else:
-        sums = 2 * rows * outputs * size**2
-    rounds = ROUNDS if extent.averages else 0
-    # The fit sums once. Each round computes the covariances of the rows, and then sums. A Cholesky
-    # factor follows each sum, and an eigendecomposition each choice of the prior.
-    seconds = sums * (1 + 2 * rounds) / PRODUCTS
-    seconds += (1 + rounds) * directions**2 * size / FACTORS
-    seconds += (CHOICES if extent.averages else 1) * directions**2 * size / EIGENVECTORS
-    return seconds + rows * _count_layer_inputs(extent) * SECONDS_PER_FEATURE
-
-
-def _estimate_kfac_seconds(extent: Extent) -> float:
-    """Estimate the seconds of a fit with Kronecker factors from its operations."""
-    rows = extent.rows or UNKNOWN_ROWS
-    outputs = extent.outputs
-    rounds = ROUNDS if extent.averages else 0
-    last_layer = is_last_layer(extent)
-    seconds = rows * _count_layer_inputs(extent) * SECONDS_PER_FEATURE
-    for layer_inputs, layer_outputs in extent.layers:
-        # The input factor is summed and decomposed once, the output factor in each round.
-        seconds += layer_inputs**3 / EIGENVECTORS + 2 * rows * layer_inputs**2 / PRODUCTS
-        backward_passes = 1 if last_layer else outputs
-        # A round has two products of rows × inputs × outputs for each backward pass.
-        each_round = (
-            layer_outputs**3 / EIGENVECTORS
-            + 4 * rows * layer_inputs * backward_passes * layer_outputs / SINGLE_PRODUCTS
-        )
-        seconds += each_round * (1 + rounds)
-    if last_layer and rounds:
-        layer_inputs, _ = extent.layers[0]
-        # The features are multiplied once by the eigenbasis of the input factor.
-        seconds += 2 * rows * layer_inputs**2 / SINGLE_PRODUCTS
-        # Each node adds p pᵀ (C, C) to the output factor.
-        each_node = outputs * SECONDS_PER_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
-        seconds += rounds * rows * nodes_of_row(rows, outputs) * each_node
-    return seconds
-
-
-def nodes_of_row(rows: int, classes: int) -> int:
-    """Return how many nodes each row of classes has in one pass of `ssla.likelihoods.averages`.
-
-    That package and this one do not import each other; tests/network/test_cost.py compares them.
-    """
-    pairs = next(pairs for largest, pairs in PAIRS if largest >= classes)
-    if rows < MANY_ROWS and classes <= MANY_CLASSES:
-        # One or two classes have fewer, by Gauss–Hermite rules: for them this is an upper bound.
-        return 2 * pairs
-    count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), pairs))
-    # The count is even, because half of the nodes are mirror images.
-    return 2 * math.ceil(count / 2)
-
-
-def _count_layer_inputs(extent: Extent) -> int:
-    """Return how many numbers the layers take as inputs in each row.
-
-    Without layers of a Kronecker form it is the number of parameters.
-    """
-    return sum(inputs for inputs, _ in extent.layers) or extent.size
 
 
 def time_in_words(seconds: float) -> str:

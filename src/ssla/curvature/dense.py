@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Features, Jacobian
+from ssla.curvature.seconds import estimate_dense_seconds
 from ssla.curvature.structure import (
     Eigenbasis,
     Extent,
@@ -197,7 +198,7 @@ class Dense(Structure):
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
         """Return the statistics with one more batch; precision Λ (B, C, C), weights not used."""
         if self._stays_in_rows(J, precision):
-            W = (_precision_root(precision) @ J.dense().values.double()).flatten(0, 1)
+            W = (_precision_root(precision) @ J.to_dense().values.double()).flatten(0, 1)
             return replace(self, rows=(*self.rows, W))
         return self._with_matrix(J.gram(precision).add_(self.as_matrix()), self.size)
 
@@ -347,6 +348,10 @@ class Dense(Structure):
         # precision, its factor and inverse, and the sums.
         copies = 8 if extent.averages else 4
         return copies * 8 * width * extent.size  # 8 bytes of a number in float64
+
+    def estimate_seconds(self, extent: Extent) -> float:
+        """Estimate the seconds of a fit on one core, as in the protocol."""
+        return estimate_dense_seconds(extent)
 
 
 def _precision_root(precision: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ssla._checks import check_name
 from ssla.curvature.jacobians import Features, Jacobian, LayerBlock, LayerJacobian, RestBlock
+from ssla.curvature.seconds import estimate_kfac_seconds
 from ssla.curvature.structure import (
     Eigenbasis,
     Extent,
@@ -42,7 +43,6 @@ from ssla.maths.roots import Root, ScaledRoot, full_root
 
 EXPAND, REDUCE = "expand", "reduce"
 FULL, DIAGONAL = "full", "diagonal"
-MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last layer by default
 # Profiles of the output scales (see LayerOperator.profiles). Head of clinc150 (shared data), 5,500
 # inputs in and out of the distribution, prior precisions 1,000, 30, 1 and 0.01: 5, 9, 14 and 15
 # profiles, at most 3e-7 of the largest entry left over.
@@ -612,6 +612,10 @@ class Kfac(Structure):
         # A number in float64 has 8 bytes.
         copies = 8 if extent.averages else 7
         return copies * 8 * (factors + extent.parameters_outside_layers) + 8 * extent.size
+
+    def estimate_seconds(self, extent: Extent) -> float:
+        """Estimate the seconds of a fit on one core, as in the protocol."""
+        return estimate_kfac_seconds(extent)
 
 
 def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:

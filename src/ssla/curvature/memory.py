@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ssla.curvature import STRUCTURES, Extent, Kfac, Structure
-from ssla.curvature.kfac import DIAGONAL, MANY_CLASSES
+from ssla.curvature.kfac import DIAGONAL
+from ssla.curvature.structure import MANY_CLASSES
 
 DEFAULT_BUDGET = 1 << 30
 BY_ACCURACY = ("dense", "kfac", "low_rank", "diag")  # as in docs/choosing.md
@@ -34,7 +35,7 @@ def refuse_beyond_budget(
         )
     if bytes_per_row > budget:
         # For a last layer kfac holds less for each row than the other structures.
-        kfac_helps = is_last_layer(extent) and structure.name != "kfac"
+        kfac_helps = extent.is_last_layer and structure.name != "kfac"
         raise ValueError(
             "One row of the network's intermediate results takes "
             f"{bytes_in_words(bytes_per_row)} with structure={structure.name!r}, more than the "
@@ -80,15 +81,8 @@ def default_kfac(extent: Extent) -> Kfac:
 
     They have a diagonal output factor for a last layer of very many classes.
     """
-    many = is_last_layer(extent) and extent.outputs > MANY_CLASSES
+    many = extent.is_last_layer and extent.outputs > MANY_CLASSES
     return Kfac(output_factor=DIAGONAL if many else None)
-
-
-def is_last_layer(extent: Extent) -> bool:
-    """Return whether the parameters are those of one layer that ends in the outputs."""
-    return extent.parameters_outside_layers == 0 and [out for _, out in extent.layers] == [
-        extent.outputs
-    ]
 
 
 def bytes_in_words(size: int) -> str:

@@ -6,6 +6,7 @@ prior can be changed: `with_prior` factorises H = statistics + prior precision o
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
@@ -16,10 +17,12 @@ from torch import Tensor
 from ssla.curvature.jacobians import Jacobian
 from ssla.maths.roots import Root
 
+MANY_CLASSES = 1000  # beyond, a fit takes a diagonal output factor for a last layer by default
+
 
 @dataclass(frozen=True)
 class Extent:
-    """The size of a problem, from which its memory follows."""
+    """The size of a problem, from which the memory and the seconds of a fit follow."""
 
     size: int  # P
     outputs: int  # C
@@ -33,6 +36,12 @@ class Extent:
     def parameters_outside_layers(self) -> int:
         """Return the number of parameters that are outside the layers with a Kronecker form."""
         return self.size - sum(inputs * outputs for inputs, outputs in self.layers)
+
+    @property
+    def is_last_layer(self) -> bool:
+        """Return whether the parameters are those of one layer that ends in the outputs."""
+        layer_outputs = [outputs for _, outputs in self.layers]
+        return self.parameters_outside_layers == 0 and layer_outputs == [self.outputs]
 
 
 class Operator(Protocol):
@@ -156,6 +165,15 @@ class Structure(Protocol):
 
         They include the statistics, those of a batch, and the factorisation.
         """
+
+    def estimate_seconds(self, extent: Extent) -> float:
+        """Estimate the seconds of a fit of this extent on one core.
+
+        They do not include the network's own forward passes. A source of unknown length counts as
+        `ssla.curvature.seconds.UNKNOWN_ROWS` rows. The default is NaN, for structures without an
+        estimate; dense and kfac have one.
+        """
+        return math.nan
 
     # --- properties of the statistics, with defaults ---------------------------------------
 

@@ -3,7 +3,7 @@
 Full conformal prediction adds the candidate (x, y) to the data, fits again, and keeps y unless its
 score is among the highest of all rows. The score of a row says how badly the other rows predict it:
 
-    numbers, counts    |y − m| / √v       m = E[y|f],  v = Var[y|f] + Var E[y|f] to first order
+    numbers, counts    |y − μ| / √v       μ = E[y|f],  v = Var[y|f] + Var E[y|f] to first order
     classes            1 − p(y)           p at f/√(1 + πk/8), k the variances of f
 
 where f and K are those without the row. For the candidate they are the posterior's own. Its refit
@@ -420,7 +420,7 @@ def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor
     return query.f + lower, query.f + upper
 
 
-class _ScoreReach(NamedTuple):
+class _EndSearch(NamedTuple):
     """What the search for the ends of q intervals needs."""
 
     members: list[_Candidates]
@@ -431,12 +431,14 @@ class _ScoreReach(NamedTuple):
     lowest: float  # the lowest possible y
 
     def compute_implied_end(self, side: float, t: Tensor) -> Tensor:
-        """Compute the end of each interval that follows from the scores of the training rows when
-        the candidate is y = side · t.
+        """Compute the ends (q,) that the rows' scores imply after a refit with y = side · t (q,).
 
-        side: −1 for the lower end, 1 for the upper one. t (q,) -> (q,), in the coordinate t: the
-        quantile of side · m + scale · score over the rows.
+        side: −1 for the lower ends, 1 for the upper ones. The ends are in the coordinate t: the
+        quantile of side · centre + scale · score over the rows of all members. They are infinite
+        where too few rows can be removed from the fit. A y below the lowest possible one is
+        replaced by that one.
         """
+        # The search does not know the support. A count below 0 has no likelihood to refit with.
         y = (side * t).clamp_min(self.lowest)
         ends_by_row = [
             (side * centre)[:, None] + scale[:, None] * member.score_rows(y)
@@ -448,8 +450,8 @@ class _ScoreReach(NamedTuple):
 def _search_ends(members: list[_Candidates], level: float) -> Tensor:
     """Compute the intervals (q, 2) of numbers or counts, by a fixed point for each end.
 
-    An end is the y that equals the quantile of m ± scale · score over the rows, where the scores
-    are those after a refit with this y. Warns of ends that did not converge.
+    An end is the y that equals the quantile of centre ± scale · score over the rows, where the
+    scores are those after a refit with this y. Warns of ends that did not converge.
     """
     weights = torch.cat([member.rows.weights for member in members])
     sound = torch.cat([member.rows.sound for member in members])
@@ -466,9 +468,9 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
         return whole_line.expand(len(scales[0]), 2)
     support = members[0].likelihood.predictive.support_for(members[0].query.f.shape[1])
     lowest = 0.0 if support.kind == "count" else -torch.inf
-    reach = _ScoreReach(members, centres, scales, weights, level, lowest)
-    lower, lower_converged = _search_end(reach, side=-1.0)
-    upper, upper_converged = _search_end(reach, side=1.0)
+    search = _EndSearch(members, centres, scales, weights, level, lowest)
+    lower, lower_converged = _search_end(search, side=-1.0)
+    upper, upper_converged = _search_end(search, side=1.0)
     converged = torch.cat([lower_converged, upper_converged])
     if not bool(converged.all()):
         warn(
@@ -480,19 +482,19 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
     return torch.stack([lower, upper], 1)
 
 
-def _search_end(reach: _ScoreReach, side: float) -> tuple[Tensor, Tensor]:
+def _search_end(search: _EndSearch, side: float) -> tuple[Tensor, Tensor]:
     """Search for one end of each interval: the lower one for side −1, the upper one for 1.
 
     Returns the ends (q,), and which of them converged (q,) bool.
     """
-    scale = torch.stack(reach.scales).mean(0)
+    scale = torch.stack(search.scales).mean(0)
     # In the coordinate t = side · y the end is the largest t in the set. The bracket has `inside`
     # in the set and `outside` not in it.
-    inside = (side * torch.stack(reach.centres)).amin(0)
+    inside = (side * torch.stack(search.centres)).amin(0)
     outside = torch.full_like(inside, torch.inf)
     t = inside + scale
     for _ in range(MOST_STEPS):
-        implied = reach.compute_implied_end(side, t)
+        implied = search.compute_implied_end(side, t)
         is_in_set = implied >= t
         inside = torch.where(is_in_set, t, inside)
         outside = torch.where(is_in_set, outside, t)

@@ -323,7 +323,7 @@ def iterate_queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Q
     for start in range(0, row_count(x), at_once):
         for f, J in posterior.linearised(take_rows(x, slice(start, start + at_once))):
             J = J.double()
-            columns = J.dense().values.flatten(0, 1).mT.contiguous()  # Jᵀ (P, q·C)
+            columns = J.to_dense().values.flatten(0, 1).mT.contiguous()  # Jᵀ (P, q·C)
             solved = posterior.covariance.solve_many(columns)
             yield Query(f.double(), posterior.covariance.covariance(J), solved)
 

@@ -112,7 +112,7 @@ class BoxMembers:
                 "A range of means is for networks with one output. Give fixed means, or a list of "
                 "priors."
             )
-        parts = [(f.double(), J.dense().values.double()) for f, J in posterior.linearised(x)]
+        parts = [(f.double(), J.to_dense().values.double()) for f, J in posterior.linearised(x)]
         # A thin basis has k + P coordinates, which share one precision.
         groups = ranges.groups
         if len(basis.values) != layout.size:

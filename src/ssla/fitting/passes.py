@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ssla.curvature import Dense, Extent, Structure
 from ssla.curvature.automatic import Choice, choose_structure
 from ssla.curvature.jacobians import Features, Jacobian
-from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import refuse_beyond_budget, tensor_bytes
+from ssla.curvature.structure import MANY_CLASSES
 from ssla.data import Batch, Rows, Source, check_batch
 from ssla.fitting.sums import Averaging, Sums
 from ssla.fitting.trained import Classes, Numbers

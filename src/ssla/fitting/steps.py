@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.curvature import Extent, Kfac, LowRank
-from ssla.curvature.kfac import MANY_CLASSES
 from ssla.curvature.memory import bytes_in_words
+from ssla.curvature.structure import MANY_CLASSES
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.mode import NoModeError
 from ssla.fitting.noise import CollectAtNoise, estimate_noise

@@ -139,7 +139,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         output_indices: the outcomes to return; None: all.
         posterior_transform: one of BoTorch, applied to the result; None: none.
 
-        Raises ValueError if X is not a finite floating-point tensor (…, q, d).
+        Raises ValueError if X is not a finite floating-point tensor (…, q, d), or if the noise does
+        not broadcast to (…, q, m), and LinAlgError if the model is conditioned on observations
+        whose covariance is singular to rounding.
         """
         _check_inputs(X)
         mean, K = self._conditional_moments(X)
@@ -150,7 +152,8 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         scales = self.scale.repeat(q)
         K = scales[:, None] * K * scales
         if isinstance(observation_noise, Tensor):
-            K = K + torch.diag_embed(observation_noise.double().expand(*mean.shape).flatten(-2))
+            noise = _expand_noise("observation_noise", observation_noise, mean.shape)
+            K = K + torch.diag_embed(noise.flatten(-2))
         elif observation_noise:
             K = K + torch.block_diag(*[self._noise_covariance(self.scale)] * q)
         if output_indices is not None:
@@ -230,8 +233,8 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         `train` again for new ones.
 
         noise: variances (…, n, m) in units of Y²; None: those of the likelihood. Other keywords are
-        part of BoTorch's protocol and are not used. Raises ValueError for wrong shapes, or values
-        that are not finite.
+        part of BoTorch's protocol and are not used. Raises ValueError for wrong shapes, also of the
+        noise, or values that are not finite.
         """
         _check_inputs(X)
         if (
@@ -247,7 +250,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             )
         check_finite("Y", Y, "Drop those rows.")
         y = (Y.double() - self.offset) / self.scale
-        known_noise = None if noise is None else noise.double().expand(Y.shape) / self.scale**2
+        known_noise = None
+        if noise is not None:
+            known_noise = _expand_noise("noise", noise, Y.shape) / self.scale**2
         # An update has the noise of the likelihood, one batch, and no gradients in X and Y.
         is_plain = self.observations is None and known_noise is None and X.dim() == Y.dim() == 2
         needs_graph = torch.is_grad_enabled() and (X.requires_grad or Y.requires_grad)
@@ -387,6 +392,24 @@ def _expand_to_outputs(name: str, value: float | Tensor, m: int) -> Tensor:
         name, numbers, "Give the mean and standard deviation that the targets were standardised by."
     )
     return numbers.expand(m)
+
+
+def _expand_noise(name: str, noise: Tensor, shape: torch.Size) -> Tensor:
+    """Return noise variances expanded to the shape (…, q, m) of outcomes, in float64.
+
+    name: of the argument. Raises ValueError unless the noise broadcasts to the shape.
+    """
+    try:
+        fits = torch.broadcast_shapes(noise.shape, shape) == shape
+    except RuntimeError:  # torch's error for shapes that do not broadcast
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} must hold variances that broadcast to the outcomes {tuple(shape)}, but has "
+            f"shape {tuple(noise.shape)}. Give one variance for each outcome, with the outcomes as "
+            "the last dimension."
+        )
+    return noise.double().expand(shape)
 
 
 def _check_inputs(X: Tensor) -> None:

@@ -15,11 +15,10 @@ from ssla.likelihoods.likelihood import (
     SOFTMAX,
     Likelihood,
     check_output_count,
-    common_shape,
     scalar_target,
-    softplus_difference,
 )
 from ssla.likelihoods.support import Classes, Support
+from ssla.maths.elementwise import common_shape, softplus_difference
 from ssla.maths.quadrature.logistic import logistic_normal
 
 

@@ -18,15 +18,12 @@ from ssla.likelihoods.likelihood import (
     BoundaryRefit,
     Derivatives,
     Likelihood,
-    capped_exp,
     check_output_count,
-    common_shape,
     covariance_of,
-    largest_exponent,
     scalar_target,
-    softplus_difference,
 )
 from ssla.likelihoods.support import LARGEST_COUNT, Counts, Support
+from ssla.maths.elementwise import capped_exp, common_shape, largest_exponent, softplus_difference
 from ssla.maths.roots import Root
 
 MANY = 1e6  # from this count on log y! is not formed: its rounding error is 3e-9 there

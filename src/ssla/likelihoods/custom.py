@@ -14,10 +14,8 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     check_output_count,
-    common_shape,
     log_density_on_line,
     scalar_target,
-    uniform_numbers,
 )
 from ssla.likelihoods.support import (
     Circular,
@@ -30,6 +28,7 @@ from ssla.likelihoods.support import (
     UnitInterval,
 )
 from ssla.maths import quadrature
+from ssla.maths.elementwise import common_shape, uniform_numbers
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
 MOST_COUNTS = 1 << 16  # that are summed one by one; a guess

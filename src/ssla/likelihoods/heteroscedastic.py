@@ -16,13 +16,13 @@ from ssla.likelihoods.likelihood import (
     LOG_2PI,
     Derivatives,
     Likelihood,
-    capped_exp,
     check_output_count,
     covariance_of,
     describe_residuals,
     scalar_target,
 )
 from ssla.likelihoods.support import Real, Support
+from ssla.maths.elementwise import capped_exp
 from ssla.maths.linalg import stack_last, stack_square
 from ssla.maths.quadrature.normal import normal_nodes
 from ssla.maths.roots import Root

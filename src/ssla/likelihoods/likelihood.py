@@ -13,15 +13,14 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
 from ssla.likelihoods.support import Continuous, Support
 from ssla.maths import quadrature
 from ssla.maths.roots import Root
 
 LOG_2PI = math.log(2 * math.pi)
-# Changes of the outputs up to this size use an integral of the score. A guess, not measured.
-SMALL_STEP = 0.01
+# `log_prob_difference` integrates the score over changes of the outputs up to this size. A guess.
+LARGEST_INTEGRATED_STEP = 0.01
 # Functions that a likelihood may apply to the outputs itself (`Likelihood.links`)
 SOFTMAX, SIGMOID, EXP, SOFTPLUS = "softmax", "sigmoid", "exp", "softplus"
 
@@ -280,13 +279,14 @@ class Likelihood(Protocol):
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation for a small change.
 
-        Where every |Δ| ≤ SMALL_STEP, with Δ = f_new − f_old, the default is ∫₀¹ g(f_old + tΔ)ᵀΔ dt
-        by four Gauss–Legendre nodes, whose error is O(|Δ|⁹). Elsewhere it is the plain difference.
+        Where every |Δ| ≤ LARGEST_INTEGRATED_STEP, with Δ = f_new − f_old, the default is the
+        integral ∫₀¹ g(f_old + tΔ)ᵀΔ dt by four Gauss–Legendre nodes, whose error is O(|Δ|⁹).
+        Elsewhere it is the plain difference.
         """
         y = scalar_target(y, f_new)
         step = f_new - f_old
         plain = self.log_prob(y, f_new) - self.log_prob(y, f_old)
-        close = (step.abs() <= SMALL_STEP).all(-1)
+        close = (step.abs() <= LARGEST_INTEGRATED_STEP).all(-1)
         if not bool(close.any()):
             return plain
         # The nodes are those of [−1, 1]; (node + 1)/2 and weight/2 map them to [0, 1].
@@ -516,13 +516,6 @@ def scalar_target(y: Tensor, f: Tensor) -> Tensor:
     return y
 
 
-def common_shape(*parts: Tensor) -> torch.Size:
-    """Return the shape to which all tensors broadcast."""
-    # torch.broadcast_shapes would import torch's compiler first, which takes seconds.
-    shape: torch.Size = torch.broadcast_tensors(*parts)[0].shape
-    return shape
-
-
 def check_output_count(name: str, outputs: int, expected: int, meaning: str) -> None:
     """Raise ValueError unless the network has the number of outputs that the likelihood needs.
 
@@ -534,40 +527,3 @@ def check_output_count(name: str, outputs: int, expected: int, meaning: str) -> 
             f"({meaning}), but this one has {outputs}. Change the last layer or choose another "
             "likelihood."
         )
-
-
-def capped_exp(t: Tensor) -> Tensor:
-    """Return exp(t), elementwise, but at most the fourth root of the dtype's largest number.
-
-    So products of up to four such values stay finite. It is exp(t) itself for t ≤ 177 in float64
-    and for t ≤ 22 in float32.
-    """
-    return torch.exp(t.clamp_max(largest_exponent(t.dtype)))
-
-
-def largest_exponent(dtype: torch.dtype) -> float:
-    """Return the t from which on `capped_exp` is constant, for a floating-point dtype."""
-    return math.log(torch.finfo(dtype).max) / 4
-
-
-def softplus_difference(old: Tensor, step: Tensor) -> Tensor:
-    """Return softplus(old + step) − softplus(old), elementwise, without cancellation.
-
-    For |step| ≤ 1 this is log1p(σ(old)·expm1(step)). For larger steps the plain difference does not
-    cancel.
-    """
-    # The clamp keeps the branch that is not taken finite, and with it the gradient of `where`.
-    close = torch.log1p(torch.sigmoid(old) * torch.expm1(step.clamp(-1, 1)))
-    return torch.where(step.abs() <= 1, close, softplus(old + step) - softplus(old))
-
-
-def uniform_numbers(template: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """Return uniform numbers strictly inside (0, 1), float64 of shape (n, *template.shape).
-
-    They are on the device of `template`. Without a generator, torch's global one is used.
-    """
-    u = torch.rand(
-        (n, *template.shape), dtype=torch.float64, device=template.device, generator=generator
-    )
-    # Quantile functions are infinite at 0 and 1.
-    return u.clamp(1e-16, 1 - 1e-16)

@@ -7,8 +7,9 @@ torch calls, without hooks.
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan
 from ssla.network.fingerprint import VALUES, describe_difference, fingerprint, merge_digests
-from ssla.network.frozen import Network, Output, checked_output
+from ssla.network.frozen import Output, checked_output
 from ssla.network.head import LastLayer
+from ssla.network.network import Network
 from ssla.network.opening import (
     ALL,
     LAST_LAYER,

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ssla._checks import in_plain_torch
 from ssla.curvature import Extent, Structure, resolve_structure
-from ssla.curvature.automatic import AUTO, choose_structure, estimate_seconds, time_in_words
-from ssla.curvature.kfac import MANY_CLASSES
+from ssla.curvature.automatic import AUTO, choose_structure, time_in_words
 from ssla.curvature.memory import DEFAULT_BUDGET, affordable_structures, bytes_in_words
+from ssla.curvature.structure import MANY_CLASSES
 from ssla.network.frozen import Output, checked_output
 from ssla.network.head import MATRICES_PER_ROW
 from ssla.network.opening import ALL, LAST_LAYER, select_parameter_names, trainable_names
@@ -159,7 +159,7 @@ def estimate_cost(
         refits=refits,
         gradients=(few * refits, many * refits),
         refit_memory=_refit_memory(parameters, head, refits, budget),
-        seconds=estimate_seconds(chosen, extent),
+        seconds=chosen.estimate_seconds(extent),
         choice=reason,
     )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla.maths.digests import digest
-from ssla.network.frozen import Network
+from ssla.network.network import Network
 from ssla.network.reopening import describe_opening, describe_output_argument, module_of
 
 VALUES = "the layers are equal, but the values of buffers or weights differ"

@@ -66,9 +66,10 @@ class LastLayer:
         return torch.arange(self.outputs).repeat_interleave(self.layout.size // self.outputs)
 
     def cast(self, x: Inputs) -> Inputs:
-        """Return x in the model's dtype and on its device.
+        """Return x on the model's device and in its dtype, after checking it.
 
-        Raises ValueError if the parts, the shapes or the numbers of x are not valid.
+        Parts that were integers at fit stay integers. Raises ValueError if the parts or shapes of x
+        are not those of the fit, or if a number is not finite.
         """
         return self.frozen.cast(x)
 

@@ -16,7 +16,6 @@ from ssla.network.copying import private_copy
 from ssla.network.frozen import (
     FORWARD_ERRORS,
     Frozen,
-    Network,
     Output,
     call_by_keyword,
     call_by_position,
@@ -28,6 +27,7 @@ from ssla.network.frozen import (
 from ssla.network.head import LastLayer
 from ssla.network.layer_plans import open_any_parameters
 from ssla.network.layout import last_layer_layout
+from ssla.network.network import Network
 from ssla.network.watch import Call, Probe
 
 # Rows of the first batch that open the module: inputs and results of all its layers are kept for

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, collect_fixed_tensors
 from ssla.network.copying import private_copy
-from ssla.network.frozen import CALLS, Frozen, Network, Output
+from ssla.network.frozen import CALLS, Frozen, Output
 from ssla.network.head import LastLayer
 from ssla.network.layout import contiguous_layout, last_layer_layout
+from ssla.network.network import Network
 from ssla.network.row_scale import RowScale
 
 MOST_DIMENSIONS = 8  # of an input, in a file; a guess

@@ -91,7 +91,7 @@ def calibration(
 
     Raises TypeError for classes, and ValueError for a y or a target that does not fit.
     """
-    ranks = _rank_targets(predictive, y, target, "calibration")
+    ranks = _read_ranks(predictive, y, target=target, picture="calibration")
     ax, color = open_axes(ax)
     levels = np.linspace(0, 1, LEVELS + 2)[1:-1]
     ranges = [binomial_range(ranks.size, float(level), confidence) for level in levels]
@@ -138,7 +138,7 @@ def pit(
     model would be in each bin. Other arguments and errors: as in `calibration`.
     """
     _check_bins(bins, 2)
-    ranks = _rank_targets(predictive, y, target, "pit")
+    ranks = _read_ranks(predictive, y, target=target, picture="pit")
     ax, color = open_axes(ax)
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
     heights = ranks.heights(bins)
@@ -314,21 +314,25 @@ def _check_one_for_each_row(value: Tensor, predictive: Predictive, entry: str) -
     return value
 
 
-def _rank_targets(predictive: Predictive | LeaveOneOut, y: Any, target: int, name: str) -> Ranks:
-    """Return the rank of each y in its predictive.
+def _read_ranks(
+    predictive: Predictive | LeaveOneOut, y: Any, *, target: int, picture: str
+) -> Ranks:
+    """Return the rank of each y in its predictive, for n rows and one target.
 
-    Leave-one-out rows have their own y and weights, and those that failed are left out. target:
-    which of D targets, from 0. name: the picture, for messages. Raises TypeError for classes, and
+    y: the targets (n,), (n, 1) or (n, D) of a predictive. None for leave-one-out rows, which have
+    their own y and weights; those that failed are left out. target: which of D targets, from 0; it
+    is ignored for one target. picture: its name, for messages. Raises TypeError for classes, and
     ValueError for a y or a target that does not fit.
     """
     if predictive.kind == "class":
         raise TypeError(
-            f"plots.{name} is for ordered targets, but these are classes. Use plots.reliability."
+            f"plots.{picture} is for ordered targets, but these are classes. Use plots.reliability."
         )
     if isinstance(predictive, LeaveOneOut):
         if y is not None:
             raise ValueError(
-                f"plots.{name} of leave-one-out rows takes no y: they have their own. Leave it out."
+                f"plots.{picture} of leave-one-out rows takes no y: they have their own. Leave it "
+                "out."
             )
         succeeded = ~predictive.failed
         lower = predictive.lower[succeeded]
@@ -337,7 +341,7 @@ def _rank_targets(predictive: Predictive | LeaveOneOut, y: Any, target: int, nam
     else:
         if y is None:
             raise ValueError(
-                f"plots.{name} of a predictive needs y, the observed targets of its rows."
+                f"plots.{picture} of a predictive needs y, the observed targets of its rows."
             )
         observed = as_tensor(y).to("cpu", torch.float64)
         if predictive.kind != "vector":

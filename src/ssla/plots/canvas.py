@@ -37,6 +37,15 @@ class Palette(NamedTuple):
         return _mix_colors(self.paper, self.ink, 0.45)
 
 
+def import_pyplot() -> Any:
+    """Return the module matplotlib.pyplot; raise ImportError with the remedy if it is missing."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        raise ImportError("Plots need matplotlib: pip install 'ssla[plots]'.") from None
+    return plt
+
+
 def open_axes(ax: Any, title: str | None = None) -> tuple[Any, Palette]:
     """Return the Axes to draw on, and its colours.
 
@@ -44,11 +53,7 @@ def open_axes(ax: Any, title: str | None = None) -> tuple[Any, Palette]:
     or empty. Raises ImportError with the remedy if matplotlib is needed and missing.
     """
     if ax is None:
-        try:
-            import matplotlib.pyplot as plt
-        except ImportError:
-            raise ImportError("Plots need matplotlib: pip install 'ssla[plots]'.") from None
-        ax = plt.subplots(figsize=(5.4, 3.8), layout="constrained")[1]
+        ax = import_pyplot().subplots(figsize=(5.4, 3.8), layout="constrained")[1]
     if title:
         ax.set_title(title, fontsize="medium")
     paper = ax.get_facecolor()[:3]

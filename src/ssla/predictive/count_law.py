@@ -45,6 +45,9 @@ UNEVEN = 0.1  # log ratio of two neighbours' widths, from which they belong to t
 NOTHING = -1e300  # log of no probability, finite so that sums of it are
 MODE_ROUNDS = 12  # each divides the step of the search by 8
 TASKS_AT_ONCE = 1 << 18
+# The widest window of each row reaches above the single counts, because means are not negative and
+# scales are at least 1. `_tabulate_all_rows` ends by this.
+assert math.sinh(WIDEST_REACH) > SINGLE_COUNTS
 
 
 class Table(NamedTuple):
@@ -370,6 +373,8 @@ def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
     tables: list[Table] = []
     pending = torch.arange(len(mean))
     reach = FIRST_REACH
+    # The reach grows up to WIDEST_REACH. There no window is too short, and all rows are finished,
+    # so this ends.
     while pending.numel():
         is_last = reach >= WIDEST_REACH
         # A window that ends below the single counts holds less than they do: widen it at once.
@@ -390,8 +395,8 @@ def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
             if bool(cut.any()):
                 tables.append(_mark_inaccurate(table.take(cut)))
             if bool(endless.any()):
-                near = tabulation.tabulate_rows(rows[endless], FIRST_REACH)
-                tables.append(_cut_at_valley(near, mean[rows[endless]]))
+                first_window = tabulation.tabulate_rows(rows[endless], FIRST_REACH)
+                tables.append(_cut_at_valley(first_window, mean[rows[endless]]))
         pending = torch.cat(to_widen)
         reach = min(WIDER * reach, WIDEST_REACH)
     return tables

@@ -56,7 +56,7 @@ def compute_joint(posterior: Posterior, x: Inputs, differentiable: bool = False)
     # because the Jacobians of all pieces together may exceed the budget.
     for i, first in enumerate(pieces):
         mean[first], J = linearise(first)
-        moves = posterior.covariance.solve_many(J.dense().values.flatten(0, 1).mT)  # S Jᵀ (P, k)
+        moves = posterior.covariance.solve_many(J.to_dense().values.flatten(0, 1).mT)  # S Jᵀ (P, k)
         for second in pieces[i:]:
             J_second = J if second == first else linearise(second)[1]
             block = J_second.push_many(moves).unflatten(-1, (-1, C))  # (B', C, B, C)
@@ -94,7 +94,7 @@ def compute_joint_of_groups(
             joints.append(Joint(mean.double()[None], K.double()[None]))
             continue
         f, J = next(posterior.linearised(part_inputs, differentiable))
-        values = J.double().dense().values.reshape(-1, width, J.size)  # (G, size·C, P)
+        values = J.double().to_dense().values.reshape(-1, width, J.size)  # (G, size·C, P)
         moves = posterior.covariance.solve_many(values.flatten(0, 1).mT)  # S Jᵀ (P, G·size·C)
         K = values @ moves.unflatten(1, (-1, width)).movedim(1, 0)
         joints.append(Joint(f.double().reshape(-1, width), (K + K.mT) / 2))

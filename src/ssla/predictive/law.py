@@ -43,6 +43,11 @@ class Law(ABC):
         """Name the kind of target: "scalar", "vector", "circular", "count" or "class"."""
 
     @property
+    def has_median(self) -> bool:
+        """Return whether y is one number or one count, which has a median."""
+        return self.kind in ("scalar", "count")
+
+    @property
     @abstractmethod
     def rows(self) -> int:
         """Return N, the number of inputs."""

@@ -35,8 +35,12 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     All members must describe the same kind of target (a number, D numbers, counts, classes) at the
     same number of inputs. weights: M numbers ≥ 0, one for each member, or (M, N), one for each
     member and input. They are divided by their sum; None: equal weights. Members without weight are
-    left out. Raises TypeError for what is no list of predictives and for angles, and ValueError for
-    members or weights that do not go together.
+    left out.
+
+    Raises TypeError for an argument that is not a list of predictives, and for predictives of
+    angles. Raises ValueError for an empty list, for a member with differentiable=True, for members
+    with different kinds of target or different inputs, and for weights of another shape or that are
+    not finite, are negative or are all zero.
 
     >>> ssla.mixture([post.predict(x) for post in posteriors]).interval(0.95)      # doctest: +SKIP
     """
@@ -69,7 +73,8 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     ]
     law = LAWS[predictives[0].kind](tuple(member.law for member in members), w[has_weight])
     diagnostics = _merge_diagnostics(members)
-    if isinstance(law, ScalarMixtureLaw):
+    # `Diagnostics.off_centre` compares the mean of the mixture with its median, when it is asked.
+    if law.has_median:
         diagnostics = replace(diagnostics, mixed=law)
     return Predictive(law, choose_widest_like(predictives), diagnostics, tuple(members))
 
@@ -80,12 +85,14 @@ def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
     """
     flags = [member.diagnostics for member in members]
     fallback, unconverged, inaccurate = (
-        torch.stack([getattr(part, name) for part in flags]).any(0) for name in FLAGS
+        torch.stack([getattr(diagnostics, name) for diagnostics in flags]).any(0) for name in FLAGS
     )
-    rungs = ", ".join(dict.fromkeys(part.refit for part in flags))
-    conventions = ", ".join(dict.fromkeys(part.convention for part in flags))
+    rungs = ", ".join(dict.fromkeys(diagnostics.refit for diagnostics in flags))
+    conventions = ", ".join(dict.fromkeys(diagnostics.convention for diagnostics in flags))
     merged = Diagnostics(rungs, fallback, unconverged, inaccurate, conventions)
-    return merged.with_extreme(torch.stack([part.extreme_rows for part in flags]).any(0))
+    return merged.with_extreme(
+        torch.stack([diagnostics.extreme_rows for diagnostics in flags]).any(0)
+    )
 
 
 def _check_alike(predictives: Sequence[Predictive]) -> None:

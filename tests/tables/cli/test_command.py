@@ -597,6 +597,18 @@ def test_outputs_that_cannot_be_written_are_refused_before_the_work(room, tmp_pa
         _checks.check_writable(tmp_path / "deeper" / "out.csv")
 
 
+def test_the_demo_names_a_missing_matplotlib_before_the_work(tmp_path, monkeypatch):
+    def work(*_, **__):
+        raise AssertionError("the work was begun")
+
+    monkeypatch.setattr("ssla.demo.draw_toy_data", work)
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    done = call("demo", "-o", tmp_path / "folder" / "demo.png")
+    assert done.exit_code == 1
+    assert "Plots need matplotlib: pip install 'ssla[plots]'." in words(done)
+    assert not list(tmp_path.iterdir())
+
+
 def test_json_is_one_object_without_colours_or_notes(room, tmp_path, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     frame(20).to_csv(tmp_path / "data.csv")  # with an index: a note

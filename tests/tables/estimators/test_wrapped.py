@@ -333,6 +333,22 @@ def test_other_bad_input_has_messages():
         PredictiveClassifier().fit(X[:2], ["a", "b"])
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        (["a", None, "b", "a"], r"1 labels of y are missing \(first: row 1\)"),
+        (pd.Series(["a", "b", pd.NA, "a"], dtype="string"), r"1 labels of y are missing"),
+        (np.ma.masked_equal([0, 1, 9, 0], 9), r"must not have masked values"),
+        ([0.0, 1.0, np.nan, 0.0], r"contains NaN"),
+        ([0.5, 1.0, 2.0, 0.5], r"Unknown label type: continuous"),
+        ([[0, 1], [1, 0], [0, 1], [1, 0]], r"should be a 1d array"),
+    ],
+)
+def test_labels_that_are_not_those_of_classes_are_refused(labels, message):
+    with pytest.raises(ValueError, match=message):
+        PredictiveClassifier().fit(X[:4], labels)
+
+
 @pytest.mark.parametrize("frame", [False, True])
 def test_the_last_layer_is_saved_and_the_models_are_given(tmp_path, frame):
     pytest.importorskip("safetensors")

@@ -3,7 +3,7 @@
 Structures use contractions with J and not its entries, and each kind of J computes them in the
 cheapest way: a last layer's J = φ ⊗ I is never built; a layer's J = Σ_t δ_t ⊗ a_t is built a few
 rows at a time, and only if its weight is used at several positions. Only the dual form of the dense
-curvature stores the entries (`dense`).
+curvature stores the entries (`to_dense`).
 """
 
 from ssla.curvature.jacobians.features import Features

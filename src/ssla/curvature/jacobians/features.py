@@ -120,8 +120,8 @@ class Features:
         products = (self.with_ones().mT @ g.flatten(1)).view(self.width, self.outputs, -1)
         return products.movedim(0, 1).reshape(self.size, -1)
 
-    def dense(self) -> DenseJacobian:
-        """Return J with its entries (B, C, P)."""
+    def to_dense(self) -> DenseJacobian:
+        """Compute all entries of J (B, C, P), which take 8·B·C·P bytes in float64."""
         phi = self.with_ones()
         eye = torch.eye(self.outputs, dtype=phi.dtype)
         entries = eye[None, :, :, None] * phi[:, None, None, :]  # (B, C, C, F)

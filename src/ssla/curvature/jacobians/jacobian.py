@@ -45,8 +45,8 @@ class Jacobian(Protocol):
     def pull_many(self, g: Tensor) -> Tensor:
         """Compute Σ_i J_iᵀ G_i for k output gradients in each row.  (B, C, k) -> (P, k)."""
 
-    def dense(self) -> DenseJacobian:
-        """Return J with its entries (B, C, P)."""
+    def to_dense(self) -> DenseJacobian:
+        """Compute all entries of J (B, C, P), which take 8·B·C·P bytes in float64."""
 
     def gram(self, precision: Tensor) -> Tensor:
         """Compute Σ_i J_iᵀ Λ_i J_i for Λ.  (B, C, C) -> (P, P)."""
@@ -66,7 +66,7 @@ class Jacobian(Protocol):
 
 @dataclass(frozen=True)
 class DenseJacobian:
-    """J with its entries."""
+    """J with its entries stored."""
 
     values: Tensor  # (B, C, P)
 
@@ -105,8 +105,8 @@ class DenseJacobian:
         """Compute Σ_i J_iᵀ G_i for k output gradients in each row.  (B, C, k) -> (P, k)."""
         return self.values.flatten(0, 1).mT @ g.flatten(0, 1)
 
-    def dense(self) -> DenseJacobian:
-        """Return this J, which has its entries."""
+    def to_dense(self) -> DenseJacobian:
+        """Return this J itself, which has its entries."""
         return self
 
     def gram(self, precision: Tensor) -> Tensor:

@@ -154,7 +154,10 @@ class RestBlock:
 
 @dataclass(frozen=True)
 class LayerJacobian:
-    """J by layers.
+    """J of a whole network, as one block for each layer and one for all other parameters.
+
+    No two blocks hold the same entry of θ (`ssla.network.layer_plans` plans no entry that several
+    layers share). So `pull` and the like assign the results of each block, and need not add them.
 
     With `wide`, products are in float64, but the layers are stored in their own dtype and converted
     one at a time: those of a deep network in float64 would take most of the memory of a chunk.
@@ -210,8 +213,8 @@ class LayerJacobian:
         )
         return replace(self, layers=layers, rest=rest)
 
-    def dense(self) -> DenseJacobian:
-        """Return J with its entries (B, C, P)."""
+    def to_dense(self) -> DenseJacobian:
+        """Compute all entries of J (B, C, P), which take 8·B·C·P bytes in float64."""
         J = torch.zeros(self.rows, self.outputs, self.size, dtype=self.dtype)
         for block in self._all_blocks():
             J[:, :, block.positions.flatten()] = block.entries().flatten(2)
@@ -247,11 +250,11 @@ class LayerJacobian:
 
     def gram(self, precision: Tensor) -> Tensor:
         """Compute Σ_i J_iᵀ Λ_i J_i for Λ, from all entries of J.  (B, C, C) -> (P, P)."""
-        return self.dense().gram(precision)
+        return self.to_dense().gram(precision)
 
     def add_gram(self, total: Tensor, precision: Tensor) -> Tensor:
         """Add `gram` to total (P, P) in place, and return total; precision Λ (B, C, C)."""
-        return self.dense().add_gram(total, precision)
+        return self.to_dense().add_gram(total, precision)
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         """Compute the diagonal of `gram`.  (B, C, C) -> (P,)."""
@@ -262,7 +265,7 @@ class LayerJacobian:
 
     def quadratic(self, whitener: Tensor) -> Tensor:
         """Compute J WᵀW Jᵀ, exactly symmetric, for lower triangular W (P, P).  -> (B, C, C)."""
-        return self.dense().quadratic(whitener)
+        return self.to_dense().quadratic(whitener)
 
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
         """Compute J diag(v) Jᵀ for v (P,), exactly symmetric.  -> (B, C, C)."""

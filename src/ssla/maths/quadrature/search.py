@@ -25,6 +25,8 @@ HALF_RULE_TOLERANCE = 5e-4
 TASKS_AT_ONCE = 1 << 18  # nodes evaluated at once: bounds memory, keeps the arrays in cache
 # In units of the scale: limits of the mass's mean and spread within which nodes are centred on it
 MOST_SHIFT, LEAST_SPREAD, MOST_SPREAD = 0.4, 0.4, 3.0
+# A grid that fails beyond these limits diverged (`_find_diverged_grids`).
+FARTHEST_SHIFT, SMALLEST_SHRINKAGE = 3.0, 1e-4
 WIDER = 1.6  # factor on the reach where a tail is too heavy
 # `locate_densities`: reach and number of nodes of the first round (1e-6·sinh(42) is 1e12) and of
 # the others
@@ -71,23 +73,23 @@ def build_grids(
     while work:
         task = work.pop()
         for chunk in _row_chunks(task.rows.numel(), task.node_count):
-            part = task.select_rows(chunk)
-            grid = _evaluate_grid(log_density, part)
+            rows_work = task.select_rows(chunk)
+            grid = _evaluate_grid(log_density, rows_work)
             verdict = _judge_grid(grid, accuracy)
             # In the last round all rows are done, whether they pass or not.
-            done = torch.ones_like(verdict.good) if part.is_last else verdict.good
-            endless = (
-                done & ~verdict.good & _find_runaways(grid, verdict, start.select_rows(part.rows))
-            )
-            if bool(endless.any()):
-                cut = _cut_grid(log_density, part.rows[endless], start)
+            done = torch.ones_like(verdict.good) if rows_work.is_last else verdict.good
+            failed = done & ~verdict.good
+            first_guess = start.select_rows(rows_work.rows)
+            diverged = failed & _find_diverged_grids(grid, verdict, first_guess)
+            if bool(diverged.any()):
+                cut = _cut_grid(log_density, rows_work.rows[diverged], start)
                 accepted[cut.grid.logs.shape[1], FIRST_REACH].append(cut)
-            kept = done & ~endless
+            kept = done & ~diverged
             if bool(kept.any()):
                 accepted[task.node_count, task.reach].append(
-                    _accept_rows(part, grid, verdict, kept)
+                    _accept_rows(rows_work, grid, verdict, kept)
                 )
-            work += _plan_retries(part, verdict, ~done)
+            work += _plan_retries(rows_work, verdict, ~done)
     return [_join_grids(grids) for grids in accepted.values()]
 
 
@@ -165,14 +167,16 @@ def _cut_grid(log_density: LogDensity, rows: Tensor, start: _Start) -> RowGrid:
     return RowGrid(rows, _cut_at_valleys(_evaluate_grid(log_density, work)))
 
 
-def _find_runaways(grid: Grid, verdict: _Verdict, start: _Start) -> Tensor:
+def _find_diverged_grids(grid: Grid, verdict: _Verdict, start: _Start) -> Tensor:
     """Return which rows (m,) have a grid that diverged, as on a density without an integral.
 
-    The grid moved to infinity, away from the first guess of its rows, or into a pole.
+    start: the first guess of these rows, which did not pass in their last round. A grid diverged if
+    its mass is zero, infinite or NaN; if its nodes are still off the centre of the mass, so that it
+    would move again; if its centre is more than FARTHEST_SHIFT first scales from the first one; or
+    if its scale is below SMALLEST_SHRINKAGE of the first one, as at a pole.
     """
-    # Three scales, and 1e-4 of the scale, are guesses.
-    away = (grid.centre - start.centre).abs() > 3 * start.scale
-    pole = grid.scale < 1e-4 * start.scale
+    away = (grid.centre - start.centre).abs() > FARTHEST_SHIFT * start.scale
+    pole = grid.scale < SMALLEST_SHRINKAGE * start.scale
     return ~torch.isfinite(grid.log_mass) | verdict.off_centre | away | pole
 
 
@@ -280,19 +284,19 @@ def _bulk_location(shares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return median, (high - low) / 2
 
 
-def _join_grids(parts: list[RowGrid]) -> RowGrid:
-    """Return one grid with the rows of all parts, which must have one node pattern."""
-    if len(parts) == 1:
-        return parts[0]
-    grids = [part.grid for part in parts]
+def _join_grids(grids: list[RowGrid]) -> RowGrid:
+    """Return one grid with the rows of all grids, which must have one node pattern."""
+    if len(grids) == 1:
+        return grids[0]
+    all_rows = torch.cat([rows for rows, _ in grids])
     joined = Grid(
-        torch.cat([grid.centre for grid in grids]),
-        torch.cat([grid.scale for grid in grids]),
-        grids[0].reach,
-        torch.cat([grid.logs for grid in grids]),
-        torch.cat([grid.accurate for grid in grids]),
+        torch.cat([grid.centre for _, grid in grids]),
+        torch.cat([grid.scale for _, grid in grids]),
+        grids[0].grid.reach,
+        torch.cat([grid.logs for _, grid in grids]),
+        torch.cat([grid.accurate for _, grid in grids]),
     )
-    return RowGrid(torch.cat([part.rows for part in parts]), joined)
+    return RowGrid(all_rows, joined)
 
 
 def locate_densities(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:

@@ -626,7 +626,7 @@ def open_all_weights(
         rows=rows,
         x=inputs_64,
         f=f,
-        jacobian=torch.cat([J.dense().values for J in parts if isinstance(J, LayerJacobian)]),
+        jacobian=torch.cat([J.to_dense().values for J in parts if isinstance(J, LayerJacobian)]),
         gradient=gradient,
         precondition=lambda v: solve_rows(posterior.operator, factor, v),
         precondition_single=_precondition_in_single(posterior, factor),

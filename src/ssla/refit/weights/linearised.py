@@ -639,7 +639,7 @@ def _open_jacobians(
         for block in x:
             for part in split_into_chunks(block, at_once):
                 _, J = network.linearise(part, theta)
-                values = J.dense().values[:, :, first:last].double() / prior_root[first:last]
+                values = J.to_dense().values[:, :, first:last].double() / prior_root[first:last]
                 yield (Q.mT @ values).flatten(0, 1)
 
     return Jacobians(

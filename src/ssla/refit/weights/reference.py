@@ -180,7 +180,7 @@ def open_outputs(posterior: Posterior, x: Inputs) -> Callable[[Tensor], Tensor]:
     network, start = posterior.network, posterior.theta
     if not isinstance(network, AnyParameters):
         f_hat, J = network.linearise(network.cast(x), start)
-        return lambda theta: f_hat + J.double().dense().values @ (theta - start)
+        return lambda theta: f_hat + J.double().to_dense().values @ (theta - start)
     network_64 = replace(network, fixed_tensors=map_inputs(_to_double, network.fixed_tensors))
     x_64 = map_inputs(_to_double, network.cast(x))
     return lambda theta: network_64.compute_outputs(network_64.layout.unpack(theta), x_64)

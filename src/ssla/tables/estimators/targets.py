@@ -67,8 +67,8 @@ def check_target_size(y: np.ndarray) -> None:
 def check_labels_known(y: Any) -> None:
     """Raise ValueError where labels (n,) are missing, with their number and the first row.
 
-    It is called before scikit-learn's checks, which compare the labels and would fail with another
-    error. Targets that are None as a whole are accepted, because these checks refuse them.
+    Estimators call it before scikit-learn's checks, which compare the labels and would fail with
+    another error. A y that is None is accepted, because these checks refuse it.
     """
     if y is None:
         return
@@ -102,10 +102,12 @@ def read_numeric_target(y: Any) -> np.ndarray:
 def read_labels(y: Any) -> np.ndarray:
     """Return the labels of classes (n,), of any type.
 
-    Raises ValueError for labels that are missing, masked, or not those of classes.
+    Raises ValueError for labels that are None, NaN or masked, for fractional numbers, and for
+    several columns.
     """
     _check_target_given(y)
     refuse_masked_target(y)
+    check_labels_known(y)
     assert_all_finite(y, input_name="y")
     check_classification_targets(y)
     labels: np.ndarray = column_or_1d(y, warn=True)
