@@ -352,6 +352,16 @@ class Posterior:
         """
         return Flat().bind(self.network.layout) if self.convention == ADDITIVE else self.bound_prior
 
+    @property
+    def determinant_prior(self) -> BoundPrior:
+        """Return the prior in the determinants of a refit: a flat one but for the exact convention.
+
+        "paper" and "additive" leave the prior out of the curvature.
+        """
+        if self.convention == EXACT:
+            return self.bound_prior
+        return Flat().bind(self.network.layout)
+
     @cached_property
     def operator(self) -> Operator:
         """Return H⁻¹ at θ̂, with H = Σ JᵀΛJ − ∇² log π; under the additive convention without the

@@ -87,11 +87,11 @@ def predict(
     rung = resolve(refit)
     if differentiable:
         return make_differentiable_predictive(posterior, x, rung)
-    if posterior.convention != EXACT and not isinstance(rung, OutputRung):
+    if posterior.convention != EXACT and not isinstance(rung, OutputRung | WeightRefit):
         raise ValueError(
             f"refit={rung.name!r} works with the exact convention only, but this posterior has "
-            f"convention={posterior.convention!r}. Use refit='output', 'newton' or 'none', or "
-            "posterior.with_prior(posterior.prior)."
+            f"convention={posterior.convention!r}. Use refit='output', 'newton', 'none' or "
+            "'weights', or posterior.with_prior(posterior.prior)."
         )
     if isinstance(rung, WeightRefit | AutoRefit):
         return _predict_by_weights(posterior, x, rung)

@@ -7,6 +7,7 @@ what mass there would be is cut, and `Diagnostics.cut` has the share by the outp
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -130,12 +131,13 @@ class CandidateLaw(Law):
         """Return ∫ exp(spline) du from the lowest candidate to the end of each part (N, …)."""
         starts = self._edges[:-1].expand(self.rows, -1)
         parts = self._integrate(starts, torch.full_like(starts, 1 / FINE))
-        return torch.nn.functional.pad(parts.cumsum(1), (1, 0))
+        cumulative: Tensor = torch.nn.functional.pad(parts.cumsum(1), (1, 0))
+        return cumulative
 
     @property
     def _log_mass(self) -> Tensor:
         """Return the logarithm of the mass (N,)."""
-        return self._cumulative[:, -1].log() + self._peak[:, 0] + np.log(self.step)
+        return self._cumulative[:, -1].log() + self._peak[:, 0] + math.log(self.step)
 
     @property
     def mass(self) -> Tensor:
@@ -167,7 +169,7 @@ class CandidateLaw(Law):
     def mode(self) -> Tensor:
         """Return the y (N,) of highest density among the ends of all parts."""
         heights = self._spline(self._edges.expand(self.rows, -1))
-        return self._to_y(self._edges[heights.argmax(1)].unsqueeze(1)).squeeze(1)
+        return self.low + self.step * self._edges[heights.argmax(1)]
 
     @cached_property
     def _variance_parts(self) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,8 @@ def make_refitted_predictive(
         chosen &= reasons is None
         rungs = _name_rungs(weights, chosen, failed=torch.zeros_like(chosen))
         flags = _add_rungs(output.diagnostics, name, rungs, reasons, refits=None)
-        law = GaussianLaw(weights, output.law.noise, loses_mass=False)
+        of_output = output.law
+        law = GaussianLaw(weights, of_output.noise, False, of_output.convention, of_output.moved)
         return Predictive(law, weights.like, flags)
     if isinstance(support, Classes):
         return _make_class_predictive(weights, output, chosen, name, reasons)
@@ -85,6 +86,7 @@ def make_refitted_predictive(
         of_quadrature.fallback | log_density.fallback,
         of_quadrature.unconverged | log_density.failed,
         (of_quadrature.inaccurate & ~is_nan) | log_density.inaccurate,
+        weights.posterior.convention,
     )
     rungs = _name_rungs(weights, chosen, log_density.failed)
     counts = _count_refits(weights, log_density.refit_counts)
@@ -186,7 +188,8 @@ def _make_class_predictive(
             errors[rows, y] = density.error[good].to(errors.dtype)
         logs[_find_nan_rows(weights, failed)] = torch.nan
     unconverged = torch.where(chosen, failed, output.diagnostics.unconverged)
-    flags = Diagnostics(name, fallback, unconverged, inaccurate=torch.zeros_like(fallback))
+    accurate = torch.zeros_like(fallback)
+    flags = Diagnostics(name, fallback, unconverged, accurate, weights.posterior.convention)
     refits = torch.where(chosen, 0 if weights.refits_stopped else is_refitted.sum(1), 0)
     refits = _count_refits(weights, refits)
     flags = _add_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
@@ -270,7 +273,7 @@ def _add_rungs(
     of refits (N,).
 
     name: of the requested rung. reasons: None if all rows are refitted. refits: None if there were
-    none in any row. The convention becomes the exact one, the only one that refits have.
+    none in any row.
     """
     no_refits = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(
@@ -278,6 +281,7 @@ def _add_rungs(
         flags.fallback,
         flags.unconverged,
         flags.inaccurate,
+        flags.convention,
         extreme=flags.extreme,
         refits=no_refits if refits is None else refits,
         rung=rungs,

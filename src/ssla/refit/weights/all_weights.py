@@ -36,6 +36,7 @@ from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
 from ssla.network.any_parameters import AnyParameters
 from ssla.network.stacked import ROWS_AT_ONCE, StackedChain, open_chain
+from ssla.priors import PAPER
 from ssla.refit.increments import evaluate_at_mode
 from ssla.refit.interrupts import Interrupted
 from ssla.refit.weights.anderson import (
@@ -200,6 +201,8 @@ class AllWeightsRefit:
     precondition: Callable[[Tensor], Tensor]  # H⁻¹ on the rows of (m, P)
     precondition_single: Callable[[Tensor], Tensor]  # the same in float32
     determinants: Determinants
+    # the same with the prior of the objective, whose curvature steers the steps
+    step_curvature: Determinants
     interrupted: Interrupted = field(default_factory=Interrupted)
 
     @property
@@ -209,8 +212,13 @@ class AllWeightsRefit:
 
     @cached_property
     def prior(self) -> PriorChange:
-        """Return the change of log π with a step from θ̂, as an object."""
+        """Return the change of log π with a step from θ̂, as an object: the prior increment."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
+
+    @cached_property
+    def objective_prior(self) -> PriorChange:
+        """Return the change of the log prior in the objective of the refits."""
+        return PriorChange(self.posterior.objective_prior, self.posterior.theta)
 
     @property
     def tasks_at_once(self) -> int:
@@ -467,7 +475,7 @@ class _Group:
         group = self.select_tasks(tasks)
         gradient, _ = group.compute_gradient(point)
         theta = self.refit.posterior.theta + point
-        H = self.refit.determinants.augmented_curvature(HESSIAN, theta, group.y, group.x)
+        H = self.refit.step_curvature.augmented_curvature(HESSIAN, theta, group.y, group.x)
         return Slope(gradient, saddle_free_step(H, gradient))
 
     def compute_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
@@ -489,10 +497,10 @@ class _Group:
             theta, x, lambda f: new_likelihood.score(self.y, f.double()), one_row_each=True
         )
         total, outside = self._add_data_gradient(total, theta, networks, cast)
-        total = total + refit.prior.gradient(point)
+        total = total + refit.objective_prior.gradient(point)
         # The prior's change leaves ∇log π(θ̂) out, so "as_is" adds it and "tilt" only takes ∇ℓ_D(θ̂).
         if refit.posterior.mode == AS_IS:
-            total = total + refit.posterior.bound_prior.gradient(refit.posterior.theta)
+            total = total + refit.posterior.objective_prior.gradient(refit.posterior.theta)
         else:
             total = total - refit.gradient
         f_new = f_new.double()
@@ -533,7 +541,7 @@ class _Group:
         score = refit.new_likelihood.score(self.y, f_new)
         total = (score.unsqueeze(-2) @ self.jacobian).squeeze(-2)
         if refit.posterior.mode == AS_IS:
-            prior_gradient = refit.posterior.bound_prior.gradient(refit.posterior.theta)
+            prior_gradient = refit.posterior.objective_prior.gradient(refit.posterior.theta)
             total = total + refit.gradient + prior_gradient
         return total.to(zero.dtype), f_new
 
@@ -571,7 +579,7 @@ class _Group:
                 change = change if block.weights is None else change * block.weights
                 increment = increment + change.sum(-1)
         if refit.posterior.mode != AS_IS:
-            slope = refit.gradient + refit.posterior.bound_prior.gradient(refit.posterior.theta)
+            slope = refit.gradient + refit.posterior.objective_prior.gradient(refit.posterior.theta)
             increment = increment - point @ slope
         return increment, refit.prior.value(point), f_new
 
@@ -614,8 +622,12 @@ def open_all_weights(
         block_gradient, _ = networks.gradients(theta.unsqueeze(0), block.x, score.expand_as)
         gradient += block_gradient.squeeze(0)
     check_same_data(posterior, n, gradient)
-    determinants = Determinants(posterior, options, networks.outputs_of_one, rows)
-    factor = determinants.start_factor
+    step_curvature = determinants = Determinants(
+        posterior, options, networks.outputs_of_one, rows, posterior.objective_prior
+    )
+    if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
+        determinants = replace(determinants, prior=posterior.determinant_prior)
+    factor = step_curvature.start_factor
     # `AnyParameters` has no Jacobians but LayerJacobian: the test below is for the type checker.
     parts = [J.double() for _, J in posterior.linearised(x)]
     return AllWeightsRefit(
@@ -631,6 +643,7 @@ def open_all_weights(
         precondition=lambda v: solve_rows(posterior.operator, factor, v),
         precondition_single=_precondition_in_single(posterior, factor),
         determinants=determinants,
+        step_curvature=step_curvature,
     )
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ssla.curvature.dense import DenseOperator
 from ssla.data import Inputs, take_rows
+from ssla.priors import EXACT as EXACT_CONVENTION
+from ssla.priors import BoundPrior
 from ssla.refit.increments import FISHER
 from ssla.refit.weights.all_weights_dual import Dual
 from ssla.refit.weights.all_weights_jacobians import jacobians_of_own_rows, jacobians_of_rows
@@ -43,6 +45,7 @@ class Determinants:
     options: Options
     network_outputs: Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
     rows: TrainingRows
+    prior: BoundPrior  # whose curvature is part of H: by the convention it may be none
 
     @property
     def weight_count(self) -> int:
@@ -170,11 +173,11 @@ class Determinants:
         )
 
     def _posterior_curvature(self, curvature_kind: str, thetas: Tensor) -> Tensor:
-        """Return −∇²(ℓ_D + log π) of one kind at each θ (m, P): (m, P, P).
+        """Return −∇²(ℓ_D + log prior) of one kind at each θ (m, P): (m, P, P).
 
         It is a pass over the training rows.
         """
-        theta_hat, bound_prior = self.posterior.theta, self.posterior.bound_prior
+        theta_hat, bound_prior = self.posterior.theta, self.prior
         total = as_matrix(bound_prior.precision(theta_hat)).expand(len(thetas), -1, -1)
         change = PriorChange(bound_prior, theta_hat).precision(thetas - theta_hat)
         total = total if change is None else total + change
@@ -237,7 +240,9 @@ class Determinants:
         A structure belongs to one θ, so each task is a pass over the data. Returns what `__call__`
         returns: no task has a fallback, and all determinants exist.
         """
-        start = self.posterior.operator.logdet()
+        by_convention = self.posterior.convention == EXACT_CONVENTION
+        operator = self.posterior.operator if by_convention else self.posterior.data_operator
+        start = operator.logdet()
         increments = [
             -0.5 * (self._logdet_of_structure(theta, take_rows(x, torch.tensor([task]))) - start)
             for task, theta in enumerate(self.posterior.theta + point)
@@ -255,4 +260,4 @@ class Determinants:
             sums = sums.add(J.double(), precision, block.weights)
         f, J = network.linearise(network.cast(x), theta)
         sums = sums.add(J.double(), likelihood.predictive.fisher(f.double()), None)
-        return sums.with_prior(self.posterior.bound_prior.precision(theta)).logdet()
+        return sums.with_prior(self.prior.precision(theta)).logdet()

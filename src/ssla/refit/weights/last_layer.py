@@ -16,7 +16,7 @@ same for one task and without tricks: `reference`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from ssla.curvature.jacobians import Features
 from ssla.curvature.structure import NoFactorError, factorisation_error_text
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
+from ssla.priors import EXACT, PAPER
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.weights.anderson import SHARED_STEPS, Ascent, Progress, ascend, finish_with_newton
 from ssla.refit.weights.contrasts import Contrasts
@@ -78,8 +79,11 @@ class LastLayerRefit:
     f: Tensor  # f̂ at x (N, C)
     basis: Tensor  # L_B (F, F): φ' = L_B⁻¹φ, δ' = L_Bᵀδ
     gradient: Tensor  # g₀ = ∇(ℓ_D + log π)(θ̂) (P,)
-    # the kind asked for first; the Fisher after it where they differ
+    # with the prior of the objective, for steps: the kind asked for first; the Fisher after it
+    # where they differ
     initial_curvatures: tuple[InitialCurvature, ...]
+    # the same with the prior of the determinants, which the conventions "paper" and "additive" omit
+    determinant_curvatures: tuple[InitialCurvature, ...]
     # the observed curvature at θ̂ is not positive definite: all tasks use the Fisher
     fallback: bool
 
@@ -112,8 +116,13 @@ class LastLayerRefit:
 
     @cached_property
     def prior(self) -> PriorChange:
-        """Return the change of log π with a step from θ̂, as an object."""
+        """Return the change of log π with a step from θ̂, as an object: the prior increment."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
+
+    @property
+    def objective_prior(self) -> PriorChange:
+        """Return the change of the log prior in the objective of the refits."""
+        return self.initial_curvatures[0].prior
 
     def from_basis(self, point: Tensor) -> Tensor:
         """Return steps δ' (m, P) in the coordinates of θ (m, P): δ = L_B⁻ᵀδ' for each output."""
@@ -132,8 +141,8 @@ class LastLayerRefit:
 
         The result is in the precision of `point`.
         """
-        if not self.prior.is_gaussian:
-            change = self.prior.gradient(self.from_basis(point.double()))
+        if not self.objective_prior.is_gaussian:
+            change = self.objective_prior.gradient(self.from_basis(point.double()))
             return self.to_basis(change).to(point.dtype)
         by_output = point.reshape(len(point), self.outputs, -1).movedim(1, 0)
         change = -(by_output @ self._prior_precision_by_dtype[point.dtype])
@@ -145,9 +154,8 @@ class LastLayerRefit:
 
         The dtypes are those of single and double precision.
         """
-        diagonal = torch.diag_embed(
-            self.prior.bound.precision(self.prior.theta).reshape(self.outputs, -1)
-        )
+        prior = self.objective_prior
+        diagonal = torch.diag_embed(prior.bound.precision(prior.theta).reshape(self.outputs, -1))
         # L⁻¹(L⁻¹T)ᵀ = L⁻¹TL⁻ᵀ, as T is symmetric.
         half = torch.linalg.solve_triangular(self.basis, diagonal, upper=False)
         precision = torch.linalg.solve_triangular(self.basis, half.mT, upper=False)
@@ -229,9 +237,7 @@ class LastLayerRefit:
                 entries.append(K[:, a, b] if a == b else 2 * K[:, a, b])
             return torch.stack(entries)
 
-        return self.store_for_block(
-            block, f"{initial.curvature_kind} {initial.outputs}", compute_entries
-        )
+        return self.store_for_block(block, f"K {id(initial)}", compute_entries)
 
     @cached_property
     def _structure_determinants(self) -> StructureDeterminants:
@@ -243,7 +249,8 @@ class LastLayerRefit:
         """Return the curvature in contrasts of classes, which has C − 1 outputs in place of C.
 
         None where the ratio of determinants would not be the same: other likelihoods, the Fisher in
-        place of the observed curvature, and priors that differ by class.
+        place of the observed curvature, priors that differ by class, and determinants without the
+        prior.
         """
         prior, likelihood = self.prior, self.posterior.likelihood
         initial = self.initial_curvatures[0]
@@ -251,6 +258,8 @@ class LastLayerRefit:
         if temperature is None or not likelihood.softmax or likelihood.power != 1:
             return None
         if not prior.is_gaussian or initial.curvature_kind != OBSERVED:
+            return None
+        if self.posterior.convention != EXACT:
             return None
         precision = prior.bound.precision(prior.theta).reshape(self.outputs, -1)
         if not torch.equal(precision, precision[:1].expand_as(precision)):
@@ -260,6 +269,7 @@ class LastLayerRefit:
             initial.curvature_kind,
             torch.linalg.cholesky(contrasts.project_blocks(initial.matrix)),
             self.outputs - 1,
+            initial.prior,
             contrasts,
         )
 
@@ -283,6 +293,7 @@ class LastLayerRefit:
         use the Fisher information, and are marked. Tasks that fail are marked as not converged.
         """
         initial = self.initial_curvatures[0]
+        start = self.determinant_curvatures[0]
         group = Group(self, initial, x_rows, y)
         ascent = self._find_modes(group, progress) if at is None else at
         likelihood, prior = group.likelihood_and_prior(ascent.point)
@@ -291,13 +302,13 @@ class LastLayerRefit:
             positive = torch.ones_like(ascent.converged)
         else:
             curvature, positive = group.curvature_increments(
-                ascent.point, self.contrast_curvature or initial
+                ascent.point, self.contrast_curvature or start
             )
         indefinite = (~positive).nonzero().squeeze(-1)
-        if indefinite.numel() and initial.curvature_kind == OBSERVED:
+        if indefinite.numel() and start.curvature_kind == OBSERVED:
             fisher_group = group.select_tasks(indefinite)
             curvature[indefinite], positive[indefinite] = fisher_group.curvature_increments(
-                ascent.point[indefinite], self.initial_curvatures[-1]
+                ascent.point[indefinite], self.determinant_curvatures[-1]
             )
         # The structure has the Fisher information in any case.
         by_structure = self.options.logdet == STRUCTURE
@@ -396,20 +407,25 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED else (FISHER,)
     n, gradient, sums = sum_gradient_and_curvature(posterior, rows, kinds)
     check_same_data(posterior, n, gradient)
-    prior_precision = as_matrix(posterior.bound_prior.precision(posterior.theta))
+    theta = posterior.theta
+    objective_prior = PriorChange(posterior.objective_prior, theta)
+    prior_precision = as_matrix(objective_prior.bound.precision(theta))
     curvatures = {curvature_kind: total + prior_precision for curvature_kind, total in sums.items()}
     # The basis makes the average of the diagonal blocks the identity.
     blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
     basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
-    factorised = []
-    if not int(info):
-        factorised = [
-            _factorise_curvature(curvature_kind, change_basis(H, basis), C)
-            for curvature_kind, H in curvatures.items()
-        ]
-    usable = tuple(initial for initial in factorised if initial is not None)
+    usable = _factorise_all(curvatures, None if int(info) else basis, C, objective_prior)
     if not usable:
         raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
+    determinant_curvatures = usable
+    if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
+        flat = PriorChange(posterior.determinant_prior, theta)
+        determinant_curvatures = _factorise_all(sums, basis, C, flat)
+        if not determinant_curvatures:
+            raise NoFactorError(
+                "convention='paper' leaves the prior out of the curvature, and the data to refit "
+                "on alone do not determine every parameter. Use convention='exact'."
+            )
     chunks = network.chunks(as_inputs(x), posterior.memory_budget)
     parts = [prepare_inputs(network.cast(part)) for part in chunks]
     return LastLayerRefit(
@@ -419,9 +435,10 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
         features=whiten(torch.cat([phi for phi, _ in parts]), basis),
         f=torch.cat([f for _, f in parts]),
         basis=basis,
-        gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
+        gradient=gradient + objective_prior.bound.gradient(theta),
         initial_curvatures=usable,
-        fallback=usable[0].curvature_kind != options.curvature,
+        determinant_curvatures=determinant_curvatures,
+        fallback=determinant_curvatures[0].curvature_kind != options.curvature,
     )
 
 
@@ -453,7 +470,19 @@ def whiten(phi: Tensor, basis: Tensor) -> Tensor:
     return white.mT.contiguous()
 
 
-def _factorise_curvature(curvature_kind: str, H: Tensor, outputs: int) -> InitialCurvature | None:
-    """Factorise H = L Lᵀ (P, P) of one kind; None where it is not positive definite."""
-    factor, info = torch.linalg.cholesky_ex(H)
-    return None if int(info) else InitialCurvature(curvature_kind, factor, outputs)
+def _factorise_all(
+    curvatures: Mapping[str, Tensor], basis: Tensor | None, outputs: int, prior: PriorChange
+) -> tuple[InitialCurvature, ...]:
+    """Factorise H = L Lᵀ of each kind in the basis, and return those that are positive definite.
+
+    curvatures: H (P, P) by kind, with the curvature of `prior` in it. basis (F, F): None where
+    there is none, and then no kind is returned.
+    """
+    usable = []
+    for curvature_kind, H in curvatures.items():
+        if basis is None:
+            continue
+        factor, info = torch.linalg.cholesky_ex(change_basis(H, basis))
+        if not int(info):
+            usable.append(InitialCurvature(curvature_kind, factor, outputs, prior))
+    return tuple(usable)

@@ -36,7 +36,7 @@ from ssla.maths import linalg
 from ssla.refit.increments import FISHER, evaluate_at_mode
 from ssla.refit.weights.anderson import START_SHARE, Slope
 from ssla.refit.weights.contrasts import Contrasts
-from ssla.refit.weights.refit_rows import Block
+from ssla.refit.weights.refit_rows import Block, PriorChange
 from ssla.refit.weights.solved import (
     FROZEN,
     curvature_of,
@@ -67,6 +67,9 @@ CACHE_BYTES = 1 << 20
 class InitialCurvature:
     """The curvature at θ̂ of one kind, in the basis of `LastLayerRefit`: H = L Lᵀ (P, P).
 
+    Steps have the prior of the objective in it; determinants that of the convention (see
+    `Posterior.with_prior`), which may be none.
+
     contrasts: the outputs are contrasts of classes, Qᵀf (see `ssla.refit.weights.contrasts`); None:
     they are f.
     """
@@ -74,6 +77,7 @@ class InitialCurvature:
     curvature_kind: str
     factor: Tensor
     outputs: int
+    prior: PriorChange  # the prior whose curvature is part of H
     contrasts: Contrasts | None = None
 
     @cached_property
@@ -174,12 +178,22 @@ class Group:
 
     @cached_property
     def root(self) -> Tensor:
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), for the H of steps."""
+        return self._covariance_root(self.initial)
+
+    def _covariance_root(self, initial: InitialCurvature) -> Tensor:
         """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each distinct input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
-        K = self.initial.operator.covariance(
-            Features(self.refit.features[distinct], self.refit.outputs)
-        )
+        K = initial.operator.covariance(Features(self.refit.features[distinct], self.refit.outputs))
         return linalg.covariance_root((K + K.mT) / 2)[index]
+
+    def determinant_root(self, initial: InitialCurvature) -> Tensor:
+        """Return R with R Rᵀ = K (m, C, C) for determinants that start from `initial`.
+
+        It is the root of steps, unless the two have different priors.
+        """
+        same = initial.prior is self.initial.prior
+        return self.root if same else self._covariance_root(initial)
 
     def start_point(self) -> Tensor:
         """Return where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
@@ -336,7 +350,7 @@ class Group:
         """
         precision = self._new_row_precision(point, initial)
         if self.refit.options.logdet == FROZEN:
-            return new_row_increment(self.root, precision)
+            return new_row_increment(self.determinant_root(initial), precision)
         size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
         parts = [
             self.select_tasks(rows)._increments_by_factors(point[rows], precision[rows], initial)
@@ -395,10 +409,12 @@ class Group:
         value = torch.empty(len(point), dtype=torch.float64)
         positive = torch.zeros(len(point), dtype=torch.bool)
         small_steps = (point.norm(dim=-1) < SMALL_STEP).nonzero().squeeze(-1)
-        if small_steps.numel() and self.refit.prior.is_gaussian:
+        if small_steps.numel() and initial.prior.is_gaussian:
             group = self.select_tasks(small_steps)
             trace, bound = group._compute_trace_and_bound(single[small_steps], initial)
-            frozen, exists = new_row_increment(group.root, precision[small_steps])
+            frozen, exists = new_row_increment(
+                group.determinant_root(initial), precision[small_steps]
+            )
             value[small_steps] = frozen - 0.5 * trace
             positive[small_steps] = exists & (bound.square() <= LOOSE * SMALL_ERROR)
         for tasks in (~positive).nonzero().squeeze(-1).split(CACHED_TASKS):
@@ -461,7 +477,7 @@ class Group:
         # JᵀΛJ, packed as ΔH: each entry of Λ times all products of two features.
         new_row = by_pairs.unsqueeze(-1) * pairwise_products(self.phi).unsqueeze(1)
         packed = new_row.flatten(1).to(dtype) + change
-        prior_precision = self.refit.prior.precision(self.refit.from_basis(point))
+        prior_precision = initial.prior.precision(self.refit.from_basis(point))
         for part in torch.arange(m).split(self._matrices_at_once):
             H = (
                 packed[part]

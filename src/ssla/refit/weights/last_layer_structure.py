@@ -40,10 +40,10 @@ class StructureDeterminants:
         return Features(white @ self.refit.basis.mT, self.refit.outputs)
 
     def _logdet(self, sums: Structure, step: Tensor) -> float:
-        """Return log|S| with the prior at θ̂ + δ', for a step δ' (P,) in the basis."""
+        """Return log|S| with the determinants' prior at θ̂ + δ', for a step δ' (P,) in the basis."""
         refit = self.refit
         theta = refit.posterior.theta + refit.from_basis(step.unsqueeze(0)).squeeze(0)
-        return sums.with_prior(refit.posterior.bound_prior.precision(theta)).logdet()
+        return sums.with_prior(refit.posterior.determinant_prior.precision(theta)).logdet()
 
     @cached_property
     def start(self) -> float:

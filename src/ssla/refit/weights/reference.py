@@ -26,6 +26,7 @@ from torch.func import grad, jacrev
 from ssla.data import Batch, Inputs, as_inputs, check_batch, map_inputs
 from ssla.likelihoods import Likelihood
 from ssla.network import AnyParameters
+from ssla.priors import BoundPrior
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.weights.refit_rows import as_matrix, open_training_data
 from ssla.refit.weights.solved import HESSIAN
@@ -106,6 +107,8 @@ def refit_one(
     maximum, or no curvature is positive definite. ValueError where the data cannot be read again.
     """
     prior, start = posterior.bound_prior, posterior.theta  # π, θ̂
+    # The conventions "paper" and "additive" leave π out of H, and "additive" out of the objective.
+    objective_prior, determinant_prior = posterior.objective_prior, posterior.determinant_prior
     D = [
         open_observations(posterior, batch, posterior.likelihood)
         for batch in open_training_data(posterior, data)
@@ -122,12 +125,14 @@ def refit_one(
     def gradient(rows: list[Observations], theta: Tensor) -> Tensor:
         """Return ∇(ℓ + log π) at θ (P,)."""
         data_gradient = torch.stack([grad(part.log_prob)(theta) for part in rows]).sum(0)
-        return data_gradient + prior.gradient(theta)
+        return data_gradient + objective_prior.gradient(theta)
 
-    def H(curvature_kind: str, rows: list[Observations], theta: Tensor) -> Tensor:
-        """Return −∇²(ℓ + log π) at θ (P,), of one kind [1]: (P, P)."""
+    def H(
+        curvature_kind: str, rows: list[Observations], theta: Tensor, bound: BoundPrior
+    ) -> Tensor:
+        """Return −∇²(ℓ + log prior) at θ (P,), of one kind [1]: (P, P)."""
         total = torch.stack([part.curvature(curvature_kind, theta) for part in rows]).sum(0)
-        return total + as_matrix(prior.precision(theta))
+        return total + as_matrix(bound.precision(theta))
 
     # g₀ makes θ̂ the mode of the objective without (x, y) [4]. mode="as_is" leaves it out.
     g0 = torch.zeros_like(start) if posterior.mode == AS_IS else gradient(D, start)
@@ -139,9 +144,10 @@ def refit_one(
 
     def objective(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the augmented log posterior, its gradient (P,) and its −∇² (P, P)."""
-        value = likelihood(theta, refitted) + prior.log_prob(theta)
+        value = likelihood(theta, refitted) + objective_prior.log_prob(theta)
         augmented = [*D, refitted]
-        return value, gradient(augmented, theta) - g0, H(HESSIAN, augmented, theta)
+        curvature = H(HESSIAN, augmented, theta, objective_prior)
+        return value, gradient(augmented, theta) - g0, curvature
 
     # θ̃: the mode of the augmented log posterior [2].
     theta, steps = maximise_by_newton(objective, start)
@@ -149,8 +155,8 @@ def refit_one(
     # The Fisher information where the kind asked for is indefinite [3].
     for used_kind in (curvature_kind, FISHER):
         # [5] forbids to subtract two determinants; few weights in float64 allow it.
-        curvature = half_logdet(H(used_kind, D, start)) - half_logdet(
-            H(used_kind, [*D, new], theta)
+        curvature = half_logdet(H(used_kind, D, start, determinant_prior)) - half_logdet(
+            H(used_kind, [*D, new], theta, determinant_prior)
         )
         if not curvature.isnan():
             return ReferenceRefit(

@@ -415,7 +415,7 @@ class WeightLogDensity:
                 for part, replaced in zip(parts, replacement, strict=True)
             ]
         likelihood, prior, curvature = (part.reshape(self._answer_shape(y)) for part in parts)
-        return Increments(likelihood, prior, curvature)
+        return Increments(likelihood, prior, curvature, self.posterior.convention)
 
 
 def split_tasks(tasks: Tensor, engine: Engine | None) -> list[Tensor]:

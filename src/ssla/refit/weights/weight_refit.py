@@ -10,6 +10,7 @@ import torch
 
 from ssla._checks import check_name
 from ssla.data import Inputs, as_inputs, row_count
+from ssla.priors import EXACT as EXACT_CONVENTION
 from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.outputs import OutputRefit
@@ -200,17 +201,52 @@ class WeightRefit:
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
         """Return the log density of y at x by refits.
 
-        ValueError for a convention other than "exact".
+        ValueError for a convention that the options do not allow.
         """
-        if posterior.convention != "exact":
+        reason = self._why_not_convention(posterior)
+        if reason is not None:
             raise ValueError(
-                "A refit of the weights works with the exact convention only, but this posterior "
-                f"has convention={posterior.convention!r}. Use refit='output', 'newton' or 'none', "
-                "or posterior.with_prior(posterior.prior); models of a few parameters have all "
-                "conventions in ssla.ExplicitModel."
+                f"{reason} This posterior has convention={posterior.convention!r}, which leaves "
+                "the prior out of the curvature. Or use refit='output', 'newton' or 'none', or "
+                "posterior.with_prior(posterior.prior), the exact convention."
             )
         output = OutputRefit()(posterior, x)
         return WeightLogDensity(self, posterior, x, output)
+
+    def _why_not_convention(self, posterior: Posterior) -> str | None:
+        """Return which option forbids the posterior's convention, with a remedy; None where none
+        does.
+
+        The conventions "paper" and "additive" have the dense engine of a last layer and that of all
+        weights with exact determinants, or determinants of the structure. The other engines divide
+        by the prior's precision, or take one curvature for steps and determinants.
+        """
+        if posterior.convention == EXACT_CONVENTION:
+            return None
+        if posterior.network.linear:
+            if self._uses_products(posterior):
+                return (
+                    "logdet='traces', which is for last layers whose P×P matrices do not fit the "
+                    "memory budget, works with the exact convention only. Use logdet='exact' and "
+                    "a larger memory_budget."
+                )
+            return None
+        if self.linearised:
+            return (
+                "Refits of the linearised network work with the exact convention only. Leave "
+                "linearised=True out."
+            )
+        if self.logdet == FROZEN:
+            return (
+                "logdet='frozen' of all weights works with the exact convention only. Use "
+                f"logdet='structure', or 'exact' for at most {SMALL} weights."
+            )
+        if self.logdet != STRUCTURE and posterior.theta.numel() > SMALL:
+            return (
+                f"More than {SMALL} weights have their determinants with the exact convention "
+                "only. Use logdet='structure', or weights='last_layer' in the fit."
+            )
+        return None
 
     def engine(self, posterior: Posterior, x: Inputs) -> Engine:
         """Open the engine that refits the posterior's own weights at x: what does not depend on y.
@@ -259,6 +295,8 @@ class WeightRefit:
             )
         if self.logdet == STRUCTURE:
             return NO_STRUCTURE
+        if posterior.convention != EXACT_CONVENTION:
+            return "Refits of the linearised network work with the exact convention only."
         return why_not_linearised(
             posterior, row_count(as_inputs(x)), self._in_single_precision(posterior)
         )
