@@ -493,27 +493,30 @@ def _detect_style(
 
     given_cells (L,): the different cells that are not missing. counts (L,): the rows of each.
     stated: the marks of numbers that the user gave, with which only the unit is detected; None if
-    the marks are detected too.
+    the marks are detected too. The result is the stated format, or else PLAIN, where no cell looks
+    like a number with another one.
 
     Raises TableError where two formats fit with different values, or where another format than the
     stated one fits.
     """
-    plain = stated or PLAIN
-    if _parse_all(plain, given_cells) is not None:
-        return plain
-    # The first cell that looks like a number with a unit decides which unit is expected.
+    expected = stated or PLAIN
+    if _parse_all(expected, given_cells) is not None:
+        return expected
+    # The first text that looks like a number, with a unit or without one, decides which unit all
+    # cells should have.
     texts = list(dict.fromkeys(cell for cell in given_cells if isinstance(cell, str)))
-    unit = next((match for match in map(UNIT.fullmatch, texts[:TRIED]) if match), None)
-    if unit is None:
-        return plain
-    units = (unit[2] or "", (unit[4] or "").strip())
+    first_number = next((match for match in map(UNIT.fullmatch, texts[:TRIED]) if match), None)
+    if first_number is None:
+        return expected
+    units = (first_number[2] or "", (first_number[4] or "").strip())
     possible = [Style(*marks, *units) for marks in ((".", ""), *_possible_marks(texts))]
     candidates = possible if stated is None else [Style(stated.decimal, stated.thousands, *units)]
     parsed = [(style, _parse_all(style, given_cells)) for style in candidates]
     fitting = [(style, values) for style, values in parsed if values is not None]
     if fitting:
         first_fitting, _ = fitting[0]
-        # Where plain numbers with a unit fit, no other format is considered.
+        # The first candidate has the marks of plain numbers, or the stated ones. Where it fits, no
+        # other format is considered.
         if first_fitting is not candidates[0]:
             _check_unambiguous(name, given_cells, fitting)
         return first_fitting

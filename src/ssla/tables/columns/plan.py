@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -274,7 +274,7 @@ class Encoded:
         for k in range(DRAWS):
             filled = values.copy()
             for f, columns in enumerate(self.plan.column_slices):
-                draws, complete_rows = self.plan.encoded_draws[f]
+                draws, complete_rows = self.plan.encoded_representatives[f]
                 # A column with fewer draws repeats its last one; `copy_weights` gives it no weight.
                 filled[gaps[:, f] & ~several, columns] = draws[min(k, len(draws) - 1)]
                 filled[gaps[:, f] & several, columns] = complete_rows[k]
@@ -294,6 +294,13 @@ class Encoded:
             shares[: len(feature.shares)] = feature.shares
             weights[:, gaps[:, f] & has_one_gap] = shares[:, None]
         return weights
+
+
+class Representatives(NamedTuple):
+    """The training values of one feature as numbers, by which its gaps are filled."""
+
+    values: np.ndarray  # (k, width): its draws, for rows with this gap only
+    complete_rows: np.ndarray  # (DRAWS, width): its values in `Plan.rows`, for rows with more gaps
 
 
 @dataclass(frozen=True)
@@ -346,17 +353,15 @@ class Plan:
         ]
 
     @cached_property
-    def encoded_draws(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return for each feature the numbers of its draws (k, width), and those of its values in
-        the DRAWS representative rows (DRAWS, width).
-        """
-        encoded = []
-        for i, feature in enumerate(self.features):
-            values_of_rows = [row[i] for row in self.rows]
-            encoded.append(
-                (feature.encode_values(feature.draws), feature.encode_values(values_of_rows))
+    def encoded_representatives(self) -> list[Representatives]:
+        """Return the numbers that represent the training values of each feature."""
+        return [
+            Representatives(
+                feature.encode_values(feature.draws),
+                feature.encode_values([row[i] for row in self.rows]),
             )
-        return encoded
+            for i, feature in enumerate(self.features)
+        ]
 
     def encode(self, table: Table) -> Encoded:
         """Return the columns of the plan as numbers, with notes; other columns are ignored.

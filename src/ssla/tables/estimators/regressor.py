@@ -313,9 +313,9 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 problem = str(error).split(":")[0]
                 if (name, rival) == tries[-1]:
                     raise
-        counts = self._fit_counts(ensemble, X, y, weights, related, on_epoch)
-        if counts is not None:
-            return counts
+        poisson = self._fit_poisson_if_better(ensemble, X, y, weights, related, on_epoch)
+        if poisson is not None:
+            return poisson
         if name == GAUSSIAN:
             warn(
                 "A noise that depends on x could not be fitted, as where the networks meet the "
@@ -324,7 +324,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             )
         return ensemble
 
-    def _fit_counts(
+    def _fit_poisson_if_better(
         self,
         ensemble: Ensemble,
         X: np.ndarray,
@@ -336,7 +336,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         """Return a Poisson fit to small counts if it predicts held-out rows better; otherwise None.
 
         It is compared with `ensemble`, a continuous fit of the same X (n, d), y (n,), weights (n,).
-        The result is also None if y are no such counts, or if the Poisson fit fails.
+        The result is also None if y are not such counts, or if the Poisson fit fails.
         """
         x, target, w = copy_to_tensors(X, y, weights)
         if not (may_be_poisson(target, w) and is_poisson_worth_fitting(ensemble, x, target, w)):
@@ -344,10 +344,12 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         # The same seed holds out the same rows, so that both fits can be compared on them.
         seed = ensemble.settings.seed
         try:
-            counts = self._fit_rows(X, y, weights, POISSON, related, seed=seed, on_epoch=on_epoch)
+            poisson = self._fit_rows(X, y, weights, POISSON, related, seed=seed, on_epoch=on_epoch)
         except (NoFactorError, NoModeError, FloatingPointError):
+            # The user did not ask for Poisson, and the continuous fit is complete. Networks that
+            # cannot be trained or fitted to these counts would not predict them better.
             return None
-        return counts if is_poisson_better(ensemble, counts, x, target, w) else None
+        return poisson if is_poisson_better(ensemble, poisson, x, target, w) else None
 
     def _check_target(self, y: np.ndarray) -> None:
         """Raise ValueError for targets y (n,) or (n, D) that cannot be fitted.

@@ -50,7 +50,7 @@ def collect_facts(subject: Subject, max_rows: int) -> dict[str, Any]:
     variance = measures["epistemic"] + measures["aleatoric"]
     share = measures["epistemic"] / variance.clamp_min(1e-300)
     shown = choose_rows(measures["nll"], share, max_rows)
-    factors = (1.0,) if subject.fixed_prior else FACTORS
+    factors = FACTORS if subject.fixed_prior is None else (1.0,)
     # The page names doubtful rows by their positions among the shown ones.
     order = share[torch.from_numpy(shown)].argsort(descending=True, stable=True)
     doubtful = order[:DOUBTFUL].tolist()
@@ -68,7 +68,7 @@ def collect_facts(subject: Subject, max_rows: int) -> dict[str, Any]:
         "levels": list(LEVELS),
         "factors": list(factors),
         "own": factors.index(1.0),
-        "fixedPrior": subject.fixed_prior,
+        "fixedPrior": subject.fixed_prior or "",  # empty: there is a slider
         "inputNames": list(subject.input_names),
         "scores": scores,
         "flagged": int(measures["flagged"].sum()),

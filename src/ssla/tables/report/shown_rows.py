@@ -77,7 +77,7 @@ def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[st
     A row has one grid for all factors. Heights are whole numbers, and the largest of a row is
     HEIGHT. predictives, predictive_kind: as in `_number_rows`.
     """
-    low, high = _density_range(predictives, predictive_kind)
+    low, high = _choose_grid_ends(predictives, predictive_kind)
     # Counts have steps of whole numbers, so that at most MOST_BARS bars are drawn in a row. The
     # grid has as many points as the row with the most bars needs.
     if predictive_kind == "count":
@@ -102,11 +102,12 @@ def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[st
     return {"start": plain_numbers(low, 8), "step": plain_numbers(step, 8), "heights": scaled}
 
 
-def _density_range(predictives: list[Any], predictive_kind: str) -> tuple[Tensor, Tensor]:
-    """Return the first and the last point (k,) of the grid of each row, for all factors.
+def _choose_grid_ends(predictives: list[Any], predictive_kind: str) -> tuple[Tensor, Tensor]:
+    """Choose the first and the last point (k,) of the grid of each row, for all factors.
 
-    It is the whole circle around the mean for angles. Otherwise each end has the probability
-    GRID_TAIL beyond it, under the factor for which it is farthest.
+    For angles the grid is the whole circle, centred on the mean under the first factor. Otherwise
+    each end has the probability GRID_TAIL beyond it, under the factor for which it is farthest.
+    predictives, predictive_kind: as in `_number_rows`.
     """
     if predictive_kind == "circular":
         low = predictives[0].mean.double().cpu() - math.pi

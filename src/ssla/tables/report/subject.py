@@ -31,7 +31,7 @@ class Subject:
     predict: Predict
     y: Tensor  # (n,); classes: codes
     classes: tuple[str, ...] | None
-    fixed_prior: str  # why there is no slider; empty: there is one
+    fixed_prior: str | None  # why there is no slider; None: there is one
     target: str
     input_names: tuple[str, ...]
     inputs: Callable[[np.ndarray], list[list[Any]]]  # positions of rows (k,) -> their cells
@@ -83,7 +83,7 @@ def posterior_subject(
         predict=predict,
         y=observed,
         classes=None,
-        fixed_prior=why_prior_is_fixed([posterior]),
+        fixed_prior=explain_fixed_prior([posterior]),
         target=target,
         input_names=column_names[:SHOWN_INPUTS],
         inputs=list_inputs,
@@ -114,10 +114,10 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
     return posterior.with_prior(GaussianPrior(precision, mean), posterior.convention)
 
 
-def why_prior_is_fixed(posteriors: Iterable[Posterior]) -> str:
-    """Return a sentence on why the strength of the prior cannot be changed; empty if it can.
+def explain_fixed_prior(posteriors: Iterable[Posterior]) -> str | None:
+    """Return a sentence on why the strength of the prior cannot be changed; None if it can.
 
-    It cannot if one of the posteriors has a prior that is not Gaussian, or is flat.
+    It cannot be changed if one of the posteriors has a prior that is not Gaussian, or is flat.
     """
     for posterior in posteriors:
         bound = posterior.bound_prior
@@ -125,7 +125,7 @@ def why_prior_is_fixed(posteriors: Iterable[Posterior]) -> str:
             return f"The prior is {shorten(posterior.prior)}. The slider is for Gaussian priors."
         if not bool((bound.scale_precision > 0).all()):
             return "The prior is flat for some parameters, so its strength cannot be changed."
-    return ""
+    return None
 
 
 def check_targets(y: Any, rows: int) -> Tensor:

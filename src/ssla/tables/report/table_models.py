@@ -24,8 +24,8 @@ from ssla.tables.report.subject import (
     Subject,
     check_names,
     check_targets,
+    explain_fixed_prior,
     hash_tensors,
-    why_prior_is_fixed,
     with_prior_strength,
 )
 
@@ -101,7 +101,7 @@ def table_subject(
         ),
         y=observed,
         classes=_class_names(estimator),
-        fixed_prior=why_prior_is_fixed(
+        fixed_prior=explain_fixed_prior(
             component.posterior for component in estimator.ensemble_.components
         ),
         target=target,
@@ -162,7 +162,7 @@ def _matrix_subject(
         ),
         y=observed,
         classes=_class_names(estimator),
-        fixed_prior=why_prior_is_fixed(
+        fixed_prior=explain_fixed_prior(
             component.posterior for component in estimator.ensemble_.components
         ),
         target=target,
