@@ -25,7 +25,7 @@ from ssla.refit.outputs import (
     Refit,
     log_density_of_marginal,
 )
-from ssla.refit.paper_settings import PaperSettings, paper_settings
+from ssla.refit.published_settings import PaperSettings, paper_settings
 from ssla.refit.weights.weight_log_density import WeightLogDensity
 from ssla.refit.weights.weight_refit import WeightRefit
 
