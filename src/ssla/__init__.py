@@ -46,6 +46,7 @@ _NAMES = {  # public name -> the module that defines it
     "load": "files.load_posterior",
     "local_sensitivity": "diagnostics",
     "mixture": "predictive",
+    "paper_settings": "refit",
     "sensitivity": "diagnostics",
     "ssla": "posterior",
 }
@@ -78,6 +79,7 @@ __all__ = [
     "metrics",
     "mixture",
     "mlflow",
+    "paper_settings",
     "plots",
     "predictive",
     "priors",
@@ -108,7 +110,15 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior, assla, explain, fit, label_next, ssla
     from ssla.predictive import Predictive
     from ssla.predictive.mixing import mixture
-    from ssla.refit import AutoRefit, Increments, NoRefit, OutputRefit, PlugIn, WeightRefit
+    from ssla.refit import (
+        AutoRefit,
+        Increments,
+        NoRefit,
+        OutputRefit,
+        PlugIn,
+        WeightRefit,
+        paper_settings,
+    )
     from ssla.tables.report import html_report
     from ssla.tables.scoring import Scorer
     from ssla.values import Marginal

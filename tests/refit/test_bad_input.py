@@ -145,6 +145,14 @@ CASES = {
         lambda: ssla.AutoRefit(weights=ssla.WeightRefit(at="prediction")),
         "needs the accurate refit",
     ),
+    "paper's settings with a sketch": (
+        lambda: ssla.paper_settings(1.0, structure="low_rank"),
+        "Unknown structure 'low_rank'.*'kfac', 'diag', 'dense'",
+    ),
+    "paper's settings without a width": (
+        lambda: ssla.paper_settings(half_width=-1.0),
+        "half_width must be a finite number above zero",
+    ),
     "structure of a last layer beyond the memory": (
         lambda: ssla.ssla(
             fit(

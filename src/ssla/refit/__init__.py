@@ -25,6 +25,7 @@ from ssla.refit.outputs import (
     Refit,
     log_density_of_marginal,
 )
+from ssla.refit.published_settings import PaperSettings, paper_settings
 from ssla.refit.weights.weight_log_density import WeightLogDensity
 from ssla.refit.weights.weight_refit import WeightRefit
 
@@ -42,12 +43,14 @@ __all__ = [
     "OutputLogDensity",
     "OutputRefit",
     "OutputRung",
+    "PaperSettings",
     "PlugIn",
     "Refit",
     "WeightLogDensity",
     "WeightRefit",
     "increments_at",
     "log_density_of_marginal",
+    "paper_settings",
     "resolve",
 ]
 
