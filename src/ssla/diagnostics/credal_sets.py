@@ -1,4 +1,5 @@
-"""Credal sets: bounds of the answers of a predictive, over a set of priors.
+"""Credal sets: bounds of the answers of a predictive, over a set of priors or
+over all likely weights.
 
 A set of priors gives a set of predictives, and its convex hull is a credal set. Probabilities and
 expectations are linear in the predictive, so their bounds over the hull are those over the members;
@@ -6,7 +7,8 @@ a quantile of a mixture lies between the members' quantiles.
 
 Two things widen an answer, and they are kept apart: each member has a *width* of its own (noise and
 what the data left open), and the members differ (*imprecision*: what only the prior decides). More
-data shrink the second to nothing, not the first.
+data shrink the second to nothing, not the first. In a set of likely weights the width of a member
+is noise alone, and what the data left open is imprecision.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from ssla.diagnostics.credal_intervals import (
     merge_regions,
     probability_between,
 )
+from ssla.diagnostics.likely_outputs import LikelyOutputs
 from ssla.diagnostics.predictive_sets import Bounds, FiniteMembers, Members, require_order
 from ssla.diagnostics.prior_box import BoxMembers
 from ssla.diagnostics.sensitivities import name_priors
@@ -51,7 +54,7 @@ IMPRECISION_POINTS = 41  # of y, between the bounds of the 0.5% and 99.5% quanti
 
 
 class Decomposition(NamedTuple):
-    """The reasons for the width of an answer: the prior, and the width of each member."""
+    """The reasons for the width of an answer: the members differ, and each has a width."""
 
     imprecision: Tensor  # upper mean − lower mean (N,)
     narrowest: Tensor  # the least width of a member's interval (N,)
@@ -64,9 +67,10 @@ class Credal:
     """Bounds over a set of predictives of the same N inputs. Made by `ssla.credal`."""
 
     members: Members
-    names: tuple[str, ...]  # of the priors, or of the coordinates of a box
+    names: tuple[str, ...]  # of the priors, of the coordinates of a box, or of the one set
     convention: str
     notes: tuple[str, ...] = ()  # where θ̂ does not follow the prior
+    member_noun: str = "prior"  # what the members differ in, for pictures
 
     def __repr__(self) -> str:
         """Return the class name with the names, the number of inputs and the convention."""
@@ -97,6 +101,14 @@ class Credal:
         y. Raises ValueError or TypeError for an event that does not fit the target.
         """
         return self._compute_row_bounds(lambda p: probability(p, event))
+
+    @property
+    def outputs(self) -> Bounds:
+        """Return the bounds of the outputs f (N, C), f̂ ± √(−2 log α · K).
+
+        Raises TypeError for sets of priors: their members are averages over f.
+        """
+        return self.members.outputs
 
     @property
     def mean(self) -> Bounds:
@@ -256,13 +268,15 @@ class Credal:
     def _compute_moment_bounds(self, function: Callable[[Predictive], Tensor]) -> Bounds:
         """Compute the bounds of function(member), (N,) or (N, D), entry by entry."""
         shape = function(self.members.list_members()[0]).shape
-        columns = torch.arange(math.prod(shape[1:]), dtype=torch.float64)
-        bounds = self.members.compute_bounds(
-            lambda p, column: (
-                function(p).double().reshape(len(column), -1).gather(1, column.long())
-            ),
-            columns.expand(shape[0], -1),
-        )
+        count = math.prod(shape[1:])
+
+        def select(p: Predictive, column: Tensor) -> Tensor:
+            """Return the entries of function(p) in these columns (T, k)."""
+            values = function(p).double().reshape(len(column), count)
+            return values.gather(1, column.long())
+
+        columns = torch.arange(count, dtype=torch.float64).expand(shape[0], -1)
+        bounds = self.members.compute_bounds(select, columns)
         return Bounds(bounds.lower.reshape(shape), bounds.upper.reshape(shape))
 
     def _compute_bounds_at(
@@ -293,28 +307,51 @@ class Credal:
 def credal(
     posterior: Posterior,
     x: Inputs,
-    priors: Mapping[str, Prior] | Sequence[Prior] | tuple[float, float] | Box,
+    priors: Mapping[str, Prior] | Sequence[Prior] | tuple[float, float] | Box | None = None,
     convention: str = EXACT,
     refit: str | Refit = "output",
+    *,
+    relative_likelihood: float | None = None,
 ) -> Credal:
-    """Return the credal set of predictives at x under a set of priors, without a pass over the
-    data.
+    """Return a credal set of predictives at x, without a pass over the data: those under a set of
+    priors, or those of all likely weights.
 
     priors: a dict, a list or a range as in `ssla.sensitivity`, or `priors.Box(mean=(low, high),
     precision=(low, high))`, which is every Gaussian prior in the box. Its extreme members are found
     by optimisation for each answer and each input; they need not be at the corners.
 
-    Raises TypeError for angles, and ValueError for a box that the posterior cannot search.
+    relative_likelihood: in place of priors, a number α with 0 < α ≤ 1. The set is that of all
+    p(y|f) for the outputs f of weights with density q(θ) ≥ α max q under the posterior's Gaussian
+    q = N(m, S): an ellipsoid (f − f̂)ᵀK⁻¹(f − f̂) ≤ −2 log α of outputs. α = 1 leaves the network's
+    own answer, and smaller α give larger sets. Members have no doubt about the weights, so their
+    bounds are of what y does, not of an average over f. With one output (f or its link is monotone)
+    bounds of the mean, the distribution function and quantiles are exact: f̂ ± √(−2 log α · K). With
+    more outputs the extreme members are searched for from several starting points: a bound is
+    always that of a member, so that it is never too wide.
+
+    Raises TypeError for angles, and ValueError for a box that the posterior cannot search, for both
+    or neither of priors and relative_likelihood, and for one that is not in (0, 1].
 
     >>> box = ssla.priors.Box(mean=(-1, 1), precision=(0.1, 10))
     >>> c = ssla.credal(post, x, box)     # doctest: +SKIP
     >>> c.probability((0, float("inf")))  # doctest: +SKIP
+    >>> ssla.credal(post, x, relative_likelihood=0.15).probs  # doctest: +SKIP
     """
+    if (priors is None) == (relative_likelihood is None):
+        raise ValueError(
+            "ssla.credal needs either priors or relative_likelihood=, but got "
+            f"{'neither' if priors is None else 'both'}. Give priors (a list, a range or a Box) "
+            "for a set of priors, or a number such as relative_likelihood=0.15 for the likely "
+            "weights."
+        )
     if posterior.likelihood.support_for(posterior.network.outputs).kind == "circular":
         raise TypeError(
             "Bounds are for targets on a line: angles have no order. Compare the predictives of "
             "single priors."
         )
+    if priors is None:
+        assert relative_likelihood is not None
+        return _make_likely_set(posterior, x, relative_likelihood, convention, refit)
     if isinstance(priors, Box):
         box = BoxMembers.build(posterior, x, priors, convention, refit)
         return Credal(box, box.names, convention, box.notes)
@@ -330,6 +367,27 @@ def credal(
     )
     predictives = tuple(moved.predict(x, refit) for moved in posteriors)
     return Credal(FiniteMembers(predictives), tuple(chosen), convention, tuple(notes))
+
+
+def _make_likely_set(
+    posterior: Posterior,
+    x: Inputs,
+    relative_likelihood: float,
+    convention: str,
+    refit: str | Refit,
+) -> Credal:
+    """Return the credal set of all likely weights. Raises ValueError for a convention or a refit,
+    which it does not use, and as `LikelyOutputs.build`.
+    """
+    if convention != EXACT or refit != "output":
+        raise ValueError(
+            "convention and refit are for sets of priors: members of a relative_likelihood set are "
+            f"p(y|f) at known outputs, but convention={convention!r} and refit={refit!r} were "
+            "given. Leave both out; the posterior keeps its own convention."
+        )
+    members = LikelyOutputs.build(posterior, x, relative_likelihood)
+    name = f"relative likelihood ≥ {relative_likelihood:g}"
+    return Credal(members, (name,), posterior.convention, member_noun="likely model")
 
 
 def _compute_highest_probability(predictive: Predictive) -> Tensor:

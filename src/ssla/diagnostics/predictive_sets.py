@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,14 @@ class Members(Protocol):
         """Tell whether there are more members than `list_members` returns."""
         ...
 
+    @property
+    def outputs(self) -> Bounds:
+        """Return the bounds of the network's outputs (N, C).
+
+        Raises TypeError where members are not given by outputs.
+        """
+        refuse_outputs()
+
     def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
         """Compute the bounds of functional(·, argument) over the set, entry by entry.
 
@@ -79,6 +87,11 @@ class FiniteMembers:
         """Return N, the number of rows of every member."""
         return self.predictives[0].mean.shape[0]
 
+    @property
+    def outputs(self) -> Bounds:
+        """Raise TypeError: the members are averages over outputs."""
+        refuse_outputs()
+
     def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
         """Compute the bounds of functional(·, argument) over the set: (N, k) -> (N, k) each."""
         values = torch.stack([functional(p, argument) for p in self.predictives])
@@ -93,6 +106,15 @@ class FiniteMembers:
         protocol.
         """
         raise NotImplementedError("a finite set has no more members than it lists")
+
+
+def refuse_outputs() -> NoReturn:
+    """Raise TypeError for a set whose members are averages over outputs."""
+    raise TypeError(
+        "Members of a set of priors are averages over the network's outputs, so that they have no "
+        "bounds of f. Use relative_likelihood= in place of priors, or posterior.with_prior(prior)"
+        ".marginal(x)."
+    )
 
 
 def require_order(predictive: Predictive, missing: str = "order") -> Any:

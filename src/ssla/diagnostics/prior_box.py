@@ -24,7 +24,8 @@ from torch import Tensor
 
 from ssla.curvature.structure import Eigenbasis, Structure
 from ssla.data import Inputs
-from ssla.diagnostics.predictive_sets import Bounds, Functional, Worst
+from ssla.diagnostics.compass_search import maximise
+from ssla.diagnostics.predictive_sets import Bounds, Functional, Worst, refuse_outputs
 from ssla.fitting.evidence import ThinBasis, eigenbasis, thin_basis
 from ssla.likelihoods import Likelihood
 from ssla.network.layout import Layout
@@ -40,11 +41,9 @@ MOST_CORNERS = 64  # of the box, that are tried; a guess
 # quasi-random points for each side of the box, beside the corners, from which a search may start; a
 # guess
 SPREAD = 16
-STARTS = 3  # of them, from which it does; a guess
 FIRST_STEP = 0.25  # of a side of the box
 # of a side of the box: where the search ends, for closed-form predictives and for others; guesses
 FINE, COARSE = 1e-7, 1e-4
-MOST_ROUNDS = 150  # a guess
 
 
 class _PrecisionRanges(NamedTuple):
@@ -142,6 +141,11 @@ class BoxMembers:
     def rows(self) -> int:
         """Return N, the number of inputs."""
         return len(self.mean)
+
+    @property
+    def outputs(self) -> Bounds:
+        """Raise TypeError: the members are averages over outputs."""
+        refuse_outputs()
 
     @cached_property
     def _rotated_terms(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -248,49 +252,20 @@ class BoxMembers:
     def _maximise(
         self, evaluate: Callable[[Tensor], Tensor], at_starts: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Maximise T functions over [0, 1]^d at once, each from its best STARTS start points.
+        """Maximise T functions over [0, 1]^d at once, each from its best start points.
 
         evaluate: u (T, d) -> the value of each function at its own u (T,). at_starts (k, T): the
         values at the start points. Returns u (T, d) and the maxima (T,).
         """
-        best_values, best_points = at_starts.topk(STARTS, 0)  # (STARTS, T) each
-        climbs = [
-            self._climb_from_start(evaluate, values, points)
-            for values, points in zip(best_values, best_points, strict=True)
-        ]
-        best_u, best = climbs[0]
-        for u, height in climbs[1:]:
-            best_u = torch.where((height > best)[:, None], u, best_u)
-            best = torch.maximum(height, best)
-        return best_u, best
-
-    def _climb_from_start(
-        self, evaluate: Callable[[Tensor], Tensor], best: Tensor, start: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Maximise T functions over [0, 1]^d by a compass search.
-
-        evaluate: as in `_maximise`. start (T,): the number of the start point of each function;
-        best (T,): its value there. Returns u (T, d) and the values there (T,). A search that has
-        not ended after MOST_ROUNDS returns the best point so far.
-        """
-        best_u = self._start_points[start]
-        step = torch.full_like(best, FIRST_STEP)
         tolerance = FINE if self.likelihood.quadratic else COARSE
-        for _ in range(MOST_ROUNDS):
-            gained = torch.zeros_like(best, dtype=torch.bool)
-            for j, sign in itertools.product(range(self._dimension), (1.0, -1.0)):
-                trial = best_u.clone()
-                trial[:, j] = (trial[:, j] + sign * step).clamp(0, 1)
-                height = evaluate(trial)
-                better = height > best
-                best_u = torch.where(better[:, None], trial, best_u)
-                best = torch.where(better, height, best)
-                gained |= better
-            # Where no direction is better, the next round tries nearer points.
-            step = torch.where(gained, step, step / 2)
-            if float(step.max()) < tolerance:
-                break
-        return best_u, best
+        return maximise(
+            evaluate, self._start_points, at_starts, _clamp_to_box, FIRST_STEP, tolerance
+        )
+
+
+def _clamp_to_box(u: Tensor) -> Tensor:
+    """Return the points of [0, 1]^d that are nearest to u (T, d)."""
+    return u.clamp(0, 1)
 
 
 def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:

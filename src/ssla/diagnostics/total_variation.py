@@ -31,9 +31,9 @@ from ssla.predictive import Law, Predictive
 REACH, SCORES = 6.0, 49
 MOST_SINGLE_COUNTS = 1024  # counts up to which each is a cell of its own; a guess
 MOST_PAIRED = 16  # members of a family of which all pairs are compared; a guess
-SEARCHES = 2  # through a family, each from another member; a guess
-ROUNDS = 8  # searches for the member that is farthest from the last one found; a guess
-GAIN = 1e-6  # of the distance, below which they end; a guess
+SEARCHES = 1  # through a family, each from another member; a guess
+ROUNDS = 3  # searches for the member that is farthest from the last one found; a guess
+GAIN = 1e-4  # of the distance, below which they end; a guess
 
 
 class TotalVariation(NamedTuple):

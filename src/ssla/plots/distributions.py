@@ -195,7 +195,7 @@ def p_box(
     credal: Credal, row: int = 0, *, level: float = 0.9, points: int = 60, ax: Any = None
 ) -> Any:
     """Draw the lower and the upper distribution function at one input, with the smallest interval
-    whose probability is at least `level` under every prior; return the Axes.
+    whose probability is at least `level` under every member; return the Axes.
 
     row: the input among those of `credal`. points: at how many y they are drawn. ax: the Axes to
     draw on; None: a new figure. Raises ValueError for a wrong row or level.
@@ -209,7 +209,9 @@ def p_box(
         float(ends.lower[row, 0]), float(ends.upper[row, 1]), points, dtype=torch.float64
     )
     lower, upper = (part[row] for part in credal.cdf(y.expand(credal.members.rows, -1)))
-    ax.fill_between(y, lower, upper, color=color.tint(0.35), lw=0, label="all priors")
+    ax.fill_between(
+        y, lower, upper, color=color.tint(0.35), lw=0, label=f"all {credal.member_noun}s"
+    )
     for bound in (lower, upper):
         ax.plot(y, bound, color=color.main, lw=1.6)
     low, high = credal.interval(level)[row].tolist()
@@ -220,7 +222,7 @@ def p_box(
         color=color.other,
         lw=4,
         solid_capstyle="butt",
-        label=f"{level:.0%} under every prior",
+        label=f"{level:.0%} under every {credal.member_noun}",
     )
     ax.set_ylim(-0.1, 1.32)  # room for the legend
     ax.set_yticks([0, 0.25, 0.5, 0.75, 1])

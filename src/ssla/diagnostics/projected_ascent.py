@@ -1,0 +1,138 @@
+"""Maximises many smooth functions over the unit ball at once, by projected gradient steps.
+
+A step goes from v to the ball's point nearest to v + s g, with g the gradient and s the length by
+Barzilai and Borwein, s = ‖Δv‖² / −Δvᵀ Δg of the last step. Where the function bends upwards there
+is no such length, and the step goes to the boundary, along g. Steps that do not gain enough are
+cut. Values never fall.
+
+The gap ‖g‖ − gᵀv, which is max over the ball of gᵀ(u − v), is zero at a maximum. For a concave
+function it bounds how much can still be gained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The numbers are guesses, but for the rounds: bounds of 10 classes with standard deviations of the
+# logits up to 30 needed at most 60 (tests/diagnostics/test_relative_likelihood.py).
+MOST_ROUNDS = 200
+TOLERANCE = 1e-9  # of the scale: the gap at which a search ends
+SUFFICIENT = 1e-4  # share of the expected gain that a step must reach
+MOST_CUTS = 20  # of a step
+FAR = 1e3  # step length, in units of the ball's radius, that leads to the boundary
+LOOSE = 1e-4  # of the scale: a gap after MOST_ROUNDS that is not an answer
+
+Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""v (m, t, C) and the numbers (m,) of its rows -> values (m, t) and gradients (m, t, C)."""
+
+
+class Maxima(NamedTuple):
+    """Where N·t functions are largest, as far as the search has found."""
+
+    v: Tensor  # (N, t, C)
+    value: Tensor  # (N, t)
+    unconverged: Tensor  # (N, t) bool: the gap is still large
+
+
+def project_to_ball(v: Tensor) -> Tensor:
+    """Return the points of the unit ball that are nearest to v (..., C)."""
+    length: Tensor = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    return v / length.clamp_min(1.0)
+
+
+def ascend(
+    evaluate: Evaluate,
+    start: Tensor,
+    scale: Tensor,
+    rounds: int = MOST_ROUNDS,
+    leave_out_rows: bool = True,
+) -> Maxima:
+    """Maximise N·t functions over the unit ball, each from its start (N, t, C).
+
+    scale: the size of values that matters (N, t); gaps are compared with it. rounds: the most steps
+    of a search. leave_out_rows: whether `evaluate` can be called for the rows that have not ended
+    alone.
+    """
+    rows = torch.arange(len(start))
+    v = start.clone()
+    value, gradient = evaluate(v, rows)
+    step = _far_step(gradient)
+    stalled = torch.zeros_like(value, dtype=torch.bool)
+    for _ in range(rounds):
+        todo = ~stalled & (_gap(v, gradient) > TOLERANCE * scale)
+        if not bool(todo.any()):
+            break
+        active = rows[todo.any(1)] if leave_out_rows else rows
+        point, height, slope = v[active], value[active], gradient[active]
+        trial = _step(evaluate, point, height, slope, step[active], todo[active], active)
+        v[active], value[active], gradient[active] = trial.v, trial.value, trial.gradient
+        stalled[active] |= ~trial.gained
+        step[active] = _next_step(trial.v - point, trial.gradient - slope, trial.gradient)
+    unconverged = ~stalled & (_gap(v, gradient) > LOOSE * scale)
+    return Maxima(v, value, unconverged)
+
+
+class _Trial(NamedTuple):
+    """The points after a step, with what is known there."""
+
+    v: Tensor
+    value: Tensor
+    gradient: Tensor
+    gained: Tensor  # bool: False where no step gains
+
+
+def _step(
+    evaluate: Evaluate,
+    v: Tensor,
+    value: Tensor,
+    gradient: Tensor,
+    step: Tensor,
+    todo: Tensor,
+    rows: Tensor,
+) -> _Trial:
+    """Take one step where `todo` (m, t) is true, cut until it gains enough."""
+    direction = project_to_ball(v + step[..., None] * gradient) - v
+    expected = (gradient * direction).sum(-1)
+    share = torch.ones_like(value)
+    gained = ~todo  # what is not to be done stays, and counts as done
+    best = _Trial(v, value, gradient, gained)
+    for _ in range(MOST_CUTS):
+        trial = v + share[..., None] * direction
+        height, slope = evaluate(trial, rows)
+        enough = ~best.gained & (height > value) & (height - value >= SUFFICIENT * share * expected)
+        best = _Trial(
+            torch.where(enough[..., None], trial, best.v),
+            torch.where(enough, height, best.value),
+            torch.where(enough[..., None], slope, best.gradient),
+            best.gained | enough,
+        )
+        if bool(best.gained.all()):
+            break
+        # The maximum of the parabola through the last value and the slope at v, within limits.
+        parabola = share * expected / (2 * (share * expected - (height - value)))
+        share = share * torch.nan_to_num(parabola, 0.5).clamp(0.1, 0.5)
+    return best
+
+
+def _gap(v: Tensor, gradient: Tensor) -> Tensor:
+    """Return max over the ball of gᵀ(u − v) = ‖g‖ − gᵀv (m, t), at least zero."""
+    length: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
+    return (length - (gradient * v).sum(-1)).clamp_min(0.0)
+
+
+def _far_step(gradient: Tensor) -> Tensor:
+    """Return the step length (m, t) that leads to the boundary of the ball."""
+    length: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
+    return FAR / length.clamp_min(torch.finfo(length.dtype).tiny)
+
+
+def _next_step(moved: Tensor, change: Tensor, gradient: Tensor) -> Tensor:
+    """Return the step length (m, t) after v has moved and the gradient has changed, (m, t, C)."""
+    bend = -(moved * change).sum(-1)
+    far = _far_step(gradient)
+    step = moved.square().sum(-1) / bend
+    return torch.where((bend > 0) & (step > 0), torch.minimum(step, far), far)
