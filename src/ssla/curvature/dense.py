@@ -228,7 +228,10 @@ class Dense(Structure):
         return self.matrix is None and self.row_count + precision.shape[0] * J.outputs < self.size
 
     def _require_same_kind(self, other: Structure) -> Dense:
-        """Return the other statistics; ValueError if they are not dense or of another size."""
+        """Return the other statistics.
+
+        Raises ValueError if they are not dense or of another size.
+        """
         if not isinstance(other, Dense) or other.size != self.size:
             raise ValueError(mismatch_text("dense", other))
         return other
@@ -236,7 +239,7 @@ class Dense(Structure):
     def merge(self, other: Structure) -> Dense:
         """Return the statistics of both data sets, as rows while these are fewer than P.
 
-        ValueError if the others are not dense or of another size.
+        Raises ValueError if the others are not dense or of another size.
         """
         other = self._require_same_kind(other)
         if (
@@ -250,7 +253,7 @@ class Dense(Structure):
     def mix_with(self, other: Structure, share: float) -> Dense:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
-        ValueError if the others are not dense or of another size.
+        Raises ValueError if the others are not dense or of another size.
         """
         other = self._require_same_kind(other)
         if self.matrix is not None or other.matrix is not None:
@@ -313,7 +316,7 @@ class Dense(Structure):
     def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
         """Factorise H = S + the prior's precision, which is a diagonal (P,) or a matrix (P, P).
 
-        Stored rows with a positive diagonal take Woodbury's formula, all others Cholesky.
+        Stored rows with a positive diagonal take Woodbury's formula, all others Cholesky. Raises
         NoFactorError if H is not positive definite in double precision.
         """
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):

@@ -326,7 +326,7 @@ class Kfac(Structure):
     by_layers = True
 
     def __post_init__(self) -> None:
-        """Check the names of the options; ValueError for an unknown one."""
+        """Check the names of the options; raise ValueError for an unknown one."""
         check_name("sharing", self.sharing, (EXPAND, REDUCE))
         if self.output_factor is not None:
             check_name("output_factor", self.output_factor, (FULL, DIAGONAL))
@@ -431,7 +431,8 @@ class Kfac(Structure):
     def with_inputs_of(self, other: Structure) -> Kfac:
         """Return the statistics with the input factors of `other`, a sum over the same rows.
 
-        The eigendecompositions of these factors are kept. AssertionError unless other is a Kfac.
+        The eigendecompositions of these factors are kept. Raises AssertionError unless other is a
+        Kfac.
         """
         assert isinstance(other, Kfac)
         layers = tuple(
@@ -452,7 +453,7 @@ class Kfac(Structure):
     def _require_same_kind(self, other: Structure) -> Kfac:
         """Return the other statistics, as a Kfac.
 
-        ValueError if they are of another structure, or have other options or another size.
+        Raises ValueError if they are of another structure, or have other options or another size.
         """
         if (
             not isinstance(other, Kfac)
@@ -464,7 +465,7 @@ class Kfac(Structure):
         return other
 
     def merge(self, other: Structure) -> Kfac:
-        """Return the statistics of both data sets; ValueError if they cannot be merged."""
+        """Return the statistics of both data sets; raise ValueError if they cannot be merged."""
         other = self._require_same_kind(other)
         if self.is_empty or other.is_empty:
             return other if self.is_empty else self
@@ -474,7 +475,7 @@ class Kfac(Structure):
     def mix_with(self, other: Structure, share: float) -> Kfac:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
-        ValueError if the others have other options or another size.
+        Raises ValueError if the others have other options or another size.
         """
         other = self._require_same_kind(other)
         # A is the same in both, because the rows are the same.
@@ -513,8 +514,8 @@ class Kfac(Structure):
     def scale_both_sides(self, factors: Tensor) -> Kfac:
         """Return the statistics of D S D for D = diag(factors), factors (P,).
 
-        ValueError if the factors vary within a row of a layer's weight, because D S D is then no
-        Kronecker product.
+        Raises ValueError if the factors vary within a row of a layer's weight, because D S D is
+        then no Kronecker product.
         """
         layers = []
         for layer in self.layers:
@@ -543,7 +544,7 @@ class Kfac(Structure):
     def trace(self, operator: Operator) -> float:
         """Compute tr(S H⁻¹) for an operator with Kronecker factors of the same layers.
 
-        AssertionError for another operator.
+        Raises AssertionError for another operator.
         """
         assert isinstance(operator, KfacOperator)
         total = float((self.rest / operator.rest).sum())
@@ -561,8 +562,8 @@ class Kfac(Structure):
     def with_prior(self, precision: Tensor) -> KfacOperator:
         """Factorise H = S + the prior's precision in the eigenbases of the factors.
 
-        precision: (P,), or (P, P), of which only the diagonal is used. ValueError if it varies
-        inside a layer, NoFactorError if H is singular in double precision.
+        precision: (P,), or (P, P), of which only the diagonal is used. Raises ValueError if it
+        varies inside a layer, and NoFactorError if H is singular in double precision.
         """
         diagonal = precision if precision.dim() == 1 else precision.diagonal()
         operators = []
@@ -611,7 +612,7 @@ class Kfac(Structure):
 def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
     """Yield the part of J of each layer with a Kronecker form.
 
-    TypeError for a Jacobian that is not stored by layers.
+    Raises TypeError for a Jacobian that is not stored by layers.
     """
     if isinstance(J, Features):
         # A last layer has one position and δ = I.

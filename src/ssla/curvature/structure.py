@@ -120,14 +120,14 @@ class Structure(Protocol):
     def merge(self, other: Structure) -> Structure:
         """Return the statistics of both data sets.
 
-        ValueError if the other structure has another kind, size or settings.
+        Raises ValueError if the other structure has another kind, size or settings.
         """
 
     @abstractmethod
     def mix_with(self, other: Structure, share: float) -> Structure:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
-        ValueError if the other structure has another kind or size.
+        Raises ValueError if the other structure has another kind or size.
         """
 
     @abstractmethod
@@ -156,7 +156,7 @@ class Structure(Protocol):
     def with_prior(self, precision: Tensor) -> Operator:
         """Factorise H = S + the prior's precision, which is a diagonal (P,) or a matrix (P, P).
 
-        NoFactorError if H is not positive definite in double precision.
+        Raises NoFactorError if H is not positive definite in double precision.
         """
 
     @abstractmethod
@@ -183,7 +183,7 @@ class Structure(Protocol):
         return False
 
     def as_matrix(self) -> Tensor:
-        """Return S (P, P) if the statistics are `exact`; TypeError otherwise."""
+        """Return S (P, P) if the statistics are `exact`; raise TypeError otherwise."""
         raise TypeError(f"Statistics of structure={self.name!r} do not hold every entry of S.")
 
     @property

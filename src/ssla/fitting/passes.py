@@ -198,7 +198,7 @@ class Data(Protocol):
 
     @property
     def network(self) -> Network:
-        """Return the network, as it was opened on the first rows; ValueError before that."""
+        """Return the network, as it was opened on the first rows; raise ValueError before that."""
         ...
 
     @property

@@ -236,7 +236,7 @@ class Custom(Likelihood):
 
     @property
     def _continuous_support(self) -> Continuous:
-        """Return the support; AssertionError unless it is continuous."""
+        """Return the support; raise AssertionError unless it is continuous."""
         assert isinstance(self.support, Continuous)
         return self.support
 

@@ -436,8 +436,8 @@ class Likelihood(Protocol):
 def log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDensity:
     """Return the function (z (n, k), rows (n,)) -> log density of z (n, k) given f[rows].
 
-    f (N, C) holds the outputs, and z is y in the support's real coordinate. AssertionError unless
-    the support is continuous.
+    f (N, C) holds the outputs, and z is y in the support's real coordinate. Raises AssertionError
+    unless the support is continuous.
     """
     support = likelihood.support_for(f.shape[-1])
     assert isinstance(support, Continuous)

@@ -159,8 +159,8 @@ class SharedNodes:
 def build_shared_nodes(root: ScaledRoot, z: Tensor) -> SharedNodes:
     """Compute the products that all rows of a root share, at nodes z (S, C).
 
-    They cost as much as R z of r rows, for r profiles. AssertionError for a root that has no basis
-    or no profiles.
+    They cost as much as R z of r rows, for r profiles. Raises AssertionError for a root that has no
+    basis or no profiles.
     """
     assert root.basis is not None
     assert root.profiles is not None
