@@ -349,8 +349,8 @@ def checked_covariances(subject: str, K: Tensor) -> Tensor:
     values = K.detach().to("cpu", torch.float64)
     size = values.abs().amax((1, 2))
     # The rounding error of a product of matrices is at most √ε of its row; that of a difference of
-    # larger numbers is ε of those, where the factor 16 is a guess. A 1×1 covariance is no product
-    # of matrices.
+    # larger numbers is ε of those, where the factor 16 is a guess. A 1×1 covariance is not a
+    # product of matrices.
     has_products = K.shape[-1] > 1
     allowed = eps**0.5 * size * has_products + 16 * eps * size.amax()
     skew = (values - values.mT).abs().amax((1, 2))

@@ -711,7 +711,7 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
 def _checked_posterior(posterior: Posterior) -> Posterior:
     """Return the first argument of a public function unchanged.
 
-    Raises TypeError if it is no posterior.
+    Raises TypeError if it is not a posterior.
     """
     if not isinstance(posterior, Posterior):
         raise TypeError(

@@ -515,7 +515,7 @@ class Kfac(Structure):
         """Return the statistics of D S D for D = diag(factors), factors (P,).
 
         Raises ValueError if the factors vary within a row of a layer's weight, because D S D is
-        then no Kronecker product.
+        not a Kronecker product then.
         """
         layers = []
         for layer in self.layers:

@@ -61,8 +61,8 @@ class Classes:
     ) -> Classes | None:
         """Return the classes of one chunk with targets y and row weights (B,).
 
-        outputs: their number. features: of the chunk; None where the free weights are no last
-        layer. The result is None then, and where the targets are no classes.
+        outputs: their number. features: of the chunk; None where the free weights are not a
+        last layer. The result is None then, and where the targets are not classes.
         """
         if features is None or likelihood.logit_temperature is None:
             return None
@@ -107,7 +107,7 @@ class Numbers:
     ) -> Numbers | None:
         """Return the numbers of one chunk with targets y, outputs f (B, C) and row weights (B,).
 
-        features: of the chunk; None where the free weights are no last layer. The result is None
+        features: of the chunk; None where the free weights are not a last layer. The result is None
         then, and where the targets are classes.
         """
         if features is None or likelihood.support_for(f.shape[1]).kind == "class":

@@ -361,8 +361,8 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
     sums.
 
     It takes a fixed number of rounds from the Gaussian at hand, with half of the new averages in
-    the precision. The bound is no stopping rule so close to its maximum: a step can overshoot to a
-    point with the same bound, and the error of the nodes hides small gains. The tilt of the
+    the precision. The bound is not a stopping rule so close to its maximum: a step can overshoot to
+    a point with the same bound, and the error of the nodes hides small gains. The tilt of the
     gradient stays. Raises ValueError where the last step of the mean is still long.
     """
     current = posterior

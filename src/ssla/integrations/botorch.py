@@ -77,7 +77,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         """Check the arguments and store them.
 
         observations: rows that condition f, on the network's scale; None: there are none. Raises
-        TypeError if `posterior` is no Posterior, and ValueError for another likelihood than
+        TypeError if `posterior` is not a Posterior, and ValueError for another likelihood than
         Gaussian or for wrong offsets and scales.
         """
         Model.__init__(self)

@@ -515,7 +515,7 @@ def _cut_at_valley(table: Table, mean: Tensor) -> Table:
     heights = _log_heights(table)
     is_right = (table.middles > mean[:, None] + 1) & (table.widths > 0)
     lowest_so_far = torch.where(is_right, heights, torch.inf).cummin(1).values
-    # 1e-9: differences by rounding are no rise.
+    # 1e-9: differences by rounding are not a rise.
     is_beyond = (is_right & (heights > lowest_so_far + 1e-9)).cumsum(1) > 0
     return _mark_inaccurate(table)._replace(logs=torch.where(is_beyond, NOTHING, table.logs))
 

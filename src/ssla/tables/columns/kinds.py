@@ -193,7 +193,7 @@ def interpret_cells(
     MOST_MIXED different values and no text is rare.
 
     Raises TableError for dates mixed with fewer other cells, for numbers mixed with a few texts
-    that are no categories, and for infinite numbers.
+    that are not categories, and for infinite numbers.
     """
     stated = style or PLAIN
     # Plain numbers in one array need no loop over cells.
@@ -398,7 +398,7 @@ def parse_date(cell: Any) -> float | None:
     A date without an offset is in UTC. Returns None for anything else.
     """
     if isinstance(cell, str):
-        # The test of one character is much faster than the pattern, for texts that are no dates.
+        # The test of one character is much faster than the pattern, for texts that are not dates.
         groups = ISO.fullmatch(cell) if cell[4:5] == "-" else None
         if groups is None:
             return None

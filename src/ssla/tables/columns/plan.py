@@ -721,7 +721,7 @@ def _choose_rows(
     gaps = np.stack([column.missing for column in columns], 1)  # (n, features)
     complete = np.flatnonzero(~gaps.any(axis=1))
     pool = complete if len(complete) else np.arange(len(numbers))
-    # Codes are no quantities, so their means and standard deviations are not compared.
+    # Codes are not quantities, so their means and standard deviations are not compared.
     is_quantity: list[bool] = []
     for feature in features:
         is_quantity += [count == 0 for count in feature.level_counts]

@@ -109,8 +109,8 @@ def warn_of_unused_columns(plan: Plan) -> None:
 def _array_of_objects(X: Any) -> np.ndarray | None:
     """Return X as an array of objects (n, d) if it has cells that are not numbers.
 
-    The result is None if all cells can be read as numbers. It is also None if X is no array of two
-    dimensions, for which scikit-learn then raises its own error.
+    The result is None if all cells can be read as numbers. It is also None if X is not an array of
+    two dimensions, for which scikit-learn then raises its own error.
     """
     try:
         array = np.asarray(X)

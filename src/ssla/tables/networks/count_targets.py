@@ -26,7 +26,7 @@ DISPERSIONS = (0.6, 1.6)  # mean squared error over mean, at held-out rows
 def may_be_poisson(y: Tensor, weights: Tensor) -> bool:
     """Return whether targets y (n,) are small counts that vary at least about as Poisson counts do.
 
-    Targets that are only 0 and 1 are no counts. weights (n,) are row weights.
+    Targets that are only 0 and 1 are not counts here. weights (n,) are row weights.
     """
     if not whole_numbers.are_small_counts(y, weights):
         return False

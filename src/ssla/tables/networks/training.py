@@ -512,6 +512,6 @@ def _build_module(architecture: Architecture, rows: Rows) -> nn.Sequential:
 def _copy_with_parameters(module: nn.Sequential, parameters: Mapping[str, Tensor]) -> nn.Sequential:
     """Return a copy of the module with the parameters of one member, by name."""
     member = deepcopy(module)
-    # Not strict, because the edges of pieces are no parameters: they are copied with the module.
+    # Not strict, because the edges of pieces are not parameters: they are copied with the module.
     member.load_state_dict(dict(parameters), strict=False)
     return member

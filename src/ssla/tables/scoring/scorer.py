@@ -88,7 +88,7 @@ class Scorer:
     ) -> None:
         """Check the options and store them; the model is opened at the first call.
 
-        Raises ValueError for levels that are no probabilities or for an unknown refit, and
+        Raises ValueError for levels that are not probabilities or for an unknown refit, and
         TypeError for a text in place of a list of names.
         """
         self.path = Path(path).absolute()
