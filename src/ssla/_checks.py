@@ -102,7 +102,7 @@ def is_inside_vmap(value: Tensor) -> bool:
 def outside_transforms() -> AbstractContextManager[Any]:
     """Return a context in which no torch.func transform is active.
 
-    It is for constants and for values without a graph: a transform would wrap new tensors.
+    Constants and values without a graph are made inside it: a transform would wrap new tensors.
     """
     return temporarily_clear_interpreter_stack()
 

@@ -1,8 +1,8 @@
 """Models with a few parameters, written by hand: SSLA with a real refit for every candidate.
 
-They are for studies of priors without a network. The model is log p(row | θ), the data are rows,
-and the prior is any of `ssla.priors`. Modes are found by Newton steps on autograd derivatives in
-float64, for all candidates at once. The curvature is the observed one, of the data and (by
+These models are for studies of priors without a network. The model is log p(row | θ), the data are
+rows, and the prior is any of `ssla.priors`. Modes are found by Newton steps on autograd derivatives
+in float64, for all candidates at once. The curvature is the observed one, of the data and (by
 convention) of the prior. ℓ is the log likelihood of the data, θ̂ its mode with the prior, and θ̃
 the mode with a candidate y added to the data. This is the paper's SSLA, for models with a known
 conjugate predictive:
@@ -245,7 +245,7 @@ class ExplicitModel:
 def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the function that computes ∇² (P, P) of a scalar function in its first argument (P,).
 
-    It uses reverse mode twice: forward mode would import deprecated parts of torch.
+    Reverse mode is used twice: forward mode would import deprecated parts of torch.
     """
     second_derivative: Callable[..., Tensor] = jacrev(grad(function))
     return second_derivative

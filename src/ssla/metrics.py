@@ -198,9 +198,9 @@ def interval_score(
 def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor:
     """Return the pinball loss of the quantile at probability q, between 0 and 1.
 
-    It is q·(y − quantile) for y above the quantile, and (1 − q)·(quantile − y) below. y: one value
-    for each prediction. reduce=False: one score for each row, not their mean. Raises TypeError for
-    classes and angles.
+    The loss is q·(y − quantile) for y above the quantile, and (1 − q)·(quantile − y) below. y: one
+    value for each prediction. reduce=False: one score for each row, not their mean. Raises
+    TypeError for classes and angles.
     """
     if predictive.kind in ("class", "circular"):
         raise TypeError(
@@ -290,8 +290,9 @@ class Summary:
 def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) -> Summary:
     """Return the usual scores of a predictive for y, one value for each prediction.
 
-    They are NLL, CRPS (not for angles), RMSE, coverage and width at each level, the calibration
-    error and the mean mass. For classes they are NLL, Brier, ECE, accuracy and the mean mass.
+    The scores are NLL, CRPS (not for angles), RMSE, coverage and width at each level, the
+    calibration error and the mean mass. For classes they are NLL, Brier, ECE, accuracy and the mean
+    mass.
     """
     mass = predictive.mass.double().mean()
     scores = {"nll": nll(predictive, y)}

@@ -69,7 +69,7 @@ class DenseOperator:
     def drop_inverses(self) -> None:
         """Free the memory of L⁻¹ and H⁻¹, each as large as L, but keep the variances.
 
-        They are computed again when they are needed.
+        The inverses are computed again when they are needed.
         """
         # The variances are computed now if a dropped matrix would be needed for them.
         if "_inverse" in self.__dict__ or not self._inverse_is_accurate:
@@ -88,7 +88,7 @@ class DenseOperator:
     def root_for_sums(self, J: Jacobian) -> FullRoot:
         """Compute the root of K as `root` does, but faster for the many rows of a fit.
 
-        It is computed from H⁻¹ itself where that is accurate, and otherwise by `root`.
+        K is computed from H⁻¹ itself where that is accurate, and the root otherwise by `root`.
         """
         if (
             isinstance(J, Features)

@@ -413,7 +413,7 @@ class Kfac(Structure):
     def _layer_factors(self, block: LayerBlock, precision: Tensor, weights: Tensor) -> LayerFactors:
         """Return the factors of one layer for one batch; precision Λ (B, C, C), weights (B,).
 
-        They are those of the module's docstring, by `sharing`.
+        The factors are those of the module's docstring, by `sharing`.
         """
         a, delta = block.a, block.delta  # (B, T, in), (B, C, T, out)
         if self.sharing == REDUCE:
@@ -592,7 +592,7 @@ class Kfac(Structure):
     def memory(self, extent: Extent) -> int:
         """Estimate the bytes that a fit needs at its peak, as in the protocol.
 
-        They are those of the factors, of a batch's factors, and of the eigenbases with their
+        The bytes are those of the factors, of a batch's factors, and of the eigenbases with their
         workspace. The spectrum, of the size of θ, adds to them.
         """
         factors = sum(

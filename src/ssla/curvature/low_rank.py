@@ -204,9 +204,9 @@ class LowRank(Structure):
     def widen_sketch(self, smallest_precision: float, max_columns: int) -> LowRank | None:
         """Return empty statistics with a sketch twice as wide, of at most `max_columns`.
 
-        They have no data: the caller adds all of them again. smallest_precision: that of the prior.
-        None if the variances are accurate to `tail` under it, if the rank is fixed, or if the
-        sketch cannot be wider.
+        The statistics have no data: the caller adds all of them again. smallest_precision: that of
+        the prior. None if the variances are accurate to `tail` under it, if the rank is fixed, or
+        if the sketch cannot be wider.
         """
         size, columns = self.sketch.shape
         if (

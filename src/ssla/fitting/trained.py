@@ -258,8 +258,8 @@ def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Ve
 def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
     """Find the constant outputs (C,) that predict all targets y best.
 
-    It takes Fisher scoring steps from the mean of the outputs f (m, C), at most CONSTANT_STEPS.
-    None where a step is not defined or a log density is not finite.
+    The search takes Fisher scoring steps from the mean of the outputs f (m, C), at most
+    CONSTANT_STEPS. None where a step is not defined or a log density is not finite.
     """
 
     def mean_log_prob(outputs: Tensor) -> float:

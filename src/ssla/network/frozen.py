@@ -141,7 +141,7 @@ class Frozen:
 def rows_within(budget: int, bytes_per_row: int) -> int:
     """Return the largest number of rows of a chunk within a budget in bytes.
 
-    It is at least one, also beyond the budget, and at most `MOST_ROWS`.
+    The number is at least one, also beyond the budget, and at most `MOST_ROWS`.
     """
     return max(min(budget // bytes_per_row, MOST_ROWS), 1)
 

@@ -89,7 +89,7 @@ class Feature:
     def level_counts(self) -> list[int]:
         """Return the largest code of each column of numbers (width); 0 for a column without codes.
 
-        It is the number of levels with a code, plus one if gaps have a code.
+        The largest code is the number of levels with a code, plus one if gaps have a code.
         """
         if not self.codes:
             return [0] * self.width
@@ -338,7 +338,7 @@ class Plan:
     def level_counts(self) -> tuple[int, ...]:
         """Return the number of codes of each column of numbers (width), 0 for one without codes.
 
-        It is () if no column has codes.
+        The result is () if no column has codes.
         """
         counts = tuple(count for feature in self.features for count in feature.level_counts)
         return counts if any(counts) else ()

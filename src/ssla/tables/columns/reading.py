@@ -404,7 +404,7 @@ def _split_lines(texts: Iterator[str]) -> Iterator[str]:
 def _detect_delimiter(text: str, marks: str) -> str:
     """Return the most likely delimiter of a CSV file.
 
-    It is the one that splits the header into the most cells, and each of the first rows into the
+    The most likely one splits the header into the most cells, and each of the first rows into the
     same number. Quoted text is not split. A mark of numbers is chosen only if no other delimiter
     fits.
 

@@ -53,7 +53,7 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
 def _store_columns(estimator: Any, X: Table | Encoded) -> None:
     """Set the names and the number of the columns, as `validate_data` does for a data frame.
 
-    They are the columns of a table, or those that the plan of encoded rows uses.
+    These columns are those of a table, or those that the plan of encoded rows uses.
     """
     names = X.names if isinstance(X, Table) else [feature.name for feature in X.plan.features]
     estimator.feature_names_in_ = np.array(names, dtype=object)

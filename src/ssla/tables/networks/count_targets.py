@@ -49,8 +49,8 @@ def is_poisson_worth_fitting(continuous: Ensemble, x: Tensor, y: Tensor, weights
 def compute_dispersion(continuous: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> float:
     """Return Σ(y − m)²/Σm at held-out rows, with the mean m of the networks that held them out.
 
-    It is infinite if the means do not have a positive sum. x (n, d), y (n,), weights (n,): all rows
-    of the fit.
+    The ratio is infinite if the means do not have a positive sum. x (n, d), y (n,), weights (n,):
+    all rows of the fit.
     """
     errors = 0.0
     total = 0.0

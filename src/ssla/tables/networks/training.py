@@ -230,7 +230,7 @@ def _run_epochs(
 def _compute_learning_rate(schedule: Schedule, epoch: int) -> float:
     """Return the learning rate of an epoch, counted from one.
 
-    It falls like half a cosine, from that of the schedule towards SMALLEST_RATE of it.
+    The rate falls like half a cosine, from that of the schedule towards SMALLEST_RATE of it.
     """
     share = 0.5 * (1 + math.cos(math.pi * (epoch - 1) / schedule.max_epochs))
     return schedule.learning_rate * (SMALLEST_RATE + (1 - SMALLEST_RATE) * share)

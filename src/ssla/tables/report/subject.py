@@ -117,7 +117,8 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
 def explain_fixed_prior(posteriors: Iterable[Posterior]) -> str | None:
     """Return a sentence on why the strength of the prior cannot be changed; None if it can.
 
-    It cannot be changed if one of the posteriors has a prior that is not Gaussian, or is flat.
+    The strength cannot be changed if one of the posteriors has a prior that is not Gaussian, or is
+    flat.
     """
     for posterior in posteriors:
         bound = posterior.bound_prior

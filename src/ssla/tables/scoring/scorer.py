@@ -37,8 +37,8 @@ class Scorer:
     """A saved model as a function: a batch of rows -> columns with the prediction and its
     intervals.
 
-    It can be pickled and holds only the path and the options. The model is opened once in each
-    process, at the first call: the path must exist there. So it is the function that Ray Data
+    A scorer can be pickled and holds only the path and the options. The model is opened once in
+    each process, at the first call: the path must exist there. So it is the function that Ray Data
     `map_batches`, Spark `mapInPandas`, Dask `map_partitions` and MLflow need.
 
     Parameters
