@@ -110,7 +110,7 @@ def check_target(target: Path) -> None:
     """
     try:
         names = os.listdir(target)
-    except FileNotFoundError:
+    except FileNotFoundError:  # nothing is replaced
         return
     except NotADirectoryError:
         if not target.exists():  # it is below a file: the attempt to write raises an error

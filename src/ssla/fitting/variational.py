@@ -258,6 +258,7 @@ class BoundAscent:
         try:
             covariance = self._factorise(curvature, current.mean)
         except ValueError:
+            # Averages of an indefinite Λ: the caller tries a smaller share.
             return None
         mean = current.mean
         if self.moves:

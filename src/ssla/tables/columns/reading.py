@@ -421,6 +421,7 @@ def _detect_delimiter(text: str, marks: str) -> str:
         try:
             widths = [len(row) for row in islice(reader, SNIFFED_ROWS) if row]
         except csv.Error:
+            # A delimiter with which the text cannot be parsed is the least likely one.
             widths = []
         width = widths[0] if widths else 0
         same_width = len(set(widths)) == 1

@@ -125,7 +125,7 @@ def _array_of_objects(X: Any) -> np.ndarray | None:
             return None
         # Nested lists keep the types of their cells, which an array of texts would lose.
         return np.array(X if isinstance(X, list | tuple) else array, dtype=object)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # X is not an array: scikit-learn's check says why
         return None
 
 

@@ -310,6 +310,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 )
                 break
             except (NoFactorError, NoModeError) as error:
+                # The next try needs less. A warning below names the problem if constant noise had
+                # to be used; the error of the last try is raised.
                 problem = str(error).split(":")[0]
                 if (name, rival) == tries[-1]:
                     raise
