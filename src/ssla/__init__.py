@@ -125,7 +125,10 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> object:
-        """Return a public name, imported when it is first used; AttributeError for another name."""
+        """Return a public name, imported when it is first used.
+
+        Raises AttributeError for another name.
+        """
         # An imported package becomes an attribute of this one by itself; other names are stored.
         if name in _PACKAGES:
             return import_module(f"ssla.{_PACKAGES[name]}")

@@ -73,7 +73,7 @@ def unknown_name(noun: str, name: object, valid: Iterable[str]) -> str:
 
 
 def check_name(noun: str, name: Any, valid: Iterable[str]) -> str:
-    """Return the name if it is one of the valid ones; ValueError for any other value.
+    """Return the name if it is one of the valid ones; raise ValueError for any other value.
 
     noun: what the name stands for, for the error.
     """
@@ -102,7 +102,7 @@ def is_inside_vmap(value: Tensor) -> bool:
 def outside_transforms() -> AbstractContextManager[Any]:
     """Return a context in which no torch.func transform is active.
 
-    It is for constants and for values without a graph: a transform would wrap new tensors.
+    Constants and values without a graph are made inside it: a transform would wrap new tensors.
     """
     return temporarily_clear_interpreter_stack()
 
@@ -217,8 +217,8 @@ def copy_if_inference(value: Tensor) -> Tensor:
 def record_derivatives(subject: str) -> Iterator[None]:
     """Let autograd record derivatives in the block, which calls a function of the user.
 
-    subject: the function, for the error. ValueError if the block uses a tensor that was made in
-    inference mode, which autograd cannot record. Other errors pass.
+    subject: the function, for the error. Raises ValueError if the block uses a tensor that was made
+    in inference mode, which autograd cannot record. Other errors pass.
     """
     try:
         with torch.enable_grad():
@@ -275,7 +275,7 @@ def refuse_masked(
 def check_draw_count(n: Any) -> int:
     """Return the number of draws as an int.
 
-    TypeError unless it is a whole number, ValueError if it is below 0.
+    Raises TypeError unless it is a whole number, and ValueError if it is below 0.
     """
     shape_hint = " Write sample(5), not sample((5,))." if isinstance(n, tuple | list) else ""
     try:
@@ -302,7 +302,7 @@ def check_positive(subject: str, values: Tensor, remedy: str = "Give a value abo
 def check_level(value: float) -> float:
     """Return the probability of an interval or a quantile as a float.
 
-    TypeError unless it is one number, ValueError unless it is strictly between 0 and 1.
+    Raises TypeError unless it is one number, and ValueError unless it is strictly between 0 and 1.
     """
     try:
         number = float(value)
@@ -338,9 +338,9 @@ def check_writable(path: Path) -> None:
 def checked_covariances(subject: str, K: Tensor) -> Tensor:
     """Return covariances K (N, C, C) in float64, on the CPU.
 
-    subject: the covariances, for the error. ValueError unless they are symmetric and positive
-    semi-definite to the rounding of their dtype. Within that rounding, entries are made symmetric
-    and eigenvalues below zero become zero.
+    subject: the covariances, for the error. Raises ValueError unless they are symmetric and
+    positive semi-definite to the rounding of their dtype. Within that rounding, entries are made
+    symmetric and eigenvalues below zero become zero.
     """
     if not K.numel():
         return K.double()
@@ -349,8 +349,8 @@ def checked_covariances(subject: str, K: Tensor) -> Tensor:
     values = K.detach().to("cpu", torch.float64)
     size = values.abs().amax((1, 2))
     # The rounding error of a product of matrices is at most √ε of its row; that of a difference of
-    # larger numbers is ε of those, where the factor 16 is a guess. A 1×1 covariance is no product
-    # of matrices.
+    # larger numbers is ε of those, where the factor 16 is a guess. A 1×1 covariance is not a
+    # product of matrices.
     has_products = K.shape[-1] > 1
     allowed = eps**0.5 * size * has_products + 16 * eps * size.amax()
     skew = (values - values.mT).abs().amax((1, 2))

@@ -82,7 +82,7 @@ class Source:
 
 
 def open_source(data: Any) -> Source:
-    """Return the Source of the user's data; TypeError if its type is not supported.
+    """Return the Source of the user's data; raise TypeError if its type is not supported.
 
     data: a Source, a TensorDataset, (X, y) or (X, y, weights) of arrays, or an iterable of batches.
     Arrays are checked here, as by `as_batch`; batches are checked when they are read.
@@ -130,8 +130,8 @@ def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | N
     """Return the training rows, and the validation rows (None if there are none).
 
     validation: None, rows, or a share of the data. A share is taken evenly over the order in which
-    the data are read, and the training rows are the others. ValueError for a share that is not
-    between 0 and 1, or of data without a fixed order; TypeError for a whole number.
+    the data are read, and the training rows are the others. Raises ValueError for a share that is
+    not between 0 and 1, or of data without a fixed order, and TypeError for a whole number.
     """
     source = open_source(data)
     if validation is None:
@@ -261,9 +261,9 @@ def _iterate_items(data: Iterable[T]) -> Iterator[T]:
 def as_batch(item: Any) -> Batch:
     """Return the Batch of one item of the user's iterable.
 
-    The forms of an item are those of the module's docstring. TypeError for another form; ValueError
-    unless x, y and weights have the same number of rows, and the weights are finite and not
-    negative. Errors of values are those of `as_tensor`.
+    The forms of an item are those of the module's docstring. Raises TypeError for another form, and
+    ValueError unless x, y and weights have the same number of rows, and the weights are finite and
+    not negative. Errors of values are those of `as_tensor`.
     """
     x, y, weights = _split_columns(item)
     with torch.no_grad():  # rows are constants, even if they carry an autograd graph
@@ -284,7 +284,7 @@ def as_batch(item: Any) -> Batch:
 def _split_columns(item: Any) -> tuple[Any, Any, Any]:
     """Return the inputs, targets and weights (None without any) of the user's batch.
 
-    TypeError unless it is (x, y), (x, y, weights) or a dict with a key for the targets.
+    Raises TypeError unless it is (x, y), (x, y, weights) or a dict with a key for the targets.
     """
     if isinstance(item, Mapping):
         target = next((key for key in TARGET_KEYS if key in item), None)
@@ -311,7 +311,7 @@ def _split_columns(item: Any) -> tuple[Any, Any, Any]:
 def _check_weights(weights: Tensor, rows: int) -> Tensor:
     """Return row weights (n,), given as (n,) or (n, 1).
 
-    ValueError unless there is one for each row, finite and not negative.
+    Raises ValueError unless there is one for each row, finite and not negative.
     """
     weights = squeeze_column(weights)
     if weights.shape != (rows,):
@@ -344,9 +344,9 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
     """Return a tensor, array, data frame or list of numbers as a Tensor.
 
     Memory is shared if possible, and the dtype stays. differentiable: whether the user may
-    differentiate the answer; a tensor then keeps its graph. ValueError for a tensor that requires a
-    gradient which the answer will not have, for masked values and for a tensor on "meta"; TypeError
-    for what is not numbers.
+    differentiate the answer; a tensor then keeps its graph. Raises ValueError for a tensor that
+    requires a gradient which the answer will not have, for masked values and for a tensor on
+    "meta", and TypeError for what is not numbers.
     """
     refuse_masked("An array", value, MASKED)
     if isinstance(value, Tensor):
@@ -436,7 +436,7 @@ def _refuse_transform(value: Tensor) -> None:
 def values_outside_transforms(value: Tensor) -> Tensor:
     """Return the numbers of a tensor without its graph, also inside torch.func.grad or jacrev.
 
-    ValueError inside torch.func.vmap, where numbers of single rows cannot be read.
+    Raises ValueError inside torch.func.vmap, where numbers of single rows cannot be read.
     """
     if is_inside_vmap(value):
         raise ValueError(
@@ -468,7 +468,7 @@ def map_inputs(function: Callable[[Tensor], Tensor], x: Inputs) -> Inputs:
 def row_count(x: Inputs) -> int:
     """Return the number of rows that all tensors of an input share.
 
-    ValueError if the tensors have no rows, or different numbers of them.
+    Raises ValueError if the tensors have no rows, or different numbers of them.
     """
     tensors = input_tensors(x)
     if not tensors or any(tensor.dim() == 0 for tensor in tensors):
@@ -520,7 +520,7 @@ def check_batch(batch: Batch, targets: Targets, outputs: int) -> Batch:
     """Check the targets of a batch, and return it with y and the weights on the CPU.
 
     Classes become integers, and all else float64. y (n, 1) becomes (n,), unless targets are
-    vectors. x is unchanged. ValueError for targets that are not allowed for C = outputs.
+    vectors. x is unchanged. Raises ValueError for targets that are not allowed for C = outputs.
     """
     y = batch.y if targets.kind == "vector" else squeeze_column(batch.y)
     targets.check(y, outputs)

@@ -50,7 +50,7 @@ def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
 def make_paper_network(seed: int) -> nn.Module:
     """Make the paper's network of mean and log variance, untrained.
 
-    It sets torch's global seed, by which the layers draw their weights.
+    This sets torch's global seed, by which the layers draw their weights.
     """
     torch.manual_seed(seed)
     return nn.Sequential(
@@ -102,9 +102,9 @@ def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
     """Train, fit, compare the refits on test points, and plot; returns the scores of each refit.
 
-    It prints the comparison and writes the figure to `out`. seed: of data and network. n_test: the
-    number of test points. Raises ValueError for a path that is not that of a picture or cannot be
-    written, and ImportError without matplotlib, both before the work.
+    The comparison is printed, and the figure is written to `out`. seed: of data and network.
+    n_test: the number of test points. Raises ValueError for a path that is not that of a picture or
+    cannot be written, and ImportError without matplotlib, both before the work.
     """
     check_writable(out)
     if out.suffix.lower() not in SUFFIXES:

@@ -1,8 +1,8 @@
 """Models with a few parameters, written by hand: SSLA with a real refit for every candidate.
 
-They are for studies of priors without a network. The model is log p(row | θ), the data are rows,
-and the prior is any of `ssla.priors`. Modes are found by Newton steps on autograd derivatives in
-float64, for all candidates at once. The curvature is the observed one, of the data and (by
+These models are for studies of priors without a network. The model is log p(row | θ), the data are
+rows, and the prior is any of `ssla.priors`. Modes are found by Newton steps on autograd derivatives
+in float64, for all candidates at once. The curvature is the observed one, of the data and (by
 convention) of the prior. ℓ is the log likelihood of the data, θ̂ its mode with the prior, and θ̃
 the mode with a candidate y added to the data. This is the paper's SSLA, for models with a known
 conjugate predictive:
@@ -62,7 +62,7 @@ class ExplicitModel:
     def __post_init__(self) -> None:
         """Convert data, start and prior to tensors and a Prior, and check them.
 
-        ValueError for shapes, values or a log_prob that the model cannot use.
+        Raises ValueError for shapes, values or a log_prob that the model cannot use.
         """
         check_name("convention", self.convention, CONVENTIONS)
         data = as_tensor(self.data).double()
@@ -129,8 +129,8 @@ class ExplicitModel:
     def _find_modes(self, starts: Tensor, rows: Tensor | None) -> Tensor:
         """Find the modes (k, P) of ℓ + log π from starts (k, P), by Newton steps.
 
-        rows (k,) or (k, E): a row that is added to the data of each task; None: no row. ValueError
-        if a mode is not found.
+        rows (k,) or (k, E): a row that is added to the data of each task; None: no row. Raises
+        ValueError if a mode is not found.
         """
         row_hessian = vmap(hessian(lambda t, row: self.log_prob(row, t)))
         row_gradient = vmap(grad(lambda t, row: self.log_prob(row, t)))
@@ -174,13 +174,13 @@ class ExplicitModel:
 
     @cached_property
     def mode(self) -> Tensor:
-        """Return θ̂ (P,), the mode for the data alone; ValueError if it is not found."""
+        """Return θ̂ (P,), the mode for the data alone; raise ValueError if it is not found."""
         return self._find_modes(self.start.unsqueeze(0), None)[0]
 
     def _as_candidates(self, rows: Any) -> Tensor:
         """Return candidate rows as (k,) or (k, E) in float64.
 
-        ValueError unless they have the form of the rows of the data.
+        Raises ValueError unless they have the form of the rows of the data.
         """
         y = as_tensor(rows).double()
         if y.dim() != self.data.dim() or y.shape[1:] != self.data.shape[1:]:
@@ -193,7 +193,7 @@ class ExplicitModel:
     def modes(self, rows: Any) -> Tensor:
         """Return θ̃ (k, P), the mode with one candidate added to the data, for each candidate.
 
-        rows: the candidates, (k,) or (k, E). ValueError if a mode is not found.
+        rows: the candidates, (k,) or (k, E). Raises ValueError if a mode is not found.
         """
         y = self._as_candidates(rows)
         return self._find_modes(self.mode.expand(len(y), -1).clone(), y)
@@ -201,8 +201,8 @@ class ExplicitModel:
     def increments(self, rows: Any, refit: bool = True) -> Increments:
         """Return the three increments (k,) of log p(row | D), each candidate with its own refit.
 
-        rows: the candidates, (k,) or (k, E). refit=False holds θ̃ = θ̂ (ASSLA). ValueError if a
-        mode is not found, or if the curvature at θ̂ is not positive definite.
+        rows: the candidates, (k,) or (k, E). refit=False holds θ̃ = θ̂ (ASSLA). Raises ValueError
+        if a mode is not found, or if the curvature at θ̂ is not positive definite.
         """
         y = self._as_candidates(rows)
         hat = self.mode
@@ -219,7 +219,8 @@ class ExplicitModel:
 
         H is the curvature at θ̂ of the data, and H̃ that at θ̃ with the candidate; the exact
         convention adds the prior to both. hat: θ̂ (P,). tilde: θ̃ (k, P). y: the candidates, (k,)
-        or (k, E). ValueError if H is not positive definite. The result is NaN where H̃ is not.
+        or (k, E). Raises ValueError if H is not positive definite. The result is NaN where H̃ is
+        not.
         """
         row_hessian = vmap(hessian(lambda t, row: self.log_prob(row, t)))
         change = vmap(self._data_curvature)(tilde) - self._data_curvature(hat)
@@ -244,7 +245,7 @@ class ExplicitModel:
 def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return the function that computes ∇² (P, P) of a scalar function in its first argument (P,).
 
-    It uses reverse mode twice: forward mode would import deprecated parts of torch.
+    Reverse mode is used twice: forward mode would import deprecated parts of torch.
     """
     second_derivative: Callable[..., Tensor] = jacrev(grad(function))
     return second_derivative

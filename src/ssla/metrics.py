@@ -54,8 +54,8 @@ def rmse(predictive: Predictive, y: Any) -> Tensor:
 def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     """Return the continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum.
 
-    y: one value for each row. reduce=False: one score for each row, not their mean. TypeError for
-    classes, angles, and mixtures of several targets.
+    y: one value for each row. reduce=False: one score for each row, not their mean. Raises
+    TypeError for classes, angles, and mixtures of several targets.
     """
     if predictive.kind == "class":
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
@@ -67,7 +67,7 @@ def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 def _compute_crps(predictive: Predictive, y: Any) -> Tensor:
     """Return the CRPS of each row, (N,) or (N, D), by the formula for the predictive's law.
 
-    y: one value for each prediction. TypeError for mixtures of several targets.
+    y: one value for each prediction. Raises TypeError for mixtures of several targets.
     """
     law = predictive.law
     # Laws made of others come first: their parts may be Gaussian.
@@ -181,7 +181,7 @@ def interval_score(
     """Return Winkler's score: the interval's width, plus 2/α times its distance from a missed y.
 
     The interval is the central one of that level, and α = 1 − level. y: of the mean's shape.
-    reduce=False: one score for each row, not their mean. ImportError without scoringrules.
+    reduce=False: one score for each row, not their mean. Raises ImportError without scoringrules.
     """
     region = predictive.interval(checked_level(level))
     score = _import_scoringrules().interval_score(
@@ -198,9 +198,9 @@ def interval_score(
 def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor:
     """Return the pinball loss of the quantile at probability q, between 0 and 1.
 
-    It is q·(y − quantile) for y above the quantile, and (1 − q)·(quantile − y) below. y: one value
-    for each prediction. reduce=False: one score for each row, not their mean. TypeError for classes
-    and angles.
+    The loss is q·(y − quantile) for y above the quantile, and (1 − q)·(quantile − y) below. y: one
+    value for each prediction. reduce=False: one score for each row, not their mean. Raises
+    TypeError for classes and angles.
     """
     if predictive.kind in ("class", "circular"):
         raise TypeError(
@@ -235,7 +235,7 @@ def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
     """Return the mean difference of observed and nominal frequencies of {F(y) ≤ q}.
 
     The mean of |observed − q| goes over q = 1/bins … (bins − 1)/bins. y: one value for each
-    prediction. TypeError for classes.
+    prediction. Raises TypeError for classes.
     """
     if predictive.kind == "class":
         raise TypeError("calibration_error is for ordered targets. For classes use ece.")
@@ -246,7 +246,7 @@ def calibration_error(predictive: Predictive, y: Any, bins: int = 20) -> Tensor:
 
 @in_plain_torch
 def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
-    """Return Σ_c (p_c − 1{y = c})² over the classes (0 … 2); TypeError for other targets.
+    """Return Σ_c (p_c − 1{y = c})² over the classes (0 … 2); raise TypeError for other targets.
 
     y (N,): the classes. reduce=False: one score for each row, not their mean.
     """
@@ -260,7 +260,7 @@ def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
     """Return the expected calibration error, Σ share·|accuracy − confidence| over bins.
 
     Bins are of equal width, by the confidence: the probability of the most probable class. y (N,):
-    the classes. TypeError for other targets.
+    the classes. Raises TypeError for other targets.
     """
     confidence, guess = _class_probs(predictive).double().max(1)
     right = (guess == as_tensor(y).long().flatten()).double()
@@ -277,7 +277,7 @@ class Summary:
     scores: dict[str, float]
 
     def __getitem__(self, name: str) -> float:
-        """Return a score by its name; KeyError for another name."""
+        """Return a score by its name; raise KeyError for another name."""
         return self.scores[name]
 
     def __str__(self) -> str:
@@ -290,8 +290,9 @@ class Summary:
 def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) -> Summary:
     """Return the usual scores of a predictive for y, one value for each prediction.
 
-    They are NLL, CRPS (not for angles), RMSE, coverage and width at each level, the calibration
-    error and the mean mass. For classes they are NLL, Brier, ECE, accuracy and the mean mass.
+    The scores are NLL, CRPS (not for angles), RMSE, coverage and width at each level, the
+    calibration error and the mean mass. For classes they are NLL, Brier, ECE, accuracy and the mean
+    mass.
     """
     mass = predictive.mass.double().mean()
     scores = {"nll": nll(predictive, y)}
@@ -312,7 +313,7 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
 
 
 def _class_probs(predictive: Any) -> Tensor:
-    """Return the probabilities of classes (N, C); TypeError for other targets."""
+    """Return the probabilities of classes (N, C); raise TypeError for other targets."""
     if predictive.kind != "class":
         raise TypeError(
             f"This score is for classes, but the predictive is of kind {predictive.kind!r}."
@@ -322,7 +323,7 @@ def _class_probs(predictive: Any) -> Tensor:
 
 
 def _reshape_like(y: Any, mean: Tensor) -> Tensor:
-    """Return y in the shape, dtype and device of `mean`; ValueError for another size."""
+    """Return y in the shape, dtype and device of `mean`; raise ValueError for another size."""
     value = as_tensor(y).to(mean)
     if value.numel() != mean.numel():
         raise ValueError(
@@ -345,7 +346,7 @@ def _mean_or_rows(by_row: Tensor, reduce: bool) -> Tensor:
 
 
 def _import_scoringrules() -> ModuleType:
-    """Import scoringrules and return it; ImportError with the remedy if it is missing."""
+    """Import scoringrules and return it; raise ImportError with the remedy if it is missing."""
     try:
         return importlib.import_module("scoringrules")
     except ImportError:

@@ -277,9 +277,9 @@ class Posterior:
     def log_evidence(self) -> float:
         """Compute ℓ_D(θ̂) + log π(θ̂) + (P/2) log 2π − ½ log|H|, the Laplace evidence.
 
-        It is exact for linear Gaussian models. H holds the prior's curvature under the exact
-        convention only. For a variational Gaussian the result is the evidence bound
-        Σ E log p + E log π + ½ log|S| + (P/2)(1 + log 2π), with the prior to second order around m.
+        The evidence is exact for linear Gaussian models. H holds the prior's curvature under the
+        exact convention only. For a variational Gaussian the result is the evidence bound Σ E log p
+        + E log π + ½ log|S| + (P/2)(1 + log 2π), with the prior to second order around m.
         """
         if self.variational is not None:
             return evidence_bound(
@@ -722,8 +722,9 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
 
 
 def _checked_posterior(posterior: Posterior) -> Posterior:
-    """Return the first argument of a public function unchanged; raise TypeError if it is no
-    posterior.
+    """Return the first argument of a public function unchanged.
+
+    Raises TypeError if it is not a posterior.
     """
     if not isinstance(posterior, Posterior):
         raise TypeError(

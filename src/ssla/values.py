@@ -75,8 +75,8 @@ class Statistics:
     def move_to_mode(self, prior: BoundPrior, theta: Tensor) -> tuple[Tensor, Statistics]:
         """Move θ (P,) by one Newton step; return the new θ and the sums there.
 
-        It is the mode where ℓ_D + log π is quadratic. Raises ValueError where the curvature is not
-        positive definite.
+        The new θ is the mode where ℓ_D + log π is quadratic. Raises ValueError where the curvature
+        is not positive definite.
         """
         operator = self.curvature.with_prior(prior.precision(theta))
         step = operator.solve(self.gradient + prior.gradient(theta))
@@ -125,7 +125,7 @@ def prior_share(operator: Operator, precision: Tensor) -> Tensor:
 def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
     """Compute Σ w rᵀΣ⁻¹r, the whitened squared residuals of a Gaussian likelihood with C outputs.
 
-    They follow from ℓ_D = −½ Σ w (rᵀΣ⁻¹r + log|Σ| + C log 2π), without a pass.
+    The squares follow from ℓ_D = −½ Σ w (rᵀΣ⁻¹r + log|Σ| + C log 2π), without a pass.
     """
     sigma = likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))
     logdet = 2 * float(torch.linalg.cholesky(sigma).diagonal().log().sum())

@@ -36,8 +36,8 @@ STRUCTURES: dict[str, Structure] = {
 def resolve_structure(structure: str | Structure) -> Structure:
     """Return the structure of a name ("dense", "diag", "kfac", "low_rank").
 
-    A structure object is returned as it is. ValueError for an unknown name, TypeError for a value
-    that is neither a name nor a structure object.
+    A structure object is returned as it is. Raises ValueError for an unknown name, and TypeError
+    for a value that is neither a name nor a structure object.
     """
     if isinstance(structure, str):
         if structure not in STRUCTURES:

@@ -69,7 +69,7 @@ class DenseOperator:
     def drop_inverses(self) -> None:
         """Free the memory of L⁻¹ and H⁻¹, each as large as L, but keep the variances.
 
-        They are computed again when they are needed.
+        The inverses are computed again when they are needed.
         """
         # The variances are computed now if a dropped matrix would be needed for them.
         if "_inverse" in self.__dict__ or not self._inverse_is_accurate:
@@ -88,7 +88,7 @@ class DenseOperator:
     def root_for_sums(self, J: Jacobian) -> FullRoot:
         """Compute the root of K as `root` does, but faster for the many rows of a fit.
 
-        It is computed from H⁻¹ itself where that is accurate, and otherwise by `root`.
+        K is computed from H⁻¹ itself where that is accurate, and the root otherwise by `root`.
         """
         if (
             isinstance(J, Features)
@@ -232,7 +232,10 @@ class Dense(Structure):
         return self.matrix is None and self.row_count + precision.shape[0] * J.outputs < self.size
 
     def _require_same_kind(self, other: Structure) -> Dense:
-        """Return the other statistics; ValueError if they are not dense or of another size."""
+        """Return the other statistics.
+
+        Raises ValueError if they are not dense or of another size.
+        """
         if not isinstance(other, Dense) or other.size != self.size:
             raise ValueError(mismatch_text("dense", other))
         return other
@@ -240,7 +243,7 @@ class Dense(Structure):
     def merge(self, other: Structure) -> Dense:
         """Return the statistics of both data sets, as rows while these are fewer than P.
 
-        ValueError if the others are not dense or of another size.
+        Raises ValueError if the others are not dense or of another size.
         """
         other = self._require_same_kind(other)
         if (
@@ -254,7 +257,7 @@ class Dense(Structure):
     def mix_with(self, other: Structure, share: float) -> Dense:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
-        ValueError if the others are not dense or of another size.
+        Raises ValueError if the others are not dense or of another size.
         """
         other = self._require_same_kind(other)
         if self.matrix is not None or other.matrix is not None:
@@ -317,7 +320,7 @@ class Dense(Structure):
     def with_prior(self, precision: Tensor) -> DenseOperator | WoodburyOperator:
         """Factorise H = S + the prior's precision, which is a diagonal (P,) or a matrix (P, P).
 
-        Stored rows with a positive diagonal take Woodbury's formula, all others Cholesky.
+        Stored rows with a positive diagonal take Woodbury's formula, all others Cholesky. Raises
         NoFactorError if H is not positive definite in double precision.
         """
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):

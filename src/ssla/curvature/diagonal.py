@@ -81,7 +81,7 @@ class Diagonal(Structure):
 
     @property
     def _diagonal(self) -> Tensor:
-        """Return the diagonal s (P,); AssertionError if `zero` has not been called yet."""
+        """Return the diagonal s (P,); raise AssertionError if `zero` has not been called yet."""
         assert self.diagonal is not None
         return self.diagonal
 
@@ -92,14 +92,14 @@ class Diagonal(Structure):
     def _require_diagonal(self, other: Structure) -> Tensor:
         """Return the other statistics' diagonal (P,).
 
-        ValueError if they are not diagonal or of another size.
+        Raises ValueError if they are not diagonal or of another size.
         """
         if not isinstance(other, Diagonal) or other._diagonal.shape != self._diagonal.shape:
             raise ValueError(mismatch_text("diag", other))
         return other._diagonal
 
     def merge(self, other: Structure) -> Diagonal:
-        """Return the statistics of both data sets; ValueError if they cannot be merged."""
+        """Return the statistics of both data sets; raise ValueError if they cannot be merged."""
         return Diagonal(self._diagonal + self._require_diagonal(other))
 
     def mix_with(self, other: Structure, share: float) -> Diagonal:
@@ -129,7 +129,7 @@ class Diagonal(Structure):
     def with_prior(self, precision: Tensor) -> DiagonalOperator:
         """Return the operator of h = s + the diagonal of the prior's precision (P,) or (P, P).
 
-        NoFactorError unless every entry of h is above zero.
+        Raises NoFactorError unless every entry of h is above zero.
         """
         h = self._diagonal + (precision if precision.dim() == 1 else precision.diagonal())
         if not bool((h > 0).all()):

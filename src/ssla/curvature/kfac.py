@@ -327,7 +327,7 @@ class Kfac(Structure):
     by_layers = True
 
     def __post_init__(self) -> None:
-        """Check the names of the options; ValueError for an unknown one."""
+        """Check the names of the options; raise ValueError for an unknown one."""
         check_name("sharing", self.sharing, (EXPAND, REDUCE))
         if self.output_factor is not None:
             check_name("output_factor", self.output_factor, (FULL, DIAGONAL))
@@ -423,7 +423,7 @@ class Kfac(Structure):
     def _layer_factors(self, block: LayerBlock, precision: Tensor, weights: Tensor) -> LayerFactors:
         """Return the factors of one layer for one batch; precision Λ (B, C, C), weights (B,).
 
-        They are those of the module's docstring, by `sharing`.
+        The factors are those of the module's docstring, by `sharing`.
         """
         a, delta = block.a, block.delta  # (B, T, in), (B, C, T, out)
         if self.sharing == REDUCE:
@@ -441,7 +441,8 @@ class Kfac(Structure):
     def with_inputs_of(self, other: Structure) -> Kfac:
         """Return the statistics with the input factors of `other`, a sum over the same rows.
 
-        The eigendecompositions of these factors are kept. AssertionError unless other is a Kfac.
+        The eigendecompositions of these factors are kept. Raises AssertionError unless other is a
+        Kfac.
         """
         assert isinstance(other, Kfac)
         layers = tuple(
@@ -462,7 +463,7 @@ class Kfac(Structure):
     def _require_same_kind(self, other: Structure) -> Kfac:
         """Return the other statistics, as a Kfac.
 
-        ValueError if they are of another structure, or have other options or another size.
+        Raises ValueError if they are of another structure, or have other options or another size.
         """
         if (
             not isinstance(other, Kfac)
@@ -474,7 +475,7 @@ class Kfac(Structure):
         return other
 
     def merge(self, other: Structure) -> Kfac:
-        """Return the statistics of both data sets; ValueError if they cannot be merged."""
+        """Return the statistics of both data sets; raise ValueError if they cannot be merged."""
         other = self._require_same_kind(other)
         if self.is_empty or other.is_empty:
             return other if self.is_empty else self
@@ -484,7 +485,7 @@ class Kfac(Structure):
     def mix_with(self, other: Structure, share: float) -> Kfac:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
-        ValueError if the others have other options or another size.
+        Raises ValueError if the others have other options or another size.
         """
         other = self._require_same_kind(other)
         # A is the same in both, because the rows are the same.
@@ -523,8 +524,8 @@ class Kfac(Structure):
     def scale_both_sides(self, factors: Tensor) -> Kfac:
         """Return the statistics of D S D for D = diag(factors), factors (P,).
 
-        ValueError if the factors vary within a row of a layer's weight, because D S D is then no
-        Kronecker product.
+        Raises ValueError if the factors vary within a row of a layer's weight, because D S D is
+        not a Kronecker product then.
         """
         layers = []
         for layer in self.layers:
@@ -553,7 +554,7 @@ class Kfac(Structure):
     def trace(self, operator: Operator) -> float:
         """Compute tr(S H⁻¹) for an operator with Kronecker factors of the same layers.
 
-        AssertionError for another operator.
+        Raises AssertionError for another operator.
         """
         assert isinstance(operator, KfacOperator)
         total = float((self.rest / operator.rest).sum())
@@ -571,8 +572,8 @@ class Kfac(Structure):
     def with_prior(self, precision: Tensor) -> KfacOperator:
         """Factorise H = S + the prior's precision in the eigenbases of the factors.
 
-        precision: (P,), or (P, P), of which only the diagonal is used. ValueError if it varies
-        inside a layer, NoFactorError if H is singular in double precision.
+        precision: (P,), or (P, P), of which only the diagonal is used. Raises ValueError if it
+        varies inside a layer, and NoFactorError if H is singular in double precision.
         """
         diagonal = precision if precision.dim() == 1 else precision.diagonal()
         operators = []
@@ -601,7 +602,7 @@ class Kfac(Structure):
     def memory(self, extent: Extent) -> int:
         """Estimate the bytes that a fit needs at its peak, as in the protocol.
 
-        They are those of the factors, of a batch's factors, and of the eigenbases with their
+        The bytes are those of the factors, of a batch's factors, and of the eigenbases with their
         workspace. The spectrum, of the size of θ, adds to them.
         """
         factors = sum(
@@ -621,7 +622,7 @@ class Kfac(Structure):
 def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
     """Yield the part of J of each layer with a Kronecker form.
 
-    TypeError for a Jacobian that is not stored by layers.
+    Raises TypeError for a Jacobian that is not stored by layers.
     """
     if isinstance(J, Features):
         # A last layer has one position and δ = I.

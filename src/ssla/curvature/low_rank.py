@@ -64,7 +64,7 @@ class LowRank(Structure):
         return self.rank is None
 
     def __post_init__(self) -> None:
-        """Check rank, columns and tail; ValueError for one that is out of range."""
+        """Check rank, columns and tail; raise ValueError for one that is out of range."""
         for name, value in (("rank", self.rank), ("columns", self.columns)):
             if value is not None and (
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
@@ -101,7 +101,8 @@ class LowRank(Structure):
     def merge(self, other: Structure) -> LowRank:
         """Return the statistics of both data sets.
 
-        ValueError unless the other sketch has the same parameters, seed, width, rank and tail.
+        Raises ValueError unless the other sketch has the same parameters, seed, width, rank and
+        tail.
         """
         if (
             not isinstance(other, LowRank)
@@ -128,7 +129,7 @@ class LowRank(Structure):
     def mix_with(self, other: Structure, share: float) -> LowRank:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
-        ValueError unless the other sketch has the same width, parameters and seed.
+        Raises ValueError unless the other sketch has the same width, parameters and seed.
         """
         if (
             not isinstance(other, LowRank)
@@ -203,9 +204,9 @@ class LowRank(Structure):
     def widen_sketch(self, smallest_precision: float, max_columns: int) -> LowRank | None:
         """Return empty statistics with a sketch twice as wide, of at most `max_columns`.
 
-        They have no data: the caller adds all of them again. smallest_precision: that of the prior.
-        None if the variances are accurate to `tail` under it, if the rank is fixed, or if the
-        sketch cannot be wider.
+        The statistics have no data: the caller adds all of them again. smallest_precision: that of
+        the prior. None if the variances are accurate to `tail` under it, if the rank is fixed, or
+        if the sketch cannot be wider.
         """
         size, columns = self.sketch.shape
         if (
@@ -229,7 +230,8 @@ class LowRank(Structure):
     def with_prior(self, precision: Tensor) -> WoodburyOperator:
         """Factorise H = Ŝ_k + the prior's precision (P,) by Woodbury's formula.
 
-        ValueError for a precision (P, P), NoFactorError unless every precision is positive.
+        Raises ValueError for a precision (P, P), and NoFactorError unless every precision is
+        positive.
         """
         if precision.dim() != 1:
             raise ValueError(

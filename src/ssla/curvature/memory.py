@@ -79,7 +79,7 @@ def affordable_structures(name: str, extent: Extent, budget: int) -> str:
 def default_kfac(extent: Extent) -> Kfac:
     """Return the Kronecker factors that a fit uses by default.
 
-    They have a diagonal output factor for a last layer of very many classes.
+    A last layer of very many classes has a diagonal output factor.
     """
     many = extent.is_last_layer and extent.outputs > MANY_CLASSES
     return Kfac(output_factor=DIAGONAL if many else None)

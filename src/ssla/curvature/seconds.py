@@ -1,7 +1,7 @@
 """Seconds that a fit takes with a structure, estimated from the number of its operations.
 
-They are those of one core, without the network's own forward passes. A source of unknown length
-counts as UNKNOWN_ROWS rows.
+The seconds are those of one core, without the network's own forward passes. A source of unknown
+length counts as UNKNOWN_ROWS rows.
 """
 
 from __future__ import annotations

@@ -120,14 +120,14 @@ class Structure(Protocol):
     def merge(self, other: Structure) -> Structure:
         """Return the statistics of both data sets.
 
-        ValueError if the other structure has another kind, size or settings.
+        Raises ValueError if the other structure has another kind, size or settings.
         """
 
     @abstractmethod
     def mix_with(self, other: Structure, share: float) -> Structure:
         """Return (1 − share) of these statistics plus `share` of others of the same rows.
 
-        ValueError if the other structure has another kind or size.
+        Raises ValueError if the other structure has another kind or size.
         """
 
     @abstractmethod
@@ -156,22 +156,22 @@ class Structure(Protocol):
     def with_prior(self, precision: Tensor) -> Operator:
         """Factorise H = S + the prior's precision, which is a diagonal (P,) or a matrix (P, P).
 
-        NoFactorError if H is not positive definite in double precision.
+        Raises NoFactorError if H is not positive definite in double precision.
         """
 
     @abstractmethod
     def memory(self, extent: Extent) -> int:
         """Estimate the bytes that a fit of this extent needs at its peak.
 
-        They include the statistics, those of a batch, and the factorisation.
+        The bytes include those of the statistics, of a batch, and of the factorisation.
         """
 
     def estimate_seconds(self, extent: Extent) -> float:
         """Estimate the seconds of a fit of this extent on one core.
 
-        They do not include the network's own forward passes. A source of unknown length counts as
-        `ssla.curvature.seconds.UNKNOWN_ROWS` rows. The default is NaN, for structures without an
-        estimate; dense and kfac have one.
+        The seconds do not include the network's own forward passes. A source of unknown length
+        counts as `ssla.curvature.seconds.UNKNOWN_ROWS` rows. The default is NaN, for structures
+        without an estimate; dense and kfac have one.
         """
         return math.nan
 
@@ -183,7 +183,7 @@ class Structure(Protocol):
         return False
 
     def as_matrix(self) -> Tensor:
-        """Return S (P, P) if the statistics are `exact`; TypeError otherwise."""
+        """Return S (P, P) if the statistics are `exact`; raise TypeError otherwise."""
         raise TypeError(f"Statistics of structure={self.name!r} do not hold every entry of S.")
 
     @property
@@ -221,7 +221,7 @@ class Structure(Protocol):
     def for_many_classes(self) -> Structure:
         """Return the form that a fit uses by default for a last layer of very many classes.
 
-        It is this structure itself unless a class has a cheaper form.
+        The default is this structure itself; a class with a cheaper form overrides it.
         """
         return self
 
@@ -298,7 +298,7 @@ class Eigenbasis:
     def to_eigenbasis(self, v: Tensor) -> Tensor:
         """Return Qᵀv, the coordinates of vectors v in the eigenbasis.  (…, P) -> (…, P).
 
-        It is v itself, not a copy, where Q is the identity.
+        The result is v itself, not a copy, where Q is the identity.
         """
         if not self.parts:
             return v

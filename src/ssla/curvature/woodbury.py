@@ -95,7 +95,7 @@ def woodbury_operator(rows: Tensor, precision: Tensor) -> WoodburyOperator:
     """Factorise H = diag(precision) + WᵀW for rows W (m, P) and a precision (P,).
 
     A QR decomposition of (W D^-½)ᵀ and an SVD of its small factor give E and s. So E stays
-    orthonormal even if the directions have very unequal lengths. NoFactorError unless every
+    orthonormal even if the directions have very unequal lengths. Raises NoFactorError unless every
     precision is positive.
     """
     if not bool((precision > 0).all()):

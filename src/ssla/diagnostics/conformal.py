@@ -398,7 +398,7 @@ def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor
     """Compute the lower and the upper y between which each training row has the higher score,
     (q, m) each.
 
-    They are f_x + e√s/(X/√s ± t), with the letters of the module, and infinite where the row has
+    These y are f_x + e√s/(X/√s ± t), with the letters of the module, and infinite where the row has
     the higher score for every y.
     """
     likelihood, query, X, rows = candidates

@@ -331,7 +331,7 @@ def iterate_queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Q
 def _count_query_numbers(posterior: Posterior, rows: int) -> int:
     """Return how many numbers an output of a query needs with a chunk of `rows` other rows.
 
-    They are those of X, ΛX, t and a copy (a guess).
+    The numbers are those of X, ΛX, t and a copy (a guess).
     """
     chunk = min(posterior.network.rows_at_once(posterior.memory_budget), rows, ROWS_AT_ONCE)
     return 4 * posterior.network.outputs * chunk
@@ -464,7 +464,7 @@ def _compute_precision_change(posterior: Posterior, site: Site, move: Tensor) ->
 def _compute_precision(posterior: Posterior, site: Site, f: Tensor) -> Tensor:
     """Compute Λ of the rows of a site (b, C, C), with outputs f (b, C) in place of theirs.
 
-    It is the Fisher, or for a variational Gaussian the average that its fit used.
+    Λ is the Fisher, or for a variational Gaussian the average that its fit used.
     """
     if posterior.variational is None:
         return posterior.likelihood.fisher(f)

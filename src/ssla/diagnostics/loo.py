@@ -285,7 +285,7 @@ def _refit_without_rows(posterior: Posterior, sites: Sites, rows: list[int]) -> 
 def _make_chunk(site: Site, posterior: Posterior) -> Chunk:
     """Return the rows of a site of a last layer as a chunk of a fit.
 
-    It has features in place of inputs.
+    The chunk has features in place of inputs.
     """
     assert isinstance(site.J, Features)
     return Chunk(

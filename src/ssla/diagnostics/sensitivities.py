@@ -231,7 +231,7 @@ def _replace_prior(posterior: Posterior, prior: Prior, convention: str) -> Poste
 def _keeps_averages(posterior: Posterior, convention: str) -> bool:
     """Tell whether another prior keeps averages over the data whose curvature may be indefinite.
 
-    They are kept by a variational Gaussian under the exact convention. Their curvature may be
+    A variational Gaussian under the exact convention keeps its averages. Their curvature may be
     indefinite if the likelihood is not concave.
     """
     return (
@@ -408,8 +408,9 @@ def _differentiate_at_boundary(
 ) -> _BoundarySlope | None:
     """Compute d/dε of the log densities of refits that the boundary of the allowed outputs cuts.
 
-    They have a closed form, which autograd differentiates. y (M,) or (M, D). marginal: f̂ (M, C)
-    and K (M, C, C); change: their d/dε. Returns None for a likelihood without such a boundary.
+    These log densities have a closed form, which autograd differentiates. y (M,) or (M, D).
+    marginal: f̂ (M, C) and K (M, C, C); change: their d/dε. Returns None for a likelihood without
+    such a boundary.
     """
     with torch.enable_grad():
         free = Marginal(*(values.detach().clone().requires_grad_(True) for values in marginal))
@@ -440,7 +441,7 @@ def differentiate_precision(
 def _gradient_or_zero(value: Tensor, variable: Tensor) -> Tensor:
     """Compute the gradient of a number `value`, in the shape of the variable, with its graph.
 
-    It is zero if the value does not depend on the variable.
+    The gradient is zero if the value does not depend on the variable.
     """
     if not value.requires_grad:
         return torch.zeros_like(variable)

@@ -174,7 +174,10 @@ class Cluster:
 
     @property
     def network(self) -> Network:
-        """Return the network, as this process has opened it; ValueError before the first pass."""
+        """Return the network, as this process has opened it.
+
+        Raises ValueError before the first pass.
+        """
         if self.opened is None:
             raise ValueError(EMPTY)
         return self.opened
@@ -212,7 +215,10 @@ class Cluster:
         self.opened = with_row_scale(self.network, scale)
 
     def _find_opening_rows(self) -> Inputs:
-        """Return the first rows of x of the first shard that has some; ValueError if none has."""
+        """Return the first rows of x of the first shard that has some.
+
+        Raises ValueError if none has.
+        """
         for shard in self.shards:
             rows = self.engine.run_once(read_first_rows, shard)
             if rows is not None:

@@ -34,7 +34,7 @@ class Engine(Protocol):
 
 
 def engine_of(client: Any) -> Engine:
-    """Return the engine for a user's client; TypeError for a client of another kind."""
+    """Return the engine for a user's client; raise TypeError for a client of another kind."""
     if isinstance(client, Executor):
         return ExecutorEngine(client)
     library = type(client).__module__.split(".")[0]

@@ -110,7 +110,7 @@ def check_target(target: Path) -> None:
     """
     try:
         names = os.listdir(target)
-    except FileNotFoundError:
+    except FileNotFoundError:  # nothing is replaced
         return
     except NotADirectoryError:
         if not target.exists():  # it is below a file: the attempt to write raises an error
@@ -196,7 +196,10 @@ def _identify_folder(source: Path) -> tuple[Path, int, int] | None:
 
 
 def read_model_kind(path: str | os.PathLike[str]) -> str:
-    """Return what a saved model is, "posterior" or "estimator"; FileError for a damaged one."""
+    """Return what a saved model is, "posterior" or "estimator".
+
+    Raises FileError for a damaged one.
+    """
     source = locate_folder(Path(path))[0]
     with convert_to_file_error(source):
         return str(_read_manifest(source).get("kind"))
@@ -205,7 +208,7 @@ def read_model_kind(path: str | os.PathLike[str]) -> str:
 def _read_folder(source: Path, model_kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the content and tensors of a directory, without a second try.
 
-    FileError for a damaged directory, or a model of another kind.
+    Raises FileError for a damaged directory, or a model of another kind.
     """
     with convert_to_file_error(source):
         manifest = _read_manifest(source)
@@ -221,7 +224,7 @@ def _read_folder(source: Path, model_kind: str) -> tuple[dict[str, Any], dict[st
 def _read_manifest(source: Path) -> dict[str, Any]:
     """Return the manifest of a saved model, less its checksum.
 
-    FileError for one that is missing, damaged, not of ssla, or too new.
+    Raises FileError for one that is missing, damaged, not of ssla, or too new.
     """
     if not source.exists():
         raise FileError(f"There is no saved model at {source}.")
@@ -261,8 +264,8 @@ def _read_manifest(source: Path) -> dict[str, Any]:
 def _read_tensors(source: Path, stated: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of a saved model by name.
 
-    stated: the size and the checksum of their file, from the manifest. FileError if the file has
-    others, MemoryError if it does not fit.
+    stated: the size and the checksum of their file, from the manifest. Raises FileError if the file
+    has others, and MemoryError if it does not fit.
     """
     file = source / TENSORS
     if not file.is_file():
@@ -307,7 +310,10 @@ def _refuse_constant(name: str) -> None:
 
 
 def _import_safetensors() -> ModuleType:
-    """Return the module safetensors.torch; ImportError with the remedy where it is missing."""
+    """Return the module safetensors.torch.
+
+    Raises ImportError with the remedy where it is missing.
+    """
     try:
         import safetensors.torch
     except ImportError:

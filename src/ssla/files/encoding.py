@@ -134,8 +134,8 @@ class Decoder:
     def decode(self, value: Any, expected: type | None = None) -> Any:
         """Return the value that JSON stands for.
 
-        expected: its class, or None for any. TypeError for another class; ValueError, KeyError or
-        TypeError for unknown content.
+        expected: its class, or None for any. Raises TypeError for another class, and
+        ValueError, KeyError or TypeError for unknown content.
         """
         decoded = self._decode(value)
         if expected is not None and not isinstance(decoded, expected):
@@ -170,7 +170,10 @@ class Decoder:
 
     @staticmethod
     def _make_object(cls: type, fields: dict[str, Any]) -> Any:
-        """Return an object of a class with these fields; TypeError if a type hint excludes one."""
+        """Return an object of a class with these fields.
+
+        Raises TypeError if a type hint excludes one.
+        """
         hints = _type_hints(cls)
         for name, value in fields.items():
             if not _fits_hint(value, hints[name]):

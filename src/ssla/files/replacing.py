@@ -216,6 +216,8 @@ def _lock_abandoned(folder: Path, create: bool = True) -> Iterator[bool]:
     try:
         lock = _lock_folder(folder, create)
     except OSError:
+        # The folder has been removed, or its file cannot be written or locked. The writer may
+        # still be running then, so the answer is False.
         lock = None
     with lock or contextlib.nullcontext():
         yield lock is not None

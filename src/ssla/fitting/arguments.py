@@ -99,8 +99,9 @@ def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
 
 
 def checked_budget(memory_budget: Any) -> int:
-    """Return the memory budget in bytes, by default 1 GiB; raise ValueError if it is not a positive
-    number.
+    """Return the memory budget in bytes, by default 1 GiB.
+
+    Raises ValueError if it is not a positive number.
     """
     if memory_budget is None:
         return DEFAULT_BUDGET

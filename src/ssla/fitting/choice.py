@@ -106,9 +106,9 @@ def refined_spread(
 ) -> float:
     """Return the best dispersion between the settings that were tried, beside the chosen one.
 
-    It is where a parabola through the three nearest logarithms of the spread is highest, or the
-    chosen setting's own spread if that is at the edge. scores: log densities (k, n). weights: of
-    the rows (n,). chosen: the index of the chosen setting.
+    This dispersion is where a parabola through the three nearest logarithms of the spread is
+    highest, or the chosen setting's own spread if that is at the edge. scores: log densities (k,
+    n). weights: of the rows (n,). chosen: the index of the chosen setting.
     """
     setting = settings[chosen]
     # Mean log densities of the settings that differ in the spread alone.

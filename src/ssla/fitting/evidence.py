@@ -54,7 +54,7 @@ class Evidence(Protocol):
     """log Z at any (a_1 … a_G, t), and its derivatives."""
 
     def __call__(self, point: Tensor) -> Value:
-        """Compute log Z at a point (G + 1,); ValueError where H is not positive definite."""
+        """Compute log Z at a point (G + 1,); raise ValueError where H is not positive definite."""
         ...
 
 
@@ -191,8 +191,9 @@ class OperatorEvidence:
     problem: Problem
 
     def __call__(self, point: Tensor) -> Value:
-        """Compute log Z at a point (G + 1,), and its gradient; ValueError where H is not positive
-        definite.
+        """Compute log Z at a point (G + 1,), and its gradient.
+
+        Raises ValueError where H is not positive definite.
         """
         p = self.problem
         tau = p.pattern * point[:-1].exp()[p.groups]

@@ -108,7 +108,8 @@ class FitPlan:
         """Return whether a variational Gaussian is asked for or is the default, and differs from
         the one at the mode.
 
-        It is the default wherever the likelihood's averages exist and differ from its values.
+        The variational Gaussian is the default wherever the likelihood's averages exist and differ
+        from its values.
         """
         return self.gaussian != LAPLACE and self.likelihood.averages_differ
 
@@ -125,7 +126,7 @@ class FitPlan:
     def variational_takes_long(self) -> bool:
         """Return whether a default variational Gaussian would take too long.
 
-        It does where the Jacobians of all rows cannot be kept: each round then takes C backward
+        This is so where the Jacobians of all rows cannot be kept: each round then takes C backward
         passes through the network.
         """
         return self._may_leave_variational and self.bytes_of_jacobians > self.budget // KEPT_SHARE
@@ -326,7 +327,7 @@ class FitPlan:
 class AveragePasses:
     """The passes of a plan for averages over Gaussians, with the network linearised at θ.
 
-    They implement the protocol `ssla.fitting.variational.Average`.
+    These passes implement the protocol `ssla.fitting.variational.Average`.
     """
 
     plan: FitPlan
@@ -377,8 +378,8 @@ def outputs_with_own_units(
 ) -> Tensor | None:
     """Return the number of the output that each parameter changes (P,), for priors by output.
 
-    It is −1 for parameters that change several. None where the outputs have one unit, where no
-    parameter belongs to one output, and for Kronecker factors, which take one precision for each
+    The number is −1 for parameters that change several. None where the outputs have one unit, where
+    no parameter belongs to one output, and for Kronecker factors, which take one precision for each
     layer.
     """
     unequal = likelihood.unequal_units and network.outputs > 1

@@ -56,7 +56,7 @@ EMPTY = "The data are empty: no batch with a row came. Check the loader, its sam
 class AutomaticStructure:
     """What decides the structure of a fit for which none was asked.
 
-    It is the same on every rank and worker, so that all of them choose the same structure.
+    This value is the same on every rank and worker, so that all of them choose the same structure.
     """
 
     rows: int | None  # of all data, if every process knows them
@@ -134,8 +134,8 @@ class Order:
     def structure_for(self, network: Network) -> Structure:
         """Return the structure that passes over the data of a network sum.
 
-        It is the one that was asked for. Only the Kronecker factors of a last layer of very many
-        classes have a diagonal output factor by default.
+        This is the structure that was asked for. Only the Kronecker factors of a last layer of very
+        many classes have a diagonal output factor by default.
         """
         many = network.linear and network.outputs > MANY_CLASSES and self.likelihood.softmax
         return self.structure.for_many_classes() if many else self.structure
@@ -144,7 +144,7 @@ class Order:
         """Return whether the pass sums a dense curvature (P, P) besides the statistics, for Newton
         steps of θ or of a variational mean.
 
-        It does where such steps follow and P² is small beside the budget (in bytes), unless the
+        This is so where such steps follow and P² is small beside the budget (in bytes), unless the
         statistics already hold that curvature. Steps without it take products with the curvature, a
         pass each.
         """
@@ -169,8 +169,9 @@ class Order:
     def needs_more_passes(self, network: Network, budget: int) -> bool:
         """Return whether the data will be read again after this pass.
 
-        They will for averages and for other settings, and by polish, unless the noise is Gaussian
-        and the sums hold the exact curvature: then the mode follows from them. budget: in bytes.
+        More passes follow for averages and for other settings, and for polish, unless the noise is
+        Gaussian and the sums hold the exact curvature: then the mode follows from them. budget: in
+        bytes.
         """
         exact = self.structure.exact or self.has_newton_curvature(network, budget)
         determined = self.likelihood.quadratic and exact
@@ -198,7 +199,7 @@ class Data(Protocol):
 
     @property
     def network(self) -> Network:
-        """Return the network, as it was opened on the first rows; ValueError before that."""
+        """Return the network, as it was opened on the first rows; raise ValueError before that."""
         ...
 
     @property
@@ -402,7 +403,7 @@ class Reader:
     def _size_before_rounding(self, chunk: Chunk, f: Tensor, theta: Tensor) -> Tensor:
         """Return the size (B, C) of the numbers whose rounding decides the error of f (B, C).
 
-        It is |f| where the network computes f in its own dtype. A last layer is multiplied in
+        The size is |f| where the network computes f in its own dtype. A last layer is multiplied in
         float64 at θ (P,), so only its features φ are rounded: the size is |φ| |W|ᵀ.
         """
         if chunk.features is None:

@@ -169,6 +169,8 @@ def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
             _ = reached.covariance
             return reached, point
         except ValueError:
+            # The curvature is not positive definite so far away. Closer to the posterior at hand it
+            # is that of a posterior that exists.
             point = point / 2
     return space.posterior, torch.zeros_like(point)
 

@@ -83,7 +83,10 @@ class Ranks:
 
     @property
     def network(self) -> Network:
-        """Return the network, as this rank has opened it; ValueError before its first pass."""
+        """Return the network, as this rank has opened it.
+
+        Raises ValueError before its first pass.
+        """
         return self.reader.network
 
     @property

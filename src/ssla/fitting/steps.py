@@ -238,8 +238,9 @@ def make_bound_ascent(
 ) -> BoundAscent:
     """Return the ascent to the variational Gaussian of a plan, which has not begun.
 
-    It starts from the plan's Gaussian; without one from a narrow Gaussian, where each row has nodes
-    of its own, or from the one at the mode. choose_prior: as in `with_variational_gaussian`.
+    The ascent starts from the plan's Gaussian; without one from a narrow Gaussian, where each row
+    has nodes of its own, or from the one at the mode. choose_prior: as in
+    `with_variational_gaussian`.
     """
     start = plan.start
     by_row_nodes = plan.row_nodes is not None

@@ -114,6 +114,7 @@ class Sums:
             try:
                 return self.newton.with_prior(prior_precision).solve(gradient)
             except ValueError:
+                # The observed curvature is not positive definite: the statistics' own one is used.
                 pass
         return uphill_operator(self.statistics.curvature, prior_precision).solve(gradient)
 

@@ -61,8 +61,8 @@ class Classes:
     ) -> Classes | None:
         """Return the classes of one chunk with targets y and row weights (B,).
 
-        outputs: their number. features: of the chunk; None where the free weights are no last
-        layer. The result is None then, and where the targets are no classes.
+        outputs: their number. features: of the chunk; None where the free weights are not a
+        last layer. The result is None then, and where the targets are not classes.
         """
         if features is None or likelihood.logit_temperature is None:
             return None
@@ -107,7 +107,7 @@ class Numbers:
     ) -> Numbers | None:
         """Return the numbers of one chunk with targets y, outputs f (B, C) and row weights (B,).
 
-        features: of the chunk; None where the free weights are no last layer. The result is None
+        features: of the chunk; None where the free weights are not a last layer. The result is None
         then, and where the targets are classes.
         """
         if features is None or likelihood.support_for(f.shape[1]).kind == "class":
@@ -258,8 +258,8 @@ def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Ve
 def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
     """Find the constant outputs (C,) that predict all targets y best.
 
-    It takes Fisher scoring steps from the mean of the outputs f (m, C), at most CONSTANT_STEPS.
-    None where a step is not defined or a log density is not finite.
+    The search takes Fisher scoring steps from the mean of the outputs f (m, C), at most
+    CONSTANT_STEPS. None where a step is not defined or a log density is not finite.
     """
 
     def mean_log_prob(outputs: Tensor) -> float:

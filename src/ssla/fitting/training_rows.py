@@ -81,7 +81,7 @@ class TrainingRows:
     def scores(self, posterior: Posterior) -> Tensor:
         """Compute log p(y|x) (n,) of the predictive of a posterior.
 
-        It must have the same mean of θ; its covariance and its likelihood may be others.
+        The posterior must have the same mean of θ; its covariance and its likelihood may be others.
         """
         candidate = Candidate(posterior.likelihood, posterior.covariance, step=None)
         scores = []

@@ -362,8 +362,8 @@ def _parabola_step(a: float, b: float, c: float, fa: float, fb: float, fc: float
     """Return the point to try next between a < b < c, with values fa, fb and fc of which fb is the
     highest.
 
-    It is the top of the parabola through them, if that is away from b by more than a tenth of the
-    wider side.
+    The next point is the top of the parabola through them, if that is away from b by more than a
+    tenth of the wider side.
     """
     wider = c - b if c - b > b - a else a - b
     top = parabola_top(a, b, c, fa, fb, fc)

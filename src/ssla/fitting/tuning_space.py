@@ -159,8 +159,8 @@ class Space:
         """Return points (k, d) to start a search from: at each, all precisions have moved together
         by one of `steps` (k,), which are logarithms.
 
-        They move from where they are. Where the trained weights' scale is farther away than the
-        largest step, they move from that scale.
+        The precisions move from where they are. Where the trained weights' scale is farther away
+        than the largest step, they move from that scale.
         """
         away = (self.trained_precision / self.pattern).log()
         means = [away[self.groups == g].mean() for g in range(len(self.labels))]
@@ -180,7 +180,7 @@ class Space:
     def precisions_and_noise(self, points: Tensor) -> Tensor:
         """Return the values (R, d) of the free coordinates at points (R, d), in their own units.
 
-        They are the mean precision of a group, and the noise of the first output.
+        The values are the mean precision of a group, and the noise of the first output.
         """
         columns = []
         for column, i in enumerate(self.free.tolist()):
@@ -202,7 +202,7 @@ class Space:
     def levels(self) -> Tensor:
         """Return the mean log precision of each group (G,) at the point zero.
 
-        It is stored, because each evaluation of the evidence needs it.
+        The result is stored, because each evaluation of the evidence needs it.
         """
         return torch.stack(
             [self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))]
@@ -311,7 +311,7 @@ def _group_parameters(
 def _trained_precision(posterior: Posterior) -> Tensor:
     """Return the precisions (P,) of the trained weights' scale.
 
-    They are those of layers, or of outputs where outputs have different units.
+    The precisions are those of layers, or of outputs where outputs have different units.
     """
     network = posterior.network
     own_units = outputs_with_own_units(

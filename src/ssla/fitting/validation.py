@@ -112,9 +112,9 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
 def fit_trained_state(plan: FitPlan) -> tuple[FitPlan, Posterior]:
     """Fit the Gaussian from which the search starts, and return it with the plan of all settings.
 
-    It is at the trained weights, or where the plan's mode puts θ̂. Its prior is the plan's; without
-    one that of the trained weights' scale. The plan that is returned has the structure that was
-    chosen and what the first pass found out, so that all settings share them.
+    The Gaussian is at the trained weights, or where the plan's mode puts θ̂. Its prior is the
+    plan's; without one that of the trained weights' scale. The plan that is returned has the
+    structure that was chosen and what the first pass found out, so that all settings share them.
     """
     mode = plan.mode if plan.mode is not None else TILT
     with _ignored_warnings():
@@ -229,8 +229,8 @@ class Search:
     def spreads(self) -> tuple[float, ...]:
         """Return the factors on the dispersion to try, from the smallest.
 
-        They lie between 1 and the network's own best factor, a little beyond both, and hold both.
-        Only 1 for a likelihood without dispersion.
+        The factors lie between 1 and the network's own best factor, a little beyond both, and hold
+        both. Only 1 for a likelihood without dispersion.
         """
         if not isinstance(self.start.likelihood, Dispersed):
             return (1.0,)
@@ -367,7 +367,7 @@ class Search:
     def _statistics_at(self, spread: float) -> Statistics:
         """Return the sums over the training rows at θ̂ with a factor on the dispersion.
 
-        They are computed once and stored: by a pass, or for Gaussian noise without one.
+        The sums are computed once and stored: by a pass, or for Gaussian noise without one.
         """
         known = self._known_statistics
         if spread not in known:

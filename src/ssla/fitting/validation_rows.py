@@ -1,6 +1,6 @@
 """Rows that the network has not seen.
 
-They are read once, linearised once, and scored under any number of Gaussians.
+These rows are read once, linearised once, and scored under any number of Gaussians.
 """
 
 from __future__ import annotations

@@ -258,6 +258,7 @@ class BoundAscent:
         try:
             covariance = self._factorise(curvature, current.mean)
         except ValueError:
+            # Averages of an indefinite Λ: the caller tries a smaller share.
             return None
         mean = current.mean
         if self.moves:
@@ -267,8 +268,8 @@ class BoundAscent:
     def _newton_step(self, current: Iterate, covariance: Operator) -> Tensor:
         """Compute the Newton step (P,) of the mean at the current Gaussian.
 
-        It takes the dense curvature where that is summed, else products with the curvature, else
-        the structure's. covariance: of the next Gaussian, the preconditioner.
+        The step takes the dense curvature where that is summed, else products with the curvature,
+        else the structure's. covariance: of the next Gaussian, the preconditioner.
         """
         gradient = self._gradient(current)
         newton = current.averages.newton
@@ -360,10 +361,10 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
     """Return the posterior with the variational Gaussian of slightly other rows, which `average`
     sums.
 
-    It takes a fixed number of rounds from the Gaussian at hand, with half of the new averages in
-    the precision. The bound is no stopping rule so close to its maximum: a step can overshoot to a
-    point with the same bound, and the error of the nodes hides small gains. The tilt of the
-    gradient stays. Raises ValueError where the last step of the mean is still long.
+    The ascent takes a fixed number of rounds from the Gaussian at hand, with half of the new
+    averages in the precision. The bound is not a stopping rule so close to its maximum: a step can
+    overshoot to a point with the same bound, and the error of the nodes hides small gains. The tilt
+    of the gradient stays. Raises ValueError where the last step of the mean is still long.
     """
     current = posterior
     distance = math.inf  # squared, of the last step, in standard deviations
@@ -391,7 +392,7 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
 def with_sums(posterior: Posterior, statistics: Statistics) -> Posterior:
     """Return the posterior with the same mean of θ and other sums behind its covariance.
 
-    They replace the averages of a variational Gaussian, or the sums at θ̂.
+    The new sums replace the averages of a variational Gaussian, or the sums at θ̂.
     """
     if posterior.variational is None:
         return replace(posterior, statistics=statistics)

@@ -77,7 +77,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         """Check the arguments and store them.
 
         observations: rows that condition f, on the network's scale; None: there are none. Raises
-        TypeError if `posterior` is no Posterior, and ValueError for another likelihood than
+        TypeError if `posterior` is not a Posterior, and ValueError for another likelihood than
         Gaussian or for wrong offsets and scales.
         """
         Model.__init__(self)
@@ -270,9 +270,10 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
     def draw_functions(self, n: int, generator: torch.Generator | None = None) -> list[Any]:
         """Draw n functions f, and return them as deterministic models of BoTorch.
 
-        They are for Thompson sampling: maximise `PosteriorMean(draw)`, one for each candidate. A
-        draw is one function, so its values in different calls fit each other. generator: None is
-        that of torch. Raises ValueError for a model that is conditioned on observations.
+        The models are for Thompson sampling: maximise `PosteriorMean(draw)`, one for each
+        candidate. A draw is one function, so its values in different calls fit each other.
+        generator: None is that of torch. Raises ValueError for a model that is conditioned on
+        observations.
         """
         if self.observations is not None:
             raise ValueError(

@@ -43,8 +43,8 @@ BLOCK = 1 << 18
 class RowNodes:
     """Other nodes for each row: `count` normal draws, of which half are mirror images.
 
-    They are the same in every pass. A sum over n rows averages over n · count nodes, so that a few
-    nodes for each row are enough for the sum, but not for one row.
+    The nodes are the same in every pass. A sum over n rows averages over n · count nodes, so that a
+    few nodes for each row are enough for the sum, but not for one row.
     """
 
     count: int
@@ -174,7 +174,7 @@ def _require_temperature(likelihood: Likelihood) -> float:
 def _class_factor(likelihood: Likelihood) -> float:
     """Return the factor in Λ = factor · (diag(p) − ppᵀ), for a likelihood with softmax(f/T).
 
-    It is β/T², with β the power of a tempered likelihood: both derivatives in f carry 1/T.
+    The factor is β/T², with β the power of a tempered likelihood: both derivatives in f carry 1/T.
     """
     return likelihood.power / _require_temperature(likelihood) ** 2
 
@@ -190,7 +190,7 @@ def _average_at_nodes(
 ) -> Derivatives:
     """Return the averages of b rows, for y (b, ...), points (b, C, J) and node weights (J,).
 
-    It is for any likelihood. fisher, pool (b,), diagonal: as in `averages`.
+    This is for any likelihood. fisher, pool (b,), diagonal: as in `averages`.
     """
     points = points.mT  # (b, J, C)
     targets = y.unsqueeze(1).expand(*points.shape[:2], *y.shape[1:])

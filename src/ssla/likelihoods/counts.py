@@ -77,8 +77,8 @@ class Poisson(Likelihood):
     def multiply_dispersion(self, factor: float) -> Likelihood:
         """Return a likelihood with `factor` times the variance at a mean of 1.
 
-        It is a NegativeBinomial if the factor exceeds 1 and the link is the logarithm. Otherwise it
-        is this likelihood, because no likelihood of counts here has such a variance.
+        The result is a NegativeBinomial if the factor exceeds 1 and the link is the logarithm.
+        Otherwise it is this likelihood, because no likelihood of counts here has such a variance.
         """
         return NegativeBinomial(factor - 1) if factor > 1 and self.linear_domain else self
 
@@ -242,8 +242,8 @@ def _log_poisson_of_many(y: Tensor, log_rate: Tensor) -> Tensor:
 def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
     """Return log Γ(y + r)/Γ(y + 1) (...) for y (...) ≥ MANY.
 
-    It is Stirling's formula with the difference taken first, so that large terms do not cancel. For
-    smaller y the result is finite but has no meaning.
+    The formula is Stirling's, with the difference taken first, so that large terms do not cancel.
+    For smaller y the result is finite but has no meaning.
     """
     low = y.clamp_min(MANY) + 1
     high = low + (r - 1)

@@ -236,7 +236,7 @@ class Custom(Likelihood):
 
     @property
     def _continuous_support(self) -> Continuous:
-        """Return the support; AssertionError unless it is continuous."""
+        """Return the support; raise AssertionError unless it is continuous."""
         assert isinstance(self.support, Continuous)
         return self.support
 
@@ -415,7 +415,7 @@ def custom(
 ) -> Custom:
     """Return a likelihood that is computed from its log density alone.
 
-    Raises TypeError if log_prob is no function, and ValueError if the support is unknown or does
+    Raises TypeError if log_prob is not a function, and ValueError if the support is unknown or does
     not fit `classes`.
 
     Parameters

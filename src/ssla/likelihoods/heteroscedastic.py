@@ -121,8 +121,8 @@ class HeteroscedasticGaussian(Likelihood):
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
         """Return log ∫ N(y; μ, eˢ) N((μ, s); f̂, K) dμ ds (B,), for f̂ (B, 2) and K (B, 2, 2).
 
-        The integral over μ is in closed form, that over s by Gauss–Hermite. AssertionError for
-        natural parameters.
+        The integral over μ is in closed form, that over s by Gauss–Hermite. Raises AssertionError
+        for natural parameters.
         """
         assert self.linear_domain, "natural parameters have no density for every output"
         nodes, weights = normal_nodes(1)

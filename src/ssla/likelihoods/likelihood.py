@@ -150,7 +150,7 @@ class Likelihood(Protocol):
     def power(self) -> float:
         """Return the power β to which the density of `predictive` is raised.
 
-        It is 1 except in `Tempered`, whose log_prob is β times that of `predictive`.
+        The power is 1 except in `Tempered`, whose log_prob is β times that of `predictive`.
         """
         return 1.0
 
@@ -256,7 +256,7 @@ class Likelihood(Protocol):
     def one_probability(self) -> bool:
         """Return whether `mean` is P(y = 1) alone (...), and not one number for each class.
 
-        It is true for two classes with one output.
+        This is true for two classes with one output.
         """
         return False
 
@@ -404,7 +404,7 @@ class Likelihood(Protocol):
     def scored_by_average(self) -> bool:
         """Return whether a search over priors scores rows by `log_average`, not by predictives.
 
-        It is true where refits in the outputs need many steps, which would make the search slow.
+        This is true where refits in the outputs need many steps, which would make the search slow.
         """
         return False
 
@@ -436,8 +436,8 @@ class Likelihood(Protocol):
 def log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDensity:
     """Return the function (z (n, k), rows (n,)) -> log density of z (n, k) given f[rows].
 
-    f (N, C) holds the outputs, and z is y in the support's real coordinate. AssertionError unless
-    the support is continuous.
+    f (N, C) holds the outputs, and z is y in the support's real coordinate. Raises AssertionError
+    unless the support is continuous.
     """
     support = likelihood.support_for(f.shape[-1])
     assert isinstance(support, Continuous)

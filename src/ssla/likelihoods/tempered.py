@@ -74,7 +74,7 @@ class Tempered(Likelihood):
     def multiply_dispersion(self, factor: float) -> Likelihood:
         """Return the same power of the base with `factor` times its spread.
 
-        It is unchanged if the base's spread is fixed.
+        The spread of a base with a fixed one is unchanged.
         """
         return replace(self, base=multiply_dispersion(self.base, factor))
 

@@ -44,7 +44,7 @@ def softplus_difference(old: Tensor, step: Tensor) -> Tensor:
 def uniform_numbers(template: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
     """Return uniform numbers strictly inside (0, 1), float64 of shape (n, *template.shape).
 
-    They are on the device of `template`. Without a generator, torch's global one is used.
+    The numbers are on the device of `template`. Without a generator, torch's global one is used.
     """
     u = torch.rand(
         (n, *template.shape), dtype=torch.float64, device=template.device, generator=generator

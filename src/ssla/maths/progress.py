@@ -34,7 +34,7 @@ def is_progress_wanted(show: bool | None) -> bool:
 def tqdm_class(required: bool) -> Any:
     """Return tqdm's class of bars.
 
-    If tqdm is not installed: ImportError if it is required, None otherwise.
+    Without tqdm, raises ImportError if it is required, and returns None otherwise.
     """
     try:
         from tqdm.auto import tqdm
@@ -59,7 +59,7 @@ def progress_bar(
     """Return the items, with a bar or a line of text if progress is shown.
 
     length: how many items, None if unknown. show: the user's `progress`. label, unit: words for the
-    bar. ImportError if the user asked for a bar and tqdm is not installed.
+    bar. Raises ImportError if the user asked for a bar and tqdm is not installed.
     """
     if not is_progress_wanted(show):
         return items

@@ -133,7 +133,7 @@ class SharedNodes:
     def coefficients(self, root: ScaledRoot) -> Tensor:
         """Compute the coefficients c (B, r) of a root's scales (B, C) in the profiles.
 
-        They are exact for the rows of `find_covered_rows`, and a projection for others.
+        The coefficients are exact for the rows of `find_covered_rows`, and a projection for others.
         """
         return root.scale @ self.profiles.mT
 
@@ -159,8 +159,8 @@ class SharedNodes:
 def build_shared_nodes(root: ScaledRoot, z: Tensor) -> SharedNodes:
     """Compute the products that all rows of a root share, at nodes z (S, C).
 
-    They cost as much as R z of r rows, for r profiles. AssertionError for a root that has no basis
-    or no profiles.
+    The products cost as much as R z of r rows, for r profiles. Raises AssertionError for a root
+    that has no basis or no profiles.
     """
     assert root.basis is not None
     assert root.profiles is not None

@@ -369,8 +369,8 @@ def _add_norm_columns(
 ) -> None:
     """Add the columns (B, C, out) of one use of a norm to `columns` in place, by parameter name.
 
-    They are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift. gradients: those of each output
-    in the norm's result. graph: whether the columns are differentiable in x.
+    The columns are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift. gradients: those of each
+    output in the norm's result. graph: whether the columns are differentiable in x.
     """
     normalised = inputs_by_position(call, rows, plan.axis, graph)  # x̂ (B, T, out)
     deltas = [values_by_position(call, gradient, rows, plan.axis) for gradient in gradients]

@@ -121,7 +121,7 @@ def estimate_cost(
     how many refits of the weights are planned, one for each pair (x, y); a whole predictive takes
     about 10 to 20 for each x. Their operations do not include determinants, and assume that a row
     uses each weight once. Raises ValueError for a module without an nn.Linear, for unknown names
-    and for refits that are no whole number from 0, and TypeError for an output of another type.
+    and for refits that are not a whole number from 0, and TypeError for an output of another type.
 
     >>> cost = ssla.estimate_cost(model, 1_000_000, weights="all")  # doctest: +SKIP
     """

@@ -64,7 +64,7 @@ class Frozen:
         """
         seen = self.shapes.get(name, shape)
         same_dimensions = len(shape) == len(seen)
-        # (N, D) numbers have D columns, which are no length. (N, T) integers are sequences.
+        # (N, D) numbers have D columns, which are not a length. (N, T) integers are sequences.
         has_columns = len(seen) == 1 and name not in (self.integers or ())
         # A single column would be broadcast without an error.
         wrong_size = shape[-1:] != seen[-1:] and (has_columns or shape[-1:] == (1,))
@@ -141,7 +141,7 @@ class Frozen:
 def rows_within(budget: int, bytes_per_row: int) -> int:
     """Return the largest number of rows of a chunk within a budget in bytes.
 
-    It is at least one, also beyond the budget, and at most `MOST_ROWS`.
+    The number is at least one, also beyond the budget, and at most `MOST_ROWS`.
     """
     return max(min(budget // bytes_per_row, MOST_ROWS), 1)
 

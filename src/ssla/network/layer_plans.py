@@ -233,7 +233,7 @@ def _used_only_in_layers(call: Call, probe: Probe) -> bool:
 def _same_layer(call: Call, other: Call) -> bool:
     """Return whether two calls from the same row of a weight on are of the same layer.
 
-    They then have the same operation, rows and bias.
+    Two such calls have the same operation, rows and bias.
     """
     return (
         call.operation == other.operation

@@ -55,7 +55,7 @@ class Layout:
     def layers(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the free parameters of each module, by the module's name.
 
-        It is "" for parameters of the network itself.
+        The name is "" for parameters of the network itself.
         """
         groups: dict[str, list[str]] = {}
         for name in self.names:

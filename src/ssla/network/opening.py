@@ -287,6 +287,8 @@ def _run_first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen,
                 with Probe() as probe:
                     result = call_module(frozen.module, inputs)
             except FORWARD_ERRORS as error:
+                # Another way may suit the module. The first one is the most usual, so its error is
+                # reported if all fail.
                 first_error = first_error or error
                 continue
             f = frozen.extract_outputs(result, row_count(inputs))

@@ -80,7 +80,8 @@ def describe_opening(network: Network) -> Opening:
 def _check_opening(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the opening is possible for a module with these parameters, by name.
 
-    It may come from a forged file, so that nothing in it is certain but the types of its fields.
+    The opening may come from a forged file, so that nothing in it is certain but the types of its
+    fields.
     """
     names = set(opening.names)
     weights = (plan.weight for plan in opening.layers)
@@ -170,8 +171,8 @@ def module_of(network: Network) -> nn.Module:
 def output_argument_of(network: Network) -> Output:
     """Return the argument output= with which a network was opened.
 
-    It is the part of the module's result that is f, None if the whole result is f, and for a
-    network without a module.
+    The argument names the part of the module's result that is f; None if the whole result is f, and
+    for a network without a module.
     """
     return network.frozen.output if isinstance(network, LastLayer | AnyParameters) else None
 

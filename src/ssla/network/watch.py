@@ -269,8 +269,8 @@ class InputWatch(TorchFunctionMode):
 class LayerWatch(TorchFunctionMode):
     """A context that keeps the calls with the given weights and makes their results differentiable.
 
-    It adds a zero to each result. The gradient with respect to this zero is the gradient in the
-    result, also where nothing before the result requires a gradient.
+    The context adds a zero to each result. The gradient with respect to this zero is the gradient
+    in the result, also where nothing before the result requires a gradient.
     """
 
     def __init__(self, weights: Mapping[int, str]) -> None:

@@ -288,7 +288,7 @@ def _as_double(values: Any) -> Tensor:
 def _drawn_values(predictives: list[Predictive], row: int, points: int, *, counts: bool) -> Tensor:
     """Return the y (k,) at which the densities of one row are drawn.
 
-    They are `points` numbers between the quantiles DRAWN_QUANTILES of all predictives. counts:
+    The y are `points` numbers between the quantiles DRAWN_QUANTILES of all predictives. counts:
     whether y are counts; the numbers are then rounded, each once.
     """
     quantiles = torch.tensor(DRAWN_QUANTILES)

@@ -63,8 +63,8 @@ def out_of_distribution(known: Predictive, foreign: Predictive, *, ax: Any = Non
     """Draw `doubt` of known and of foreign rows, with the 95% quantile of doubt in known rows, and
     return the Axes. The title shows how well doubt separates the rows.
 
-    It has the share of foreign rows above the quantile, and the AUROC: the probability that a
-    foreign row has more doubt than a known one, which is 0.5 if doubt does not separate them.
+    The title has the share of foreign rows above the quantile, and the AUROC: the probability that
+    a foreign row has more doubt than a known one, which is 0.5 if doubt does not separate them.
 
     known: predictive of rows like the training data. foreign: predictive of other rows. ax: the
     Axes to draw on; None: a new figure. Raises ValueError where every row of either has no doubt.

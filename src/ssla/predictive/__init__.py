@@ -165,7 +165,7 @@ def _flag_extreme_rows(predictive: Predictive, extreme: Tensor) -> Predictive:
 def _integrates_classes(rung: Refit, likelihood: Likelihood, convention: str) -> bool:
     """Tell whether class probabilities are computed as integrals over f, in place of refits.
 
-    They are where a refit would only approximate this integral: for the output refit to the mode,
+    This is so where a refit would only approximate this integral: for the output refit to the mode,
     a likelihood of classes with a temperature, and the exact convention.
     """
     return (

@@ -163,7 +163,7 @@ class AffineLaw(Law):
 def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
     """Return the predictive of shift + scale · y for continuous targets, without approximation.
 
-    It undoes the standardisation of y.
+    For example, this undoes a standardisation of y.
 
     shift, scale: numbers, or one for each of D targets; for one target shift may also be one number
     for each row (N,). scale must be positive. Answers are in float64 where the dtype of the

@@ -75,8 +75,8 @@ class Site(NamedTuple):
 class Sites:
     """The sites of all training rows, in chunks.
 
-    They are kept in memory if they fit a share of the budget, and computed again in each iteration
-    otherwise.
+    The sites are kept in memory if they fit a share of the budget, and computed again in each
+    iteration otherwise.
     """
 
     rows: Rows[Site]
@@ -107,7 +107,8 @@ def collect_sites(
     def compute_site(chunk: Batch) -> Site:
         """Linearise a chunk of rows, and compute their score and precision.
 
-        They are averages over a variational Gaussian, or at the mode of a Laplace one.
+        Score and precision are averages over a variational Gaussian, or at the mode of a Laplace
+        one.
         """
         _, y, weights = check_batch(chunk, support, network.outputs)
         ((f, J),) = posterior.linearised(chunk.x)  # the rows are one chunk of the network, too
@@ -144,7 +145,7 @@ def count_site_bytes(site: Site) -> int:
 def uses_expected_fisher(posterior: Posterior) -> bool:
     """Tell whether a variational Gaussian of this posterior averages the Fisher in place of Λ.
 
-    It does where averages of Λ may be indefinite and the curvature structure cannot hold them.
+    This is so where averages of Λ may be indefinite and the curvature structure cannot hold them.
     """
     return not posterior.likelihood.concave and posterior.sums.curvature.positive_only
 

@@ -127,7 +127,8 @@ def make_circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
     def evaluate_and_flag(y: Tensor, rows: Tensor) -> Tensor:
         """Return the log density at y (m, k) of rows (m,): (m, k).
 
-        It also sets `fallback` and `unconverged` of these rows where some y of them has the flag.
+        The flags `fallback` and `unconverged` of these rows are set where some y of them has the
+        flag.
         """
         density = log_density.density_at(y, rows)
         fallback[rows] |= density.fallback.any(1)

@@ -169,9 +169,9 @@ class ClassLaw(ClassProbabilities):
     def mutual_information(self) -> Tensor:
         """Return the part of the entropy that more data would remove, in nats (N,).
 
-        It is the entropy times the share of H(E p) − E H(p) in H(E p) under f ~ N(f̂, K), and so at
-        most the entropy. Where the probabilities are integrals over f, it is I(y; f) itself. It is
-        zero without a refit.
+        This part is the entropy times the share of H(E p) − E H(p) in H(E p) under f ~ N(f̂, K),
+        and so at most the entropy. Where the probabilities are integrals over f, it is I(y; f)
+        itself. It is zero without a refit.
         """
         if not self.log_density.outputs_move:
             return torch.zeros_like(self.entropy)

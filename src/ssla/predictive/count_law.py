@@ -178,8 +178,8 @@ class CountLaw(PointwiseLaw):
     def hdr(self, level: float) -> Regions:
         """Return the smallest set of counts with at least that probability.
 
-        It is a union of runs lower … upper (N, R), ends included and padded with NaN. Rows whose
-        density is NaN are all NaN.
+        The set is a union of runs lower … upper (N, R), ends included and padded with NaN. Rows
+        whose density is NaN are all NaN.
         """
         runs = [
             find_densest_runs(table.edges, _log_heights(table), share, level)
@@ -219,7 +219,7 @@ def _find_in_blocks(cumulative: Tensor, target: Tensor, right: bool) -> tuple[Te
 def _log_heights(table: Table) -> Tensor:
     """Return the log of the mean probability of a count in each block (m, k), un-normalised.
 
-    It is −∞ for blocks without a count.
+    The log is −∞ for blocks without a count.
     """
     return torch.where(table.widths > 0, table.logs - table.widths.clamp_min(1).log(), -torch.inf)
 
@@ -510,12 +510,12 @@ def _join_equal_sizes(tables: list[Table]) -> list[Table]:
 def _cut_at_valley(table: Table, mean: Tensor) -> Table:
     """Return the table without the counts from the first rise of p to the right of the mean (m,).
 
-    It is for rows whose sum over all counts does not exist, and marks all rows as inaccurate.
+    The sum over all counts of these rows does not exist. All rows are marked as inaccurate.
     """
     heights = _log_heights(table)
     is_right = (table.middles > mean[:, None] + 1) & (table.widths > 0)
     lowest_so_far = torch.where(is_right, heights, torch.inf).cummin(1).values
-    # 1e-9: differences by rounding are no rise.
+    # 1e-9: differences by rounding are not a rise.
     is_beyond = (is_right & (heights > lowest_so_far + 1e-9)).cumsum(1) > 0
     return _mark_inaccurate(table)._replace(logs=torch.where(is_beyond, NOTHING, table.logs))
 

@@ -167,7 +167,7 @@ class Functions:
     def __call__(self, x: Inputs, differentiable: bool = False) -> Tensor:
         """Return the values of all functions at the N inputs x (n, N, C).
 
-        They have the dtype of the posterior's answers. differentiable: with gradients in x.
+        The values have the dtype of the posterior's answers. differentiable: with gradients in x.
         """
         chunks = self.posterior.linearised(x, differentiable)
         parts = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in chunks]

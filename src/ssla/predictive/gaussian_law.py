@@ -121,8 +121,8 @@ class GaussianLaw(Law):
     def _epistemic_variance(self) -> Tensor:
         """Return the epistemic part of the variance (N, D), also for one target (D = 1).
 
-        It is the diagonal of K, and zero without a refit. Under the additive convention it is the
-        share K/(Σ + K) of the variance.
+        This part is the diagonal of K, and zero without a refit. Under the additive convention it
+        is the share K/(Σ + K) of the variance.
         """
         K = self.log_density.marginal.covariance.diagonal(dim1=-2, dim2=-1)
         if not self.log_density.outputs_move:
@@ -222,8 +222,8 @@ class GaussianLaw(Law):
 def multiply_by_prior(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:
     """Return the Gaussian of y under the additive convention, mean (N, C) and covariance (N, C, C).
 
-    It is the likelihood's predictive N(f̂, A) times the change of the prior exp(bᵀu − ½ uᵀMu), with
-    A = Σ + K and u = A⁻¹(y − f̂). Normalised, this is N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
+    This Gaussian is the likelihood's predictive N(f̂, A) times the change of the prior exp(bᵀu − ½
+    uᵀMu), with A = Σ + K and u = A⁻¹(y − f̂). Normalised, this is N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
 
     noise: Σ (C, C). marginal: f̂ (N, C) and K (N, C, C). response: b (N, C) and M (N, C, C), see
     `prior_response`. Raises ValueError where A + M is not positive definite: the prior then grows
@@ -246,7 +246,7 @@ def multiply_by_prior(noise: Tensor, marginal: Marginal, response: Marginal) -> 
 def chi_square_quantile(level: float, df: int) -> float:
     """Return the quantile at probability `level` of the χ² distribution with df degrees of freedom.
 
-    It is found by bisection: the distribution function is gammainc(df/2, x/2).
+    The quantile is found by bisection: the distribution function is gammainc(df/2, x/2).
     """
     half = torch.tensor(df / 2, dtype=torch.float64)
     low = 0.0

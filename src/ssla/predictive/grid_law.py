@@ -110,7 +110,8 @@ def make_grid_predictive(log_density: LogDensity, support: Continuous, refit: st
     def evaluate_and_flag(z: Tensor, rows: Tensor) -> Tensor:
         """Return the log density of z (m, k) in rows (m,): (m, k).
 
-        It also sets `fallback` and `unconverged` of these rows where some y of them has the flag.
+        The flags `fallback` and `unconverged` of these rows are set where some y of them has the
+        flag.
         """
         density = log_density.density_at(support.from_real(z), rows)
         # Most evaluations have nothing to flag; `any` is cheaper than writing to rows.

@@ -167,8 +167,8 @@ class ImplicitLaw(Law):
     def _splits_with_graph(self) -> bool:
         """Tell whether the epistemic and the aleatoric variance have a graph.
 
-        They have none where the likelihood does not allow every f: `split_variance` then uses a
-        slope without a graph.
+        The variances have no graph where the likelihood does not allow every f: `split_variance`
+        then uses a slope without a graph.
         """
         return self.law.log_density.likelihood.linear_domain
 
@@ -271,8 +271,8 @@ def _add_graph_to_table(table: Table, density: GraphDensity) -> Table:
 def _add_graph_to_grid(piece: RowGrid, density: GraphDensity) -> RowGrid:
     """Return a grid with the derivative of the log density added to its values at the nodes.
 
-    It contains what moving jumps of the density add to integrals (see the module). The nodes stay
-    in place.
+    The derivative contains what moving jumps of the density add to integrals (see the module). The
+    nodes stay in place.
     """
     rows, grid = piece
     zero = density.zero_with_graph(grid.nodes, rows)

@@ -165,7 +165,7 @@ def chebyshev_nodes(count: int) -> Tensor:
 def _separate_counts(z: Tensor, top: Tensor) -> Tensor:
     """Return whole numbers in rising order (m, k), moved so that no two are equal.
 
-    They are moved up where needed, and then down so that the last is at most `top` (m,).
+    The numbers are moved up where needed, and then down so that the last is at most `top` (m,).
     """
     number = torch.arange(z.shape[1], dtype=torch.float64)
     # z_j − j must not fall, so that z_j rises by at least one.

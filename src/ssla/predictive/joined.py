@@ -19,7 +19,7 @@ from ssla.refit.increments import Increments
 def _make_joined_property(name: str) -> Any:
     """Make a property of JoinedLaw: the property `name` of each law, in the order of the inputs.
 
-    It raises AttributeError where a law does.
+    The property raises AttributeError where a law does.
     """
     return property(lambda self: self.join_answers([getattr(law, name) for law in self.laws]))
 

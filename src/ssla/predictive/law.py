@@ -137,8 +137,8 @@ class Law(ABC):
     def below(self, y: Tensor) -> Tensor:
         """Return P(Y < y) for one continuous target, of y's shape.
 
-        It differs from the cdf only at an atom, a single value with a positive probability. A law
-        with an atom overrides this method.
+        The probability differs from the cdf only at an atom, a single value with a positive
+        probability. A law with an atom overrides this method.
         """
         return self.cdf(y)
 
@@ -161,8 +161,8 @@ class Law(ABC):
     def hdr(self, level: float) -> Any:
         """Return the smallest region of y with that probability.
 
-        It is Regions (unions of intervals), an Ellipsoid, a DensityRegion, or sets of classes, bool
-        (N, C).
+        The region is Regions (unions of intervals), an Ellipsoid, a DensityRegion, or sets of
+        classes, bool (N, C).
         """
 
     @abstractmethod

@@ -202,7 +202,7 @@ class _Block:
     def integrate(self, count: int) -> Sums:
         """Return the sums of the block, as means over `count` nodes, mirror images included."""
         likeliest = self.top.argmax(1)[:, None, None]
-        # Squares are summed around a point near E p, so that Var p is no difference of large
+        # Squares are summed around a point near E p, so that Var p is not a difference of large
         # numbers.
         centre = torch.softmax(self.top, 1).unsqueeze(1)
         # Slabs are added to sums by node (b, s, C), which is faster than a sum over the nodes of

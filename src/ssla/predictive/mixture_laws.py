@@ -175,7 +175,7 @@ class ScalarMixtureLaw(MixtureLaw):
     def _make_search_nodes(self, reach: float) -> tuple[Tensor, Tensor]:
         """Return nodes (N, F) of a mixture of numbers, in order, and log p there (N, F).
 
-        They are quantiles of the members, between those at ± reach normal scores.
+        The nodes are quantiles of the members, between those at ± reach normal scores.
         """
         per_member = max(NODES // len(self.laws), LEAST_NODES)
         nodes = self._member_quantiles(reach, per_member).sort(1).values
@@ -184,8 +184,8 @@ class ScalarMixtureLaw(MixtureLaw):
     def _member_quantiles(self, reach: float, per_member: int) -> Tensor:
         """Return `per_member` quantiles of each member (N, M · per_member), not in order.
 
-        They are at normal scores from −reach to reach. Each member has scores of its own, so that
-        the quantiles of equal members do not coincide.
+        The quantiles are at normal scores from −reach to reach. Each member has scores of its own,
+        so that the quantiles of equal members do not coincide.
         """
         count = len(self.laws)
         scores = torch.linspace(-reach, reach, per_member * count, dtype=torch.float64)
@@ -385,7 +385,7 @@ class ClassMixtureLaw(ClassProbabilities, MixtureLaw):
     def mutual_information(self) -> Tensor:
         """Return H(Σ w_m E_m p) − Σ w_m E_m H(p) in nats (N,).
 
-        It contains the mutual information of the members and their disagreement.
+        The result contains the mutual information of the members and their disagreement.
         """
         noise = self.average_members(lambda m: m.entropy - m.mutual_information)
         return (self.entropy - noise).clamp_min(0)
@@ -442,7 +442,8 @@ def _choose_reach(level: float) -> float:
 def _add_atom(region: Regions, lowest: Tensor, has_atom: Tensor) -> Regions:
     """Return the region (N, R) with an interval for the atom at the lowest value (N, 1).
 
-    It is added in the rows with an atom, (N, 1) bool, in which no interval begins at or below it.
+    The interval is added in the rows with an atom, (N, 1) bool, in which no interval begins at or
+    below it.
     """
     is_added = has_atom & ~(region.lower[:, :1] <= lowest)
     if not bool(is_added.any()):

@@ -197,7 +197,8 @@ class Predictive:
     def entropy(self) -> Tensor:
         """Return the entropy of the classes, −Σ p log p, in nats (N,), from 0 to log C.
 
-        It contains the uncertainty of f and the noise. Raises AttributeError for other targets.
+        The entropy contains the uncertainty of f and the noise. Raises AttributeError for other
+        targets.
         """
         return self._cast(self.law.entropy)
 
@@ -233,7 +234,7 @@ class Predictive:
     def cdf(self) -> Callable[[Any], Tensor]:
         """Return the function cdf(y) = P(Y ≤ y), of y's shape; for each of D targets separately.
 
-        It is a property that raises AttributeError for classes, so that
+        The function is a property that raises AttributeError for classes, so that
         `hasattr(predictive, "cdf")` is False for them.
         """
         return self._evaluate_cdf if self.kind != "class" else self.law.refuse_attribute("cdf")

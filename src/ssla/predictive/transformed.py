@@ -146,8 +146,9 @@ class TransformedLaw(Law):
     def _moments(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return mean, epistemic and aleatoric variance of y, (N,) each.
 
-        They are computed for each part of a mixture and combined by the law of total variance: the
-        variance between the parts' means is epistemic. Warns where mean or variance are infinite.
+        The moments are computed for each part of a mixture and combined by the law of total
+        variance: the variance between the parts' means is epistemic. Warns where mean or variance
+        are infinite.
         """
         if isinstance(self.transform, Positive | Censored):
             mean, variance = self._positive_moments(self.transform)
@@ -175,8 +176,8 @@ class TransformedLaw(Law):
     def _positive_moments(self, transform: Positive | Censored) -> tuple[Tensor, Tensor]:
         """Return mean and variance of y, (N,) each, for a transform with closed-form moments.
 
-        They follow from E[y] and E[y²] of the parts of the base: closed forms for Gaussians and
-        mixtures of normals, integrals for other laws.
+        Both moments follow from E[y] and E[y²] of the parts of the base: closed forms for Gaussians
+        and mixtures of normals, integrals for other laws.
         """
         total = torch.zeros(2, self.rows, dtype=torch.float64)  # E[y] and E[y²]
         for weight, law, shift, scale in self._iterate_base_parts():
@@ -288,7 +289,7 @@ class TransformedLaw(Law):
 def transformed(predictive: Predictive, transform: str | Transform) -> Predictive:
     """Return the predictive of y = T(z) from the predictive of one continuous target z.
 
-    It is needed where a network was trained on z = log y (transform="exp") or on z = logit y
+    This is needed where a network was trained on z = log y (transform="exp") or on z = logit y
     ("logistic"), and the predictive of y itself is wanted. transform may also be a Transform.
     Raises TypeError for other targets, and ValueError for an unknown name or a predictive with
     differentiable=True.
@@ -369,7 +370,7 @@ def _part_moments(
     """Return mean, epistemic and aleatoric variance of T(shift + scale · z), (N,) each, for z ~
     law.
 
-    They are closed forms for exp of a Gaussian, and integrals otherwise.
+    The moments are closed forms for exp of a Gaussian, and integrals otherwise.
     """
     doubt, noise = law.epistemic * scale**2, law.aleatoric * scale**2
     if isinstance(law, GaussianLaw) and isinstance(transform, Exponential):

@@ -263,7 +263,7 @@ class Features:
     def _quadratic_by_chunks(self, W: Tensor) -> Tensor:
         """Compute J WᵀW Jᵀ for many outputs.  W (P, P) -> (B, C, C).
 
-        It takes a few rows at a time, so that W Jᵀ of these rows stays in the processor's cache.
+        This takes a few rows at a time, so that W Jᵀ of these rows stays in the processor's cache.
         """
         C, F = self.outputs, self.width
         # For each feature, the columns of W of all outputs: φ @ columns is (W Jᵀ)ᵀ for J = φᵀ ⊗ I.

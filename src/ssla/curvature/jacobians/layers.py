@@ -196,7 +196,8 @@ class LayerJacobian:
     def inputs(self) -> list[Tensor]:
         """Return the tensors (B, …) in which J is linear.
 
-        They are the inputs of each layer, then the columns of the other parameters, if any.
+        These tensors are the inputs of each layer, then the columns of the other parameters, if
+        any.
         """
         columns = [] if self.rest is None else [self.rest.values]
         return [block.a for block in self.layers] + columns

@@ -41,7 +41,7 @@ def export(
 def _example_inputs(posterior: Posterior, example: Any) -> Inputs:
     """Return the given rows x, or those of the first batch of the training data.
 
-    example: rows, or None. ValueError if there are no rows.
+    example: rows, or None. Raises ValueError if there are no rows.
     """
     if example is not None:
         x = as_inputs(example)

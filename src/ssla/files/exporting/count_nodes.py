@@ -94,7 +94,7 @@ class CountLaw:
     def _cumulative_probabilities(self) -> list[Tensor]:
         """Return the probability of all counts below each edge, (N, k + 1) for each table.
 
-        It rises from exactly 0 to exactly 1.
+        The probability rises from exactly 0 to exactly 1.
         """
         cumulative = []
         for probabilities in self._block_probabilities:
@@ -211,7 +211,8 @@ def _block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
 def _edge_patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return three patterns of edges, which are constants of the graph.
 
-    They are sinh(t) for t up to the reach, the small counts, and counts that grow by equal factors.
+    The patterns are sinh(t) for t up to the reach, the small counts, and counts that grow by equal
+    factors.
     """
     t = torch.linspace(-reach, reach, 2 * int(reach * BLOCKS_PER_UNIT) + 1, dtype=torch.float64)
     single = torch.arange(SINGLE_COUNTS + 1, dtype=torch.float64)

@@ -64,7 +64,10 @@ class Exported:
 
 
 def checked_levels(levels: Any) -> tuple[float, ...]:
-    """Return the probabilities of quantiles; ValueError for none, or one too near to 0 or 1."""
+    """Return the probabilities of quantiles.
+
+    Raises ValueError for none, or one too near to 0 or 1.
+    """
     checked = tuple(float(level) for level in levels)
     if not checked or not all(LEAST_LEVEL <= level <= 1 - LEAST_LEVEL for level in checked):
         raise ValueError(
@@ -144,11 +147,12 @@ def _library_answers(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]
 def _compare_answers(
     program: str, graph: Graph, answers: Any, expected: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Return the largest difference of each answer by its name; ValueError above the tolerance.
+    """Return the largest difference of each answer by its name.
 
     program: the name of what ran the graph, for the error. answers, expected: those of the graph
     and of the library, with N rows each. The unit of a number is the larger of its size and its
-    standard deviation; probabilities are compared as they are.
+    standard deviation; probabilities are compared as they are. Raises ValueError above the
+    tolerance.
     """
     differences = {}
     # Classes have one answer more, the label, which follows from the probabilities.
@@ -196,9 +200,10 @@ def _largest_by_row(values: Tensor) -> Tensor:
 
 
 def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedProgram:
-    """Return a graph traced for any number of rows; ValueError for a network that cannot be traced.
+    """Return a graph traced for any number of rows.
 
-    inputs: the tensors of x, with at least one row.
+    inputs: the tensors of x, with at least one row. Raises ValueError for a network that cannot be
+    traced.
     """
     rows = torch.export.Dim("rows", min=1)
     # torch.export would take a number of one row as a constant. Rows are repeated, so that a single

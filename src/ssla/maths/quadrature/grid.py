@@ -97,7 +97,7 @@ class Tail(NamedTuple):
     def moment(self, order: int, log_unit: Tensor) -> Tensor:
         """Compute ∫ r^order p dr over r ≥ r_end, in units of exp(log_unit).  (m,) -> (m,).
 
-        It is infinite where the power is too small for the integral.
+        The integral is infinite where the power is too small for the integral.
         """
         margin = self.power - 1 - order
         size = (self.log_end - log_unit).exp() * self.distance ** (1 + order)
@@ -208,7 +208,7 @@ class Grid:
     def moments(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of z, each (m,), with both tails.
 
-        They are not finite where the tails are too heavy.
+        Mean and variance are not finite where the tails are too heavy.
         """
         offset = self.scale[:, None] * self.pattern
         left, right = self.tails
@@ -273,7 +273,7 @@ class Grid:
     def _panel_data(self, panel: Tensor) -> tuple[Tensor, ...]:
         """Return the spline's data for some panels, given by their numbers (m, q).
 
-        They are width, left value, right value, left and right second derivative, each (m, q).
+        The data are width, left value, right value, left and right second derivative, each (m, q).
         """
         x = self.pattern
         right = panel + 1
@@ -289,7 +289,7 @@ class Grid:
     def _cumulative_mass(self) -> Tensor:
         """Return the spline's mass from −∞ to each node (m, k), with the left tail.
 
-        It is ∫ p/p_max dx, with x in units of the scale.
+        The mass is ∫ p/p_max dx, with x in units of the scale.
         """
         x = self.pattern
         ends = (
@@ -385,9 +385,10 @@ class Grid:
     def hdr(self, level: float, log_slope: Callable[[Tensor], Tensor] | None = None) -> Regions:
         """Return the highest density region: the smallest set with the probability `level`.
 
-        It is {z: p(z) ≥ c}, with c by bisection on the probability of the set under the spline, so
-        several modes give several intervals. log_slope: z -> log y′(z) for a monotone y(z); the set
-        is then the smallest in y, {z: p(z) / y′(z) ≥ c}. None: the set is the smallest in z.
+        The region is {z: p(z) ≥ c}, with c by bisection on the probability of the set under the
+        spline, so several modes give several intervals. log_slope: z -> log y′(z) for a monotone
+        y(z); the set is then the smallest in y, {z: p(z) / y′(z) ≥ c}. None: the set is the
+        smallest in z.
         """
         heights, places = self._fine_heights()
         if log_slope is not None:

@@ -302,9 +302,10 @@ def _join_grids(grids: list[RowGrid]) -> RowGrid:
 def locate_densities(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor]:
     """Find a first centre (m,) and scale (m,) for m = rows unknown densities.
 
-    They may be at distances from 1e-6 to 1e12 of zero. The first round has nodes over that range.
-    Each round takes the median and the spread of the mass at its nodes as the next centre and
-    scale. For two distant modes the result is the higher one, and `build_grids` widens the grid.
+    The densities may be at distances from 1e-6 to 1e12 of zero. The first round has nodes over that
+    range. Each round takes the median and the spread of the mass at its nodes as the next centre
+    and scale. For two distant modes the result is the higher one, and `build_grids` widens the
+    grid.
     """
     index = torch.arange(rows)
     centre = torch.zeros(rows, dtype=torch.float64)

@@ -27,7 +27,7 @@ LIKELIHOODS = (
     CLASSES,
 )
 FEWEST_ROWS = 10  # with a target: a guess
-SMALLEST_TEST = 5  # rows: fewer than these are no test, and are used for the training
+SMALLEST_TEST = 5  # rows: fewer than these are not a test, and are used for the training
 LARGEST_TRIED = (100, 100)  # hidden layers, by --tune-trials
 
 

@@ -108,7 +108,7 @@ class Style:
     def describe(self, cells: Iterable[Any]) -> str:
         """Return a text on the format for the report; empty for plain numbers.
 
-        It shows the first of the cells that needs the format, if there is one.
+        The text shows the first of the cells that needs the format, if there is one.
         """
         if self == PLAIN:
             return ""
@@ -193,7 +193,7 @@ def interpret_cells(
     MOST_MIXED different values and no text is rare.
 
     Raises TableError for dates mixed with fewer other cells, for numbers mixed with a few texts
-    that are no categories, and for infinite numbers.
+    that are not categories, and for infinite numbers.
     """
     stated = style or PLAIN
     # Plain numbers in one array need no loop over cells.
@@ -236,8 +236,8 @@ def _interpret_as_categories(
 ) -> str:
     """Return a text on how numbers and texts are read as categories; empty if they cannot be.
 
-    They cannot be categories if there are too many of them, or if a text is in few rows, because it
-    may be a typing error.
+    The cells cannot be categories if there are too many different ones, or if a text is in few
+    rows, because it may be a typing error.
 
     given_cells (L,): the different cells. counts (L,): the rows of each. no_number (L,) bool: which
     of them are texts.
@@ -310,7 +310,7 @@ def read_as_kind(
 def _example_of_style(column_kind: str, style: Style) -> str:
     """Return the end of a phrase that shows a number in this format.
 
-    It is empty for plain numbers and for other kinds than numbers.
+    The text is empty for plain numbers and for other kinds than numbers.
     """
     if column_kind != NUMBER or style == PLAIN:
         return ""
@@ -398,7 +398,7 @@ def parse_date(cell: Any) -> float | None:
     A date without an offset is in UTC. Returns None for anything else.
     """
     if isinstance(cell, str):
-        # The test of one character is much faster than the pattern, for texts that are no dates.
+        # The test of one character is much faster than the pattern, for texts that are not dates.
         groups = ISO.fullmatch(cell) if cell[4:5] == "-" else None
         if groups is None:
             return None

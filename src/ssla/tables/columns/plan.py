@@ -89,7 +89,7 @@ class Feature:
     def level_counts(self) -> list[int]:
         """Return the largest code of each column of numbers (width); 0 for a column without codes.
 
-        It is the number of levels with a code, plus one if gaps have a code.
+        The largest code is the number of levels with a code, plus one if gaps have a code.
         """
         if not self.codes:
             return [0] * self.width
@@ -338,7 +338,7 @@ class Plan:
     def level_counts(self) -> tuple[int, ...]:
         """Return the number of codes of each column of numbers (width), 0 for one without codes.
 
-        It is () if no column has codes.
+        The result is () if no column has codes.
         """
         counts = tuple(count for feature in self.features for count in feature.level_counts)
         return counts if any(counts) else ()
@@ -721,7 +721,7 @@ def _choose_rows(
     gaps = np.stack([column.missing for column in columns], 1)  # (n, features)
     complete = np.flatnonzero(~gaps.any(axis=1))
     pool = complete if len(complete) else np.arange(len(numbers))
-    # Codes are no quantities, so their means and standard deviations are not compared.
+    # Codes are not quantities, so their means and standard deviations are not compared.
     is_quantity: list[bool] = []
     for feature in features:
         is_quantity += [count == 0 for count in feature.level_counts]

@@ -313,8 +313,9 @@ def _read_parts_by_csv(
 ) -> Iterator[Table]:
     """Yield the next rows of a csv reader in parts of `rows` rows (None: in one part).
 
-    Cells are texts without spaces around them. may_be_empty: whether it is no error if the reader
-    has no further row. Raises TableError otherwise, and for a row of another width than the header.
+    Cells are texts without spaces around them. may_be_empty: whether it is not an error if the
+    reader has no further row. Raises TableError otherwise, and for a row of another width than the
+    header.
     """
     while part := list(_read_rows(file, reader, len(names), rows)):
         may_be_empty = True  # because the file may end after this part
@@ -403,7 +404,7 @@ def _split_lines(texts: Iterator[str]) -> Iterator[str]:
 def _detect_delimiter(text: str, marks: str) -> str:
     """Return the most likely delimiter of a CSV file.
 
-    It is the one that splits the header into the most cells, and each of the first rows into the
+    The most likely one splits the header into the most cells, and each of the first rows into the
     same number. Quoted text is not split. A mark of numbers is chosen only if no other delimiter
     fits.
 
@@ -413,13 +414,14 @@ def _detect_delimiter(text: str, marks: str) -> str:
     def rate_delimiter(delimiter: str) -> tuple[bool, bool, int, bool]:
         """Return what makes a delimiter likely, the most important first.
 
-        These are: it fits all rows, it fits and is no mark of numbers, the cells of the header, and
-        all rows have the same width (true of a table with one column too).
+        These are: it fits all rows, it fits and is not a mark of numbers, the cells of the header,
+        and all rows have the same width (true of a table with one column too).
         """
         reader = csv.reader(io.StringIO(text[:SNIFFED_TEXT], newline=""), delimiter=delimiter)
         try:
             widths = [len(row) for row in islice(reader, SNIFFED_ROWS) if row]
         except csv.Error:
+            # A delimiter with which the text cannot be parsed is the least likely one.
             widths = []
         width = widths[0] if widths else 0
         same_width = len(set(widths)) == 1

@@ -104,8 +104,8 @@ def read_later_labels(
     one, and a mask of these rows (n,) bool.
 
     A text that is one of `classes` is that class. Otherwise, if all classes are numbers or
-    booleans, the class of the same value is taken. A text that is no class is returned unchanged.
-    Raises TableError for a missing column.
+    booleans, the class of the same value is taken. A text that is not a class is returned
+    unchanged. Raises TableError for a missing column.
     """
     cells = table.cells_of(name)
     given = np.array([not is_missing(cell) for cell in cells], dtype=bool)

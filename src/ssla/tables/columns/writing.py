@@ -140,7 +140,7 @@ def escape_formula(cell: Any) -> Any:
     """Return a cell that a spreadsheet does not execute.
 
     A text that it would execute as a formula gets an apostrophe in front. Other texts, numbers that
-    are written as texts, and values that are no texts are returned unchanged.
+    are written as texts, and values that are not texts are returned unchanged.
     """
     is_formula = (
         isinstance(cell, str) and cell.startswith(FORMULA) and not re.fullmatch(PLAIN_NUMBER, cell)

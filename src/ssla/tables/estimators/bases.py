@@ -18,7 +18,7 @@ from ssla.tables.networks.scaling import Scaling
 def is_fitted(base: Any) -> bool:
     """Return whether a model of any library is fitted.
 
-    The answer is False for an object that is no estimator of scikit-learn's interface.
+    The answer is False for an object that is not an estimator of scikit-learn's interface.
     """
     # CatBoost has a method for it, and not the attributes that scikit-learn looks for.
     if callable(getattr(base, "is_fitted", None)):

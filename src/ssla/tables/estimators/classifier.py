@@ -186,8 +186,8 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
     def predict_log_proba(self, X: Any) -> np.ndarray:
         """Return the log probabilities of the classes (N, C), in the order of classes_.
 
-        They are accurate for very small probabilities too. None is below −708, the logarithm of the
-        smallest normal number. Raises NotFittedError before `fit`.
+        The logs are accurate for very small probabilities too. None is below −708, the logarithm of
+        the smallest normal number. Raises NotFittedError before `fit`.
         """
         predictive = self.predict_dist(X)
         classes = np.arange(len(self.classes_))[None]
@@ -222,8 +222,8 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
     def evaluate(self, X: Any, y: Any) -> dict[str, Any]:
         """Return the scores of rows X with labels y (n,) by name, as `ssla evaluate` prints them.
 
-        They are NLL, Brier score, ECE and accuracy. Rows with a label that the training rows did
-        not have are only counted, as "unknown labels". Raises ValueError if all rows are such.
+        The scores are NLL, Brier score, ECE and accuracy. Rows with a label that the training rows
+        did not have are only counted, as "unknown labels". Raises ValueError if all rows are such.
         """
         labels = np.asarray(y)
         known = np.isin(labels, self.classes_)

@@ -68,7 +68,7 @@ ONE_THREAD = 10_000  # rows up to which one thread is used; docs/tables-how.md h
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """The abstract base of both estimators, which define how y is read and fitted.
 
-    It turns parameters and rows into an ensemble, and predicts with it.
+    The base turns parameters and rows into an ensemble, and predicts with it.
     """
 
     ensemble_: Ensemble
@@ -153,8 +153,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _count_trees(self, likelihood: str, rows: int) -> int:
         """Return the number of trees beside each network, for a fit of n rows.
 
-        It is 0 where the likelihood has no trees. "auto" is also 0 for few rows or many classes.
-        Raises ValueError for a number that is not a whole one of at least zero.
+        The number is 0 where the likelihood has no trees. "auto" is also 0 for few rows or many
+        classes. Raises ValueError for a number that is not a whole one of at least zero.
         """
         automatic = AUTO_TREES.get(likelihood, 0)
         if not is_auto(self, "trees"):
@@ -362,8 +362,9 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def predict_dist(self, X: Any) -> Predictive:
         """Return the predictive distribution of y at X, a `ssla.Predictive`.
 
-        It has mean, variance, cdf, hdr, mass, sample and others. X may also be rows that `encode`
-        returned. Raises ValueError for rows that cannot be used, and NotFittedError before `fit`.
+        The predictive has mean, variance, cdf, hdr, mass, sample and others. X may also be rows
+        that `encode` returned. Raises ValueError for rows that cannot be used, and NotFittedError
+        before `fit`.
         """
         check_is_fitted(self, "ensemble_")
         return self._predict_rows(self._encode_if_needed(X))
@@ -416,8 +417,8 @@ def copy_to_tensors(*arrays: np.ndarray) -> Iterator[torch.Tensor]:
 def auto_batch_size(rows: int) -> int:
     """Return the rows of a batch that batch_size="auto" means for n rows.
 
-    It is a sixteenth of the rows, between 16 and 256. For more than 65,536 rows it is a 256th, but
-    at most 4,096.  rows: n.
+    The number is a sixteenth of the rows, between 16 and 256. For more than 65,536 rows it is a
+    256th, but at most 4,096.  rows: n.
     """
     return min(4096, max(16, min(256, rows // 16), rows // 256))
 
@@ -432,7 +433,7 @@ def auto_member_count(rows: int) -> int:
 def auto_epoch_count(rows: int) -> int:
     """Return the number of epochs that max_epochs="auto" means for n rows.
 
-    It is 200, or as many as visit ROWS_VISITED rows if these are fewer, but at least eight.
+    The number is 200, or as many as visit ROWS_VISITED rows if these are fewer, but at least eight.
     """
     return min(200, max(8, ROWS_VISITED // rows))
 

@@ -33,7 +33,8 @@ DTYPES: dict[str, type] = {
 def open_settings(estimator_class: type[Any], content: Mapping[str, Any], decoder: Decoder) -> Any:
     """Return an estimator of this class with the parameters, columns and classes of a file.
 
-    It has no models yet. Raises KeyError, TypeError or ValueError for content of another form.
+    The estimator has no models yet. Raises KeyError, TypeError or ValueError for content of another
+    form.
     """
     estimator = estimator_class(**decoder.decode(content["parameters"], dict))
     estimator.n_features_in_ = content["columns"]

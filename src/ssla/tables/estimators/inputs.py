@@ -53,7 +53,7 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
 def _store_columns(estimator: Any, X: Table | Encoded) -> None:
     """Set the names and the number of the columns, as `validate_data` does for a data frame.
 
-    They are the columns of a table, or those that the plan of encoded rows uses.
+    These columns are those of a table, or those that the plan of encoded rows uses.
     """
     names = X.names if isinstance(X, Table) else [feature.name for feature in X.plan.features]
     estimator.feature_names_in_ = np.array(names, dtype=object)
@@ -109,8 +109,8 @@ def warn_of_unused_columns(plan: Plan) -> None:
 def _array_of_objects(X: Any) -> np.ndarray | None:
     """Return X as an array of objects (n, d) if it has cells that are not numbers.
 
-    The result is None if all cells can be read as numbers. It is also None if X is no array of two
-    dimensions, for which scikit-learn then raises its own error.
+    The result is None if all cells can be read as numbers. It is also None if X is not an array of
+    two dimensions, for which scikit-learn then raises its own error.
     """
     try:
         array = np.asarray(X)
@@ -125,7 +125,7 @@ def _array_of_objects(X: Any) -> np.ndarray | None:
             return None
         # Nested lists keep the types of their cells, which an array of texts would lose.
         return np.array(X if isinstance(X, list | tuple) else array, dtype=object)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError):  # X is not an array: scikit-learn's check says why
         return None
 
 

@@ -245,7 +245,8 @@ def _check_network_sizes(
 def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) -> None:
     """Raise ValueError for levels and dimensions that are impossible.
 
-    They are also impossible if the embeddings of the first network have other sizes.
+    Levels and dimensions are also impossible if the embeddings of the first network have other
+    sizes.
     """
     levels = architecture.levels
     dimensions = architecture.dimensions

@@ -310,6 +310,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 )
                 break
             except (NoFactorError, NoModeError) as error:
+                # The next try needs less. A warning below names the problem if constant noise had
+                # to be used; the error of the last try is raised.
                 problem = str(error).split(":")[0]
                 if (name, rival) == tries[-1]:
                     raise
@@ -335,8 +337,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
     ) -> Ensemble | None:
         """Return a Poisson fit to small counts if it predicts held-out rows better; otherwise None.
 
-        It is compared with `ensemble`, a continuous fit of the same X (n, d), y (n,), weights (n,).
-        The result is also None if y are not such counts, or if the Poisson fit fails.
+        The Poisson fit is compared with `ensemble`, a continuous fit of the same X (n, d), y (n,),
+        weights (n,). The result is also None if y are not such counts, or if the Poisson fit fails.
         """
         x, target, w = copy_to_tensors(X, y, weights)
         if not (may_be_poisson(target, w) and is_poisson_worth_fitting(ensemble, x, target, w)):
@@ -354,8 +356,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
     def _check_target(self, y: np.ndarray) -> None:
         """Raise ValueError for targets y (n,) or (n, D) that cannot be fitted.
 
-        They are several for a likelihood of one target, constant, too large or too small, or
-        outside the support of the likelihood.
+        Such targets are several for a likelihood of one target, constant, too large or too small,
+        or outside the support of the likelihood.
         """
         if self.likelihood not in (AUTO, GAUSSIAN) and y.ndim == 2:
             raise ValueError(
@@ -441,8 +443,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
     def interval_of(self, predictive: Predictive, level: float) -> np.ndarray:
         """Return the intervals of `predict_interval`, (N, 2) or (N, D, 2), from a predictive.
 
-        It is that of `predict_dist`, so that several levels need one prediction only. Raises what
-        `predict_interval` raises.
+        The predictive is that of `predict_dist`, so that several levels need one prediction only.
+        Raises what `predict_interval` raises.
         """
         if self.conformal_ is None:
             return predictive.interval(level).numpy()
@@ -457,9 +459,9 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
     def evaluate(self, X: Any, y: Any) -> dict[str, Any]:
         """Return the scores of rows X with known y (n,) by name, as `ssla evaluate` prints them.
 
-        They are NLL, CRPS, RMSE, and coverage and width of intervals. With conformal=True there are
-        also coverage and width of the conformal intervals, or a text if their scores do not hold
-        for the present refit.
+        The scores are NLL, CRPS, RMSE, and coverage and width of intervals. With conformal=True
+        there are also coverage and width of the conformal intervals, or a text if their scores do
+        not hold for the present refit.
         """
         predictive = self.predict_dist(X)
         predictive_scores: dict[str, Any] = dict(metrics.summary(predictive, y).scores)
@@ -501,6 +503,6 @@ def _label_interval_scores(scores: dict[str, Any]) -> dict[str, Any]:
 def varies_by_factors(y: np.ndarray) -> bool:
     """Return whether targets y (n,) may fit a logarithmic scale better.
 
-    They may if none is negative, and the largest is several times the 5% quantile.
+    This is so if none is negative, and the largest is several times the 5% quantile.
     """
     return bool(y.min() >= 0) and bool(FACTOR * np.quantile(y, 0.05) < y.max() < LARGEST)

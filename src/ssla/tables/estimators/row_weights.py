@@ -68,8 +68,8 @@ def choose_weight_factor(
 ) -> float:
     """Return the factor that gives row weights (n,) their scale.
 
-    It is 1 for frequencies, and one over the mean of the positive weights for relative ones.
-    meaning: one of MEANINGS. "auto" means relative weights, with a warning, if they cannot be
+    The factor is 1 for frequencies, and one over the mean of the positive weights for relative
+    ones. meaning: one of MEANINGS. "auto" means relative weights, with a warning, if they cannot be
     frequencies, and otherwise frequencies.  subject: the weights, for the warning. Raises
     ValueError for another meaning.
     """

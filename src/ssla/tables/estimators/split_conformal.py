@@ -60,7 +60,7 @@ class Conformal:
     def score_quantile(self, level: float) -> np.ndarray:
         """Return q for each target (D,).
 
-        It is infinite, with a warning, if there are too few rows for the level.
+        The quantile q is infinite, with a warning, if there are too few rows for the level.
         """
         scores = torch.from_numpy(self.scores.T)
         weights = torch.from_numpy(self.weights.T)

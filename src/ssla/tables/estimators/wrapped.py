@@ -315,8 +315,8 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     def predict_dist(self, X: Any) -> Predictive:
         """Return the predictive distribution of y at X, a `ssla.Predictive`.
 
-        It has mean, variance, cdf, hdr, mass, sample and others. Raises NotFittedError before
-        `fit`, and ValueError for rows that cannot be used.
+        The predictive has mean, variance, cdf, hdr, mass, sample and others. Raises NotFittedError
+        before `fit`, and ValueError for rows that cannot be used.
         """
         check_is_fitted(self, "ensemble_")
         layer: Any = self.ensemble_
@@ -551,8 +551,8 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
     def _predict_probs(self, model: Any, X: Any) -> np.ndarray:
         """Return the probabilities (N, C) that a model predicts, in the order of classes_.
 
-        They are zero for classes that the model has not seen. Raises ValueError for a model that
-        was fitted on other classes.
+        The probabilities are zero for classes that the model has not seen. Raises ValueError for a
+        model that was fitted on other classes.
         """
         probs_of_model = np.asarray(model.predict_proba(X), dtype=np.float64)
         labels = np.asarray(model.classes_).reshape(-1).tolist()
@@ -566,6 +566,6 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
     def _predict_with_models(self, X: Any) -> tuple[Tensor]:
         """Return the probabilities (N, C) that the models predict at X, as a tuple of one.
 
-        It is a tuple because that of the regressor has two tensors.
+        The result is a tuple because that of the regressor has two tensors.
         """
         return (self._average_predictions(CLASSES, X, self._predict_probs),)

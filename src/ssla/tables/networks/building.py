@@ -178,7 +178,7 @@ def _check_likelihood(name: str) -> None:
 def _held_out_fraction(settings: Settings, rows: int) -> float:
     """Return the fraction of the n rows that a member holds out.
 
-    It is that of the settings, or larger for small tables. A fraction of 0 stays 0.
+    The fraction is that of the settings, or larger for small tables. A fraction of 0 stays 0.
     """
     least = settings.validation_fraction
     return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
@@ -237,8 +237,8 @@ def _select_fitted_data(
 ) -> TrainingData:
     """Return the rows to which posteriors are fitted, with standardised targets.
 
-    They are all rows for Gaussian noise (likelihood None), whose last layers need few passes. For
-    other likelihoods they are at most MOST_FITTED rows, evenly spread.
+    All rows are taken for Gaussian noise (likelihood None), whose last layers need few passes. For
+    other likelihoods at most MOST_FITTED rows are taken, evenly spread.
     """
     fitted_data = replace(data, y=target.y)
     if likelihood is None:
@@ -337,7 +337,7 @@ def _restrict_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensembl
 def find_fitted_rows(ensemble: Ensemble, rows: int) -> Tensor:
     """Return which of the n rows of the table the last layers were fitted to (n,) bool.
 
-    They are the rows that the columns of `ensemble.held` stand for.  rows: n.
+    These are the rows that the columns of `ensemble.held` stand for.  rows: n.
     """
     every_row = torch.ones(rows, dtype=torch.bool)
     if ensemble.held is None or ensemble.held.shape[1] == rows:

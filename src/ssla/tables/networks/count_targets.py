@@ -26,7 +26,7 @@ DISPERSIONS = (0.6, 1.6)  # mean squared error over mean, at held-out rows
 def may_be_poisson(y: Tensor, weights: Tensor) -> bool:
     """Return whether targets y (n,) are small counts that vary at least about as Poisson counts do.
 
-    Targets that are only 0 and 1 are no counts. weights (n,) are row weights.
+    Targets that are only 0 and 1 are not counts here. weights (n,) are row weights.
     """
     if not whole_numbers.are_small_counts(y, weights):
         return False
@@ -49,8 +49,8 @@ def is_poisson_worth_fitting(continuous: Ensemble, x: Tensor, y: Tensor, weights
 def compute_dispersion(continuous: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> float:
     """Return Σ(y − m)²/Σm at held-out rows, with the mean m of the networks that held them out.
 
-    It is infinite if the means do not have a positive sum. x (n, d), y (n,), weights (n,): all rows
-    of the fit.
+    The ratio is infinite if the means do not have a positive sum. x (n, d), y (n,), weights (n,):
+    all rows of the fit.
     """
     errors = 0.0
     total = 0.0

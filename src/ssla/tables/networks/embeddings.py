@@ -84,7 +84,7 @@ def draw_first_embeddings(
 ) -> Tensor:
     """Draw the embeddings with which training starts, for all members: (M, (L + 1) · k).
 
-    They are small random numbers, and 0 for code 0.  shape: (L + 1, k).
+    The embeddings are small random numbers, and 0 for code 0.  shape: (L + 1, k).
     """
     weights = FIRST_SPREAD * torch.randn(members, *shape, generator=generator, dtype=dtype)
     weights[:, 0] = 0.0

@@ -212,7 +212,7 @@ class Ensemble:
     def _convert_to_target_unit(self, predictive: Predictive) -> Predictive:
         """Convert the predictive of standardised targets to y's own unit and scale.
 
-        It is returned as it is for counts and classes, which have no unit.
+        The predictive is returned as it is for counts and classes, which have no unit.
         """
         if self.target is None:
             return predictive

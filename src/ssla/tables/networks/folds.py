@@ -1,6 +1,6 @@
 """Chooses the rows that each member holds out for early stopping, noise and prior.
 
-They are random rows, whole groups, or the latest rows.
+These are random rows, whole groups, or the latest rows.
 """
 
 from __future__ import annotations

@@ -74,8 +74,9 @@ def estimate_held_out_noise(
 def change_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
     """Return the posterior under another noise, at its new mode, without a pass over the rows.
 
-    It is exact if the posterior is quadratic (`Posterior.quadratic`), as the caller must check.
-    likelihood: holds the new noise, which must be the same multiple of the old one for all targets.
+    The result is exact if the posterior is quadratic (`Posterior.quadratic`), as the caller must
+    check. likelihood: holds the new noise, which must be the same multiple of the old one for all
+    targets.
     """
     assert isinstance(posterior.likelihood, Gaussian)
     # The ratio of the first target is that of all.

@@ -186,7 +186,7 @@ class MemberPosteriors:
     def _tune_prior(self, posterior: Posterior) -> Posterior:
         """Return the posterior with the prior precision of the highest evidence, without warnings.
 
-        It is returned as it is if the settings have no tuning.
+        The posterior is returned as it is if the settings have no tuning.
         """
         if not self.settings.tune:
             return posterior
@@ -290,7 +290,7 @@ class MemberPosteriors:
     def _grow_forest(self, seen: Tensor) -> None:
         """Grow the forest of the next member on the rows that its network has seen (n,) bool.
 
-        It is added to `forests`. Nothing is done without `grow`.
+        The forest is added to `forests`. Nothing is done without `grow`.
         """
         if self.grow is None:
             return

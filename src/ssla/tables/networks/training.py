@@ -230,7 +230,7 @@ def _run_epochs(
 def _compute_learning_rate(schedule: Schedule, epoch: int) -> float:
     """Return the learning rate of an epoch, counted from one.
 
-    It falls like half a cosine, from that of the schedule towards SMALLEST_RATE of it.
+    The rate falls like half a cosine, from that of the schedule towards SMALLEST_RATE of it.
     """
     share = 0.5 * (1 + math.cos(math.pi * (epoch - 1) / schedule.max_epochs))
     return schedule.learning_rate * (SMALLEST_RATE + (1 - SMALLEST_RATE) * share)
@@ -512,6 +512,6 @@ def _build_module(architecture: Architecture, rows: Rows) -> nn.Sequential:
 def _copy_with_parameters(module: nn.Sequential, parameters: Mapping[str, Tensor]) -> nn.Sequential:
     """Return a copy of the module with the parameters of one member, by name."""
     member = deepcopy(module)
-    # Not strict, because the edges of pieces are no parameters: they are copied with the module.
+    # Not strict, because the edges of pieces are not parameters: they are copied with the module.
     member.load_state_dict(dict(parameters), strict=False)
     return member

@@ -73,7 +73,7 @@ def posterior_subject(
     column_names = check_names(names, x.shape[1]) if is_table else ()
 
     def list_inputs(rows: np.ndarray) -> list[list[Any]]:
-        """Return the first SHOWN_INPUTS cells of each of the rows (k,); none if X is no table."""
+        """Return the first SHOWN_INPUTS cells of the rows (k,); none if X is not a table."""
         if not is_table:
             return [[] for _ in rows]
         cells: list[list[Any]] = x[torch.from_numpy(rows), :SHOWN_INPUTS].tolist()
@@ -117,7 +117,8 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
 def explain_fixed_prior(posteriors: Iterable[Posterior]) -> str | None:
     """Return a sentence on why the strength of the prior cannot be changed; None if it can.
 
-    It cannot be changed if one of the posteriors has a prior that is not Gaussian, or is flat.
+    The strength cannot be changed if one of the posteriors has a prior that is not Gaussian, or is
+    flat.
     """
     for posterior in posteriors:
         bound = posterior.bound_prior

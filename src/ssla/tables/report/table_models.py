@@ -132,7 +132,7 @@ def _matrix_subject(
 
     These take the numbers X (n, d) as they are. y (n,): numbers, or the codes of classes. target:
     the name of y. names: the names of the columns; None: those of the fit. Raises ValueError if X
-    is no table of numbers, if the estimator was fitted on other columns, or if y or names do not
+    is not a table of numbers, if the estimator was fitted on other columns, or if y or names do not
     match.
     """
     x = np.asarray(X, dtype=np.float64)

@@ -67,8 +67,8 @@ class Batch:
     def to_table(self, names: Collection[str]) -> Table:
         """Return a data frame or a mapping as a table with the cells of the named columns.
 
-        The other columns have no cells. A name that the batch does not have is no error here: the
-        table raises it when the column is read. Raises ValueError if the columns have different
+        The other columns have no cells. A name that the batch does not have is not an error here:
+        the table raises it when the column is read. Raises ValueError if the columns have different
         lengths.
         """
         cells = {

@@ -37,8 +37,8 @@ class Scorer:
     """A saved model as a function: a batch of rows -> columns with the prediction and its
     intervals.
 
-    It can be pickled and holds only the path and the options. The model is opened once in each
-    process, at the first call: the path must exist there. So it is the function that Ray Data
+    A scorer can be pickled and holds only the path and the options. The model is opened once in
+    each process, at the first call: the path must exist there. So it is the function that Ray Data
     `map_batches`, Spark `mapInPandas`, Dask `map_partitions` and MLflow need.
 
     Parameters
@@ -88,7 +88,7 @@ class Scorer:
     ) -> None:
         """Check the options and store them; the model is opened at the first call.
 
-        Raises ValueError for levels that are no probabilities or for an unknown refit, and
+        Raises ValueError for levels that are not probabilities or for an unknown refit, and
         TypeError for a text in place of a list of names.
         """
         self.path = Path(path).absolute()

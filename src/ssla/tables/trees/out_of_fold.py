@@ -103,7 +103,7 @@ class NumberLayer:
     def predict(self, m: Tensor, v: Tensor, refit: str | Refit = "output") -> Predictive:
         """Return the predictive of y where the models predict m (N,) and v (N,), with a refit.
 
-        It is the mixture over all offsets whose share is above LEAST_SHARE.
+        The predictive is the mixture over all offsets whose share is above LEAST_SHARE.
         """
         predictives = []
         shares = []
