@@ -177,19 +177,28 @@ def test_the_outer_product_of_the_summed_score_is_zero_where_the_curvature_is_no
     assert float(((rows - hat) ** 2).sum()) / 30 == pytest.approx(float(rows.var(correction=0)))
 
 
-def test_the_empirical_curvature_makes_assla_tighter_than_the_plug_in():
-    """Λ = g gᵀ: the curvature increment −½ log(1 + K r²/σ⁴) is largest at the prediction."""
-    x = torch.linspace(-1, 1, 20, dtype=F64)[:, None]
-    net = torch.nn.Linear(1, 1, bias=False, dtype=F64).eval()
-    posterior = ssla.fit(
-        net,
-        (x, x[:, 0].sin()),
-        likelihood=ssla.likelihoods.Gaussian(noise=0.5),
-        prior=ssla.priors.Gaussian(),
-        mode="polish",
+@pytest.mark.parametrize(("precision", "centre"), [(1.0, 0.5), (50.0, -2.0)])
+def test_maximum_likelihood_estimates_under_a_conflict_have_the_stated_mass(precision, centre):
+    n = 20
+    rows = 0.7 + torch.randn(n, 1, dtype=F64, generator=generator(2))
+    known = ssla.ExplicitModel(
+        normal, rows, [0.5], ssla.priors.Gaussian(precision, centre), "additive"
     )
-    answer = posterior.predict(x[:1] * 3, refit=ssla.NoRefit(curvature="empirical"))
-    assert float(answer.stddev[0]) < 0.5 * (1 - 1e-3)
+    mean = float(rows.mean())
+    conflict = mean - centre
+    weight = n / (n + 1) + precision / (n + 1) ** 2
+    middle = mean - precision * conflict / ((n + 1) * weight)
+    y = middle + torch.linspace(-9, 9, 2001, dtype=F64) / math.sqrt(weight)
+    total = known.increments(y[:, None]).total
+    r = y - mean
+    closed = -0.5 * math.log(2 * math.pi * (n + 1) / n) - n * r**2 / (2 * (n + 1))
+    closed -= precision / 2 * (2 * conflict * r / (n + 1) + (r / (n + 1)) ** 2)
+    torch.testing.assert_close(total, closed, rtol=1e-10, atol=1e-9)
+    log_mass = float(total.logsumexp(0)) + math.log(float(y[1] - y[0]))
+    stated = 0.5 * math.log(n / ((n + 1) * weight))
+    stated += precision**2 * conflict**2 / (2 * (n + 1) ** 2 * weight)
+    assert log_mass == pytest.approx(stated, abs=1e-6)
+    assert (abs(stated) > 10) == (centre == -2.0)
 
 
 def test_the_half_width_of_the_appendix_is_its_formula():

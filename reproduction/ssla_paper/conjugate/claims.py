@@ -185,8 +185,8 @@ def _conflict(records: list[Record]) -> list[Claim]:
     published = "a limitation of SSLA"
     return [
         Claim(
-            "SSLA can become unstable in the presence of prior–data conflict: by eq. (10), "
-            "maximum likelihood and no prior in J",
+            "SSLA can become unstable in the presence of prior–data conflict: by eq. (10) as "
+            "derived, with maximum-likelihood estimates and no prior in J",
             published,
             f"far priors: KL up to {wild:.3g} in float64",
             wild > CLOSE,
