@@ -94,7 +94,7 @@ def test_increments_are_those_of_a_scalar_search(convention):
 def modularity(convention, offset):
     """The paper's prior-modularity tables with a refit of the weight itself."""
     x = torch.linspace(-1, 1, 50, dtype=torch.float64)
-    x = x * math.sqrt(1.5**2 / 0.05317 / float((x**2).sum()))
+    x = x * math.sqrt(1.5**2 / 0.05315 / float((x**2).sum()))
     y = 0.8 * x + 0.5 * torch.randn(
         50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )

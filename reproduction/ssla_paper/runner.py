@@ -65,6 +65,7 @@ class Claim:
     """A statement and the result.
 
     kind: the paper's statement; that a procedure gives published numbers; or ours.
+    number: the claim of the page ("1" to "8") that a statement of the paper belongs to.
     """
 
     statement: str
@@ -73,6 +74,7 @@ class Claim:
     holds: bool
     reason: str = ""
     kind: str = PAPER
+    number: str = ""
 
     def __post_init__(self) -> None:
         if self.kind == PAPER and (

@@ -107,27 +107,62 @@ def test_our_methods_are_scored_on_the_rows_asked_for_and_the_grid_is_separate()
 
 
 @pytest.mark.parametrize(
-    ("seeds", "tried", "holds"), [(84, 84, False), (80, 84, True), (84, 72, True)]
+    ("seeds", "tried", "la", "holds"),
+    [
+        (84, 84, 100, False),  # no network gives ASSLA's column
+        (80, 84, 100, True),  # the data seed gives both
+        (84, 72, 100, True),  # the setting gives both
+        (80, 84, 92, False),  # the data seed gives ASSLA's column, the setting LA's
+    ],
 )
-def test_a_column_is_given_if_one_of_those_tried_is_within_a_test_row_at_every_level(
-    seeds, tried, holds
-):
-    """Published 76/68/60/56: 80 and 72 are one row off, 84 is two."""
-    columns = {name: [100.0, 100.0, 92.0, 68.0] for name in ("KFAC", "DIAG", "DENSE")}
+def test_both_columns_are_of_one_network(seeds, tried, la, holds):
+    """Published 76/68/60/56 and 100/100/92/68, to one test row: 80 and 72 are one row off, 84 and
+    92 two.
+    """
+    columns = {name: [float(la), 100.0, 92.0, 68.0] for name in ("KFAC", "DIAG", "DENSE")}
     setting = {
         "rate": 0.1,
         "batch": 32,
         "loss": 1.0,
         "assla": [tried, 68.0, 60.0, 56.0],
-        "la": [100.0] * 4,
+        "la": [100.0, 100.0, 92.0, 68.0],
     }
     records = {
         "a": {"seeds": [42], "assla": [[seeds, 68.0, 60.0, 56.0]], "la": [columns]},
         "b": {"settings": [setting]},
     }
-    assla, la = claims(records, gathered(records))[1:3]
-    assert assla.holds == holds
-    assert la.holds
+    claim = claims(records, gathered(records))[1]
+    assert "One network gives" in claim.statement
+    assert claim.holds == holds
+
+
+def scored(cover, nll, width):
+    return {f"cover{level}": float(level - cover) for level in LEVELS} | {
+        "nll": nll,
+        "width95": width,
+        "width50": width / 3,
+    }
+
+
+@pytest.mark.parametrize(("off", "beside"), [(1.0, (True, True)), (3.0, (True, False))])
+def test_calibration_beside_both_classical_laplace(off, beside):
+    """SSLA and ASSLA each beside LA with one σ (4 points off) and with σ(x) (2 points off)."""
+    methods = {
+        "weights-dense": scored(off, 0.1, 1.0),
+        "none-dense": scored(off, 0.2, 0.9),
+        "plug_in": scored(off, 0.2, 0.9),
+        "la-kfac": scored(4.0, 0.5, 1.2),
+        "la_scaled-kfac": scored(2.0, 0.3, 1.1),
+    }
+    records = {str(seed): {"seed": seed, "scores": methods} for seed in range(3)}
+    made = {c.statement: c for c in claims(records, gathered(records)) if c.number == "7"}
+    for name in ("SSLA", "ASSLA"):
+        lines = [c for s, c in made.items() if s.startswith(f"{name} outperforms")]
+        assert tuple(claim.holds for claim in lines) == beside
+    tighter = next(
+        c for c in claims(records, gathered(records)) if "tighter than classical" in c.statement
+    )
+    assert tighter.holds
 
 
 def test_a_missing_library_is_told_and_what_came_before_it_is_kept():

@@ -388,15 +388,44 @@ def test_claims_follow_the_scores(ours, theirs, better, tmp_path):
             assert claim.holds == better, statement
         if (
             "published procedure gives" in statement
-            or "give the rows" in statement
+            or "rows of Table 4" in statement
             or "coverage closer" in statement
         ):
             assert claim.holds, statement
         if "conservative" in statement or "fail on Liver" in statement:
             assert not claim.holds, statement
+        if "a lower NLL on most sets than" in statement:
+            assert claim.holds == (better and statement.startswith("SSLA")), statement
+        if "sharper than" in statement or "better calibrated than" in statement:
+            assert not claim.holds, statement  # widths and coverages are equal
+    assert sum("sharper than" in statement for statement in found) == 4
+    assert sum("rows of Table 4" in statement for statement in found) == 3
+    assert sum("fails on Liver" in statement for statement in found) == 2
     assert sum("lower NLL and CRPS" in statement for statement in found) == 4
     assert sum("better mean rank" in statement for statement in found) == 3
     assert sum("with its noise fitted" in statement for statement in found) == 1
+
+
+def test_calibration_and_sharpness_follow_coverage_and_width(tmp_path):
+    """ASSLA narrower and closer to nominal than LA, SSLA wider and farther."""
+    results = made_up(1.0, 2.0)
+    for name in SETS:
+        for splits in (results.scores[m][name] for m in ("none", "weights", "LA", "LA, polished")):
+            for record in splits.values():
+                record |= {"cover95": 93.0}
+        for method, cover, width in (("none", 94.0, 80.0), ("weights", 90.0, 110.0)):
+            for record in results.scores[method][name].values():
+                record |= {"cover95": cover, "width95": width}
+    found = claims(results, rank_tables(results, tmp_path))
+    for method, holds in (("SSLA", False), ("ASSLA", True)):
+        lines = [
+            claim
+            for claim in found
+            if claim.statement.startswith(f"{method} beside classical Laplace")
+            and "lower NLL" not in claim.statement
+        ]
+        assert [claim.holds for claim in lines] == [holds] * 4
+        assert {claim.number for claim in lines} == {"4", "7"}
 
 
 def test_a_cell_is_hit_within_one_test_row():

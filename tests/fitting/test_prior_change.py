@@ -333,10 +333,10 @@ def test_the_convention_is_named_in_every_result(convention):
 
 def modularity_table(convention, offset):
     """SSLA without its constant −½ log 2πσ², at ŷ + offset, for each prior variance: h =
-    x*²/Σx² = 0.05317, σ = 0.5.
+    x*²/Σx² = 0.05315, σ = 0.5.
     """
     x = torch.linspace(-1, 1, 50, dtype=torch.float64)
-    x = x * math.sqrt(1.5**2 / 0.05317 / float((x**2).sum()))
+    x = x * math.sqrt(1.5**2 / 0.05315 / float((x**2).sum()))
     y = 0.8 * x + 0.5 * torch.randn(
         50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -367,7 +367,7 @@ def test_the_exact_numbers_beside_them():
     assert np.abs(np.array(values[:4]) - EXACT_OFF).max() < 1e-4
     # and they are the exact predictive's: −½ log(1 + K/σ²) − ½/(σ² + K)
     for variance, value in zip(VARIANCES, values, strict=True):
-        K = 1.5**2 / (1.5**2 / 0.05317 / 0.25 + 1 / variance)
+        K = 1.5**2 / (1.5**2 / 0.05315 / 0.25 + 1 / variance)
         assert abs(value + 0.5 * math.log1p(K / 0.25) + 0.5 / (0.25 + K)) < 1e-9
 
 

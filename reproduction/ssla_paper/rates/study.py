@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ssla_paper.rates import regions
 from ssla_paper.rates.measure import BOUNDED, MODELS, one
 from ssla_paper.runner import Claim, Record, Task
 from ssla_paper.tables import Cell, Table, draw
@@ -115,9 +116,11 @@ class Rates:
             )
             for model in (*MODELS, BOUNDED)
             for seed in range(seeds)
-        ]
+        ] + regions.tasks()
 
     def report(self, records: Mapping[str, Record], folder: Path) -> list[Claim]:
+        apart = {key: record for key, record in records.items() if key.startswith("region-")}
+        records = {key: record for key, record in records.items() if key not in apart}
         by_model = {
             model: [r for r in records.values() if r["model"] == model]
             for model in (*MODELS, BOUNDED)
@@ -147,7 +150,7 @@ class Rates:
         Table("rates", caption, columns, rows_, {}).write(folder)
         _signs(by_model).write(folder)
         draw(picture(by_model), folder, "rates")
-        return claims(by_model, slopes)
+        return claims(by_model, slopes) + (regions.report(apart, folder) if apart else [])
 
 
 def _ends(runs: list[Record], key: str) -> tuple[float, float]:
@@ -199,7 +202,7 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
     def holds(
         statement: str, published: str, key: str, power: float = -1, reason: str = ""
     ) -> Claim:
-        return Claim(statement, published, found(key), all_near(key, power), reason)
+        return Claim(statement, published, found(key), all_near(key, power), reason, number="2")
 
     along = [end for model in by_model for end in _ends(by_model[model], "along")]
     bounded_step, bounded_J = slopes["step", BOUNDED], slopes["smallest", BOUNDED]
@@ -217,6 +220,7 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             f"factor {min(along):.3f} to {max(along):.3f} on J̃⁻¹∇log p",
             max(along) < 0,
             "The sign is reversed: θ̃ moves towards the new observation. The rate does not change.",
+            number="2",
         ),
         holds("J grows like n when inputs keep varying", "power 1", "smallest", 1),
         Claim(
@@ -225,6 +229,7 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             f"with x_i = 1/i, where they are: J has power {bounded_J}, ‖θ̃ − θ̂‖ {bounded_step}",
             bounded_step.near(-1),
             "(A2) bounds J from below by a constant; the lemma needs a bound that grows like n.",
+            number="2",
         ),
         holds("Theorem 1: ℓ̃(θ̃) = ℓ̃(θ̂) + O((Ln + 1)/n²), which is O(1/n)", "power −1", "gain"),
         holds(
@@ -253,6 +258,7 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             "Prior, curvature and the refit's gain are all O(1/n), the order of the whole "
             "difference between a predictive and the plug-in: of three terms of the same order "
             "ASSLA keeps one.",
+            number="2",
         ),
         Claim(
             "Corollary 2: J̃ ≈ G̃ᵀG̃/n with G̃ from ℓ̃ at θ̂",
@@ -262,6 +268,7 @@ def claims(by_model: dict[str, list[Record]], slopes: dict[tuple[str, str], Slop
             "G̃ is zero at θ̂ except for the gradient of the prior, and the new row's gradient is "
             "zero at ŷ. Curvature needs the generalised Gauss–Newton, or for the data rows the "
             "sum of their own outer products.",
+            number="2",
         ),
         holds("SSLA and ASSLA differ by O(1/n), off the prediction", "power −1", "gap"),
     ]

@@ -12,6 +12,8 @@ from ssla_paper.tables import Cell, Table
 SCORES = {"nll": "NLL", "brier": "Brier", "ece": "ECE", "accuracy": "accuracy"}
 REGRESSION = {"nll": "NLL", "crps": "CRPS", "cover95": "coverage 95", "width95": "width 95"}
 
+NETWORKS = " Networks: 2×50, ReLU."
+
 
 def write_tables(results: Results, folder: Path) -> None:
     """All tables; each states the number of seeds of its means."""
@@ -51,7 +53,7 @@ def _calibration(results: Results) -> Table:
                 )
     caption = (
         f"Classes, tested on rows like the training rows ({_seeds(results.calibration)}). Lower is "
-        "better except for accuracy."
+        f"better except for accuracy.{NETWORKS}"
     )
     caption += (
         " laplace-torch: Kronecker factors, the prior by the evidence, the probit link. SSLA is "
@@ -91,7 +93,7 @@ def _outside(results: Results) -> Table:
     )
     caption += (
         " the highest probability, and by the method's own epistemic part, if it has one. 0.5 is "
-        "chance."
+        f"chance.{NETWORKS}"
     )
     return Table(
         "robustness-2-outside",
@@ -118,7 +120,7 @@ def _shift(results: Results) -> list[Table]:
                 ]
                 for m in methods
             ]
-            caption = f"Digits under shift, {what}: {label} ({_seeds(results.shift)})."
+            caption = f"Digits under shift, {what}: {label} ({_seeds(results.shift)}).{NETWORKS}"
             tables.append(
                 Table(f"robustness-3-{kind}-{score}", caption, ["method", *degrees], rows, {})
             )
@@ -139,7 +141,7 @@ def _labels(results: Results) -> Table:
                 rows.append([dataset, f"{share:.0%}", NAMES[method], *entries])
     caption = (
         "Training with a share of wrong labels, test with correct labels "
-        f"({_seeds(results.labels)})."
+        f"({_seeds(results.labels)}).{NETWORKS}"
     )
     return Table(
         "robustness-4-labels", caption, ["data", "wrong", "method", *SCORES.values()], rows, {}
@@ -180,7 +182,7 @@ def _covariate(results: Results) -> Table:
         " the lower 70% of its first principal component. All use the noise from held-out rows "
         "except laplace-torch,"
     )
-    caption += " which fits its own; the ensemble's last layers are polished."
+    caption += f" which fits its own; the ensemble's last layers are polished.{NETWORKS}"
     return Table(
         "robustness-5-distance",
         caption,
@@ -212,7 +214,7 @@ def _ablation(results: Results) -> list[Table]:
         )
         caption += (
             f"the output refit ({_seeds(results.ablation)}). Mass: the median before "
-            "normalisation; one is exact."
+            f"normalisation; one is exact.{NETWORKS}"
         )
         name = f"robustness-6-ablation-{dataset.replace(' ', '-').replace('–', '-')}"
         tables.append(Table(name, caption, ["choice", "level", *scores.values(), "mass"], rows, {}))
@@ -234,7 +236,7 @@ def _cost(results: Results) -> Table:
         "Cost on digits: seconds on one thread, memory above the trained network's process "
         f"({_seeds(results.cost)}). SSLA's "
     )
-    caption += "prediction is from a few rows. Dropout's fit is its own training."
+    caption += f"prediction is from a few rows. Dropout's fit is its own training.{NETWORKS}"
     columns = [
         "method",
         "train (s)",

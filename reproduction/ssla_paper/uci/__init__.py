@@ -42,7 +42,7 @@ QUICK_EPOCHS = 40
 @dataclass(frozen=True)
 class Uci:
     name = "uci"
-    title = "Eight UCI sets (Table 4)"
+    title = "Eight UCI sets (Table 4): networks of constant noise"
 
     def tasks(self, quick: bool) -> list[Task]:
         """Quick: two small sets, or a synthetic stand-in where SSLA_DATA names no folder."""
