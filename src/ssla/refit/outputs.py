@@ -438,7 +438,7 @@ class NoRefit:
     """θ̃ = θ̂: log p(y|f̂) − ½ log|I + Λ K|.
 
     curvature: Λ of the new row, "observed" (the paper's Algorithm 2), "fisher", or "empirical" (its
-    Corollary 3).
+    Corollary 2).
 
     data_curvature: the curvature of the training rows, from which K = J H⁻¹ Jᵀ follows. "fisher"
     (default) is that of the posterior. "observed" sums Σ JᵀΛ(y_i, f̂_i)J + prior again over the
