@@ -29,6 +29,7 @@ from ssla_paper.tables import Table
 DOCS = Path(__file__).parents[2] / "docs"
 SHIPPED = [name for name in STUDIES if locate_records(name).exists()]
 NOT_SHIPPED = [name for name in STUDIES if name not in SHIPPED]
+WRITTEN_BY_HAND = {"statements.md", "index.md", "errata.md"}
 AGAIN = "run `make paper`, which writes it from the shipped records"
 
 
@@ -72,7 +73,7 @@ def test_the_appendix_of_a_study_without_records_has_the_statements_of_the_page(
 def test_the_folder_has_no_other_pages_and_figures(pages):
     """Pictures are not compared byte by byte: another version of a font moves a pixel."""
     made = {file.name for file in (pages / "paper").iterdir()}
-    assert made == {file.name for file in (DOCS / "paper").iterdir()}
+    assert made == {file.name for file in (DOCS / "paper").iterdir()} - WRITTEN_BY_HAND
 
 
 def test_a_study_has_records_or_a_summary_and_nothing_else_is_shipped():
