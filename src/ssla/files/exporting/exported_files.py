@@ -100,7 +100,7 @@ def write_graph(
     check_writable(target)
     inputs = input_tensors(example)
     names = _input_names(example)
-    expected = _library_answers(predict(), graph)
+    expected = _predict_with_library(predict(), graph)
     levels = tuple(graph.levels.q.tolist())
     facts = {**facts, "inputs": list(names), "answers": list(graph.names), "levels": list(levels)}
     with torch.no_grad():
@@ -134,7 +134,7 @@ def _input_names(example: Inputs) -> tuple[str, ...]:
     return tuple(f"x{i}" for i in range(len(example)))
 
 
-def _library_answers(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
+def _predict_with_library(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
     """Return the answers of the library's predictive, in the order of the graph's.
 
     The label of classes, the last answer of the graph, is left out.

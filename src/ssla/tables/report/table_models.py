@@ -49,7 +49,7 @@ def estimator_subject(
     refuse_masked("y", y)
     codes = _encode_labels(estimator, y)
     if not hasattr(estimator, "plan_"):
-        return _matrix_subject(estimator, X, codes, target, names)
+        return _make_matrix_subject(estimator, X, codes, target, names)
     if isinstance(X, Table):
         return table_subject(estimator, X, codes, target)
     if not hasattr(X, "columns") and np.ndim(X) != 2:
@@ -125,7 +125,7 @@ def _class_names(estimator: Any) -> tuple[str, ...] | None:
     return None if classes is None else tuple(map(str, classes))
 
 
-def _matrix_subject(
+def _make_matrix_subject(
     estimator: Any, X: Any, y: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
     """Return the subject of an estimator without a plan, around models of other libraries.
