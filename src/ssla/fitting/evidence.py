@@ -1,8 +1,7 @@
-"""The log evidence as a function of prior precisions and noise, with its gradient, from the sums
-alone.
+"""The log evidence as a function of prior precisions and noise, with its gradient.
 
-With precisions τ = e^a·pattern (one a for each group of parameters) and noise e^t times what it
-was, H = S/e^2t + diag(τ) and
+Both are computed from the sums alone. With precisions τ = e^a·pattern (one a for each group of
+parameters) and noise e^t times what it was, H = S/e^2t + diag(τ) and
 
     log Z = ℓ(θ̂; t) + ½ Σ log τ − ½ Σ τ (θ̂ − m)² − ½ log|H|
     ∂/∂a_g = ½ [P_g − Σ_g τ (θ̂ − m)² − Σ_g τ diag(H⁻¹)]

@@ -1,7 +1,6 @@
-"""The variational Gaussian: the N(m, S) nearest to the posterior in KL divergence, by passes that
-raise the evidence bound.
+"""The variational Gaussian: the N(m, S) nearest to the posterior in KL divergence.
 
-At the nearest one
+Passes find it, which raise the evidence bound. At the nearest one
 
     S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)      Σ JᵀE[g] + ∇log π(m) = 0      (or m = θ̂, if tilted)
 
@@ -88,8 +87,9 @@ class Iterate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeptAverages:
-    """Averages over rows that are not read again: a quadratic around the mean of the Gaussian
-    that they were taken under.
+    """Averages over rows that are not read again.
+
+    The averages are a quadratic around the mean of the Gaussian that they were taken under.
     """
 
     mean: Tensor  # (P,)
@@ -318,8 +318,9 @@ class BoundAscent:
         return replace(self.posterior, variational=variational)
 
     def _finish(self, best: Iterate, rounds: int, converged: bool) -> Posterior:
-        """Return the posterior with the best Gaussian and its report; warn if the ascent has not
-        converged.
+        """Return the posterior with the best Gaussian and its report.
+
+        Warns if the ascent has not converged.
 
         rounds: passes that it took.
         """

@@ -233,10 +233,10 @@ def predictive_of_outputs(
 
 
 def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
-    """Return the predictive of a log density. The support of y chooses the law, and a closed form
-    is preferred.
+    """Return the predictive of a log density.
 
-    Raises ValueError for a vector target with the empirical curvature.
+    The support of y chooses the law, and a closed form is preferred. Raises ValueError for a vector
+    target with the empirical curvature.
     """
     likelihood = log_density.likelihood
     f, K = log_density.marginal

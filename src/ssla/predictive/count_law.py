@@ -148,8 +148,9 @@ class CountLaw(PointwiseLaw):
         return [pad(part / part[:, -1:], (1, 0)) for part in sums]
 
     def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y ≤ y), (N, k) -> (N, k); y may be infinite. Inside a block it is linear in
-        the count.
+        """Return P(Y ≤ y), (N, k) -> (N, k); y may be infinite.
+
+        Inside a block it is linear in the count.
         """
         value = torch.floor(y.clamp(-1, 1e300))
         parts = []

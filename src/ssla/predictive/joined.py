@@ -118,8 +118,9 @@ class JoinedLaw(Law):
         return self.join_answers([law.sample(n, generator) for law in self.laws], dim=1)
 
     def increments(self, y: Tensor) -> Increments:
-        """Raise TypeError: increments belong to a single predictive. The argument is part of the
-        protocol.
+        """Raise TypeError: increments belong to a single predictive.
+
+        The argument is part of the protocol.
         """
         raise TypeError(
             "These rows come from several predictives. Ask them one by one: [part.increments(y) "

@@ -1,5 +1,6 @@
-"""Targets on another scale: the predictive of T(z) for a rising function T, for example y = exp(z)
-of a model for log y.
+"""Targets on another scale: the predictive of T(z) for a rising function T.
+
+An example is y = exp(z) of a model for log y.
 
     log p(y) = log p(z) − log T′(z),   F(y) = F(z),   Q(q) = T(Q_z(q))        (z = T⁻¹(y))
 

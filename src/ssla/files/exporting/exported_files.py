@@ -1,5 +1,6 @@
-"""Traces a graph, writes it, and compares the file with the library before it is moved to its
-place.
+"""Traces a graph, writes it, and compares the file with the library.
+
+Only a file that passes is moved to its place.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Exported:
-    """A written graph: its file, the names of its inputs and answers, and the largest difference
-    from the library on `rows` rows.
+    """A written graph, and how far its answers are from those of the library.
+
+    inputs, answers: their names. The differences are the largest on `rows` rows.
 
     differences: by the program that ran the graph ("torch" and, for .onnx files where it is
     installed, "onnxruntime") and by answer: in units of the larger of the answer and its standard

@@ -262,8 +262,9 @@ def describe_columns(
 
 
 def make_predict(estimator: Any, predict: Callable[[Any, np.ndarray], Predictive]) -> Predict:
-    """Return a function that predicts with variants of the estimator: with another refit, or
-    another strength of the prior.
+    """Return a function that predicts with variants of the estimator.
+
+    A variant has another refit, or another strength of the prior.
 
     predict: a function of an estimator and the positions of rows (k,) that returns the predictive.
     """
@@ -315,8 +316,9 @@ def describe_estimator(estimator: Any) -> tuple[tuple[str, str], ...]:
 
 
 def estimator_remarks(estimator: Any) -> tuple[str, ...]:
-    """Return sentences on networks that are left out and on conformal intervals; () if there are
-    none.
+    """Return sentences on networks that are left out and on conformal intervals.
+
+    The result is () if there are none.
     """
     remarks = [getattr(estimator.ensemble_, "remark", "")]
     if getattr(estimator, "conformal_", None) is not None:
