@@ -136,13 +136,13 @@ class SpectralEvidence:
         bends = torch.zeros_like(slopes)
         for start in range(0, len(self.values), ENTRIES_AT_ONCE):
             entries = slice(start, start + ENTRIES_AT_ONCE)
-            part = self._sum_entries(point, entries)
-            gain += part.gain
-            terms = terms + part.terms
-            determined += part.determined
-            slopes = slopes.index_add(0, p.groups[entries], part.slopes)
-            bends = bends.index_add(0, p.groups[entries], part.bends)
-            bend_of_noise += part.bend_of_noise
+            sums = self._sum_entries(point, entries)
+            gain += sums.gain
+            terms = terms + sums.terms
+            determined += sums.determined
+            slopes = slopes.index_add(0, p.groups[entries], sums.slopes)
+            bends = bends.index_add(0, p.groups[entries], sums.bends)
+            bend_of_noise += sums.bend_of_noise
         # ℓ is −½ of the squares plus constants, so a gain of ℓ takes twice as much off the squares.
         squares = p.squares - 2 * gain
         value = _evidence_at_noise(p, point, squares, gain, terms, slopes, determined)

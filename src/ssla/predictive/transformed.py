@@ -282,8 +282,8 @@ class TransformedLaw(Law):
         The likelihood increment contains the change of scale, −log T′(z).
         """
         z = self.transform.to_z(y)
-        parts = self.base.increments(z)
-        return replace(parts, likelihood=parts.likelihood - self.transform.log_slope(z))
+        increments = self.base.increments(z)
+        return replace(increments, likelihood=increments.likelihood - self.transform.log_slope(z))
 
 
 @in_plain_torch
