@@ -1,5 +1,6 @@
-"""Checks of arguments with their error messages (what was expected, what was given, what to do),
-and the torch contexts in which the library works.
+"""Checks of arguments, and the torch contexts in which the library works.
+
+An error says what was expected, what was given and what to do.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Turns loaders, arrays and iterables into batches of (inputs, targets, row weights), and reads
-training rows in chunks.
+"""Turns data into batches of (inputs, targets, row weights), and reads rows in chunks.
 
-Inputs may be a tensor or array, a tuple of them, or a dict. A batch is
+Data may be loaders, arrays and iterables. Inputs may be a tensor or array, a tuple of them, or a
+dict. A batch is
 
   * (x, y) or (x, y, weights), where x may itself be a tuple or a dict, or
   * a dict with a key "y" (or "labels", "target"), optionally "weights"; all other keys are inputs.
@@ -194,8 +194,9 @@ def _select_share(source: Source, share: float, held_out: bool) -> Source:
 
 
 def _stated_row_count(data: Any) -> int | None:
-    """Return the number of rows that a DataLoader states; None for other data, or if it states
-    none.
+    """Return the number of rows that a DataLoader states.
+
+    The result is None for other data, or if it states none.
     """
     try:
         return len(data.sampler) if isinstance(data, DataLoader) else None  # type: ignore[arg-type]
@@ -204,12 +205,11 @@ def _stated_row_count(data: Any) -> int | None:
 
 
 def _make_batch_iterator(loader: Any) -> Callable[[], Iterator[Batch]] | None:
-    """Return a function that yields the batches of a loader over tensors, each selected by one
-    index.
+    """Return a function that yields the batches of a loader over tensors.
 
-    This is faster than the loader itself, which collates batches row by row. The result is None for
-    anything else, and for a loader with workers or settings that change its batches: the caller
-    then iterates over the loader.
+    Each batch is selected by one index. This is faster than the loader itself, which collates
+    batches row by row. The result is None for anything else, and for a loader with workers or
+    settings that change its batches: the caller then iterates over the loader.
     """
     if (
         type(loader) is not DataLoader

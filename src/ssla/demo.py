@@ -1,8 +1,8 @@
-"""`make demo`: the paper's network on the paper's heteroscedastic toy data; plug-in, ASSLA and the
-output refit side by side.
+"""`make demo`: plug-in, ASSLA and the output refit side by side.
 
-Two hidden layers of 50, ReLU, mean and log variance; y = 7 sin x + 3|cos(x/2)|·ε, x from three
-Gaussians at −4, 0, 4. Writes demo.png.
+The network and the heteroscedastic toy data are those of the paper. Two hidden layers of 50, ReLU,
+mean and log variance; y = 7 sin x + 3|cos(x/2)|·ε, x from three Gaussians at −4, 0, 4. Writes
+demo.png.
 """
 
 from __future__ import annotations

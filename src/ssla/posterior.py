@@ -330,11 +330,10 @@ class Posterior:
 
     @property
     def tilt(self) -> Tensor:
-        """Return the vector (P,) that is subtracted from the gradient of the objective, so that the
-        mean of θ is stationary; zero at a mode.
+        """Return the vector (P,) that is subtracted from the gradient of the objective.
 
-        The gradient is that of the Gaussian at hand: at θ̂, or averaged over the variational one,
-        whose mean then is θ̂.
+        The vector makes the mean of θ stationary, and is zero at a mode. The gradient is that of
+        the Gaussian at hand: at θ̂, or averaged over the variational one, whose mean then is θ̂.
         """
         if not self.tilted:
             return torch.zeros_like(self.theta)
@@ -678,14 +677,14 @@ def explain(
     reference: Any = None,
     data: Any = None,
 ) -> Explanation:
-    """Explain why the prediction at x is unsure: which training rows and inputs, and how much
-    noise, doubt and prior. No refit.
+    """Explain why the prediction at x is unsure, without a refit.
 
-    `influence` has the training rows that count most for each x: what each adds to the mean and to
-    the variance of the outputs f. It is exact for a linear model with Gaussian noise, and an
-    approximation otherwise, poorest for the most influential rows and better for gaussian="laplace"
-    than for "variational". Features that were trained on the row are kept, so in a network the
-    row's influence through them is not counted.
+    The answer says which training rows and inputs, and how much noise, doubt and prior. `influence`
+    has the training rows that count most for each x: what each adds to the mean and to the variance
+    of the outputs f. It is exact for a linear model with Gaussian noise, and an approximation
+    otherwise, poorest for the most influential rows and better for gaussian="laplace" than for
+    "variational". Features that were trained on the row are kept, so in a network the row's
+    influence through them is not counted.
 
     `split` divides the variance of y: noise, doubt (epistemic), and the part of the doubt that the
     prior decides.
@@ -706,13 +705,13 @@ def explain(
 
 @in_plain_torch
 def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> LabelGains:
-    """Rank the rows of a pool by how much their label would reduce the mean doubt at the targets,
-    to choose which one to label next. No refit.
+    """Rank the rows of a pool, to choose which one to label next, without a refit.
 
-    The doubt is the variance of E[y|f], summed over the outputs. Its reduction does not depend on
-    the label for Gaussian noise, where it is exact for a linear model. Otherwise it is what is
-    expected to first order, with the Fisher information at f̂. The gains of several rows do not add
-    up: add the new row with `posterior.update`, and ask again.
+    The rank is by how much their label would reduce the mean doubt at the targets. The doubt is the
+    variance of E[y|f], summed over the outputs. Its reduction does not depend on the label for
+    Gaussian noise, where it is exact for a linear model. Otherwise it is what is expected to first
+    order, with the Fisher information at f̂. The gains of several rows do not add up: add the new
+    row with `posterior.update`, and ask again.
 
     targets: the inputs whose predictions should become surer; the pool itself if not given.
 

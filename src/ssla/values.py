@@ -85,11 +85,10 @@ class Statistics:
 
 @dataclass(frozen=True, eq=False)
 class Variational:
-    """N(m, S), the Gaussian nearest to the posterior: S⁻¹ is the statistics' curvature plus the
-    prior's.
+    """N(m, S), the Gaussian nearest to the posterior.
 
-    The statistics are averages over the Gaussian's own uncertainty: Σ E log p, Σ JᵀE[g], Σ JᵀE[Λ]J,
-    with J at θ̂.
+    S⁻¹ is the statistics' curvature plus the prior's. The statistics are averages over the
+    Gaussian's own uncertainty: Σ E log p, Σ JᵀE[g], Σ JᵀE[Λ]J, with J at θ̂.
     """
 
     mean: Tensor  # m (P,)

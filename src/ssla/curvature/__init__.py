@@ -1,6 +1,4 @@
-"""Curvature of the data: sufficient statistics (add, merge) -> operator (K, logdet, solve,
-sample).
-"""
+"""Curvature of the data: statistics that add and merge -> operator (K, logdet, solve, sample)."""
 
 from __future__ import annotations
 

@@ -506,15 +506,15 @@ class Kfac(Structure):
     def eigenbasis(self, precisions: Tensor) -> Eigenbasis | None:
         """Return the eigenbases of the layers; None for precisions (k, P) that vary in a layer."""
         values = torch.zeros_like(precisions[0])
-        parts = []
+        blocks = []
         for layer in self.layers:
             if not rows_are_constant(precisions[:, layer.positions.flatten()]):
                 return None
             values_a, basis_a, values_g, basis_g = layer.eigendecomposition
             values[layer.positions] = values_g[:, None] * values_a[None, :]
-            parts.append((layer.positions, basis_a, basis_g))
+            blocks.append((layer.positions, basis_a, basis_g))
         values[self.rest_positions] = self.rest
-        return Eigenbasis(values, tuple(parts))
+        return Eigenbasis(values, tuple(blocks))
 
     def check_layers(self, shapes: tuple[tuple[int, int], ...]) -> None:
         """Raise ValueError unless the factors fit layers with these (inputs, outputs)."""

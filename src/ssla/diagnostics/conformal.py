@@ -165,8 +165,10 @@ def _check_posterior(posterior: Posterior) -> Support:
 
 
 def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
-    """Warn if all sets are infinite because there are few rows, and if sets are too large because
-    some rows cannot be removed from the fit.
+    """Warn of sets that are infinite or too large.
+
+    All sets are infinite if there are few rows, and too large if some rows cannot be removed from
+    the fit.
 
     weights (m,): of the compared rows. sound (m,) bool: whether the row can be removed.
     """
@@ -269,8 +271,9 @@ class _Comparison:
         return _Comparison(member, sites, chosen, rows)
 
     def make_candidates(self, inputs: slice) -> _Candidates:
-        """Compute the outputs at some of the new inputs and their covariances with the compared
-        rows.
+        """Compute what the compared rows need of some new inputs.
+
+        These are the outputs there and their covariances with the compared rows.
         """
         posterior = self.member.posterior
         x = take_rows(self.member.x, inputs)

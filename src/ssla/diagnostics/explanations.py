@@ -1,7 +1,7 @@
-"""Explanations of the uncertainty of predictions, without refits: the shares of training rows,
-inputs, noise and prior, and which row to label next.
+"""Explanations of the uncertainty of predictions, without refits.
 
-Row i contributes a site to the Gaussian of θ: its score g and its precision Λ (see
+An explanation has the shares of training rows, inputs, noise and prior, or says which row to label
+next. Row i contributes a site to the Gaussian of θ: its score g and its precision Λ (see
 `leave_one_out`). Without the site, the outputs at another input x, with X = J_x S J_iᵀ (C, C), K =
 J_i S J_iᵀ = R Rᵀ and M = I − RᵀΛR, have
 
@@ -82,8 +82,9 @@ TINY = torch.finfo(torch.float64).tiny
 
 
 class Influence(NamedTuple):
-    """The k training rows with the most influence on the outputs f at each of N inputs, the most
-    influential first.
+    """The training rows with the most influence on the outputs f at each of N inputs.
+
+    Each input has k such rows, the most influential first.
     """
 
     rows: Tensor  # (N, k): their places in the order in which the data are read, from 0
@@ -340,8 +341,9 @@ def _count_query_numbers(posterior: Posterior, rows: int) -> int:
 def _measure_influence(
     posterior: Posterior, x: Inputs, top: int | None, by: str, data: Any
 ) -> tuple[Influence, Tensor]:
-    """Find the training rows with the most influence at x, and flag the training rows that cannot
-    be removed from the fit (n,) bool.
+    """Find the training rows with the most influence at x.
+
+    The training rows that cannot be removed from the fit are flagged, (n,) bool.
 
     top: how many rows; None: all. by: MEAN or VARIANCE, by which rows are ranked. data: the
     training rows; None: those that the posterior keeps. Raises ValueError where the result exceeds
@@ -391,8 +393,9 @@ def _compute_influence(
     response: Tensor | None,
     by: str,
 ) -> _RankedRows:
-    """Compute what each of the b rows of a chunk adds to the outputs of a query (q inputs) and to
-    their variances.
+    """Compute what each row of a chunk adds to the outputs of a query and to their variances.
+
+    There are b rows in the chunk and q inputs in the query.
 
     removal: that of the rows. response: S v (P, q·C) of `_compute_precision_response`; None for
     Gaussian noise. by: MEAN or VARIANCE, for the score. A row that cannot be removed has score −1.
@@ -419,8 +422,9 @@ def _compute_influence(
 
 
 def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
-    """Compute S v (P, q·C) of the module: how the variances at the query depend on θ through the
-    precisions of all rows.
+    """Compute S v (P, q·C) of the module.
+
+    The product says how the variances at the query depend on θ through the precisions of all rows.
     """
     total = torch.zeros_like(query.solved)
     for site in sites:
@@ -502,8 +506,9 @@ def _keep_best_rows(old: _RankedRows | None, new: _RankedRows, most: int) -> _Ra
 
 
 class _Removal(NamedTuple):
-    """The terms by which removing a row changes other outputs (see the module): the row adds X a to
-    the mean and −X W Xᵀ to the variance.
+    """The terms by which removing a row changes other outputs (see the module).
+
+    The row adds X a to the mean and −X W Xᵀ to the variance.
     """
 
     a: Tensor  # (b, C); zero where not sound

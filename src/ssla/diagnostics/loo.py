@@ -68,32 +68,34 @@ class LeaveOneOut:
 
     @property
     def pit(self) -> Tensor | None:
-        """Return P(Y ≤ y_i) (n,) or (n, D), which is uniform if the model is right; None for
-        classes.
+        """Return P(Y ≤ y_i) (n,) or (n, D), which is uniform if the model is right.
 
-        For counts it is the mean of P(Y < y_i) and P(Y ≤ y_i). For angles the circle is cut
-        opposite the mean.
+        The result is None for classes. For counts it is the mean of P(Y < y_i) and P(Y ≤ y_i). For
+        angles the circle is cut opposite the mean.
         """
         return None if self.kind == "class" else (self.lower + self.upper) / 2
 
     @property
     def failed(self) -> Tensor:
-        """Return flags (n,) bool of the rows without an answer, which `nll` and `coverage` leave
-        out.
+        """Return flags (n,) bool of the rows without an answer.
+
+        `nll` and `coverage` leave these rows out.
         """
         return self.log_prob.isnan()
 
     @property
     def doubtful(self) -> Tensor:
-        """Return flags (n,) bool of the influential rows that were not refitted. Their log
-        densities are too high.
+        """Return flags (n,) bool of the influential rows that were not refitted.
+
+        The log densities of these rows are too high.
         """
         return (self.influence > INFLUENTIAL) & ~self.refitted & ~self.failed
 
     @cached_property
     def nll(self) -> float:
-        """Return the mean of −log p(y_i | the other rows), by row weight, over the rows with an
-        answer.
+        """Return the mean of −log p(y_i | the other rows), by row weight.
+
+        Rows without an answer are left out.
         """
         return -self._weighted_mean(self.log_prob)
 

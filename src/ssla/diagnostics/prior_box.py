@@ -232,8 +232,9 @@ class BoxMembers:
 
     @cached_property
     def _start_points(self) -> Tensor:
-        """Return the points where a search may start (k, d): the corners, and then quasi-random
-        points.
+        """Return the points where a search may start (k, d).
+
+        The corners come first, and then quasi-random points.
         """
         all_corners = itertools.product((0.0, 1.0), repeat=self._dimension)
         # There are 2^d corners; of very many only the first are taken.

@@ -395,9 +395,7 @@ def _differentiate_log_density(
 
 
 class _BoundarySlope(NamedTuple):
-    """The derivatives of log densities whose refit is cut by the boundary of the allowed
-    outputs.
-    """
+    """The derivatives of log densities whose refit the boundary of the allowed outputs cuts."""
 
     cut: Tensor  # (M,) bool: which log densities these are
     slope: Tensor  # d/dε (M,), for these only

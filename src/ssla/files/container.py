@@ -30,8 +30,9 @@ LOADERS = "ssla.load(path, model) opens a posterior, ssla.sklearn.load(path) an 
 
 
 class FileError(ValueError):
-    """A saved model that cannot be used: missing, not from ssla, damaged, too new, or for
-    another network.
+    """A saved model that cannot be used.
+
+    The model is missing, not from ssla, damaged, too new, or for another network.
     """
 
 

@@ -167,8 +167,9 @@ def _compare_fingerprint(stated: Mapping[str, Any], model: nn.Module, source: Pa
 
 
 def _decode_or_take_given(decoder: Decoder, value: Any, name: str, given: Any, source: Path) -> Any:
-    """Return the value that a file holds, or the given custom code if the file holds only its
-    class.
+    """Return the value that a file holds, or the given custom code.
+
+    The given code is taken if the file holds only its class.
 
     value: JSON. name: of the argument, for errors. given: the argument, or None. source: the file,
     for errors. Raises FileError if code is missing, of another class, or given without need.

@@ -64,8 +64,9 @@ def checked_plan(
 
 
 def _check_likelihood(likelihood: Likelihood) -> None:
-    """Raise TypeError for something else than a likelihood, and ValueError for a tempered one
-    whose noise is to be estimated.
+    """Raise TypeError for something else than a likelihood.
+
+    Raises ValueError for a tempered one whose noise is to be estimated.
     """
     if isinstance(likelihood, type):
         raise TypeError(

@@ -63,12 +63,12 @@ def mean_and_error(values: Tensor, weights: Tensor) -> Difference:
 
 
 def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> int:
-    """Return the index of the setting that rows with these log densities (k, n) and weights (n,)
-    choose.
+    """Return the index of the setting that rows choose by their log densities.
 
-    First the mode and the Gaussian are chosen: those of the best setting, unless the trained head
-    (tilt) is within two standard errors of it, or the variational Gaussian within one. Then the
-    prior is chosen, then the dispersion.
+    scores (k, n): the log densities of the rows under k settings. weights (n,): of the rows. First
+    the mode and the Gaussian are chosen: those of the best setting, unless the trained head (tilt)
+    is within two standard errors of it, or the variational Gaussian within one. Then the prior is
+    chosen, then the dispersion.
     """
     means = scores @ weights / weights.sum()
     best = _index_of_highest_mean(range(len(settings)), means)

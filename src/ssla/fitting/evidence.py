@@ -1,8 +1,7 @@
-"""The log evidence as a function of prior precisions and noise, with its gradient, from the sums
-alone.
+"""The log evidence as a function of prior precisions and noise, with its gradient.
 
-With precisions τ = e^a·pattern (one a for each group of parameters) and noise e^t times what it
-was, H = S/e^2t + diag(τ) and
+Both are computed from the sums alone. With precisions τ = e^a·pattern (one a for each group of
+parameters) and noise e^t times what it was, H = S/e^2t + diag(τ) and
 
     log Z = ℓ(θ̂; t) + ½ Σ log τ − ½ Σ τ (θ̂ − m)² − ½ log|H|
     ∂/∂a_g = ½ [P_g − Σ_g τ (θ̂ − m)² − Σ_g τ diag(H⁻¹)]
@@ -137,13 +136,13 @@ class SpectralEvidence:
         bends = torch.zeros_like(slopes)
         for start in range(0, len(self.values), ENTRIES_AT_ONCE):
             entries = slice(start, start + ENTRIES_AT_ONCE)
-            part = self._sum_entries(point, entries)
-            gain += part.gain
-            terms = terms + part.terms
-            determined += part.determined
-            slopes = slopes.index_add(0, p.groups[entries], part.slopes)
-            bends = bends.index_add(0, p.groups[entries], part.bends)
-            bend_of_noise += part.bend_of_noise
+            sums = self._sum_entries(point, entries)
+            gain += sums.gain
+            terms = terms + sums.terms
+            determined += sums.determined
+            slopes = slopes.index_add(0, p.groups[entries], sums.slopes)
+            bends = bends.index_add(0, p.groups[entries], sums.bends)
+            bend_of_noise += sums.bend_of_noise
         # ℓ is −½ of the squares plus constants, so a gain of ℓ takes twice as much off the squares.
         squares = p.squares - 2 * gain
         value = _evidence_at_noise(p, point, squares, gain, terms, slopes, determined)

@@ -1,9 +1,9 @@
-"""What a fit was asked for and has learned so far, as one frozen value, and its passes over the
-data.
+"""What a fit was asked for and has learned so far, as one frozen value.
 
-A step of the fit (`ssla.fitting.steps`) takes a plan and returns another one: with the structure
-that was chosen, the noise that was estimated, the rows that were counted. A plan can read its data
-at any time: sums at θ, averages over a Gaussian of θ, products with the curvature.
+The passes of a plan over the data are here too. A step of the fit (`ssla.fitting.steps`) takes a
+plan and returns another one: with the structure that was chosen, the noise that was estimated, the
+rows that were counted. A plan can read its data at any time: sums at θ, averages over a Gaussian of
+θ, products with the curvature.
 """
 
 from __future__ import annotations

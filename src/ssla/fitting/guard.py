@@ -1,5 +1,6 @@
-"""The guard at the end of every fit: it warns of a predictive that is clearly worse than the
-network itself.
+"""The guard at the end of every fit.
+
+The guard warns of a predictive that is clearly worse than the network itself.
 """
 
 from __future__ import annotations

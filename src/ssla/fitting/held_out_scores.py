@@ -103,8 +103,10 @@ class HeldOutScore:
             raise ValueError("All row weights of the data are zero, so no row can be scored.")
         loss = negative_log_densities if objective == NLL else crps_of_rows
         if folds is None:
-            part = HeldOutRows.from_batch(posterior, batch, posterior.sums, posterior.follows_prior)
-            return HeldOutScore(posterior, (part,), loss, [])
+            all_rows = HeldOutRows.from_batch(
+                posterior, batch, posterior.sums, posterior.follows_prior
+            )
+            return HeldOutScore(posterior, (all_rows,), loss, [])
         _check_folds(posterior, len(batch.y), folds)
         # Each fold is refitted by one Newton step: that is exact for a quadratic, and right to
         # first order for other likelihoods of a last layer.
@@ -118,11 +120,11 @@ class HeldOutScore:
             collect_sums(posterior, tuple(column for column in piece if column is not None))
             for piece in pieces
         ]
-        parts = []
+        rows_of_folds = []
         for k, piece in enumerate(pieces):
             remaining = reduce(Statistics.merge, sums[:k] + sums[k + 1 :])
-            parts.append(HeldOutRows.from_batch(posterior, piece, remaining, moves))
-        return HeldOutScore(posterior, tuple(parts), loss, notes)
+            rows_of_folds.append(HeldOutRows.from_batch(posterior, piece, remaining, moves))
+        return HeldOutScore(posterior, tuple(rows_of_folds), loss, notes)
 
     @cached_property
     def weight(self) -> float:

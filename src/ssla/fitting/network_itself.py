@@ -1,5 +1,6 @@
-"""What validation rows show about the network itself, without epistemic uncertainty ("doubt"): its
-best dispersion, and a scale of rows.
+"""What validation rows show about the network itself, without epistemic uncertainty ("doubt").
+
+The rows show its best dispersion, and a scale of rows.
 """
 
 from __future__ import annotations

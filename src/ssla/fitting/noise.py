@@ -1,5 +1,6 @@
-"""The noise of a Gaussian likelihood, from the residuals and the degrees of freedom that the
-fit uses up.
+"""The noise of a Gaussian likelihood, from residuals and degrees of freedom.
+
+The degrees of freedom are those that the fit uses up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Passes over the data: batches are checked, cast, and split into chunks that fit the memory
-budget; their sums are taken at one θ.
+"""Passes over the data, with the sums at one θ.
 
-`Order` says what a pass sums, `Pass` is its result, and `Reader` reads the data of one process.
+Batches are checked, cast, and split into chunks that fit the memory budget. `Order` says what a
+pass sums, `Pass` is its result, and `Reader` reads the data of one process.
 """
 
 from __future__ import annotations
@@ -461,8 +461,9 @@ class Reader:
         return self.decided[1]
 
     def _prepare_chunk(self, batch: Batch, order: Order) -> Chunk:
-        """Check and cast some rows; return them with the features of a last layer, or with their
-        inputs.
+        """Check and cast some rows.
+
+        The rows are returned with the features of a last layer, or with their inputs.
         """
         network = self.network
         support = order.likelihood.support_for(network.outputs)
@@ -502,8 +503,9 @@ def _features_to_keep(J: Features) -> Features:
 
 
 def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
-    """Return a network with a scale of rows. It must be a last layer without one and without an
-    offset.
+    """Return a network with a scale of rows.
+
+    The network must be a last layer without one and without an offset.
     """
     assert isinstance(network, LastLayer)
     assert network.row_scale is None

@@ -1,12 +1,11 @@
-"""What the doubt of a classifier costs on its own training rows, and a prior that keeps the price
-low.
+"""What the doubt of a classifier costs on its own training rows.
 
-"Doubt" is epistemic uncertainty. A network that has memorised its training rows is right there with
-certainty, and its evidence has almost no preference between priors: the prior of the highest
-evidence may give doubt that costs more than it is worth on new rows. Where the network is as good
-on new rows as on these, they would pay the same price. So without validation rows the price has a
-limit: as much as the network itself loses on these rows, and .003 nats. Networks that have not
-memorised their rows are not affected.
+The module finds a prior that keeps this price low. "Doubt" is epistemic uncertainty. A network that
+has memorised its training rows is right there with certainty, and its evidence has almost no
+preference between priors: the prior of the highest evidence may give doubt that costs more than it
+is worth on new rows. Where the network is as good on new rows as on these, they would pay the same
+price. So without validation rows the price has a limit: as much as the network itself loses on
+these rows, and .003 nats. Networks that have not memorised their rows are not affected.
 """
 
 from __future__ import annotations

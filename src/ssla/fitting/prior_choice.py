@@ -80,12 +80,11 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
 def alternate_averages_and_prior(
     space: Space, notes: list[str], plan: FitPlan, quiet: bool
 ) -> Posterior:
-    """Find the averages of the variational Gaussian and its prior in turn, until the prior stays;
-    return the posterior with its history.
+    """Find the averages of the variational Gaussian and its prior in turn, until the prior stays.
 
-    With the averages kept, the evidence is that of a Gaussian model. Where neither changes any
-    more, its gradient is that of the bound. notes: for the history. plan: the passes. quiet:
-    whether a poor solution is only noted, without a warning.
+    Returns the posterior with its history. With the averages kept, the evidence is that of a
+    Gaussian model. Where neither changes any more, its gradient is that of the bound. notes: for
+    the history. plan: the passes. quiet: whether a poor solution is only noted, without a warning.
     """
     points = [space.precisions_and_noise(torch.zeros(1, len(space.free)).double())]
     values: list[float] = []

@@ -241,7 +241,7 @@ def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Ve
 
     None where no best constant can be found.
     """
-    constant = _best_constant(likelihood, numbers.y, numbers.f)
+    constant = _find_best_constant(likelihood, numbers.y, numbers.f)
     if constant is None:
         return None
     each = likelihood.log_prob(numbers.y, numbers.f) - likelihood.log_prob(
@@ -255,7 +255,7 @@ def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Ve
     return Verdict(learned, missing)
 
 
-def _best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
+def _find_best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor | None:
     """Find the constant outputs (C,) that predict all targets y best.
 
     The search takes Fisher scoring steps from the mean of the outputs f (m, C), at most

@@ -36,11 +36,11 @@ NOISE_FACTORS = (1e-6, 1e6)  # a guess
 
 @dataclass(frozen=True, eq=False)
 class Space:
-    """What is tuned: logarithms of factors on the precisions, one for each group of parameters, and
-    on the noise.
+    """What is tuned: logarithms of factors on the precisions and on the noise.
 
-    A point (d,) has the d free coordinates. All coordinates are (a_1 … a_G, t), one a for each
-    group and t for the noise; those that are not free are zero.
+    There is one factor for each group of parameters. A point (d,) has the d free coordinates. All
+    coordinates are (a_1 … a_G, t), one a for each group and t for the noise; those that are not
+    free are zero.
     """
 
     posterior: Posterior

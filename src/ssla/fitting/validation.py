@@ -100,7 +100,7 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
         plan, start = fit_trained_state(replace(plan, input_factors=InputFactors()))
         rows = rows.with_row_scale_of(start)
     search = Search(plan, start, rows)
-    with _ignored_warnings():
+    with _ignore_warnings():
         search.score_families()
     table = search.table
     spread = refined_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
@@ -117,7 +117,7 @@ def fit_trained_state(plan: FitPlan) -> tuple[FitPlan, Posterior]:
     structure that was chosen and what the first pass found out, so that all settings share them.
     """
     mode = plan.mode if plan.mode is not None else TILT
-    with _ignored_warnings():
+    with _ignore_warnings():
         first, start = fit_at_mode(replace(plan, prior=None, mode=mode, validated=True))
     if plan.prior is not None:
         start = replace(start, prior=plan.prior)
@@ -134,7 +134,7 @@ def fit_trained_state(plan: FitPlan) -> tuple[FitPlan, Posterior]:
 
 
 @contextmanager
-def _ignored_warnings() -> Iterator[None]:
+def _ignore_warnings() -> Iterator[None]:
     """Ignore warnings inside the block.
 
     Those of settings on the way would mislead. The chosen setting is fitted again, and warns then.
@@ -396,15 +396,15 @@ class Search:
         """
         table = ScoreTable(self.rows)
         levels = (1.0,) if self.fixed_prior else POLISH_PRECISIONS
-        table.score_until_hopeless(self._polished_group(level) for level in levels)
+        table.score_until_hopeless(self._polish_group(level) for level in levels)
         if table.settings and not self.fixed_prior:
             near = [table.best.precision * factor for factor in POLISH_FINER]
             table.score_settings(
-                [each for level in near for each in self._polished_group(level)],
+                [each for level in near for each in self._polish_group(level)],
             )
         self.all_settings.add_table(table)
 
-    def _polished_group(self, level: float) -> list[SettingWithGaussian]:
+    def _polish_group(self, level: float) -> list[SettingWithGaussian]:
         """Return the polished head of a prior precision, with a few dispersions.
 
         Classes have one: another temperature is the same as another prior precision. The head is
@@ -418,12 +418,12 @@ class Search:
             best_spread = self._network_spread_after(step)
             group = [first._replace(spread=best_spread * factor) for factor in POLISH_SPREADS]
             return [(setting, self._quadratic_candidate(setting, step)) for setting in group]
-        candidate = self._polished_candidate(first)
+        candidate = self._polish_candidate(first)
         classes = self.start.likelihood.support_for(self.start.network.outputs).kind == "class"
         if candidate is None or classes:
             return [(first, candidate)]
         second = first._replace(spread=self._network_spread_after(candidate.step))
-        return [(first, candidate), (second, self._polished_candidate(second))]
+        return [(first, candidate), (second, self._polish_candidate(second))]
 
     def _quadratic_step(self, setting: Setting) -> Tensor:
         """Return the step (P,) from the start to the mode under a setting's prior.
@@ -442,7 +442,7 @@ class Search:
         operator = self._operator_at(setting.precision)
         return Candidate(self.likelihood_at(setting.spread), operator, step, setting.spread)
 
-    def _polished_candidate(self, setting: Setting) -> Candidate | None:
+    def _polish_candidate(self, setting: Setting) -> Candidate | None:
         """Polish a last layer by passes over the training rows; None where that raises ValueError,
         for example because there is no mode.
         """
@@ -472,7 +472,7 @@ class Search:
         for spread in dict.fromkeys(spreads):
             plan = self._search_plan(self.likelihood_at(spread))
             settings = [Setting(self.mode, VARIATIONAL, spread, level) for level in levels]
-            self.all_settings.score_until_hopeless(self._variational_candidates(settings, plan))
+            self.all_settings.score_until_hopeless(self._fit_variational_candidates(settings, plan))
 
     def _search_plan(self, likelihood: Likelihood) -> FitPlan:
         """Return the plan of rough passes over some of the training rows, which count for all of
@@ -492,7 +492,7 @@ class Search:
             tolerance=ROUGH,
         )
 
-    def _variational_candidates(
+    def _fit_variational_candidates(
         self, settings: list[Setting], plan: FitPlan
     ) -> Iterator[list[SettingWithGaussian]]:
         """Yield the variational Gaussian of each setting, as a group of one.
@@ -541,7 +541,7 @@ def _with_report(
         step = posterior.mean - start.theta
         candidate = Candidate(posterior.likelihood, posterior.covariance, step)
         coverage = _coverage_by_level(rows, candidate)
-        with _ignored_warnings():
+        with _ignore_warnings():
             scores = rows.scores([candidate])[0]
         warn_on_validation_rows(scores, plug_in, weights)
     validation = Validation(

@@ -1,7 +1,6 @@
-"""The variational Gaussian: the N(m, S) nearest to the posterior in KL divergence, by passes that
-raise the evidence bound.
+"""The variational Gaussian: the N(m, S) nearest to the posterior in KL divergence.
 
-At the nearest one
+Passes find it, which raise the evidence bound. At the nearest one
 
     S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)      Σ JᵀE[g] + ∇log π(m) = 0      (or m = θ̂, if tilted)
 
@@ -88,8 +87,9 @@ class Iterate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class KeptAverages:
-    """Averages over rows that are not read again: a quadratic around the mean of the Gaussian
-    that they were taken under.
+    """Averages over rows that are not read again.
+
+    The averages are a quadratic around the mean of the Gaussian that they were taken under.
     """
 
     mean: Tensor  # (P,)
@@ -145,12 +145,12 @@ class BoundAscent:
         Where `choose_prior` is given, the posterior also has the prior that was chosen. Warns where
         the rounds end before the bound has converged. Raises ValueError where no averages exist.
         """
-        current = self._first_iterate()
+        current = self._make_first_iterate()
         rounds = 1
         share = 1.0
         converged = False
         while rounds < self.most and not converged:
-            trial = self._next_iterate(current, share)
+            trial = self._make_next_iterate(current, share)
             if trial is not None:  # it took a pass
                 rounds += 1
             # The next step of the mean tells whether a Gaussian has converged that cannot be
@@ -191,7 +191,7 @@ class BoundAscent:
         bound = self._evidence_bound(current.mean, current.covariance, current.averages)
         return current._replace(curvature=current.curvature.positive_part(), bound=bound)
 
-    def _first_iterate(self) -> Iterate:
+    def _make_first_iterate(self) -> Iterate:
         """Return the Gaussian of the posterior, or a narrower one if averages over it do not exist.
 
         Raises ValueError if they exist for none that is tried.
@@ -199,7 +199,7 @@ class BoundAscent:
         mean = self.posterior.mean if self.moves else self.posterior.theta
         curvature = self.posterior.sums.curvature
         for _ in range(MOST_NARROWINGS):
-            first = self._iterate_at(mean, curvature, self._factorise(curvature, mean))
+            first = self._make_iterate_at(mean, curvature, self._factorise(curvature, mean))
             if math.isfinite(first.bound):
                 return first
             curvature = curvature.scale_both_sides(torch.full_like(self.posterior.theta, NARROWER))
@@ -217,7 +217,7 @@ class BoundAscent:
         """
         return uphill_operator(curvature, self.posterior.bound_prior.precision(mean))
 
-    def _iterate_at(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Iterate:
+    def _make_iterate_at(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Iterate:
         """Take the averages over a Gaussian with a mean (P,) in one pass, and return it with them
         and its bound.
         """
@@ -245,7 +245,7 @@ class BoundAscent:
         gradient = self._gradient(current)
         return float(gradient @ current.covariance.solve(gradient))
 
-    def _next_iterate(self, current: Iterate, share: float) -> Iterate | None:
+    def _make_next_iterate(self, current: Iterate, share: float) -> Iterate | None:
         """Return the Gaussian a share of the way to the next one, with its averages, in one pass.
 
         None, without a pass, where its precision is not positive definite.
@@ -263,7 +263,7 @@ class BoundAscent:
         mean = current.mean
         if self.moves:
             mean = mean + share * self._newton_step(current, covariance)
-        return self._iterate_at(mean, curvature, covariance)
+        return self._make_iterate_at(mean, curvature, covariance)
 
     def _newton_step(self, current: Iterate, covariance: Operator) -> Tensor:
         """Compute the Newton step (P,) of the mean at the current Gaussian.
@@ -318,8 +318,9 @@ class BoundAscent:
         return replace(self.posterior, variational=variational)
 
     def _finish(self, best: Iterate, rounds: int, converged: bool) -> Posterior:
-        """Return the posterior with the best Gaussian and its report; warn if the ascent has not
-        converged.
+        """Return the posterior with the best Gaussian and its report.
+
+        Warns if the ascent has not converged.
 
         rounds: passes that it took.
         """

@@ -97,8 +97,9 @@ class Spread:
         warn(message)
 
     def warn_rounding(self, noise: Tensor, dtype: torch.dtype, notes: list[str]) -> None:
-        """Warn if the noise (C,) is below the rounding error of y or of the network's outputs, and
-        append the warning to `notes`.
+        """Warn if the noise (C,) is below the rounding error of y or of the network's outputs.
+
+        The warning is appended to `notes`.
 
         dtype: the network's.
         """

@@ -1,5 +1,6 @@
-"""Posteriors as BoTorch models (`pip install 'ssla[botorch]'`): acquisition functions and
-`optimize_acqf` take them.
+"""Posteriors as BoTorch models (`pip install 'ssla[botorch]'`).
+
+Acquisition functions and `optimize_acqf` take them.
 
     model = ssla.botorch.train(X, Y, bounds=bounds)        # a small network, trained and fitted
     model = ssla.botorch.SSLAModel(posterior)              # or a posterior of your own network
@@ -108,8 +109,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
 
     @property
     def batch_shape(self) -> torch.Size:
-        """Return the shape of the batch of data sets that the model is conditioned on; empty for
-        one data set.
+        """Return the shape of the batch of data sets that the model is conditioned on.
+
+        The shape is empty for one data set.
         """
         if self.observations is None:
             return torch.Size()
@@ -312,13 +314,12 @@ def train(
     steps: int = 100,
     seed: int = 0,
 ) -> SSLAModel:
-    """Fit a posterior over all weights of a cosine network to X (n, d) and Y (n, m), and return it
-    as a model.
+    """Fit a posterior over all weights of a cosine network, and return it as a model.
 
-    Outcomes are standardised. The network is linearised at random weights, on which the prior is
-    centred. Its length scale for each input, the prior precision of each layer and the noise are
-    chosen by the evidence. The posterior of the linearised network is then exact. Random numbers
-    are drawn only for the weights.
+    The rows are X (n, d) and Y (n, m). Outcomes are standardised. The network is linearised at
+    random weights, on which the prior is centred. Its length scale for each input, the prior
+    precision of each layer and the noise are chosen by the evidence. The posterior of the
+    linearised network is then exact. Random numbers are drawn only for the weights.
 
     bounds: (2, d), those of the search; by default the range of X.
     categories: column -> number of categories, for columns that hold 0, 1, 2, …

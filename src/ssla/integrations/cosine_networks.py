@@ -81,8 +81,10 @@ class ScaledInputs(nn.Module):
 
 
 class Cosine(nn.Module):
-    """The activation √2 cos z. Averaged over random weights and phases, the products of its outputs
-    at two inputs are a stationary kernel.
+    """The activation √2 cos z.
+
+    Averaged over random weights and phases, the products of its outputs at two inputs are a
+    stationary kernel.
     """
 
     def forward(self, z: Tensor) -> Tensor:
@@ -247,8 +249,10 @@ def fit_by_evidence(
 
 
 class _Coordinates(NamedTuple):
-    """The coordinates of the search, with their expected values: logarithms of the k length scales,
-    of the spread of each parameter tensor, and of the noise.
+    """The coordinates of the search, with their expected values.
+
+    The coordinates are logarithms of the k length scales, of the spread of each parameter tensor,
+    and of the noise.
     """
 
     expected: Tensor  # (k + parameters + 1,)

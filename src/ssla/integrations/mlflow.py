@@ -1,5 +1,6 @@
-"""Saved models as MLflow models (`pip install 'ssla[mlflow]'`), without pickle: MLflow stores the
-model's own directory.
+"""Saved models as MLflow models (`pip install 'ssla[mlflow]'`), without pickle.
+
+MLflow stores the model's own directory.
 
     with mlflow.start_run():
         info = ssla.mlflow.log_model("model", level=0.9)
@@ -102,9 +103,9 @@ def _pyfunc_arguments(
     inputs: Sequence[str] | None,
     pip_requirements: Sequence[str] | None,
 ) -> Any:
-    """Yield the keywords of `mlflow.pyfunc.log_model` and `save_model`: a directory with the model
-    and the options, the signature, and the environment.
+    """Yield the keywords of `mlflow.pyfunc.log_model` and `save_model`.
 
+    The keywords are a directory with the model and the options, the signature, and the environment.
     The directory is temporary, and is removed after the block. Arguments and errors: as in
     `log_model`.
     """
@@ -176,8 +177,9 @@ class Model:
 
 
 def _load_pyfunc(path: str) -> Model:
-    """Return the model that `log_model` or `save_model` stored. MLflow calls this function by its
-    name, with the path of the data directory.
+    """Return the model that `log_model` or `save_model` stored.
+
+    MLflow calls this function by its name, with the path of the data directory.
     """
     options = json.loads((Path(path) / OPTIONS).read_text())
     return Model(

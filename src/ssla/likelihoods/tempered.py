@@ -27,12 +27,11 @@ def _property_of_base(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Tempered(Likelihood):
-    """The power p(y|f)^β: β < 1 gives the data less weight (a warm posterior), β > 1 more (a cold
-    one).
+    """The power p(y|f)^β.
 
-    Tempering scales the likelihood of the training data: log_prob, score, precision and fisher are
-    β times the base's. A new observation still follows the base, so predictions use `base` (see
-    `predictive`).
+    β < 1 gives the data less weight (a warm posterior), β > 1 more (a cold one). Tempering scales
+    the likelihood of the training data: log_prob, score, precision and fisher are β times the
+    base's. A new observation still follows the base, so predictions use `base` (see `predictive`).
 
     Members that hold for every power of a density (its domain, its concavity, the form of Λ) are
     those of the base. Members that hold for a density of y alone (`quadratic`, `has_log_average`)

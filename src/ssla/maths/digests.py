@@ -1,5 +1,6 @@
-"""Digests of values, to compare them in this process or with another: equal content gives equal
-digests.
+"""Digests of values, to compare them in this process or with another.
+
+Equal content gives equal digests.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Weighted order statistics that leave room for one more row: the quantiles of conformal
-prediction.
+"""Weighted order statistics that leave room for one more row.
+
+Such statistics are the quantiles of conformal prediction.
 """
 
 from __future__ import annotations

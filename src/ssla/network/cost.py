@@ -129,7 +129,7 @@ def estimate_cost(
     # With "auto", `choose_structure` below replaces this one.
     chosen = resolve_structure("dense" if automatic else structure)
     checked_output(output)
-    last = _last_linear(model)
+    last = _find_last_linear(model)
     head_names = _parameter_names(model, last)
     names = head_names if weights == LAST_LAYER else _selected_names(model, weights)
     shapes = dict(model.named_parameters())
@@ -225,7 +225,7 @@ def _operations_in_words(count: int) -> str:
     return f"{count / 10**6:,.0f} MFlop"
 
 
-def _last_linear(model: nn.Module) -> nn.Linear:
+def _find_last_linear(model: nn.Module) -> nn.Linear:
     """Return the last nn.Linear of a module; raise ValueError if it has none."""
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear)]
     if not linears:

@@ -1,5 +1,6 @@
-"""The last layer: outputs linear in the free parameters, features computed by the rest of the
-network.
+"""The last layer: outputs linear in the free parameters.
+
+The rest of the network computes its features.
 """
 
 from __future__ import annotations

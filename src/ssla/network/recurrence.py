@@ -1,9 +1,9 @@
-"""Recurrent layers of torch (LSTM, GRU, RNN) step by step, with their two products computed by a
-function of the caller.
+"""Recurrent layers of torch (LSTM, GRU, RNN) step by step.
 
-One fused function of torch computes all steps, so that no linear call can be intercepted, and it
-has no batching rule. In steps, the weight of the inputs is a linear layer over all times at once,
-and the weight of the state is one that is used at each time.
+A function of the caller computes their two products. One fused function of torch computes all
+steps, so that no linear call can be intercepted, and it has no batching rule. In steps, the weight
+of the inputs is a linear layer over all times at once, and the weight of the state is one that is
+used at each time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A scale of each row: features and outputs are divided by it, which is a temperature that depends
-on the input.
+"""A scale of each row, by which features and outputs are divided.
 
-Logits of a last layer grow with the length of the features, and so does the confidence of the
-network, whether that is earned or not. Rows that the network has not seen can tell
-(`ssla.fitting.tuning.row_scale`).
+The scale is a temperature that depends on the input. Logits of a last layer grow with the length of
+the features, and so does the confidence of the network, whether that is earned or not. Rows that
+the network has not seen can tell (`ssla.fitting.tuning.row_scale`).
 """
 
 from __future__ import annotations

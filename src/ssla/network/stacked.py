@@ -1,5 +1,6 @@
-"""Plain chains of linear layers and elementwise functions, computed for many weight vectors at once
-by batched matrix products.
+"""Plain chains of linear layers and elementwise functions, for many weight vectors at once.
+
+The functions are computed by batched matrix products.
 """
 
 from __future__ import annotations

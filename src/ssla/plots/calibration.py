@@ -1,8 +1,7 @@
-"""Pictures of calibration: predictions against observations, with the range in which exact
-calibration would stay, by binomial probabilities.
+"""Pictures of calibration: predictions against observations.
 
-Bands hold for each level or bin by itself, and for independent rows; leave-one-out rows are nearly
-so.
+The pictures show the range in which exact calibration would stay, by binomial probabilities. Bands
+hold for each level or bin by itself, and for independent rows; leave-one-out rows are nearly so.
 """
 
 from __future__ import annotations

@@ -60,11 +60,12 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
 
 @in_plain_torch
 def out_of_distribution(known: Predictive, foreign: Predictive, *, ax: Any = None) -> Any:
-    """Draw `doubt` of known and of foreign rows, with the 95% quantile of doubt in known rows, and
-    return the Axes. The title shows how well doubt separates the rows.
+    """Draw `doubt` of known and of foreign rows, and return the Axes.
 
-    The title has the share of foreign rows above the quantile, and the AUROC: the probability that
-    a foreign row has more doubt than a known one, which is 0.5 if doubt does not separate them.
+    A line shows the 95% quantile of doubt in known rows, and the title how well doubt separates the
+    rows. The title has the share of foreign rows above the quantile, and the AUROC: the probability
+    that a foreign row has more doubt than a known one, which is 0.5 if doubt does not separate
+    them.
 
     known: predictive of rows like the training data. foreign: predictive of other rows. ax: the
     Axes to draw on; None: a new figure. Raises ValueError where every row of either has no doubt.

@@ -142,7 +142,7 @@ def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Pred
             extreme.append(is_extreme(f, root.variances()))
             yield f, root
 
-    parts = divide_by_temperature(
+    scaled_roots = divide_by_temperature(
         posterior.likelihood.predictive, iterate_roots_and_flag_extremes()
     )
     rows = row_count(inputs)
@@ -151,7 +151,7 @@ def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Pred
     # float32, which takes half the memory.
     many = rows * outputs > MOST_IN_FLOAT64 and log_density.like.dtype.itemsize <= 4
     dtype = torch.float32 if many else torch.float64
-    integrals = integrate_classes(parts, outputs, posterior.memory_budget, rows, dtype)
+    integrals = integrate_classes(scaled_roots, outputs, posterior.memory_budget, rows, dtype)
     predictive = make_integrated_predictive(log_density, integrals, rung.name)
     # Without rows there are no chunks, and so no flags.
     return _flag_extreme_rows(predictive, torch.cat(extreme)) if extreme else predictive
@@ -238,10 +238,10 @@ def predictive_of_outputs(
 
 
 def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
-    """Return the predictive of a log density. The support of y chooses the law, and a closed form
-    is preferred.
+    """Return the predictive of a log density.
 
-    Raises ValueError for a vector target with the empirical curvature.
+    The support of y chooses the law, and a closed form is preferred. Raises ValueError for a vector
+    target with the empirical curvature.
     """
     likelihood = log_density.likelihood
     f, K = log_density.marginal
@@ -259,8 +259,8 @@ def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
     elif isinstance(log_density, OutputLogDensity) and _integrates_classes(
         rung, likelihood, convention
     ):
-        parts = divide_by_temperature(likelihood, [(f, full_root(K))])
-        integrals = integrate_classes(parts, f.shape[1], DEFAULT_BUDGET)
+        scaled_roots = divide_by_temperature(likelihood, [(f, full_root(K))])
+        integrals = integrate_classes(scaled_roots, f.shape[1], DEFAULT_BUDGET)
         predictive = make_integrated_predictive(log_density, integrals, rung.name)
     elif isinstance(support, Classes):
         predictive = make_class_predictive(log_density, support.count, rung.name)

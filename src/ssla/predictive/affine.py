@@ -155,8 +155,8 @@ class AffineLaw(Law):
 
         The likelihood increment contains the change of units, −Σ log scale.
         """
-        parts = self.base.increments(self._to_z(y))
-        return replace(parts, likelihood=parts.likelihood - self._log_scale)
+        increments = self.base.increments(self._to_z(y))
+        return replace(increments, likelihood=increments.likelihood - self._log_scale)
 
 
 @in_plain_torch

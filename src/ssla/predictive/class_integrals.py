@@ -1,11 +1,10 @@
-"""The probabilities of classes as integrals: P(Y = c) = ∫ softmax_c(f) N(f; f̂, K) df, for any
-number of classes.
+"""The probabilities of classes as integrals, for any number of classes.
 
-One and two outputs are one-dimensional integrals of a sigmoid, exact to about 1e-8. More outputs
-take S = 512 fixed nodes f = f̂ + R z (see `normal_nodes`), in the dtype of R: deterministic, with
-mass one by construction. A row costs the product R z, S·C² multiplications (about 10·S·C for
-Kronecker factors: see `many_classes`), and S·C exponentials. The same nodes give Var_f E[y|f] and
-E_f H(y|f).
+P(Y = c) = ∫ softmax_c(f) N(f; f̂, K) df. One and two outputs are one-dimensional integrals of a
+sigmoid, exact to about 1e-8. More outputs take S = 512 fixed nodes f = f̂ + R z (see
+`normal_nodes`), in the dtype of R: deterministic, with mass one by construction. A row costs the
+product R z, S·C² multiplications (about 10·S·C for Kronecker factors: see `many_classes`), and S·C
+exponentials. The same nodes give Var_f E[y|f] and E_f H(y|f).
 
 Mean KL error over random rows, f̂ ~ N(0, 3²), every output with variance v. C ≤ 100: K from a
 Wishart law with a common part, truth by 2¹⁷ or more points. C = 1,000: the K of Kronecker factors,

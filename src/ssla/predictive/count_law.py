@@ -145,14 +145,15 @@ class CountLaw(PointwiseLaw):
         to 1.
         """
         sums = [share.cumsum(1) for share in self._block_shares]
-        return [pad(part / part[:, -1:], (1, 0)) for part in sums]
+        return [pad(total / total[:, -1:], (1, 0)) for total in sums]
 
     def cdf(self, y: Tensor) -> Tensor:
-        """Return P(Y ≤ y), (N, k) -> (N, k); y may be infinite. Inside a block it is linear in
-        the count.
+        """Return P(Y ≤ y), (N, k) -> (N, k); y may be infinite.
+
+        Inside a block it is linear in the count.
         """
         value = torch.floor(y.clamp(-1, 1e300))
-        parts = []
+        probabilities = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             # P(Y ≤ y) is the probability of the counts below y + 1.
             above = (value[table.rows] + 1).clamp(table.edges[:, :1], table.edges[:, -1:])
@@ -160,20 +161,22 @@ class CountLaw(PointwiseLaw):
             block = block.clamp(0, table.logs.shape[1] - 1)
             low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
             width = table.widths.gather(1, block).clamp_min(1)
-            parts.append(low + (above - table.edges.gather(1, block)) / width * (high - low))
-        return gather_rows(self.tables, parts)
+            probabilities.append(
+                low + (above - table.edges.gather(1, block)) / width * (high - low)
+            )
+        return gather_rows(self.tables, probabilities)
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the smallest counts y with P(Y ≤ y) ≥ q: (k,) -> (N, k)."""
-        parts = []
+        quantiles = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             # 1e-14: a cdf that is below q by rounding only counts as equal to it.
             target = q.expand(table.rows.numel(), -1) * cumulative[:, -1:] - 1e-14
             block, share = _find_in_blocks(cumulative, target, right=False)
             # The quantile is the last of the counts that are needed, at least one of the block.
             counts = (share.clamp(0, 1) * table.widths.gather(1, block)).ceil().clamp_min(1)
-            parts.append(table.edges.gather(1, block) + (counts - 1))
-        return gather_rows(self.tables, parts)
+            quantiles.append(table.edges.gather(1, block) + (counts - 1))
+        return gather_rows(self.tables, quantiles)
 
     def hdr(self, level: float) -> Regions:
         """Return the smallest set of counts with at least that probability.
@@ -193,14 +196,14 @@ class CountLaw(PointwiseLaw):
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n counts for each input (n, N), by inversion of the cdf."""
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
-        parts = []
+        draws = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             block, share = _find_in_blocks(
                 cumulative, u[table.rows] * cumulative[:, -1:], right=True
             )
             counts = (share.clamp(0, 1 - 1e-12) * table.widths.gather(1, block)).floor()
-            parts.append(table.edges.gather(1, block) + counts)
-        return gather_rows(self.tables, parts).mT
+            draws.append(table.edges.gather(1, block) + counts)
+        return gather_rows(self.tables, draws).mT
 
 
 def _find_in_blocks(cumulative: Tensor, target: Tensor, right: bool) -> tuple[Tensor, Tensor]:
@@ -421,7 +424,7 @@ def _split_rows(rows: Tensor, mean: Tensor, scale: Tensor, reach: float) -> list
         rows[reaches_down & ~is_centre_above],
         rows[reaches_down & is_centre_above],
     )
-    return [part for group in groups if group.numel() for part in group.split(size)]
+    return [piece for group in groups if group.numel() for piece in group.split(size)]
 
 
 def _choose_edges(mean: Tensor, scale: Tensor, reach: float, by_unit: int) -> Tensor:

@@ -121,18 +121,20 @@ def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -
     Raises ValueError where K is singular.
     """
     likelihood = posterior.likelihood.predictive
-    parts = list(_iterate_roots_with_graph(posterior, x))
+    outputs_and_roots = list(_iterate_roots_with_graph(posterior, x))
     outputs = posterior.network.outputs
     # The empty tensors give the right shapes where there are no rows.
     no_rows = torch.empty(0, outputs, outputs, dtype=torch.float64)
-    f = torch.cat([no_rows[:, 0], *(f for f, _ in parts)])
+    f = torch.cat([no_rows[:, 0], *(f for f, _ in outputs_and_roots)])
     eye = torch.eye(outputs, dtype=torch.float64)
-    R = torch.cat([no_rows, *(root.multiply(eye.to(root.dtype)).double() for _, root in parts)])
+    R = torch.cat(
+        [no_rows, *(root.multiply(eye.to(root.dtype)).double() for _, root in outputs_and_roots)]
+    )
     marginal = Marginal(f, R @ R.mT)
     moments = Moments(
         likelihood, marginal, outputs_move=True, like=posterior.answer_template(marginal)
     )
-    integrals = integrate_with_graph(divide_by_temperature(likelihood, parts), outputs)
+    integrals = integrate_with_graph(divide_by_temperature(likelihood, outputs_and_roots), outputs)
     return make_integrated_predictive(moments, integrals, rung.name, differentiable=True)
 
 

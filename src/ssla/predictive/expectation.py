@@ -1,5 +1,6 @@
-"""Expectations of functions and probabilities of events under a predictive, for every row at
-once.
+"""Expectations of functions and probabilities of events under a predictive.
+
+The results are computed for every row at once.
 """
 
 from __future__ import annotations

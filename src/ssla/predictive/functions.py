@@ -87,13 +87,13 @@ def compute_joint_of_groups(
     # The empty tensors give the right shapes where there are no rows.
     empty = torch.empty(0, width, width, dtype=torch.float64)
     joints = [Joint(empty[:, 0], empty)]
-    for part in _split_into_slices(rows, max(groups_at_once, 1) * size):
-        part_inputs = take_rows(inputs, part)
+    for chunk in _split_into_slices(rows, max(groups_at_once, 1) * size):
+        chunk_inputs = take_rows(inputs, chunk)
         if groups_at_once == 0:  # the Jacobian of one group exceeds the budget
-            mean, K = compute_joint(posterior, part_inputs, differentiable)
+            mean, K = compute_joint(posterior, chunk_inputs, differentiable)
             joints.append(Joint(mean.double()[None], K.double()[None]))
             continue
-        f, J = next(posterior.linearised(part_inputs, differentiable))
+        f, J = next(posterior.linearised(chunk_inputs, differentiable))
         values = J.double().to_dense().values.reshape(-1, width, J.size)  # (G, size·C, P)
         moves = posterior.covariance.solve_many(values.flatten(0, 1).mT)  # S Jᵀ (P, G·size·C)
         K = values @ moves.unflatten(1, (-1, width)).movedim(1, 0)
@@ -170,12 +170,13 @@ class Functions:
         The values have the dtype of the posterior's answers. differentiable: with gradients in x.
         """
         chunks = self.posterior.linearised(x, differentiable)
-        parts = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in chunks]
+        outputs_and_moves = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in chunks]
         C = self.posterior.network.outputs
-        if not parts:  # x has no rows
+        if not outputs_and_moves:  # x has no rows
             no_moves = torch.empty(0, C, len(self), dtype=torch.float64)
-            parts = [(torch.empty(0, C, dtype=torch.float64), no_moves)]
-        f, moves = (torch.cat(column) for column in zip(*parts, strict=True))  # (N, C), (N, C, n)
+            outputs_and_moves = [(torch.empty(0, C, dtype=torch.float64), no_moves)]
+        # f (N, C) and its moves (N, C, n)
+        f, moves = (torch.cat(column) for column in zip(*outputs_and_moves, strict=True))
         # A function has no covariance, but `answer_template` needs one to choose the dtype.
         no_covariance = torch.zeros((), dtype=torch.float64).expand(*f.shape, C)
         template = self.posterior.answer_template(Marginal(f, no_covariance))

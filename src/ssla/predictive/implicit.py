@@ -151,15 +151,17 @@ class ImplicitLaw(Law):
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the epistemic variance (N,), with its graph. Raises ValueError where the
-        likelihood does not allow every f.
+        """Return the epistemic variance (N,), with its graph.
+
+        Raises ValueError where the likelihood does not allow every f.
         """
         return self.law.epistemic if self._splits_with_graph else _refuse_answer("epistemic")
 
     @property
     def aleatoric(self) -> Tensor:
-        """Return the aleatoric variance (N,), with its graph. Raises ValueError where the
-        likelihood does not allow every f.
+        """Return the aleatoric variance (N,), with its graph.
+
+        Raises ValueError where the likelihood does not allow every f.
         """
         return self.law.aleatoric if self._splits_with_graph else _refuse_answer("aleatoric")
 

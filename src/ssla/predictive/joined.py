@@ -118,8 +118,9 @@ class JoinedLaw(Law):
         return self.join_answers([law.sample(n, generator) for law in self.laws], dim=1)
 
     def increments(self, y: Tensor) -> Increments:
-        """Raise TypeError: increments belong to a single predictive. The argument is part of the
-        protocol.
+        """Raise TypeError: increments belong to a single predictive.
+
+        The argument is part of the protocol.
         """
         raise TypeError(
             "These rows come from several predictives. Ask them one by one: [part.increments(y) "
@@ -136,19 +137,19 @@ def join_predictives(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Pre
     """
     if len(parts) == 1:
         return parts[0]
-    flags = [part.diagnostics for part in parts]
+    all_flags = [part.diagnostics for part in parts]
     fallback, unconverged, inaccurate = (
-        _join_rows(rows, [getattr(part, name) for part in flags]) for name in FLAGS
+        _join_rows(rows, [getattr(flags, name) for flags in all_flags]) for name in FLAGS
     )
     law = JoinedLaw(tuple(part.law for part in parts), tuple(rows))
     diagnostics = Diagnostics(
-        ", ".join(dict.fromkeys(part.refit for part in flags)),
+        ", ".join(dict.fromkeys(flags.refit for flags in all_flags)),
         fallback,
         unconverged,
         inaccurate,
-        flags[0].convention,
-        mixed=law if any(part.mixed is not None for part in flags) else None,
-    ).with_extreme(_join_rows(rows, [part.extreme_rows for part in flags]))
+        all_flags[0].convention,
+        mixed=law if any(flags.mixed is not None for flags in all_flags) else None,
+    ).with_extreme(_join_rows(rows, [flags.extreme_rows for flags in all_flags]))
     return Predictive(law, choose_widest_like(parts), diagnostics, tuple(parts))
 
 
@@ -158,7 +159,7 @@ def _join_rows(index: Sequence[Tensor], answers: Sequence[Tensor], dim: int = 0)
     index: the indices (m,) of each answer's rows. Answers whose last sizes differ, such as unions
     of intervals, are padded with NaN. The last dimension is left as it is if it is that of rows.
     """
-    if len({part.shape[-1] for part in answers}) > 1 and dim < answers[0].dim() - 1:
-        most = max(part.shape[-1] for part in answers)
-        answers = [pad(part, (0, most - part.shape[-1]), value=torch.nan) for part in answers]
+    if len({answer.shape[-1] for answer in answers}) > 1 and dim < answers[0].dim() - 1:
+        most = max(answer.shape[-1] for answer in answers)
+        answers = [pad(answer, (0, most - answer.shape[-1]), value=torch.nan) for answer in answers]
     return torch.cat(list(answers), dim).index_select(dim, torch.cat(list(index)).argsort())

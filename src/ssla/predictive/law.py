@@ -89,8 +89,9 @@ class Law(ABC):
 
     @property
     def entropy(self) -> Tensor:
-        """Return the entropy of the classes in nats (N,). Raises AttributeError for other
-        targets.
+        """Return the entropy of the classes in nats (N,).
+
+        Raises AttributeError for other targets.
         """
         self.refuse_attribute("entropy", OF_CLASSES)
 
@@ -104,15 +105,17 @@ class Law(ABC):
 
     @property
     def covariance(self) -> Tensor:
-        """Return Cov[y] (N, D, D). Raises AttributeError unless y is a vector or a Gaussian
-        number.
+        """Return Cov[y] (N, D, D).
+
+        Raises AttributeError unless y is a vector or a Gaussian number.
         """
         self.refuse_attribute("covariance")
 
     @property
     def probs(self) -> Tensor:
-        """Return the probabilities of the classes (N, C). Raises AttributeError for other
-        targets.
+        """Return the probabilities of the classes (N, C).
+
+        Raises AttributeError for other targets.
         """
         self.refuse_attribute("probs")
 

@@ -86,10 +86,12 @@ class SoftmaxIntegrals:
         sums = _empty_sums(f)
         covered = is_covered.nonzero().squeeze(1)
         uncovered = (~is_covered).nonzero().squeeze(1)
-        part = self._integrate_by_shared_products(f[covered], root.select_rows(covered), shared)
-        _put_rows(sums, covered, part)
-        part = self._integrate_by_own_roots(f[uncovered], root.select_rows(uncovered))
-        _put_rows(sums, uncovered, part)
+        by_shared = self._integrate_by_shared_products(
+            f[covered], root.select_rows(covered), shared
+        )
+        _put_rows(sums, covered, by_shared)
+        by_own = self._integrate_by_own_roots(f[uncovered], root.select_rows(uncovered))
+        _put_rows(sums, uncovered, by_own)
         return sums
 
     def _prepare_shared_products(self, root: Root) -> None:

@@ -96,8 +96,9 @@ def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
 
 
 def _check_alike(predictives: Sequence[Predictive]) -> None:
-    """Raise ValueError unless kinds of target and numbers of inputs are alike, and TypeError for
-    angles.
+    """Raise ValueError unless kinds of target and numbers of inputs are alike.
+
+    Raises TypeError for angles.
     """
     kinds = [member.kind for member in predictives]
     if len(set(kinds)) > 1:

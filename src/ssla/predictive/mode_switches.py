@@ -90,8 +90,8 @@ def _refine_nodes(nodes: Tensor) -> Tensor:
     """Return the nodes (m, k) with FINER − 1 equally spaced points between neighbours added, in
     order: (m, FINER·(k − 1) + 1).
     """
-    part = torch.arange(FINER, dtype=nodes.dtype) / FINER
-    inside = nodes[:, :-1, None] + part * nodes.diff(dim=1).unsqueeze(-1)
+    shares = torch.arange(FINER, dtype=nodes.dtype) / FINER
+    inside = nodes[:, :-1, None] + shares * nodes.diff(dim=1).unsqueeze(-1)
     return torch.cat([inside.flatten(1), nodes[:, -1:]], 1)
 
 

@@ -90,12 +90,12 @@ class NormalsLaw(Law):
         the memory.
         """
         size = max(ENTRIES_AT_ONCE // max(y.shape[1] * self.means.shape[1], 1), 1)
-        parts = []
+        values = []
         for start in range(0, len(y), size):
             block = slice(start, start + size)
             s = self.scales[block, None]
-            parts.append(function((y[block, :, None] - self.means[block, None]) / s, s))
-        return torch.cat(parts) if parts else y.new_empty(y.shape)
+            values.append(function((y[block, :, None] - self.means[block, None]) / s, s))
+        return torch.cat(values) if values else y.new_empty(y.shape)
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): (N, k). They are searched for between the least and the

@@ -1,5 +1,6 @@
-"""The law of total variance under f ~ N(f̂, K): how much of Var[y] is noise, how much is
-uncertainty of f.
+"""The law of total variance under f ~ N(f̂, K).
+
+The law says how much of Var[y] is noise, and how much is uncertainty of f.
 """
 
 from __future__ import annotations

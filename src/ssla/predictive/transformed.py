@@ -1,5 +1,6 @@
-"""Targets on another scale: the predictive of T(z) for a rising function T, for example y = exp(z)
-of a model for log y.
+"""Targets on another scale: the predictive of T(z) for a rising function T.
+
+An example is y = exp(z) of a model for log y.
 
     log p(y) = log p(z) − log T′(z),   F(y) = F(z),   Q(q) = T(Q_z(q))        (z = T⁻¹(y))
 
@@ -281,8 +282,8 @@ class TransformedLaw(Law):
         The likelihood increment contains the change of scale, −log T′(z).
         """
         z = self.transform.to_z(y)
-        parts = self.base.increments(z)
-        return replace(parts, likelihood=parts.likelihood - self.transform.log_slope(z))
+        increments = self.base.increments(z)
+        return replace(increments, likelihood=increments.likelihood - self.transform.log_slope(z))
 
 
 @in_plain_torch

@@ -1,5 +1,6 @@
-"""Traces a graph, writes it, and compares the file with the library before it is moved to its
-place.
+"""Traces a graph, writes it, and compares the file with the library.
+
+Only a file that passes is moved to its place.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ MISSING = (
 
 @dataclass(frozen=True)
 class Exported:
-    """A written graph: its file, the names of its inputs and answers, and the largest difference
-    from the library on `rows` rows.
+    """A written graph, and how far its answers are from those of the library.
+
+    inputs, answers: their names. The differences are the largest on `rows` rows.
 
     differences: by the program that ran the graph ("torch" and, for .onnx files where it is
     installed, "onnxruntime") and by answer: in units of the larger of the answer and its standard
@@ -100,7 +102,7 @@ def write_graph(
     check_writable(target)
     inputs = input_tensors(example)
     names = _input_names(example)
-    expected = _library_answers(predict(), graph)
+    expected = _predict_with_library(predict(), graph)
     levels = tuple(graph.levels.q.tolist())
     facts = {**facts, "inputs": list(names), "answers": list(graph.names), "levels": list(levels)}
     with torch.no_grad():
@@ -134,7 +136,7 @@ def _input_names(example: Inputs) -> tuple[str, ...]:
     return tuple(f"x{i}" for i in range(len(example)))
 
 
-def _library_answers(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
+def _predict_with_library(predictive: Predictive, graph: Graph) -> tuple[Tensor, ...]:
     """Return the answers of the library's predictive, in the order of the graph's.
 
     The label of classes, the last answer of the graph, is left out.

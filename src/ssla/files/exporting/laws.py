@@ -1,9 +1,9 @@
-"""The predictives of the output refit in a static graph: fixed nodes, unrolled Newton steps, no
-step that depends on the data.
+"""The predictives of the output refit in a static graph.
 
-These predictives have the nodes of `ssla.predictive`, so they give the same numbers. Where the
-library would take further nodes, a row is NaN. Operations are those that onnxruntime has in float64
-(see `ssla.maths.portable`).
+The graph has fixed nodes, unrolled Newton steps, and no step that depends on the data. These
+predictives have the nodes of `ssla.predictive`, so they give the same numbers. Where the library
+would take further nodes, a row is NaN. Operations are those that onnxruntime has in float64 (see
+`ssla.maths.portable`).
 """
 
 from __future__ import annotations

@@ -189,15 +189,15 @@ def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) ->
     count = FIRST_ANGLES
     while pending.numel():
         again = []
-        for part in pending.split(max(ANGLES_AT_ONCE // count, 1)):
-            logs = log_density(_spaced_points(count)[:-1].expand(part.numel(), -1), part).double()
+        for chunk in pending.split(max(ANGLES_AT_ONCE // count, 1)):
+            logs = log_density(_spaced_points(count)[:-1].expand(chunk.numel(), -1), chunk).double()
             # The relative difference of the mass by every second angle from that by all angles
             error = (logs[:, ::2].logsumexp(1) - logs.logsumexp(1) + math.log(2)).expm1().abs()
             good = error <= HALF_RULE
             kept = good | (count >= MOST_ANGLES)
             if bool(kept.any()):
-                circles.append(RowCircle(part[kept], Circle(logs[kept], good[kept])))
-            again.append(part[~kept])
+                circles.append(RowCircle(chunk[kept], Circle(logs[kept], good[kept])))
+            again.append(chunk[~kept])
         pending = torch.cat(again)
         count *= 2
     return circles

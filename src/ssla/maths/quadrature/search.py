@@ -1,5 +1,6 @@
-"""Adaptive grids, which are refined, widened and moved until they pass, and a first location of
-a density.
+"""Adaptive grids, and a first location of a density.
+
+Grids are refined, widened and moved until they pass.
 """
 
 from __future__ import annotations

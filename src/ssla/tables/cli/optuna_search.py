@@ -1,8 +1,7 @@
-"""`--tune-trials N`: Optuna tries settings on held-out training rows, in a SQLite study that a
-later call continues.
+"""`--tune-trials N`: Optuna tries settings on held-out training rows.
 
-The name of a study contains a hash of its rows and settings, so that trials of another table are
-not continued.
+The trials are in a SQLite study that a later call continues. The name of a study contains a hash of
+its rows and settings, so that trials of another table are not continued.
 """
 
 from __future__ import annotations

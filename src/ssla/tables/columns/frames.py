@@ -39,8 +39,9 @@ SOURCE = Path("X")  # what errors call the table
 
 
 def is_gap(cell: Any) -> bool:
-    """Return whether a value is None, NaN, pandas.NA or pandas.NaT. A text such as "NA" is not a
-    gap here, but a label.
+    """Return whether a value is None, NaN, pandas.NA or pandas.NaT.
+
+    A text such as "NA" is not a gap here, but a label.
     """
     # Only NaN differs from itself.
     return cell is None or type(cell).__name__ in PANDAS_GAPS or bool(cell != cell)
@@ -73,8 +74,9 @@ def is_frame(X: Any) -> bool:
 
 
 def has_only_numbers(frame: Any) -> bool:
-    """Return whether the types of all columns of a data frame are numbers or booleans. The cells
-    may be NaN.
+    """Return whether the types of all columns of a data frame are numbers or booleans.
+
+    The cells may be NaN.
 
     frame: of pandas or polars.
     """

@@ -1,9 +1,9 @@
-"""How columns become numbers: decided once on the training table, applied to every later table, and
-reported.
+"""How columns become numbers.
 
-A later row may lack a value, or have a category that was not in the training table. If training had
-enough such rows, the row is encoded like those. Otherwise the plan gives several copies of the row,
-with values of the training table in the gap, and the prediction is a mixture over them
+This is decided once on the training table, applied to every later table, and reported. A later row
+may lack a value, or have a category that was not in the training table. If training had enough such
+rows, the row is encoded like those. Otherwise the plan gives several copies of the row, with values
+of the training table in the gap, and the prediction is a mixture over them
 (`Encoded.filled_copies`).
 
 The module has, in this order, `Feature` (one column), `Encoded` (rows as numbers), `Plan` (all

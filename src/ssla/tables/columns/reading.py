@@ -173,11 +173,10 @@ def read_parts(
     rows: int | None = None,
     only: Collection[str] | None = None,
 ) -> Iterator[Table]:
-    """Yield the table of `read_table` in parts of `rows` rows each; the last part has the remaining
-    rows.
+    """Yield the table of `read_table` in parts of `rows` rows each.
 
-    CSV and Parquet files are read part by part, so that memory does not grow with the file; an
-    Excel file is read as a whole.
+    The last part has the remaining rows. CSV and Parquet files are read part by part, so that
+    memory does not grow with the file; an Excel file is read as a whole.
 
     rows: None is one part with all rows. only: the columns that are needed; None: all. Other
     columns of a Parquet file are not read: they have names, but no cells. The errors are those of

@@ -1,5 +1,6 @@
-"""The target: a column of numbers, or class labels, which are returned exactly as they were
-written.
+"""The target: a column of numbers, or class labels.
+
+Labels are returned exactly as they were written.
 """
 
 from __future__ import annotations
@@ -161,9 +162,9 @@ def _check_classes(name: str, labels: list[str], requested: bool) -> None:
 
 
 def _value_of_text(text: str) -> Decimal | tuple[str, float] | str:
-    """Return the value of a text, to compare it with others: a Decimal for a number, a pair for a
-    boolean, and the text itself if it is neither.
+    """Return the value of a text, to compare it with others.
 
+    The value is a Decimal for a number, a pair for a boolean, and the text itself if it is neither.
     Numbers are exact: 1 and 1.0 are equal, and long integers are not rounded.
     """
     truth = parse_boolean_word(text)

@@ -1,8 +1,8 @@
-"""Columns of texts in memory of pyarrow: read from large CSV files, converted to numbers, and
-counted, without a loop over cells.
+"""Columns of texts in memory of pyarrow.
 
-pyarrow splits a CSV file like Python's csv module, except for what raises `DifferentError`. Then
-csv must read the file.
+The texts are read from large CSV files, converted to numbers, and counted, without a loop over
+cells. pyarrow splits a CSV file like Python's csv module, except for what raises `DifferentError`.
+Then csv must read the file.
 
 pyarrow's own conversions from and to Python and NumPy (`pyarrow.array`, `to_numpy`) import pandas,
 which takes seconds. So this module reads and makes the buffers of arrays itself. The buffers of a

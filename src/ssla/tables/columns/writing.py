@@ -23,8 +23,9 @@ AddRows = Callable[[Mapping[str, np.ndarray]], None]  # called with columns (n,)
 
 
 def check_output(path: Path) -> None:
-    """Raise TableError if no table can be written to the path: its suffix is not supported, or it
-    is a directory.
+    """Raise TableError if no table can be written to the path.
+
+    This is so if its suffix is not supported, or if it is a directory.
     """
     if path.suffix.lower() not in (".csv", ".parquet", ".pq"):
         raise TableError(f"The output {path} must end in .csv or .parquet.")

@@ -154,8 +154,8 @@ def _open_conformal(content: Any, decoder: Decoder) -> Conformal | None:
     """
     if content is None:
         return None
-    parts = decoder.decode(content, dict)
-    return Conformal(parts["scores"].numpy(), parts["weights"].numpy(), parts["refit"])
+    fields = decoder.decode(content, dict)
+    return Conformal(fields["scores"].numpy(), fields["weights"].numpy(), fields["refit"])
 
 
 def _open_ensemble(

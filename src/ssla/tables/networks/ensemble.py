@@ -312,17 +312,19 @@ class Ensemble:
         It is that of the standardised target.  move (N,): is added to the means, for the trees;
         None: zero.
         """
-        parts = []
+        predictives = []
         weights = []
         for component in self.components:
             predictive = component.posterior.predict(z, refit)
             if move is not None:
                 predictive = affine(predictive, move, 1.0)
             for factor, share in self.spreads:
-                parts.append(predictive if factor == 1 else stretch_predictive(predictive, factor))
+                predictives.append(
+                    predictive if factor == 1 else stretch_predictive(predictive, factor)
+                )
                 weights.append(self.trust * share * component.weight)
         if self.trust < 1:
             likelihood = self.components[0].posterior.likelihood
-            parts += [predict_as_trained(module, likelihood, z) for module in self.modules]
+            predictives += [predict_as_trained(module, likelihood, z) for module in self.modules]
             weights += [(1 - self.trust) / len(self.modules)] * len(self.modules)
-        return parts[0] if len(parts) == 1 else mixture(parts, weights)
+        return predictives[0] if len(predictives) == 1 else mixture(predictives, weights)

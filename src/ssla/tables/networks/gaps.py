@@ -32,13 +32,13 @@ def predict_with_gaps(
     rows with gaps, with other values in the gaps, whose predictives are mixed with weights (K, A).
     Rows without gaps are predicted directly.
     """
-    parts = []
+    predictives = []
     rows = []
     complete = ~gaps
     if complete.any():
-        parts.append(predict(x[complete]))
+        predictives.append(predict(x[complete]))
         rows.append(torch.from_numpy(np.flatnonzero(complete)))
     if gaps.any():
-        parts.append(mixture([predict(copy) for copy in copies], weights))
+        predictives.append(mixture([predict(copy) for copy in copies], weights))
         rows.append(torch.from_numpy(np.flatnonzero(gaps)))
-    return join_predictives(parts, rows)
+    return join_predictives(predictives, rows)

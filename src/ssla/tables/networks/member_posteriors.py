@@ -120,10 +120,10 @@ class MemberPosteriors:
         """
         fits = []
         for member in range(len(self.modules)):
-            parts = self._fit_member(member)
-            if parts:
+            posteriors = self._fit_member(member)
+            if posteriors:
                 self.kept.append(member)
-                fits.append(parts)
+                fits.append(posteriors)
         return fits
 
     def _fit_member(self, member: int) -> list[tuple[Posterior, float]]:

@@ -1,10 +1,10 @@
-"""Trains small networks for tables: several together, each with its own initialisation, order of
-rows and held-out rows.
+"""Trains small networks for tables, several together.
 
-The objective is the negative log posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total
-weight of the training rows: weight decay *is* the Gaussian prior of precision τ. With unknown
-Gaussian noise, σ is trained too. Members are stacked and computed by batched products, so five
-networks take about twice the time of one. Rows are selected by index, without a DataLoader.
+Each has its own initialisation, order of rows and held-out rows. The objective is the negative log
+posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total weight of the training rows: weight
+decay *is* the Gaussian prior of precision τ. With unknown Gaussian noise, σ is trained too. Members
+are stacked and computed by batched products, so five networks take about twice the time of one.
+Rows are selected by index, without a DataLoader.
 
 Networks with pieces also train a scale for each input of their first layer, W → W diag(s) with s =
 1 at the start. A step then weakens or strengthens an input as a whole. At the end the scales are

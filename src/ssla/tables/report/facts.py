@@ -1,8 +1,8 @@
-"""The numbers of the report, as plain values: scores, calibration, and each shown row under several
-strengths of the prior.
+"""The numbers of the report, as plain values.
 
-The bounds over the priors of the slider are the smallest and the largest of its values: a credal
-set of five priors.
+The numbers are scores, calibration, and each shown row under several strengths of the prior. The
+bounds over the priors of the slider are the smallest and the largest of its values: a credal set of
+five priors.
 """
 
 from __future__ import annotations

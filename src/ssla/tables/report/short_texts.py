@@ -1,5 +1,6 @@
-"""Settings and priors as short texts for the page: numbers with four digits, tensors by their
-shape and range.
+"""Settings and priors as short texts for the page.
+
+Numbers have four digits, and tensors their shape and range.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def estimator_subject(
     refuse_masked("y", y)
     codes = _encode_labels(estimator, y)
     if not hasattr(estimator, "plan_"):
-        return _matrix_subject(estimator, X, codes, target, names)
+        return _make_matrix_subject(estimator, X, codes, target, names)
     if isinstance(X, Table):
         return table_subject(estimator, X, codes, target)
     if not hasattr(X, "columns") and np.ndim(X) != 2:
@@ -125,7 +125,7 @@ def _class_names(estimator: Any) -> tuple[str, ...] | None:
     return None if classes is None else tuple(map(str, classes))
 
 
-def _matrix_subject(
+def _make_matrix_subject(
     estimator: Any, X: Any, y: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
     """Return the subject of an estimator without a plan, around models of other libraries.
@@ -262,8 +262,9 @@ def describe_columns(
 
 
 def make_predict(estimator: Any, predict: Callable[[Any, np.ndarray], Predictive]) -> Predict:
-    """Return a function that predicts with variants of the estimator: with another refit, or
-    another strength of the prior.
+    """Return a function that predicts with variants of the estimator.
+
+    A variant has another refit, or another strength of the prior.
 
     predict: a function of an estimator and the positions of rows (k,) that returns the predictive.
     """
@@ -315,8 +316,9 @@ def describe_estimator(estimator: Any) -> tuple[tuple[str, str], ...]:
 
 
 def estimator_remarks(estimator: Any) -> tuple[str, ...]:
-    """Return sentences on networks that are left out and on conformal intervals; () if there are
-    none.
+    """Return sentences on networks that are left out and on conformal intervals.
+
+    The result is () if there are none.
     """
     remarks = [getattr(estimator.ensemble_, "remark", "")]
     if getattr(estimator, "conformal_", None) is not None:

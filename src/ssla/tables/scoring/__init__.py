@@ -1,5 +1,6 @@
-"""Predictions of saved models as columns, a bounded number of rows at a time: `ssla.Scorer` and
-the command share this code.
+"""Predictions of saved models as columns, a bounded number of rows at a time.
+
+`ssla.Scorer` and the command share this code.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Saved models that give columns: estimators (of Python or of `ssla train`), posteriors, and trees
-with a last layer.
+"""Saved models that give columns.
 
-All do the same with a batch: rows -> numbers -> predictive -> columns. Rows are predicted
-in blocks of fixed size from the first row on. So memory does not grow with the rows, and a file
-that is read in parts of whole blocks gives the same bits as the table at once.
+These are estimators (of Python or of `ssla train`), posteriors, and trees with a last layer. All do
+the same with a batch: rows -> numbers -> predictive -> columns. Rows are predicted in blocks of
+fixed size from the first row on. So memory does not grow with the rows, and a file that is read in
+parts of whole blocks gives the same bits as the table at once.
 """
 
 from __future__ import annotations

@@ -34,12 +34,12 @@ _opening = threading.Lock()  # threads of one process open a model once
 
 @all_in_plain_torch
 class Scorer:
-    """A saved model as a function: a batch of rows -> columns with the prediction and its
-    intervals.
+    """A saved model as a function: a batch of rows -> columns.
 
-    A scorer can be pickled and holds only the path and the options. The model is opened once in
-    each process, at the first call: the path must exist there. So it is the function that Ray Data
-    `map_batches`, Spark `mapInPandas`, Dask `map_partitions` and MLflow need.
+    The columns are the prediction and its intervals. A scorer can be pickled and holds only the
+    path and the options. The model is opened once in each process, at the first call: the path must
+    exist there. So it is the function that Ray Data `map_batches`, Spark `mapInPandas`, Dask
+    `map_partitions` and MLflow need.
 
     Parameters
     ----------
@@ -120,8 +120,10 @@ class Scorer:
 
     @property
     def opened_model(self) -> SavedModel:
-        """Return the saved model, which the first use opens. Errors are those of a missing or
-        damaged file, and of options that are for another kind of model.
+        """Return the saved model, which the first use opens.
+
+        Errors are those of a missing or damaged file, and of options that are for another kind of
+        model.
         """
         with _opening:
             if self._opened is None:
@@ -178,8 +180,9 @@ class Scorer:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what is pickled: the options without the opened model, which each process opens
-        for itself.
+        """Return what is pickled: the options without the opened model.
+
+        Each process opens the model for itself.
         """
         return vars(self) | {"_opened": None}
 

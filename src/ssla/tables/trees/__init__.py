@@ -1,3 +1,4 @@
-"""Decision trees: grown by scikit-learn, held as tensors, beside the networks or under a last
-layer.
+"""Decision trees, beside the networks or under a last layer.
+
+The trees are grown by scikit-learn and held as tensors.
 """

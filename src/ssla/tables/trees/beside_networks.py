@@ -46,8 +46,9 @@ class Trees:
     def predict(
         self, z: Tensor, modules: Sequence[nn.Module], refit: str | Refit | None
     ) -> tuple[Predictive, Tensor | None]:
-        """Return the trees' predictive at standardised inputs z (N, d), and the move β (t − μ) of
-        the networks' means (N,). The move is None for classes.
+        """Return the trees' predictive at standardised inputs z (N, d), and a move of the networks.
+
+        The move is β (t − μ) of the networks' means (N,), and None for classes.
 
         modules: the networks. refit: of the layer's posterior; None is the average over that
         posterior for numbers, and "output" for classes.

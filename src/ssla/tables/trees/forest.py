@@ -1,5 +1,6 @@
-"""Decision trees as tensors: they predict without the library that grew them, and files hold
-them without code.
+"""Decision trees as tensors.
+
+The trees predict without the library that grew them, and files hold them without code.
 """
 
 from __future__ import annotations

@@ -80,8 +80,7 @@ class NumberLayer:
         return torch.stack([self.target(m), v - self.centre, torch.full_like(m, offset)], 1)
 
     def average_predictive(self, m: Tensor, v: Tensor) -> Predictive:
-        """Return the predictive of y averaged over the posterior, in place of the refit of
-        `predict`.
+        """Return the predictive of y averaged over the posterior, without the refit of `predict`.
 
         m, v (N,): as the models predict them. The average is that of `average_normals`, over all
         offsets whose share is above LEAST_SHARE.
@@ -130,8 +129,9 @@ class ClassLayer:
         return self.components[0].posterior
 
     def compute_features(self, p: Tensor) -> Tensor:
-        """Return the inputs of the layer (N, C), or (N, 1) for two classes, from the probabilities
-        p (N, C) of the models.
+        """Return the inputs of the layer (N, C), or (N, 1) for two classes.
+
+        p (N, C): the probabilities of the models.
         """
         return log_features(p, self.floor)
 
