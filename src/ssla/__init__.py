@@ -47,6 +47,7 @@ _NAMES = {  # public name -> the module that defines it
     "local_sensitivity": "diagnostics",
     "mixture": "predictive",
     "paper_settings": "refit",
+    "pseudo_label": "diagnostics",
     "sensitivity": "diagnostics",
     "ssla": "posterior",
 }
@@ -83,6 +84,7 @@ __all__ = [
     "plots",
     "predictive",
     "priors",
+    "pseudo_label",
     "sensitivity",
     "sklearn",
     "ssla",
@@ -102,7 +104,7 @@ if TYPE_CHECKING:
         sklearn,
         structures,
     )
-    from ssla.diagnostics import conflict, credal, local_sensitivity, sensitivity
+    from ssla.diagnostics import conflict, credal, local_sensitivity, pseudo_label, sensitivity
     from ssla.explicit import ExplicitModel
     from ssla.files import FileError
     from ssla.files.load_posterior import load

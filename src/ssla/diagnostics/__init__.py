@@ -1,10 +1,19 @@
 """Questions about a posterior: leave-one-out, conformal sets, explanations, other priors, sets
-of priors.
+of priors, pseudo-labels.
 """
 
 from __future__ import annotations
 
 from ssla.diagnostics.credal_sets import Credal, credal
+from ssla.diagnostics.pseudo_labels import PseudoLabels, pseudo_label
 from ssla.diagnostics.sensitivities import conflict, local_sensitivity, sensitivity
 
-__all__ = ["Credal", "conflict", "credal", "local_sensitivity", "sensitivity"]
+__all__ = [
+    "Credal",
+    "PseudoLabels",
+    "conflict",
+    "credal",
+    "local_sensitivity",
+    "pseudo_label",
+    "sensitivity",
+]
