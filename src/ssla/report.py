@@ -101,8 +101,8 @@ class Validation:
         ]
         if self.unfactorised:
             lines.append(
-                f"             {self.unfactorised} settings were left out: their curvature cannot "
-                "be factorised"
+                "             settings left out because their curvature cannot be factorised: "
+                f"{self.unfactorised}"
             )
         if self.row_scales is not None:
             low, high = self.row_scales
