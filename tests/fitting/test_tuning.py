@@ -19,7 +19,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.fitting.evidence import OperatorEvidence, SpectralEvidence, evidence_of
+from ssla.fitting.evidence import OperatorEvidence, SpectralEvidence, make_evidence
 from ssla.fitting.held_out_scores import HeldOutScore
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import scale_noise
@@ -123,7 +123,7 @@ def test_value_and_gradient_are_the_posteriors_own_evidence(
         weights=weights,
     )
     space, _ = Space.around(post, ("prior", "noise"), per_layer)
-    evidence = evidence_of(space.problem)
+    evidence = make_evidence(space.problem)
     assert isinstance(evidence, kind)
     other = OperatorEvidence(space.problem)
     generator = torch.Generator().manual_seed(0)

@@ -49,7 +49,7 @@ class Difference(NamedTuple):
     error: float
 
 
-def mean_and_error(values: Tensor, weights: Tensor) -> Difference:
+def compute_mean_and_error(values: Tensor, weights: Tensor) -> Difference:
     """Compute the weighted mean of values (n,) and its standard error; infinite for a single row.
 
     weights: (n,), not all zero.
@@ -85,7 +85,7 @@ def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor)
     return _index_of_highest_mean([i for i in family if settings[i].precision == weakest], means)
 
 
-def cross_fitted_scores(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> Tensor:
+def cross_fit_scores(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> Tensor:
     """Return log densities (n,) of each half of the rows under the setting that the other half
     chooses.
 
@@ -101,7 +101,7 @@ def cross_fitted_scores(settings: Sequence[Setting], scores: Tensor, weights: Te
     return cross_fitted
 
 
-def refined_spread(
+def refine_spread(
     settings: Sequence[Setting], scores: Tensor, weights: Tensor, chosen: int
 ) -> float:
     """Return the best dispersion between the settings that were tried, beside the chosen one.
@@ -124,11 +124,13 @@ def refined_spread(
     near = spreads[index - 1 : index + 2]
     a, b, c = (math.log(spread) for spread in near)
     fa, fb, fc = (means[spread] for spread in near)
-    top = parabola_top(a, b, c, fa, fb, fc)
+    top = find_parabola_top(a, b, c, fa, fb, fc)
     return setting.spread if top is None else math.exp(min(max(top, a), c))
 
 
-def parabola_top(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float | None:
+def find_parabola_top(
+    a: float, b: float, c: float, fa: float, fb: float, fc: float
+) -> float | None:
     """Return where the parabola through (a, fa), (b, fb) and (c, fc) has its maximum or minimum.
 
     None where the points are on a line. The formula is that of Brent's parabolic interpolation.
@@ -157,7 +159,7 @@ def _prefer_rivals(
     if not rivals or best in rivals:
         return best
     rival = _index_of_highest_mean(rivals, scores @ weights / weights.sum())
-    loss = mean_and_error(scores[best] - scores[rival], weights)
+    loss = compute_mean_and_error(scores[best] - scores[rival], weights)
     near = loss.mean <= standard_errors * loss.error
     return rival if near or _is_as_good(scores[best], scores[rival], weights) else best
 
@@ -168,5 +170,5 @@ def _is_as_good(best: Tensor, other: Tensor, weights: Tensor) -> bool:
     best, other: log densities (n,) of rows with weights (n,). A loss up to LEAST_LOSS always
     passes, and one above MOST_LOSS never does.
     """
-    loss = mean_and_error(best - other, weights)
+    loss = compute_mean_and_error(best - other, weights)
     return loss.mean <= min(max(loss.error, LEAST_LOSS), MOST_LOSS)

@@ -145,7 +145,7 @@ class SpectralEvidence:
             bend_of_noise += sums.bend_of_noise
         # ℓ is −½ of the squares plus constants, so a gain of ℓ takes twice as much off the squares.
         squares = p.squares - 2 * gain
-        value = _evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
+        value = _compute_evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
         if p.moves:  # θ̂ then adds second derivatives between groups
             return value
         curvature_of_noise = 0.0
@@ -211,10 +211,10 @@ class OperatorEvidence:
         each = 0.5 * (1 - tau * q * q - prior_share)
         slopes = torch.zeros(len(point) - 1, dtype=torch.float64).index_add(0, p.groups, each)
         determined = len(tau) - float(prior_share.sum())
-        return _evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
+        return _compute_evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
 
 
-def _evidence_at_noise(
+def _compute_evidence_at_noise(
     p: Problem,
     point: Tensor,
     squares: float,
@@ -241,7 +241,7 @@ def _evidence_at_noise(
     return Value(log_likelihood + float(terms), gradient)
 
 
-def evidence_of(problem: Problem) -> Evidence:
+def make_evidence(problem: Problem) -> Evidence:
     """Return the evidence of a problem as a function of the point.
 
     By eigenvalues where the structure keeps them under this pattern, else by factorisation.

@@ -32,7 +32,7 @@ from ssla.fitting.prior_choice import choose_prior
 from ssla.fitting.steps import (
     choose_mode,
     find_mode,
-    gaussian_at_mode,
+    make_gaussian_at_mode,
     read_data,
     settle_noise,
     with_variational_gaussian,
@@ -87,4 +87,4 @@ def fit_at_mode(plan: FitPlan) -> tuple[FitPlan, Posterior]:
     draft = choose_mode(draft)
     draft = settle_noise(draft)
     draft = find_mode(draft)
-    return draft.plan, gaussian_at_mode(draft)
+    return draft.plan, make_gaussian_at_mode(draft)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ssla.curvature import Dense, Kfac, Operator, Structure
 from ssla.curvature.dense import DenseOperator
 from ssla.fitting.mode import Polish
-from ssla.fitting.passes import EMPTY, KEPT_SHARE, AutomaticStructure, Data, Order, extent_of
+from ssla.fitting.passes import EMPTY, KEPT_SHARE, AutomaticStructure, Data, Order, measure_extent
 from ssla.fitting.sums import Averaging, Sums
 from ssla.fitting.variational import Average
 from ssla.fitting.watching import TargetRange
@@ -89,7 +89,7 @@ class FitPlan:
         if self.prior is not None:
             return self.prior
         network = self.network
-        own_units = outputs_with_own_units(network, self.likelihood, self.structure)
+        own_units = find_outputs_with_own_units(network, self.likelihood, self.structure)
         return trained_scale(network.layout, network.theta, own_units)
 
     @property
@@ -144,7 +144,7 @@ class FitPlan:
     @property
     def bytes_of_averages(self) -> int:
         """Return the memory of a variational Gaussian's sums and factorisation, in bytes."""
-        return self.summed_structure.memory(extent_of(self.network, self.rows, averages=True))
+        return self.summed_structure.memory(measure_extent(self.network, self.rows, averages=True))
 
     @property
     def _may_leave_variational(self) -> bool:
@@ -178,7 +178,7 @@ class FitPlan:
             return structure, False
         # A P×P sum can hold an indefinite Λ. Rows in place of a matrix cannot: they are squares.
         full = Dense(dual=False)
-        fits = full.memory(extent_of(self.network, averages=True)) <= self.budget
+        fits = full.memory(measure_extent(self.network, averages=True)) <= self.budget
         if structure.exact and fits:
             return full, False
         return structure, True
@@ -349,7 +349,7 @@ class AveragePasses:
             self.structure,
             plan.mode,
             plan.digests,
-            averaging=self._averaging(mean, covariance),
+            averaging=self._make_averaging(mean, covariance),
             sums_input_factor=plan.input_factors.known is None,
         )
         sums = plan.data.run_pass(order).sums
@@ -366,14 +366,14 @@ class AveragePasses:
         """
         if self.structure.exact or not self.plan.network.linear:
             return None
-        return self.plan.products_at(self.theta, self._averaging(mean, covariance))
+        return self.plan.products_at(self.theta, self._make_averaging(mean, covariance))
 
-    def _averaging(self, mean: Tensor, covariance: Operator) -> Averaging:
+    def _make_averaging(self, mean: Tensor, covariance: Operator) -> Averaging:
         """Return what a pass needs to average over N(mean, covariance), with a mean (P,)."""
         return Averaging(mean - self.theta, covariance, self.fisher, self.moves, self.row_nodes)
 
 
-def outputs_with_own_units(
+def find_outputs_with_own_units(
     network: Network, likelihood: Likelihood, structure: Structure
 ) -> Tensor | None:
     """Return the number of the output that each parameter changes (P,), for priors by output.

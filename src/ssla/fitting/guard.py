@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.choice import mean_and_error
+from ssla.fitting.choice import compute_mean_and_error
 from ssla.fitting.training_rows import TrainingRows
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) ->
     scores: log densities (n,) of the predictive. plug_in: those of the network (n,). weights: of
     the rows (n,).
     """
-    loss = mean_and_error(plug_in - scores, weights)
+    loss = compute_mean_and_error(plug_in - scores, weights)
     if loss.mean > 2 * loss.error:
         _warn_worse("validation rows", scores, plug_in, weights)
 
@@ -48,7 +48,7 @@ def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> No
     if rows is None:
         return
     scores = rows.scores(posterior)
-    loss = mean_and_error(rows.plug_in - scores, rows.weights)
+    loss = compute_mean_and_error(rows.plug_in - scores, rows.weights)
     # Two standard errors, but never more than twice the limit: few rows must not hide a failure.
     if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):
         _warn_worse("training rows", scores, rows.plug_in, rows.weights)
@@ -60,8 +60,8 @@ def _warn_worse(sample: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -
     sample: which rows these are, in words. scores, plug_in: log densities (n,) of the predictive
     and of the network, for rows with weights (n,).
     """
-    predictive = -mean_and_error(scores, weights).mean
-    network = -mean_and_error(plug_in, weights).mean
+    predictive = -compute_mean_and_error(scores, weights).mean
+    network = -compute_mean_and_error(plug_in, weights).mean
     warn(
         f"On the {sample} the predictive is worse than the network itself: a negative log density "
         f"of {predictive:.4g} against {network:.4g} a row. {CAUSES}",

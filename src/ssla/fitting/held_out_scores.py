@@ -101,7 +101,7 @@ class HeldOutScore:
         batch = _join_batches(data)
         if batch.weights is not None and not bool(batch.weights.any()):
             raise ValueError("All row weights of the data are zero, so no row can be scored.")
-        loss = negative_log_densities if objective == NLL else crps_of_rows
+        loss = compute_negative_log_densities if objective == NLL else compute_crps_of_rows
         if folds is None:
             all_rows = HeldOutRows.from_batch(
                 posterior, batch, posterior.sums, posterior.follows_prior
@@ -137,7 +137,7 @@ class HeldOutScore:
 
         Another unit only adds a constant to a log density.
         """
-        return self.loss is crps_of_rows
+        return self.loss is compute_crps_of_rows
 
     def __call__(self, space: Space, point: Tensor) -> float:
         """Compute the negative mean loss at a point (d,) of the space: larger is better.
@@ -156,7 +156,7 @@ class HeldOutScore:
                     state.sums.gradient - precision * (state.mean - space.bound.mean)
                 )
             for f, K, y, weights in part.outputs(operator, step):
-                losses = self._losses_of_rows(state.likelihood, f, K, y).double()
+                losses = self._compute_losses_of_rows(state.likelihood, f, K, y).double()
                 total += float((weights * losses).sum())
         return -total / self.weight
 
@@ -173,12 +173,14 @@ class HeldOutScore:
                 self.notes.append(INDEFINITE)
             return curvature.positive_part().with_prior(precision)
 
-    def _losses_of_rows(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
+    def _compute_losses_of_rows(
+        self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor
+    ) -> Tensor:
         """Compute the loss (b,) of rows with outputs f (b, C), their covariance K (b, C, C), and
         targets y.
         """
         # Where refits in the outputs would need many steps, the average density scores the rows.
-        if self.loss is negative_log_densities and likelihood.scored_by_average:
+        if self.loss is compute_negative_log_densities and likelihood.scored_by_average:
             return -likelihood.log_average(y, f, K)
         # Far from the optimum predictives may be inaccurate and warn. They are not kept, and the
         # predictions of the tuned posterior warn themselves.
@@ -248,12 +250,12 @@ class LeaveOneOutScore:
         return left_out_score(self.sites, self.posterior.mean + step, operator).mean_log_prob
 
 
-def negative_log_densities(predictive: Predictive, y: Tensor) -> Tensor:
+def compute_negative_log_densities(predictive: Predictive, y: Tensor) -> Tensor:
     """Compute −log p(y) (n,) of each row."""
     return metrics.nll(predictive, y, reduce=False)
 
 
-def crps_of_rows(predictive: Predictive, y: Tensor) -> Tensor:
+def compute_crps_of_rows(predictive: Predictive, y: Tensor) -> Tensor:
     """Compute the CRPS (n,) of each row, in the unit of the targets y (n,).
 
     For a Gaussian it is σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π] with z = (y − μ)/σ.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.sums import Sums, newton_step_by_products, uphill_operator
+from ssla.fitting.sums import Sums, factorise_uphill, solve_newton_step_by_products
 from ssla.maths.conjugate import Product
 from ssla.priors import BoundGaussian, BoundPrior
 
@@ -75,7 +75,7 @@ class Polish:
         where it cannot be later. An ascent that ends far from a mode warns, or raises NoModeError
         if `refuses`.
         """
-        limit = self._distance_limit(theta, sums, nearly)
+        limit = self._choose_distance_limit(theta, sums, nearly)
         # With Gaussian noise and the exact curvature the sums at any θ follow without a pass.
         quadratic = self.linear and self.gaussian and sums.newton_curvature.exact
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
@@ -83,7 +83,7 @@ class Polish:
         for step_count in range(MOST_NEWTON_STEPS):
             gradient = sums.statistics.gradient + bound.gradient(theta)
             try:
-                step = self._newton_step(theta, sums, gradient, bound.precision(theta))
+                step = self._compute_newton_step(theta, sums, gradient, bound.precision(theta))
             except ValueError as error:
                 if step_count == 0:
                     raise
@@ -126,7 +126,7 @@ class Polish:
         """Return whether these are sums of a last layer with only an approximate curvature."""
         return self.linear and not sums.newton_curvature.exact
 
-    def _distance_limit(self, theta: Tensor, sums: Sums, nearly: bool) -> float:
+    def _choose_distance_limit(self, theta: Tensor, sums: Sums, nearly: bool) -> float:
         """Return the distance to the mode, in posterior standard deviations, at which the ascent
         from θ (P,) ends. nearly: as in `find_mode`.
         """
@@ -136,7 +136,7 @@ class Polish:
             return APPROXIMATE * math.sqrt(len(theta))
         return DECREMENT_LINEAR if self.linear else DECREMENT_OTHER
 
-    def _newton_step(
+    def _compute_newton_step(
         self, theta: Tensor, sums: Sums, gradient: Tensor, prior_precision: Tensor
     ) -> Tensor:
         """Compute the Newton step (P,) at θ (P,) for a gradient (P,).
@@ -146,9 +146,9 @@ class Polish:
         factorised.
         """
         if not self._has_approximate_curvature(sums) or self.products_at is None:
-            return sums.newton_step(gradient, prior_precision)
-        preconditioner = uphill_operator(sums.statistics.curvature, prior_precision)
-        return newton_step_by_products(
+            return sums.compute_newton_step(gradient, prior_precision)
+        preconditioner = factorise_uphill(sums.statistics.curvature, prior_precision)
+        return solve_newton_step_by_products(
             self.products_at(theta),
             gradient,
             prior_precision,

@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from ssla.fitting.choice import mean_and_error
+from ssla.fitting.choice import compute_mean_and_error
 from ssla.fitting.validation_rows import ValidationRows
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.likelihood import Dispersed, multiply_dispersion
@@ -31,7 +31,7 @@ CLEARLY = 3.0
 SHORTEST = 0.05
 
 
-def best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
+def find_best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
     """Find the factor on the dispersion with which the network's outputs f (n, C) predict the rows
     best; 1 where the likelihood has no dispersion.
 
@@ -78,7 +78,7 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
 
     def scores(f: Tensor) -> Tensor:
         """Compute log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
-        spread = best_network_spread(rows, likelihood, f)
+        spread = find_best_network_spread(rows, likelihood, f)
         return rows.plug_in(multiply_dispersion(likelihood, spread), f)
 
     # Every scale takes the mean of the features' squared lengths, and a small quantile of them.
@@ -87,5 +87,5 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
     scales = [RowScale(strength, mean, least) for strength in STRENGTHS]
     scaled = [scores(rows.f / scale.compute_scales(rows.squares)[:, None]) for scale in scales]
     best = max(range(len(scales)), key=lambda i: float(scaled[i] @ rows.weights))
-    gain = mean_and_error(scaled[best] - scores(rows.f), rows.weights)
+    gain = compute_mean_and_error(scaled[best] - scores(rows.f), rows.weights)
     return scales[best] if gain.mean > CLEARLY * gain.error else None

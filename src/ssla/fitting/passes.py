@@ -68,7 +68,7 @@ class AutomaticStructure:
         averages: whether passes for a variational Gaussian will follow.
         """
         uneven = self.prior is not None and _precision_varies_inside_layers(self.prior, network)
-        return choose_structure(extent_of(network, self.rows, averages), budget, uneven)
+        return choose_structure(measure_extent(network, self.rows, averages), budget, uneven)
 
 
 def _precision_varies_inside_layers(prior: Prior, network: Network) -> bool:
@@ -164,7 +164,7 @@ class Order:
             share = 1  # it is the same matrix as that of the statistics
         elif self.likelihood.softmax and by_layers:
             share = NEWTON_SHARE
-        return Dense(dual=False).memory(extent_of(network)) <= budget // share
+        return Dense(dual=False).memory(measure_extent(network)) <= budget // share
 
     def needs_more_passes(self, network: Network, budget: int) -> bool:
         """Return whether the data will be read again after this pass.
@@ -323,11 +323,11 @@ class Reader:
         """
         total: Sums | None = None
         target = TargetRange()
-        for number, linear in enumerate(self._linear_chunks(order)):
+        for number, linear in enumerate(self._iterate_linear_chunks(order)):
             # The structure is known once the first chunk has opened the network.
             if total is None:
                 order = self._with_structure(order)
-                total = self._zero_sums(order)
+                total = self._make_zero_sums(order)
             chunk, f, J = linear.chunk, linear.f, linear.J
             rows = f, J, chunk.y, chunk.weights, order.likelihood
             if order.direction is not None:
@@ -339,7 +339,7 @@ class Reader:
                 target = target.merge(self._watch_targets(linear, order.likelihood))
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
-    def _zero_sums(self, order: Order) -> Sums:
+    def _make_zero_sums(self, order: Order) -> Sums:
         """Return the sums over no row, for an order whose structure is known."""
         return Sums.zero(
             self.network.layout.size,
@@ -355,7 +355,7 @@ class Reader:
         spread = None
         if likelihood.quadratic:
             eps = torch.finfo(self.network.dtype).eps
-            rounding = eps * self._size_before_rounding(chunk, f, linear.theta)
+            rounding = eps * self._compute_size_before_rounding(chunk, f, linear.theta)
             spread = Spread.from_chunk(chunk.y, f, chunk.weights, chunk.rounding, rounding)
         outputs = self.network.outputs
         classes = Classes.from_chunk(likelihood, chunk.y, outputs, chunk.features, chunk.weights)
@@ -364,7 +364,7 @@ class Reader:
             chunk.y, linear.inputs, spread, classes, numbers, chunk.weights
         )
 
-    def _linear_chunks(self, order: Order) -> Iterator[LinearChunk]:
+    def _iterate_linear_chunks(self, order: Order) -> Iterator[LinearChunk]:
         """Yield the chunks with θ, f and J.
 
         Passes for averages share one θ. So after the first of them f and J are kept for the next,
@@ -377,7 +377,7 @@ class Reader:
         if order.averaging is not None and not self.kept:
             kept = []
         size = 0
-        for chunk, inputs in self._chunks(order):
+        for chunk, inputs in self._iterate_chunks(order):
             theta = self.network.theta if order.theta is None else order.theta
             f, J = self._linearise(chunk, theta, order)
             size += tensor_bytes(J)
@@ -400,7 +400,7 @@ class Reader:
         many_rows = order.averaging is not None and order.averaging.row_nodes is not None
         return chunk.linearise(theta, many_rows)
 
-    def _size_before_rounding(self, chunk: Chunk, f: Tensor, theta: Tensor) -> Tensor:
+    def _compute_size_before_rounding(self, chunk: Chunk, f: Tensor, theta: Tensor) -> Tensor:
         """Return the size (B, C) of the numbers whose rounding decides the error of f (B, C).
 
         The size is |f| where the network computes f in its own dtype. A last layer is multiplied in
@@ -412,7 +412,7 @@ class Reader:
         weight = layout.positions[layout.names[0]]
         return chunk.features.double().phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
 
-    def _chunks(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
+    def _iterate_chunks(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
         """Yield chunks of the data, checked and cast, with the inputs as they came.
 
         The inputs are None for a chunk that was kept from the first pass. Raises ValueError where
@@ -430,7 +430,7 @@ class Reader:
         label = f"pass {self.passes}"
         rows = Rows(
             progress_bar(self.source, self.source.length, self.progress, label, "batch"),
-            rows_at_once=lambda batch: self._rows_at_once(batch, order),
+            rows_at_once=lambda batch: self._count_rows_at_once(batch, order),
             prepare=lambda batch: self._prepare_chunk(batch, order),
             size=lambda chunk: self._bytes_to_keep(chunk, order),
             budget=self.budget // KEPT_SHARE,
@@ -438,7 +438,7 @@ class Reader:
         yield from rows.read_chunks()
         self.kept = rows.kept
 
-    def _rows_at_once(self, batch: Batch, order: Order) -> int:
+    def _count_rows_at_once(self, batch: Batch, order: Order) -> int:
         """Return how many rows a chunk of a batch may have.
 
         The first batch opens the network, whose size decides this.
@@ -473,7 +473,7 @@ class Reader:
         if network.linear:
             _, J = network.linearise(x, network.theta)
             assert isinstance(J, Features)
-            features = _features_to_keep(J)
+            features = _cast_features_to_keep(J)
             offset = network.offset
             x = None
         rounding = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
@@ -491,7 +491,7 @@ class Reader:
         return tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()  # 8 bytes a target
 
 
-def _features_to_keep(J: Features) -> Features:
+def _cast_features_to_keep(J: Features) -> Features:
     """Return features as they are kept for further passes, in float64 or float32.
 
     Features of a network in lower precision are kept in float32: that takes half of the memory of
@@ -513,7 +513,7 @@ def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
     return replace(network, row_scale=scale)
 
 
-def extent_of(network: Network, rows: int | None = None, averages: bool = False) -> Extent:
+def measure_extent(network: Network, rows: int | None = None, averages: bool = False) -> Extent:
     """Return the sizes of a fit of a network, from which structures estimate their memory.
 
     rows: None where they are not known. averages: whether a variational Gaussian is found.
@@ -564,7 +564,7 @@ def open_network_within(
     # A default variational Gaussian that is too large gives way to the Gaussian at the mode. So its
     # averages count only where it was asked for, or where the fit would not give it up.
     required = order.averages_asked or network.linear or order.structure.couples_all_parameters
-    extent = extent_of(network, rows, order.averages and required)
+    extent = measure_extent(network, rows, order.averages and required)
     refuse_beyond_budget(
         order.structure_for(network), extent, bytes_per_row(network, order, budget), budget
     )
@@ -596,10 +596,10 @@ def thin_reader(reader: Reader, most: int) -> Reader:
         features = replace(chunk.features, phi=chunk.features.phi[taken].contiguous())
         if len(y):
             picked.append(replace(chunk, y=y, weights=weights * stride, features=features))
-    return reader_of_chunks(reader.network, picked, reader.weights, reader.budget)
+    return make_reader_of_chunks(reader.network, picked, reader.weights, reader.budget)
 
 
-def reader_of_chunks(
+def make_reader_of_chunks(
     network: Network,
     chunks: list[Chunk],
     weights: str | list[str] | tuple[str, ...],

@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ssla.fitting.choice import mean_and_error
+from ssla.fitting.choice import compute_mean_and_error
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.prior_choice import describe_change
 from ssla.fitting.steps import with_variational_gaussian
@@ -54,13 +54,13 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
         or not isinstance(posterior.bound_prior, BoundGaussian)
     ):
         return posterior
-    limit = MOST_PRICE - mean_and_error(rows.plug_in, rows.weights).mean
+    limit = MOST_PRICE - compute_mean_and_error(rows.plug_in, rows.weights).mean
 
     def price(state: Posterior) -> float:
         """Compute what the doubt of a posterior costs on the rows: the mean log density of the
         network less that of the predictive, in nats a row.
         """
-        return mean_and_error(rows.plug_in - rows.scores(state), rows.weights).mean
+        return compute_mean_and_error(rows.plug_in - rows.scores(state), rows.weights).mean
 
     prices = {1.0: price(posterior)}  # by the factor on the precision
     if not prices[1.0] > limit:
@@ -69,12 +69,12 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
     rough = replace(plan, tolerance=ROUGH)
     current = posterior
     for _ in range(ROUNDS):
-        factor = min(_next_factor(prices, limit), STRONGEST)
-        current = _with_stronger_prior(posterior, current, factor, rough)
+        factor = min(_choose_next_factor(prices, limit), STRONGEST)
+        current = _strengthen_prior(posterior, current, factor, rough)
         prices[factor] = price(current)
         if NEAR * limit <= prices[factor] <= limit or factor == STRONGEST:
             break
-    current = _with_stronger_prior(posterior, current, factor, plan)
+    current = _strengthen_prior(posterior, current, factor, plan)
     change = (
         f"the prior was made {factor:.3g} times stronger than the evidence says, because the "
         f"network has memorised its training rows: its doubt cost {prices[1.0]:.2g} nats a row "
@@ -84,7 +84,7 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
     return describe_change(current, change, posterior.mode)
 
 
-def _with_stronger_prior(
+def _strengthen_prior(
     posterior: Posterior, current: Posterior, factor: float, plan: FitPlan
 ) -> Posterior:
     """Return the posterior with `factor` times its prior precision.
@@ -100,7 +100,7 @@ def _with_stronger_prior(
     return with_variational_gaussian(plan, stronger)
 
 
-def _next_factor(prices: dict[float, float], limit: float) -> float:
+def _choose_next_factor(prices: dict[float, float], limit: float) -> float:
     """Return the next factor to try: where a straight line of log price over log factor meets AIM
     times the limit.
 

@@ -24,7 +24,7 @@ from torch.distributions import Distribution
 from ssla._checks import check_name
 from ssla.fitting.further_passes import polish_again
 from ssla.fitting.prior_choice import describe_change
-from ssla.fitting.sums import uphill_operator
+from ssla.fitting.sums import factorise_uphill
 from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import (
     ADDITIVE,
@@ -81,10 +81,10 @@ def change_prior(
         return describe_change(
             moved, "moved to its mode from the sums, without a pass; the noise was kept", POLISH
         )
-    return describe_change(changed, KEPT, _mode_of_kept_theta(posterior))
+    return describe_change(changed, KEPT, _name_mode_of_kept_theta(posterior))
 
 
-def _mode_of_kept_theta(posterior: Posterior) -> str:
+def _name_mode_of_kept_theta(posterior: Posterior) -> str:
     """Return the mode of a posterior whose θ̂ stays when its prior changes."""
     return TILT if posterior.mode == TILT else AS_IS
 
@@ -96,7 +96,7 @@ def _keep_averages(changed: Posterior) -> Posterior:
     Conventions that are defined at the mode take the Gaussian there in its place. Raises ValueError
     where the data alone do not determine it.
     """
-    mode = _mode_of_kept_theta(changed)
+    mode = _name_mode_of_kept_theta(changed)
     if changed.convention == EXACT:
         moved = with_recentred_mean(changed)
         return describe_change(moved, _describe_move(moved), mode)
@@ -152,7 +152,7 @@ def find_mode_from_sums(
     height = float(bound.log_prob(theta))
     for _ in range(MOST_STEPS):
         gradient = statistics.gradient + bound.gradient(theta)
-        step = uphill_operator(statistics.curvature, bound.precision(theta)).solve(gradient)
+        step = factorise_uphill(statistics.curvature, bound.precision(theta)).solve(gradient)
         decrement = float(gradient @ step)
         if decrement <= DECREMENT**2 * (1 + abs(height)):
             return theta, statistics

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.evidence import Evidence, evidence_of
-from ssla.fitting.fit_plan import FitPlan, outputs_with_own_units
+from ssla.fitting.evidence import Evidence, make_evidence
+from ssla.fitting.fit_plan import FitPlan, find_outputs_with_own_units
 from ssla.fitting.more_data import with_sketch_note
 from ssla.fitting.steps import move_theta_to_mode, with_variational_gaussian
 from ssla.fitting.tuning_space import EVIDENCE, LOO, NOISE, PRIOR, Space
@@ -59,7 +59,7 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
     large_dense = (
         posterior.sums.curvature.couples_all_parameters and posterior.theta.numel() > SCAN_LIMIT
     )
-    own_units = outputs_with_own_units(
+    own_units = find_outputs_with_own_units(
         posterior.network, posterior.likelihood, posterior.sums.curvature
     )
     over = (PRIOR, NOISE) if estimated else (PRIOR,)
@@ -110,15 +110,15 @@ def alternate_averages_and_prior(
     settled = bool(maxima) and len(maxima) < ALTERNATIONS
     if not maxima:  # the Gaussian did not come near convergence, so no prior was chosen
         value = tuned.log_evidence()
-        maxima.append(_maximum_at_start(space, value))
+        maxima.append(_make_maximum_at_start(space, value))
         values.append(value)
     values[-1] = tuned.log_evidence()
     best = replace(maxima[-1], evaluations=sum(each.evaluations for each in maxima))
-    history = history_of_visits(EVIDENCE, space, best, notes, points, values, settled)
+    history = make_history_of_visits(EVIDENCE, space, best, notes, points, values, settled)
     return finish_variational(tuned, history, plan, quiet)
 
 
-def _maximum_at_start(space: Space, value: float) -> Maximum:
+def _make_maximum_at_start(space: Space, value: float) -> Maximum:
     """Return the result of a search that tried no point but the start, and has not converged."""
     start = torch.zeros(len(space.free), dtype=torch.float64)
     return Maximum(
@@ -185,7 +185,7 @@ def maximise_evidence(space: Space) -> Maximum:
     # The log likelihood at hand is a constant that depends on the unit of the targets. It is left
     # out of the search, and added at the end.
     constant = problem.log_likelihood
-    evidence: Evidence = evidence_of(problem._replace(log_likelihood=0.0))
+    evidence: Evidence = make_evidence(problem._replace(log_likelihood=0.0))
 
     def penalised_evidence(point: Tensor) -> Value:
         """Compute the evidence plus the log density of the expected precisions at a point (d,),
@@ -218,7 +218,7 @@ def maximise_evidence(space: Space) -> Maximum:
     best = ascend(start)
     small = space.posterior.theta.numel() <= SCAN_LIMIT
     if space.has_free_precisions and small and space.reach > REACH:
-        first, _ = best_start(
+        first, _ = choose_best_start(
             space.scan_points(SCAN), space, lambda point: penalised_evidence(point)[0]
         )
         other = ascend(first)
@@ -232,7 +232,7 @@ def maximise_evidence(space: Space) -> Maximum:
     return replace(best, value=best.value + constant, values=best.values + constant)
 
 
-def best_start(
+def choose_best_start(
     starts: Tensor, space: Space, height: Callable[[Tensor], float]
 ) -> tuple[Tensor, Tensor]:
     """Return the highest of some starts (k, d), and the heights (k,) of all of them.
@@ -265,7 +265,7 @@ def make_history(
     )
 
 
-def history_of_visits(
+def make_history_of_visits(
     objective: str,
     space: Space,
     best: Maximum,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssla.fitting.choice import MOST_LOSS, Setting, choose_setting, mean_and_error
+from ssla.fitting.choice import MOST_LOSS, Setting, choose_setting, compute_mean_and_error
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 
 # standard errors below the best, and beyond what doubt may cost: weaker priors are not tried (a
@@ -61,7 +61,7 @@ class ScoreTable:
             if best is None or float((best_of_group - best) @ weights) >= 0:
                 best = best_of_group
                 continue
-            loss = mean_and_error(best - best_of_group, weights)
+            loss = compute_mean_and_error(best - best_of_group, weights)
             # Written with `not`, so that NaN ends the search, too.
             if not loss.mean <= max(HOPELESS * loss.error, MOST_LOSS):
                 return

@@ -4,7 +4,7 @@ read_data                   one pass: the sums at the trained weights
 choose_mode                 whether θ̂ stays at the trained weights
 settle_noise                the noise of a Gaussian likelihood, from the residuals
 find_mode                   Newton steps to the mode, where θ̂ moves
-gaussian_at_mode            the Gaussian at θ̂, with the report
+make_gaussian_at_mode            the Gaussian at θ̂, with the report
 with_variational_gaussian   the variational Gaussian in its place
 """
 
@@ -24,8 +24,8 @@ from ssla.curvature.structure import MANY_CLASSES
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.mode import NoModeError
 from ssla.fitting.noise import CollectAtNoise, estimate_noise
-from ssla.fitting.passes import extent_of
-from ssla.fitting.sums import Sums, distance_to_mode
+from ssla.fitting.passes import measure_extent
+from ssla.fitting.sums import Sums, compute_distance_to_mode
 from ssla.fitting.trained import Verdict, judge_classes, judge_numbers
 from ssla.fitting.variational import NEW, BoundAscent, ChoosePrior, refit_to_similar_rows
 from ssla.fitting.watching import TargetRange, warn_residual
@@ -171,15 +171,15 @@ def find_mode(draft: Draft) -> Draft:
     return _warn_if_worse(draft)
 
 
-def gaussian_at_mode(draft: Draft) -> Posterior:
+def make_gaussian_at_mode(draft: Draft) -> Posterior:
     """Return the Gaussian at θ̂, with a report of what was seen and done.
 
     Raises ValueError where the curvature is not positive definite.
     """
     plan = draft.plan
     # These come first: they raise for a curvature that cannot be factorised; the rest may warn.
-    distance_before = distance_to_mode(draft.trained_sums, draft.bound, plan.network.theta)
-    distance_after = distance_to_mode(draft.sums, draft.bound, draft.theta)
+    distance_before = compute_distance_to_mode(draft.trained_sums, draft.bound, plan.network.theta)
+    distance_after = compute_distance_to_mode(draft.sums, draft.bound, draft.theta)
     draft = _add_notes(draft)
     report = _make_report(draft, distance_before, distance_after)
     # A setting that validation rows chose has been compared with the network itself.
@@ -246,7 +246,7 @@ def make_bound_ascent(
     by_row_nodes = plan.row_nodes is not None
     if start is None and by_row_nodes:
         start = Variational(
-            posterior.theta, _sums_at_equal_probabilities(plan, posterior), posterior.tilted
+            posterior.theta, _set_equal_probabilities(plan, posterior), posterior.tilted
         )
     if start is not None:
         posterior = replace(posterior, variational=replace(start, tilted=posterior.tilted))
@@ -476,13 +476,13 @@ def _add_notes(draft: Draft) -> Draft:
         spread.warn_rounding(noise, plan.network.dtype, notes)
     precision = draft.bound.precision(draft.theta)
     notes.extend(Note(note, CONCAVITY) for note in concavity_notes(precision))
-    notes.extend(_sketch_notes(plan, draft.sums))
+    notes.extend(_describe_sketch(plan, draft.sums))
     if plan.summed_structure is not plan.structure:
         notes.append(DIAGONAL_FACTOR)
     return replace(draft, notes=tuple(notes))
 
 
-def _sketch_notes(plan: FitPlan, sums: Sums) -> list[str]:
+def _describe_sketch(plan: FitPlan, sums: Sums) -> list[str]:
     """Return the notes of what a low-rank curvature leaves out; none for other structures.
 
     Warns where it leaves out more than its tail allows, because no wider sketch was possible.
@@ -510,7 +510,7 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
     start = draft.trained_sums.statistics
     moved = draft.theta - network.theta
     squares = max(float(moved @ start.curvature.push(moved)), 0.0)
-    extent = extent_of(network, sums.statistics.n, plan.finds_variational)
+    extent = measure_extent(network, sums.statistics.n, plan.finds_variational)
     return Report(
         n=sums.statistics.n,
         weight=sums.statistics.weight,
@@ -519,7 +519,7 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
         outputs=network.outputs,
         likelihood=repr(plan.likelihood),
         structure=plan.structure.name,
-        blocks=_structures_of_layers(plan),
+        blocks=_name_structures_of_layers(plan),
         mode=draft.mode,
         residual=distance_before,
         residual_after=distance_after,
@@ -534,7 +534,7 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
     )
 
 
-def _structures_of_layers(plan: FitPlan) -> dict[str, str]:
+def _name_structures_of_layers(plan: FitPlan) -> dict[str, str]:
     """Return the name of the structure that each layer has in the curvature, by the layer's name.
 
     A layer of which only a part has a Kronecker form is listed parameter by parameter.
@@ -550,7 +550,7 @@ def _structures_of_layers(plan: FitPlan) -> dict[str, str]:
     return structures
 
 
-def _sums_at_equal_probabilities(plan: FitPlan, posterior: Posterior) -> Statistics:
+def _set_equal_probabilities(plan: FitPlan, posterior: Posterior) -> Statistics:
     """Return the posterior's sums with the curvature that rows of equal class probabilities have.
 
     A network that has memorised its rows has almost no curvature there. From that curvature the

@@ -18,8 +18,8 @@ from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import (
     RowNodes,
     averages,
-    curvature_product,
-    pooled_fisher,
+    multiply_by_curvature,
+    pool_fisher,
 )
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.maths.conjugate import Product, conjugate_gradients
@@ -103,7 +103,7 @@ class Sums:
         fisher_along_flat = float(flat @ self.statistics.curvature.push(flat))
         return fisher_along_flat > 0 and bool((flat * self.statistics.gradient != 0).any())
 
-    def newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
+    def compute_newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
         """Compute the Newton step H⁻¹ g (P,) for a gradient g (P,).
 
         H has the observed curvature where it is summed and positive definite, else that of the
@@ -116,7 +116,7 @@ class Sums:
             except ValueError:
                 # The observed curvature is not positive definite: the statistics' own one is used.
                 pass
-        return uphill_operator(self.statistics.curvature, prior_precision).solve(gradient)
+        return factorise_uphill(self.statistics.curvature, prior_precision).solve(gradient)
 
     def add(
         self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood
@@ -131,13 +131,13 @@ class Sums:
             "The network's output", f, "Check the scale of the inputs and the trained weights."
         )
         likelihood.check_outputs(f)
-        pooling = self._pooling_weights(f, J, weights)
+        pooling = self._choose_pooling_weights(f, J, weights)
         log_prob = likelihood.log_prob(y, f)
         score = likelihood.score(y, f)
         if pooling is None:
             precision = likelihood.fisher(f)
         else:
-            precision = pooled_fisher(likelihood, f, pooling, self._pools_diagonal)
+            precision = pool_fisher(likelihood, f, pooling, self._pools_diagonal)
         # For a softmax the observed precision is the Fisher information: one sum serves both.
         same = self.statistics.curvature.exact and likelihood.softmax
         observed = likelihood.precision(y, f) if self.newton is not None and not same else None
@@ -230,7 +230,7 @@ class Sums:
         Where the averages do not exist, the result has a log likelihood of −∞, and its other sums
         do not count.
         """
-        pooling = self._pooling_weights(f, J, weights) if self.newton is None else None
+        pooling = self._choose_pooling_weights(f, J, weights) if self.newton is None else None
         log_prob, score, precision = averages(
             likelihood,
             y,
@@ -276,9 +276,9 @@ class Sums:
         """
         u = J.push(direction).double()
         if averaging is None:
-            product = curvature_product(likelihood, y, f, u)
+            product = multiply_by_curvature(likelihood, y, f, u)
         else:
-            product = curvature_product(
+            product = multiply_by_curvature(
                 likelihood,
                 y,
                 averaging.mean_outputs(f, J),
@@ -293,7 +293,9 @@ class Sums:
         gradient = s.gradient + J.pull(product.to(J.dtype))
         return replace(self, statistics=replace(s, n=s.n + f.shape[0], gradient=gradient))
 
-    def _pooling_weights(self, f: Tensor, J: Jacobian, weights: Tensor | None) -> Tensor | None:
+    def _choose_pooling_weights(
+        self, f: Tensor, J: Jacobian, weights: Tensor | None
+    ) -> Tensor | None:
         """Return the row weights (B,) where the curvature needs the weighted sum of the rows'
         precisions alone; None elsewhere.
         """
@@ -383,7 +385,7 @@ class Sums:
         )
 
 
-def uphill_operator(curvature: Structure, prior_precision: Tensor) -> Operator:
+def factorise_uphill(curvature: Structure, prior_precision: Tensor) -> Operator:
     """Factorise (S + T)⁻¹ for a step uphill, from the data's S and the prior's T (P,) or (P, P).
 
     Where a prior that is not log-concave makes S + T indefinite, the positive part of a diagonal T
@@ -398,7 +400,7 @@ def uphill_operator(curvature: Structure, prior_precision: Tensor) -> Operator:
         return curvature.with_prior(prior_precision.clamp_min(0))
 
 
-def newton_step_by_products(
+def solve_newton_step_by_products(
     product: Product,
     gradient: Tensor,
     prior_precision: Tensor,
@@ -423,12 +425,12 @@ def newton_step_by_products(
     return preconditioner.solve(gradient) if step is None else step
 
 
-def distance_to_mode(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
+def compute_distance_to_mode(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
     """Compute √(gᵀH⁻¹g): how far θ (P,), where the sums were taken, is from the mode, in posterior
     standard deviations.
 
     Raises ValueError where H cannot be factorised.
     """
     gradient = sums.statistics.gradient + bound.gradient(theta)
-    step = sums.newton_step(gradient, bound.precision(theta))
+    step = sums.compute_newton_step(gradient, bound.precision(theta))
     return math.sqrt(max(float(gradient @ step), 0.0))

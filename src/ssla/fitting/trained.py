@@ -188,8 +188,8 @@ def judge_classes(sums: Sums, classes: Classes, likelihood: Likelihood) -> Verdi
     precision = torch.full_like(g, power * classes.precision)
     if not classes.precision > 0:  # without features there is nothing to learn
         return Verdict(learned, 0.0)
-    determined = _determined_parameters(sums, precision)
-    gain = 0.5 * float(g @ sums.newton_step(g, precision))
+    determined = _count_determined_parameters(sums, precision)
+    gain = 0.5 * float(g @ sums.compute_newton_step(g, precision))
     return Verdict(learned, max(gain - power * determined, 0.0))
 
 
@@ -220,7 +220,7 @@ def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
     if not estimated:
         noise = sums.reference.expand_as(residuals)
         learned = float(((numbers.spread - residuals) / (2 * noise**2)).sum())
-        return Verdict(learned, _gain_beyond_noise(sums, precision, lambda gain: gain))
+        return Verdict(learned, _compute_gain_beyond_noise(sums, precision, lambda gain: gain))
     noise = (residuals / n).sqrt()
     scaled = sums.with_noise_scaled(noise.repeat_interleave(size // len(noise)))
     count = n * len(noise)  # the squared residuals, in units of the noise
@@ -233,7 +233,7 @@ def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
         """
         return -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))
 
-    return Verdict(learned, _gain_beyond_noise(scaled, precision, worth))
+    return Verdict(learned, _compute_gain_beyond_noise(scaled, precision, worth))
 
 
 def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Verdict | None:
@@ -251,7 +251,7 @@ def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Ve
     units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(1e-300).sqrt()
     power = likelihood.power
     precision = numbers.precision(units, len(sums.statistics.gradient))
-    missing = power * _gain_beyond_noise(sums, precision, lambda gain: gain / power)
+    missing = power * _compute_gain_beyond_noise(sums, precision, lambda gain: gain / power)
     return Verdict(learned, missing)
 
 
@@ -286,7 +286,9 @@ def _find_best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor 
     return constant
 
 
-def _gain_beyond_noise(sums: Sums, precision: Tensor, worth: Callable[[float], float]) -> float:
+def _compute_gain_beyond_noise(
+    sums: Sums, precision: Tensor, worth: Callable[[float], float]
+) -> float:
     """Compute how much log likelihood a Newton step adds beyond noise: the most under τ (P,) and
     some stronger priors, and at least zero.
 
@@ -300,14 +302,14 @@ def _gain_beyond_noise(sums: Sums, precision: Tensor, worth: Callable[[float], f
     most = 0.0
     for factor in STRONGER:
         tau = factor * precision
-        step = sums.newton_step(g, tau)
-        determined = _determined_parameters(sums, tau)
+        step = sums.compute_newton_step(g, tau)
+        determined = _count_determined_parameters(sums, tau)
         gain = float(g @ step) - 0.5 * float(step @ sums.newton_curvature.push(step))
         most = max(most, worth(gain) - determined)
     return most
 
 
-def _determined_parameters(sums: Sums, precision: Tensor) -> float:
+def _count_determined_parameters(sums: Sums, precision: Tensor) -> float:
     """Compute tr S(S + τ)⁻¹, the number of parameters that the rows determine, for τ (P,)."""
     variances = sums.statistics.curvature.with_prior(precision).variances()
     return float((1 - precision * variances).sum())

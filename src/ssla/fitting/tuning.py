@@ -28,19 +28,19 @@ import torch
 from torch import Tensor
 
 from ssla._checks import check_name, warn
-from ssla.fitting.choice import parabola_top
+from ssla.fitting.choice import find_parabola_top
 from ssla.fitting.fit_plan import FitPlan
-from ssla.fitting.further_passes import plan_to_reread
+from ssla.fitting.further_passes import make_plan_to_reread
 from ssla.fitting.held_out_scores import HeldOutScore, LeaveOneOutScore
 from ssla.fitting.prior_choice import (
     SCAN,
     SETTLED,
     alternate_averages_and_prior,
-    best_start,
+    choose_best_start,
     finish_tuning,
     finish_variational,
-    history_of_visits,
     make_history,
+    make_history_of_visits,
     maximise_evidence,
     step_towards,
     with_positive_averages,
@@ -141,7 +141,7 @@ def _tune_variational(
     read again. score_of, notes: as in `_find_best_point`. quiet, rough: as in `tune`.
     """
     posterior = space.posterior
-    plan = plan_to_reread(posterior)
+    plan = make_plan_to_reread(posterior)
     if plan is None:
         notes.append(
             "the data cannot be read again: the averages of the variational Gaussian were kept"
@@ -192,7 +192,7 @@ def _search_by_passes(
     tolerance = ROUGH if rough else TOLERANCE
     tuned = BoundAscent(search.best, average, tolerance=tolerance).maximise_bound()
     points = [space.precisions_and_noise(point[None]) for point in search.points]
-    history = history_of_visits(
+    history = make_history_of_visits(
         objective, space, search.as_maximum(), notes, points, search.values, settled=True
     )
     return finish_variational(tuned, history, None if rough else plan, quiet)
@@ -328,7 +328,9 @@ class PriorSearch:
             above = min((t for t in scores if t > highest), default=None)
             if below is None or above is None or above - below < SETTLED:
                 break
-            t = _parabola_step(below, highest, above, scores[below], scores[highest], scores[above])
+            t = _choose_parabola_step(
+                below, highest, above, scores[below], scores[highest], scores[above]
+            )
             scores[t] = self._try_point(base + t * direction)
 
     def _try_point(self, point: Tensor) -> float:
@@ -358,7 +360,7 @@ class PriorSearch:
         return value
 
 
-def _parabola_step(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float:
+def _choose_parabola_step(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float:
     """Return the point to try next between a < b < c, with values fa, fb and fc of which fb is the
     highest.
 
@@ -366,7 +368,7 @@ def _parabola_step(a: float, b: float, c: float, fa: float, fb: float, fc: float
     tenth of the wider side.
     """
     wider = c - b if c - b > b - a else a - b
-    top = parabola_top(a, b, c, fa, fb, fc)
+    top = find_parabola_top(a, b, c, fa, fb, fc)
     # A point beside b adds little. Then 0.3 of the wider side is tried (a guess, as the tenth is).
     if top is None or abs(top - b) <= 0.1 * abs(wider) or not a < top < c:
         return b + 0.3 * wider
@@ -399,7 +401,7 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
     starts = start[None]
     if space.has_free_precisions:
         starts = torch.cat([starts, space.scan_points(SCAN)])
-    first, heights = best_start(starts, space, score)
+    first, heights = choose_best_start(starts, space, score)
     best = maximise_in_box(
         score_and_slope, first, low, high, tolerance=1e-6, noise=SCORE_ERROR, rounds=100
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ssla.fitting.evidence import Problem
-from ssla.fitting.fit_plan import outputs_with_own_units
+from ssla.fitting.fit_plan import find_outputs_with_own_units
 from ssla.fitting.noise import scale_noise
 from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import BoundGaussian, Flat, trained_scale
@@ -94,7 +94,7 @@ class Space:
             groups,
             labels,
             torch.tensor(free, dtype=torch.long),
-            _trained_precision(posterior),
+            _compute_trained_precision(posterior),
         )
         return space, notes
 
@@ -215,14 +215,14 @@ class Space:
         """
         if self.expected_levels is None:
             return 0.0
-        return -0.5 * float((self._deviations(point) ** 2).sum())
+        return -0.5 * float((self._compute_deviations(point) ** 2).sum())
 
     def expected_slope(self, point: Tensor) -> Tensor:
         """Return the gradient (d,) of `expected_log_density`."""
         if self.expected_levels is None:
             return torch.zeros_like(point)
         noise = torch.zeros(1, dtype=torch.float64)
-        return torch.cat([-self._deviations(point) / self.doubt, noise])[self.free]
+        return torch.cat([-self._compute_deviations(point) / self.doubt, noise])[self.free]
 
     @property
     def expected_curvature(self) -> Tensor:
@@ -230,7 +230,7 @@ class Space:
         each = 0.0 if self.expected_levels is None else self.doubt**-2
         return torch.where(self._is_precision, each, 0.0).double()
 
-    def _deviations(self, point: Tensor) -> Tensor:
+    def _compute_deviations(self, point: Tensor) -> Tensor:
         """Return how far the log precisions (G,) at a point (d,) are from those that are expected,
         in standard deviations.
         """
@@ -308,13 +308,13 @@ def _group_parameters(
     return tuple(labels[i] for i in used.tolist()), groups
 
 
-def _trained_precision(posterior: Posterior) -> Tensor:
+def _compute_trained_precision(posterior: Posterior) -> Tensor:
     """Return the precisions (P,) of the trained weights' scale.
 
     The precisions are those of layers, or of outputs where outputs have different units.
     """
     network = posterior.network
-    own_units = outputs_with_own_units(
+    own_units = find_outputs_with_own_units(
         network, posterior.likelihood, posterior.statistics.curvature
     )
     prior = trained_scale(network.layout, network.theta, own_units)

@@ -30,11 +30,11 @@ from torch import Tensor
 
 from ssla.curvature import Operator
 from ssla.data import Source
-from ssla.fitting.choice import Setting, cross_fitted_scores, mean_and_error, refined_spread
+from ssla.fitting.choice import Setting, compute_mean_and_error, cross_fit_scores, refine_spread
 from ssla.fitting.fit import fit_at_mode, fit_with_prior
 from ssla.fitting.fit_plan import FitPlan, InputFactors
 from ssla.fitting.guard import warn_on_validation_rows
-from ssla.fitting.network_itself import best_network_spread, choose_row_scale
+from ssla.fitting.network_itself import choose_row_scale, find_best_network_spread
 from ssla.fitting.noise import scale_noise
 from ssla.fitting.passes import Reader, thin_reader
 from ssla.fitting.ranks import read_same_rows
@@ -103,7 +103,7 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
     with _ignore_warnings():
         search.score_families()
     table = search.table
-    spread = refined_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
+    spread = refine_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
     setting = table.chosen._replace(spread=spread)
     posterior = fit_with_prior(search.plan_at(setting))
     return _with_report(posterior, search, original_rows, setting, held_out)
@@ -215,15 +215,15 @@ class Search:
     @cached_property
     def network_spread(self) -> float:
         """Return the best factor on the dispersion of the network itself, as it came."""
-        return self._network_spread_after(None)
+        return self._find_network_spread_after(None)
 
-    def _network_spread_after(self, step: Tensor | None) -> float:
+    def _find_network_spread_after(self, step: Tensor | None) -> float:
         """Return the best factor on the dispersion of the network with its free weights moved.
 
         step: (P,), by which they are moved; None: they are not. The uncertainty of θ is left out.
         """
         f = self.rows.outputs(step)
-        return best_network_spread(self.rows, self.start.likelihood, f)
+        return find_best_network_spread(self.rows, self.start.likelihood, f)
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
@@ -311,7 +311,7 @@ class Search:
         chosen = coarse.chosen
         index = self.spreads.index(chosen.spread)
         for spread in self.spreads[max(index - 1, 0) : index + 2]:
-            levels = self._levels_around(chosen.precision, FINER)
+            levels = self._choose_levels_around(chosen.precision, FINER)
             self._score_tilted_heads_at(self.all_settings, spread, levels)
 
     def _score_tilted_heads_at(
@@ -322,10 +322,10 @@ class Search:
         """
         settings = [Setting(self.mode, LAPLACE, spread, level) for level in levels]
         table.score_until_hopeless(
-            [(setting, self._tilted_candidate(setting))] for setting in settings
+            [(setting, self._make_tilted_candidate(setting))] for setting in settings
         )
 
-    def _levels_around(self, level: float, factors: tuple[float, ...]) -> list[float]:
+    def _choose_levels_around(self, level: float, factors: tuple[float, ...]) -> list[float]:
         """Return `factors` times a prior precision, from the strongest on, and none below
         LEAST_PRECISION; the precision alone where a prior was given.
         """
@@ -333,20 +333,20 @@ class Search:
             return [level]
         return list(dict.fromkeys(max(level * factor, LEAST_PRECISION) for factor in factors))
 
-    def _tilted_candidate(self, setting: Setting) -> Candidate:
+    def _make_tilted_candidate(self, setting: Setting) -> Candidate:
         """Return the Gaussian at the trained head in a setting.
 
         Raises ValueError where its curvature is not positive definite.
         """
         likelihood = self.likelihood_at(setting.spread)
         if self._scales_with_noise:
-            operator = self._operator_at(setting.precision)
+            operator = self._factorise_at(setting.precision)
             return Candidate(likelihood, operator, step=None, scale=setting.spread)
-        curvature = self._statistics_at(setting.spread).curvature
+        curvature = self._collect_statistics_at(setting.spread).curvature
         operator = curvature.with_prior(self.precision_at(setting))
         return Candidate(likelihood, operator, step=None)
 
-    def _operator_at(self, level: float) -> Operator:
+    def _factorise_at(self, level: float) -> Operator:
         """Return H⁻¹ at the start's noise under a prior precision; computed once, and stored."""
         known = self._known_operators
         if level not in known:
@@ -364,7 +364,7 @@ class Search:
         """Return the sums that were computed, by their dispersion."""
         return {1.0: self.start.statistics}
 
-    def _statistics_at(self, spread: float) -> Statistics:
+    def _collect_statistics_at(self, spread: float) -> Statistics:
         """Return the sums over the training rows at θ̂ with a factor on the dispersion.
 
         The sums are computed once and stored: by a pass, or for Gaussian noise without one.
@@ -396,15 +396,15 @@ class Search:
         """
         table = ScoreTable(self.rows)
         levels = (1.0,) if self.fixed_prior else POLISH_PRECISIONS
-        table.score_until_hopeless(self._polish_group(level) for level in levels)
+        table.score_until_hopeless(self._make_polish_group(level) for level in levels)
         if table.settings and not self.fixed_prior:
             near = [table.best.precision * factor for factor in POLISH_FINER]
             table.score_settings(
-                [each for level in near for each in self._polish_group(level)],
+                [each for level in near for each in self._make_polish_group(level)],
             )
         self.all_settings.add_table(table)
 
-    def _polish_group(self, level: float) -> list[SettingWithGaussian]:
+    def _make_polish_group(self, level: float) -> list[SettingWithGaussian]:
         """Return the polished head of a prior precision, with a few dispersions.
 
         Classes have one: another temperature is the same as another prior precision. The head is
@@ -414,18 +414,18 @@ class Search:
         first = Setting(POLISH, gaussian, spread=1.0, precision=level)
         # For Gaussian noise the sums give every head, without a pass.
         if self.start.quadratic and self._scales_with_noise:
-            step = self._quadratic_step(first)
-            best_spread = self._network_spread_after(step)
+            step = self._find_quadratic_step(first)
+            best_spread = self._find_network_spread_after(step)
             group = [first._replace(spread=best_spread * factor) for factor in POLISH_SPREADS]
-            return [(setting, self._quadratic_candidate(setting, step)) for setting in group]
-        candidate = self._polish_candidate(first)
+            return [(setting, self._make_quadratic_candidate(setting, step)) for setting in group]
+        candidate = self._fit_polish_candidate(first)
         classes = self.start.likelihood.support_for(self.start.network.outputs).kind == "class"
         if candidate is None or classes:
             return [(first, candidate)]
-        second = first._replace(spread=self._network_spread_after(candidate.step))
-        return [(first, candidate), (second, self._polish_candidate(second))]
+        second = first._replace(spread=self._find_network_spread_after(candidate.step))
+        return [(first, candidate), (second, self._fit_polish_candidate(second))]
 
-    def _quadratic_step(self, setting: Setting) -> Tensor:
+    def _find_quadratic_step(self, setting: Setting) -> Tensor:
         """Return the step (P,) from the start to the mode under a setting's prior.
 
         Only for quadratic sums whose precisions are relative to the noise: it is then the same for
@@ -437,12 +437,12 @@ class Search:
         )
         return theta - self.start.theta
 
-    def _quadratic_candidate(self, setting: Setting, step: Tensor) -> Candidate:
+    def _make_quadratic_candidate(self, setting: Setting, step: Tensor) -> Candidate:
         """Return the Gaussian at a `step` (P,) from the start, for Gaussian noise."""
-        operator = self._operator_at(setting.precision)
+        operator = self._factorise_at(setting.precision)
         return Candidate(self.likelihood_at(setting.spread), operator, step, setting.spread)
 
-    def _polish_candidate(self, setting: Setting) -> Candidate | None:
+    def _fit_polish_candidate(self, setting: Setting) -> Candidate | None:
         """Polish a last layer by passes over the training rows; None where that raises ValueError,
         for example because there is no mode.
         """
@@ -465,16 +465,16 @@ class Search:
         the Gaussian at the mode, and add them to `all_settings`.
         """
         nearest = self.all_settings.with_gaussian(LAPLACE).chosen
-        levels = self._levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
+        levels = self._choose_levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
         low, high = self._spread_limits
         factors = (1.0,) if self.fixed_spread else VARIATIONAL_SPREADS
         spreads = [min(max(factor * nearest.spread, low), high) for factor in factors]
         for spread in dict.fromkeys(spreads):
-            plan = self._search_plan(self.likelihood_at(spread))
+            plan = self._make_search_plan(self.likelihood_at(spread))
             settings = [Setting(self.mode, VARIATIONAL, spread, level) for level in levels]
             self.all_settings.score_until_hopeless(self._fit_variational_candidates(settings, plan))
 
-    def _search_plan(self, likelihood: Likelihood) -> FitPlan:
+    def _make_search_plan(self, likelihood: Likelihood) -> FitPlan:
         """Return the plan of rough passes over some of the training rows, which count for all of
         them, with a likelihood.
 
@@ -500,7 +500,7 @@ class Search:
         The passes of `plan` find each of them, from the one before it.
         """
         for setting in settings:
-            state = self.state_at(setting, self._statistics_at(setting.spread))
+            state = self.state_at(setting, self._collect_statistics_at(setting.spread))
             ascent = replace(make_bound_ascent(plan, state), most=SEARCH_ROUNDS)
             posterior = ascent.maximise_bound()
             plan = replace(plan, start=posterior.variational)
@@ -527,11 +527,11 @@ def _with_report(
     table, weights = search.table, rows.weights
     # The network itself, as it came and with the dispersion that suits it.
     plug_in = original_rows.plug_in(start.likelihood)
-    network_spread = best_network_spread(original_rows, start.likelihood, original_rows.f)
+    network_spread = find_best_network_spread(original_rows, start.likelihood, original_rows.f)
     scaled = original_rows.plug_in(search.likelihood_at(network_spread))
-    predictive = cross_fitted_scores(table.settings, table.scores, weights)
-    gain = mean_and_error(predictive - plug_in, weights)
-    rescaled = mean_and_error(scaled - plug_in, weights)
+    predictive = cross_fit_scores(table.settings, table.scores, weights)
+    gain = compute_mean_and_error(predictive - plug_in, weights)
+    rescaled = compute_mean_and_error(scaled - plug_in, weights)
     # Only a dispersion that is better by two standard errors is reported as the network's.
     clear_spread = network_spread if rescaled.mean > 2 * rescaled.error else 1.0
     # The rows are linearised at the trained weights: another θ̂ of all weights has other Jacobians.
@@ -540,15 +540,15 @@ def _with_report(
     if linearised:
         step = posterior.mean - start.theta
         candidate = Candidate(posterior.likelihood, posterior.covariance, step)
-        coverage = _coverage_by_level(rows, candidate)
+        coverage = _compute_coverage_by_level(rows, candidate)
         with _ignore_warnings():
             scores = rows.scores([candidate])[0]
         warn_on_validation_rows(scores, plug_in, weights)
     validation = Validation(
         rows=rows.count,
-        plug_in=-mean_and_error(plug_in, weights).mean,
-        scaled_plug_in=-mean_and_error(scaled, weights).mean,
-        predictive=-mean_and_error(predictive, weights).mean,
+        plug_in=-compute_mean_and_error(plug_in, weights).mean,
+        scaled_plug_in=-compute_mean_and_error(scaled, weights).mean,
+        predictive=-compute_mean_and_error(predictive, weights).mean,
         gain=gain.mean,
         gain_error=gain.error,
         network_spread=network_spread,
@@ -559,7 +559,7 @@ def _with_report(
         coverage=coverage,
         held_out=held_out,
         mode=setting.mode,
-        row_scales=_typical_row_scales(rows),
+        row_scales=_find_typical_row_scales(rows),
     )
     report = replace(posterior.report, validation=validation)
     return replace(posterior, report=report, tuning_history=_make_history(table, setting))
@@ -594,7 +594,7 @@ def _make_history(table: ScoreTable, chosen: Setting) -> TuningHistory:
     )
 
 
-def _typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
+def _find_typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
     """Return the scales by which the outputs of rows were divided: their quantiles of 5% and 95%.
 
     None where the network has no scale of rows.
@@ -606,7 +606,7 @@ def _typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
     return float(ordered[int(0.05 * len(ordered))]), float(ordered[int(0.95 * len(ordered))])
 
 
-def _coverage_by_level(rows: ValidationRows, candidate: Candidate) -> dict[str, float]:
+def _compute_coverage_by_level(rows: ValidationRows, candidate: Candidate) -> dict[str, float]:
     """Return the share of rows, by weight, inside the intervals of each level; for classes inside
     the smallest sets.
 

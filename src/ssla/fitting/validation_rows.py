@@ -190,7 +190,7 @@ class ValidationRows:
         """Return the outputs (n, C) with the mean of θ moved by `step` (P,); None: not moved."""
         if step is None:
             return self.f
-        return torch.cat([f + J.double().push(step) for _, f, J in self._chunks()])
+        return torch.cat([f + J.double().push(step) for _, f, J in self._iterate_chunks()])
 
     def plug_in(self, likelihood: Likelihood, f: Tensor | None = None) -> Tensor:
         """Compute log p(y|f) (n,): the network itself, without the uncertainty of θ.
@@ -205,7 +205,7 @@ class ValidationRows:
         All of them take one pass over the rows. Where it is not a number, the result is −∞.
         """
         scores = torch.empty(len(candidates), self.count, dtype=torch.float64)
-        for rows, f, J in self._chunks():
+        for rows, f, J in self._iterate_chunks():
             for number, candidate in enumerate(candidates):
                 scores[number, rows] = log_densities(candidate, self.y[rows], f, J)
         return scores.nan_to_num(nan=-torch.inf)
@@ -217,13 +217,13 @@ class ValidationRows:
         a chunk at a time.
         """
         stride = -(-self.count // most)  # rounded up
-        for rows, f, J in self._chunks():
+        for rows, f, J in self._iterate_chunks():
             taken = torch.arange(rows.start, rows.start + len(f)) % stride == 0
             if bool(taken.any()):
                 predictive = candidate.predictive(f, J, taken)
                 yield predictive, self.y[rows][taken], self.weights[rows][taken]
 
-    def _chunks(self) -> Iterator[tuple[slice, Tensor, Jacobian]]:
+    def _iterate_chunks(self) -> Iterator[tuple[slice, Tensor, Jacobian]]:
         """Yield the positions of some rows, with f (b, C) in float64 and J at the posterior's mean.
 
         Where J is not kept, the rows are read again.

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.curvature import Operator, Structure
-from ssla.fitting.sums import Sums, newton_step_by_products, uphill_operator
+from ssla.fitting.sums import Sums, factorise_uphill, solve_newton_step_by_products
 from ssla.maths.conjugate import Product
 from ssla.priors import Prior
 from ssla.report import FIT, VARIATIONAL, Note
@@ -171,7 +171,7 @@ class BoundAscent:
             if gain <= COARSE and self.choose_prior is not None:
                 current = self._under_another_prior(current, self.choose_prior)
             elif gain <= self.tolerance:
-                near = self._squared_distance(current) <= CLOSE * len(current.mean)
+                near = self._compute_squared_distance(current) <= CLOSE * len(current.mean)
                 converged = not stuck and near
                 if gain == 0:
                     break
@@ -183,12 +183,12 @@ class BoundAscent:
         The ascent goes on under that prior. If it returns None the prior stays, and is not asked
         for again.
         """
-        chosen = choose_prior(self._posterior_at(current))
+        chosen = choose_prior(self._make_posterior_at(current))
         if chosen is None:
             self.choose_prior = None
             return current
         self.posterior = replace(self.posterior, prior=chosen)
-        bound = self._evidence_bound(current.mean, current.covariance, current.averages)
+        bound = self._compute_evidence_bound(current.mean, current.covariance, current.averages)
         return current._replace(curvature=current.curvature.positive_part(), bound=bound)
 
     def _make_first_iterate(self) -> Iterate:
@@ -215,7 +215,7 @@ class BoundAscent:
 
         Raises ValueError where its precision is not positive definite.
         """
-        return uphill_operator(curvature, self.posterior.bound_prior.precision(mean))
+        return factorise_uphill(curvature, self.posterior.bound_prior.precision(mean))
 
     def _make_iterate_at(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Iterate:
         """Take the averages over a Gaussian with a mean (P,) in one pass, and return it with them
@@ -225,24 +225,24 @@ class BoundAscent:
         if self.kept is not None:
             earlier = self.kept.averages_under(mean, covariance)
             sums = replace(sums, statistics=earlier.merge(sums.statistics))
-        bound = self._evidence_bound(mean, covariance, sums)
+        bound = self._compute_evidence_bound(mean, covariance, sums)
         return Iterate(mean, curvature, covariance, sums, bound)
 
-    def _evidence_bound(self, mean: Tensor, covariance: Operator, averages: Sums) -> float:
+    def _compute_evidence_bound(self, mean: Tensor, covariance: Operator, averages: Sums) -> float:
         """Compute the evidence bound of a Gaussian with a mean (P,) from the averages over it."""
         log_likelihood = averages.statistics.log_likelihood
         return evidence_bound(self.posterior.bound_prior, mean, covariance, log_likelihood)
 
-    def _gradient(self, current: Iterate) -> Tensor:
+    def _compute_gradient(self, current: Iterate) -> Tensor:
         """Compute the gradient (P,) of the bound in the mean; zero where the mean stays."""
         if not self.moves:
             return torch.zeros_like(current.mean)
         prior_gradient = self.posterior.bound_prior.gradient(current.mean)
         return current.averages.statistics.gradient + prior_gradient
 
-    def _squared_distance(self, current: Iterate) -> float:
+    def _compute_squared_distance(self, current: Iterate) -> float:
         """Compute gᵀSg: the squared distance to the next mean, in standard deviations."""
-        gradient = self._gradient(current)
+        gradient = self._compute_gradient(current)
         return float(gradient @ current.covariance.solve(gradient))
 
     def _make_next_iterate(self, current: Iterate, share: float) -> Iterate | None:
@@ -262,24 +262,24 @@ class BoundAscent:
             return None
         mean = current.mean
         if self.moves:
-            mean = mean + share * self._newton_step(current, covariance)
+            mean = mean + share * self._compute_newton_step(current, covariance)
         return self._make_iterate_at(mean, curvature, covariance)
 
-    def _newton_step(self, current: Iterate, covariance: Operator) -> Tensor:
+    def _compute_newton_step(self, current: Iterate, covariance: Operator) -> Tensor:
         """Compute the Newton step (P,) of the mean at the current Gaussian.
 
         The step takes the dense curvature where that is summed, else products with the curvature,
         else the structure's. covariance: of the next Gaussian, the preconditioner.
         """
-        gradient = self._gradient(current)
+        gradient = self._compute_gradient(current)
         newton = current.averages.newton
         precision = self.posterior.bound_prior.precision(current.mean)
         if newton is not None and self.kept is None:
-            return current.averages.newton_step(gradient, precision)
+            return current.averages.compute_newton_step(gradient, precision)
         if newton is not None:
             # The kept rows have another structure than the dense curvature of the new ones. The two
             # cannot be added, but products with both can.
-            return newton_step_by_products(
+            return solve_newton_step_by_products(
                 self._product_of_all_rows(newton.push),
                 gradient,
                 precision,
@@ -290,7 +290,7 @@ class BoundAscent:
         product = self.average.products_under(current.mean, current.covariance)
         if product is None:  # the structure's curvature, which may be only near the bound's
             return covariance.solve(gradient)
-        return newton_step_by_products(
+        return solve_newton_step_by_products(
             self._product_of_all_rows(product),
             gradient,
             precision,
@@ -308,7 +308,7 @@ class BoundAscent:
         earlier = self.kept.statistics.curvature
         return lambda v: product(v) + earlier.push(v)
 
-    def _posterior_at(self, current: Iterate) -> Posterior:
+    def _make_posterior_at(self, current: Iterate) -> Posterior:
         """Return the posterior with a Gaussian and the averages under it.
 
         The curvature is the Gaussian's own, of which the averages are the next.
@@ -327,7 +327,7 @@ class BoundAscent:
         report = self.posterior.report
         report = replace(report, gaussian=VARIATIONAL, rounds=report.rounds + rounds)
         if not converged:
-            off = math.sqrt(max(self._squared_distance(best), 0.0) / len(best.mean))
+            off = math.sqrt(max(self._compute_squared_distance(best), 0.0) / len(best.mean))
             message = (
                 f"the variational Gaussian did not converge in {rounds} passes: the best one that "
                 f"was found is used, and its weights may be off by about {off:.2g} of their "
@@ -340,7 +340,7 @@ class BoundAscent:
                 "converges sooner.",
                 RuntimeWarning,
             )
-        return replace(self._posterior_at(best), report=report)
+        return replace(self._make_posterior_at(best), report=report)
 
 
 def add_rows(before: Posterior, posterior: Posterior, average: Average) -> Posterior:
@@ -374,7 +374,7 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
         assert current.variational is not None
         sums = average(current.mean, current.covariance)
         gradient = sums.statistics.gradient + current.bound_prior.gradient(current.mean) - tilt
-        step = sums.newton_step(gradient, current.bound_prior.precision(current.mean))
+        step = sums.compute_newton_step(gradient, current.bound_prior.precision(current.mean))
         curvature = current.sums.curvature.mix_with(sums.statistics.curvature, 0.5)
         moved = replace(
             current.variational,

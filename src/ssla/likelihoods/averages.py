@@ -59,7 +59,7 @@ class RowNodes:
         """
         if rows < MANY_ROWS and (classes <= MANY_CLASSES or rows == 0):
             return None
-        count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), _pairs_for(classes)))
+        count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), _count_pairs(classes)))
         # The count must be even, because half of the nodes are mirror images.
         return RowNodes(2 * math.ceil(count / 2))
 
@@ -112,7 +112,7 @@ def _average_at_shared_nodes(
 ) -> Derivatives:
     """Return what `averages` does, with the same arguments, by nodes that all rows share."""
     B, C = f.shape
-    nodes, weights = normal_nodes(C, _pairs_for(C))
+    nodes, weights = normal_nodes(C, _count_pairs(C))
     z = nodes.mT.contiguous()  # (C, J)
     average_block = _average_classes_at_nodes if likelihood.softmax else _average_at_nodes
     # The largest arrays of a row: derivatives at its nodes, and its own C×C matrix.
@@ -139,22 +139,20 @@ def _average_at_shared_nodes(
     return Derivatives(log_prob, torch.cat([block.score for block in blocks]), precision)
 
 
-def _pairs_for(outputs: int) -> int:
+def _count_pairs(outputs: int) -> int:
     """Return how many low-discrepancy nodes, each with its mirror image, a row has by `PAIRS`."""
     return next(pairs for largest, pairs in PAIRS if largest >= outputs)
 
 
-def pooled_fisher(
-    likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False
-) -> Tensor:
+def pool_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False) -> Tensor:
     """Return Σ_i w_i E_y Λ(f_i) (1, C, C), or its diagonal (1, C), for f (B, C) and pool (B,)."""
     if likelihood.softmax:
         # Σ w_i (diag(p_i) − p_i p_iᵀ) by one product, without a matrix for each row.
         p = likelihood.mean(f)
-        factor = _class_factor(likelihood)
+        factor = _compute_class_factor(likelihood)
         if diagonal:
             return (pool @ (p * (1 - p))).mul_(factor).unsqueeze(0)
-        return _class_precision((p * pool[:, None]).mT @ p).mul_(factor).unsqueeze(0)
+        return _form_class_precision((p * pool[:, None]).mT @ p).mul_(factor).unsqueeze(0)
     rows_at_once = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
     starts = range(0, max(len(f), 1), rows_at_once)
     blocks = [slice(start, start + rows_at_once) for start in starts]
@@ -171,7 +169,7 @@ def _require_temperature(likelihood: Likelihood) -> float:
     return temperature
 
 
-def _class_factor(likelihood: Likelihood) -> float:
+def _compute_class_factor(likelihood: Likelihood) -> float:
     """Return the factor in Λ = factor · (diag(p) − ppᵀ), for a likelihood with softmax(f/T).
 
     The factor is β/T², with β the power of a tempered likelihood: both derivatives in f carry 1/T.
@@ -238,13 +236,13 @@ def _average_classes_at_nodes(
     log_prob = logit_of_y.sub_(total.log()).squeeze(1) @ weights
     p /= total
     is_y = torch.nn.functional.one_hot(y.long(), points.shape[1])
-    factor = _class_factor(likelihood)
+    factor = _compute_class_factor(likelihood)
     if pool is None:
         # Equal weights need no copy of p that is multiplied by them.
         equal_weights = bool((weights == weights[0]).all())
         outer = (p @ p.mT).mul_(weights[0]) if equal_weights else (p * weights) @ p.mT
         score = is_y - outer.sum(-1)  # Σ_c p_c = 1 at each node, so rows of E p pᵀ sum to E p
-        precision = _class_precision(outer).mul_(factor)
+        precision = _form_class_precision(outer).mul_(factor)
     else:
         score = is_y - p @ weights
         if diagonal:
@@ -253,11 +251,11 @@ def _average_classes_at_nodes(
             # One product over all rows and nodes.
             flat = p.movedim(1, 0).flatten(1)  # (C, bJ)
             outer = (flat * (pool[:, None] * weights).flatten()) @ flat.mT
-            precision = _class_precision(outer).mul_(factor).unsqueeze(0)
+            precision = _form_class_precision(outer).mul_(factor).unsqueeze(0)
     return Derivatives(beta * log_prob, beta / temperature * score, precision)
 
 
-def curvature_product(
+def multiply_by_curvature(
     likelihood: Likelihood,
     y: Tensor,
     f: Tensor,
@@ -274,14 +272,14 @@ def curvature_product(
     """
     if likelihood.softmax and root is None:
         p = likelihood.mean(f)
-        return _class_factor(likelihood) * p * (u - (p * u).sum(1, keepdim=True))
+        return _compute_class_factor(likelihood) * p * (u - (p * u).sum(1, keepdim=True))
     if likelihood.softmax and row_nodes is not None and isinstance(root, ScaledRoot):
         products = []
         for rows, _, p in _iterate_row_nodes(likelihood, y, f, root, row_nodes):
             columns = u[rows].to(p.dtype).mT.unsqueeze(-1)  # (C, b, 1)
             at_nodes = p.mul(columns - (p * columns).sum(0))  # p∘(u − pᵀu), (C, b, S)
             products.append(at_nodes.mean(2, dtype=torch.float64).mT)
-        return _class_factor(likelihood) * torch.cat(products)
+        return _compute_class_factor(likelihood) * torch.cat(products)
     rows_at_once = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
     products = []
     for start in range(0, len(f), rows_at_once):
@@ -359,12 +357,12 @@ def _average_pooled_classes(
             # One product over all rows and nodes.
             total += ((p * weights[:, None]).flatten(1) @ p.flatten(1).mT).double()
     is_y = torch.nn.functional.one_hot(y.long(), C)
-    precision = total if diagonal else _class_precision((total + total.mT).div_(2))
-    precision = precision.mul_(_class_factor(likelihood)).unsqueeze(0)
+    precision = total if diagonal else _form_class_precision((total + total.mT).div_(2))
+    precision = precision.mul_(_compute_class_factor(likelihood)).unsqueeze(0)
     return Derivatives(beta * log_prob, beta / temperature * (is_y - mean.mT), precision)
 
 
-def _class_precision(outer: Tensor) -> Tensor:
+def _form_class_precision(outer: Tensor) -> Tensor:
     """Return diag(E p) − E p pᵀ from E p pᵀ (..., C, C), which is overwritten.
 
     Its rows sum to zero exactly, because each diagonal entry is the sum of the others in its row.

@@ -19,8 +19,8 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     check_output_count,
-    covariance_of,
-    scalar_target,
+    compute_covariance,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import LARGEST_COUNT, Counts, Support
 from ssla.maths.elementwise import capped_exp, common_shape, largest_exponent, softplus_difference
@@ -106,7 +106,7 @@ class Poisson(Likelihood):
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return y log λ − λ − log y! (...); −∞ where a rate is not positive."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         output = f[..., 0]
         if self.linear_domain:
             few = y * output - capped_exp(output) - torch.lgamma(y + 1)
@@ -123,7 +123,7 @@ class Poisson(Likelihood):
         With Δ = f_new − f_old and λ at f_old it is yΔ − λ expm1(Δ) for a log link, and
         y log1p(Δ/λ) − Δ for the identity, where it is −∞ if the new rate is not positive.
         """
-        y = scalar_target(y, f_new).to(f_new.dtype)
+        y = squeeze_scalar_target(y, f_new).to(f_new.dtype)
         new, old = f_new[..., 0], f_old[..., 0]
         step = new - old
         if self.linear_domain:
@@ -140,13 +140,13 @@ class Poisson(Likelihood):
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return y − λ for a log link, or y/λ − 1 for the identity (..., 1)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         output = f[..., 0]
         return (y - capped_exp(output) if self.linear_domain else y / output - 1).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return λ for a log link, or y/λ² for the identity (..., 1, 1)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         output = f[..., 0]
         if self.linear_domain:
             value = capped_exp(output).expand(common_shape(y, output))
@@ -171,7 +171,7 @@ class Poisson(Likelihood):
         if self.linear_domain:
             return None
         y, m, variance = torch.broadcast_tensors(
-            scalar_target(y, f).to(f.dtype), f[..., 0], K[..., 0, 0]
+            squeeze_scalar_target(y, f).to(f.dtype), f[..., 0], K[..., 0, 0]
         )
         # A standard deviation below 1e-6 of the rate has no mass at zero. This floor keeps
         # derivatives finite where K = 0.
@@ -200,11 +200,11 @@ class Poisson(Likelihood):
         """
         if not self.linear_domain:
             return None
-        exponent = 0.5 * covariance_of(root, f)[:, 0, 0] + f[:, 0]
+        exponent = 0.5 * compute_covariance(root, f)[:, 0, 0] + f[:, 0]
         if bool((exponent > LARGEST_EXPONENT).any()):
             return None
         rate = torch.exp(exponent)
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         log_prob = y * f[:, 0] - rate - torch.lgamma(y + 1)
         return Derivatives(log_prob, (y - rate).unsqueeze(-1), rate[:, None, None])
 
@@ -302,7 +302,7 @@ class NegativeBinomial(Likelihood):
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log Γ(y + r)/(Γ(r) y!) + r log(1 − p) + y log p (...)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         z = self._log_mean_over_r(f)
         r = 1 / self.dispersion
         few = (
@@ -320,7 +320,7 @@ class NegativeBinomial(Likelihood):
 
         It is the change of r log(1 − p) + y log p; the other terms do not depend on f.
         """
-        y = scalar_target(y, f_new).to(f_new.dtype)
+        y = squeeze_scalar_target(y, f_new).to(f_new.dtype)
         z = self._log_mean_over_r(f_old)
         step = (f_new - f_old)[..., 0]
         change_of_r_term = -softplus_difference(z, step) / self.dispersion
@@ -328,13 +328,13 @@ class NegativeBinomial(Likelihood):
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return y(1 − p) − rp (..., 1)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         z = self._log_mean_over_r(f)
         return (y * torch.sigmoid(-z) - torch.sigmoid(z) / self.dispersion).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (y + r)p(1 − p) (..., 1, 1)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         z = self._log_mean_over_r(f)
         return ((y + 1 / self.dispersion) * torch.sigmoid(z) * torch.sigmoid(-z))[..., None, None]
 

@@ -14,8 +14,8 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     check_output_count,
-    log_density_on_line,
-    scalar_target,
+    make_log_density_on_line,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import (
     Circular,
@@ -81,7 +81,7 @@ class Custom(Likelihood):
         Raises TypeError if the user's function does not return a tensor, and ValueError if the
         result has not one value for each y.
         """
-        y = scalar_target(y, f)
+        y = squeeze_scalar_target(y, f)
         if (
             isinstance(self.support, Counts)
             and y.is_floating_point()
@@ -89,7 +89,7 @@ class Custom(Likelihood):
             and not is_inside_vmap(y)
             and bool((y != y.floor()).any())
         ):
-            return self._between_counts(y, f)
+            return self._interpolate_counts(y, f)
         if isinstance(self.support, Circular):
             y = quadrature.wrap_angles(y)
         value = self.log_prob_function(y, f)
@@ -107,7 +107,7 @@ class Custom(Likelihood):
             )
         return value
 
-    def _between_counts(self, y: Tensor, f: Tensor) -> Tensor:
+    def _interpolate_counts(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log p (...) interpolated linearly between the counts below and above y (...).
 
         The user's function may be undefined between counts. Where one of the two counts is
@@ -137,16 +137,18 @@ class Custom(Likelihood):
         self, y: Tensor, f: Tensor, second: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return log p (...), g (..., C) and Λ (..., C, C), or None unless `second`."""
-        y = scalar_target(y, f)
+        y = squeeze_scalar_target(y, f)
         shape = common_shape(y, f[..., 0])
         # Rows are independent, so the gradient of a sum over rows holds the derivative of each row.
         with record_derivatives("log_prob of the likelihood"):
             free = f.detach().expand(*shape, f.shape[-1]).clone().requires_grad_(True)
             log_prob = self.log_prob(y, free)
-            score = _gradient(log_prob.sum(), free, keep=second)
+            score = _compute_gradient(log_prob.sum(), free, keep=second)
             if not second:
                 return log_prob.detach(), score.detach(), None
-            rows = [-_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])]
+            rows = [
+                -_compute_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])
+            ]
             precision = torch.stack(rows, -2).detach()
         # Second derivatives are symmetric, except for rounding errors of autograd.
         return log_prob.detach(), score.detach(), (precision + precision.mT) / 2
@@ -191,13 +193,17 @@ class Custom(Likelihood):
 
     def mean(self, f: Tensor) -> Tensor:
         """Return the user's mean, or that of the density: (...), or (..., C) for classes."""
-        return self._moments(f)[0] if self.mean_function is None else self.mean_function(f)
+        return self._compute_moments(f)[0] if self.mean_function is None else self.mean_function(f)
 
     def variance(self, f: Tensor) -> Tensor:
         """Return the user's variance, or that of the density, with the shape of `mean`."""
-        return self._moments(f)[1] if self.variance_function is None else self.variance_function(f)
+        return (
+            self._compute_moments(f)[1]
+            if self.variance_function is None
+            else self.variance_function(f)
+        )
 
-    def _moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and variance of the density at f (..., C'), by summation or quadrature.
 
         Both are (...), or (..., C) with one entry for each of C classes.
@@ -208,10 +214,10 @@ class Custom(Likelihood):
             _, _, p = self._build_nodes(flat)[0]
             p = p.reshape(*f.shape[:-1], p.shape[-1]).to(f.dtype)
             return p, p * (1 - p)
-        mean, variance = self._scalar_moments(flat)
+        mean, variance = self._compute_scalar_moments(flat)
         return mean.reshape(f.shape[:-1]).to(f.dtype), variance.reshape(f.shape[:-1]).to(f.dtype)
 
-    def _scalar_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_scalar_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean (N,) and variance (N,) of a y that is one number, for f (N, C)."""
         mean = torch.zeros(len(f), dtype=torch.float64)
         variance = torch.zeros_like(mean)
@@ -221,7 +227,10 @@ class Custom(Likelihood):
                 mean[rows], variance[rows] = grid.moments
         elif isinstance(self.support, Continuous):
             mean, variance = quadrature.mapped_moments(
-                log_density_on_line(self, f), self._build_grids(f), self.support.from_real, ACCURACY
+                make_log_density_on_line(self, f),
+                self._build_grids(f),
+                self.support.from_real,
+                ACCURACY,
             )
         elif isinstance(self.support, Circular):
             for rows, circle in self._build_circles(f):
@@ -357,7 +366,7 @@ class Custom(Likelihood):
             and isinstance(self.support, Real)
         ):
             return self.mean_function(f), self.variance_function(f).sqrt()
-        return quadrature.locate_densities(log_density_on_line(self, f), f.shape[0])
+        return quadrature.locate_densities(make_log_density_on_line(self, f), f.shape[0])
 
     def _build_circles(self, f: Tensor) -> list[quadrature.RowCircle]:
         """Return grids of angles, with the rows of f (N, C) on each."""
@@ -369,7 +378,7 @@ class Custom(Likelihood):
         """Return grids in the support's real coordinate, with the rows of f (N, C) on each."""
         # `locate_target` does not use K, so f stands in for it.
         centre, scale = self.locate_target(f, K=f)
-        return quadrature.build_grids(log_density_on_line(self, f), centre, scale, ACCURACY)
+        return quadrature.build_grids(make_log_density_on_line(self, f), centre, scale, ACCURACY)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of y (n, ...), by inversion of the distribution function."""
@@ -391,7 +400,7 @@ class Custom(Likelihood):
         return draws.reshape(n, *f.shape[:-1]).to(f.dtype)
 
 
-def _gradient(total: Tensor, free: Tensor, keep: bool) -> Tensor:
+def _compute_gradient(total: Tensor, free: Tensor, keep: bool) -> Tensor:
     """Return the gradient of a scalar with respect to `free`, with the shape of `free`.
 
     It is zero if the scalar does not depend on `free`. keep: keep the graph, for second

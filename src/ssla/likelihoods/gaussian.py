@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from ssla._checks import check_positive, copy_if_inference, in_plain_torch
-from ssla.likelihoods.likelihood import LOG_2PI, Likelihood, describe_residuals, scalar_target
+from ssla.likelihoods.likelihood import (
+    LOG_2PI,
+    Likelihood,
+    describe_residuals,
+    squeeze_scalar_target,
+)
 from ssla.likelihoods.support import Real, RealVector, Support
 
 ESTIMATE = "estimate"
@@ -94,21 +99,21 @@ class Gaussian(Likelihood):
         sigma = torch.as_tensor(cast("float | Tensor", self.noise), dtype=f.dtype, device=f.device)
         return torch.diag(sigma.expand(f.shape[-1]) ** 2)
 
-    def _noise_precision(self, f: Tensor) -> Tensor:
+    def _compute_noise_precision(self, f: Tensor) -> Tensor:
         """Return Σ⁻¹ (C, C) in the dtype of f (..., C)."""
         if self.covariance is None:
             return torch.diag(1 / self.covariance_for(f).diagonal())
         factor = torch.linalg.cholesky(self.covariance)
         return torch.cholesky_solve(torch.eye(factor.shape[0], dtype=factor.dtype), factor).to(f)
 
-    def _residual(self, y: Tensor, f: Tensor) -> Tensor:
+    def _compute_residual(self, y: Tensor, f: Tensor) -> Tensor:
         """Return y − f (..., C) for y (...) or (..., C) and f (..., C)."""
-        return scalar_target(y, f).unsqueeze(-1) - f if f.shape[-1] == 1 else y - f
+        return squeeze_scalar_target(y, f).unsqueeze(-1) - f if f.shape[-1] == 1 else y - f
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log N(y; f, Σ) (...)."""
         sigma = self.covariance_for(f)
-        residual = self._residual(y, f)
+        residual = self._compute_residual(y, f)
         if self.covariance is not None:
             return _log_normal(residual, sigma)
         scale = sigma.diagonal().sqrt()
@@ -120,21 +125,21 @@ class Gaussian(Likelihood):
 
         It is (f_new − f_old)ᵀ Σ⁻¹ (y − (f_new + f_old)/2).
         """
-        mean_residual = (self._residual(y, f_new) + self._residual(y, f_old)) / 2
-        return ((f_new - f_old) @ self._noise_precision(f_new) * mean_residual).sum(-1)
+        mean_residual = (self._compute_residual(y, f_new) + self._compute_residual(y, f_old)) / 2
+        return ((f_new - f_old) @ self._compute_noise_precision(f_new) * mean_residual).sum(-1)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return Σ⁻¹(y − f) (..., C)."""
-        return self._residual(y, f) @ self._noise_precision(f)
+        return self._compute_residual(y, f) @ self._compute_noise_precision(f)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return Σ⁻¹ (..., C, C) for the common shape of y and f."""
-        shape = self._residual(y, f).shape
-        return self._noise_precision(f).expand(*shape, shape[-1])
+        shape = self._compute_residual(y, f).shape
+        return self._compute_noise_precision(f).expand(*shape, shape[-1])
 
     def fisher(self, f: Tensor) -> Tensor:
         """Return Σ⁻¹ (..., C, C)."""
-        return self._noise_precision(f).expand(*f.shape, f.shape[-1])
+        return self._compute_noise_precision(f).expand(*f.shape, f.shape[-1])
 
     def mean(self, f: Tensor) -> Tensor:
         """Return f: (...) for one output, (..., C) for several."""
@@ -160,7 +165,7 @@ class Gaussian(Likelihood):
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
         """Return log N(y; f̂, Σ + K) (B,) for y (B,) or (B, C), f (B, C) and K (B, C, C)."""
-        return _log_normal(self._residual(y, f), self.covariance_for(f) + K)
+        return _log_normal(self._compute_residual(y, f), self.covariance_for(f) + K)
 
     def multiply_dispersion(self, factor: float) -> Gaussian:
         """Return the likelihood with `factor` times the standard deviation.

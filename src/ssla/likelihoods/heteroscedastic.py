@@ -17,9 +17,9 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     check_output_count,
-    covariance_of,
+    compute_covariance,
     describe_residuals,
-    scalar_target,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import Real, Support
 from ssla.maths.elementwise import capped_exp
@@ -67,7 +67,7 @@ class HeteroscedasticGaussian(Likelihood):
         scale = "" if self.scale == 1 else f", scale={self.scale:.4g}"
         return f"HeteroscedasticGaussian(parameters={self.parameters!r}{scale})"
 
-    def _at_unit_scale(self, f: Tensor) -> Tensor:
+    def _convert_to_unit_scale(self, f: Tensor) -> Tensor:
         """Return the outputs (..., 2) that give the same distribution of y at scale 1."""
         if self.scale == 1:
             return f
@@ -85,14 +85,14 @@ class HeteroscedasticGaussian(Likelihood):
         """
         if not self.linear_domain:
             return None
-        K = covariance_of(root, f)
-        f = self._at_unit_scale(f)
+        K = compute_covariance(root, f)
+        f = self._convert_to_unit_scale(f)
         exponent = 0.5 * K[:, -1, -1] - f[:, -1]
         if bool((exponent > LARGEST_EXPONENT).any()):
             return None
         w = torch.exp(exponent)
         mean, log_variance = f.unbind(-1)
-        r = scalar_target(y, f) - mean + K[:, 0, 1]
+        r = squeeze_scalar_target(y, f) - mean + K[:, 0, 1]
         average_rw = w * r  # E r e⁻ˢ
         average_r2w = w * (r * r + K[:, 0, 0])  # E r² e⁻ˢ
         log_prob = -0.5 * (LOG_2PI + log_variance + average_r2w)
@@ -126,7 +126,7 @@ class HeteroscedasticGaussian(Likelihood):
         """
         assert self.linear_domain, "natural parameters have no density for every output"
         nodes, weights = normal_nodes(1)
-        mean_centre, s_centre = self._at_unit_scale(f).unbind(-1)
+        mean_centre, s_centre = self._convert_to_unit_scale(f).unbind(-1)
         c = K[:, 1, 1].clamp_min(1e-300)  # Var s; without uncertainty it must not divide by zero
         s = s_centre[:, None] + c.sqrt()[:, None] * nodes[:, 0]  # (B, J)
         # Given s, μ is Gaussian: its mean is linear in s, and its variance adds to the noise.
@@ -134,7 +134,7 @@ class HeteroscedasticGaussian(Likelihood):
         mean = mean_centre[:, None] + slope * (s - s_centre[:, None])
         variance = s.exp() + (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)
         log_prob = -0.5 * (
-            LOG_2PI + variance.log() + (scalar_target(y, f)[:, None] - mean) ** 2 / variance
+            LOG_2PI + variance.log() + (squeeze_scalar_target(y, f)[:, None] - mean) ** 2 / variance
         )
         return torch.logsumexp(log_prob + weights.log(), 1)
 
@@ -171,8 +171,8 @@ class HeteroscedasticGaussian(Likelihood):
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log N(y; μ, σ²) (...); −∞ outside the domain."""
-        y = scalar_target(y, f)
-        first, second = self._at_unit_scale(f).unbind(-1)
+        y = squeeze_scalar_target(y, f)
+        first, second = self._convert_to_unit_scale(f).unbind(-1)
         if self.linear_domain:
             r = y - first
             return -0.5 * (LOG_2PI + second + r * r * capped_exp(-second))
@@ -184,7 +184,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation for small changes."""
-        y = scalar_target(y, f_new)
+        y = squeeze_scalar_target(y, f_new)
         if self.linear_domain:
             return self._difference_of_log_variance(y, f_new, f_old)
         return self._difference_of_natural(y, f_new, f_old)
@@ -197,7 +197,7 @@ class HeteroscedasticGaussian(Likelihood):
         """
         # The step is that of the given outputs: the scale would only add rounding errors.
         mean_step, s_step = (f_new - f_old).unbind(-1)
-        f_new, f_old = self._at_unit_scale(f_new), self._at_unit_scale(f_old)
+        f_new, f_old = self._convert_to_unit_scale(f_new), self._convert_to_unit_scale(f_old)
         r_new = y - f_new[..., 0]
         r_old = y - f_old[..., 0]
         w_new = capped_exp(-f_new[..., 1])
@@ -214,8 +214,8 @@ class HeteroscedasticGaussian(Likelihood):
         f_old, w = −2η₂ = 1/σ² and m = η₁/w at f_old, and m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where
         f_new is outside the domain.
         """
-        first_step, second_step = self._at_unit_scale(f_new - f_old).unbind(-1)
-        f_new, f_old = self._at_unit_scale(f_new), self._at_unit_scale(f_old)
+        first_step, second_step = self._convert_to_unit_scale(f_new - f_old).unbind(-1)
+        f_new, f_old = self._convert_to_unit_scale(f_new), self._convert_to_unit_scale(f_old)
         w_old = -2 * f_old[..., 1]
         w_new = -2 * f_new[..., 1]
         w_step = -2 * second_step
@@ -236,8 +236,8 @@ class HeteroscedasticGaussian(Likelihood):
         if not self.linear_domain:
             return self.derivatives(y, f).score
         # The same numbers as in `derivatives`, but without Λ, which costs more.
-        r = scalar_target(y, f) - f[..., 0]
-        rw = r * capped_exp(-self._at_unit_scale(f)[..., 1])
+        r = squeeze_scalar_target(y, f) - f[..., 0]
+        rw = r * capped_exp(-self._convert_to_unit_scale(f)[..., 1])
         return stack_last([rw, (r * rw).mul_(0.5).sub_(0.5)])
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
@@ -246,8 +246,8 @@ class HeteroscedasticGaussian(Likelihood):
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
         """Return log p (...), g (..., 2) and Λ (..., 2, 2)."""
-        y = scalar_target(y, f)
-        first, second = self._at_unit_scale(f).unbind(-1)
+        y = squeeze_scalar_target(y, f)
+        first, second = self._convert_to_unit_scale(f).unbind(-1)
         if not self.linear_domain:
             # The derivatives in η have a factor 1/scale² for each order.
             m, v = -first / (2 * second), -1 / (2 * second)
@@ -265,7 +265,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def fisher(self, f: Tensor) -> Tensor:
         """Return the Fisher information (..., 2, 2)."""
-        second = self._at_unit_scale(f)[..., 1]
+        second = self._convert_to_unit_scale(f)[..., 1]
         if self.linear_domain:
             w = capped_exp(-second)
             zero = torch.zeros_like(w)
@@ -281,7 +281,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def variance(self, f: Tensor) -> Tensor:
         """Return σ² (...)."""
-        second = self._at_unit_scale(f)[..., 1]
+        second = self._convert_to_unit_scale(f)[..., 1]
         return capped_exp(second) if self.linear_domain else -1 / (2 * second)
 
     def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
@@ -321,10 +321,10 @@ class HeteroscedasticGaussian(Likelihood):
             return []
         # In units of the noise e^(ŝ/2), where ŝ is zero: single precision cannot hold squares of y
         # in every unit.
-        unit = torch.exp(-0.5 * self._at_unit_scale(f)[..., 1])
+        unit = torch.exp(-0.5 * self._convert_to_unit_scale(f)[..., 1])
         # R = [[a, 0], [b, e]].
         a, b, e = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
-        r = (scalar_target(y, f) - f[..., 0]) * unit
+        r = (squeeze_scalar_target(y, f) - f[..., 0]) * unit
         s = torch.zeros_like(f[..., 1])
         c = torch.addcmul(b * b, e, e)
         a_over_c = a / c.clamp_min(torch.finfo(c.dtype).tiny)
@@ -338,14 +338,14 @@ class HeteroscedasticGaussian(Likelihood):
         # Newton steps are fast in single precision. One more in double precision squares their
         # error.
         single = task.map_fields(Tensor.float)
-        d = single.lambert_start()
+        d = single.find_lambert_start()
         for _ in range(PROFILE_STEPS):
-            d = single.newton_step(d)
-        d = task.newton_step(d.to(r.dtype))
+            d = single.take_newton_step(d)
+        d = task.take_newton_step(d.to(r.dtype))
         hard = (c * a * a > SEVERAL_MODES * q) & (c > 0)
         if bool(hard.any()):
             rows = hard.nonzero().squeeze(-1)
-            d[rows] = task.map_fields(lambda values: values[rows]).highest_maximum(d[rows])
+            d[rows] = task.map_fields(lambda values: values[rows]).find_highest_maximum(d[rows])
         # v = Rᵀ(t, u) with u = ½t²E − ½.
         E = capped_exp(s + d)
         t = torch.addcmul(r, beta, d, value=-1) / (E + q)
@@ -375,7 +375,7 @@ class _Profile(NamedTuple):
         """Return the profile with a function (M,) -> (m,) applied to each field."""
         return _Profile(*(function(values) for values in self))
 
-    def lambert_start(self) -> Tensor:
+    def find_lambert_start(self) -> Tensor:
         """Return an approximate maximum d (M,) of h.
 
         For β = 0 and fixed q the maximum has d + c/2 = W(½ c z² e^(c/2)), with z² = E ρ²/(E + q)²
@@ -387,7 +387,7 @@ class _Profile(NamedTuple):
         w = torch.log1p(0.5 * self.c * z2 * capped_exp(0.5 * self.c))
         return w * (1 - torch.log1p(w) / (2 + w)) - 0.5 * self.c
 
-    def newton_step(self, d: Tensor) -> Tensor:
+    def take_newton_step(self, d: Tensor) -> Tensor:
         """Return d (M,) after one Newton step on h, with the derivatives of `starting_points`.
 
         h need not be concave: its curvature is taken as at least a share of its positive part.
@@ -410,7 +410,7 @@ class _Profile(NamedTuple):
         value = -0.5 * (self.s + d + rho * rho / variance + d * d / self.c)
         return torch.nan_to_num(value, nan=-torch.inf, posinf=-torch.inf)
 
-    def highest_maximum(self, d: Tensor) -> Tensor:
+    def find_highest_maximum(self, d: Tensor) -> Tensor:
         """Return the highest maximum (M,) of h that is reached from d (M,) and three other points.
 
         These points are: −c/2, the maximum if y is near its mean; a noise as large as the residual;
@@ -439,7 +439,7 @@ class _Profile(NamedTuple):
         """
         height = self.height(d)
         for _ in range(SAFE_STEPS):
-            step = self.newton_step(d) - d
+            step = self.take_newton_step(d) - d
             step = torch.where(torch.isfinite(step), step, torch.zeros_like(step))
             step = step.clamp(-LONGEST_STEP, LONGEST_STEP)
             trial_height = self.height(d + step)

@@ -51,11 +51,11 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
         log_sum = log_terms.logsumexp(1)
         averages[rows] = log_sum
         if C > GAUSS_HERMITE:
-            averages[rows] += _jensen_correction((log_terms - log_sum[:, None]).exp())
+            averages[rows] += _compute_jensen_correction((log_terms - log_sum[:, None]).exp())
     return averages
 
 
-def _jensen_correction(shares: Tensor) -> Tensor:
+def _compute_jensen_correction(shares: Tensor) -> Tensor:
     """Return by how much the logarithm of a sum over nodes is too low on average (b,).
 
     It is half the relative variance of the sum. shares (b, J): the terms of the sum, divided by it,

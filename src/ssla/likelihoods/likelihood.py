@@ -283,7 +283,7 @@ class Likelihood(Protocol):
         integral ∫₀¹ g(f_old + tΔ)ᵀΔ dt by four Gauss–Legendre nodes, whose error is O(|Δ|⁹).
         Elsewhere it is the plain difference.
         """
-        y = scalar_target(y, f_new)
+        y = squeeze_scalar_target(y, f_new)
         step = f_new - f_old
         plain = self.log_prob(y, f_new) - self.log_prob(y, f_old)
         close = (step.abs() <= LARGEST_INTEGRATED_STEP).all(-1)
@@ -421,7 +421,7 @@ class Likelihood(Protocol):
         A grid over y starts there, in the support's real coordinate. f is (N, C) and K is (N, C,
         C). The default searches p(y|f̂) for both, so it does not use K.
         """
-        return quadrature.locate_densities(log_density_on_line(self, f), f.shape[0])
+        return quadrature.locate_densities(make_log_density_on_line(self, f), f.shape[0])
 
     def centre_and_deviation(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return the centre and the standard deviation of y for f ~ N(f̂, K), of one shape.
@@ -433,7 +433,7 @@ class Likelihood(Protocol):
         return f, torch.full_like(f, torch.inf)
 
 
-def log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDensity:
+def make_log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDensity:
     """Return the function (z (n, k), rows (n,)) -> log density of z (n, k) given f[rows].
 
     f (N, C) holds the outputs, and z is y in the support's real coordinate. Raises AssertionError
@@ -500,13 +500,13 @@ def describe_residuals(factor: float) -> str:
 LARGEST_EXPONENT = 170.0
 
 
-def covariance_of(root: Root, f: Tensor) -> Tensor:
+def compute_covariance(root: Root, f: Tensor) -> Tensor:
     """Return K = R Rᵀ (B, C, C) from its root, in the dtype of the outputs f (B, C)."""
     R = root.multiply(torch.eye(f.shape[1], dtype=f.dtype))
     return R @ R.mT
 
 
-def scalar_target(y: Tensor, f: Tensor) -> Tensor:
+def squeeze_scalar_target(y: Tensor, f: Tensor) -> Tensor:
     """Return y without its last dimension if y and f are both (..., 1); otherwise y itself.
 
     A scalar target may be given as a column (N, 1), but the formulas need (N,).

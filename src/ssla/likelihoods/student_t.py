@@ -13,7 +13,7 @@ from ssla.likelihoods.likelihood import (
     Likelihood,
     check_output_count,
     describe_residuals,
-    scalar_target,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import Real, Support
 
@@ -55,13 +55,13 @@ class StudentT(Likelihood):
         check_output_count("StudentT", outputs, 1, "the location")
         return Real()
 
-    def _standardised_residual(self, y: Tensor, f: Tensor) -> Tensor:
+    def _standardise_residual(self, y: Tensor, f: Tensor) -> Tensor:
         """Return the standardised residual (y − f)/scale (...) for f (..., 1)."""
-        return (scalar_target(y, f) - f[..., 0]) / self.scale
+        return (squeeze_scalar_target(y, f) - f[..., 0]) / self.scale
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return the log density of Student's t at z, less log scale (...)."""
-        z = self._standardised_residual(y, f)
+        z = self._standardise_residual(y, f)
         constant = (
             math.lgamma((self.df + 1) / 2)
             - math.lgamma(self.df / 2)
@@ -75,7 +75,7 @@ class StudentT(Likelihood):
         It is −½(df + 1) log1p(ratio) with ratio = (z_new − z_old)(z_new + z_old)/(df + z_old²).
         Where the ratio is below −½ it is the plain difference, which does not cancel there.
         """
-        new, old = self._standardised_residual(y, f_new), self._standardised_residual(y, f_old)
+        new, old = self._standardise_residual(y, f_new), self._standardise_residual(y, f_old)
         ratio = (f_old - f_new)[..., 0] / self.scale * (new + old) / (self.df + old * old)
         plain = torch.log1p(new * new / self.df) - torch.log1p(old * old / self.df)
         change = torch.where(ratio > -0.5, torch.log1p(ratio.clamp_min(-0.5)), plain)
@@ -83,12 +83,12 @@ class StudentT(Likelihood):
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (df + 1) z / (scale (df + z²)) (..., 1)."""
-        z = self._standardised_residual(y, f)
+        z = self._standardise_residual(y, f)
         return ((self.df + 1) / self.scale * z / (self.df + z * z)).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (df + 1)(df − z²) / (scale² (df + z²)²) (..., 1, 1)."""
-        z = self._standardised_residual(y, f)
+        z = self._standardise_residual(y, f)
         q = self.df + z * z
         # Two divisions by q, because q² overflows for a distant y.
         return ((self.df + 1) / self.scale**2 * ((self.df - z * z) / q) / q)[..., None, None]
@@ -119,7 +119,7 @@ class StudentT(Likelihood):
         """
         r = R[..., 0, 0]
         # Without uncertainty (r = 0) the only point is v = 0.
-        at_y = (scalar_target(y, f) - f[..., 0]) / torch.where(r > 0, r, torch.inf)
+        at_y = (squeeze_scalar_target(y, f) - f[..., 0]) / torch.where(r > 0, r, torch.inf)
         return [torch.zeros_like(f), at_y.unsqueeze(-1)]
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from ssla.likelihoods.support import Support
 from ssla.maths.roots import Root
 
 
-def _property_of_base(name: str) -> Any:
+def _make_property_of_base(name: str) -> Any:
     """Return a property of `Tempered` that has the value of its base's property of that name."""
     return property(attrgetter(f"base.{name}"))
 
@@ -57,18 +57,18 @@ class Tempered(Likelihood):
         return self.beta * self.base.power
 
     # True of every power of a density.
-    linear_domain = _property_of_base("linear_domain")
-    links = _property_of_base("links")
-    needs_noise_estimate = _property_of_base("needs_noise_estimate")
-    concave = _property_of_base("concave")
-    averages_differ = _property_of_base("averages_differ")
-    fisher_in_closed_form = _property_of_base("fisher_in_closed_form")
-    mean_has_gradient = _property_of_base("mean_has_gradient")
-    logit_temperature = _property_of_base("logit_temperature")
-    softmax = _property_of_base("softmax")
-    shift_invariant = _property_of_base("shift_invariant")
-    one_probability = _property_of_base("one_probability")
-    overdispersion = _property_of_base("overdispersion")
+    linear_domain = _make_property_of_base("linear_domain")
+    links = _make_property_of_base("links")
+    needs_noise_estimate = _make_property_of_base("needs_noise_estimate")
+    concave = _make_property_of_base("concave")
+    averages_differ = _make_property_of_base("averages_differ")
+    fisher_in_closed_form = _make_property_of_base("fisher_in_closed_form")
+    mean_has_gradient = _make_property_of_base("mean_has_gradient")
+    logit_temperature = _make_property_of_base("logit_temperature")
+    softmax = _make_property_of_base("softmax")
+    shift_invariant = _make_property_of_base("shift_invariant")
+    one_probability = _make_property_of_base("one_probability")
+    overdispersion = _make_property_of_base("overdispersion")
 
     def multiply_dispersion(self, factor: float) -> Likelihood:
         """Return the same power of the base with `factor` times its spread.

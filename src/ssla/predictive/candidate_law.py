@@ -38,7 +38,7 @@ MOST_DIFFERENCE = 0.01
 
 
 @cached_constant
-def _spline_matrix(count: int) -> Tensor:
+def _make_spline_matrix(count: int) -> Tensor:
     """Return the matrix (k, k) from values at 0, 1, …, k − 1 to their spline's second derivatives.
 
     The spline is cubic and not-a-knot, k = count ≥ 4.
@@ -53,7 +53,7 @@ def _spline_matrix(count: int) -> Tensor:
 
 
 @cached_constant
-def _legendre_rule() -> tuple[Tensor, Tensor]:
+def _make_legendre_rule() -> tuple[Tensor, Tensor]:
     """Return four Gauss–Legendre nodes and weights on [0, 1], each (4,)."""
     nodes, weights = np.polynomial.legendre.leggauss(4)
     return torch.from_numpy((nodes + 1) / 2), torch.from_numpy(weights / 2)
@@ -101,9 +101,9 @@ class CandidateLaw(Law):
     @cached_property
     def _bends(self) -> Tensor:
         """Return the second derivatives of the spline in u at the candidates (N, k)."""
-        return (self.logs - self._peak) @ _spline_matrix(self.logs.shape[1]).mT
+        return (self.logs - self._peak) @ _make_spline_matrix(self.logs.shape[1]).mT
 
-    def _spline(self, u: Tensor) -> Tensor:
+    def _evaluate_spline(self, u: Tensor) -> Tensor:
         """Return the log density relative to the peak at places u (N, q)."""
         left = u.nan_to_num().floor().long().clamp(0, self._panels - 1)
         t = u - left
@@ -117,8 +117,8 @@ class CandidateLaw(Law):
     def _integrate(self, start: Tensor, length: Tensor) -> Tensor:
         """Compute ∫ exp(spline) du from places (N, q) over lengths (N, q) within a part."""
         total = torch.zeros_like(start)
-        for node, weight in zip(*_legendre_rule(), strict=True):
-            total = total + weight * self._spline(start + node * length).exp()
+        for node, weight in zip(*_make_legendre_rule(), strict=True):
+            total = total + weight * self._evaluate_spline(start + node * length).exp()
         return total * length
 
     @cached_property
@@ -147,9 +147,9 @@ class CandidateLaw(Law):
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Return mean and variance of y, (N,) each."""
-        nodes, weights = _legendre_rule()
+        nodes, weights = _make_legendre_rule()
         u = (self._edges[:-1, None] + nodes / FINE).flatten().expand(self.rows, -1)
-        shares = self._spline(u).exp() * weights.repeat(len(self._edges) - 1) / FINE
+        shares = self._evaluate_spline(u).exp() * weights.repeat(len(self._edges) - 1) / FINE
         shares = shares / self._cumulative[:, -1:]
         mean = (shares * u).sum(1)
         variance = (shares * (u - mean[:, None]) ** 2).sum(1)
@@ -168,7 +168,7 @@ class CandidateLaw(Law):
     @cached_property
     def mode(self) -> Tensor:
         """Return the y (N,) of highest density among the ends of all parts."""
-        heights = self._spline(self._edges.expand(self.rows, -1))
+        heights = self._evaluate_spline(self._edges.expand(self.rows, -1))
         return self.low + self.step * self._edges[heights.argmax(1)]
 
     @cached_property
@@ -194,7 +194,9 @@ class CandidateLaw(Law):
         """Return the normalised log density at y (N, k), −∞ beyond the grid."""
         u = (y - self.low[:, None]) / self.step
         inside = (u >= 0) & (u <= self._panels)
-        logs = self._spline(u.clamp(0, self._panels)) + self._peak - self._log_mass[:, None]
+        logs = (
+            self._evaluate_spline(u.clamp(0, self._panels)) + self._peak - self._log_mass[:, None]
+        )
         return torch.where(inside, logs, -torch.inf)
 
     def cdf(self, y: Tensor) -> Tensor:
@@ -224,19 +226,19 @@ class CandidateLaw(Law):
 
     def hdr(self, level: float) -> Regions:
         """Return the smallest region of y with that probability, a union of intervals."""
-        heights = self._spline(self._edges.expand(self.rows, -1))
+        heights = self._evaluate_spline(self._edges.expand(self.rows, -1))
         low, high = heights.amin(1) - 1, heights.amax(1)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            enough = self._probability(self._regions_above(heights, middle)) >= level
+            enough = self._compute_probability(self._find_regions_above(heights, middle)) >= level
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
-        return self._regions_above(heights, low)
+        return self._find_regions_above(heights, low)
 
-    def _regions_above(self, heights: Tensor, threshold: Tensor) -> Regions:
+    def _find_regions_above(self, heights: Tensor, threshold: Tensor) -> Regions:
         """Return the regions of y whose heights (N, …) exceed a threshold (N,)."""
         return Regions(*map(self._to_y, regions_above(heights, self._edges, threshold)))
 
-    def _probability(self, regions: Regions) -> Tensor:
+    def _compute_probability(self, regions: Regions) -> Tensor:
         """Return the probability (N,) of unions of intervals, padded with NaN."""
         lower, upper = self.cdf(regions.lower), self.cdf(regions.upper)
         return torch.nan_to_num(upper - lower).sum(1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ssla.maths.quadrature import Regions, RowCircle, build_circles, wrap_angles
 from ssla.predictive.law import PointwiseLaw, gather_regions, gather_rows
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import total_variance
+from ssla.predictive.spread import compute_variance_parts
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
@@ -60,7 +60,7 @@ class CircularLaw(PointwiseLaw):
         aleatoric = self.variance
         log_density = self.log_density
         if log_density.outputs_move:
-            _, noise = total_variance(log_density.likelihood, *log_density.marginal)
+            _, noise = compute_variance_parts(log_density.likelihood, *log_density.marginal)
             aleatoric = torch.minimum(noise, self.variance)
         return self.variance - aleatoric, aleatoric
 

@@ -14,7 +14,7 @@ from ssla.likelihoods.support import Classes
 from ssla.predictive.class_integrals import ClassIntegrals, compute_entropy
 from ssla.predictive.law import Law, select_highest
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import average_entropies, total_variance
+from ssla.predictive.spread import average_entropies, compute_variance_parts
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
@@ -154,7 +154,9 @@ class ClassLaw(ClassProbabilities):
         """Return the epistemic share of the variance, of the shape of the mean, by a quadrature
         over f.
         """
-        doubt, noise = total_variance(self.log_density.likelihood, *self.log_density.marginal)
+        doubt, noise = compute_variance_parts(
+            self.log_density.likelihood, *self.log_density.marginal
+        )
         return doubt / (doubt + noise).clamp_min(1e-300)
 
     def _epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:

@@ -21,7 +21,7 @@ from ssla.predictive.law import (
     select_highest,
 )
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import total_variance
+from ssla.predictive.spread import compute_variance_parts
 from ssla.refit import LogDensity
 
 # These numbers are guesses unless a reason is given. tests/predictive/test_counts.py checks the
@@ -119,7 +119,7 @@ class CountLaw(PointwiseLaw):
         among 25 counts around the best one, which are 8 times denser in each round, until they are
         neighbours.
         """
-        peaks = [_log_heights(table).argmax(1, keepdim=True) for table in self.tables]
+        peaks = [_compute_log_heights(table).argmax(1, keepdim=True) for table in self.tables]
         tables_and_peaks = list(zip(self.tables, peaks, strict=True))
         middles = [table.middles.gather(1, peak) for table, peak in tables_and_peaks]
         widths = [table.widths.gather(1, peak) for table, peak in tables_and_peaks]
@@ -185,7 +185,7 @@ class CountLaw(PointwiseLaw):
         whose density is NaN are all NaN.
         """
         runs = [
-            find_densest_runs(table.edges, _log_heights(table), share, level)
+            find_densest_runs(table.edges, _compute_log_heights(table), share, level)
             for table, share in zip(self.tables, self._block_shares, strict=True)
         ]
         unknown = self._log_mass.isnan()[:, None]
@@ -219,7 +219,7 @@ def _find_in_blocks(cumulative: Tensor, target: Tensor, right: bool) -> tuple[Te
     return block, (target - low) / (high - low).clamp_min(1e-300)
 
 
-def _log_heights(table: Table) -> Tensor:
+def _compute_log_heights(table: Table) -> Tensor:
     """Return the log of the mean probability of a count in each block (m, k), un-normalised.
 
     The log is −∞ for blocks without a count.
@@ -251,8 +251,8 @@ def find_densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: flo
     # neighbour.
     begins = lower == start
     ends = upper == start + width - 1
-    left_height = _neighbour_heights(heights, lowest, step=-1)
-    right_height = _neighbour_heights(heights, lowest, step=1)
+    left_height = _get_neighbour_heights(heights, lowest, step=-1)
+    right_height = _get_neighbour_heights(heights, lowest, step=1)
     keeps_left_part = ends & (~begins | (left_height >= right_height))
     lower = torch.where(begins & ~keeps_left_part, start + width - kept, lower)
     upper = torch.where(keeps_left_part, start + kept - 1, upper)
@@ -261,7 +261,7 @@ def find_densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: flo
     )
 
 
-def _neighbour_heights(heights: Tensor, blocks: Tensor, step: int) -> Tensor:
+def _get_neighbour_heights(heights: Tensor, blocks: Tensor, step: int) -> Tensor:
     """Return the heights (N, 1) of the blocks that are `step` to the right of the given ones (to
     the left for a negative step).
 
@@ -315,7 +315,7 @@ class _Tabulation:
         # The scale contains the noise and a small uncertainty of f at most. Longer tails are found
         # when windows are widened.
         small = K.clamp_max(SMALL_DOUBT) if log_density.outputs_move else torch.zeros_like(K)
-        doubt, noise = total_variance(log_density.likelihood, f, small)
+        doubt, noise = compute_variance_parts(log_density.likelihood, f, small)
         self.scale = (doubt + noise).sqrt().clamp_min(1.0)
         self.fallback = torch.zeros(len(f), dtype=torch.bool)
         self.unconverged = torch.zeros_like(self.fallback)
@@ -515,7 +515,7 @@ def _cut_at_valley(table: Table, mean: Tensor) -> Table:
 
     The sum over all counts of these rows does not exist. All rows are marked as inaccurate.
     """
-    heights = _log_heights(table)
+    heights = _compute_log_heights(table)
     is_right = (table.middles > mean[:, None] + 1) & (table.widths > 0)
     lowest_so_far = torch.where(is_right, heights, torch.inf).cummin(1).values
     # 1e-9: differences by rounding are not a rise.
@@ -523,7 +523,7 @@ def _cut_at_valley(table: Table, mean: Tensor) -> Table:
     return _mark_inaccurate(table)._replace(logs=torch.where(is_beyond, NOTHING, table.logs))
 
 
-def _last_two_blocks(table: Table) -> Tensor:
+def _find_last_two_blocks(table: Table) -> Tensor:
     """Return the numbers of the last two blocks that have counts (m, 2); 0 where there are fewer.
 
     The number of the last one comes second.
@@ -542,7 +542,7 @@ def _estimate_power_tail(table: Table, total: Tensor, last_two: Tensor) -> Tenso
     widths of any pattern: the total of a narrow block after a wide one is small, but its tail is
     long.
     """
-    before, last = _log_heights(table).gather(1, last_two).unbind(1)
+    before, last = _compute_log_heights(table).gather(1, last_two).unbind(1)
     log_counts = table.middles.gather(1, last_two).clamp_min(0.5).log()
     power = (before - last) / (log_counts[:, 1] - log_counts[:, 0])
     top = table.edges[:, -1].clamp_min(1)
@@ -553,7 +553,7 @@ def _estimate_power_tail(table: Table, total: Tensor, last_two: Tensor) -> Tenso
     return torch.where(power.isfinite(), torch.where(power > 1, tail, torch.inf), 0.0)
 
 
-def _log_ratio_of_totals(table: Table, last_two: Tensor) -> Tensor:
+def _compute_log_ratio_of_totals(table: Table, last_two: Tensor) -> Tensor:
     """Return the log of the ratio (m,) of the last block's total to that of the block before.
 
     last_two (m, 2): the numbers of these blocks. Where two patterns of edges are interleaved, the
@@ -578,15 +578,15 @@ def estimate_tails(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
     empty blocks before it.
     """
     total = table.logs.logsumexp(1)
-    last_two = _last_two_blocks(table)
+    last_two = _find_last_two_blocks(table)
     last = table.logs.gather(1, last_two)[:, 1]
-    ratio = _log_ratio_of_totals(table, last_two).exp()
+    ratio = _compute_log_ratio_of_totals(table, last_two).exp()
     tail = (last - total).exp() * ratio / (1 - ratio)
     right_tail = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
     right_tail = torch.maximum(right_tail, _estimate_power_tail(table, total, last_two))
     # If the last block has no probability, the counts have ended before it.
     right_tail = torch.where(last <= NOTHING, torch.zeros_like(right_tail), right_tail)
     # the height of the first block, times the number of counts below it
-    log_below = _log_heights(table)[:, first] + table.edges[:, 0].clamp_min(1).log() - total
+    log_below = _compute_log_heights(table)[:, first] + table.edges[:, 0].clamp_min(1).log() - total
     left_tail = torch.where(table.edges[:, 0] > 0, log_below.exp(), torch.zeros_like(log_below))
     return left_tail, right_tail

@@ -83,7 +83,7 @@ def compute_joint_of_groups(
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows = row_count(inputs)
     width = size * posterior.network.outputs
-    groups_at_once = _rows_at_once(posterior) // size
+    groups_at_once = _count_rows_at_once(posterior) // size
     # The empty tensors give the right shapes where there are no rows.
     empty = torch.empty(0, width, width, dtype=torch.float64)
     joints = [Joint(empty[:, 0], empty)]
@@ -120,10 +120,10 @@ def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
             f"Give at most {most:,} inputs, use posterior.draw_functions(n), which needs no such "
             "matrix, or fit with a larger memory_budget."
         )
-    return _split_into_slices(rows, _rows_at_once(posterior))
+    return _split_into_slices(rows, _count_rows_at_once(posterior))
 
 
-def _rows_at_once(posterior: Posterior) -> int:
+def _count_rows_at_once(posterior: Posterior) -> int:
     """Return how many rows are linearised at once: a chunk of the network, or fewer where their
     Jacobian would exceed the memory budget.
 

@@ -204,7 +204,7 @@ class GaussianLaw(Law):
             ends = self.interval(level)
             return Regions(ends[:, :1], ends[:, 1:])
         return Ellipsoid(
-            self._mean, self.covariance, chi_square_quantile(level, self._mean.shape[1])
+            self._mean, self.covariance, find_chi_square_quantile(level, self._mean.shape[1])
         )
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -243,7 +243,7 @@ def multiply_by_prior(noise: Tensor, marginal: Marginal, response: Marginal) -> 
     return Marginal(marginal.mean + (half.mT @ pull).squeeze(-1), half.mT @ half)
 
 
-def chi_square_quantile(level: float, df: int) -> float:
+def find_chi_square_quantile(level: float, df: int) -> float:
     """Return the quantile at probability `level` of the χ² distribution with df degrees of freedom.
 
     The quantile is found by bisection: the distribution function is gammainc(df/2, x/2).

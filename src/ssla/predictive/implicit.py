@@ -27,7 +27,7 @@ from ssla.maths.quadrature import RowGrid
 from ssla.predictive.count_law import CountLaw, Table, make_count_predictive
 from ssla.predictive.grid_law import GridLaw, make_grid_predictive
 from ssla.predictive.law import Law
-from ssla.predictive.mode_switches import derivative_of_jumps
+from ssla.predictive.mode_switches import differentiate_jumps
 from ssla.predictive.predictive import Predictive
 from ssla.refit import Density, OutputLogDensity, OutputRefit
 from ssla.refit.increments import Increments, evaluate_at_mode
@@ -283,7 +283,7 @@ def _add_graph_to_grid(piece: RowGrid, density: GraphDensity) -> RowGrid:
             Marginal(*(part[rows] for part in m))
             for m in (density.marginal, density.plain.marginal)
         )
-        zero = zero + derivative_of_jumps(density.likelihood, grid, plain_marginal, marginal)
+        zero = zero + differentiate_jumps(density.likelihood, grid, plain_marginal, marginal)
     return RowGrid(rows, replace(grid, logs=grid.logs + zero))
 
 

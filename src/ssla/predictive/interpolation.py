@@ -318,7 +318,7 @@ def _refine_correction(state: Corrected, chosen: Tensor, portions: Iterable[int]
         frame = state.frame.take(rows)
         series = _fit_chebyshev(frame.to_t(state.nodes[rows]), state.values[rows])
         state.coefficients[rows] = series
-        change = _largest_difference(frame, series, before)
+        change = _find_largest_difference(frame, series, before)
         # A small change after a large one may be chance (SURE). Without a new node the change says
         # nothing of the error.
         error = torch.where(added, torch.fmax(change, last_change / SURE), torch.inf)
@@ -390,7 +390,7 @@ def _refit_known_nodes(state: Corrected, rows: Tensor) -> None:
     state.failed[task[~solved.converged]] = True
 
 
-def _largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Tensor:
+def _find_largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Tensor:
     """Return the largest absolute difference (m,) of two interpolants at COMPARED points of the
     region.
 

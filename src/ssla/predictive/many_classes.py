@@ -83,7 +83,7 @@ class SoftmaxIntegrals:
         is_covered = shared.find_covered_rows(root, TOLERANCE)
         if bool(is_covered.all()):
             return self._integrate_by_shared_products(f, root, shared)
-        sums = _empty_sums(f)
+        sums = _make_empty_sums(f)
         covered = is_covered.nonzero().squeeze(1)
         uncovered = (~is_covered).nonzero().squeeze(1)
         by_shared = self._integrate_by_shared_products(
@@ -121,7 +121,7 @@ class SoftmaxIntegrals:
         def make_nodes(block: slice) -> _Nodes:
             """Return the nodes of a block of rows; a slab of them is combined when it is read."""
             combination = coefficients[block]
-            factors = self._variance_factors(
+            factors = self._compute_variance_factors(
                 root.select_rows(block), shared.mean_squares(combination)
             )
             return _Nodes(factors, lambda nodes: shared.combine_products(combination, nodes))
@@ -138,12 +138,12 @@ class SoftmaxIntegrals:
             moved = roots.multiply_outputs_last(half)
             # Whitened nodes have no factors, so that any tensor will do.
             mean_squares = moved if self.whitened else (moved * moved).mean(1)
-            factors = self._variance_factors(roots, mean_squares)
+            factors = self._compute_variance_factors(roots, mean_squares)
             return _Nodes(factors, lambda nodes: moved[:, nodes])
 
         return self._integrate_in_blocks(f, make_nodes, len(half), root.dtype)
 
-    def _variance_factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
+    def _compute_variance_factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
         """Return w (b, C), which gives each output its variance in K exactly; None for whitened
         nodes, which have it.
 
@@ -154,7 +154,7 @@ class SoftmaxIntegrals:
             return None
         return torch.where(mean_squares > 0, root.variances() / mean_squares, 1.0).sqrt()
 
-    def _rows_at_once(self, nodes: int, dtype: torch.dtype) -> int:
+    def _count_rows_at_once(self, nodes: int, dtype: torch.dtype) -> int:
         """Return the number of rows of a block: as many as the cache and the budget hold, at least
         one.
 
@@ -174,15 +174,15 @@ class SoftmaxIntegrals:
         # With the largest output at zero nothing overflows. The clamp leaves room for adding R z.
         top = (f - f.amax(1, keepdim=True)).clamp_min(torch.finfo(dtype).min / 4).to(dtype)
         slabs = _split_into_slices(len(self.half), slab_size)
-        sums = _empty_sums(f)
-        for block in _split_into_slices(len(f), self._rows_at_once(slab_size, dtype)):
+        sums = _make_empty_sums(f)
+        for block in _split_into_slices(len(f), self._count_rows_at_once(slab_size, dtype)):
             block_of_rows = _Block(top[block], make_nodes(block), slabs)
             # Each node of the half stands for itself and its mirror image.
             _put_rows(sums, block, block_of_rows.integrate(2 * len(self.half)))
         return sums
 
 
-def _empty_sums(f: Tensor) -> Sums:
+def _make_empty_sums(f: Tensor) -> Sums:
     """Return uninitialised sums for rows with f̂ (B, C), to be filled by `_put_rows`."""
     return Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
 
@@ -209,7 +209,7 @@ class _Block:
         centre = torch.softmax(self.top, 1).unsqueeze(1)
         # Slabs are added to sums by node (b, s, C), which is faster than a sum over the nodes of
         # each slab. The last slab may be smaller. Its arrays are changed in place.
-        total, squares, entropy = (self._zero_slab() for _ in range(3))
+        total, squares, entropy = (self._make_zero_slab() for _ in range(3))
         for logits in self._iterate_logits():
             p = torch.softmax(logits, -1)
             size = p.shape[1]
@@ -227,7 +227,7 @@ class _Block:
             log_probs[tiny] = self._average_in_logarithms(tiny, count)
         return Sums(log_probs, spread, (-entropy.sum((1, 2)).double() / count).clamp_min(0))
 
-    def _zero_slab(self) -> Tensor:
+    def _make_zero_slab(self) -> Tensor:
         """Return zeros of the size of the first slab, the largest one (b, s, C)."""
         rows, classes = self.top.shape
         return self.top.new_zeros(rows, self.slabs[0].stop, classes)

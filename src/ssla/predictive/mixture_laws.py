@@ -56,9 +56,9 @@ class MixtureLaw(Law):
 
     def average_members(self, ask: Callable[[Law], Tensor]) -> Tensor:
         """Return Σ w_m a_m over the answers a_m (N, …) of the members."""
-        return self._weighted_sum(self.stack_members(ask))
+        return self._sum_weighted(self.stack_members(ask))
 
-    def _weighted_sum(self, values: Tensor) -> Tensor:
+    def _sum_weighted(self, values: Tensor) -> Tensor:
         """Return Σ w_m values_m: (M, N, …) -> (N, …)."""
         return (self._broadcast_weights(values) * values).sum(0)
 
@@ -85,7 +85,7 @@ class MixtureLaw(Law):
     @cached_property
     def epistemic(self) -> Tensor:
         """Return the average of the members' epistemic variances, plus Var_m E_m[y]."""
-        disagreement = self._weighted_sum((self.stack_members(lambda m: m.mean) - self.mean) ** 2)
+        disagreement = self._sum_weighted((self.stack_members(lambda m: m.mean) - self.mean) ** 2)
         return self.average_members(lambda m: m.epistemic) + disagreement
 
     @cached_property
@@ -178,10 +178,10 @@ class ScalarMixtureLaw(MixtureLaw):
         The nodes are quantiles of the members, between those at ± reach normal scores.
         """
         per_member = max(NODES // len(self.laws), LEAST_NODES)
-        nodes = self._member_quantiles(reach, per_member).sort(1).values
+        nodes = self._compute_member_quantiles(reach, per_member).sort(1).values
         return nodes, self.log_prob(nodes)
 
-    def _member_quantiles(self, reach: float, per_member: int) -> Tensor:
+    def _compute_member_quantiles(self, reach: float, per_member: int) -> Tensor:
         """Return `per_member` quantiles of each member (N, M · per_member), not in order.
 
         The quantiles are at normal scores from −reach to reach. Each member has scores of its own,
@@ -282,7 +282,7 @@ class ScalarMixtureLaw(MixtureLaw):
         if not bool((step > 1).any()):
             return edges
         # Each quantile is a block by itself, so that a peak at one count stays visible.
-        starts = self._member_quantiles(COUNT_REACH, MOST_COUNTS // (2 * len(self.laws)))
+        starts = self._compute_member_quantiles(COUNT_REACH, MOST_COUNTS // (2 * len(self.laws)))
         quantile_edges = torch.cat([starts, starts + 1], 1).sort(1).values
         # Both get the same number of edges: the last one is repeated, for blocks without a count.
         size = max(quantile_edges.shape[1], edges.shape[1])
@@ -326,7 +326,7 @@ class VectorMixtureLaw(MixtureLaw):
     def covariance(self) -> Tensor:
         """Return the average of the members' covariances, plus that of their means (N, D, D)."""
         off = self.stack_members(lambda m: m.mean) - self.mean
-        disagreement = self._weighted_sum(off.unsqueeze(-1) * off.unsqueeze(-2))
+        disagreement = self._sum_weighted(off.unsqueeze(-1) * off.unsqueeze(-2))
         return self.average_members(lambda m: m.covariance) + disagreement
 
     @property
@@ -391,7 +391,7 @@ class ClassMixtureLaw(ClassProbabilities, MixtureLaw):
         return (self.entropy - noise).clamp_min(0)
 
 
-def mixture_of_one(law: Law) -> ScalarMixtureLaw:
+def make_mixture_of_one(law: Law) -> ScalarMixtureLaw:
     """Return a mixture with a single law of numbers, whose mode and regions are found by search."""
     return ScalarMixtureLaw((law,), torch.ones(1, dtype=torch.float64))
 

@@ -67,7 +67,7 @@ def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Swi
         followed = evaluate_at_mode_from(
             likelihood, y[:, target].flatten(), mean, root, pulls[:, start].flatten(0, 1)
         ).pull
-        gap = _mode_distance(root, followed, pulls[:, target].flatten(0, 1))
+        gap = _compute_mode_distance(root, followed, pulls[:, target].flatten(0, 1))
         has_switch |= (gap > APART).view(rows, count - 1)
     if not bool(has_switch.any()):
         return None
@@ -77,7 +77,7 @@ def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Swi
     return _bisect_switches(likelihood, row, y_ends, pull_ends, f[row], R[row])
 
 
-def _mode_distance(R: Tensor, u: Tensor, other_u: Tensor) -> Tensor:
+def _compute_mode_distance(R: Tensor, u: Tensor, other_u: Tensor) -> Tensor:
     """Return the distance (M,) of two modes f̂ + Ku and f̂ + Ku′, in standard deviations of f.
 
     R (M, C, C) with K = R Rᵀ; u, and u′ = other_u (M, C). The distance is ‖Rᵀ(u − u′)‖.
@@ -116,24 +116,24 @@ def _bisect_switches(
         is_before_higher = before.fit + before.shift >= after.fit + after.shift
         # One of the two modes may not exist at y. Then both ascents lead to the other one, and the
         # nearer of `first` and `last` tells which it is.
-        is_first_nearer = _mode_distance(R, before.pull, first) <= _mode_distance(
+        is_first_nearer = _compute_mode_distance(R, before.pull, first) <= _compute_mode_distance(
             R, before.pull, last
         )
-        are_two_modes = _mode_distance(R, before.pull, after.pull) > APART
+        are_two_modes = _compute_mode_distance(R, before.pull, after.pull) > APART
         before_wins = torch.where(are_two_modes, is_before_higher, is_first_nearer)
         low, high = torch.where(before_wins, y, low), torch.where(before_wins, high, y)
         first = torch.where(before_wins.unsqueeze(-1), before.pull, first)
         last = torch.where(before_wins.unsqueeze(-1), last, after.pull)
     before, after = (evaluate_at_mode_from(likelihood, high, f, R, pull) for pull in (first, last))
     # Where both are one mode, an ascent had left its mode for a while, and nothing jumps.
-    differ = _mode_distance(R, before.pull, after.pull) > APART
+    differ = _compute_mode_distance(R, before.pull, after.pull) > APART
     if not bool(differ.any()):
         return None
     sides = (Evaluated(*(part[differ] for part in side)) for side in (before, after))
     return Switches(rows[differ], high[differ], *sides)
 
 
-def derivative_of_jumps(
+def differentiate_jumps(
     likelihood: Likelihood, grid: Grid, plain: Marginal, marginal: Marginal
 ) -> Tensor:
     """Return zeros (m, k) to add to the log densities at the nodes of a grid, with the derivative
@@ -147,7 +147,7 @@ def derivative_of_jumps(
         change = torch.zeros_like(grid.logs)
         if switches is None:
             return change
-        slope = _difference_slope_in_y(likelihood, plain, switches)
+        slope = _compute_difference_slope(likelihood, plain, switches)
         terms = grid.log_terms[switches.rows].exp()  # of the quadrature of the mass
         nodes = grid.nodes[switches.rows]
     y = switches.y
@@ -183,7 +183,9 @@ def _evaluate_objective(
     return likelihood.log_prob(y, f + move) - 0.5 * (u * move).sum(-1)
 
 
-def _difference_slope_in_y(likelihood: Likelihood, plain: Marginal, switches: Switches) -> Tensor:
+def _compute_difference_slope(
+    likelihood: Likelihood, plain: Marginal, switches: Switches
+) -> Tensor:
     """Return d(O₋ − O₊)/dy (s,) at the switches.
 
     plain: f̂ and K of all rows of the grid, without a graph.

@@ -20,7 +20,7 @@ from ssla.predictive.mixture_laws import (
     ROUNDING,
     ScalarMixtureLaw,
     draw_indices,
-    mixture_of_one,
+    make_mixture_of_one,
 )
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
 from ssla.refit.increments import Increments
@@ -109,7 +109,7 @@ class NormalsLaw(Law):
         """Return a mixture with this law as its only member, which finds mode and regions by
         search.
         """
-        return mixture_of_one(self)
+        return make_mixture_of_one(self)
 
     @property
     def mode(self) -> Tensor:
@@ -168,7 +168,7 @@ def average_normals(
     # The epistemic variance is that of μ in each marginal, and that between the marginals.
     centres = torch.stack([f[:, 0] for f, _ in marginals], 1)
     within = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)
-    doubt = _average_doubt(centres, within, weights)
+    doubt = _combine_epistemic(centres, within, weights)
     all_weights = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
     law = NormalsLaw(
         torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), all_weights, doubt
@@ -191,13 +191,13 @@ def pool_normals(first: Predictive, second: Predictive, share: float) -> Predict
         torch.cat([law.means for law in laws], 1),
         torch.cat([law.scales for law in laws], 1),
         torch.cat([weight * law.weights for weight, law in zip(weights, laws, strict=True)]),
-        _average_doubt(centres, within, weights),
+        _combine_epistemic(centres, within, weights),
     )
     extreme = first.diagnostics.extreme_rows | second.diagnostics.extreme_rows
     return _make_normals_predictive(mixed, first.like, extreme)
 
 
-def _average_doubt(means: Tensor, doubts: Tensor, weights: Tensor) -> Tensor:
+def _combine_epistemic(means: Tensor, doubts: Tensor, weights: Tensor) -> Tensor:
     """Return the epistemic variance (N,) of a mixture of M laws: the average of theirs, and the
     variance between their means.
 

@@ -73,8 +73,8 @@ class Positive:
         infinite = torch.full_like(means, torch.inf)
         # the ends of the ranges in standard deviations of z from its mean
         a, b, c = ((end - means) / scales for end in (self.zero_point, self.low, self.high))
-        below = _line_moments(self.low, means, scales, a, b)
-        above = _line_moments(self.high, means, scales, c, infinite)
+        below = _compute_line_moments(self.low, means, scales, a, b)
+        above = _compute_line_moments(self.high, means, scales, c, infinite)
         # log E[e^{kz}; low ≤ z ≤ high]: e^{kz} turns N(m, s²) into N(m + k s², s²), times a factor.
         logs = [
             k * means
@@ -121,7 +121,7 @@ class Censored:
         return first, second
 
 
-def _line_moments(
+def _compute_line_moments(
     end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + z − end) on one of the lines.

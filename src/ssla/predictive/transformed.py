@@ -29,7 +29,7 @@ from ssla.predictive.affine import AffineLaw
 from ssla.predictive.gaussian_law import GaussianLaw
 from ssla.predictive.joined import JoinedLaw
 from ssla.predictive.law import Law
-from ssla.predictive.mixture_laws import MixtureLaw, ScalarMixtureLaw, mixture_of_one
+from ssla.predictive.mixture_laws import MixtureLaw, ScalarMixtureLaw, make_mixture_of_one
 from ssla.predictive.normals import NormalsLaw
 from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.predictive import Predictive
@@ -152,11 +152,11 @@ class TransformedLaw(Law):
         are infinite.
         """
         if isinstance(self.transform, Positive | Censored):
-            mean, variance = self._positive_moments(self.transform)
+            mean, variance = self._compute_positive_moments(self.transform)
             epistemic_share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
             return mean, epistemic_share * variance, (1 - epistemic_share) * variance
         parts = [
-            (weight, *_part_moments(law, shift, scale, self.transform))
+            (weight, *_compute_part_moments(law, shift, scale, self.transform))
             for weight, law, shift, scale in self._iterate_base_parts()
         ]
         weights, means, doubts, noises = (torch.stack(part) for part in zip(*parts, strict=True))
@@ -174,7 +174,7 @@ class TransformedLaw(Law):
             )
         return mean, doubt, noise
 
-    def _positive_moments(self, transform: Positive | Censored) -> tuple[Tensor, Tensor]:
+    def _compute_positive_moments(self, transform: Positive | Censored) -> tuple[Tensor, Tensor]:
         """Return mean and variance of y, (N,) each, for a transform with closed-form moments.
 
         Both moments follow from E[y] and E[y²] of the parts of the base: closed forms for Gaussians
@@ -225,7 +225,7 @@ class TransformedLaw(Law):
         """Return a mixture with this law as its only member, which finds mode and regions by
         search.
         """
-        return mixture_of_one(self)
+        return make_mixture_of_one(self)
 
     @property
     def mode(self) -> Tensor:
@@ -365,7 +365,7 @@ def _iterate_parts(
         yield weight, law, shift, scale
 
 
-def _part_moments(
+def _compute_part_moments(
     law: Law, shift: Tensor, scale: Tensor, transform: Transform
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, epistemic and aleatoric variance of T(shift + scale · z), (N,) each, for z ~

@@ -15,7 +15,12 @@ from torch.distributions import Distribution, biject_to
 from ssla._checks import check_finite, check_positive, in_plain_torch, record_derivatives
 from ssla.network.layout import Layout, contiguous_layout
 from ssla.priors.prior import BoundPrior, Prior, layers_before_parameters, parameters_of_key
-from ssla.priors.separable import Separable, differentiable_copy, differentiate, gradient_of
+from ssla.priors.separable import (
+    Separable,
+    compute_gradient,
+    differentiate,
+    make_differentiable_copy,
+)
 
 LARGEST_HESSIAN = 4096  # parameters: above it, a dense Hessian of the prior takes more than 128 MiB
 
@@ -33,7 +38,7 @@ class Joint:
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
         """Return ∇ log π (P,) at θ (P,)."""
-        return gradient_of(self.function, theta)
+        return compute_gradient(self.function, theta)
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
@@ -48,7 +53,7 @@ class Joint:
                 "if coordinates are independent."
             )
         with record_derivatives("log_prob of the prior"):
-            free = differentiable_copy(theta)
+            free = make_differentiable_copy(theta)
             gradient = differentiate(self.function(free), free, keep_graph=True)
             # One row of the Hessian for each entry of the gradient. The rows share one graph.
             H = -torch.stack(
@@ -72,20 +77,20 @@ class Custom:
         """Return the prior over flat θ. The user's function is checked at each call."""
         if self.by_name:
             return Joint(
-                lambda theta: self._checked(self.log_prob_function(layout.unpack(theta)), ())
+                lambda theta: self._check_value(self.log_prob_function(layout.unpack(theta)), ())
             )
-        order = named_order(layout)
+        order = find_named_order(layout)
         if not self.independent:
-            return Joint(lambda theta: self._checked(self.log_prob_function(theta[order]), ()))
+            return Joint(lambda theta: self._check_value(self.log_prob_function(theta[order]), ()))
         to_theta = order.argsort()  # from the named order to that of θ
 
         def log_density(theta: Tensor) -> Tensor:
             """Return log π_i(θ_i) (P,) for θ (P,); the user's function has the named order."""
-            return self._checked(self.log_prob_function(theta[order]), theta.shape)[to_theta]
+            return self._check_value(self.log_prob_function(theta[order]), theta.shape)[to_theta]
 
         return Separable(log_density)
 
-    def _checked(self, value: Any, shape: tuple[int, ...]) -> Tensor:
+    def _check_value(self, value: Any, shape: tuple[int, ...]) -> Tensor:
         """Return a value of log_prob unchanged; raise ValueError unless it is a tensor of this
         shape.
         """
@@ -151,7 +156,7 @@ class FromDistribution:
         are free parameters.
         """
         distribution = self.distribution
-        order = named_order(layout)
+        order = find_named_order(layout)
         size = math.prod((*distribution.batch_shape, *distribution.event_shape))
         if size not in (1, layout.size):
             raise ValueError(
@@ -315,7 +320,7 @@ class NormalInverseGamma:
                 f"{layout.size}. Name them: priors.Product({{'head.bias': NormalInverseGamma(…), "
                 "'head.weight': Gaussian()})."
             )
-        order = named_order(layout)
+        order = find_named_order(layout)
         # The logarithms of the constants of both densities.
         constant = (
             self.shape * math.log(self.scale)
@@ -336,7 +341,7 @@ class NormalInverseGamma:
         return Joint(log_density)
 
 
-def named_order(layout: Layout) -> Tensor:
+def find_named_order(layout: Layout) -> Tensor:
     """Return the indices into θ (P,) in the order of the parameter names."""
     return torch.cat([index.flatten() for index in layout.positions.values()])
 

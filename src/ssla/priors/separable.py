@@ -42,27 +42,27 @@ class Separable:
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
         """Return ∇ log π (P,) at θ (P,)."""
-        return gradient_of(self.log_prob, theta)
+        return compute_gradient(self.log_prob, theta)
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
         """Return the diagonal of −∇² log π (P,) at θ (P,)."""
         with record_derivatives("log_prob of the prior"):
-            free = differentiable_copy(theta)
+            free = make_differentiable_copy(theta)
             gradient = differentiate(self.log_prob(free), free, keep_graph=True)
             # Coordinates are independent, so the derivative of the gradient's sum is the diagonal
             # of the Hessian.
             return -differentiate(gradient.sum(), free).detach()
 
 
-def gradient_of(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+def compute_gradient(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
     """Return ∇ log_prob (P,) at θ (P,) by autograd, for a scalar log_prob."""
     with record_derivatives("log_prob of the prior"):
-        free = differentiable_copy(theta)
+        free = make_differentiable_copy(theta)
         return differentiate(log_prob(free), free).detach()
 
 
-def differentiable_copy(theta: Tensor) -> Tensor:
+def make_differentiable_copy(theta: Tensor) -> Tensor:
     """Return a copy of θ (P,) that autograd can differentiate by."""
     return theta.detach().clone().requires_grad_(True)
 
