@@ -6,6 +6,10 @@ low-discrepancy set for more.
 
 With `pool`, the weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C
 matrix for each row. With `diagonal` as well it is Σ_i w_i diag Λ_i (1, C), without any C×C matrix.
+
+Symbols: B rows, C outputs, J or S nodes (points of f at which a sum stands for an integral), g the
+score, Λ the observed precision, R a root of K = R Rᵀ, β the power of a tempered likelihood, T the
+temperature of class logits. p is the vector of class probabilities at one f.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ class RowNodes:
         return RowNodes(2 * math.ceil(count / 2))
 
     def for_chunk(self, number: int) -> RowNodes:
-        """Return nodes with the chunk's number as their seed, so that chunks have other nodes."""
+        """Return nodes whose seed is the chunk's number, so that no two chunks share nodes."""
         return replace(self, seed=number)
 
 
@@ -80,11 +84,11 @@ def averages(
 ) -> Derivatives:
     """Return E log p (B,), E g (B, C) and E Λ (B, C, C) for f ~ N(f̂, R Rᵀ), with f (B, C) as f̂.
 
-    fisher: return the expected Fisher information, which is never indefinite, in place of E Λ.
-    pool (B,): return Σ_i w_i E Λ_i (1, C, C) with these weights in place of E Λ. diagonal: return
-    only the diagonal of that sum (1, C); it has no meaning without `pool`. row_nodes: use other
-    nodes for each row; they are ignored unless rows are pooled, the likelihood is a softmax and the
-    root is a ScaledRoot.
+    y is (B,) or (B, C), and root is R. fisher: return the expected Fisher information, which is
+    never indefinite, in place of E Λ. pool (B,): return Σ_i w_i E Λ_i (1, C, C) with these weights
+    in place of E Λ. diagonal: return only the diagonal of that sum (1, C); it has no meaning
+    without `pool`. row_nodes: use other nodes for each row; they are ignored unless rows are
+    pooled, the likelihood is a softmax and the root is a ScaledRoot.
     """
     if (
         row_nodes is not None
@@ -140,12 +144,18 @@ def _average_at_shared_nodes(
 
 
 def _count_pairs(outputs: int) -> int:
-    """Return how many low-discrepancy nodes, each with its mirror image, a row has by `PAIRS`."""
+    """Return the number of pairs of low-discrepancy nodes of a row, by `PAIRS`.
+
+    outputs: their number C. A pair is a node and its mirror image.
+    """
     return next(pairs for largest, pairs in PAIRS if largest >= outputs)
 
 
 def pool_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False) -> Tensor:
-    """Return Σ_i w_i E_y Λ(f_i) (1, C, C), or its diagonal (1, C), for f (B, C) and pool (B,)."""
+    """Return the pooled Fisher information Σ_i w_i E_y Λ(f_i) (1, C, C), for f (B, C).
+
+    pool (B,): the weights w. diagonal: return only its diagonal (1, C).
+    """
     if likelihood.softmax:
         # Σ w_i (diag(p_i) − p_i p_iᵀ) by one product, without a matrix for each row.
         p = likelihood.mean(f)
@@ -163,7 +173,7 @@ def pool_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool 
 
 
 def _require_temperature(likelihood: Likelihood) -> float:
-    """Return T of a likelihood with p = softmax(f/T); it must have one."""
+    """Return T of a likelihood with p = softmax(f/T). Raises AssertionError if it has none."""
     temperature = likelihood.logit_temperature
     assert temperature is not None
     return temperature
@@ -205,7 +215,10 @@ def _average_at_nodes(
 
 
 def _pool_precisions(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
-    """Return Σ_i w_i Λ_i (1, C, C) or its diagonal (1, C), for Λ (B, C, C) and weights (B,)."""
+    """Return Σ_i w_i Λ_i (1, C, C), or its diagonal (1, C), for Λ (B, C, C) and weights w (B,).
+
+    precision: Λ. pool: w. diagonal: return only the diagonal.
+    """
     total: Tensor = torch.tensordot(pool, precision, 1).unsqueeze(0)
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
@@ -266,9 +279,9 @@ def multiply_by_curvature(
 ) -> Tensor:
     """Return the products Λ_i u_i (B, C) for f (B, C) and u (B, C), one for each row.
 
-    root: R of N(f, R Rᵀ), over which Λ is averaged; None: Λ at f itself. `fisher` and `row_nodes`
-    are those of `averages`, and count only with a root. For a softmax no matrix of a row is formed
-    without a root, nor with `row_nodes`.
+    y is (B,) or (B, C). root: R of N(f, R Rᵀ), over which Λ is averaged; None: Λ at f itself.
+    `fisher` and `row_nodes` are those of `averages`, and have an effect only with a root. For a
+    softmax no matrix of a row is formed without a root, nor with `row_nodes`.
     """
     if likelihood.softmax and root is None:
         p = likelihood.mean(f)
@@ -299,8 +312,9 @@ def _iterate_row_nodes(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (rows, average log p(y|f) (b,), probabilities (C, b, S)) for blocks of b rows.
 
-    y is (B,) and f is (B, C). The probabilities are those at the S nodes of each row. log p(y|f) is
-    that of the predictive likelihood, without the power of a tempered one.
+    y is (B,), f is (B, C), and root is R. The probabilities are those at the S nodes of each row.
+    log p(y|f) is that of the predictive likelihood, without the power of a tempered one. The caller
+    may overwrite the probabilities: each block has its own.
     """
     B, C = f.shape
     temperature = _require_temperature(likelihood)
@@ -363,10 +377,11 @@ def _average_pooled_classes(
 
 
 def _form_class_precision(outer: Tensor) -> Tensor:
-    """Return diag(E p) − E p pᵀ from E p pᵀ (..., C, C), which is overwritten.
+    """Return diag(E p) − E p pᵀ from outer = E p pᵀ (..., C, C), which is overwritten.
 
-    Its rows sum to zero exactly, because each diagonal entry is the sum of the others in its row.
-    E p itself is not needed.
+    The result is Λ of a softmax up to its factor (`_compute_class_factor`). Its rows sum to zero
+    exactly, because each diagonal entry is the sum of the others in its row. E p itself is not
+    needed.
     """
     diagonal = outer.diagonal(dim1=-2, dim2=-1)
     off_diagonal_sums = outer.sum(-1) - diagonal

@@ -1,4 +1,9 @@
-"""Classes: Bernoulli on one logit, Categorical on C logits."""
+"""Classes: Bernoulli on one logit, Categorical on C logits.
+
+Logits are outputs divided by the temperature T. p is the vector of class probabilities at f, and
+e_y the vector with 1 at class y and 0 elsewhere. g and Λ are those of
+`ssla.likelihoods.likelihood`.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +63,10 @@ class _Classes(Likelihood):
         return replace(self, temperature=self.temperature * factor)
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Return a clause for the report: a factor on T as over- or under-confidence."""
+        """Return a clause for the report: whether the network is over- or under-confident.
+
+        factor: how many times the temperature the validation rows need.
+        """
         if factor > CLOSE:
             return f"the network is over-confident: its logits are {factor:.2g} times too large"
         if factor < 1 / CLOSE:
@@ -195,13 +203,13 @@ class Categorical(_Classes):
         step = step - step.gather(-1, y.unsqueeze(-1))
         p_old = torch.softmax(self.logits(f_old), -1)
         close = -torch.log1p((p_old * torch.expm1(step.clamp(-1, 1))).sum(-1))
-        far = step.abs().amax(-1) > 1
+        is_far = step.abs().amax(-1) > 1
         # Inside torch.func.vmap no step may depend on values: both forms are computed for all rows.
-        if is_inside_vmap(far):
-            return torch.where(far, self.log_prob(y, f_new) - self.log_prob(y, f_old), close)
-        new, old = (f.expand(*shape, -1)[far] for f in (f_new, f_old))
-        plain = self.log_prob(y[far], new) - self.log_prob(y[far], old)
-        return close.masked_scatter(far, plain)
+        if is_inside_vmap(is_far):
+            return torch.where(is_far, self.log_prob(y, f_new) - self.log_prob(y, f_old), close)
+        new, old = (f.expand(*shape, -1)[is_far] for f in (f_new, f_old))
+        plain = self.log_prob(y[is_far], new) - self.log_prob(y[is_far], old)
+        return close.masked_scatter(is_far, plain)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (e_y − p)/T (..., C)."""
@@ -211,7 +219,7 @@ class Categorical(_Classes):
         return self.logits(is_y * p_except_y.sum(-1, keepdim=True) - p_except_y)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return Λ (..., C, C), which equals the Fisher information for every y."""
+        """Return Λ = (diag(p) − ppᵀ)/T² (..., C, C), which is the same for every y."""
         shape = common_shape(y, f[..., 0])
         return self.fisher(f).expand(*shape, -1, -1)
 

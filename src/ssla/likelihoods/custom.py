@@ -1,4 +1,9 @@
-"""A custom likelihood: the user gives log p; the rest is computed by autograd and quadrature."""
+"""A custom likelihood: the user gives log p; the rest is computed by autograd and quadrature.
+
+Sums and integrals over y use nodes: values of y with weights that stand for the density. The weight
+of a node is called its share, because those of a row sum to one. g and Λ are those of
+`ssla.likelihoods.likelihood`.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,10 @@ from ssla.maths import quadrature
 from ssla.maths.elementwise import common_shape, uniform_numbers
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
-MOST_COUNTS = 1 << 16  # that are summed one by one; a guess
+FIRST_COUNTS = 64  # counts that are tried first; a guess
+MORE_COUNTS = 4  # the factor from one try to the next; a guess
+MOST_COUNTS = 1 << 16  # counts that are summed one by one; a guess
+ALL_MASS = 1e-9  # the distance from 1 up to which a sum of probabilities has all of them; a guess
 COUNTS_AT_ONCE = 1 << 22  # values of log p at one time: bounds memory
 LARGEST_COUNT = 2.0**52  # above it, a count and the next one round to the same number
 MASS_ERROR = 1e-3  # allowed relative variation with f of the integral of a density
@@ -41,16 +49,20 @@ ACCURACY = quadrature.Accuracy(tail=1e-11, half_rule=1e-6)
 
 Function = Callable[[Tensor], Tensor]  # of the outputs f (..., C)
 Nodes = tuple[Tensor, Tensor, Tensor]
-"""Rows (m,), values of y (m, k), and their shares of the probability (m, k)."""
+"""Rows (m,), values of y (m, k), and their shares of the probability (m, k).
+
+For each of these rows Σ_j shares_j h(y_j) stands for E h(y).
+"""
 
 
 @dataclass(frozen=True)
 class Custom(Likelihood):
     """A likelihood that is computed from its log density; see `custom`."""
 
-    log_prob_function: Callable[[Tensor, Tensor], Tensor]
+    log_prob_function: Callable[[Tensor, Tensor], Tensor]  # (y, f) -> log p(y|f)
     support: Support
-    outputs: int | None
+    outputs: int | None  # the number of outputs that the network must have; None: any
+    # formulas that the user gave; None: summation or quadrature over y
     fisher_function: Function | None
     mean_function: Function | None
     variance_function: Function | None
@@ -136,7 +148,10 @@ class Custom(Likelihood):
     def _differentiate(
         self, y: Tensor, f: Tensor, second: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log p (...), g (..., C) and Λ (..., C, C), or None unless `second`."""
+        """Return log p (...), g (..., C) and Λ (..., C, C) by autograd, without their graph.
+
+        second: whether Λ is wanted; otherwise None takes its place.
+        """
         y = squeeze_scalar_target(y, f)
         shape = common_shape(y, f[..., 0])
         # Rows are independent, so the gradient of a sum over rows holds the derivative of each row.
@@ -204,9 +219,10 @@ class Custom(Likelihood):
         )
 
     def _compute_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of the density at f (..., C'), by summation or quadrature.
+        """Return mean and variance of y at outputs f, by summation or quadrature over y.
 
-        Both are (...), or (..., C) with one entry for each of C classes.
+        Both have the shape (...) of f without its last dimension. For classes they have one more
+        dimension, with one entry for each class.
         """
         flat = f.reshape(-1, f.shape[-1]).double()
         if isinstance(self.support, Classes):
@@ -218,7 +234,7 @@ class Custom(Likelihood):
         return mean.reshape(f.shape[:-1]).to(f.dtype), variance.reshape(f.shape[:-1]).to(f.dtype)
 
     def _compute_scalar_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean (N,) and variance (N,) of a y that is one number, for f (N, C)."""
+        """Return the mean (N,) and the variance (N,) of a y that is not a class, for f (N, C)."""
         mean = torch.zeros(len(f), dtype=torch.float64)
         variance = torch.zeros_like(mean)
         # Real first: it is Continuous too, but its grids have moments of their own.
@@ -250,10 +266,11 @@ class Custom(Likelihood):
         return self.support
 
     def _build_nodes(self, f: Tensor) -> list[Nodes]:
-        """Return nodes for rows f (N, C) with Σ h(y)·share ≈ E h(y) for smooth functions h.
+        """Return nodes for the rows of f (N, C), with Σ h(y)·share ≈ E h(y) for smooth functions h.
 
-        The rows may be in several parts and in another order. Warns if the integral of a density
-        depends on f. Raises ValueError unless the probabilities of counts or classes sum to 1.
+        The result is a list, because rows may have different numbers of nodes; each row of f is in
+        one entry. Warns if the integral of a density depends on f. Raises ValueError unless the
+        probabilities of counts or classes sum to 1.
         """
         if isinstance(self.support, Classes):
             classes = torch.arange(self.support.count, dtype=f.dtype, device=f.device)
@@ -277,9 +294,10 @@ class Custom(Likelihood):
         ]
 
     def _warn_of_varying_mass(self, log_masses: list[Tensor]) -> None:
-        """Warn if the integral of the density depends on f, given the logarithms of the integrals.
+        """Warn if the integral of the density over y depends on f.
 
-        An integral that is not one but the same for every f is allowed: it only changes `mass`.
+        log_masses: the logarithms of the integrals, for many f. An integral that is not one but the
+        same for every f is allowed: it only changes `mass`.
         """
         masses = torch.cat(log_masses).exp()
         if masses.numel() and float(masses.max() - masses.min()) > MASS_ERROR * float(masses.max()):
@@ -297,29 +315,31 @@ class Custom(Likelihood):
         """
         nodes: list[Nodes] = []
         pending = torch.arange(f.shape[0])
-        count = 64
+        count = FIRST_COUNTS
         while pending.numel():
             y = torch.arange(count, dtype=f.dtype, device=f.device)
             unfinished = []
             for rows in pending.split(max(COUNTS_AT_ONCE // count, 1)):
                 share = self.log_prob(y.expand(rows.numel(), -1), f[rows].unsqueeze(1)).exp()
-                # Rows whose probability is all in these counts are done. 1e-9 is a guess.
-                done = (share.sum(1) - 1).abs() < 1e-9
+                # Rows whose probability is all in these counts are done.
+                done = (share.sum(1) - 1).abs() < ALL_MASS
                 if count >= MOST_COUNTS and not bool(done.all()):
                     nodes += self._build_nodes_with_large_counts(f, rows[~done], y, share[~done])
                 elif not bool(done.all()):
                     unfinished.append(rows[~done])
                 nodes.append((rows[done], y.expand(int(done.sum()), -1), share[done]))
             pending = torch.cat(unfinished) if unfinished else pending[:0]
-            count *= 4
+            count *= MORE_COUNTS
         return nodes
 
     def _build_nodes_with_large_counts(
         self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor
     ) -> list[Nodes]:
-        """Return nodes for the counts y = 0 … k − 1 with their shares, and for larger counts.
+        """Return nodes for the given counts y = 0 … k − 1, and for all larger counts.
 
-        rows (m,) are the rows of f (N, C) that need them. y is (k,), and share is (m, k).
+        rows (m,): the rows of f (N, C) that need larger counts. y (k,): the given counts. share
+        (m, k): their probabilities. Raises ValueError if the probabilities of a row do not sum to
+        1.
         """
         # The integral of the interpolated log p starts half a count before the first large one.
         start = len(y) - 0.5
@@ -369,13 +389,13 @@ class Custom(Likelihood):
         return quadrature.locate_densities(make_log_density_on_line(self, f), f.shape[0])
 
     def _build_circles(self, f: Tensor) -> list[quadrature.RowCircle]:
-        """Return grids of angles, with the rows of f (N, C) on each."""
+        """Return grids of angles (`ssla.maths.quadrature.RowCircle`) for the rows of f (N, C)."""
         return quadrature.build_circles(
             lambda y, rows: self.log_prob(y, f[rows].unsqueeze(1)), f.shape[0]
         )
 
     def _build_grids(self, f: Tensor) -> list[quadrature.RowGrid]:
-        """Return grids in the support's real coordinate, with the rows of f (N, C) on each."""
+        """Return grids over y, in the support's real coordinate, for the rows of f (N, C)."""
         # `locate_target` does not use K, so f stands in for it.
         centre, scale = self.locate_target(f, K=f)
         return quadrature.build_grids(make_log_density_on_line(self, f), centre, scale, ACCURACY)
@@ -401,10 +421,10 @@ class Custom(Likelihood):
 
 
 def _compute_gradient(total: Tensor, free: Tensor, keep: bool) -> Tensor:
-    """Return the gradient of a scalar with respect to `free`, with the shape of `free`.
+    """Return the gradient of a scalar `total` with respect to `free`, with the shape of `free`.
 
-    It is zero if the scalar does not depend on `free`. keep: keep the graph, for second
-    derivatives.
+    It is zero if the scalar does not depend on `free`. keep: whether the graph is kept, so that the
+    result can be differentiated again.
     """
     if not total.requires_grad:
         return torch.zeros_like(free)

@@ -17,12 +17,12 @@ from ssla.likelihoods.likelihood import (
 )
 from ssla.likelihoods.support import Real, RealVector, Support
 
-ESTIMATE = "estimate"
+ESTIMATE = "estimate"  # the noise of a likelihood whose noise a fit estimates
 
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(Likelihood):
-    """y = f + ε, ε ~ N(0, Σ).
+    """Gaussian noise around the outputs: y = f + ε with ε ~ N(0, Σ).
 
     Parameters
     ----------
@@ -100,14 +100,17 @@ class Gaussian(Likelihood):
         return torch.diag(sigma.expand(f.shape[-1]) ** 2)
 
     def _compute_noise_precision(self, f: Tensor) -> Tensor:
-        """Return Σ⁻¹ (C, C) in the dtype of f (..., C)."""
+        """Return Σ⁻¹ (C, C) in the dtype of f (..., C).
+
+        Raises ValueError if the noise has still to be estimated.
+        """
         if self.covariance is None:
             return torch.diag(1 / self.covariance_for(f).diagonal())
         factor = torch.linalg.cholesky(self.covariance)
         return torch.cholesky_solve(torch.eye(factor.shape[0], dtype=factor.dtype), factor).to(f)
 
     def _compute_residual(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return y − f (..., C) for y (...) or (..., C) and f (..., C)."""
+        """Return the residual y − f (..., C), for f (..., C) and y of shape (...) or (..., C)."""
         return squeeze_scalar_target(y, f).unsqueeze(-1) - f if f.shape[-1] == 1 else y - f
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
@@ -170,7 +173,7 @@ class Gaussian(Likelihood):
     def multiply_dispersion(self, factor: float) -> Gaussian:
         """Return the likelihood with `factor` times the standard deviation.
 
-        The noise must not be "estimate", which is not a number yet.
+        Raises AssertionError if the noise is "estimate", which is not a number yet.
         """
         if self.covariance is not None:
             return Gaussian(covariance=self.covariance * factor**2)
@@ -213,7 +216,10 @@ def _check_noise(noise: float | Tensor | str) -> float | Tensor | str:
 
 
 def _check_covariance(covariance: Tensor) -> Tensor:
-    """Return Σ (D, D) in float64; raise ValueError unless it is symmetric and positive definite."""
+    """Return the covariance Σ (D, D) in float64.
+
+    Raises ValueError unless it is a square matrix that is symmetric and positive definite.
+    """
     sigma = copy_if_inference(torch.as_tensor(covariance, dtype=torch.float64))
     if sigma.dim() != 2 or sigma.shape[0] != sigma.shape[1]:
         raise ValueError(

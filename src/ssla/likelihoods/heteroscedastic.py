@@ -1,4 +1,10 @@
-"""A Gaussian whose mean and variance are both outputs of the network."""
+"""A Gaussian whose mean and variance are both outputs of the network.
+
+μ and σ² are mean and variance of y, s = log σ² the log variance, r = y − μ the residual, and
+w = 1/σ². m and v are other names of μ and σ² in formulas for natural parameters. A hat marks values
+at the given outputs (ŝ), a tilde those at the new ones (s̃). g and Λ are those of
+`ssla.likelihoods.likelihood`.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +35,21 @@ from ssla.maths.roots import Root
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
-# Constants of `starting_points` and `_Profile`. All are guesses, not measured.
+# Constants of `starting_points` and `_Profile`. All are guesses, not measured. A task is one output
+# refit, of one y at one input. A hard task may have several modes.
 PROFILE_STEPS = 3  # Newton steps of every task
 SAFE_STEPS = 40  # most Newton steps of a hard task
 SHORTER_STEPS = 8  # most times that such a step is shortened
 SEVERAL_MODES = 0.5  # c·Var μ/q beyond which a task is hard
 LONGEST_STEP = 4.0  # in a log variance
-LEAST_CURVATURE = 0.1  # share of its positive part
+LEAST_CURVATURE = 0.1  # of h, as a share of its positive part
+SHORTER = 4  # a step that decreases h is divided by it
+SMALLEST_STEP = 1e-11  # in a log variance of size one: smaller steps are rounding errors
 
 
 @dataclass(frozen=True)
 class HeteroscedasticGaussian(Likelihood):
-    """y ~ N(μ, σ²) with two outputs f.
+    """A Gaussian y ~ N(μ, σ²), whose mean and variance follow from two outputs f.
 
     parameters = "mean_log_variance": f = (μ, s), σ² = eˢ. The observed precision
     Λ = e⁻ˢ [[1, r], [r, r²/2]], r = y − μ, is indefinite for r ≠ 0; the Fisher information is
@@ -68,7 +77,7 @@ class HeteroscedasticGaussian(Likelihood):
         return f"HeteroscedasticGaussian(parameters={self.parameters!r}{scale})"
 
     def _convert_to_unit_scale(self, f: Tensor) -> Tensor:
-        """Return the outputs (..., 2) that give the same distribution of y at scale 1."""
+        """Return the outputs (..., 2) that at scale 1 give the distribution of y of f (..., 2)."""
         if self.scale == 1:
             return f
         if self.linear_domain:
@@ -78,10 +87,12 @@ class HeteroscedasticGaussian(Likelihood):
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        """Return the averages of B rows for mean and log variance; None for natural parameters.
+        """Return E log p (B,), E g (B, 2) and E Λ (B, 2, 2) for f ~ N(f̂, R Rᵀ).
 
-        The result is None too if the exponent of any row exceeds LARGEST_EXPONENT. With w = E e⁻ˢ,
-        the Gaussian of μ weighted by e⁻ˢ/w has the mean m − K_μs and an unchanged variance.
+        y is (B,), f (B, 2) holds f̂, and root is R. If `fisher` is true, the Fisher information
+        diag(E e⁻ˢ, ½) takes the place of E Λ. The result is None for natural parameters, and if the
+        exponent of any row exceeds LARGEST_EXPONENT. With w = E e⁻ˢ, the Gaussian of μ weighted by
+        e⁻ˢ/w has the mean m − K_μs and an unchanged variance.
         """
         if not self.linear_domain:
             return None
@@ -190,10 +201,11 @@ class HeteroscedasticGaussian(Likelihood):
         return self._difference_of_natural(y, f_new, f_old)
 
     def _difference_of_log_variance(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return the difference (...) for mean and log variance, from y (...) and f (..., 2).
+        """Return `log_prob_difference` (...) for mean and log variance.
 
-        It is −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))], with the residuals r̃ at f_new and
-        r̂ at f_old. Where |Δs| > 1 it is the plain difference, which does not cancel there.
+        y is (...), f_new and f_old are (..., 2). The difference is −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) +
+        (r̃ − r̂)(r̃ + r̂))], with the residuals r̃ at f_new and r̂ at f_old. Where |Δs| > 1 it is the
+        plain difference, which does not cancel there.
         """
         # The step is that of the given outputs: the scale would only add rounding errors.
         mean_step, s_step = (f_new - f_old).unbind(-1)
@@ -208,11 +220,11 @@ class HeteroscedasticGaussian(Likelihood):
         return -0.5 * (s_step + torch.where(s_step.abs() <= 1, close, far))
 
     def _difference_of_natural(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return the difference (...) for natural parameters, from y (...) and f (..., 2).
+        """Return `log_prob_difference` (...) for natural parameters.
 
-        It is ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)], with the residuals r̃ at f_new and r̂ at
-        f_old, w = −2η₂ = 1/σ² and m = η₁/w at f_old, and m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where
-        f_new is outside the domain.
+        y is (...), f_new and f_old are (..., 2). The difference is ½[log1p(Δw/w) − Δw r̃² − w(r̃ −
+        r̂)(r̃ + r̂)], with the residuals r̃ at f_new and r̂ at f_old, w = −2η₂ = 1/σ² and m = η₁/w at
+        f_old, and m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where f_new is outside the domain.
         """
         first_step, second_step = self._convert_to_unit_scale(f_new - f_old).unbind(-1)
         f_new, f_old = self._convert_to_unit_scale(f_new), self._convert_to_unit_scale(f_old)
@@ -232,7 +244,7 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.where(outside, torch.full_like(value, -torch.inf), value)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the score g (..., 2) for y (...) and f (..., 2)."""
+        """Return the score g (..., 2) at y (...) and f (..., 2)."""
         if not self.linear_domain:
             return self.derivatives(y, f).score
         # The same numbers as in `derivatives`, but without Λ, which costs more.
@@ -245,7 +257,7 @@ class HeteroscedasticGaussian(Likelihood):
         return self.derivatives(y, f).precision
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        """Return log p (...), g (..., 2) and Λ (..., 2, 2)."""
+        """Return log p (...), g (..., 2) and Λ (..., 2, 2) at y (...) and f (..., 2)."""
         y = squeeze_scalar_target(y, f)
         first, second = self._convert_to_unit_scale(f).unbind(-1)
         if not self.linear_domain:
@@ -264,7 +276,7 @@ class HeteroscedasticGaussian(Likelihood):
         )
 
     def fisher(self, f: Tensor) -> Tensor:
-        """Return the Fisher information (..., 2, 2)."""
+        """Return the Fisher information (..., 2, 2) at f (..., 2)."""
         second = self._convert_to_unit_scale(f)[..., 1]
         if self.linear_domain:
             w = capped_exp(-second)
@@ -299,19 +311,21 @@ class HeteroscedasticGaussian(Likelihood):
     centre_and_deviation = locate_target
 
     def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Return the mode v (M, 2) of M tasks, with the mean profiled out.
+        """Return the mode v (M, 2) of M tasks, as a list of one tensor.
 
         y is (M,), f (M, 2) holds f̂, and R (M, 2, 2) is lower triangular. Natural parameters need
         no starting points, so the list is empty: their log p is concave.
 
-        For a given change d of s, log p is quadratic in μ, so one dimension is left. With Var s =
-        c, β = Cov(μ,s)/c, q = Var(μ|s), ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
+        The mean is profiled out. For a given change d of s, log p is quadratic in μ, so the best μ
+        is a closed form and d is the only unknown. With Var s = c, β = Cov(μ,s)/c, q = Var(μ|s), ρ
+        = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
 
             h(d)  = −½(ŝ + d) − ½ρ²/(E + q) − ½d²/c
             c·h'  = c(βt + ½t²E − ½) − d
             −c·h'' = 1 + c((β + tE)²/(E + q) − ½t²E)
 
-        and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½), so v = Rᵀ of that needs no division.
+        and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½). So v = Rᵀ(t, ½t²E − ½), without an inverse of
+        K.
 
         h can have several maxima where Var s is large or μ and s are strongly correlated (c·Var μ/q
         above about ½). Those tasks also start from three other points, and the highest maximum is
@@ -372,7 +386,7 @@ class _Profile(NamedTuple):
     q: Tensor
 
     def map_fields(self, function: Callable[[Tensor], Tensor]) -> _Profile:
-        """Return the profile with a function (M,) -> (m,) applied to each field."""
+        """Return the profile whose fields are function(field), (M,) -> (m,)."""
         return _Profile(*(function(values) for values in self))
 
     def find_lambert_start(self) -> Tensor:
@@ -404,7 +418,7 @@ class _Profile(NamedTuple):
         return d + slope.div_(curvature)
 
     def height(self, d: Tensor) -> Tensor:
-        """Return h(d) (M,), with −∞ where it is not a number."""
+        """Return the height h(d) (M,) at d (M,), with −∞ where it is not a number."""
         rho = torch.addcmul(self.r, self.beta, d, value=-1)
         variance = capped_exp(self.s + d) + self.q
         value = -0.5 * (self.s + d + rho * rho / variance + d * d / self.c)
@@ -435,7 +449,7 @@ class _Profile(NamedTuple):
     def _climb_to_maximum(self, d: Tensor) -> Tensor:
         """Return the maximum (M,) of h that is reached from d (M,) by steps that never decrease h.
 
-        After SAFE_STEPS steps it is the point that was reached until then.
+        A task that has no maximum after SAFE_STEPS steps returns the point where it is then.
         """
         height = self.height(d)
         for _ in range(SAFE_STEPS):
@@ -448,12 +462,11 @@ class _Profile(NamedTuple):
                 decreased = trial_height < height
                 if not bool(decreased.any()):
                     break
-                step = torch.where(decreased, step / 4, step)
+                step = torch.where(decreased, step / SHORTER, step)
                 trial_height = self.height(d + step)
             accepted = trial_height >= height
             d = torch.where(accepted, d + step, d)
             height = torch.where(accepted, trial_height, height)
-            # Smaller steps are rounding errors.
-            if bool((step.abs() <= 1e-11 * (1 + d.abs())).all()):
+            if bool((step.abs() <= SMALLEST_STEP * (1 + d.abs())).all()):
                 break
         return d

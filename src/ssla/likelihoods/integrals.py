@@ -28,8 +28,8 @@ GAUSS_HERMITE = 2  # up to this number of outputs the nodes need no correction
 def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Tensor:
     """Return log ∫ p(y|f) N(f; f̂, R Rᵀ) df (B,) in float64, for f (B, C) and y (B,) or (B, C).
 
-    The likelihood must allow every output (`linear_domain`): nodes outside its domain would have no
-    density.
+    f holds f̂, and root is R. The likelihood must allow every output (`linear_domain`), because
+    nodes outside its domain would have no density; this is not checked.
     """
     C = f.shape[1]
     if likelihood.has_log_average:
@@ -56,11 +56,11 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
 
 
 def _compute_jensen_correction(shares: Tensor) -> Tensor:
-    """Return by how much the logarithm of a sum over nodes is too low on average (b,).
+    """Return by how much (b,) the logarithm of a sum over nodes is too low on average.
 
-    It is half the relative variance of the sum. shares (b, J): the terms of the sum, divided by it,
-    with the mirror images of the first J/2 nodes in the second half. The result is zero for a sum
-    of zero, whose shares are NaN.
+    This is half the relative variance of the sum. shares (b, J): the terms of the sum, divided by
+    the sum, with the mirror images of the first J/2 nodes in the second half. The result is zero
+    for a sum of zero, whose shares are NaN.
     """
     # A node and its mirror image count as one term, because their errors cancel in part.
     pairs = shares.shape[1] // 2

@@ -1,4 +1,8 @@
-"""Heavy-tailed noise around one output."""
+"""Heavy-tailed noise around one output.
+
+z = (y − f)/scale is the standardised residual. g and Λ are those of
+`ssla.likelihoods.likelihood`.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +60,11 @@ class StudentT(Likelihood):
         return Real()
 
     def _standardise_residual(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the standardised residual (y − f)/scale (...) for f (..., 1)."""
+        """Return the standardised residual z = (y − f)/scale (...) for f (..., 1)."""
         return (squeeze_scalar_target(y, f) - f[..., 0]) / self.scale
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the log density of Student's t at z, less log scale (...)."""
+        """Return the log density of y (...): that of Student's t at z, less log scale."""
         z = self._standardise_residual(y, f)
         constant = (
             math.lgamma((self.df + 1) / 2)
@@ -82,19 +86,20 @@ class StudentT(Likelihood):
         return -(self.df + 1) / 2 * change
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return (df + 1) z / (scale (df + z²)) (..., 1)."""
+        """Return the score g = (df + 1) z / (scale (df + z²)) (..., 1)."""
         z = self._standardise_residual(y, f)
         return ((self.df + 1) / self.scale * z / (self.df + z * z)).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return (df + 1)(df − z²) / (scale² (df + z²)²) (..., 1, 1)."""
+        """Return the precision Λ = (df + 1)(df − z²) / (scale² (df + z²)²) (..., 1, 1)."""
         z = self._standardise_residual(y, f)
-        q = self.df + z * z
-        # Two divisions by q, because q² overflows for a distant y.
-        return ((self.df + 1) / self.scale**2 * ((self.df - z * z) / q) / q)[..., None, None]
+        denominator = self.df + z * z
+        # Two divisions, because the square of the denominator overflows for a distant y.
+        share = (self.df - z * z) / denominator
+        return ((self.df + 1) / self.scale**2 * share / denominator)[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:
-        """Return (df + 1) / ((df + 3) scale²) (..., 1, 1)."""
+        """Return the Fisher information (df + 1) / ((df + 3) scale²) (..., 1, 1)."""
         return torch.full_like(f, (self.df + 1) / ((self.df + 3) * self.scale**2)).unsqueeze(-1)
 
     def mean(self, f: Tensor) -> Tensor:
@@ -102,7 +107,7 @@ class StudentT(Likelihood):
         return f[..., 0]
 
     def variance(self, f: Tensor) -> Tensor:
-        """Return scale² df/(df − 2) (...), or infinity for df ≤ 2."""
+        """Return the variance scale² df/(df − 2) of y (...), or infinity for df ≤ 2."""
         value = self.scale**2 * self.df / (self.df - 2) if self.df > 2 else math.inf
         return torch.full_like(f[..., 0], value)
 
@@ -115,7 +120,8 @@ class StudentT(Likelihood):
     def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
         """Return two starting points v (M, 1) for M tasks, with f̂ + Rv = f̂ and with f̂ + Rv = y.
 
-        For a wide K the objective has a mode near each. f (M, 1) holds f̂, and R is (M, 1, 1).
+        For a wide K the objective log p(y|f̂ + Rv) − ½‖v‖² has a mode near each. y is (M,), f (M, 1)
+        holds f̂, and R is (M, 1, 1).
         """
         r = R[..., 0, 0]
         # Without uncertainty (r = 0) the only point is v = 0.

@@ -27,7 +27,7 @@ def _make_property_of_base(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Tempered(Likelihood):
-    """The power p(y|f)^β.
+    """The power p(y|f)^β of another likelihood, its base.
 
     β < 1 gives the data less weight (a warm posterior), β > 1 more (a cold one). Tempering scales
     the likelihood of the training data: log_prob, score, precision and fisher are β times the
@@ -78,11 +78,11 @@ class Tempered(Likelihood):
         return replace(self, base=multiply_dispersion(self.base, factor))
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Return the base's clause for the report on a factor on its spread."""
+        """Return the base's clause for the report, for the factor that its spread needs."""
         return dispersion_in_words(self.base, factor)
 
     def support_for(self, outputs: int) -> Support:
-        """Return the support of the base."""
+        """Return the support of the base for C outputs; raises ValueError as the base does."""
         return self.base.support_for(outputs)
 
     def check_outputs(self, f: Tensor) -> None:
@@ -94,7 +94,7 @@ class Tempered(Likelihood):
         return self.beta * self.base.log_prob(y, f)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return β times the base's difference (...)."""
+        """Return β times the base's log_prob_difference (...)."""
         return self.beta * self.base.log_prob_difference(y, f_new, f_old)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Tempered(Likelihood):
         weights: Tensor | None = None,
         fisher: bool = False,
     ) -> Tensor:
-        """Return β times the base's change along the directions (m, r, r)."""
+        """Return β times the base's precision_change_along (m, r, r), with the same arguments."""
         change = self.base.precision_change_along(y, f, before, directions, weights, fisher)
         return self.beta * change
 

@@ -44,9 +44,9 @@ def average_entropies(
 ) -> tuple[Tensor, Tensor]:
     """Return H(E_f p) and E_f H(p) in nats (N,), for the probabilities p of `count` classes.
 
-    f: f̂ (N, C); K (N, C, C). The averages are those of `compute_variance_parts`. The difference of the two
-    results is the mutual information. Where the likelihood does not allow every f, a node could be
-    outside: both are taken at f̂, and the difference is zero.
+    f: f̂ (N, C); K (N, C, C). The averages are those of `compute_variance_parts`. The difference of
+    the two results is the mutual information. Where the likelihood does not allow every f, a node
+    could be outside: both are taken at f̂, and the difference is zero.
     """
     nodes, weights = normal_nodes(f.shape[-1], QUASI_POINTS)
     if not likelihood.linear_domain:

@@ -74,7 +74,11 @@ class Custom:
     by_name: bool
 
     def bind(self, layout: Layout) -> BoundPrior:
-        """Return the prior over flat θ. The user's function is checked at each call."""
+        """Return the prior over flat θ.
+
+        Each call of its methods raises ValueError where the user's function returns a tensor of
+        another shape, or no tensor.
+        """
         if self.by_name:
             return Joint(
                 lambda theta: self._check_value(self.log_prob_function(layout.unpack(theta)), ())
@@ -91,8 +95,9 @@ class Custom:
         return Separable(log_density)
 
     def _check_value(self, value: Any, shape: tuple[int, ...]) -> Tensor:
-        """Return a value of log_prob unchanged; raise ValueError unless it is a tensor of this
-        shape.
+        """Return the result of the user's log_prob unchanged.
+
+        Raises ValueError unless it is a tensor of the given shape.
         """
         if not isinstance(value, Tensor) or value.shape != shape:
             given = (
@@ -117,7 +122,8 @@ def custom(
     log_prob takes θ (P,) in the order of the parameter names and returns a number. With
     by_name=True it takes a dict of parameters instead. With independent=True it returns one value
     for each coordinate, (P,), and the Hessian is a diagonal. It must be written in torch and be
-    twice differentiable. If it is not normalised, the evidence is not either.
+    twice differentiable. If it is not normalised, the evidence is not either. Raises TypeError if
+    log_prob is not a function, and ValueError if both independent and by_name are true.
 
     >>> import torch
     >>> prior = custom(lambda theta: -0.5 * (theta**2).sum() - theta.sum() ** 2)
@@ -210,10 +216,10 @@ def _copy_in_double(distribution: Distribution) -> Distribution:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Different priors for different parameters: a dict by layer ("head") or parameter name
-    ("head.bias").
+    """Different priors for different parameters, as a dict.
 
-    Every free parameter needs one; a parameter's own entry overrides that of its layer.
+    The keys are names of layers ("head") or of parameters ("head.bias"). Every free parameter needs
+    a prior; a parameter's own entry overrides that of its layer.
     """
 
     parts: Mapping[str, Prior | Distribution]
@@ -258,8 +264,8 @@ class Product:
 class BoundProduct:
     """The sum of log densities over groups; each prior gets only the coordinates of its group."""
 
-    size: int
-    groups: tuple[tuple[Tensor, BoundPrior], ...]
+    size: int  # P, the number of parameters of all groups together
+    groups: tuple[tuple[Tensor, BoundPrior], ...]  # the indices of a group in θ, and its prior
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """Return log π(θ), a scalar, for θ (P,)."""
@@ -288,7 +294,7 @@ class BoundProduct:
 
 @dataclass(frozen=True, eq=False)
 class NormalInverseGamma:
-    """The conjugate prior of a Gaussian's mean and variance, over θ = (μ, log σ²):
+    """The conjugate prior of a Gaussian's mean μ and variance σ², over θ = (μ, log σ²).
 
         σ² ~ InverseGamma(shape, scale),   μ | σ² ~ N(mean, σ²/strength).
 
@@ -305,7 +311,7 @@ class NormalInverseGamma:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Raise ValueError if a parameter is not finite, or one but the mean is not positive."""
+        """Raise ValueError unless all parameters are finite, and all but the mean positive."""
         check_positive(
             "strength, shape and scale",
             torch.tensor([float(self.strength), float(self.shape), float(self.scale)]),
@@ -342,7 +348,7 @@ class NormalInverseGamma:
 
 
 def find_named_order(layout: Layout) -> Tensor:
-    """Return the indices into θ (P,) in the order of the parameter names."""
+    """Return the indices (P,) for which θ[indices] has the order of the parameter names."""
     return torch.cat([index.flatten() for index in layout.positions.values()])
 
 

@@ -20,8 +20,8 @@ class BoundGaussian:
     A precision of zero means a flat prior for that coordinate.
     """
 
-    mean: Tensor
-    scale_precision: Tensor
+    mean: Tensor  # (P,)
+    scale_precision: Tensor  # the precision of each coordinate (P,)
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """Return log π(θ), a scalar, for θ (P,); coordinates with a flat prior add nothing."""
@@ -35,9 +35,9 @@ class BoundGaussian:
         return -self.scale_precision * (theta - self.mean)
 
     def precision(self, theta: Tensor) -> Tensor:
-        """Return the diagonal of −∇² log π (P,).
+        """Return the diagonal of −∇² log π (P,), which is the same for every θ.
 
-        It does not depend on θ, which is part of the protocol.
+        The argument is part of the protocol of bound priors. Callers must not change the result.
         """
         return self.scale_precision
 
@@ -71,14 +71,16 @@ class Gaussian:
 
 
 def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) -> Gaussian:
-    """Return the prior from which a search by the evidence starts, for θ (P,) as trained.
+    """Return the prior from which a search by the evidence starts, for the trained θ (P,).
 
-    Each layer's weights have precision 1 / mean(w²) around zero. A bias has the precision of its
-    layer, around its trained value: it holds the targets' offset, which is no evidence of scale.
+    Each layer's weights w have the precision 1 / mean(w²) around zero. A bias has the precision of
+    its layer, around its trained value: it holds the targets' offset, which says nothing about the
+    scale of the weights.
 
-    outputs: (P,), the output that each parameter changes, and −1 for one that changes several;
-    None: all groups are layers. The parameters of one output are then a group in place of their
-    layer, because another unit of its target changes their scale and no other.
+    outputs: (P,), the number of the output that each parameter changes, and −1 for a parameter that
+    changes several; None: every layer is a group with one precision. With `outputs`, the parameters
+    of one output are a group in place of their layer, because another unit of its target changes
+    the scale of these parameters alone.
     """
     if outputs is None:
         return _trained_scale_of_layers(layout, theta)
@@ -137,8 +139,9 @@ def _is_offset(name: str, layer: tuple[str, ...]) -> bool:
 
 
 def _precision_around_zero(weights: Tensor) -> float:
-    """Return 1 / mean(w²) of weights (n,), in any unit; 1 where there is no weight that is not
-    zero.
+    """Return 1 / mean(w²) of weights w (n,); 1 where all weights are zero or there are none.
+
+    The result is at most 1 / tiny and at least tiny, with tiny the smallest normal float64.
     """
     mean_square = float((weights**2).mean()) if weights.numel() else 0.0
     smallest = torch.finfo(torch.float64).tiny  # the inverse of a smaller number is infinite

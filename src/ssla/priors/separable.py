@@ -68,9 +68,10 @@ def make_differentiable_copy(theta: Tensor) -> Tensor:
 
 
 def differentiate(value: Tensor, point: Tensor, keep_graph: bool = False) -> Tensor:
-    """Return ∂ value/∂ point (P,) of a scalar; zero if the scalar does not depend on the point.
+    """Return ∂ value/∂ point (P,) for a scalar value; zeros if it does not depend on the point.
 
-    keep_graph: whether the result can be differentiated again.
+    point (P,): the tensor from which the value was computed. keep_graph: whether the result can be
+    differentiated again.
     """
     if not value.requires_grad:
         return torch.zeros_like(point)
@@ -88,13 +89,15 @@ def _check_scale_and_loc(scale: Setting, loc: Setting) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Laplace:
-    """Double exponential tails, exp(−|θ − loc|/scale), with a smoothed kink: the hyperbolic density
+    """A prior with double exponential tails, exp(−|θ − loc|/scale), and a smoothed kink.
 
-        log π = −√(ε² + (θ − loc)²)/scale − log(2 ε K₁(ε/scale)),      ε = smoothing · scale.
+    It is the hyperbolic density
 
-    Log-concave everywhere. As smoothing → 0 it tends to the Laplace density, whose curvature is 0,
-    and undefined at loc. A mode at exactly loc (the zeros of the lasso) is then found only to
-    within a distance of order ε.
+        log π = −√(ε² + (θ − loc)²)/scale − log(2 ε K₁(ε/scale)),      ε = smoothing · scale,
+
+    with the modified Bessel function K₁. Log-concave everywhere. As smoothing → 0 it tends to the
+    Laplace density, whose curvature is 0, and undefined at loc. A mode at exactly loc (the zeros of
+    the lasso) is then found only to within a distance of order ε.
     """
 
     scale: Setting = 1.0
@@ -131,8 +134,9 @@ class Laplace:
 
 @dataclass(frozen=True, eq=False)
 class StudentT:
-    """A prior with heavy tails and df degrees of freedom, not log-concave beyond |θ − loc| = √df ·
-    scale.
+    """A prior with heavy tails: Student's t with df degrees of freedom around loc.
+
+    It is not log-concave beyond |θ − loc| = √df · scale.
     """
 
     df: float = 3.0
@@ -166,7 +170,7 @@ class StudentT:
 
 @dataclass(frozen=True, eq=False)
 class Horseshoe:
-    """A horseshoe-like density, sharp at zero with tails of order θ⁻², smoothed at zero:
+    """A prior like the horseshoe: sharp at zero, with tails of order θ⁻², and smoothed at zero.
 
         π(θ) = log(1 + 1/(t² + ε²)) / (2π (√(1 + ε²) − ε) scale),      t = θ/scale, ε = smoothing.
 
@@ -246,7 +250,7 @@ class SpikeSlab:
 
 @dataclass(frozen=True, eq=False)
 class Gamma:
-    """A rate λ ~ Gamma(shape, rate), density ∝ λ^(shape−1) e^(−rate·λ).
+    """A prior of a rate λ ~ Gamma(shape, rate), whose density is ∝ λ^(shape−1) e^(−rate·λ).
 
     `link` defines θ, as in likelihoods.Poisson:
 
