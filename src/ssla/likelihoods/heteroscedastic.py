@@ -2,7 +2,7 @@
 
 μ and σ² are mean and variance of y, s = log σ² the log variance, r = y − μ the residual, and
 w = 1/σ². m and v are other names of μ and σ² in formulas for natural parameters. A hat marks values
-at the given outputs (ŝ), a tilde those at the new ones (s̃). g and Λ are those of
+at f̂ or at the old outputs, a tilde those at the new ones. g and Λ are those of
 `ssla.likelihoods.likelihood`.
 """
 
@@ -203,9 +203,12 @@ class HeteroscedasticGaussian(Likelihood):
     def _difference_of_log_variance(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return `log_prob_difference` (...) for mean and log variance.
 
-        y is (...), f_new and f_old are (..., 2). The difference is −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) +
-        (r̃ − r̂)(r̃ + r̂))], with the residuals r̃ at f_new and r̂ at f_old. Where |Δs| > 1 it is the
-        plain difference, which does not cancel there.
+        y is (...), f_new and f_old are (..., 2). The difference is
+
+            −½ [Δs + e^(−ŝ) (r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))],
+
+        with the residuals r̃ at f_new and r̂ at f_old. Where |Δs| > 1 it is computed by plain
+        subtraction, which does not cancel there.
         """
         # The step is that of the given outputs: the scale would only add rounding errors.
         mean_step, s_step = (f_new - f_old).unbind(-1)
@@ -222,9 +225,12 @@ class HeteroscedasticGaussian(Likelihood):
     def _difference_of_natural(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return `log_prob_difference` (...) for natural parameters.
 
-        y is (...), f_new and f_old are (..., 2). The difference is ½[log1p(Δw/w) − Δw r̃² − w(r̃ −
-        r̂)(r̃ + r̂)], with the residuals r̃ at f_new and r̂ at f_old, w = −2η₂ = 1/σ² and m = η₁/w at
-        f_old, and m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where f_new is outside the domain.
+        y is (...), f_new and f_old are (..., 2). The difference is
+
+            ½ [log1p(Δw/w) − Δw r̃² − w (r̃ − r̂)(r̃ + r̂)],
+
+        with the residuals r̃ at f_new and r̂ at f_old, w = −2η₂ = 1/σ² and m = η₁/w at f_old, and
+        m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where f_new is outside the domain.
         """
         first_step, second_step = self._convert_to_unit_scale(f_new - f_old).unbind(-1)
         f_new, f_old = self._convert_to_unit_scale(f_new), self._convert_to_unit_scale(f_old)
@@ -317,8 +323,8 @@ class HeteroscedasticGaussian(Likelihood):
         no starting points, so the list is empty: their log p is concave.
 
         The mean is profiled out. For a given change d of s, log p is quadratic in μ, so the best μ
-        is a closed form and d is the only unknown. With Var s = c, β = Cov(μ,s)/c, q = Var(μ|s), ρ
-        = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
+        is a closed form and d is the only unknown. With c = Var s, β = Cov(μ,s)/c, q = Var(μ|s),
+        ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
 
             h(d)  = −½(ŝ + d) − ½ρ²/(E + q) − ½d²/c
             c·h'  = c(βt + ½t²E − ½) − d
