@@ -1,4 +1,10 @@
-"""Sums over the data at one θ, with what fitting needs besides the statistics."""
+"""Sums over the data at one θ, with what fitting needs besides the statistics.
+
+For each of B rows: outputs f (B, C), Jacobian J, score g (B, C) and precision Λ (B, C, C). The
+statistics hold Σ JᵀΛJ with the Fisher information, or with averages of Λ over a Gaussian of θ;
+Newton steps may have a curvature with the observed Λ of their own. To pool rows is to sum w_i Λ_i
+over them before the product with J, which is possible for Kronecker factors.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +35,7 @@ from ssla.values import Statistics
 
 
 class Averaging(NamedTuple):
-    """The Gaussian over θ under which averages are summed, in place of values at θ."""
+    """A Gaussian over θ, under which a pass sums averages in place of values at θ."""
 
     shift: Tensor  # its mean less θ (P,)
     covariance: Operator
@@ -37,7 +43,7 @@ class Averaging(NamedTuple):
     # indefinite
     fisher: bool
     moves: bool  # whether the mean will move, which takes a curvature of its own for its steps
-    row_nodes: RowNodes | None = None  # of many rows of classes
+    row_nodes: RowNodes | None = None  # for many rows of classes; None: all rows share their nodes
 
     def mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
         """Return the outputs (B, C) at the Gaussian's mean, from f (B, C) and J at θ."""
@@ -50,16 +56,18 @@ class Averaging(NamedTuple):
         return self.covariance.root(J)
 
     def nodes_of_chunk(self, chunk: int) -> RowNodes | None:
-        """Return the nodes of the chunk with this number in the pass; None where all rows share
-        their nodes.
+        """Return the nodes of chunk number `chunk` of the pass.
+
+        The result is None where all rows share their nodes.
         """
         return None if self.row_nodes is None else self.row_nodes.for_chunk(chunk)
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Statistics with what fitting needs besides: the observed curvature for Newton steps, and
-    squared residuals for the noise.
+    """Statistics with what fitting needs besides.
+
+    These are the observed curvature for Newton steps, and squared residuals for the noise.
     """
 
     statistics: Statistics
@@ -74,7 +82,8 @@ class Sums:
     def zero(size: int, structure: Structure, newton: bool, has_input_factor: bool = True) -> Sums:
         """Return the sums over no row, for `size` parameters.
 
-        newton: whether Newton steps have a dense curvature of their own.
+        structure: how the curvature is stored. newton: whether Newton steps have a dense curvature
+        of their own. has_input_factor: whether the input factor is summed.
         """
         statistics = Statistics(
             0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size)
@@ -85,8 +94,9 @@ class Sums:
 
     @property
     def newton_curvature(self) -> Structure:
-        """Return the curvature of Newton steps: the observed one where it is summed, else that of
-        the statistics.
+        """Return the curvature of Newton steps.
+
+        It is the observed one where that is summed, and else that of the statistics.
         """
         return self.newton or self.statistics.curvature
 
@@ -94,8 +104,8 @@ class Sums:
     def has_kinks(self) -> bool:
         """Return whether log p has kinks in f, as |y − f| has: Newton steps then lead nowhere.
 
-        The sign is a parameter with a gradient and with Fisher information, but without observed
-        curvature. Always False where the observed curvature is not summed.
+        This is so if a parameter has a gradient and Fisher information, but no observed curvature.
+        The result is False where the observed curvature is not summed.
         """
         if self.newton is None or not self.newton.exact:
             return False
@@ -104,7 +114,7 @@ class Sums:
         return fisher_along_flat > 0 and bool((flat * self.statistics.gradient != 0).any())
 
     def compute_newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
-        """Compute the Newton step H⁻¹ g (P,) for a gradient g (P,).
+        """Compute the Newton step H⁻¹ gradient (P,) for a gradient (P,).
 
         H has the observed curvature where it is summed and positive definite, else that of the
         statistics. prior_precision: (P,) or (P, P). Raises ValueError where neither can be
@@ -114,18 +124,19 @@ class Sums:
             try:
                 return self.newton.with_prior(prior_precision).solve(gradient)
             except ValueError:
-                # The observed curvature is not positive definite: the statistics' own one is used.
+                # The observed curvature is not positive definite: that of the statistics is used.
                 pass
         return factorise_uphill(self.statistics.curvature, prior_precision).solve(gradient)
 
     def add(
         self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood
     ) -> Sums:
-        """Return the sums with more rows: outputs f (B, C) and Jacobian J, targets y, and row
-        weights (B,); None: all ones.
+        """Return the sums with B more rows.
 
-        Matrices are changed in place: these sums must not be used afterwards. Raises ValueError
-        where an output or a log density is not finite, or an output is outside the domain.
+        f (B, C): their outputs. J: their Jacobian. y: their targets. weights (B,): their weights;
+        None: all ones. Matrices are changed in place, so `self` must not be used afterwards. Raises
+        ValueError where an output or a log density is not finite, or an output is outside the
+        domain of the likelihood.
         """
         check_finite(
             "The network's output", f, "Check the scale of the inputs and the trained weights."
@@ -139,8 +150,8 @@ class Sums:
         else:
             precision = pool_fisher(likelihood, f, pooling, self._pools_diagonal)
         # For a softmax the observed precision is the Fisher information: one sum serves both.
-        same = self.statistics.curvature.exact and likelihood.softmax
-        observed = likelihood.precision(y, f) if self.newton is not None and not same else None
+        are_same = self.statistics.curvature.exact and likelihood.softmax
+        observed = likelihood.precision(y, f) if self.newton is not None and not are_same else None
         check_finite(
             "log p(y|f)",
             log_prob,
@@ -171,10 +182,11 @@ class Sums:
         statistics: Statistics,
         newton: Structure | None,
     ) -> Sums:
-        """Return sums with new statistics and a new Newton curvature, and with the residuals of
-        more rows if the likelihood is Gaussian.
+        """Return sums with new statistics, with a new Newton curvature, and with more residuals.
 
-        f (B, C), y, weights (B,): the outputs, targets and weights of these rows.
+        f (B, C), y, weights (B,): the outputs, targets and weights of the rows whose squared
+        residuals are added, if the likelihood is Gaussian. statistics, newton: already with these
+        rows.
         """
         squares = torch.zeros(f.shape[1], dtype=torch.float64)
         largest = self.largest
@@ -182,8 +194,8 @@ class Sums:
         if likelihood.quadratic:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             targets = y.reshape(f.shape)
-            of_rows = (targets - f) ** 2
-            squares = (of_rows if weights is None else of_rows * weights[:, None]).sum(0)
+            row_squares = (targets - f) ** 2
+            squares = (row_squares if weights is None else row_squares * weights[:, None]).sum(0)
             largest = torch.maximum(largest, targets.abs().amax(0))
         return Sums(
             statistics, newton, self.squares + squares, largest, reference, self.has_input_factor
@@ -198,10 +210,10 @@ class Sums:
         weights: Tensor | None,
         rows: int,
     ) -> Statistics:
-        """Return the statistics with more rows; matrices are changed in place.
+        """Return the statistics with more rows, whose Jacobian is J; matrices are changed in place.
 
         log_likelihood, score (B, C), precision (B, C, C) or its sum over rows: with the row weights
-        already in them. weights: (B,), for the input factors; None: all ones. rows: their number.
+        already in them. weights: (B,), for the input factors; None: all ones. rows: their number B.
         """
         s = self.statistics
         curvature = s.curvature.accumulate(J, precision, weights, self.has_input_factor)
@@ -223,12 +235,12 @@ class Sums:
         averaging: Averaging,
         chunk: int = 0,
     ) -> Sums:
-        """Return the sums with more rows, as `add` does, but with averages over a Gaussian of θ in
-        place of values.
+        """Return the sums with B more rows, with averages over a Gaussian of θ in place of values.
 
-        Matrices are changed in place, too. chunk: its number in the pass, which decides its nodes.
-        Where the averages do not exist, the result has a log likelihood of −∞, and its other sums
-        do not count.
+        The rows are given as in `add`, and matrices are changed in place, too. averaging: the
+        Gaussian. chunk: the number of the rows' chunk in the pass, which decides its nodes. Where
+        the averages do not exist, the result has a log likelihood of −∞, and its other sums have no
+        meaning.
         """
         pooling = self._choose_pooling_weights(f, J, weights) if self.newton is None else None
         log_prob, score, precision = averages(
@@ -268,10 +280,10 @@ class Sums:
         averaging: Averaging | None = None,
         chunk: int = 0,
     ) -> Sums:
-        """Return the sums with JᵀΛJ d of more rows added to the gradient, and no other change than
-        in the number of rows.
+        """Return the sums with the product JᵀΛJ d of B more rows added to the gradient.
 
-        Rows are given as in `add`. direction: d (P,). averaging: the Gaussian over which Λ is
+        Of the other sums only the number of rows changes. The rows are given as in `add`.
+        direction: d (P,). averaging: the Gaussian over which Λ is
         averaged; None: Λ at θ. chunk: as in `add_averages`.
         """
         u = J.push(direction).double()
@@ -296,8 +308,10 @@ class Sums:
     def _choose_pooling_weights(
         self, f: Tensor, J: Jacobian, weights: Tensor | None
     ) -> Tensor | None:
-        """Return the row weights (B,) where the curvature needs the weighted sum of the rows'
-        precisions alone; None elsewhere.
+        """Return the weights (B,) by which the rows are pooled, or None if they are not pooled.
+
+        Rows are pooled where the curvature needs only the weighted sum of their precisions. f
+        (B, C), J and weights (B,) are those of the rows; weights None: all ones.
         """
         if not needs_summed_precision_only(self.statistics.curvature, J):
             return None
@@ -322,18 +336,20 @@ class Sums:
         )
 
     def with_input_factor_of(self, other: Structure) -> Sums:
-        """Return these sums, which have no input factor, with that of another pass over the same
-        rows.
+        """Return the sums with the input factor of another pass over the same rows.
+
+        These sums must have none. other: the curvature of that pass.
         """
         curvature = self.statistics.curvature.with_inputs_of(other)
         statistics = replace(self.statistics, curvature=curvature)
         return replace(self, statistics=statistics, has_input_factor=True)
 
     def with_noise_scaled(self, noise: Tensor) -> Sums:
-        """Return the sums at `noise` times their noise.
+        """Return the sums as if they were taken at `noise` times their noise.
 
-        noise: (P,), for each parameter the factor of its output. Right for sums as a pass collected
-        them, whose log likelihood follows from the squared residuals.
+        noise: (P,), for each parameter the factor on the noise of its output. Only for sums as a
+        pass collected them (not after `with_theta_moved`): their log likelihood is that of the
+        squared residuals.
         """
         s = self.statistics
         outputs = self.squares.numel()
@@ -386,10 +402,11 @@ class Sums:
 
 
 def factorise_uphill(curvature: Structure, prior_precision: Tensor) -> Operator:
-    """Factorise (S + T)⁻¹ for a step uphill, from the data's S and the prior's T (P,) or (P, P).
+    """Factorise (S + T)⁻¹ for a step uphill, from the curvature S of the data and T of the prior.
 
-    Where a prior that is not log-concave makes S + T indefinite, the positive part of a diagonal T
-    is taken. Raises ValueError where that does not help, and for an indefinite sum with a matrix T.
+    prior_precision: T, (P,) or (P, P). Where a prior that is not log-concave makes S + T
+    indefinite, the positive part of a diagonal T is taken. Raises ValueError where that does not
+    help, and for an indefinite sum with a full T.
     """
     try:
         return curvature.with_prior(prior_precision)
@@ -426,10 +443,10 @@ def solve_newton_step_by_products(
 
 
 def compute_distance_to_mode(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
-    """Compute √(gᵀH⁻¹g): how far θ (P,), where the sums were taken, is from the mode, in posterior
-    standard deviations.
+    """Compute how far θ (P,) is from the mode, in posterior standard deviations: √(gᵀH⁻¹g).
 
-    Raises ValueError where H cannot be factorised.
+    sums: taken at θ. bound: the prior over θ. g = ∇(ℓ_D + log π) at θ. Raises ValueError where H
+    cannot be factorised.
     """
     gradient = sums.statistics.gradient + bound.gradient(theta)
     step = sums.compute_newton_step(gradient, bound.precision(theta))

@@ -10,6 +10,9 @@ of the new averages in its precision and the new mean: with all of them the prec
 oscillate, and the mean need not wait for it. The step goes all the way there, or a share of the
 way. A share that lowers the bound is halved, so the bound never falls. For Gaussian noise the
 Gaussian at the mode is the nearest already.
+
+The bound is the evidence lower bound, E log p(data|θ) − KL(N(m, S) ‖ π) (`ssla.values`). "The
+structure" is how the sum in S⁻¹ is stored. An iterate is a Gaussian with the averages under it.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ if TYPE_CHECKING:
 # The numbers below were not measured: they are guesses, unless a comment says otherwise.
 TOLERANCE = 1e-4  # nats a parameter: a round that raises the bound by less is the last
 ROUGH = 1e-3  # the same, for a Gaussian that only chooses a prior
-COARSE = 1e-2  # the same, to choose a prior in between
+COARSE = 1e-2  # the same: a round that raises the bound by less is followed by another prior
 # squared standard deviations a parameter: a mean that would move farther has not converged
 CLOSE = 1e-2
 MOST_ROUNDS = 100
@@ -48,8 +51,9 @@ GROWTH = 1.5  # of the share after a round that raised the bound
 SHORTEST = 1 / 32  # the least share
 NARROWER = 2.0  # factor on the precision's root while the averages do not exist
 MOST_NARROWINGS = 30
-ROUNDS_FROM_SIMILAR = 12  # for rows that are slightly others
+ROUNDS_FROM_SIMILAR = 12  # rounds of a refit to slightly other rows
 CONVERGED = 0.03  # standard deviations of the last step of the mean, after these rounds
+ROUNDING = 1e-12  # a bound that is lower by this share of itself is as good
 
 # by which conjugate gradients reduce the residual of a step of the mean: each round takes another
 PRECISE = 0.1
@@ -156,8 +160,8 @@ class BoundAscent:
             # The next step of the mean tells whether a Gaussian has converged that cannot be
             # improved. A tilted one has no such step: it counts as not converged.
             stuck = trial is None and not self.moves
-            # A bound that is lower by rounding error alone (a share of 1e-12, a guess) is as good.
-            if trial is None or not trial.bound >= current.bound - 1e-12 * abs(current.bound):
+            # A bound that is lower by rounding error alone is as good.
+            if trial is None or not trial.bound >= current.bound - ROUNDING * abs(current.bound):
                 share /= 2
                 if share >= SHORTEST:
                     continue
@@ -171,17 +175,17 @@ class BoundAscent:
             if gain <= COARSE and self.choose_prior is not None:
                 current = self._under_another_prior(current, self.choose_prior)
             elif gain <= self.tolerance:
-                near = self._compute_squared_distance(current) <= CLOSE * len(current.mean)
-                converged = not stuck and near
+                is_near = self._compute_squared_distance(current) <= CLOSE * len(current.mean)
+                converged = not stuck and is_near
                 if gain == 0:
                     break
         return self._finish(current, rounds, converged)
 
     def _under_another_prior(self, current: Iterate, choose_prior: ChoosePrior) -> Iterate:
-        """Return the same Gaussian with its bound under the prior that `choose_prior` returns.
+        """Return the current Gaussian with its bound under the prior that `choose_prior` returns.
 
-        The ascent goes on under that prior. If it returns None the prior stays, and is not asked
-        for again.
+        That prior is stored in the ascent, which goes on under it. If `choose_prior` returns None,
+        the prior stays, and `choose_prior` is not called again.
         """
         chosen = choose_prior(self._make_posterior_at(current))
         if chosen is None:
@@ -210,16 +214,18 @@ class BoundAscent:
         )
 
     def _factorise(self, curvature: Structure, mean: Tensor) -> Operator:
-        """Factorise the covariance of a Gaussian with a mean (P,), from its precision: the
-        curvature plus the prior's.
+        """Factorise the covariance of a Gaussian from its precision, curvature + T.
 
-        Raises ValueError where its precision is not positive definite.
+        T is the prior's −∇² log π at the mean (P,). Raises ValueError where the precision is not
+        positive definite.
         """
         return factorise_uphill(curvature, self.posterior.bound_prior.precision(mean))
 
     def _make_iterate_at(self, mean: Tensor, curvature: Structure, covariance: Operator) -> Iterate:
-        """Take the averages over a Gaussian with a mean (P,) in one pass, and return it with them
-        and its bound.
+        """Take the averages over a Gaussian in one pass, and return it with them and its bound.
+
+        mean: (P,). curvature: S⁻¹ less the prior's part. covariance: S. Averages over kept rows are
+        added.
         """
         sums = self.average(mean, covariance)
         if self.kept is not None:
@@ -229,7 +235,7 @@ class BoundAscent:
         return Iterate(mean, curvature, covariance, sums, bound)
 
     def _compute_evidence_bound(self, mean: Tensor, covariance: Operator, averages: Sums) -> float:
-        """Compute the evidence bound of a Gaussian with a mean (P,) from the averages over it."""
+        """Compute the evidence bound of N(mean, covariance) from the averages over it."""
         log_likelihood = averages.statistics.log_likelihood
         return evidence_bound(self.posterior.bound_prior, mean, covariance, log_likelihood)
 
@@ -246,9 +252,10 @@ class BoundAscent:
         return float(gradient @ current.covariance.solve(gradient))
 
     def _make_next_iterate(self, current: Iterate, share: float) -> Iterate | None:
-        """Return the Gaussian a share of the way to the next one, with its averages, in one pass.
+        """Return the Gaussian that is a share of the way from the current to the next one.
 
-        None, without a pass, where its precision is not positive definite.
+        One pass takes the averages over it. The result is None, without a pass, where its precision
+        is not positive definite.
         """
         # While a prior is to be chosen, the precision takes all of the new averages by default.
         weight_of_new = self.new or (1.0 if self.choose_prior is not None else NEW)
@@ -268,8 +275,9 @@ class BoundAscent:
     def _compute_newton_step(self, current: Iterate, covariance: Operator) -> Tensor:
         """Compute the Newton step (P,) of the mean at the current Gaussian.
 
-        The step takes the dense curvature where that is summed, else products with the curvature,
-        else the structure's. covariance: of the next Gaussian, the preconditioner.
+        The step uses the dense curvature where that is summed, else products with the curvature
+        where a pass can compute them, else the curvature of the structure. covariance: that of the
+        next Gaussian, which is the preconditioner.
         """
         gradient = self._compute_gradient(current)
         newton = current.averages.newton
@@ -300,8 +308,9 @@ class BoundAscent:
         )
 
     def _product_of_all_rows(self, product: Product) -> Product:
-        """Return products with the curvature of all rows, from those of the rows that are read: the
-        kept curvature of earlier rows is added.
+        """Return the function v -> Σ JᵀΛJ v over all rows, for vectors v (P,).
+
+        product: the same over the rows that are read; that of kept rows is added.
         """
         if self.kept is None:
             return product
@@ -309,28 +318,28 @@ class BoundAscent:
         return lambda v: product(v) + earlier.push(v)
 
     def _make_posterior_at(self, current: Iterate) -> Posterior:
-        """Return the posterior with a Gaussian and the averages under it.
+        """Return the posterior with the current Gaussian, and the averages under it.
 
-        The curvature is the Gaussian's own, of which the averages are the next.
+        The curvature of its statistics is the one behind the Gaussian itself. The averaged
+        curvature would be that of the next Gaussian.
         """
         statistics = replace(current.averages.statistics, curvature=current.curvature)
         variational = Variational(current.mean, statistics, self.posterior.tilted)
         return replace(self.posterior, variational=variational)
 
     def _finish(self, best: Iterate, rounds: int, converged: bool) -> Posterior:
-        """Return the posterior with the best Gaussian and its report.
+        """Return the posterior with the best Gaussian and with a report of the ascent.
 
-        Warns if the ascent has not converged.
-
-        rounds: passes that it took.
+        rounds: the passes that it took. converged: whether the bound has converged; a note and a
+        warning say so if it has not.
         """
         report = self.posterior.report
         report = replace(report, gaussian=VARIATIONAL, rounds=report.rounds + rounds)
         if not converged:
-            off = math.sqrt(max(self._compute_squared_distance(best), 0.0) / len(best.mean))
+            distance = math.sqrt(max(self._compute_squared_distance(best), 0.0) / len(best.mean))
             message = (
                 f"the variational Gaussian did not converge in {rounds} passes: the best one that "
-                f"was found is used, and its weights may be off by about {off:.2g} of their "
+                f"was found is used, and its weights may be off by about {distance:.2g} of their "
                 "standard deviations each"
             )
             report = replace(report, notes=(*report.notes, Note(message, FIT)))
@@ -346,9 +355,9 @@ class BoundAscent:
 def add_rows(before: Posterior, posterior: Posterior, average: Average) -> Posterior:
     """Return the posterior with the variational Gaussian of earlier and new rows.
 
-    before: the posterior of the earlier rows, whose averages are kept. posterior: the same with the
-    statistics of all rows at θ̂. average: sums the new rows. The rounds read the new rows alone, and
-    raise the bound of all rows.
+    before: the posterior of the earlier rows, which must have a variational Gaussian; its averages
+    are kept. posterior: the same with the statistics of all rows at θ̂. average: sums the new rows.
+    The rounds read the new rows alone, and raise the bound of all rows.
     """
     kept = KeptAverages(before.mean, before.covariance, before.sums)
     first = average(kept.mean, kept.covariance).statistics
@@ -359,13 +368,13 @@ def add_rows(before: Posterior, posterior: Posterior, average: Average) -> Poste
 
 
 def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
-    """Return the posterior with the variational Gaussian of slightly other rows, which `average`
-    sums.
+    """Return the posterior with the variational Gaussian of slightly different rows.
 
-    The ascent takes a fixed number of rounds from the Gaussian at hand, with half of the new
-    averages in the precision. The bound is not a stopping rule so close to its maximum: a step can
-    overshoot to a point with the same bound, and the error of the nodes hides small gains. The tilt
-    of the gradient stays. Raises ValueError where the last step of the mean is still long.
+    average: sums these rows. posterior: has the Gaussian from which the ascent starts. It takes a
+    fixed number of rounds from the Gaussian at hand, with half of the new averages in the
+    precision. The bound is not a stopping rule so close to its maximum: a step can overshoot to a
+    point with the same bound, and the error of the nodes hides small gains. The tilt of the
+    gradient stays. Raises ValueError where the last step of the mean is still long.
     """
     current = posterior
     distance = math.inf  # squared, of the last step, in standard deviations
@@ -391,9 +400,9 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
 
 
 def with_sums(posterior: Posterior, statistics: Statistics) -> Posterior:
-    """Return the posterior with the same mean of θ and other sums behind its covariance.
+    """Return the posterior with the same mean of θ and other statistics behind its covariance.
 
-    The new sums replace the averages of a variational Gaussian, or the sums at θ̂.
+    The new statistics replace the averages of a variational Gaussian, or the sums at θ̂.
     """
     if posterior.variational is None:
         return replace(posterior, statistics=statistics)
@@ -405,8 +414,8 @@ def with_recentred_mean(posterior: Posterior) -> Posterior:
 
     The averages are kept. They stand for a likelihood that is quadratic around m, with the
     curvature of the structure. This is exact to first order in what changed where the structure is
-    dense. A tilted Gaussian stays where it is. Raises ValueError where the covariance cannot be
-    factorised.
+    dense. A tilted Gaussian stays where it is. Raises AssertionError for a posterior without a
+    variational Gaussian, and ValueError where the covariance cannot be factorised.
     """
     variational = posterior.variational
     assert variational is not None
