@@ -6,6 +6,9 @@ preference between priors: the prior of the highest evidence may give doubt that
 is worth on new rows. Where the network is as good on new rows as on these, they would pay the same
 price. So without validation rows the price has a limit: as much as the network itself loses on
 these rows, and .003 nats. Networks that have not memorised their rows are not affected.
+
+The price of doubt is the mean log density of the rows under the network itself, less that under the
+predictive, in nats a row.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ if TYPE_CHECKING:
 MOST_PRICE = 0.003
 # The numbers below were not measured: they are guesses.
 NEAR, AIM = 0.8, 0.9  # shares of the limit: a price between NEAR and one is near enough
-ROUNDS = 8
+ROUNDS = 8  # most factors that are tried
 STRONGEST = 1e6  # factor on the precision
-STEEPNESS = (0.5, 2.0)  # of log price over log precision, between which it is taken to lie
+STEEPNESS = (0.5, 2.0)  # limits of the slope of log price over log precision, times −1
+SHORT_OF_ENOUGH = 0.9  # share of the way to a factor that is known to be enough
 
 
 def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) -> Posterior:
@@ -56,13 +60,11 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
         return posterior
     limit = MOST_PRICE - compute_mean_and_error(rows.plug_in, rows.weights).mean
 
-    def price(state: Posterior) -> float:
-        """Compute what the doubt of a posterior costs on the rows: the mean log density of the
-        network less that of the predictive, in nats a row.
-        """
-        return compute_mean_and_error(rows.plug_in - rows.scores(state), rows.weights).mean
+    def compute_price(candidate: Posterior) -> float:
+        """Compute the price of a posterior's doubt on the rows, in nats a row."""
+        return compute_mean_and_error(rows.plug_in - rows.scores(candidate), rows.weights).mean
 
-    prices = {1.0: price(posterior)}  # by the factor on the precision
+    prices = {1.0: compute_price(posterior)}  # by the factor on the precision
     if not prices[1.0] > limit:
         return posterior
     # Each rough Gaussian starts from the one before it; the last one is found as if asked for.
@@ -71,7 +73,7 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
     for _ in range(ROUNDS):
         factor = min(_choose_next_factor(prices, limit), STRONGEST)
         current = _strengthen_prior(posterior, current, factor, rough)
-        prices[factor] = price(current)
+        prices[factor] = compute_price(current)
         if NEAR * limit <= prices[factor] <= limit or factor == STRONGEST:
             break
     current = _strengthen_prior(posterior, current, factor, plan)
@@ -89,7 +91,8 @@ def _strengthen_prior(
 ) -> Posterior:
     """Return the posterior with `factor` times its prior precision.
 
-    A variational Gaussian is found again by the passes of `plan`, from that of `current`.
+    current: the posterior with the last factor that was tried. A variational Gaussian is found
+    again by the passes of `plan`, starting from that of `current`.
     """
     precision = factor * posterior.bound_prior.precision(posterior.theta)
     prior = prior_with_precision(posterior, precision)
@@ -101,10 +104,11 @@ def _strengthen_prior(
 
 
 def _choose_next_factor(prices: dict[float, float], limit: float) -> float:
-    """Return the next factor to try: where a straight line of log price over log factor meets AIM
-    times the limit.
+    """Return the next factor on the precision to try, by a straight line of log price.
 
-    prices: the known prices, by their factors; that of a factor of one is above the limit.
+    The line is over the logarithm of the factor. The next factor is where it meets AIM times the
+    limit. prices: the known prices, by their factors; that of a factor of one must be above the
+    limit.
     """
     above = sorted((factor for factor in prices if prices[factor] > limit), reverse=True)
     below = min((factor for factor in prices if prices[factor] <= limit), default=None)
@@ -118,6 +122,7 @@ def _choose_next_factor(prices: dict[float, float], limit: float) -> float:
         steepness = -math.log(prices[second] / prices[nearest]) / math.log(second / nearest)
     low, high = STEEPNESS
     step = math.log(prices[nearest] / (AIM * limit)) / min(max(steepness, low), high)
-    if below is not None:  # 0.9: a little short of the factor that is known to be enough
-        step = min(step, 0.9 * math.log(below / nearest))
+    # The step ends a little short of the factor that is known to be enough.
+    if below is not None:
+        step = min(step, SHORT_OF_ENOUGH * math.log(below / nearest))
     return nearest * math.exp(step)

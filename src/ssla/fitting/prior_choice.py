@@ -2,6 +2,10 @@
 
 Of a Gaussian at the mode the evidence follows from the sums. Of a variational Gaussian it is a
 bound, whose averages and prior are found in turn.
+
+A point (d,) of a search holds logarithms of factors on prior precisions and noise: see
+`ssla.fitting.tuning_space.Space`. The expected precisions are those of the trained weights' scale,
+around which the log precisions have a normal density.
 """
 
 from __future__ import annotations
@@ -33,8 +37,11 @@ if TYPE_CHECKING:
 # Log factors on all precisions from which an ascent may start.
 SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)
 SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
-HALVINGS = 5
+HALVINGS = 5  # of a point whose prior leaves no positive definite curvature
 ALTERNATIONS = 20  # of averages and prior
+# Rounding errors of the evidence, as shares of 1 + the number of observations: the slope that ends
+# an ascent, and the gain of another ascent that counts.
+SLOPE_TOLERANCE, LEAST_GAIN = 1e-10, 1e-9
 REACH_OF_CHOICE = 20.0  # of logarithms around the trained weights' scale
 # Standard deviation of a log precision around the trained weights' scale, for a prior that nobody
 # gave.
@@ -45,9 +52,9 @@ REACH = 3.0  # by which a logarithm may change while averages are kept
 
 
 def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Posterior:
-    """Return the posterior of a fit without a prior, with the precisions of the highest evidence
-    around the trained weights' scale.
+    """Return the posterior of a fit without a prior, with precisions chosen by the evidence.
 
+    plan: of the fit, after its passes. posterior: under the prior of the trained weights' scale.
     There is one precision for each layer, or for each output of a last layer whose outputs have
     different units, or one for all of a large dense curvature. Its logarithm is expected to have
     standard deviation DOUBT around that of the trained weights: features that separate all training
@@ -83,23 +90,25 @@ def alternate_averages_and_prior(
     """Find the averages of the variational Gaussian and its prior in turn, until the prior stays.
 
     Returns the posterior with its history. With the averages kept, the evidence is that of a
-    Gaussian model. Where neither changes any more, its gradient is that of the bound. notes: for
-    the history. plan: the passes. quiet: whether a poor solution is only noted, without a warning.
+    Gaussian model. Where neither changes any more, its gradient is that of the bound. space: around
+    the posterior from which the search starts. notes: for the history. plan: with the passes.
+    quiet: whether a poor solution is only noted, without a warning.
     """
     points = [space.precisions_and_noise(torch.zeros(1, len(space.free)).double())]
     values: list[float] = []
     maxima: list[Maximum] = []
 
-    def choose_next_prior(state: Posterior) -> Prior | None:
-        """Choose the prior of the highest evidence with the averages kept; None ends the search.
+    def choose_next_prior(current: Posterior) -> Prior | None:
+        """Choose the prior of the highest evidence with the averages of `current` kept.
 
-        Each call is recorded in `points`, `values` and `maxima`.
+        The result is None where the prior has settled, which ends the search. Each call appends to
+        `points`, `values` and `maxima`.
         """
-        kept = replace(space.moved_to(with_positive_averages(state)), reach=REACH)
+        kept = replace(space.moved_to(with_positive_averages(current)), reach=REACH)
         best = maximise_evidence(kept)
         chosen, point = step_towards(kept, best.point)
         if not maxima:
-            values.append(state.log_evidence())
+            values.append(current.log_evidence())
         maxima.append(best)
         points.append(kept.precisions_and_noise(point[None]))
         values.append(best.value)
@@ -113,13 +122,13 @@ def alternate_averages_and_prior(
         maxima.append(_make_maximum_at_start(space, value))
         values.append(value)
     values[-1] = tuned.log_evidence()
-    best = replace(maxima[-1], evaluations=sum(each.evaluations for each in maxima))
+    best = replace(maxima[-1], evaluations=sum(maximum.evaluations for maximum in maxima))
     history = make_history_of_visits(EVIDENCE, space, best, notes, points, values, settled)
     return finish_variational(tuned, history, plan, quiet)
 
 
 def _make_maximum_at_start(space: Space, value: float) -> Maximum:
-    """Return the result of a search that tried no point but the start, and has not converged."""
+    """Return the result of a search that tried only the start, with this value, and stopped."""
     start = torch.zeros(len(space.free), dtype=torch.float64)
     return Maximum(
         start,
@@ -185,12 +194,43 @@ def maximise_evidence(space: Space) -> Maximum:
     # The log likelihood at hand is a constant that depends on the unit of the targets. It is left
     # out of the search, and added at the end.
     constant = problem.log_likelihood
-    evidence: Evidence = make_evidence(problem._replace(log_likelihood=0.0))
+    objective = _make_objective(space, make_evidence(problem._replace(log_likelihood=0.0)))
+    low, high = space.box
+    # Rounding errors of the evidence grow with the number of observations.
+    level = 1 + space.posterior.sums.weight * space.posterior.network.outputs
+
+    def ascend(start: Tensor) -> Maximum:
+        """Climb from a start (d,) to a maximum of the objective inside the box."""
+        return maximise_in_box(
+            objective, start, low, high, space.scale, tolerance=SLOPE_TOLERANCE, level=level
+        )
+
+    start = torch.zeros(len(space.free), dtype=torch.float64)
+    best = ascend(start)
+    small = space.posterior.theta.numel() <= SCAN_LIMIT
+    if space.has_free_precisions and small and space.reach > REACH:
+        first, _ = choose_best_start(
+            space.scan_points(SCAN), space, lambda point: objective(point)[0]
+        )
+        other = ascend(first)
+        if other.value > best.value + LEAST_GAIN * level:
+            best = replace(
+                other,
+                points=torch.cat([start[None].clamp(low, high), other.points]),
+                values=torch.cat([best.values[:1], other.values]),
+                evaluations=other.evaluations + best.evaluations,
+            )
+    return replace(best, value=best.value + constant, values=best.values + constant)
+
+
+def _make_objective(space: Space, evidence: Evidence) -> Callable[[Tensor], Value]:
+    """Return the objective of a search by the evidence, as a function of a point (d,).
+
+    It is the evidence plus the log density of the expected precisions.
+    """
 
     def penalised_evidence(point: Tensor) -> Value:
-        """Compute the evidence plus the log density of the expected precisions at a point (d,),
-        with derivatives; −∞ where H is not positive definite.
-        """
+        """Compute the objective at a point (d,), with derivatives; −∞ where H is indefinite."""
         try:
             value, gradient, curvature = evidence(space.all_coordinates(point))
         except ValueError:  # averages that are not positive definite with so weak a prior
@@ -203,42 +243,16 @@ def maximise_evidence(space: Space) -> Maximum:
             curvature,
         )
 
-    low, high = space.box
-    # Rounding errors of the evidence grow with the number of observations. A slope of 1e-10 of this
-    # level ends an ascent, and only a gain above 1e-9 of it counts: both are guesses.
-    level = 1 + space.posterior.sums.weight * space.posterior.network.outputs
-
-    def ascend(start: Tensor) -> Maximum:
-        """Climb from a point (d,) to a maximum inside the box."""
-        return maximise_in_box(
-            penalised_evidence, start, low, high, space.scale, tolerance=1e-10, level=level
-        )
-
-    start = torch.zeros(len(space.free), dtype=torch.float64)
-    best = ascend(start)
-    small = space.posterior.theta.numel() <= SCAN_LIMIT
-    if space.has_free_precisions and small and space.reach > REACH:
-        first, _ = choose_best_start(
-            space.scan_points(SCAN), space, lambda point: penalised_evidence(point)[0]
-        )
-        other = ascend(first)
-        if other.value > best.value + 1e-9 * level:
-            best = replace(
-                other,
-                points=torch.cat([start[None].clamp(low, high), other.points]),
-                values=torch.cat([best.values[:1], other.values]),
-                evaluations=other.evaluations + best.evaluations,
-            )
-    return replace(best, value=best.value + constant, values=best.values + constant)
+    return penalised_evidence
 
 
 def choose_best_start(
     starts: Tensor, space: Space, height: Callable[[Tensor], float]
 ) -> tuple[Tensor, Tensor]:
-    """Return the highest of some starts (k, d), and the heights (k,) of all of them.
+    """Return the start (d,) of the greatest height among k, and the heights (k,) of all of them.
 
-    Heights are taken where the starts are clamped to the box of the space; the result is not
-    clamped.
+    starts: (k, d). height: maps a point (d,) to its height. Heights are taken where the starts are
+    clamped to the box of the space; the result is not clamped.
     """
     low, high = space.box
     heights = torch.tensor([height(point.clamp(low, high)) for point in starts])
@@ -248,7 +262,11 @@ def choose_best_start(
 def make_history(
     objective: str, space: Space, best: Maximum, notes: Sequence[str]
 ) -> TuningHistory:
-    """Return the history of an ascent, with points in units of precisions and noise."""
+    """Return the history of an ascent, with points in units of precisions and noise.
+
+    objective: EVIDENCE, LOO or the name of a held-out score. best: the result of the ascent in the
+    space. notes: for the history.
+    """
     names = space.names
     edge = tuple(name for name, flag in zip(names, best.at_bound.tolist(), strict=True) if flag)
     labels = {EVIDENCE: "log evidence", LOO: "leave-one-out log density"}
@@ -274,10 +292,11 @@ def make_history_of_visits(
     values: list[float],
     settled: bool,
 ) -> TuningHistory:
-    """Return the history of a search by variational Gaussians.
+    """Return the history of a search that found a variational Gaussian for each prior.
 
-    points: the priors that were visited, each (1, d), in units of precisions and noise. values: one
-    for each. best: the last ascent. settled: whether the search ended by itself.
+    objective, space, notes: as in `make_history`. points: the priors that were visited, each (1,
+    d), in units of precisions and noise. values: the objective at each of them. best: the last
+    ascent. settled: whether the search ended before its limit of rounds.
     """
     heights = torch.tensor(values, dtype=torch.float64)
     converged = settled and best.converged
@@ -286,9 +305,10 @@ def make_history_of_visits(
 
 
 def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = False) -> Posterior:
-    """Return the tuned posterior with its history and its report; warn about a poor solution.
+    """Return the tuned posterior with its history, and with a summary of it in the report.
 
-    quiet: no warning, because nobody asked for tuning.
+    Warns of a solution at the edge of its range, and of one that did not converge. quiet: whether
+    these warnings are left out, because nobody asked for tuning.
     """
     if history.at_bound and not quiet:
         warn(
@@ -313,18 +333,18 @@ def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = Fa
 
 
 def describe_change(posterior: Posterior, change: str, mode: str) -> Posterior:
-    """Return the posterior with a mode, and with a report of its new prior, its convention and its
-    distance to the mode.
+    """Return the posterior with a mode, and with a report of its new prior.
 
-    change: what was done, in which {residual} and {each} stand for the distance to the mode, in
-    total and per parameter. mode: POLISH, TILT or AS_IS.
+    The report also has the convention and the distance to the mode. change: what was done, as a
+    text in which {residual} and {each} stand for the distance to the mode, in total and per
+    parameter. mode: POLISH, TILT or AS_IS.
     """
     residual = posterior.residual
-    each = residual / math.sqrt(posterior.theta.numel())
+    per_parameter = residual / math.sqrt(posterior.theta.numel())
     precision = posterior.bound_prior.precision(posterior.theta)
     notes = without_subjects(posterior.report.notes, PRIOR_NOTE, CONCAVITY, MOVED)
     notes = with_sketch_note(notes, posterior)
-    notes.append(Note(f"prior: {change.format(residual=residual, each=each)}", PRIOR_NOTE))
+    notes.append(Note(f"prior: {change.format(residual=residual, each=per_parameter)}", PRIOR_NOTE))
     notes.extend(Note(note, CONCAVITY) for note in concavity_notes(precision))
     report = replace(
         posterior.report,

@@ -1,5 +1,8 @@
-"""What is tuned: logarithms of factors on prior precisions and on the noise, and the posterior
-at any of them.
+"""What is tuned: logarithms of factors on prior precisions and on the noise.
+
+The module also makes the posterior at any of these factors. A group is a set of parameters whose
+prior precisions share one factor: a layer, or the parameters of one output. Free coordinates are
+those that a search changes. "The pattern" is the prior precisions at the start, before any factor.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ class Space:
     posterior: Posterior
     bound: BoundGaussian
     pattern: Tensor  # precisions at a = 0 (P,)
-    groups: Tensor  # the group of each parameter (P,)
-    labels: tuple[str, ...]  # one a group
+    groups: Tensor  # the number of each parameter's group (P,)
+    labels: tuple[str, ...]  # one for each group
     free: Tensor  # indices into (a_1 … a_G, t)
     trained_precision: Tensor  # (P,) of the trained weights' scale, which follows the units
     reach: float = math.inf  # the largest change of a logarithm
@@ -59,7 +62,7 @@ class Space:
     def around(
         posterior: Posterior, over: Sequence[str], per_layer: bool, per_output: bool = False
     ) -> tuple[Space, list[str]]:
-        """Return the space around a posterior, and notes of what cannot be tuned.
+        """Return the space around a posterior, and notes on what cannot be tuned.
 
         over: which of PRIOR and NOISE are free. per_layer, per_output: whether each layer, or each
         output of a last layer, is a group of precisions. Raises ValueError for a prior that is not
@@ -135,7 +138,7 @@ class Space:
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest free coordinates (d,).
+        """Return the least and the largest values of the free coordinates, (d,) each.
 
         A group's precisions lie in `within`, or within PRECISION_FACTORS around the trained
         weights' scale; no coordinate exceeds `reach`.
@@ -143,10 +146,10 @@ class Space:
         base = self.trained_precision if self.within is None else torch.ones_like(self.pattern)
         # From the pattern to the base, in logarithms. Its least and largest entry in each group are
         # found without further vectors (P,), of which each counts with millions of weights.
-        away = (base / self.pattern).log_()
+        distance = (base / self.pattern).log_()
         zero = torch.zeros(len(self.labels), dtype=torch.float64)
         down, up = (
-            zero.scatter_reduce(0, self.groups, away, extreme, include_self=False)
+            zero.scatter_reduce(0, self.groups, distance, extreme, include_self=False)
             for extreme in ("amin", "amax")
         )
         lowest, highest = map(math.log, self.within or PRECISION_FACTORS)
@@ -156,22 +159,24 @@ class Space:
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
 
     def scan_points(self, steps: Tensor) -> Tensor:
-        """Return points (k, d) to start a search from: at each, all precisions have moved together
-        by one of `steps` (k,), which are logarithms.
+        """Return points (k, d) from which a search may start, one for each of the steps (k,).
 
-        The precisions move from where they are. Where the trained weights' scale is farther away
-        than the largest step, they move from that scale.
+        At a point, all log precisions have moved together by its step from where they are. Where
+        the trained weights' scale is farther away than the largest step, they have moved from that
+        scale.
         """
-        away = (self.trained_precision / self.pattern).log()
-        means = [away[self.groups == g].mean() for g in range(len(self.labels))]
+        distance = (self.trained_precision / self.pattern).log()
+        means = [distance[self.groups == g].mean() for g in range(len(self.labels))]
         trained = torch.stack([*means, torch.zeros((), dtype=torch.float64)])[self.free]
         centre = torch.where(trained.abs() > float(steps.max()), trained, 0.0)
         return centre + steps[:, None] * self._is_precision.double()
 
     @property
     def scale(self) -> Tensor:
-        """Return the approximate inverse curvature (d,) of the evidence: 2/P_g for a group of P_g
-        parameters, and 1/(2nC) for the noise.
+        """Return the approximate inverse curvature (d,) of the evidence in the free coordinates.
+
+        It is 2/P_g for a group of P_g parameters, and 1/(2nC) for the noise of n rows with C
+        outputs.
         """
         sizes = torch.bincount(self.groups, minlength=len(self.labels)).double()
         rows = self.posterior.sums.weight * self.posterior.network.outputs
@@ -218,7 +223,7 @@ class Space:
         return -0.5 * float((self._compute_deviations(point) ** 2).sum())
 
     def expected_slope(self, point: Tensor) -> Tensor:
-        """Return the gradient (d,) of `expected_log_density`."""
+        """Return the gradient (d,) of `expected_log_density` at a point (d,)."""
         if self.expected_levels is None:
             return torch.zeros_like(point)
         noise = torch.zeros(1, dtype=torch.float64)
@@ -227,12 +232,14 @@ class Space:
     @property
     def expected_curvature(self) -> Tensor:
         """Return minus the second derivatives (d,) of `expected_log_density`; they are constant."""
-        each = 0.0 if self.expected_levels is None else self.doubt**-2
-        return torch.where(self._is_precision, each, 0.0).double()
+        of_precision = 0.0 if self.expected_levels is None else self.doubt**-2
+        return torch.where(self._is_precision, of_precision, 0.0).double()
 
     def _compute_deviations(self, point: Tensor) -> Tensor:
-        """Return how far the log precisions (G,) at a point (d,) are from those that are expected,
-        in standard deviations.
+        """Return the distances (G,) of the log precisions at a point (d,) from the expected ones.
+
+        They are in units of the standard deviation `doubt`. Raises AssertionError where no
+        precisions are expected.
         """
         assert self.expected_levels is not None
         return (self.levels + self.all_coordinates(point)[:-1] - self.expected_levels) / self.doubt
@@ -247,7 +254,7 @@ class Space:
 
     @property
     def problem(self) -> Problem:
-        """Return what the evidence at any point follows from: the sums, and the prior's pattern."""
+        """Return what the evidence at any point is computed from: the sums, and the pattern."""
         posterior = self.posterior
         sums = posterior.sums
         outputs = posterior.network.outputs
@@ -286,7 +293,7 @@ class Space:
 def _group_parameters(
     posterior: Posterior, per_layer: bool, per_output: bool
 ) -> tuple[tuple[str, ...], Tensor]:
-    """Return the label of each group, and the group of each parameter (P,).
+    """Return the label of each group, and the number of each parameter's group (P,).
 
     per_layer: whether each layer is a group; else all parameters are one. per_output: whether each
     output of a last layer is a group of its own instead.

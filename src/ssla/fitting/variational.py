@@ -11,7 +11,7 @@ oscillate, and the mean need not wait for it. The step goes all the way there, o
 way. A share that lowers the bound is halved, so the bound never falls. For Gaussian noise the
 Gaussian at the mode is the nearest already.
 
-The bound is the evidence lower bound, E log p(data|θ) − KL(N(m, S) ‖ π) (`ssla.values`). "The
+The bound is E ℓ_D + E log π + the entropy of N(m, S) (`ssla.values.evidence_bound`). "The
 structure" is how the sum in S⁻¹ is stored. An iterate is a Gaussian with the averages under it.
 """
 
