@@ -4,6 +4,11 @@ The passes of a plan over the data are here too. A step of the fit (`ssla.fittin
 plan and returns another one: with the structure that was chosen, the noise that was estimated, the
 rows that were counted. A plan can read its data at any time: sums at θ, averages over a Gaussian of
 θ, products with the curvature.
+
+Words: the input factor of a last layer with Kronecker factors is Σ φφᵀ over its features φ.
+Averages are E log p, E g and E Λ of rows over a Gaussian of θ, which a variational Gaussian needs.
+Row nodes are the points at which the outputs of a row are averaged, where each row has its own.
+`ssla.fitting` lists the other words.
 """
 
 from __future__ import annotations
@@ -55,8 +60,8 @@ class FitPlan:
     likelihood: Likelihood
     prior: Prior | None  # None: to be chosen, from the scale of the trained weights on
     structure: Structure
-    mode: str | None  # None: by whether the network is trained
-    budget: int
+    mode: str | None  # what happens to θ̂; None: by whether the network is trained
+    budget: int  # bytes
     gaussian: str | None = None  # None: variational, where that differs and is not too costly
     start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
     tolerance: float | None = None  # of the variational Gaussian; None: its own default
@@ -105,19 +110,18 @@ class FitPlan:
 
     @property
     def wants_variational(self) -> bool:
-        """Return whether a variational Gaussian is asked for or is the default, and differs from
-        the one at the mode.
+        """Return whether a variational Gaussian is asked for, or is the default, and is of use.
 
-        The variational Gaussian is the default wherever the likelihood's averages exist and differ
-        from its values.
+        It is of no use where it equals the Gaussian at the mode. The variational Gaussian is the
+        default wherever the likelihood's averages exist and differ from its values.
         """
         return self.gaussian != LAPLACE and self.likelihood.averages_differ
 
     @property
     def finds_variational(self) -> bool:
-        """Return whether the fit ends with a variational Gaussian, found by passes.
+        """Return whether the fit ends with a variational Gaussian that passes find.
 
-        Not where the data can be read only once, or where a default would cost too much.
+        This is not so where the data can be read only once, or where a default would cost too much.
         """
         costly = self.variational_takes_long or self.variational_is_large
         return self.wants_variational and self.repeatable and not costly
@@ -148,18 +152,20 @@ class FitPlan:
 
     @property
     def _may_leave_variational(self) -> bool:
-        """Return whether the Gaussian at the mode replaces a variational one that is costly.
+        """Return whether the Gaussian at the mode may replace a variational one that is costly.
 
-        Only where nobody asked for one, and where other weights than a last layer have no curvature
-        between layers.
+        This is so where nobody asked for a variational one, the free weights are not a last layer,
+        and the structure has no curvature between layers.
         """
         by_layers = not self.network.linear and not self.structure.couples_all_parameters
         return self.gaussian is None and by_layers
 
     @property
     def row_nodes(self) -> RowNodes | None:
-        """Return nodes that differ in each row, for many rows of a last layer with Kronecker
-        factors and a softmax; None where all rows share their nodes.
+        """Return the row nodes of averages; None where all rows share their nodes.
+
+        Many rows have nodes of their own, under a softmax and for a last layer with Kronecker
+        factors.
         """
         pooled = self.network.linear and self.structure.by_layers
         if not pooled or not self.likelihood.softmax:
@@ -167,11 +173,11 @@ class FitPlan:
         return RowNodes.for_rows(self.rows, self.network.outputs)
 
     def structure_for_averages(self) -> tuple[Structure, bool]:
-        """Return an empty structure for averages, and whether it sums the expected Fisher
-        information in place of the averaged curvature.
+        """Return an empty structure for averages, and whether it sums the expected Fisher information.
 
-        The averaged curvature of a likelihood that is not log-concave may be indefinite, which a
-        dense matrix can hold and other exact structures cannot.
+        Otherwise it sums the averaged curvature. The averaged curvature of a likelihood that is not
+        log-concave may be indefinite, which a dense matrix can hold and other exact structures
+        cannot.
         """
         structure = self.structure.zero(self.network.layout.size)
         if self.likelihood.concave or not structure.couples_all_parameters:
@@ -211,7 +217,10 @@ class FitPlan:
         return AutomaticStructure(None if source is None else source.rows, self.prior)
 
     def order_at(self, theta: Tensor | None) -> Order:
-        """Return what a pass at θ (P,) is to sum. theta: None for the trained weights."""
+        """Return the order of a pass at θ (P,), which says what it sums.
+
+        theta: None for the trained weights.
+        """
         return Order(
             theta,
             self.likelihood,
@@ -225,12 +234,11 @@ class FitPlan:
         )
 
     def run_pass(self, theta: Tensor | None) -> tuple[FitPlan, Sums, TargetRange]:
-        """Read the data once: return the plan with what the pass found out, the sums at θ (P,),
-        and the range of the targets.
+        """Read the data once, and return a plan, the sums at θ (P,), and the range of the targets.
 
-        theta: None for the trained weights. The first pass also stores the input factor that all
-        plans of these rows share. Raises ValueError if the data are empty, or if all weights are
-        zero.
+        The plan is this one with what the pass found out. theta: None for the trained weights. The
+        first pass also stores the input factor that all plans of these rows share. Raises
+        ValueError if the data are empty, or if all weights are zero.
         """
         sums_factor = self.input_factors.known is None
         order = replace(self.order_at(theta), sums_input_factor=sums_factor)
@@ -262,7 +270,7 @@ class FitPlan:
         return self.collect_sums(theta).statistics
 
     def average_passes_at(self, theta: Tensor, moves: bool = True) -> Average:
-        """Return passes for averages over Gaussians, with the network linearised at θ (P,).
+        """Return passes for averages over Gaussians, with the network linearised at theta (P,).
 
         moves: whether the means of the Gaussians will move, so that passes also sum what a step of
         the mean needs.
@@ -271,7 +279,7 @@ class FitPlan:
         return AveragePasses(self, theta, structure, fisher, moves, self.row_nodes)
 
     def products_at(self, theta: Tensor, averaging: Averaging | None = None) -> Product:
-        """Return the function v -> Σ JᵀΛJ v for vectors (P,), with J and Λ at θ (P,).
+        """Return the function v -> Σ JᵀΛJ v for vectors (P,), with J and Λ at theta (P,).
 
         averaging: Λ is averaged over this Gaussian. Each product is a pass over the data, or over
         their features where these fit in memory.
@@ -359,10 +367,10 @@ class AveragePasses:
         return plan._with_input_factors(sums)
 
     def products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
-        """Return products with the averaged curvature, a pass each, for a mean (P,).
+        """Return products with the curvature averaged over N(mean, covariance), a pass each.
 
-        None for other weights than a last layer, whose passes are slow, and where the structure
-        already is the exact curvature.
+        mean: (P,). The result is None for other weights than a last layer, whose passes are slow,
+        and where the structure already is the exact curvature.
         """
         if self.structure.exact or not self.plan.network.linear:
             return None
@@ -378,9 +386,9 @@ def find_outputs_with_own_units(
 ) -> Tensor | None:
     """Return the number of the output that each parameter changes (P,), for priors by output.
 
-    The number is −1 for parameters that change several. None where the outputs have one unit, where
-    no parameter belongs to one output, and for Kronecker factors, which take one precision for each
-    layer.
+    The number is −1 for parameters that change several outputs. The result is None where the
+    outputs have one unit, where no parameter belongs to one output, and for Kronecker factors,
+    which take one precision for each layer.
     """
     unequal = likelihood.unequal_units and network.outputs > 1
     if not unequal or structure.by_layers:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def _make_plan_like_posterior(posterior: Posterior, data: Data, mode: str) -> FitPlan:
-    """Return the plan of a fit of `data` with a posterior's likelihood, prior, structure and
-    Gaussian.
+    """Return the plan of a fit of `data` with the settings of a posterior.
+
+    These are its likelihood, prior, structure, memory budget and Gaussian. mode: what happens to θ̂.
     """
     return FitPlan(
         type(posterior),
@@ -56,15 +57,20 @@ def _open_reader(posterior: Posterior, data: Any) -> Reader:
 
 
 def _make_plan_to_read(posterior: Posterior, data: Any, mode: str) -> FitPlan:
-    """Return the plan of a fit of `data` with a posterior's settings.
+    """Return the plan of a fit of `data` with the settings of a posterior.
 
-    This process reads the data; in a group every rank reads its own.
+    data: in any form that `ssla.fit` takes. This process reads them; in a group every rank reads
+    its own. mode: what happens to θ̂.
     """
     return _make_plan_like_posterior(posterior, data_of_ranks(_open_reader(posterior, data)), mode)
 
 
 def collect_sums(posterior: Posterior, data: Any) -> Statistics:
-    """Sum other data in one pass: values at θ̂, or averages over a variational Gaussian."""
+    """Sum other data in one pass at the Gaussian of a posterior.
+
+    The sums are values at θ̂, or averages over a variational Gaussian. data: in any form that
+    `ssla.fit` takes.
+    """
     plan = _make_plan_to_read(posterior, data, AS_IS)
     if posterior.variational is None:
         return plan.collect_statistics(posterior.theta)
@@ -75,7 +81,7 @@ def collect_sums(posterior: Posterior, data: Any) -> Statistics:
 def make_plan_to_reread(posterior: Posterior) -> FitPlan | None:
     """Return the plan of further passes over the data that a posterior was fitted on.
 
-    None where the posterior does not hold the data, or they can be read only once.
+    The result is None where the posterior does not hold the data, or they can be read only once.
     """
     source: Source | None = posterior.source
     if source is None or not source.repeatable:
@@ -107,11 +113,12 @@ def update_posterior(posterior: Posterior, data: Any) -> Posterior:
 def polish_again(
     posterior: Posterior, prior: Prior, data: Any, warm_start: bool = False
 ) -> Posterior:
-    """Polish the network from the trained weights again, with the same likelihood, under a prior
-    and on data that may be others.
+    """Polish the network again from the trained weights, under a given prior and on given data.
 
-    warm_start: a variational Gaussian starts from the posterior's own, which saves passes. The
-    result then differs from that of a fit from the mode, within the tolerance of the rounds.
+    The likelihood and the other settings are those of the posterior. warm_start: a variational
+    Gaussian starts from the posterior's own, which saves passes. The result then differs from that
+    of a fit from the mode, within the tolerance of the rounds. Raises as
+    `ssla.fitting.fit.fit_with_prior`.
     """
     plan = _make_plan_to_read(posterior, data, POLISH)
     structure = posterior.statistics.curvature.zero(posterior.theta.numel())
@@ -120,10 +127,11 @@ def polish_again(
 
 
 def refit_to_chunks(posterior: Posterior, chunks: list[Chunk]) -> Posterior:
-    """Refit the Gaussian of a last layer to other rows, from where it is; its prior and noise stay.
+    """Refit the Gaussian of a last layer to similar rows; its prior and noise stay.
 
-    Right for a last layer that was polished, or that has a variational Gaussian. chunks: the rows
-    with their features. Raises ValueError where the refit does not converge.
+    The refit starts from the posterior at hand. Only for a last layer that was polished, or that
+    has a variational Gaussian. chunks: the rows with their features. Raises ValueError where the
+    refit does not converge.
     """
     budget = posterior.memory_budget
     reader = make_reader_of_chunks(posterior.network, chunks, LAST_LAYER, budget)

@@ -28,11 +28,10 @@ CAUSES = (
 
 
 def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
-    """Warn where a predictive's mean log density of validation rows is below the network's own by
-    more than two standard errors.
+    """Warn where a predictive is clearly worse than the network itself on validation rows.
 
-    scores: log densities (n,) of the predictive. plug_in: those of the network (n,). weights: of
-    the rows (n,).
+    This is so where its mean log density is lower by more than two standard errors. scores: log
+    densities (n,) of the predictive. plug_in: those of the network (n,). weights: of the rows (n,).
     """
     loss = compute_mean_and_error(plug_in - scores, weights)
     if loss.mean > 2 * loss.error:
@@ -40,10 +39,11 @@ def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) ->
 
 
 def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> None:
-    """Warn where the mean log density of some training rows is far below the network's own.
+    """Warn where a posterior's predictive is far worse than the network itself on training rows.
 
-    rows: a sample of them; None: there is nothing to compare with, and nothing is done. A
-    comparison on rows that the network has seen favours the network, so only a large loss counts.
+    The mean log densities of the rows are compared. rows: a sample of the training rows; None:
+    nothing is done. A comparison on rows that the network has seen favours the network, so only a
+    large loss counts.
     """
     if rows is None:
         return
@@ -57,8 +57,8 @@ def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> No
 def _warn_worse(sample: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
     """Warn that a predictive is worse than the network, with the mean negative log density of each.
 
-    sample: which rows these are, in words. scores, plug_in: log densities (n,) of the predictive
-    and of the network, for rows with weights (n,).
+    sample: the name of the rows, for the message. scores, plug_in: log densities (n,) of the
+    predictive and of the network, for rows with weights (n,).
     """
     predictive = -compute_mean_and_error(scores, weights).mean
     network = -compute_mean_and_error(plug_in, weights).mean

@@ -170,8 +170,8 @@ class HeldOutScore:
         """Factorise H⁻¹ of the kept rows, from their curvature and a prior precision (P,).
 
         Averages of an indefinite Λ over some of the rows may be indefinite where those over all
-        rows are not. The positive part is then taken, with a note. Raises ValueError where the
-        curvature cannot be factorised for another reason.
+        rows are not. The positive part is then taken, with a note. Raises ValueError where that
+        cannot be factorised either.
         """
         try:
             return curvature.with_prior(precision)

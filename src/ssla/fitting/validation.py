@@ -13,6 +13,14 @@ so that their evidence says too little noise and too much confidence. Validation
 by the rule of `ssla.fitting.choice`. Features of these rows are computed once; every setting is
 then a prediction in output space. The search is rough (it takes fewer rows and nodes). The
 posterior of the chosen setting is fitted on all training rows, as if it had been asked for.
+
+    setting      mode, Gaussian, and factors on dispersion and prior precision (`Setting`)
+    spread       the factor on the dispersion
+    level        the factor on the prior precisions of the start
+    start        the Gaussian at the trained weights, from which the search starts
+    candidate    the Gaussian of a setting, with its likelihood (`Candidate`)
+    family       the settings that share mode and Gaussian
+    step         the mean of a candidate less that of the start (P,)
 """
 
 from __future__ import annotations
@@ -82,10 +90,11 @@ LEVELS = (0.5, 0.9, 0.95)
 
 
 def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> Posterior:
-    """Fit the posterior of the setting that validation rows choose; its report has their figures.
+    """Fit the posterior of the setting that validation rows choose.
 
-    held_out: whether the rows are a share of the training data. Raises ValueError for rows that are
-    too few, and for a plan that cannot be fitted.
+    Its report has the figures of these rows. plan: what the user asked for. held_out: whether the
+    rows are a share of the training data. Raises ValueError for rows that are too few, and for a
+    plan that cannot be fitted.
     """
     plan, start = fit_trained_state(plan)
     original_rows = read_same_rows(
@@ -137,7 +146,8 @@ def fit_trained_state(plan: FitPlan) -> tuple[FitPlan, Posterior]:
 def _ignore_warnings() -> Iterator[None]:
     """Ignore warnings inside the block.
 
-    Those of settings on the way would mislead. The chosen setting is fitted again, and warns then.
+    Warnings about settings that are only tried would mislead. The chosen setting is fitted again,
+    and warns then.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -162,8 +172,9 @@ class Search:
 
     @property
     def table(self) -> ScoreTable:
-        """Return the table of the scored settings with the Gaussian that was asked for; of all, if
-        none was.
+        """Return the table of the scored settings with the Gaussian that the user asked for.
+
+        If the user asked for none, these are all settings.
         """
         return self.all_settings.with_gaussian(self.plan.gaussian)
 
@@ -207,9 +218,7 @@ class Search:
 
     @property
     def precisions(self) -> tuple[float, ...]:
-        """Return the factors on the prior precision to try, from the strongest prior on; only 1 for
-        a prior that was given.
-        """
+        """Return the levels to try, from the strongest prior on; only 1 for a given prior."""
         return (1.0,) if self.fixed_prior else PRECISIONS
 
     @cached_property
@@ -220,7 +229,8 @@ class Search:
     def _find_network_spread_after(self, step: Tensor | None) -> float:
         """Return the best factor on the dispersion of the network with its free weights moved.
 
-        step: (P,), by which they are moved; None: they are not. The uncertainty of θ is left out.
+        step: (P,), by which the weights are moved; None: they stay. The uncertainty of θ is left
+        out.
         """
         f = self.rows.outputs(step)
         return find_best_network_spread(self.rows, self.start.likelihood, f)
@@ -249,7 +259,7 @@ class Search:
         return min(1.0, self.network_spread) / MARGIN, max(1.0, self.network_spread) * MARGIN
 
     def likelihood_at(self, spread: float) -> Likelihood:
-        """Return the likelihood at hand with a factor on its dispersion."""
+        """Return the likelihood of the start with a factor `spread` on its dispersion."""
         return multiply_dispersion(self.start.likelihood, spread)
 
     def precision_at(self, setting: Setting) -> Tensor:
@@ -265,8 +275,9 @@ class Search:
         return level * bound.scale_precision
 
     def prior_at(self, setting: Setting) -> Prior:
-        """Return the prior of a setting: the one that was given, or one with the setting's
-        precision.
+        """Return the prior of a setting.
+
+        It is the one that the user gave, or a Gaussian with the precision of the setting.
         """
         if self.plan.prior is not None:
             return self.plan.prior
@@ -300,8 +311,10 @@ class Search:
     # --- the trained head, with the Gaussian at it ---------------------------------------------
 
     def _score_tilted_heads(self) -> None:
-        """Score the trained head with the Gaussian at it: first a coarse grid of settings on some
-        of the rows, then a fine one on all rows.
+        """Score the trained head with the Gaussian at the mode, and fill `all_settings`.
+
+        A coarse grid of settings is scored on some of the rows. A fine grid around the choice is
+        then scored on all rows.
         """
         coarse = ScoreTable(self.rows.thinned(COARSE_ROWS))
         for spread in self.spreads:
@@ -317,8 +330,9 @@ class Search:
     def _score_tilted_heads_at(
         self, table: ScoreTable, spread: float, levels: list[float] | tuple[float, ...]
     ) -> None:
-        """Score the trained head at one dispersion under prior precisions, from the strongest on,
-        and add the scores to a table.
+        """Score the trained head at one spread and several levels, and add them to a table.
+
+        levels: from the strongest prior on.
         """
         settings = [Setting(self.mode, LAPLACE, spread, level) for level in levels]
         table.score_until_hopeless(
@@ -326,15 +340,16 @@ class Search:
         )
 
     def _choose_levels_around(self, level: float, factors: tuple[float, ...]) -> list[float]:
-        """Return `factors` times a prior precision, from the strongest on, and none below
-        LEAST_PRECISION; the precision alone where a prior was given.
+        """Return `factors` times a level, from the strongest on, and none below LEAST_PRECISION.
+
+        Where the user gave a prior, the result is the level alone.
         """
         if self.fixed_prior:
             return [level]
         return list(dict.fromkeys(max(level * factor, LEAST_PRECISION) for factor in factors))
 
     def _make_tilted_candidate(self, setting: Setting) -> Candidate:
-        """Return the Gaussian at the trained head in a setting.
+        """Return the candidate at the trained head in a setting.
 
         Raises ValueError where its curvature is not positive definite.
         """
@@ -347,43 +362,47 @@ class Search:
         return Candidate(likelihood, operator, step=None)
 
     def _factorise_at(self, level: float) -> Operator:
-        """Return H⁻¹ at the start's noise under a prior precision; computed once, and stored."""
-        known = self._known_operators
-        if level not in known:
+        """Return H⁻¹ at the start's noise and a level; it is computed once and stored.
+
+        Raises ValueError where H is not positive definite.
+        """
+        stored = self._known_operators
+        if level not in stored:
             setting = Setting(self.mode, LAPLACE, spread=1.0, precision=level)
-            known[level] = self.start.statistics.curvature.with_prior(self.precision_at(setting))
-        return known[level]
+            stored[level] = self.start.statistics.curvature.with_prior(self.precision_at(setting))
+        return stored[level]
 
     @cached_property
     def _known_operators(self) -> dict[float, Operator]:
-        """Return the operators that were computed, by their prior precision."""
+        """Return the operators that were computed so far, by their level."""
         return {}
 
     @cached_property
     def _known_statistics(self) -> dict[float, Statistics]:
-        """Return the sums that were computed, by their dispersion."""
+        """Return the statistics that were computed so far, by their spread."""
         return {1.0: self.start.statistics}
 
     def _collect_statistics_at(self, spread: float) -> Statistics:
-        """Return the sums over the training rows at θ̂ with a factor on the dispersion.
+        """Return the statistics of the training rows at θ̂ with a factor on the dispersion.
 
-        The sums are computed once and stored: by a pass, or for Gaussian noise without one.
+        They are computed once and stored: by a pass, or for Gaussian noise without one.
         """
-        known = self._known_statistics
-        if spread not in known:
+        stored = self._known_statistics
+        if spread not in stored:
             if self.start.likelihood.quadratic:
-                known[spread] = scale_noise(self.start, spread).statistics
+                stored[spread] = scale_noise(self.start, spread).statistics
             else:
                 plan = replace(self.plan, likelihood=self.likelihood_at(spread), mode=self.mode)
-                known[spread] = plan.collect_statistics(self.start.theta)
-        return known[spread]
+                stored[spread] = plan.collect_statistics(self.start.theta)
+        return stored[spread]
 
     # --- polished heads ------------------------------------------------------------------------
 
     @property
     def _tries_polish(self) -> bool:
-        """Return whether polished heads are tried by default: only those of last layers, if they
-        are cheap enough.
+        """Return whether polished heads are tried by default.
+
+        Only heads of last layers are, if their Newton steps are cheap enough.
         """
         if not self.start.network.linear:
             return False
@@ -391,21 +410,22 @@ class Search:
         return self.start.quadratic or work <= POLISH_WORK
 
     def _score_polished_heads(self) -> None:
-        """Score last layers at the mode of each prior, each with the dispersions that suit it, and
-        add them to `all_settings`.
+        """Score polished heads, each with a few dispersions, and add them to `all_settings`.
+
+        A polished head is a last layer at the mode under its prior.
         """
         table = ScoreTable(self.rows)
         levels = (1.0,) if self.fixed_prior else POLISH_PRECISIONS
         table.score_until_hopeless(self._make_polish_group(level) for level in levels)
         if table.settings and not self.fixed_prior:
-            near = [table.best.precision * factor for factor in POLISH_FINER]
+            finer = [table.best.precision * factor for factor in POLISH_FINER]
             table.score_settings(
-                [each for level in near for each in self._make_polish_group(level)],
+                [candidate for level in finer for candidate in self._make_polish_group(level)],
             )
         self.all_settings.add_table(table)
 
     def _make_polish_group(self, level: float) -> list[SettingWithGaussian]:
-        """Return the polished head of a prior precision, with a few dispersions.
+        """Return the polished head of a level, with a few dispersions.
 
         Classes have one: another temperature is the same as another prior precision. The head is
         None where it cannot be polished.
@@ -438,13 +458,14 @@ class Search:
         return theta - self.start.theta
 
     def _make_quadratic_candidate(self, setting: Setting, step: Tensor) -> Candidate:
-        """Return the Gaussian at a `step` (P,) from the start, for Gaussian noise."""
+        """Return the candidate of a setting at a step (P,) from the start, for Gaussian noise."""
         operator = self._factorise_at(setting.precision)
         return Candidate(self.likelihood_at(setting.spread), operator, step, setting.spread)
 
     def _fit_polish_candidate(self, setting: Setting) -> Candidate | None:
-        """Polish a last layer by passes over the training rows; None where that raises ValueError,
-        for example because there is no mode.
+        """Return the candidate of a setting whose last layer is polished by passes.
+
+        The result is None where the fit raises ValueError, for example because there is no mode.
         """
         try:
             posterior = fit_with_prior(replace(self.plan_at(setting), tolerance=ROUGH))
@@ -461,8 +482,9 @@ class Search:
         return self.plan.finds_variational
 
     def _score_variational_gaussians(self) -> None:
-        """Score variational Gaussians of the trained head, around the chosen setting of those with
-        the Gaussian at the mode, and add them to `all_settings`.
+        """Score variational Gaussians of the trained head, and add them to `all_settings`.
+
+        Their settings are around the chosen one of those with the Gaussian at the mode.
         """
         nearest = self.all_settings.with_gaussian(LAPLACE).chosen
         levels = self._choose_levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
@@ -475,10 +497,10 @@ class Search:
             self.all_settings.score_until_hopeless(self._fit_variational_candidates(settings, plan))
 
     def _make_search_plan(self, likelihood: Likelihood) -> FitPlan:
-        """Return the plan of rough passes over some of the training rows, which count for all of
-        them, with a likelihood.
+        """Return the plan of rough passes with a likelihood, over some of the training rows.
 
-        Several processes read all of their rows.
+        These rows have larger weights, so that they count for all rows. On several processes, all
+        rows are read.
         """
         data = self.plan.data
         if isinstance(data, Reader):
@@ -495,16 +517,16 @@ class Search:
     def _fit_variational_candidates(
         self, settings: list[Setting], plan: FitPlan
     ) -> Iterator[list[SettingWithGaussian]]:
-        """Yield the variational Gaussian of each setting, as a group of one.
+        """Yield each setting with its variational Gaussian, as a group of one.
 
-        The passes of `plan` find each of them, from the one before it.
+        The passes of `plan` find each Gaussian, starting from the one before it.
         """
         for setting in settings:
-            state = self.state_at(setting, self._collect_statistics_at(setting.spread))
-            ascent = replace(make_bound_ascent(plan, state), most=SEARCH_ROUNDS)
+            at_mode = self.state_at(setting, self._collect_statistics_at(setting.spread))
+            ascent = replace(make_bound_ascent(plan, at_mode), most=SEARCH_ROUNDS)
             posterior = ascent.maximise_bound()
             plan = replace(plan, start=posterior.variational)
-            yield [(setting, Candidate(state.likelihood, posterior.covariance, step=None))]
+            yield [(setting, Candidate(at_mode.likelihood, posterior.covariance, step=None))]
 
 
 # --- what the rows say ---------------------------------------------------------------------------
@@ -517,11 +539,11 @@ def _with_report(
     setting: Setting,
     held_out: bool,
 ) -> Posterior:
-    """Return the posterior with the figures of the validation rows in its report, and the search in
-    its history; warn if it predicts the rows worse than the network.
+    """Return the posterior with the figures of the validation rows in its report.
 
-    original_rows: the rows without a scale of rows. setting: the chosen one. held_out: whether the
-    rows are a share of the training data.
+    Its history has the settings of the search. Warns if it predicts the rows clearly worse than the
+    network itself. original_rows: the rows without a scale of rows. setting: the chosen one.
+    held_out: whether the rows are a share of the training data.
     """
     rows, start = search.rows, search.start
     table, weights = search.table, rows.weights
@@ -607,11 +629,11 @@ def _find_typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None
 
 
 def _compute_coverage_by_level(rows: ValidationRows, candidate: Candidate) -> dict[str, float]:
-    """Return the share of rows, by weight, inside the intervals of each level; for classes inside
-    the smallest sets.
+    """Return the share of rows, by weight, inside the central intervals of each of LEVELS.
 
-    The keys are the levels, as text. At most COVERAGE_ROWS rows are used. Empty where they have no
-    weight.
+    For classes it is the share inside the smallest sets. The predictives are those under the
+    candidate. The keys are the levels, as text. At most COVERAGE_ROWS rows are used. The result is
+    empty where they have no weight.
     """
     inside = dict.fromkeys(LEVELS, 0.0)
     total = 0.0
