@@ -173,11 +173,11 @@ class FitPlan:
         return RowNodes.for_rows(self.rows, self.network.outputs)
 
     def structure_for_averages(self) -> tuple[Structure, bool]:
-        """Return an empty structure for averages, and whether it sums the expected Fisher information.
+        """Return an empty structure for averages, and whether it sums the expected Fisher.
 
-        Otherwise it sums the averaged curvature. The averaged curvature of a likelihood that is not
-        log-concave may be indefinite, which a dense matrix can hold and other exact structures
-        cannot.
+        The expected Fisher information then takes the place of the averaged curvature. The averaged
+        curvature of a likelihood that is not log-concave may be indefinite, which a dense matrix
+        can hold and other exact structures cannot.
         """
         structure = self.structure.zero(self.network.layout.size)
         if self.likelihood.concave or not structure.couples_all_parameters:
