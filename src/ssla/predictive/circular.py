@@ -28,7 +28,7 @@ class CircularLaw(PointwiseLaw):
     icdf cut the circle at −π. interval cuts it opposite the mean. hdr is a union of arcs.
     """
 
-    pieces: list[RowCircle]
+    pieces: list[RowCircle]  # blocks of rows, each with angles around the circle
 
     kind = "circular"
 
@@ -70,8 +70,8 @@ class CircularLaw(PointwiseLaw):
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(−π ≤ Y ≤ y), (N, k) -> (N, k); 0 below −π and 1 above π."""
-        value = y.clamp(-torch.pi, torch.pi)
-        return gather_rows(self.pieces, [p.circle.cdf(value[p.rows]) for p in self.pieces])
+        angles = y.clamp(-torch.pi, torch.pi)
+        return gather_rows(self.pieces, [p.circle.cdf(angles[p.rows]) for p in self.pieces])
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): angles (N, k)."""
@@ -99,7 +99,7 @@ class CircularLaw(PointwiseLaw):
         return mean + wrap_angles(ends - mean)
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest region with that probability: a union of arcs in [−π, π].
+        """Return the smallest region with probability `level`: a union of arcs in [−π, π].
 
         An arc across ±π is given as two arcs.
         """
@@ -116,10 +116,10 @@ class CircularLaw(PointwiseLaw):
 
 
 def make_circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
-    """Return the predictive of an angle, by integrals around the circle for each row.
+    """Return the predictive of an angle, from integrals of the density around the circle.
 
-    refit: the name of the rung. Rows whose integral does not reach its tolerance are flagged as
-    inaccurate.
+    log_density: of the angles at each input. refit: the name of the rung. Rows whose integral does
+    not reach its tolerance are flagged as inaccurate.
     """
     count = log_density.marginal.mean.shape[0]
     fallback, unconverged, inaccurate = torch.zeros(3, count, dtype=torch.bool).unbind(0)

@@ -3,6 +3,9 @@
 The Gaussian over θ and the linearised network f(x) = f̂(x) + J_x (θ − m) give, for any two inputs,
 K_xx' = J_x S J_x'ᵀ. A draw of θ is a function that can be evaluated anywhere, with that covariance:
 no matrix over the inputs is factorised.
+
+m and S are mean and covariance of the Gaussian over θ (P,). J_x (C, P) is the Jacobian of the C
+outputs at x. A piece is a slice of the inputs whose Jacobian fits the memory budget.
 """
 
 from __future__ import annotations
@@ -36,8 +39,8 @@ class Joint(NamedTuple):
 def compute_joint(posterior: Posterior, x: Inputs, differentiable: bool = False) -> Joint:
     """Return the joint Gaussian of f at the N inputs x (see Posterior.joint).
 
-    differentiable: with gradients in x. Raises ValueError where the covariance, or the Jacobian of
-    one row, exceeds the memory budget.
+    differentiable: whether the result carries gradients in x. Raises ValueError where the
+    covariance, or the Jacobian of one row, exceeds the memory budget.
     """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows = row_count(inputs)
@@ -77,8 +80,8 @@ def compute_joint_of_groups(
 
     The results are mean (G, size·C) and covariance (G, size·C, size·C), for G groups; the number of
     inputs must be G · size. The covariance between groups is not computed, so the cost grows with
-    the number of rows only. differentiable: with gradients in x. Raises ValueError where the
-    Jacobian of one row exceeds the memory budget.
+    the number of rows only. differentiable: whether the result carries gradients in x. Raises
+    ValueError where the Jacobian of one row exceeds the memory budget.
     """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows = row_count(inputs)
@@ -124,9 +127,9 @@ def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
 
 
 def _count_rows_at_once(posterior: Posterior) -> int:
-    """Return how many rows are linearised at once: a chunk of the network, or fewer where their
-    Jacobian would exceed the memory budget.
+    """Return how many rows are linearised at once.
 
+    It is a chunk of the network, or fewer rows where their Jacobian would exceed the memory budget.
     Raises ValueError if the Jacobian of one row exceeds it.
     """
     network = posterior.network
@@ -158,7 +161,7 @@ class Functions:
     """
 
     posterior: Posterior
-    steps: Tensor  # θ − m (n, P), float64
+    steps: Tensor  # θ − m (n, P), float64, one row for each function
 
     def __len__(self) -> int:
         """Return n, the number of functions."""
@@ -167,7 +170,8 @@ class Functions:
     def __call__(self, x: Inputs, differentiable: bool = False) -> Tensor:
         """Return the values of all functions at the N inputs x (n, N, C).
 
-        The values have the dtype of the posterior's answers. differentiable: with gradients in x.
+        The values have the dtype of the posterior's answers. differentiable: whether they carry
+        gradients in x.
         """
         chunks = self.posterior.linearised(x, differentiable)
         outputs_and_moves = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in chunks]

@@ -65,7 +65,7 @@ class GraphDensity:
         rows (m,): the inputs to which the rows of y belong; None: all in order. Raises ValueError
         where a refit does not reach a mode.
         """
-        f, K = self.marginal if rows is None else (part[rows] for part in self.marginal)
+        f, K = self.marginal if rows is None else (values[rows] for values in self.marginal)
         return _zero_with_graph(log_density_with_graph(self.likelihood, y, f, K))
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
@@ -190,7 +190,7 @@ class ImplicitLaw(Law):
 
 
 def _zero_with_graph(value: Tensor) -> Tensor:
-    """Return zeros with the derivative of `value`, of its shape."""
+    """Return zeros with the derivative of `value`, and with its shape."""
     return value - value.detach()
 
 
@@ -206,8 +206,8 @@ def _refuse_answer(name: str) -> NoReturn:
 def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """Return the un-normalised log density L(y) of the module, differentiable in y, f̂ and K.
 
-    y (N, k), f: f̂ (N, C), K (N, C, C) -> (N, k). Only the first derivatives are those of L. Raises
-    ValueError where a refit does not reach a mode.
+    y (N, k), f: f̂ (N, C), K (N, C, C) -> (N, k). Only the first derivatives of the result are those
+    of L, not higher ones. Raises ValueError where a refit does not reach a mode.
     """
     mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
     boundary = likelihood.refit_at_boundary(y, mean, covariance)
@@ -240,9 +240,10 @@ def _find_modes(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tens
     a mode.
     """
     rows, count = y.shape
-    y, f, K = (values_outside_transforms(part) for part in (y, f, K))
+    y, f, K = (values_outside_transforms(tensor) for tensor in (y, f, K))
     with torch.no_grad(), outside_transforms():
-        means, roots = (part.repeat_interleave(count, 0) for part in (f, linalg.covariance_root(K)))
+        means = f.repeat_interleave(count, 0)
+        roots = linalg.covariance_root(K).repeat_interleave(count, 0)
         refit = evaluate_at_mode(likelihood, y.reshape(-1), means, roots)
         if bool(refit.fallback.any()) or not bool(refit.converged.all()):
             failed = (refit.fallback | ~refit.converged).view(rows, count).any(1)
@@ -280,17 +281,17 @@ def _add_graph_to_grid(piece: RowGrid, density: GraphDensity) -> RowGrid:
     zero = density.zero_with_graph(grid.nodes, rows)
     if zero.requires_grad:
         marginal, plain_marginal = (
-            Marginal(*(part[rows] for part in m))
-            for m in (density.marginal, density.plain.marginal)
+            Marginal(*(values[rows] for values in of_all_rows))
+            for of_all_rows in (density.marginal, density.plain.marginal)
         )
         zero = zero + differentiate_jumps(density.likelihood, grid, plain_marginal, marginal)
     return RowGrid(rows, replace(grid, logs=grid.logs + zero))
 
 
 def make_pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
-    """Return the predictive of a count or a number at x, with the graph of x.
+    """Return the predictive of a count or a number at the inputs x, with the graph of x.
 
-    Raises ValueError where a refit does not reach a mode.
+    rung: the output refit, to the mode. Raises ValueError where a refit does not reach a mode.
     """
     x_without_graph = map_inputs(values_outside_transforms, as_inputs(x, differentiable=True))
     with torch.no_grad(), outside_transforms():

@@ -29,13 +29,12 @@ LAWS: dict[str, type[MixtureLaw]] = {
 
 @in_plain_torch
 def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictive:
-    """Return the mixture p(y) = Σ w_m p_m(y) of the predictives of several models at the same
-    inputs, for example of an ensemble.
+    """Return the mixture p(y) = Σ w_m p_m(y) of predictives at the same inputs.
 
-    All members must describe the same kind of target (a number, D numbers, counts, classes) at the
-    same number of inputs. weights: M numbers ≥ 0, one for each member, or (M, N), one for each
-    member and input. They are divided by their sum; None: equal weights. Members without weight are
-    left out.
+    They may be those of several models, for example of an ensemble. All members must describe the
+    same kind of target (a number, D numbers, counts, classes) at the same number of inputs.
+    weights: M numbers ≥ 0, one for each member, or (M, N), one for each member and input. They are
+    divided by their sum; None: equal weights. Members without weight are left out.
 
     Raises TypeError for an argument that is not a list of predictives, and for predictives of
     angles. Raises ValueError for an empty list, for a member with differentiable=True, for members
@@ -80,8 +79,10 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
 
 
 def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
-    """Return diagnostics that flag the rows that any member flags, and name the rungs and
-    conventions of all members, each once.
+    """Return the diagnostics of a mixture of these members.
+
+    A row is flagged if any member flags it. The rungs and conventions of all members are named,
+    each once.
     """
     flags = [member.diagnostics for member in members]
     fallback, unconverged, inaccurate = (
@@ -96,9 +97,9 @@ def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
 
 
 def _check_alike(predictives: Sequence[Predictive]) -> None:
-    """Raise ValueError unless kinds of target and numbers of inputs are alike.
+    """Raise ValueError unless the predictives are of one kind of target and of the same inputs.
 
-    Raises TypeError for angles.
+    Of the inputs, only the number is compared. Raises TypeError for angles.
     """
     kinds = [member.kind for member in predictives]
     if len(set(kinds)) > 1:
