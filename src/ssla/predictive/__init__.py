@@ -13,7 +13,7 @@ Words of this package:
     law           the distribution of y at N inputs, in float64 (`Law`)
     predictive    a law with the shapes, checks and dtypes of its answers (`Predictive`)
     row flagged   something happened in it that the user may want to know (`Diagnostics`)
-    epistemic     the part of the variance that comes from the uncertainty of f
+    epistemic     the part of the variance that comes from the uncertainty of f, also "doubt"
     aleatoric     the part of the variance that is noise
 """
 

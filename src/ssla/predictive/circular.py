@@ -35,20 +35,20 @@ class CircularLaw(PointwiseLaw):
     @cached_property
     def _log_mass(self) -> Tensor:
         """Return the logarithm of the mass (N,)."""
-        return gather_rows(self.pieces, [p.circle.log_mass for p in self.pieces])
+        return gather_rows(self.pieces, [piece.circle.log_mass for piece in self.pieces])
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Return the circular mean and variance, (N,) each."""
         return (
-            gather_rows(self.pieces, [p.circle.mean for p in self.pieces]),
-            gather_rows(self.pieces, [p.circle.variance for p in self.pieces]),
+            gather_rows(self.pieces, [piece.circle.mean for piece in self.pieces]),
+            gather_rows(self.pieces, [piece.circle.variance for piece in self.pieces]),
         )
 
     @cached_property
     def mode(self) -> Tensor:
         """Return the angle of highest density (N,)."""
-        return gather_rows(self.pieces, [p.circle.mode for p in self.pieces])
+        return gather_rows(self.pieces, [piece.circle.mode for piece in self.pieces])
 
     @cached_property
     def _variance_parts(self) -> tuple[Tensor, Tensor]:
@@ -71,7 +71,9 @@ class CircularLaw(PointwiseLaw):
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(−π ≤ Y ≤ y), (N, k) -> (N, k); 0 below −π and 1 above π."""
         angles = y.clamp(-torch.pi, torch.pi)
-        return gather_rows(self.pieces, [p.circle.cdf(angles[p.rows]) for p in self.pieces])
+        return gather_rows(
+            self.pieces, [piece.circle.cdf(angles[piece.rows]) for piece in self.pieces]
+        )
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): angles (N, k)."""
@@ -79,7 +81,7 @@ class CircularLaw(PointwiseLaw):
 
     def _compute_quantiles(self, q: Tensor) -> Tensor:
         """Return the quantiles at probabilities q that differ by row: (N, k) -> (N, k)."""
-        return gather_rows(self.pieces, [p.circle.icdf(q[p.rows]) for p in self.pieces])
+        return gather_rows(self.pieces, [piece.circle.icdf(q[piece.rows]) for piece in self.pieces])
 
     def interval(self, level: float) -> Tensor:
         """Return the central interval (N, 2), with the circle cut opposite the mean.
@@ -90,7 +92,8 @@ class CircularLaw(PointwiseLaw):
         tail = (1 - level) / 2
         mean = self.mean[:, None]
         cut = gather_rows(
-            self.pieces, [p.circle.cdf(wrap_angles(mean[p.rows] - torch.pi)) for p in self.pieces]
+            self.pieces,
+            [piece.circle.cdf(wrap_angles(mean[piece.rows] - torch.pi)) for piece in self.pieces],
         )
         # The cdf counts from −π. Counted from the cut, probability q is at q + cdf(cut), modulo 1.
         ends = self._compute_quantiles(
@@ -103,7 +106,7 @@ class CircularLaw(PointwiseLaw):
 
         An arc across ±π is given as two arcs.
         """
-        return gather_regions(self.pieces, [p.circle.hdr(level) for p in self.pieces])
+        return gather_regions(self.pieces, [piece.circle.hdr(level) for piece in self.pieces])
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n angles for each input (n, N), by inversion of the cdf."""

@@ -25,7 +25,6 @@ from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 from ssla.values import Marginal
 
-
 BISECTIONS = 100  # of a quantile: the bracket is halved to double precision
 
 

@@ -8,6 +8,10 @@ function are functions of L at the nodes y_j. The nodes are kept in place: movin
 integral by no more than its quadrature error. Where the refit changes from one mode to another, L
 jumps, and `ssla.predictive.mode_switches` adds what the jump's own movement does to the integrals.
 Values are those of the plain predictive.
+
+A tensor with a graph is one from which autograd can differentiate back to the inputs x and to y. A
+"zero with a graph" is zeros with the derivative of another tensor: added to plain values, it gives
+them that derivative. "Plain" means without a graph.
 """
 
 from __future__ import annotations

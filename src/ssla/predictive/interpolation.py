@@ -6,6 +6,12 @@ region has 99.95% of the output predictive. It is widened where the corrected pr
 further; beyond it the correction is constant. Seven refits come first, then two more and later more
 at a time, until the last ones changed the interpolant by less than the error allowed. This
 difference is the error of the interpolant before the last, so that the last one is better.
+
+    rung          a kind of refit; here "output" and "weights"
+    correction    log density of the weights rung less that of the output rung, as a function of y
+    node          a y at which a row was refitted, and where its correction is known
+    region        the interval of y over which a row's correction is interpolated
+    portion       some nodes that are added together
 """
 
 from __future__ import annotations
@@ -65,8 +71,8 @@ class Frame:
     def build(support: Support, quantiles: Tensor, least: int) -> Frame:
         """Build the frame whose regions run from the first to the last of the quantiles (N, 5).
 
-        quantiles: of the output predictive, at QUANTILES. A region of counts has at least `least`
-        counts.
+        support: of y. quantiles: of the output predictive, at QUANTILES. A region of counts has at
+        least `least` counts.
         """
         if not isinstance(support, Continuous):
             low = quantiles[:, 0].floor().clamp_min(0)
@@ -74,15 +80,15 @@ class Frame:
             return Frame(support, torch.zeros_like(low), torch.ones_like(low), low, high)
         z = support.to_real(quantiles)
         centre = z[:, 2]
-        off = z - centre[:, None]
+        from_centre = z - centre[:, None]
         # Of S scales, the one is taken in which the region's width over that of ± 1.5 standard
         # deviations is closest to REACH.
         scales = (z[:, 3] - z[:, 1])[:, None] / 2 * BENDS  # (N, S)
-        w = torch.asinh(off[:, None] / scales[..., None])
+        w = torch.asinh(from_centre[:, None] / scales[..., None])
         reach = (w[..., 4] - w[..., 0]) / (w[..., 3] - w[..., 1])
         scale = scales.gather(1, (reach - REACH).abs().argmin(1, keepdim=True)).squeeze(1)
-        low = torch.asinh(off[:, 0] / scale)
-        high = torch.asinh(off[:, -1] / scale)
+        low = torch.asinh(from_centre[:, 0] / scale)
+        high = torch.asinh(from_centre[:, -1] / scale)
         return Frame(support, centre, scale, low, high)
 
     @property
@@ -122,6 +128,7 @@ class Frame:
 
     def to_t(self, y: Tensor) -> Tensor:
         """Return t (m, k) at y (m, k); it is beyond ±1 outside the region."""
+        # w of a count is y itself.
         w = y
         if isinstance(self.support, Continuous):
             w = torch.asinh((self.support.to_real(y) - self.centre[:, None]) / self.scale[:, None])
@@ -163,7 +170,7 @@ def chebyshev_nodes(count: int) -> Tensor:
 
 
 def _separate_counts(z: Tensor, top: Tensor) -> Tensor:
-    """Return whole numbers in rising order (m, k), moved so that no two are equal.
+    """Return counts z (m, k), which are in rising order, moved so that no two in a row are equal.
 
     The numbers are moved up where needed, and then down so that the last is at most `top` (m,).
     """
@@ -248,8 +255,8 @@ class Corrected:
 def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor) -> Corrected:
     """Refit at a few y of every chosen row (N,) bool, and interpolate the correction.
 
-    quantiles (N, 5): of the output predictive, at QUANTILES. A chosen row without a usable region
-    counts as failed.
+    weights: makes the refits. quantiles (N, 5): of the output predictive, at QUANTILES. A chosen
+    row without a usable region counts as failed.
     """
     frame = Frame.build(_get_support(weights), quantiles, FIRST_NODES)
     no_row = torch.zeros_like(chosen)
@@ -274,7 +281,7 @@ def _get_support(weights: WeightLogDensity) -> Support:
 
 
 def widen_correction(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corrected:
-    """Return the correction interpolated over a larger region in some rows (N,) bool.
+    """Return the correction `known`, interpolated over a larger region in some rows (N,) bool.
 
     quantiles (N, 5): those of `fit_correction`, with the first and the last moved outward. The
     refits so far are kept and more are made. A row that already has nearly MOST_NODES keeps its
@@ -296,16 +303,17 @@ def widen_correction(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corre
 
 
 def _refine_correction(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corrected:
-    """Return the correction with nodes added to the chosen rows (N,) bool, in portions, until the
-    last portion changes the interpolant by no more than the error allowed.
+    """Return the correction with nodes added to the chosen rows (N,) bool, a portion at a time.
 
-    portions: numbers of nodes. A row that is still changed too much by the last portion is flagged
+    A row is done when the last portion changed its interpolant by no more than the error allowed.
+    state: the correction so far, which is not changed. portions: numbers of nodes. A row that is
+    still changed too much by the last portion is flagged
     as inaccurate. A row in which a refit fails has no correction, or NaN if on_failure is "nan".
     """
     state = _copy_tensors(state)
     allowed = state.weights.refit.interpolation
     rows = chosen.nonzero().squeeze(-1)
-    # the coefficients before a portion, and how much the portion before it changed the interpolant
+    # The coefficients before a portion, and how much the portion before it changed the interpolant.
     before = _fit_chebyshev(state.frame.take(rows).to_t(state.nodes[rows]), state.values[rows])
     last_change = torch.full((len(rows),), torch.nan, dtype=torch.float64)
     for portion in portions:
@@ -330,19 +338,20 @@ def _refine_correction(state: Corrected, chosen: Tensor, portions: Iterable[int]
 
 
 def _copy_tensors(state: Corrected) -> Corrected:
-    """Return the state with copies of the tensors that a refinement writes to, so that the caller's
-    state does not change.
+    """Return the correction with copies of the tensors that a refinement writes to.
+
+    The caller's correction then does not change.
     """
     names = ("nodes", "values", "coefficients", "fallback", "failed")
     return replace(state, **{name: getattr(state, name).clone() for name in names})
 
 
 def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Tensor]:
-    """Refit at up to `portion` more nodes of each row (m,), and write the results into the state.
+    """Refit at up to `portion` more nodes of each row (m,), and write the results into `state`.
 
-    Returns two flags (m,) bool of the rows: whether they got a node, and whether they are complete,
-    which is that all counts of their region have a refit. Raises RuntimeError where a refit fails
-    and on_failure is "raise".
+    Its tensors are changed in place. Returns two flags (m,) bool of the rows: whether they got a
+    node, and whether they are complete, which is that all counts of their region have a refit.
+    Raises RuntimeError where a refit fails and on_failure is "raise".
     """
     weights = state.weights
     known = state.nodes[rows]
@@ -372,11 +381,10 @@ def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Te
 
 
 def _refit_known_nodes(state: Corrected, rows: Tensor) -> None:
-    """Refit again at the nodes that some rows (m,) already have, and write the values into the
-    state.
+    """Refit again at the nodes that some rows (m,) already have, and write the values into `state`.
 
-    The rows have just been switched to the linearised network, and all values of a row must come
-    from one network.
+    Its tensors are changed in place. The rows have just been switched to the linearised network,
+    and all values of a row must come from one network.
     """
     row, column = (~state.nodes[rows].isnan()).nonzero(as_tuple=True)
     task = rows[row]
@@ -391,10 +399,10 @@ def _refit_known_nodes(state: Corrected, rows: Tensor) -> None:
 
 
 def _find_largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Tensor:
-    """Return the largest absolute difference (m,) of two interpolants at COMPARED points of the
-    region.
+    """Return the largest absolute difference (m,) of two interpolants at COMPARED points.
 
-    series, before (m, K): their coefficients.
+    The points are spread over the region of each row of the frame. series, before (m, K): the
+    coefficients of the interpolants.
     """
     if not len(series):  # no rows
         return before[:, 0]
@@ -404,10 +412,10 @@ def _find_largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Te
 
 
 def make_uncorrected(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> Corrected:
-    """Return a log density without interpolation, for classes: its correction is zero, and its
-    increments are those of refits.
+    """Return a log density whose correction is zero, for classes.
 
-    chosen, failed (N,) bool: the rows with refits, and those in which a refit failed.
+    Its increments are those of refits. chosen, failed (N,) bool: the rows with refits, and those in
+    which a refit failed.
     """
     no_row = torch.zeros_like(chosen)
     zeros = torch.zeros(len(chosen), dtype=torch.float64)
@@ -452,9 +460,10 @@ def _fit_chebyshev(t: Tensor, values: Tensor) -> Tensor:
 
 
 def _sum_chebyshev(coefficients: Tensor, t: Tensor) -> Tensor:
-    """Return Σ_k c_k T_k(t), with Chebyshev polynomials T_k: c (m, K), t (m, j) -> (m, j).
+    """Return Σ_k c_k T_k(t) (m, j), with Chebyshev polynomials T_k.
 
-    Clenshaw's recurrence is b_k = 2t b_{k+1} − b_{k+2} + c_k, and the sum is t b_1 − b_2 + c_0.
+    coefficients: c (m, K). t (m, j). Clenshaw's recurrence is b_k = 2t b_{k+1} − b_{k+2} + c_k, and
+    the sum is t b_1 − b_2 + c_0.
     """
     b_next = b_after_next = torch.zeros_like(t)
     is_used = (coefficients != 0).any(0)

@@ -1,6 +1,7 @@
 """The law of total variance under f ~ N(f̂, K).
 
-The law says how much of Var[y] is noise, and how much is uncertainty of f.
+The law says how much of Var[y] is noise, and how much is uncertainty of f: Var[y] is
+Var_f E[y|f], the epistemic part or doubt, plus E_f Var[y|f], the aleatoric part or noise.
 """
 
 from __future__ import annotations
@@ -76,11 +77,12 @@ def _iterate_outputs_at_nodes(f: Tensor, K: Tensor, nodes: Tensor) -> Iterator[T
 
 
 def split_variance(log_density: LogDensity, variance: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a predictive's variance into an epistemic and an aleatoric part, both of its shape.
+    """Split the variance of a law into an epistemic and an aleatoric part, both of its shape.
 
-    The proportion is that of the law of total variance under f ~ N(f̂, K). A rung that does not
-    move f (ASSLA) has no uncertainty of f: its variance is all aleatoric. Where the variance is
-    infinite, the epistemic part is Var_f E[y|f], and the aleatoric part is infinite.
+    log_density: of the law, with its f̂ and K. The proportion is that of the law of total variance
+    under f ~ N(f̂, K). A rung that does not move f (ASSLA) has no uncertainty of f: its variance is
+    all aleatoric. Where the variance is infinite, the epistemic part is Var_f E[y|f], and the
+    aleatoric part is infinite.
     """
     if not log_density.outputs_move:
         return torch.zeros_like(variance), variance
@@ -99,7 +101,7 @@ def _compute_first_order_parts(
 ) -> tuple[Tensor, Tensor]:
     """Return Var_f E[y|f] to first order, which is sᵀKs, and Var[y|f], (N,) each.
 
-    f (N, C), K (N, C, C). s is the gradient of E[y|f] in f; y must be one number.
+    f (N, C) holds f̂, K is (N, C, C), and s is the gradient of E[y|f] in f. y must be one number.
     """
     with torch.enable_grad():
         free = f.detach().clone().requires_grad_(True)
