@@ -58,7 +58,7 @@ class JoinedLaw(Law):
         return sum(len(rows) for rows in self.index)
 
     def join_answers(self, answers: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Join one answer of each law along the dimension `dim` of rows, in the order of the inputs.
+        """Join one answer of each law along its dimension `dim` of rows, in the inputs' order.
 
         Where the last sizes of the answers differ, they are padded with NaN.
         """

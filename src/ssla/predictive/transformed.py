@@ -9,6 +9,10 @@ Gaussian or a mixture of Gaussians (log-normal). Otherwise they are quadratures 
 robust standard deviations on both sides of the median: their relative error is below 1e-6 for laws
 of z with the tails of a Gaussian. With heavier tails exp(z) may have no mean (Student t); mean and
 variance are then infinite, with a warning. Quantiles always exist.
+
+z is the target on the scale of the model, and its law the base. Q is the quantile function and F
+the distribution function of y; Q_z is that of z. The base's parts are the members of a mixture, and
+what an affine law is made of.
 """
 
 from __future__ import annotations
@@ -57,8 +61,9 @@ class Transform(Protocol):
         ...
 
     def to_z(self, y: Tensor) -> Tensor:
-        """Return z = T⁻¹(y); for y beyond the support its limit at that end, which may be
-        infinite.
+        """Return z = T⁻¹(y).
+
+        For y beyond the support it is the limit at that end, which may be infinite.
         """
         ...
 
@@ -67,7 +72,7 @@ class Transform(Protocol):
         ...
 
     def is_in_support(self, y: Tensor) -> Tensor:
-        """Tell which y are in the support (bool)."""
+        """Return which y are in the support, as a mask of y's shape."""
         ...
 
 
@@ -155,11 +160,13 @@ class TransformedLaw(Law):
             mean, variance = self._compute_positive_moments(self.transform)
             epistemic_share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
             return mean, epistemic_share * variance, (1 - epistemic_share) * variance
-        parts = [
+        weights_and_moments = [
             (weight, *_compute_part_moments(law, shift, scale, self.transform))
             for weight, law, shift, scale in self._iterate_base_parts()
         ]
-        weights, means, doubts, noises = (torch.stack(part) for part in zip(*parts, strict=True))
+        weights, means, doubts, noises = (
+            torch.stack(column) for column in zip(*weights_and_moments, strict=True)
+        )
         mean = (weights * means).sum(0)
         # Where the mean is infinite, the differences from it are NaN.
         between = torch.where(mean.isinf(), math.inf, (weights * (means - mean) ** 2).sum(0))
@@ -185,7 +192,7 @@ class TransformedLaw(Law):
             if isinstance(law, NormalsLaw):
                 centres = shift[:, None] + scale[:, None] * law.means
                 by_normal = transform.moments_of_normals(centres, scale[:, None] * law.scales)
-                moments = [part @ law.weights for part in by_normal]
+                moments = [moment @ law.weights for moment in by_normal]
             elif isinstance(law, GaussianLaw):
                 centres = shift + scale * law.mean
                 moments = list(transform.moments_of_normals(centres, scale * law.stddev))
@@ -222,8 +229,9 @@ class TransformedLaw(Law):
 
     @cached_property
     def _as_mixture(self) -> ScalarMixtureLaw:
-        """Return a mixture with this law as its only member, which finds mode and regions by
-        search.
+        """Return a mixture with this law as its only member.
+
+        A mixture finds its mode and its regions by search.
         """
         return make_mixture_of_one(self)
 
@@ -258,8 +266,9 @@ class TransformedLaw(Law):
         return self.base.cdf(self.transform.to_z(y))
 
     def below(self, y: Tensor) -> Tensor:
-        """Return P(Y < y), (N, k) -> (N, k): zero at the atom, which is the lowest value, and the
-        cdf elsewhere.
+        """Return P(Y < y), (N, k) -> (N, k).
+
+        It is zero at the atom, which is the lowest value, and the cdf elsewhere.
         """
         atom = self.transform.atom
         return self.cdf(y) if atom is None else torch.where(y <= atom, 0.0, self.cdf(y))
@@ -269,7 +278,7 @@ class TransformedLaw(Law):
         return self.transform.to_y(self.base.icdf(q))
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest region with that probability, a union of intervals."""
+        """Return the smallest region with probability `level`, a union of intervals."""
         return self._as_mixture.hdr(level)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -368,10 +377,10 @@ def _iterate_parts(
 def _compute_part_moments(
     law: Law, shift: Tensor, scale: Tensor, transform: Transform
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, epistemic and aleatoric variance of T(shift + scale · z), (N,) each, for z ~
-    law.
+    """Return mean, epistemic and aleatoric variance of T(shift + scale · z), (N,) each.
 
-    The moments are closed forms for exp of a Gaussian, and integrals otherwise.
+    z ~ law, and T is the transform. The moments are closed forms for exp of a Gaussian, and
+    integrals otherwise.
     """
     doubt, noise = law.epistemic * scale**2, law.aleatoric * scale**2
     if isinstance(law, GaussianLaw) and isinstance(transform, Exponential):
@@ -389,9 +398,9 @@ def _integrate_moments(
 ) -> tuple[Tensor, Tensor]:
     """Return mean and variance of T(shift + scale · z), (N,) each, for z ~ law, by quadrature.
 
-    The rule is that of trapezoids in u, with z = median + spread · sinh u. A moment of exp counts
-    as infinite where the log of its integrand at the upper end of the range is less than NEGLIGIBLE
-    below the maximum: the integrand has not fallen enough there.
+    T is the transform. The rule is that of trapezoids in u, with z = median + spread · sinh u. A
+    moment of exp counts as infinite where the log of its integrand at the upper end of the range is
+    less than NEGLIGIBLE below the maximum: the integrand has not fallen enough there.
     """
     low, median, high = law.icdf(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).unbind(1)
     spread = ((high - low) / NORMAL_QUARTILES)[:, None]
