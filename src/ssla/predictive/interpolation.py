@@ -261,7 +261,7 @@ def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor)
     frame = Frame.build(_get_support(weights), quantiles, FIRST_NODES)
     no_row = torch.zeros_like(chosen)
     zeros = torch.zeros(len(chosen), MOST_NODES, dtype=torch.float64)
-    state = Corrected(
+    corrected = Corrected(
         weights,
         refitted=chosen,
         frame=frame,
@@ -272,7 +272,7 @@ def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor)
         failed=chosen & ~frame.is_usable,
         inaccurate=no_row,
     )
-    return _refine_correction(state, chosen & frame.is_usable, (FIRST_NODES, *MORE_NODES))
+    return _refine_correction(corrected, chosen & frame.is_usable, (FIRST_NODES, *MORE_NODES))
 
 
 def _get_support(weights: WeightLogDensity) -> Support:
@@ -280,82 +280,84 @@ def _get_support(weights: WeightLogDensity) -> Support:
     return weights.likelihood.support_for(weights.marginal.mean.shape[1])
 
 
-def widen_correction(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corrected:
-    """Return the correction `known`, interpolated over a larger region in some rows (N,) bool.
+def widen_correction(corrected: Corrected, quantiles: Tensor, rows: Tensor) -> Corrected:
+    """Return the correction interpolated over a larger region in some rows (N,) bool.
 
-    quantiles (N, 5): those of `fit_correction`, with the first and the last moved outward. The
-    refits so far are kept and more are made. A row that already has nearly MOST_NODES keeps its
-    region and is flagged as inaccurate.
+    corrected: the correction so far. quantiles (N, 5): those of `fit_correction`, with the first
+    and the last moved outward. The refits so far are kept and more are made. A row that already has
+    nearly MOST_NODES keeps its region and is flagged as inaccurate.
     """
-    full = rows & (known.refit_counts + MORE_NODES[0] > MOST_NODES)
-    known = replace(known, inaccurate=known.inaccurate | full)
+    full = rows & (corrected.refit_counts + MORE_NODES[0] > MOST_NODES)
+    corrected = replace(corrected, inaccurate=corrected.inaccurate | full)
     rows = rows & ~full
-    wider = Frame.build(known.frame.support, quantiles, FIRST_NODES)
+    wider = Frame.build(corrected.frame.support, quantiles, FIRST_NODES)
     # A region of few counts was enlarged when it was built, and must not become smaller.
     if wider.is_of_counts:
         wider = replace(
             wider,
-            low=torch.minimum(wider.low, known.frame.low),
-            high=torch.maximum(wider.high, known.frame.high),
+            low=torch.minimum(wider.low, corrected.frame.low),
+            high=torch.maximum(wider.high, corrected.frame.high),
         )
-    frame = known.frame.replace_rows(rows, wider)
-    return _refine_correction(replace(known, frame=frame), rows, MORE_NODES)
+    frame = corrected.frame.replace_rows(rows, wider)
+    return _refine_correction(replace(corrected, frame=frame), rows, MORE_NODES)
 
 
-def _refine_correction(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corrected:
+def _refine_correction(corrected: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corrected:
     """Return the correction with nodes added to the chosen rows (N,) bool, a portion at a time.
 
     A row is done when the last portion changed its interpolant by no more than the error allowed.
-    state: the correction so far, which is not changed. portions: numbers of nodes. A row that is
-    still changed too much by the last portion is flagged
-    as inaccurate. A row in which a refit fails has no correction, or NaN if on_failure is "nan".
+    corrected: the correction so far, which is not changed. portions: numbers of nodes. A row that
+    is still changed too much by the last portion is flagged as inaccurate. A row in which a refit
+    fails has no correction, or NaN if on_failure is "nan".
     """
-    state = _copy_tensors(state)
-    allowed = state.weights.refit.interpolation
+    corrected = _copy_tensors(corrected)
+    allowed = corrected.weights.refit.interpolation
     rows = chosen.nonzero().squeeze(-1)
     # The coefficients before a portion, and how much the portion before it changed the interpolant.
-    before = _fit_chebyshev(state.frame.take(rows).to_t(state.nodes[rows]), state.values[rows])
+    before = _fit_chebyshev(
+        corrected.frame.take(rows).to_t(corrected.nodes[rows]), corrected.values[rows]
+    )
     last_change = torch.full((len(rows),), torch.nan, dtype=torch.float64)
     for portion in portions:
         if not rows.numel():
             break
-        added, complete = _add_nodes(state, rows, portion)
-        good = ~state.failed[rows]
+        added, complete = _add_nodes(corrected, rows, portion)
+        good = ~corrected.failed[rows]
         rows, before, last_change = rows[good], before[good], last_change[good]
         added, complete = added[good], complete[good]
-        frame = state.frame.take(rows)
-        series = _fit_chebyshev(frame.to_t(state.nodes[rows]), state.values[rows])
-        state.coefficients[rows] = series
+        frame = corrected.frame.take(rows)
+        series = _fit_chebyshev(frame.to_t(corrected.nodes[rows]), corrected.values[rows])
+        corrected.coefficients[rows] = series
         change = _find_largest_difference(frame, series, before)
         # A small change after a large one may be chance (SURE). Without a new node the change says
         # nothing of the error.
         error = torch.where(added, torch.fmax(change, last_change / SURE), torch.inf)
         unfinished = ~((error <= allowed) | complete)
         rows, before, last_change = rows[unfinished], series[unfinished], change[unfinished]
-    is_nan = state.weights.refit.on_failure == NAN
-    state.coefficients[state.failed] = torch.nan if is_nan else 0.0
-    return replace(state, inaccurate=state.inaccurate.index_fill(0, rows, True))
+    is_nan = corrected.weights.refit.on_failure == NAN
+    corrected.coefficients[corrected.failed] = torch.nan if is_nan else 0.0
+    return replace(corrected, inaccurate=corrected.inaccurate.index_fill(0, rows, True))
 
 
-def _copy_tensors(state: Corrected) -> Corrected:
+def _copy_tensors(corrected: Corrected) -> Corrected:
     """Return the correction with copies of the tensors that a refinement writes to.
 
     The caller's correction then does not change.
     """
     names = ("nodes", "values", "coefficients", "fallback", "failed")
-    return replace(state, **{name: getattr(state, name).clone() for name in names})
+    return replace(corrected, **{name: getattr(corrected, name).clone() for name in names})
 
 
-def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Tensor]:
-    """Refit at up to `portion` more nodes of each row (m,), and write the results into `state`.
+def _add_nodes(corrected: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Tensor]:
+    """Refit at up to `portion` more nodes of each row (m,), and write the results into `corrected`.
 
     Its tensors are changed in place. Returns two flags (m,) bool of the rows: whether they got a
     node, and whether they are complete, which is that all counts of their region have a refit.
     Raises RuntimeError where a refit fails and on_failure is "raise".
     """
-    weights = state.weights
-    known = state.nodes[rows]
-    y, is_new = state.frame.take(rows).choose_nodes(known, portion)
+    weights = corrected.weights
+    known = corrected.nodes[rows]
+    y, is_new = corrected.frame.take(rows).choose_nodes(known, portion)
     # The nodes of a row fill its columns from the left.
     columns = (~known.isnan()).sum(1, keepdim=True) + torch.arange(portion)
     has_column = columns < MOST_NODES
@@ -370,32 +372,32 @@ def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Te
         weights.check_failures(solved)
         # `solve` may have switched rows to the linearised network. Their old nodes are refitted.
         switched = rows_of_network[weights.linearised_inputs[rows_of_network]]
-        _refit_known_nodes(state, switched)
+        _refit_known_nodes(corrected, switched)
         # Zero steps: the refit was not tried, so there is no node.
-        state.nodes[task, column] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)
+        corrected.nodes[task, column] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)
         output_logs = weights.output.density_at(target, task).log.squeeze(1)
-        state.values[task, column] = solved.total - output_logs
-        state.fallback[task[solved.fallback]] = True
-        state.failed[task[~solved.converged]] = True
+        corrected.values[task, column] = solved.total - output_logs
+        corrected.fallback[task[solved.fallback]] = True
+        corrected.failed[task[~solved.converged]] = True
     return (is_new & has_column).any(1), (~is_new & has_column).any(1)
 
 
-def _refit_known_nodes(state: Corrected, rows: Tensor) -> None:
-    """Refit again at the nodes that some rows (m,) already have, and write the values into `state`.
+def _refit_known_nodes(corrected: Corrected, rows: Tensor) -> None:
+    """Refit again at the nodes that some rows (m,) already have.
 
-    Its tensors are changed in place. The rows have just been switched to the linearised network,
-    and all values of a row must come from one network.
+    The values are written into the tensors of `corrected`, in place. The rows have just been
+    switched to the linearised network, and all values of a row must come from one network.
     """
-    row, column = (~state.nodes[rows].isnan()).nonzero(as_tuple=True)
+    row, column = (~corrected.nodes[rows].isnan()).nonzero(as_tuple=True)
     task = rows[row]
     if not task.numel():
         return
-    y = state.nodes[task, column].unsqueeze(1)
-    solved = state.weights.solve(y, task)
-    state.values[task, column] = solved.total - state.weights.output.density_at(
+    y = corrected.nodes[task, column].unsqueeze(1)
+    solved = corrected.weights.solve(y, task)
+    corrected.values[task, column] = solved.total - corrected.weights.output.density_at(
         y, task
     ).log.squeeze(1)
-    state.failed[task[~solved.converged]] = True
+    corrected.failed[task[~solved.converged]] = True
 
 
 def _find_largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ The sums are taken over slabs of some rows, some nodes and all classes, with the
 fit a processor's cache. Probabilities that are too small for the dtype are summed in logarithms, in
 a second pass over their rows.
 
-B rows of a chunk, C classes, S nodes. R is a root of K = R Rᵀ. A
-`ScaledRoot` is R = Q diag(s): all rows have one basis Q, and each row has a scale s. Its profiles
-are a few vectors of which the scales of all rows are combinations. Nodes are whitened if they have unit
-variance in every direction.
+B rows of a chunk, C classes, S nodes. R is a root of K = R Rᵀ. A `ScaledRoot` is R = Q diag(s): all
+rows have one basis Q, and each row has a scale s. Its profiles are a few vectors of which the
+scales of all rows are combinations. Nodes are whitened if they have unit variance in every
+direction.
 """
 
 from __future__ import annotations

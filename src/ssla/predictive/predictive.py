@@ -226,9 +226,9 @@ class Predictive:
         One target: (N,) -> (N,), (N, k) -> (N, k). D targets: (N, D) -> (N,), (N, k, D) -> (N, k).
         Raises ValueError for other shapes, and where y is outside the support.
         """
-        value, is_single = self._shape_targets(y)
-        self.law.check(value)
-        return self._cast(drop_single_value(self.law.log_prob(value), is_single))
+        targets, is_single = self._shape_targets(y)
+        self.law.check(targets)
+        return self._cast(drop_single_value(self.law.log_prob(targets), is_single))
 
     @property
     def cdf(self) -> Callable[[Any], Tensor]:
@@ -242,9 +242,9 @@ class Predictive:
     @in_plain_torch
     def _evaluate_cdf(self, y: Any) -> Tensor:
         """Return P(Y ≤ y), of y's shape. y may be infinite; raises ValueError where it is NaN."""
-        value, is_single = self._shape_targets(y)
-        check_not_nan(value)
-        return self._cast(drop_single_value(self.law.cdf(value), is_single))
+        targets, is_single = self._shape_targets(y)
+        check_not_nan(targets)
+        return self._cast(drop_single_value(self.law.cdf(targets), is_single))
 
     @property
     def icdf(self) -> Callable[[Any], Tensor]:
@@ -261,8 +261,8 @@ class Predictive:
 
         Raises ValueError unless 0 ≤ q ≤ 1.
         """
-        value, is_single = parse_probabilities(q)
-        return self._cast(drop_single_value(self.law.icdf(value), is_single))
+        probabilities, is_single = parse_probabilities(q)
+        return self._cast(drop_single_value(self.law.icdf(probabilities), is_single))
 
     def interval(self, level: float = 0.95) -> Tensor:
         """Return the central interval of that probability, (N, 2) or (N, D, 2), ends included.
@@ -283,7 +283,7 @@ class Predictive:
         region = self.law.hdr(checked_level(level))
         if isinstance(region, tuple):  # a named tuple, whose tensors are cast
             return type(region)(
-                *(self._cast(part) if isinstance(part, Tensor) else part for part in region)
+                *(self._cast(field) if isinstance(field, Tensor) else field for field in region)
             )
         return self._cast(region) if isinstance(region, Tensor) else region
 
@@ -300,10 +300,10 @@ class Predictive:
         Raises TypeError for predictives that are not from one refit, such as mixtures, and
         ValueError where y is outside the support.
         """
-        value, is_single = self._shape_targets(y)
-        self.law.check(value)
-        return self.law.increments(value).map(
-            lambda part: self._cast(drop_single_value(part, is_single))
+        targets, is_single = self._shape_targets(y)
+        self.law.check(targets)
+        return self.law.increments(targets).map(
+            lambda increment: self._cast(drop_single_value(increment, is_single))
         )
 
     def _cast(self, value: Tensor) -> Tensor:
