@@ -107,7 +107,7 @@ def test_scores_are_those_of_an_explicit_fit(
         table = search.all_settings.with_gaussian(LAPLACE)
         seen = set()
         for setting, scores in zip(table.settings[::5], table.log_densities[::5], strict=True):
-            plan = search.plan_at(setting)
+            plan = search.make_plan_at(setting)
             explicit = ssla.fit(
                 given.model,
                 given.train,

@@ -206,7 +206,7 @@ def test_conjugate_models_have_their_exact_evidence() -> None:
     plan = make_plan_to_reread(laplace)
     assert plan is not None
     climbed = BoundAscent(
-        laplace, plan.average_passes_at(laplace.theta)
+        laplace, plan.make_average_passes_at(laplace.theta)
     ).maximise_bound()  # the same by passes
     assert climbed.log_evidence() == pytest.approx(laplace.log_evidence(), abs=1e-10)
     torch.testing.assert_close(climbed.mean, laplace.theta, rtol=0, atol=1e-10)

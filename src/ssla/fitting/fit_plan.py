@@ -106,7 +106,7 @@ class FitPlan:
     @property
     def summed_structure(self) -> Structure:
         """Return the structure that passes sum: `structure`, or its form for very many classes."""
-        return self.order_at(None).structure_for(self.network)
+        return self.make_order_at(None).choose_structure_for(self.network)
 
     @property
     def wants_variational(self) -> bool:
@@ -172,7 +172,7 @@ class FitPlan:
             return None
         return RowNodes.for_rows(self.rows, self.network.outputs)
 
-    def structure_for_averages(self) -> tuple[Structure, bool]:
+    def choose_structure_for_averages(self) -> tuple[Structure, bool]:
         """Return an empty structure for averages, and whether it sums the expected Fisher.
 
         The expected Fisher information then takes the place of the averaged curvature. The averaged
@@ -216,7 +216,7 @@ class FitPlan:
         source = self.data.source
         return AutomaticStructure(None if source is None else source.rows, self.prior)
 
-    def order_at(self, theta: Tensor | None) -> Order:
+    def make_order_at(self, theta: Tensor | None) -> Order:
         """Return the order of a pass at θ (P,), which says what it sums.
 
         theta: None for the trained weights.
@@ -241,7 +241,7 @@ class FitPlan:
         ValueError if the data are empty, or if all weights are zero.
         """
         sums_factor = self.input_factors.known is None
-        order = replace(self.order_at(theta), sums_input_factor=sums_factor)
+        order = replace(self.make_order_at(theta), sums_input_factor=sums_factor)
         result = self.data.run_pass(order)
         plan = replace(self, repeatable=result.repeatable)
         if result.sums is None:
@@ -269,16 +269,16 @@ class FitPlan:
         """Read the data once, and return the statistics at θ (P,)."""
         return self.collect_sums(theta).statistics
 
-    def average_passes_at(self, theta: Tensor, moves: bool = True) -> Average:
+    def make_average_passes_at(self, theta: Tensor, moves: bool = True) -> Average:
         """Return passes for averages over Gaussians, with the network linearised at theta (P,).
 
         moves: whether the means of the Gaussians will move, so that passes also sum what a step of
         the mean needs.
         """
-        structure, fisher = self.structure_for_averages()
+        structure, fisher = self.choose_structure_for_averages()
         return AveragePasses(self, theta, structure, fisher, moves, self.row_nodes)
 
-    def products_at(self, theta: Tensor, averaging: Averaging | None = None) -> Product:
+    def make_products_at(self, theta: Tensor, averaging: Averaging | None = None) -> Product:
         """Return the function v -> Σ JᵀΛJ v for vectors (P,), with J and Λ at theta (P,).
 
         averaging: Λ is averaged over this Gaussian. Each product is a pass over the data, or over
@@ -312,7 +312,7 @@ class FitPlan:
             linear=self.network.linear,
             gaussian=self.likelihood.quadratic,
             notes=notes,
-            products_at=self.products_at,
+            make_products_at=self.make_products_at,
         )
 
     def _with_input_factors(self, sums: Sums) -> Sums:
@@ -366,7 +366,7 @@ class AveragePasses:
             covariance.drop_inverses()  # the next pass has another Gaussian
         return plan._with_input_factors(sums)
 
-    def products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
+    def make_products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
         """Return products with the curvature averaged over N(mean, covariance), a pass each.
 
         mean: (P,). The result is None for other weights than a last layer, whose passes are slow,
@@ -374,7 +374,7 @@ class AveragePasses:
         """
         if self.structure.exact or not self.plan.network.linear:
             return None
-        return self.plan.products_at(self.theta, self._make_averaging(mean, covariance))
+        return self.plan.make_products_at(self.theta, self._make_averaging(mean, covariance))
 
     def _make_averaging(self, mean: Tensor, covariance: Operator) -> Averaging:
         """Return what a pass needs to average over N(mean, covariance), with a mean (P,)."""

@@ -74,7 +74,7 @@ def collect_sums(posterior: Posterior, data: Any) -> Statistics:
     plan = _make_plan_to_read(posterior, data, AS_IS)
     if posterior.variational is None:
         return plan.collect_statistics(posterior.theta)
-    average = plan.average_passes_at(posterior.theta, moves=False)
+    average = plan.make_average_passes_at(posterior.theta, moves=False)
     return average(posterior.mean, posterior.covariance).statistics
 
 
@@ -106,7 +106,7 @@ def update_posterior(posterior: Posterior, data: Any) -> Posterior:
             "they can be read only once (a generator). Give a DataLoader, a list of batches or "
             "arrays, or fit with gaussian='laplace'."
         )
-    average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
+    average = plan.make_average_passes_at(posterior.theta, moves=not posterior.tilted)
     return add_rows(posterior, updated, average)
 
 

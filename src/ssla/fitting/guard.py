@@ -47,7 +47,7 @@ def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> No
     """
     if rows is None:
         return
-    scores = rows.scores(posterior)
+    scores = rows.compute_scores(posterior)
     loss = compute_mean_and_error(rows.plug_in - scores, rows.weights)
     # Two standard errors, but never more than twice the limit: few rows must not hide a failure.
     if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):

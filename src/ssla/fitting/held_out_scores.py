@@ -66,7 +66,7 @@ class HeldOutRows(NamedTuple):
         chunks = list(posterior.linearised(batch.x))
         return HeldOutRows(chunks, targets, weights.double(), statistics, moves)
 
-    def outputs(
+    def iterate_outputs(
         self, operator: Operator, step: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Yield f (b, C), K (b, C, C), y and weights (b,) of the rows, a chunk at a time.
@@ -161,7 +161,7 @@ class HeldOutScore:
                 step = operator.solve(
                     of_kept_rows.sums.gradient - precision * (of_kept_rows.mean - space.bound.mean)
                 )
-            for f, K, y, weights in fold.outputs(operator, step):
+            for f, K, y, weights in fold.iterate_outputs(operator, step):
                 losses = self._compute_losses_of_rows(of_kept_rows.likelihood, f, K, y).double()
                 total += float((weights * losses).sum())
         return -total / self.weight

@@ -70,7 +70,7 @@ class Polish:
     # whether an ascent that reaches no mode raises NoModeError, in place of a warning
     refuses: bool = False
     # θ -> products with Σ JᵀΛJ there, a pass each; None: steps by the structure alone
-    products_at: Callable[[Tensor], Product] | None = None
+    make_products_at: Callable[[Tensor], Product] | None = None
 
     def find_mode(
         self, theta: Tensor, sums: Sums, bound: BoundPrior, nearly: bool = False
@@ -155,11 +155,11 @@ class Polish:
         gradients, a pass for each product. Raises ValueError where the curvature cannot be
         factorised.
         """
-        if not self._has_approximate_curvature(sums) or self.products_at is None:
+        if not self._has_approximate_curvature(sums) or self.make_products_at is None:
             return sums.compute_newton_step(gradient, prior_precision)
         preconditioner = factorise_uphill(sums.statistics.curvature, prior_precision)
         return solve_newton_step_by_products(
-            self.products_at(theta),
+            self.make_products_at(theta),
             gradient,
             prior_precision,
             preconditioner,

@@ -42,7 +42,7 @@ def find_best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Te
     if not isinstance(likelihood, Dispersed):
         return 1.0
 
-    def height(index: int) -> float:
+    def compute_height(index: int) -> float:
         """Return the penalised log density of all rows at the factor SPREADS[index].
 
         The penalty is a standard normal log prior of the factor's logarithm. Without the prior
@@ -50,12 +50,12 @@ def find_best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Te
         always better.
         """
         spread = float(SPREADS[index])
-        log_density = rows.plug_in(multiply_dispersion(likelihood, spread), f) @ rows.weights
+        log_density = rows.score_plug_in(multiply_dispersion(likelihood, spread), f) @ rows.weights
         return float(log_density) - 0.5 * math.log(spread) ** 2
 
-    nearest = max(range(0, len(SPREADS), COARSE), key=height)
+    nearest = max(range(0, len(SPREADS), COARSE), key=compute_height)
     neighbours = range(max(nearest - COARSE + 1, 0), min(nearest + COARSE, len(SPREADS)))
-    return float(SPREADS[max(neighbours, key=height)])
+    return float(SPREADS[max(neighbours, key=compute_height)])
 
 
 def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale | None:
@@ -81,7 +81,7 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
     def compute_scores(f: Tensor) -> Tensor:
         """Compute log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
         spread = find_best_network_spread(rows, likelihood, f)
-        return rows.plug_in(multiply_dispersion(likelihood, spread), f)
+        return rows.score_plug_in(multiply_dispersion(likelihood, spread), f)
 
     # Every scale takes the mean of the features' squared lengths, and a small quantile of them.
     mean = float(rows.squares @ rows.weights / rows.weights.sum())

@@ -100,7 +100,7 @@ class Order:
     theta: Tensor | None  # where the sums are taken (P,); None: at the trained weights
     likelihood: Likelihood
     structure: Structure
-    mode: str | None  # what happens to θ̂; None: the default, see `mode_for`
+    mode: str | None  # what happens to θ̂; None: the default, see `choose_mode_for`
     # digests of what was asked for, which all ranks must share
     digests: Mapping[str, str] = field(default_factory=dict)
     averages: bool = False  # whether passes for averages over a Gaussian will follow
@@ -125,7 +125,7 @@ class Order:
         structure = self.automatic.choose(network, budget, self.averages).structure
         return replace(self, structure=structure, automatic=None)
 
-    def mode_for(self, network: Network) -> str:
+    def choose_mode_for(self, network: Network) -> str:
         """Return the mode that was asked for; by default polish for a last layer, tilt otherwise.
 
         After the first pass a default of polish may become tilt: see `ssla.fitting.trained`.
@@ -134,9 +134,9 @@ class Order:
 
     def polishes(self, network: Network) -> bool:
         """Return whether the pass belongs to the polish of a fit; a pass for averages does not."""
-        return self.averaging is None and self.mode_for(network) == POLISH
+        return self.averaging is None and self.choose_mode_for(network) == POLISH
 
-    def structure_for(self, network: Network) -> Structure:
+    def choose_structure_for(self, network: Network) -> Structure:
         """Return the structure that passes over the data of a network sum.
 
         This is the structure that was asked for. Only the Kronecker factors of a last layer of very
@@ -358,7 +358,7 @@ class Reader:
         """Return the sums over no row, for an order whose structure is known."""
         return Sums.zero(
             self.network.layout.size,
-            order.structure_for(self.network),
+            order.choose_structure_for(self.network),
             order.has_newton_curvature(self.network, self.budget),
             order.sums_input_factor,
         )
@@ -466,7 +466,7 @@ class Reader:
             self.opened = open_network_within(
                 self.model, self.weights, batch.x, order, self.budget, rows, self.output
             )
-        bytes_of_row = bytes_per_row(self.opened, self._with_structure(order), self.budget)
+        bytes_of_row = count_bytes_per_row(self.opened, self._with_structure(order), self.budget)
         return rows_within(self.budget // CHUNK_SHARE, bytes_of_row)
 
     def _with_structure(self, order: Order) -> Order:
@@ -541,7 +541,7 @@ def measure_extent(network: Network, rows: int | None = None, averages: bool = F
     return Extent(network.layout.size, network.outputs, network.layer_shapes, rows, averages)
 
 
-def bytes_per_row(network: Network, order: Order, budget: int) -> int:
+def count_bytes_per_row(network: Network, order: Order, budget: int) -> int:
     """Return the bytes that the intermediate results of one row take in a pass.
 
     A last layer with Kronecker factors needs no matrix for each row, unless the pass sums a dense
@@ -586,7 +586,10 @@ def open_network_within(
     required = order.averages_asked or network.linear or order.structure.couples_all_parameters
     extent = measure_extent(network, rows, order.averages and required)
     refuse_beyond_budget(
-        order.structure_for(network), extent, bytes_per_row(network, order, budget), budget
+        order.choose_structure_for(network),
+        extent,
+        count_bytes_per_row(network, order, budget),
+        budget,
     )
     return network
 

@@ -62,7 +62,9 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
 
     def compute_price(candidate: Posterior) -> float:
         """Compute the price of a posterior's doubt on the rows, in nats a row."""
-        return compute_mean_and_error(rows.plug_in - rows.scores(candidate), rows.weights).mean
+        return compute_mean_and_error(
+            rows.plug_in - rows.compute_scores(candidate), rows.weights
+        ).mean
 
     prices = {1.0: compute_price(posterior)}  # by the factor on the precision
     if not prices[1.0] > limit:

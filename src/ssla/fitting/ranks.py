@@ -132,7 +132,7 @@ class Ranks:
             return result, {
                 **self._network_digests,
                 **order.digests,
-                "modes": order.mode_for(self.network),
+                "modes": order.choose_mode_for(self.network),
                 "θ̂": digest((order.theta, averaging and averaging.shift)),
             }
 

@@ -39,7 +39,9 @@ class ScoreTable:
             (setting, candidate) for setting, candidate in candidates if candidate is not None
         ]
         if usable:
-            self.log_densities.extend(self.rows.scores([candidate for _, candidate in usable]))
+            self.log_densities.extend(
+                self.rows.compute_scores([candidate for _, candidate in usable])
+            )
             self.settings.extend(setting for setting, _ in usable)
 
     def score_until_hopeless(self, groups: Iterable[list[SettingWithGaussian]]) -> None:

@@ -110,7 +110,7 @@ def read_data(plan: FitPlan) -> Draft:
         estimated,
         prior,
         bound,
-        mode=plan.order_at(None).mode_for(network),
+        mode=plan.make_order_at(None).choose_mode_for(network),
         theta=network.theta,
         sums=sums,
         target=target,
@@ -136,7 +136,7 @@ def choose_mode(draft: Draft) -> Draft:
         return draft
     classes = draft.target.classes is not None
     baseline = "the class frequencies" if classes else "the best constant prediction"
-    return replace(draft, mode=verdict.mode).with_note(verdict.note(baseline))
+    return replace(draft, mode=verdict.mode).with_note(verdict.make_note(baseline))
 
 
 def settle_noise(draft: Draft) -> Draft:
@@ -223,7 +223,7 @@ def with_variational_gaussian(
         return posterior
     if not plan.finds_variational:
         return _keep_gaussian_at_mode(plan, posterior)
-    structure, fisher = plan.structure_for_averages()
+    structure, fisher = plan.choose_structure_for_averages()
     if fisher:
         note = (
             "the variational Gaussian takes the expected Fisher information, because "
@@ -259,7 +259,7 @@ def make_bound_ascent(
     # The weight of new averages in the precision. On the network of benchmarks/networks (clinc, 150
     # classes) a half took 18 rounds, one took 32.
     new = NEW if by_row_nodes else None
-    average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
+    average = plan.make_average_passes_at(posterior.theta, moves=not posterior.tilted)
     ascent = BoundAscent(posterior, average, choose_prior, new=new)
     return ascent if plan.tolerance is None else replace(ascent, tolerance=plan.tolerance)
 
@@ -272,7 +272,7 @@ def refit_last_layer(plan: FitPlan, posterior: Posterior) -> Posterior:
     stay. Raises ValueError where the refit does not converge.
     """
     if posterior.variational is not None:
-        return refit_to_similar_rows(posterior, plan.average_passes_at(posterior.theta))
+        return refit_to_similar_rows(posterior, plan.make_average_passes_at(posterior.theta))
     sums = plan.collect_sums(posterior.theta)
     theta, sums, _ = plan.make_polish([]).find_mode(posterior.theta, sums, posterior.bound_prior)
     return replace(posterior, theta=theta, statistics=sums.statistics)

@@ -45,17 +45,17 @@ class Averaging(NamedTuple):
     moves: bool  # whether the mean will move, which takes a curvature of its own for its steps
     row_nodes: RowNodes | None = None  # for many rows of classes; None: all rows share their nodes
 
-    def mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
+    def compute_mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
         """Return the outputs (B, C) at the Gaussian's mean, from f (B, C) and J at θ."""
         return f + J.push(self.shift) if bool(self.shift.any()) else f
 
-    def output_root(self, J: Jacobian) -> Root:
+    def compute_output_root(self, J: Jacobian) -> Root:
         """Return R with R Rᵀ = K = J S Jᵀ (B, C, C) for the rows with Jacobian J."""
         if isinstance(self.covariance, DenseOperator):
             return self.covariance.root_for_sums(J)
         return self.covariance.root(J)
 
-    def nodes_of_chunk(self, chunk: int) -> RowNodes | None:
+    def choose_nodes_of_chunk(self, chunk: int) -> RowNodes | None:
         """Return the nodes of chunk number `chunk` of the pass.
 
         The result is None where all rows share their nodes.
@@ -246,12 +246,12 @@ class Sums:
         log_prob, score, precision = averages(
             likelihood,
             y,
-            averaging.mean_outputs(f, J),
-            averaging.output_root(J),
+            averaging.compute_mean_outputs(f, J),
+            averaging.compute_output_root(J),
             fisher=averaging.fisher,
             pool=pooling,
             diagonal=pooling is not None and self._pools_diagonal,
-            row_nodes=averaging.nodes_of_chunk(chunk),
+            row_nodes=averaging.choose_nodes_of_chunk(chunk),
         )
         if weights is not None:
             log_prob = log_prob * weights
@@ -293,11 +293,11 @@ class Sums:
             product = multiply_by_curvature(
                 likelihood,
                 y,
-                averaging.mean_outputs(f, J),
+                averaging.compute_mean_outputs(f, J),
                 u,
-                averaging.output_root(J),
+                averaging.compute_output_root(J),
                 fisher=averaging.fisher,
-                row_nodes=averaging.nodes_of_chunk(chunk),
+                row_nodes=averaging.choose_nodes_of_chunk(chunk),
             )
         if weights is not None:
             product = product * weights[:, None]

@@ -169,7 +169,7 @@ class Verdict(NamedTuple):
         """Return the mode that suits the layer: tilt if it is trained, polish otherwise."""
         return TILT if self.trained else POLISH
 
-    def note(self, baseline: str) -> str:
+    def make_note(self, baseline: str) -> str:
         """Return the mode and its reason for the report.
 
         baseline: the prediction that the network is compared with, in words.
@@ -275,12 +275,12 @@ def _find_best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor 
     CONSTANT_STEPS. None where a step is not defined or a log density is not finite.
     """
 
-    def mean_log_prob(outputs: Tensor) -> float:
+    def compute_mean_log_prob(outputs: Tensor) -> float:
         """Return the mean log density of the targets for the same outputs (C,) in every row."""
         return float(likelihood.log_prob(y, outputs.expand_as(f)).mean())
 
     constant = f.mean(0)
-    value = mean_log_prob(constant)
+    value = compute_mean_log_prob(constant)
     for _ in range(CONSTANT_STEPS):
         slope = likelihood.score(y, constant.expand_as(f)).mean(0)
         factor, info = torch.linalg.cholesky_ex(likelihood.fisher(constant[None])[0])
@@ -289,9 +289,9 @@ def _find_best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor 
         step = torch.cholesky_solve(slope[:, None], factor)[:, 0]
         # The step is halved until it raises the mean; `not` also halves it after NaN.
         size = 1.0
-        while size > SHORTEST and not mean_log_prob(constant + size * step) >= value:
+        while size > SHORTEST and not compute_mean_log_prob(constant + size * step) >= value:
             size /= 2
-        gain = mean_log_prob(constant + size * step) - value
+        gain = compute_mean_log_prob(constant + size * step) - value
         if not gain > LEAST_GAIN:
             return constant
         constant = constant + size * step

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssla.curvature.jacobians import Jacobian
 from ssla.data import Batch, Source, check_batch, take_rows
-from ssla.fitting.validation_rows import Candidate, log_densities
+from ssla.fitting.validation_rows import Candidate, compute_log_densities
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -79,7 +79,7 @@ class TrainingRows:
             outputs = [network.evaluate(network.cast(batch.x), mean) for batch in self.batches]
         return self.posterior.likelihood.predictive.log_prob(self.y, torch.cat(outputs).double())
 
-    def scores(self, posterior: Posterior) -> Tensor:
+    def compute_scores(self, posterior: Posterior) -> Tensor:
         """Compute log p(y|x) (n,) of the rows under the predictive of a posterior.
 
         The posterior must have the mean of θ at which the rows are linearised. Its covariance and
@@ -89,7 +89,7 @@ class TrainingRows:
         scores = []
         start = 0
         for f, J in self.kept if self.kept is not None else self._linearise():
-            scores.append(log_densities(candidate, self.y[start : start + len(f)], f, J))
+            scores.append(compute_log_densities(candidate, self.y[start : start + len(f)], f, J))
             start += len(f)
         return torch.cat(scores)
 

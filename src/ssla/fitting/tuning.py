@@ -197,7 +197,7 @@ def _search_by_passes(
     training rows. quiet, rough: as in `tune`.
     """
     posterior = space.posterior
-    average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
+    average = plan.make_average_passes_at(posterior.theta, moves=not posterior.tilted)
     start = torch.zeros(len(space.free), dtype=torch.float64)
     search = PriorSearch(space, average, score, posterior, start)
     search.search_all_directions(ROUGH_PARABOLAS if rough else PARABOLAS)

@@ -114,7 +114,7 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
     table = search.table
     spread = refine_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
     setting = table.chosen._replace(spread=spread)
-    posterior = fit_with_prior(search.plan_at(setting))
+    posterior = fit_with_prior(search.make_plan_at(setting))
     return _with_report(posterior, search, original_rows, setting, held_out)
 
 
@@ -232,7 +232,7 @@ class Search:
         step: (P,), by which the weights are moved; None: they stay. The uncertainty of θ is left
         out.
         """
-        f = self.rows.outputs(step)
+        f = self.rows.compute_outputs(step)
         return find_best_network_spread(self.rows, self.start.likelihood, f)
 
     @cached_property
@@ -258,11 +258,11 @@ class Search:
         """Return the least and the largest factor on the dispersion."""
         return min(1.0, self.network_spread) / MARGIN, max(1.0, self.network_spread) * MARGIN
 
-    def likelihood_at(self, spread: float) -> Likelihood:
+    def make_likelihood_at(self, spread: float) -> Likelihood:
         """Return the likelihood of the start with a factor `spread` on its dispersion."""
         return multiply_dispersion(self.start.likelihood, spread)
 
-    def precision_at(self, setting: Setting) -> Tensor:
+    def compute_precision_at(self, setting: Setting) -> Tensor:
         """Return −∇² log π of the setting's prior, (P,) or (P, P).
 
         A prior that is not Gaussian was given, and has its precision at the start.
@@ -274,35 +274,35 @@ class Search:
         level = setting.precision / setting.spread**2 if scales else setting.precision
         return level * bound.scale_precision
 
-    def prior_at(self, setting: Setting) -> Prior:
+    def make_prior_at(self, setting: Setting) -> Prior:
         """Return the prior of a setting.
 
         It is the one that the user gave, or a Gaussian with the precision of the setting.
         """
         if self.plan.prior is not None:
             return self.plan.prior
-        return prior_with_precision(self.start, self.precision_at(setting))
+        return prior_with_precision(self.start, self.compute_precision_at(setting))
 
-    def state_at(self, setting: Setting, statistics: Statistics) -> Posterior:
+    def make_state_at(self, setting: Setting, statistics: Statistics) -> Posterior:
         """Return the Gaussian at the θ̂ of the start in a setting.
 
         statistics: the sums there at the setting's dispersion.
         """
         return replace(
             self.start,
-            likelihood=self.likelihood_at(setting.spread),
-            prior=self.prior_at(setting),
+            likelihood=self.make_likelihood_at(setting.spread),
+            prior=self.make_prior_at(setting),
             statistics=statistics,
             mode=setting.mode,
         )
 
-    def plan_at(self, setting: Setting) -> FitPlan:
+    def make_plan_at(self, setting: Setting) -> FitPlan:
         """Return the plan of a fit of all training rows in a setting."""
         gaussian = setting.gaussian if self.plan.gaussian is None else self.plan.gaussian
         return replace(
             self.plan,
-            likelihood=self.likelihood_at(setting.spread),
-            prior=self.prior_at(setting),
+            likelihood=self.make_likelihood_at(setting.spread),
+            prior=self.make_prior_at(setting),
             mode=setting.mode,
             gaussian=gaussian,
             validated=True,
@@ -316,7 +316,7 @@ class Search:
         A coarse grid of settings is scored on some of the rows. A fine grid around the choice is
         then scored on all rows.
         """
-        coarse = ScoreTable(self.rows.thinned(COARSE_ROWS))
+        coarse = ScoreTable(self.rows.thin_rows(COARSE_ROWS))
         for spread in self.spreads:
             self._score_tilted_heads_at(coarse, spread, self.precisions)
         # The fine grid is around the choice, not around the best: the rule prefers a weaker prior,
@@ -353,12 +353,12 @@ class Search:
 
         Raises ValueError where its curvature is not positive definite.
         """
-        likelihood = self.likelihood_at(setting.spread)
+        likelihood = self.make_likelihood_at(setting.spread)
         if self._scales_with_noise:
             operator = self._factorise_at(setting.precision)
             return Candidate(likelihood, operator, step=None, scale=setting.spread)
         curvature = self._collect_statistics_at(setting.spread).curvature
-        operator = curvature.with_prior(self.precision_at(setting))
+        operator = curvature.with_prior(self.compute_precision_at(setting))
         return Candidate(likelihood, operator, step=None)
 
     def _factorise_at(self, level: float) -> Operator:
@@ -369,7 +369,9 @@ class Search:
         stored = self._known_operators
         if level not in stored:
             setting = Setting(self.mode, LAPLACE, spread=1.0, precision=level)
-            stored[level] = self.start.statistics.curvature.with_prior(self.precision_at(setting))
+            stored[level] = self.start.statistics.curvature.with_prior(
+                self.compute_precision_at(setting)
+            )
         return stored[level]
 
     @cached_property
@@ -392,7 +394,9 @@ class Search:
             if self.start.likelihood.quadratic:
                 stored[spread] = scale_noise(self.start, spread).statistics
             else:
-                plan = replace(self.plan, likelihood=self.likelihood_at(spread), mode=self.mode)
+                plan = replace(
+                    self.plan, likelihood=self.make_likelihood_at(spread), mode=self.mode
+                )
                 stored[spread] = plan.collect_statistics(self.start.theta)
         return stored[spread]
 
@@ -451,7 +455,7 @@ class Search:
         Only for quadratic sums whose precisions are relative to the noise: it is then the same for
         every noise.
         """
-        prior = prior_with_precision(self.start, self.precision_at(setting))
+        prior = prior_with_precision(self.start, self.compute_precision_at(setting))
         theta, _ = self.start.statistics.move_to_mode(
             prior.bind(self.start.network.layout), self.start.theta
         )
@@ -460,7 +464,7 @@ class Search:
     def _make_quadratic_candidate(self, setting: Setting, step: Tensor) -> Candidate:
         """Return the candidate of a setting at a step (P,) from the start, for Gaussian noise."""
         operator = self._factorise_at(setting.precision)
-        return Candidate(self.likelihood_at(setting.spread), operator, step, setting.spread)
+        return Candidate(self.make_likelihood_at(setting.spread), operator, step, setting.spread)
 
     def _fit_polish_candidate(self, setting: Setting) -> Candidate | None:
         """Return the candidate of a setting whose last layer is polished by passes.
@@ -468,7 +472,7 @@ class Search:
         The result is None where the fit raises ValueError, for example because there is no mode.
         """
         try:
-            posterior = fit_with_prior(replace(self.plan_at(setting), tolerance=ROUGH))
+            posterior = fit_with_prior(replace(self.make_plan_at(setting), tolerance=ROUGH))
         except ValueError:
             return None
         step = posterior.mean - self.start.theta
@@ -492,7 +496,7 @@ class Search:
         factors = (1.0,) if self.fixed_spread else VARIATIONAL_SPREADS
         spreads = [min(max(factor * nearest.spread, low), high) for factor in factors]
         for spread in dict.fromkeys(spreads):
-            plan = self._make_search_plan(self.likelihood_at(spread))
+            plan = self._make_search_plan(self.make_likelihood_at(spread))
             settings = [Setting(self.mode, VARIATIONAL, spread, level) for level in levels]
             self.all_settings.score_until_hopeless(self._fit_variational_candidates(settings, plan))
 
@@ -522,7 +526,7 @@ class Search:
         The passes of `plan` find each Gaussian, starting from the one before it.
         """
         for setting in settings:
-            at_mode = self.state_at(setting, self._collect_statistics_at(setting.spread))
+            at_mode = self.make_state_at(setting, self._collect_statistics_at(setting.spread))
             ascent = replace(make_bound_ascent(plan, at_mode), most=SEARCH_ROUNDS)
             posterior = ascent.maximise_bound()
             plan = replace(plan, start=posterior.variational)
@@ -548,9 +552,9 @@ def _with_report(
     rows, start = search.rows, search.start
     table, weights = search.table, rows.weights
     # The network itself, as it came and with the dispersion that suits it.
-    plug_in = original_rows.plug_in(start.likelihood)
+    plug_in = original_rows.score_plug_in(start.likelihood)
     network_spread = find_best_network_spread(original_rows, start.likelihood, original_rows.f)
-    scaled = original_rows.plug_in(search.likelihood_at(network_spread))
+    scaled = original_rows.score_plug_in(search.make_likelihood_at(network_spread))
     predictive = cross_fit_scores(table.settings, table.scores, weights)
     gain = compute_mean_and_error(predictive - plug_in, weights)
     rescaled = compute_mean_and_error(scaled - plug_in, weights)
@@ -564,7 +568,7 @@ def _with_report(
         candidate = Candidate(posterior.likelihood, posterior.covariance, step)
         coverage = _compute_coverage_by_level(rows, candidate)
         with _ignore_warnings():
-            scores = rows.scores([candidate])[0]
+            scores = rows.compute_scores([candidate])[0]
         warn_on_validation_rows(scores, plug_in, weights)
     validation = Validation(
         rows=rows.count,
@@ -637,7 +641,7 @@ def _compute_coverage_by_level(rows: ValidationRows, candidate: Candidate) -> di
     """
     inside = dict.fromkeys(LEVELS, 0.0)
     total = 0.0
-    for predictive, y, weights in rows.predictives(candidate, COVERAGE_ROWS):
+    for predictive, y, weights in rows.iterate_predictives(candidate, COVERAGE_ROWS):
         # The rank of y in its predictive is between lower and upper; for counts these differ.
         lower, upper = rank_targets(predictive, y)
         for level in LEVELS:

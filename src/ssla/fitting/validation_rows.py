@@ -42,19 +42,19 @@ class Candidate(NamedTuple):
     step: Tensor | None  # the mean of θ less that at which the rows are linearised (P,); None: zero
     scale: float = 1.0  # the covariance is scale² times `covariance`
 
-    def mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
+    def compute_mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
         """Return the outputs (b, C) at the candidate's mean of θ, in float64.
 
         f (b, C) in float64 and J are those where the rows are linearised.
         """
         return f if self.step is None else f + J.double().push(self.step)
 
-    def predictive(self, f: Tensor, J: Jacobian, rows: Tensor | slice) -> Predictive:
+    def make_predictive(self, f: Tensor, J: Jacobian, rows: Tensor | slice) -> Predictive:
         """Return the predictive of some of the rows with outputs f (b, C) and Jacobian J.
 
         rows: which of the b rows, as a mask (b,), indices or a slice.
         """
-        mean = self.mean_outputs(f, J)[rows]
+        mean = self.compute_mean_outputs(f, J)[rows]
         K = self.covariance.covariance(J).double()[rows] * self.scale**2
         # Far from the best setting predictives may be inaccurate and warn. They are not kept.
         with warnings.catch_warnings():
@@ -162,7 +162,7 @@ class ValidationRows:
         scaled = None if self.kept is None else tuple(kept)
         return replace(self, posterior=posterior, f=self.f / scales, kept=scaled)
 
-    def thinned(self, most: int) -> ValidationRows:
+    def thin_rows(self, most: int) -> ValidationRows:
         """Return at most `most` of the rows, evenly spread; their weights stay the same.
 
         All rows are returned where their features are not kept, and for other weights than a last
@@ -194,20 +194,20 @@ class ValidationRows:
         """Return the number of rows."""
         return len(self.y)
 
-    def outputs(self, step: Tensor | None) -> Tensor:
+    def compute_outputs(self, step: Tensor | None) -> Tensor:
         """Return the outputs (n, C) with the mean of θ moved by `step` (P,); None: not moved."""
         if step is None:
             return self.f
         return torch.cat([f + J.double().push(step) for _, f, J in self._iterate_chunks()])
 
-    def plug_in(self, likelihood: Likelihood, f: Tensor | None = None) -> Tensor:
+    def score_plug_in(self, likelihood: Likelihood, f: Tensor | None = None) -> Tensor:
         """Compute log p(y|f) (n,) of the network itself, without the uncertainty of θ.
 
         f: outputs (n, C); None: those at the posterior's mean.
         """
         return likelihood.predictive.log_prob(self.y, self.f if f is None else f)
 
-    def scores(self, candidates: Sequence[Candidate]) -> Tensor:
+    def compute_scores(self, candidates: Sequence[Candidate]) -> Tensor:
         """Compute the log density (k, n) of the rows' targets under each of k candidates.
 
         It is log ∫ p(y|f) N(f) df, with N(f) the candidate's Gaussian of the outputs. All
@@ -216,10 +216,10 @@ class ValidationRows:
         scores = torch.empty(len(candidates), self.count, dtype=torch.float64)
         for rows, f, J in self._iterate_chunks():
             for number, candidate in enumerate(candidates):
-                scores[number, rows] = log_densities(candidate, self.y[rows], f, J)
+                scores[number, rows] = compute_log_densities(candidate, self.y[rows], f, J)
         return scores.nan_to_num(nan=-torch.inf)
 
-    def predictives(
+    def iterate_predictives(
         self, candidate: Candidate, most: int
     ) -> Iterator[tuple[Predictive, Tensor, Tensor]]:
         """Yield (predictive, targets, weights) for at most `most` of the rows, a chunk at a time.
@@ -230,7 +230,7 @@ class ValidationRows:
         for rows, f, J in self._iterate_chunks():
             is_chosen = torch.arange(rows.start, rows.start + len(f)) % stride == 0
             if bool(is_chosen.any()):
-                predictive = candidate.predictive(f, J, is_chosen)
+                predictive = candidate.make_predictive(f, J, is_chosen)
                 yield predictive, self.y[rows][is_chosen], self.weights[rows][is_chosen]
 
     def _iterate_chunks(self) -> Iterator[tuple[slice, Tensor, Jacobian]]:
@@ -250,7 +250,7 @@ class ValidationRows:
                 yield from self.posterior.linearised(batch.x, progress=False)
 
 
-def log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Tensor:
+def compute_log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Tensor:
     """Compute log ∫ p(y|f) N(f) df (b,) of b rows with targets y, under a candidate.
 
     N(f) is the candidate's Gaussian of the outputs. f (b, C) in float64 and J are those where the
@@ -259,8 +259,8 @@ def log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Te
     likelihood = candidate.likelihood.predictive
     if likelihood.linear_domain:
         root = candidate.covariance.root(J).scale_by(candidate.scale)
-        return log_average(likelihood, y, candidate.mean_outputs(f, J), root)
+        return log_average(likelihood, y, candidate.compute_mean_outputs(f, J), root)
     # Where not every output is allowed there is no such average: the predictive scores the rows.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return candidate.predictive(f, J, slice(None)).log_prob(y).double()
+        return candidate.make_predictive(f, J, slice(None)).log_prob(y).double()

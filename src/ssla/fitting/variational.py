@@ -71,7 +71,7 @@ class Average(Protocol):
         """Sum the averages over N(mean, covariance) of θ, with a mean (P,), in one pass."""
         ...
 
-    def products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
+    def make_products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
         """Return the function v -> Σ JᵀE[Λ]J v of vectors (P,), a pass each.
 
         E is over N(mean, covariance) of θ. None where such products are too slow or not needed.
@@ -105,7 +105,7 @@ class KeptAverages:
         """Return tr(Λ S) of the kept curvature under the Gaussian of the averages."""
         return self.statistics.curvature.trace(self.covariance)
 
-    def averages_under(self, mean: Tensor, covariance: Operator) -> Statistics:
+    def compute_averages_under(self, mean: Tensor, covariance: Operator) -> Statistics:
         """Return the averages under another Gaussian N(mean, covariance), with a mean (P,).
 
         The average of a quadratic is its value at the mean, less ½ tr(Λ S).
@@ -229,7 +229,7 @@ class BoundAscent:
         """
         sums = self.average(mean, covariance)
         if self.kept is not None:
-            earlier = self.kept.averages_under(mean, covariance)
+            earlier = self.kept.compute_averages_under(mean, covariance)
             sums = replace(sums, statistics=earlier.merge(sums.statistics))
         bound = self._compute_evidence_bound(mean, covariance, sums)
         return Iterate(mean, curvature, covariance, sums, bound)
@@ -295,7 +295,7 @@ class BoundAscent:
                 tolerance=KEPT_PRECISE,
                 most=KEPT_MOST_PRODUCTS,
             )
-        product = self.average.products_under(current.mean, current.covariance)
+        product = self.average.make_products_under(current.mean, current.covariance)
         if product is None:  # the structure's curvature, which may be only near the bound's
             return covariance.solve(gradient)
         return solve_newton_step_by_products(
