@@ -56,6 +56,7 @@ DIAGONAL_FACTOR = (
     f"{MANY_CLASSES:,} classes; ask for the full one by "
     "structure=ssla.structures.Kfac(output_factor='full')"
 )
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 # The numbers below were not measured: they are guesses.
 NOISE_ROUNDS = 10  # of noise and mode in turn
 SETTLED_NOISE = 1e-4  # relative change of the noise between two rounds
@@ -439,12 +440,12 @@ def _warn_if_worse(draft: Draft) -> Draft:
     if plan.validated:
         return draft
     if plan.likelihood.quadratic:
-        ratio = (after.squares / before.squares.clamp_min(1e-300)).sqrt()
+        ratio = (after.squares / before.squares.clamp_min(SMALLEST_DIVISOR)).sqrt()
         # A Gaussian with a given covariance sums whitened residuals, so the raw ones are not known.
         given_covariance = getattr(plan.likelihood, "covariance", None)
         if given_covariance is None and draft.raw_squares is not None:
             squares = after.residual_squares(before, draft.theta - plan.network.theta)
-            ratio = (squares / draft.raw_squares.clamp_min(1e-300)).sqrt()
+            ratio = (squares / draft.raw_squares.clamp_min(SMALLEST_DIVISOR)).sqrt()
         worse = float(ratio.max()) > GROWN_RESIDUALS
         figure = f"the residuals grew by a factor of {float(ratio.max()):.3g}"
     else:
@@ -537,7 +538,7 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
         residual=distance_before,
         residual_after=distance_after,
         steps=draft.steps,
-        output_shift=math.sqrt(squares / max(start.weight, 1e-300)),
+        output_shift=math.sqrt(squares / max(start.weight, SMALLEST_DIVISOR)),
         passes=plan.data.passes,
         memory=plan.summed_structure.memory(extent),
         notes=draft.notes,

@@ -36,6 +36,7 @@ from ssla.fitting.sums import Sums
 from ssla.likelihoods import Likelihood
 from ssla.report import POLISH, TILT
 
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 # The numbers below were not measured: they are guesses.
 LOGITS = 3.0  # the standard deviation of outputs under N(0, 1/τ), in their units
 SAMPLE = 2048  # rows for the best constant of likelihoods without a closed form
@@ -45,6 +46,7 @@ STRONGER = (1.0, 10.0, 100.0)  # factors on τ for numbers and counts
 SHARE = 0.75  # of what the features allow
 LEAST_GAIN = 1e-9  # nats a row: a smaller one ends the search for the best constant
 SHORTEST = 1e-6  # share of a step of that search
+LEAST_SQUARES = 1e-12  # share of the squared residuals that a Newton step leaves at least
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,7 +123,7 @@ class Numbers:
         w = torch.ones(len(y), dtype=torch.float64) if weights is None else weights
         columns = y.reshape(len(y), -1).double()
         total = float(w.sum())
-        mean = w @ columns / max(total, 1e-300)
+        mean = w @ columns / max(total, SMALLEST_DIVISOR)
         stride = -(-len(y) // SAMPLE_OF_CHUNK)  # rounded up
         squares = float(w @ features.phi.double().square().sum(1))
         return Numbers(total, squares, mean, w @ (columns - mean) ** 2, y[::stride], f[::stride])
@@ -131,7 +133,7 @@ class Numbers:
         weight = self.weight + other.weight
         # Squares around the common mean: those within each set, and those between the two means.
         step = other.mean - self.mean
-        share = other.weight / max(weight, 1e-300)
+        share = other.weight / max(weight, SMALLEST_DIVISOR)
         return Numbers(
             weight,
             self.squares + other.squares,
@@ -146,7 +148,7 @@ class Numbers:
 
         units (C,): of the outputs. The parameters must be ordered by outputs.
         """
-        by_output = self.squares / max(self.weight, 1e-300) / (LOGITS * units) ** 2
+        by_output = self.squares / max(self.weight, SMALLEST_DIVISOR) / (LOGITS * units) ** 2
         return by_output.repeat_interleave(size // len(units))
 
 
@@ -227,7 +229,7 @@ def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
     and constant then have their own noise.
     """
     n = numbers.weight
-    residuals = sums.squares.clamp_min(1e-300)
+    residuals = sums.squares.clamp_min(SMALLEST_DIVISOR)
     size = len(sums.statistics.gradient)
     precision = numbers.precision((numbers.spread / n).sqrt(), size)
     if not estimated:
@@ -244,7 +246,7 @@ def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
 
         gain: the gain at the present noise, which takes 2·gain off the squared residuals.
         """
-        return -0.5 * count * math.log(max(1 - 2 * gain / count, 1e-12))
+        return -0.5 * count * math.log(max(1 - 2 * gain / count, LEAST_SQUARES))
 
     return Verdict(learned, _compute_gain_beyond_noise(scaled, precision, convert_gain))
 
@@ -261,7 +263,7 @@ def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Ve
         numbers.y, constant.expand_as(numbers.f)
     )
     learned = numbers.weight * float(log_ratios.mean())
-    units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(1e-300).sqrt()
+    units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(SMALLEST_DIVISOR).sqrt()
     power = likelihood.power
     precision = numbers.precision(units, len(sums.statistics.gradient))
     missing = power * _compute_gain_beyond_noise(sums, precision, lambda gain: gain / power)

@@ -65,6 +65,7 @@ BESIDE, INSIDE = 0.1, 0.3
 SEARCH_ROUNDS = 6  # passes for the Gaussians on the way
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
 BOUND_ERROR = 1e-6  # of 1 + |bound|: where a variational Gaussian is taken as converged
+SLOPE_TOLERANCE, ASCENT_ROUNDS = 1e-6, 100  # of the ascent of a held-out score
 SCORE_ERROR = 1e-9  # of a score: quadrature, and rounding errors of covariances under weak priors
 
 Score = HeldOutScore | LeaveOneOutScore
@@ -419,7 +420,13 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
         starts = torch.cat([starts, space.scan_points(SCAN)])
     first, heights = choose_best_start(starts, space, score)
     best = maximise_in_box(
-        score_and_slope, first, low, high, tolerance=1e-6, noise=SCORE_ERROR, rounds=100
+        score_and_slope,
+        first,
+        low,
+        high,
+        tolerance=SLOPE_TOLERANCE,
+        noise=SCORE_ERROR,
+        rounds=ASCENT_ROUNDS,
     )
     points, values = best.points, best.values
     # The history begins at the prior at hand, also where the ascent began elsewhere.

@@ -86,7 +86,8 @@ POLISH_PRECISIONS = tuple(8.0**k for k in range(3, -5, -1))
 POLISH_FINER = (2 * math.sqrt(2), math.sqrt(2) / 4)
 POLISH_SPREADS = (1 / 1.2, 1.0, 1.2)  # around the best one for the head itself
 COVERAGE_ROWS = 1000
-LEVELS = (0.5, 0.9, 0.95)
+LEVELS = (0.5, 0.9, 0.95)  # of intervals, whose coverage is reported
+TYPICAL = (0.05, 0.95)  # quantiles of the scales of rows that are reported
 
 
 def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> Posterior:
@@ -621,15 +622,16 @@ def _make_history(table: ScoreTable, chosen: Setting) -> TuningHistory:
 
 
 def _find_typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
-    """Return the scales by which the outputs of rows were divided: their quantiles of 5% and 95%.
+    """Return the scales by which the outputs of rows were divided, as two quantiles (TYPICAL).
 
-    None where the network has no scale of rows.
+    The result is None where the network has no scale of rows.
     """
     network = rows.posterior.network
     if not isinstance(network, LastLayer) or network.row_scale is None or rows.squares is None:
         return None
     ordered = network.row_scale.compute_scales(rows.squares).sort().values
-    return float(ordered[int(0.05 * len(ordered))]), float(ordered[int(0.95 * len(ordered))])
+    low, high = (float(ordered[int(share * len(ordered))]) for share in TYPICAL)
+    return low, high
 
 
 def _compute_coverage_by_level(rows: ValidationRows, candidate: Candidate) -> dict[str, float]:

@@ -19,6 +19,7 @@ from ssla.fitting.trained import Classes, Numbers
 from ssla.report import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 # The limits below were not measured: they are guesses.
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
 WARN_TILT = 10.0
@@ -54,7 +55,7 @@ class Spread:
         y = y.reshape(f.shape)
         w = torch.ones_like(y[:, :1]) if weights is None else weights[:, None]  # (B, 1)
         total = float(w.sum())
-        mean = (w * y).sum(0) / max(total, 1e-300)
+        mean = (w * y).sum(0) / max(total, SMALLEST_DIVISOR)
         return Spread(
             weight=total,
             mean=mean,
@@ -69,7 +70,7 @@ class Spread:
         weight = self.weight + other.weight
         # Squares around the common mean: those within each set, and those between the two means.
         step = other.mean - self.mean
-        share = other.weight / max(weight, 1e-300)
+        share = other.weight / max(weight, SMALLEST_DIVISOR)
         return Spread(
             weight,
             self.mean + share * step,
@@ -85,7 +86,7 @@ class Spread:
         missed (C,): the squared residuals of each output. The warning is appended to `notes`. A
         network that has learned nothing has residuals of about the targets' spread.
         """
-        ratio = (missed / self.squares.clamp_min(1e-300)).sqrt()
+        ratio = (missed / self.squares.clamp_min(SMALLEST_DIVISOR)).sqrt()
         worst = int(ratio.argmax())
         if float(ratio[worst]) <= WARN_RATIO or not float(self.squares[worst]) > 0:
             return

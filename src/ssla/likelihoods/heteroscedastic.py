@@ -35,6 +35,7 @@ from ssla.maths.roots import Root
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 # Constants of `starting_points` and `_Profile`. All are guesses, not measured. A task is one output
 # refit, of one y at one input. A hard task may have several modes.
 PROFILE_STEPS = 3  # Newton steps of every task
@@ -138,7 +139,9 @@ class HeteroscedasticGaussian(Likelihood):
         assert self.linear_domain, "natural parameters have no density for every output"
         nodes, weights = normal_nodes(1)
         mean_centre, s_centre = self._convert_to_unit_scale(f).unbind(-1)
-        c = K[:, 1, 1].clamp_min(1e-300)  # Var s; without uncertainty it must not divide by zero
+        c = K[:, 1, 1].clamp_min(
+            SMALLEST_DIVISOR
+        )  # Var s; without uncertainty it must not divide by zero
         s = s_centre[:, None] + c.sqrt()[:, None] * nodes[:, 0]  # (B, J)
         # Given s, μ is Gaussian: its mean is linear in s, and its variance adds to the noise.
         slope = (K[:, 0, 1] / c)[:, None]
@@ -437,8 +440,8 @@ class _Profile(NamedTuple):
         and a mean at y. The result is d where no maximum is higher.
         """
         # The floors are for a residual of zero and for tasks without uncertainty.
-        noise_explains = (self.r * self.r).clamp_min(1e-300).log() - self.s
-        variance = (self.beta * self.beta * self.c + self.q).clamp_min(1e-300)
+        noise_explains = (self.r * self.r).clamp_min(SMALLEST_DIVISOR).log() - self.s
+        variance = (self.beta * self.beta * self.c + self.q).clamp_min(SMALLEST_DIVISOR)
         mean_explains = self.c * self.beta * self.r / variance
         best = d
         best_height = self.height(d)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ssla._checks import check_finite
 
 LARGEST_LOG = 700  # its exponential and the inverse of that are normal numbers of float64
+LARGEST_LOGIT = 36  # σ(36) is below one in float64, and σ(37) rounds to one
 
 
 class Support(Protocol):
@@ -133,8 +134,8 @@ class UnitInterval:
 
     def from_real(self, z: Tensor) -> Tensor:
         """Return σ(z), with z clamped so that y is strictly between 0 and 1."""
-        # In float64 σ(37) rounds to one, and e^−LARGEST_LOG is near the smallest number.
-        return torch.sigmoid(z.clamp(-LARGEST_LOG, 36))
+        # e^−LARGEST_LOG is near the smallest number.
+        return torch.sigmoid(z.clamp(-LARGEST_LOG, LARGEST_LOGIT))
 
     def log_slope(self, z: Tensor) -> Tensor:
         """Return log dy/dz = log σ(z) + log σ(−z), without the clamp of `from_real`."""

@@ -18,6 +18,7 @@ from ssla.predictive.spread import average_entropies, compute_variance_parts
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 ENTRIES_AT_ONCE = 1 << 22  # probabilities (rows, C) that are ordered together; a guess
 
 
@@ -159,7 +160,7 @@ class ClassLaw(ClassProbabilities):
         doubt, noise = compute_variance_parts(
             self.log_density.likelihood, *self.log_density.marginal
         )
-        return doubt / (doubt + noise).clamp_min(1e-300)
+        return doubt / (doubt + noise).clamp_min(SMALLEST_DIVISOR)
 
     def _epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:
         """Return the epistemic share Var_f E[y|f] / Var[y] of the variance from integrals.

@@ -51,7 +51,9 @@ ROUGH = 1e-6
 FIRST_REACH = 2.8  # sinh(2.8) = 8.2 scales to either side
 WIDEST_REACH = 30.0
 WIDER = 1.6  # the factor from one reach to the next
-LARGEST_COUNT = 1e30
+LARGEST_COUNT = 1e30  # of a window
+LARGEST_FINITE = 1e300  # takes the place of an infinite y
+BELOW_ONE = 1 - 1e-12  # the largest share of a block at which a count of it is drawn
 SMALL_DOUBT = 0.25  # variance of f up to which the scale of the bulk follows it
 SINGLE_COUNTS = 128  # every window has these, so that a probability that rises again is seen
 WIDE = 64  # counts in a block, from which rounding hardly changes its width
@@ -60,6 +62,7 @@ NOTHING = -1e300  # log of no probability, finite so that sums of it are
 MODE_ROUNDS = 12  # of the search for the mode: each divides its step by 8
 CDF_ROUNDING = 1e-14  # a cdf that is below q by no more counts as equal to it
 SMALLEST_RISE = 1e-9  # of a log probability: a smaller one is rounding
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 TASKS_AT_ONCE = 1 << 18
 # The widest window of each row reaches above the single counts, because means are not negative and
 # scales are at least 1. `_tabulate_all_rows` ends by this.
@@ -169,7 +172,7 @@ class CountLaw(PointwiseLaw):
 
         Inside a block it is linear in the count.
         """
-        value = torch.floor(y.clamp(-1, 1e300))
+        value = torch.floor(y.clamp(-1, LARGEST_FINITE))
         probabilities = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             # P(Y ≤ y) is the probability of the counts below y + 1.
@@ -217,7 +220,7 @@ class CountLaw(PointwiseLaw):
             block, share = _find_in_blocks(
                 cumulative, u[table.rows] * cumulative[:, -1:], right=True
             )
-            counts = (share.clamp(0, 1 - 1e-12) * table.widths.gather(1, block)).floor()
+            counts = (share.clamp(0, BELOW_ONE) * table.widths.gather(1, block)).floor()
             draws.append(table.edges.gather(1, block) + counts)
         return gather_rows(self.tables, draws).mT
 
@@ -232,7 +235,7 @@ def _find_in_blocks(cumulative: Tensor, target: Tensor, right: bool) -> tuple[Te
     block = torch.searchsorted(cumulative, target.contiguous(), right=right) - 1
     block = block.clamp(0, cumulative.shape[1] - 2)
     low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
-    return block, (target - low) / (high - low).clamp_min(1e-300)
+    return block, (target - low) / (high - low).clamp_min(SMALLEST_DIVISOR)
 
 
 def _compute_log_heights(table: Table) -> Tensor:
@@ -260,7 +263,7 @@ def find_densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: flo
     lowest = torch.where(inside & (widths > 0), heights, torch.inf).argmin(1, keepdim=True)
     start, width, share = (values.gather(1, lowest) for values in (edges, widths, shares))
     share_of_others = torch.where(inside, shares, 0.0).sum(1, keepdim=True) - share
-    needed = (level - share_of_others) / share.clamp_min(1e-300) * width
+    needed = (level - share_of_others) / share.clamp_min(SMALLEST_DIVISOR) * width
     kept = needed.ceil().clamp_min(1).minimum(width)
     # The block begins or ends its run, or is the run. What is kept must join the rest of the run: a
     # block at the end keeps its left part. A block that is the run keeps the side of the higher

@@ -26,6 +26,7 @@ from ssla.values import Marginal
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
+BYTES = 8  # of a number in float64
 COPIES = 4  # of the Jacobian of some rows: its entries, those in float64, H⁻¹Jᵀ and its workspace
 
 
@@ -113,9 +114,11 @@ def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
     network = posterior.network
     budget = posterior.memory_budget
     size = rows * network.outputs
-    need = 2 * 8 * size**2  # the result, and a copy in the model's dtype
+    need = 2 * BYTES * size**2  # the result, and a copy in the model's dtype
     if need > budget:
-        most = int((budget / 16) ** 0.5) // network.outputs  # the rows whose `need` is the budget
+        most = (
+            int((budget / (2 * BYTES)) ** 0.5) // network.outputs
+        )  # the rows whose `need` is the budget
         raise ValueError(
             f"The joint covariance of {rows:,} inputs with {network.outputs} "
             f"output{'s' * (network.outputs != 1)} is a matrix of {size:,} × {size:,}. It needs "
@@ -134,7 +137,7 @@ def _count_rows_at_once(posterior: Posterior) -> int:
     """
     network = posterior.network
     budget = posterior.memory_budget
-    row_bytes = COPIES * 8 * network.outputs * network.layout.size
+    row_bytes = COPIES * BYTES * network.outputs * network.layout.size
     if row_bytes > budget:
         raise ValueError(
             f"The Jacobian of one input takes {bytes_in_words(row_bytes)}, more than the memory "
@@ -217,11 +220,11 @@ def draw_functions(posterior: Posterior, n: int, generator: torch.Generator | No
         raise ValueError(f"n must be a whole number of functions, at least 1, but is {n!r}.")
     size = posterior.network.layout.size
     budget = posterior.memory_budget
-    need = 2 * 8 * n * size  # bytes: the draws in float64, and one copy
+    need = 2 * BYTES * n * size  # the draws, and one copy
     if need > budget:
         raise ValueError(
             f"{n:,} draws of {size:,} weights need {bytes_in_words(need)}, more than the memory "
-            f"budget of {bytes_in_words(budget)}. Draw at most {budget // (16 * size):,} at a "
+            f"budget of {bytes_in_words(budget)}. Draw at most {budget // (2 * BYTES * size):,} at a "
             "time, or fit with a larger memory_budget."
         )
     return Functions(posterior, posterior.covariance.sample(n, generator))

@@ -19,6 +19,8 @@ from ssla.refit import LogDensity
 # Error of a spline, as a share of the mass, on a transformed support: log p falls exponentially
 # there, faster than a coarse spline follows. The number is a guess.
 SPLINE = 1e-7
+LARGEST_FINITE = 1e300  # takes the place of an infinite z, because a grid needs finite values
+LEAST_PROBABILITY = 1e-12  # of a draw, and that of the complement
 
 
 @final
@@ -74,7 +76,7 @@ class GridLaw(PointwiseLaw):
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y), (N, k) -> (N, k); y may be infinite."""
-        z = self.support.to_real(y).clamp(-1e300, 1e300)  # the grid needs finite values
+        z = self.support.to_real(y).clamp(-LARGEST_FINITE, LARGEST_FINITE)
         return gather_rows(self.pieces, [piece.grid.cdf(z[piece.rows]) for piece in self.pieces])
 
     def icdf(self, q: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ class GridLaw(PointwiseLaw):
         """Draw n values for each input (n, N), by inversion of the cdf."""
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
         # The quantiles at 0 and 1 may be infinite.
-        return self._compute_quantiles(u.clamp(1e-12, 1 - 1e-12)).mT
+        return self._compute_quantiles(u.clamp(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)).mT
 
 
 def make_grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> Predictive:

@@ -29,6 +29,7 @@ from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
 from ssla.refit.increments import Increments
 from ssla.values import Marginal
 
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 NODES = 7  # of the log variance; a guess
 ENTRIES_AT_ONCE = 1 << 21  # numbers (rows, k, K) that are held at once; a guess
 
@@ -163,7 +164,7 @@ def average_normals(
     nodes, node_weights = gauss_hermite_rule(NODES)
     means, scales = [], []
     for f, K in marginals:
-        variance_of_s = K[:, 1, 1].clamp_min(1e-300)
+        variance_of_s = K[:, 1, 1].clamp_min(SMALLEST_DIVISOR)
         beta = (K[:, 0, 1] / variance_of_s)[:, None]
         s_step = variance_of_s.sqrt()[:, None] * nodes  # s − ŝ (N, J)
         remaining = (K[:, 0, 0, None] - beta * K[:, 0, 1, None]).clamp_min(0.0)  # Var(μ|s)

@@ -39,6 +39,7 @@ from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.predictive import Predictive
 from ssla.refit.increments import Increments
 
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 REACH = 30.0  # of the quadrature, in robust standard deviations; a guess
 NODES = 241  # of the quadrature; tests/predictive/test_transformed.py: error below 1e-6
 NORMAL_QUARTILES = 1.349  # their distance for a standard Gaussian
@@ -158,7 +159,7 @@ class TransformedLaw(Law):
         """
         if isinstance(self.transform, Positive | Censored):
             mean, variance = self._compute_positive_moments(self.transform)
-            epistemic_share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
+            epistemic_share = self.base.epistemic / self.base.variance.clamp_min(SMALLEST_DIVISOR)
             return mean, epistemic_share * variance, (1 - epistemic_share) * variance
         weights_and_moments = [
             (weight, *_compute_part_moments(law, shift, scale, self.transform))
@@ -389,7 +390,7 @@ def _compute_part_moments(
         return mean, mean**2 * torch.expm1(doubt), mean**2 * doubt.exp() * torch.expm1(noise)
     # Var[y] is split in the proportion of Var[z], which is right to first order.
     mean, variance = _integrate_moments(law, shift, scale, transform)
-    epistemic_share = doubt / (doubt + noise).clamp_min(1e-300)
+    epistemic_share = doubt / (doubt + noise).clamp_min(SMALLEST_DIVISOR)
     return mean, variance * epistemic_share, variance * (1 - epistemic_share)
 
 
