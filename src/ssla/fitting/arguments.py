@@ -49,6 +49,7 @@ def checked_plan(
             "does not allow every output. Use gaussian='laplace', or a likelihood on the "
             "logarithmic scale."
         )
+
     # "auto" stands for dense until the first batch opens the network; then the fit chooses.
     automatic = isinstance(structure, str) and structure == AUTO
     return FitPlan(

@@ -114,6 +114,7 @@ def refine_spread(
     n). weights: of the rows (n,). chosen: the index of the chosen setting.
     """
     setting = settings[chosen]
+
     # Mean log densities of the settings that differ in the spread alone.
     means = {
         other.spread: float(scores[i] @ weights / weights.sum())

@@ -146,6 +146,7 @@ class SpectralEvidence:
             slopes = slopes.index_add(0, p.groups[entries], sums.slopes)
             bends = bends.index_add(0, p.groups[entries], sums.bends)
             bend_of_noise += sums.bend_of_noise
+
         # ℓ is −½ of the squares plus constants, so a gain of ℓ takes twice as much off the squares.
         squares = p.squares - 2 * gain
         value = _compute_evidence_at_noise(p, point, squares, gain, terms, slopes, determined)

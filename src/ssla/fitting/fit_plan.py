@@ -246,6 +246,7 @@ class FitPlan:
         plan = replace(self, repeatable=result.repeatable)
         if result.sums is None:
             raise ValueError(EMPTY)
+
         # The pass has opened the network. It chose the same structure by the same rule.
         automatic = plan._automatic_structure
         if automatic is not None:

@@ -114,6 +114,7 @@ class HeldOutScore:
             )
             return HeldOutScore(posterior, (all_rows,), loss, [])
         _check_folds(posterior, len(batch.y), folds)
+
         # Each fold is refitted by one Newton step: that is exact for a quadratic, and right to
         # first order for other likelihoods of a last layer.
         moves = posterior.network.linear and posterior.mode == POLISH
@@ -121,6 +122,7 @@ class HeldOutScore:
         pieces = [
             pick_batch_rows(batch, torch.arange(k, len(batch.y), folds)) for k in range(folds)
         ]
+
         # As data, a batch is (x, y) or (x, y, weights).
         sums = [
             collect_sums(posterior, tuple(column for column in piece if column is not None))
@@ -290,6 +292,7 @@ def _join_batches(data: Any) -> Batch:
         raise ValueError("The data are empty: no batch with a row came.")
     if len(batches) == 1:
         return batches[0]
+
     # Inputs are a tensor, a dict of tensors, or a tuple of tensors.
     x = batches[0].x
     if isinstance(x, Tensor):

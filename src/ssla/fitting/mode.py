@@ -85,6 +85,7 @@ class Polish:
         if `refuses`.
         """
         limit = self._choose_distance_limit(theta, sums, nearly)
+
         # With Gaussian noise and the exact curvature the sums at any θ follow without a pass.
         quadratic = self.linear and self.gaussian and sums.newton_curvature.exact
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
@@ -128,6 +129,7 @@ class Polish:
                 self._report_stop(step_count, decrement)
                 return theta, sums, step_count
             theta, sums, height = trial_theta, trial, trial_height
+
         self._report_no_convergence(MOST_NEWTON_STEPS)
         return theta, sums, MOST_NEWTON_STEPS
 

@@ -39,6 +39,7 @@ def merge_posteriors(posterior: Posterior, other: Posterior) -> Posterior:
     )
     if posterior.variational is None:
         return merged
+
     # Both sums are taken at θ̂, so that the order does not matter.
     ours = posterior.sums.with_theta_moved(posterior.theta - posterior.mean)
     theirs = other.sums.with_theta_moved(other.theta - other.mean)
@@ -55,6 +56,7 @@ def _check_same_model(posterior: Posterior, other: Posterior) -> None:
                 f"Only posteriors alike can be merged, but their {name} differ: {ours} and "
                 f"{theirs}."
             )
+
     our_digests, their_digests = merge_digests(posterior.network), merge_digests(other.network)
     unequal = [name for name in our_digests if our_digests[name] != their_digests[name]]
     if unequal:
@@ -110,6 +112,7 @@ def add_statistics(
     if posterior.source is not None and source is not None:
         joint_source = posterior.source.followed_by(source)
     moved = replace(posterior, theta=theta, statistics=merged, source=joint_source)
+
     # Notes of both data sets, once each. A note on earlier data holds for a part of the rows only.
     earlier = without_subjects(dict.fromkeys((*posterior.report.notes, *notes)), ADDED)
     kept = [

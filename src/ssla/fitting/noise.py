@@ -134,6 +134,7 @@ def estimate_noise(
             break
     else:
         _refuse_estimate("the estimate does not settle")
+
     # A common factor is relative to the raw residuals; otherwise each output has its own noise.
     value = noise if unit.numel() == outputs else noise * raw
     likelihood = Gaussian(noise=float(value) if outputs == 1 else value)

@@ -157,6 +157,7 @@ class Order:
         averaging = self.averaging
         if self.direction is not None:  # a pass for one product
             return False
+
         # Very many rows are averaged at nodes of their own, and need no such curvature.
         if averaging is not None and averaging.row_nodes is not None:
             return False
@@ -577,10 +578,12 @@ def open_network_within(
     materialised = order.structure.needs_jacobian_entries
     network = open_network(model, weights, x, materialised, output, links)
     order = order.with_chosen_structure(network, budget)
+
     # The structure that was chosen may need less of the network than the one it replaces.
     if materialised and not order.structure.needs_jacobian_entries and not network.linear:
         network = open_network(model, weights, x, materialise=False, output=output, links=links)
     order.likelihood.support_for(network.outputs)  # raises where the outputs do not fit
+
     # A default variational Gaussian that is too large gives way to the Gaussian at the mode. So its
     # averages count only where it was asked for, or where the fit would not give it up.
     required = order.averages_asked or network.linear or order.structure.couples_all_parameters
@@ -620,6 +623,7 @@ def thin_reader(reader: Reader, most: int) -> Reader:
         features = replace(chunk.features, phi=chunk.features.phi[rows].contiguous())
         if len(y):
             thinned.append(replace(chunk, y=y, weights=weights * stride, features=features))
+
     return make_reader_of_chunks(reader.network, thinned, reader.weights, reader.budget)
 
 

@@ -69,6 +69,7 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
     prices = {1.0: compute_price(posterior)}  # by the factor on the precision
     if not prices[1.0] > limit:
         return posterior
+
     # Each rough Gaussian starts from the one before it; the last one is found as if asked for.
     rough = replace(plan, tolerance=ROUGH)
     current = posterior
@@ -78,6 +79,7 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
         prices[factor] = compute_price(current)
         if NEAR * limit <= prices[factor] <= limit or factor == STRONGEST:
             break
+
     current = _strengthen_prior(posterior, current, factor, plan)
     change = (
         f"the prior was made {factor:.3g} times stronger than the evidence says, because the "
@@ -115,6 +117,7 @@ def _choose_next_factor(prices: dict[float, float], limit: float) -> float:
     above = sorted((factor for factor in prices if prices[factor] > limit), reverse=True)
     below = min((factor for factor in prices if prices[factor] <= limit), default=None)
     nearest = above[0]
+
     # The line goes through the nearest price above the limit and another one.
     second = below
     if second is None and len(above) > 1:
@@ -124,6 +127,7 @@ def _choose_next_factor(prices: dict[float, float], limit: float) -> float:
         steepness = -math.log(prices[second] / prices[nearest]) / math.log(second / nearest)
     low, high = STEEPNESS
     step = math.log(prices[nearest] / (AIM * limit)) / min(max(steepness, low), high)
+
     # The step ends a little short of the factor that is known to be enough.
     if below is not None:
         step = min(step, SHORT_OF_ENOUGH * math.log(below / nearest))

@@ -178,6 +178,7 @@ def find_mode_from_sums(
         theta = theta + size * step
         statistics = statistics.with_theta_moved(size * step)
         height = new_height
+
     raise ValueError(
         f"The mode under this prior was not found in {MOST_STEPS} Newton steps: log π may have "
         "several modes or none. Use a smoother prior, or a fit with mode='as_is'."

@@ -79,6 +79,7 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
     best = maximise_evidence(replace(space, reach=REACH_OF_CHOICE))
     history = make_history(EVIDENCE, space, best, notes)
     chosen = with_variational_gaussian(plan, space.posterior_at(best.point))
+
     # These hold vectors (P,) that are not needed any more.
     del posterior, space
     return finish_tuning(chosen, history, quiet=True)
@@ -191,11 +192,13 @@ def maximise_evidence(space: Space) -> Maximum:
     density of the expected precisions.
     """
     problem = space.problem
+
     # The log likelihood at hand is a constant that depends on the unit of the targets. It is left
     # out of the search, and added at the end.
     constant = problem.log_likelihood
     objective = _make_objective(space, make_evidence(problem._replace(log_likelihood=0.0)))
     low, high = space.box
+
     # Rounding errors of the evidence grow with the number of observations.
     level = 1 + space.posterior.sums.weight * space.posterior.network.outputs
 

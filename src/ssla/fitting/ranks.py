@@ -189,6 +189,7 @@ def _exchange_states(digests: Mapping[str, str], failure: Exception | None) -> N
         raise RuntimeError(f"The fit was given up because another rank failed. {'; '.join(failed)}")
     first = states[0][0]
     unequal = [name for name in first if any(other[name] != first[name] for other, _ in states)]
+
     # A different network or different rows have a remedy of their own, so they are named first.
     if "networks" in unequal:
         raise ValueError(

@@ -182,12 +182,14 @@ def make_gaussian_at_mode(draft: Draft) -> Posterior:
     definite.
     """
     plan = draft.plan
+
     # The distances come first: they raise for a curvature that cannot be factorised, and a fit that
     # fails should not warn before.
     distance_before = compute_distance_to_mode(draft.trained_sums, draft.bound, plan.network.theta)
     distance_after = compute_distance_to_mode(draft.sums, draft.bound, draft.theta)
     draft = _add_notes(draft)
     report = _make_report(draft, distance_before, distance_after)
+
     # A setting that validation rows chose has been compared with the network itself.
     if not plan.validated:
         warn_residual(report)
@@ -202,6 +204,7 @@ def make_gaussian_at_mode(draft: Draft) -> Posterior:
         plan.budget,
         plan.data.source,
     )
+
     # Factorised now: an indefinite curvature is an error of the fit, not of a later prediction.
     _ = posterior.operator
     return posterior
@@ -232,6 +235,7 @@ def with_variational_gaussian(
         )
         posterior = _add_note(posterior, note)
     averaged = make_bound_ascent(plan, posterior, choose_prior).maximise_bound()
+
     # Factorised now, as at the mode.
     _ = averaged.covariance
     return replace(averaged, report=replace(averaged.report, passes=plan.data.passes))
@@ -322,6 +326,7 @@ def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, 
         # In the sums' units, the precision is multiplied by the noise's square: about that of the
         # residuals, as the noise is not known yet.
         least *= float((sums.squares / sums.statistics.weight).min())
+
     # The widest sketch that the budget allows: its memory grows in proportion to its width.
     bytes_of_sketch = sketch.memory(Extent(plan.network.layout.size, 1))
     most = max(plan.budget // bytes_of_sketch * sketch.sketch.shape[1], 1)
@@ -383,6 +388,7 @@ def _take_newton_steps(draft: Draft) -> Draft:
     optional = plan.mode != POLISH and plan.finds_variational
     may_lack_mode = not plan.likelihood.concave
     polish = replace(plan.make_polish(notes), refuses=optional and may_lack_mode)
+
     # The ascent may stop near the mode where a variational Gaussian follows, and either its prior
     # is still to be chosen, or it may be rough.
     rough = plan.prior is None or (plan.tolerance is not None and may_lack_mode)
@@ -426,6 +432,7 @@ def _alternate_noise_and_mode(draft: Draft) -> Draft:
             break
     else:
         notes.append(f"noise and mode did not settle together in {NOISE_ROUNDS} rounds")
+
     return replace(draft, plan=plan, theta=theta, sums=sums, steps=steps, notes=tuple(notes))
 
 
@@ -520,6 +527,7 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
     """
     plan, sums = draft.plan, draft.sums
     network, layout = plan.network, plan.network.layout
+
     # δᵀSδ = Σ (Jδ)ᵀΛ(Jδ): how far polish moved the training outputs by δ, in units of the noise.
     start = draft.trained_sums.statistics
     moved = draft.theta - network.theta

@@ -149,6 +149,7 @@ class Sums:
             precision = likelihood.fisher(f)
         else:
             precision = pool_fisher(likelihood, f, pooling, self._pools_diagonal)
+
         # For a softmax the observed precision is the Fisher information: one sum serves both.
         are_same = self.statistics.curvature.exact and likelihood.softmax
         observed = likelihood.precision(y, f) if self.newton is not None and not are_same else None
@@ -258,6 +259,7 @@ class Sums:
             score = score * weights[:, None]
             precision = precision * weights[:, None, None] if pooling is None else precision
         total = float(log_prob.sum())
+
         # Averages that do not exist must not get into the matrices, which are changed in place.
         if not (
             math.isfinite(total)
@@ -353,12 +355,14 @@ class Sums:
         """
         s = self.statistics
         outputs = self.squares.numel()
+
         # With one factor for all, parameters need not be ordered by outputs.
         if bool((noise != noise[0]).any()):
             factor = noise.reshape(outputs, -1)[:, 0]
         else:
             factor = noise[:1].expand(outputs)
         scale = self.reference * factor
+
         # The log likelihood is computed anew. It is not a change of the one at hand: at a noise of
         # 1 that is −½ of the squares in the unit of the targets, and the difference of two such
         # numbers may have no digits left.

@@ -298,6 +298,7 @@ def _find_best_constant(likelihood: Likelihood, y: Tensor, f: Tensor) -> Tensor 
             return constant
         constant = constant + size * step
         value = value + gain
+
     return constant
 
 

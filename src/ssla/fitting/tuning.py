@@ -363,6 +363,7 @@ class PriorSearch:
         )
         ascent = BoundAscent(start, self.average, tolerance=ROUGH, most=SEARCH_ROUNDS)
         tried = ascent.maximise_bound()
+
         # The report keeps its notes: those on a Gaussian on the way do not belong there.
         report = replace(self.best.report, rounds=tried.report.rounds)
         tried = replace(tried, report=report)
@@ -399,6 +400,7 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
     """
     low, high = space.box
     start = torch.zeros(len(space.free), dtype=torch.float64)
+
     # A score in the unit of the targets is divided by its size at the start.
     unit = abs(held_out(space, start.clamp(low, high))) if held_out.in_target_units else 1.0
 
@@ -429,10 +431,12 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
         rounds=ASCENT_ROUNDS,
     )
     points, values = best.points, best.values
+
     # The history begins at the prior at hand, also where the ascent began elsewhere.
     if not torch.equal(points[0], start.clamp(low, high)):
         points = torch.cat([start[None], points])
         values = torch.cat([heights[:1].double(), values])
+
     # A gradient takes two scores a coordinate beside the value.
     evaluations = best.evaluations * (2 * len(space.free) + 1)
     return replace(

@@ -305,11 +305,13 @@ def _group_parameters(
         for name in names:
             groups[layout.positions[name]] = i
     labels = [f"precision of {layer or 'network'}" for layer in layers]
+
     # One factor for all of a large network keeps the pattern of its outputs' precisions.
     if per_output and (per_layer or network.linear):
         outputs = network.parameter_outputs
         groups = torch.where(outputs < 0, groups, len(labels) + outputs)
         labels += [f"precision of output {c}" for c in range(network.outputs)]
+
     # Groups without a parameter are left out, and the others numbered anew.
     used, groups = groups.unique(return_inverse=True)
     return tuple(labels[i] for i in used.tolist()), groups

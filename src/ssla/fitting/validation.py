@@ -552,6 +552,7 @@ def _with_report(
     """
     rows, start = search.rows, search.start
     table, weights = search.table, rows.weights
+
     # The network itself, as it came and with the dispersion that suits it.
     plug_in = original_rows.score_plug_in(start.likelihood)
     network_spread = find_best_network_spread(original_rows, start.likelihood, original_rows.f)
@@ -559,8 +560,10 @@ def _with_report(
     predictive = cross_fit_scores(table.settings, table.scores, weights)
     gain = compute_mean_and_error(predictive - plug_in, weights)
     rescaled = compute_mean_and_error(scaled - plug_in, weights)
+
     # Only a dispersion that is better by two standard errors is reported as the network's.
     clear_spread = network_spread if rescaled.mean > 2 * rescaled.error else 1.0
+
     # The rows are linearised at the trained weights: another θ̂ of all weights has other Jacobians.
     linearised = bool((posterior.theta == start.theta).all()) or start.network.linear
     coverage: dict[str, float] = {}

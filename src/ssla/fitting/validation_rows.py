@@ -109,6 +109,7 @@ class ValidationRows:
                     kept.append((f, J))
                 else:
                     kept = None
+
         if not targets or not float(torch.cat(weights).sum()) > 0:
             raise ValueError(EMPTY)
         rows = ValidationRows(
@@ -179,6 +180,7 @@ class ValidationRows:
             rows = slice(-start % stride, None, stride)
             start += len(f)
             kept.append((f[rows], replace(J, phi=J.phi[rows])))
+
         chosen = torch.arange(0, self.count, stride)
         return replace(
             self,

@@ -179,6 +179,7 @@ class BoundAscent:
                 converged = not stuck and is_near
                 if gain == 0:
                     break
+
         return self._finish(current, rounds, converged)
 
     def _under_another_prior(self, current: Iterate, choose_prior: ChoosePrior) -> Iterate:
@@ -392,6 +393,7 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
         )
         current = replace(current, variational=moved)
         distance = float(gradient @ step)
+
     if not distance <= CONVERGED**2:
         raise ValueError(
             f"The variational Gaussian did not converge in {ROUNDS_FROM_SIMILAR} rounds."

@@ -119,6 +119,7 @@ def _average_at_shared_nodes(
     nodes, weights = normal_nodes(C, _count_pairs(C))
     z = nodes.mT.contiguous()  # (C, J)
     average_block = _average_classes_at_nodes if likelihood.softmax else _average_at_nodes
+
     # The largest arrays of a row: derivatives at its nodes, and its own C×C matrix.
     numbers_at_nodes = len(nodes) * C * (1 if likelihood.softmax else C)
     numbers_of_matrix = 0 if likelihood.softmax and pool is not None else C * C
@@ -135,6 +136,7 @@ def _average_at_shared_nodes(
         if pool is not None and blocks:
             block = block._replace(precision=blocks[0].precision.add_(block.precision))
         blocks.append(block)
+
     if pool is not None:
         precision = blocks[0].precision
     else:
@@ -240,6 +242,7 @@ def _average_classes_at_nodes(
     beta, temperature = likelihood.power, _require_temperature(likelihood)
     if temperature != 1:
         points /= temperature
+
     # log softmax and softmax in place, with the largest logit subtracted against overflow.
     index_of_y = y.long()[:, None, None].expand(-1, 1, points.shape[2])
     points -= points.amax(1, keepdim=True)
@@ -304,6 +307,7 @@ def multiply_by_curvature(
                 likelihood, y[rows], f[rows], root.select_rows(rows), fisher
             ).precision
         products.append((precision @ u[rows].to(precision.dtype).unsqueeze(-1)).squeeze(-1))
+
     return torch.cat(products)
 
 

@@ -283,6 +283,7 @@ class Categorical(_Classes):
         scaled = directions if weights is None else directions * weights[:, None, None]
         m, r = len(f), directions.shape[-1]
         p_before = self.mean(before)
+
         # Δp of the m outputs, and p̂ as the last entry: one product with d serves both.
         probabilities = torch.cat([self.mean(f) - p_before, p_before.unsqueeze(0)])
         projected = probabilities.movedim(0, 1) @ directions  # (b, m + 1, r)
@@ -290,6 +291,7 @@ class Categorical(_Classes):
         total = projected[:, :m] + 2 * projected[:, m:]  # d(p + p̂)
         change = change if weights is None else change * weights[:, None, None]
         outer = change.permute(1, 2, 0) @ total.movedim(0, 1)
+
         # Σ_c d_c Δp_c d_cᵀ as one product over all rows and classes.
         pairs = scaled.unsqueeze(-1) * directions.unsqueeze(-2)  # (b, C, r, r)
         diagonal_term = probabilities[:m].flatten(1) @ pairs.flatten(0, 1).flatten(1)

@@ -183,11 +183,13 @@ class Poisson(Likelihood):
         y, m, variance = torch.broadcast_tensors(
             squeeze_scalar_target(y, f).to(f.dtype), f[..., 0], K[..., 0, 0]
         )
+
         # A standard deviation below 1e-6 of the rate has no mass at zero. This floor keeps
         # derivatives finite where K = 0.
         variance_used = torch.maximum(variance, LEAST_RELATIVE_VARIANCE * m.detach() ** 2)
         sd = variance_used.sqrt()
         t = sd - m / sd
+
         # Each branch of `where` is clamped to its own side of t = 0, so that both have finite
         # gradients.
         at_zero = t > 0

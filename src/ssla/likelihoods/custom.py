@@ -154,6 +154,7 @@ class Custom(Likelihood):
         """
         y = squeeze_scalar_target(y, f)
         shape = common_shape(y, f[..., 0])
+
         # Rows are independent, so the gradient of a sum over rows holds the derivative of each row.
         with record_derivatives("log_prob of the likelihood"):
             free = f.detach().expand(*shape, f.shape[-1]).clone().requires_grad_(True)
@@ -165,6 +166,7 @@ class Custom(Likelihood):
                 -_compute_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])
             ]
             precision = torch.stack(rows, -2).detach()
+
         # Second derivatives are symmetric, except for rounding errors of autograd.
         return log_prob.detach(), score.detach(), (precision + precision.mT) / 2
 
@@ -237,6 +239,7 @@ class Custom(Likelihood):
         """Return the mean (N,) and the variance (N,) of a y that is not a class, for f (N, C)."""
         mean = torch.zeros(len(f), dtype=torch.float64)
         variance = torch.zeros_like(mean)
+
         # Real first: it is Continuous too, but its grids have moments of their own.
         if isinstance(self.support, Real):
             for rows, grid in self._build_grids(f):

@@ -139,9 +139,8 @@ class HeteroscedasticGaussian(Likelihood):
         assert self.linear_domain, "natural parameters have no density for every output"
         nodes, weights = normal_nodes(1)
         mean_centre, s_centre = self._convert_to_unit_scale(f).unbind(-1)
-        c = K[:, 1, 1].clamp_min(
-            SMALLEST_DIVISOR
-        )  # Var s; without uncertainty it must not divide by zero
+        # Var s, by which is divided below, also without uncertainty.
+        c = K[:, 1, 1].clamp_min(SMALLEST_DIVISOR)
         s = s_centre[:, None] + c.sqrt()[:, None] * nodes[:, 0]  # (B, J)
         # Given s, μ is Gaussian: its mean is linear in s, and its variance adds to the noise.
         slope = (K[:, 0, 1] / c)[:, None]
@@ -342,9 +341,11 @@ class HeteroscedasticGaussian(Likelihood):
         """
         if not self.linear_domain:
             return []
+
         # In units of the noise e^(ŝ/2), where ŝ is zero: single precision cannot hold squares of y
         # in every unit.
         unit = torch.exp(-0.5 * self._convert_to_unit_scale(f)[..., 1])
+
         # R = [[a, 0], [b, e]].
         a, b, e = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
         r = (squeeze_scalar_target(y, f) - f[..., 0]) * unit
@@ -353,11 +354,13 @@ class HeteroscedasticGaussian(Likelihood):
         a_over_c = a / c.clamp_min(torch.finfo(c.dtype).tiny)
         beta = a_over_c * b
         q = a_over_c * a * (e * e)
+
         # Without uncertainty of s, the variance of μ given s is that of μ.
         certain = c == 0
         if bool(certain.any()):
             q = torch.where(certain, a * a, q)
         task = _Profile(r, s, c, beta, q)
+
         # Newton steps are fast in single precision. One more in double precision squares their
         # error.
         single = task.map_fields(Tensor.float)
@@ -369,6 +372,7 @@ class HeteroscedasticGaussian(Likelihood):
         if bool(hard.any()):
             rows = hard.nonzero().squeeze(-1)
             d[rows] = task.map_fields(lambda values: values[rows]).find_highest_maximum(d[rows])
+
         # v = Rᵀ(t, u) with u = ½t²E − ½.
         E = capped_exp(s + d)
         t = torch.addcmul(r, beta, d, value=-1) / (E + q)

@@ -36,6 +36,7 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
         R = root.multiply(torch.eye(C, dtype=root.dtype)).double()
         return likelihood.log_average(y, f.double(), R @ R.mT)
     nodes, weights = normal_nodes(C, FEW_PAIRS if C > MANY_OUTPUTS else MANY_PAIRS)
+
     # Logits of classes lose nothing in single precision; targets of other kinds may.
     single = likelihood.support_for(C).kind == "class" and root.dtype == torch.float32
     dtype = torch.float32 if single else torch.float64
@@ -52,6 +53,7 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
         averages[rows] = log_sum
         if C > GAUSS_HERMITE:
             averages[rows] += _compute_jensen_correction((log_terms - log_sum[:, None]).exp())
+
     return averages
 
 

@@ -112,6 +112,7 @@ def predict(
         )
     if isinstance(rung, WeightRefit | AutoRefit):
         return _predict_by_weights(posterior, x, rung)
+
     # Classes come before the general case: they are integrated without the K of all rows at once.
     if isinstance(rung, OutputRefit) and _integrates_classes(
         rung, posterior.likelihood.predictive, posterior.convention
@@ -165,6 +166,7 @@ def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Pred
     )
     rows = row_count(inputs)
     outputs = posterior.network.outputs
+
     # A float32 network answers in float32. Where there are very many answers they are also held in
     # float32, which takes half the memory.
     has_many_answers = rows * outputs > MOST_IN_FLOAT64
@@ -172,6 +174,7 @@ def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Pred
     dtype = torch.float32 if has_many_answers and is_single else torch.float64
     integrals = integrate_classes(scaled_roots, outputs, posterior.memory_budget, rows, dtype)
     predictive = make_integrated_predictive(log_density, integrals, rung.name)
+
     # Without rows there are no chunks, and so no flags.
     return _flag_extreme_rows(predictive, torch.cat(extreme)) if extreme else predictive
 
@@ -268,6 +271,7 @@ def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
     support = likelihood.support_for(f.shape[1])
     empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
     convention = log_density.convention if isinstance(log_density, OutputLogDensity) else EXACT
+
     # The empirical curvature depends on y, so that not even Gaussian noise has a closed form.
     if likelihood.quadratic and not empirical:
         predictive = _make_gaussian_predictive(log_density, rung, convention)
@@ -311,6 +315,7 @@ def _make_gaussian_predictive(log_density: LogDensity, rung: Refit, convention: 
         and isinstance(log_density, OutputLogDensity)
     ):
         moved = multiply_by_prior(noise, log_density.marginal, log_density.prior_response)
+
     # Without a refit the density has a mass below one.
     loses_mass = isinstance(rung, NoRefit)
     law = GaussianLaw(log_density, noise, loses_mass, convention, moved)

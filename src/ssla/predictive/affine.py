@@ -185,10 +185,12 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
     _check_shapes(law, shift, scale)
     if kind == VECTOR:
         shift, scale = (value.expand(law.mean.shape[1]) for value in (shift, scale))
+
     # The sum needs more digits where the rounding of the shift is large beside the spread of y.
     rounding = torch.finfo(like.dtype).eps * shift.abs()
     is_coarse = bool((rounding > COARSE * scale * law.stddev).any())
     like = like.double() if is_coarse else like
+
     # The parts (members of a mixture) are in the old unit.
     return replace(predictive, law=AffineLaw(law, shift, scale), like=like, parts=())
 

@@ -302,6 +302,7 @@ def make_candidate_predictive(
             f"The grid of candidates ŷ ± {half_width:g} leaves the support of y: {error} Give a "
             "smaller half_width."
         ) from None
+
     solved = weights.solve(y)
     failed = weights.check_failures(solved).reshape(y.shape).any(1)
     logs = solved.total.reshape(y.shape)

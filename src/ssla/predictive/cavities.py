@@ -129,6 +129,7 @@ def collect_sites(
     rows = Rows(
         source, lambda _: rows_at_once, compute_site, count_site_bytes, budget // SITES_SHARE
     )
+
     # The number of rows and the gradient at θ̂ tell whether these are the rows of the fit. The
     # outputs of a site are at the Gaussian's mean, so they are moved to θ̂ first.
     row_count = 0
@@ -137,6 +138,7 @@ def collect_sites(
         row_count += len(site.f)
         f_at_theta = site.f - site.J.push(posterior.mean - posterior.theta)
         gradient += site.J.pull(likelihood.score(site.y, f_at_theta) * site.row_weights[:, None])
+
     check_same_data(posterior, row_count, gradient, purpose)
     return Sites(rows, posterior.mean, likelihood)
 
@@ -184,12 +186,15 @@ def compute_cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cav
         move = site.J.push(step)
         f = f + move
         g = g - (site.precision @ move.unsqueeze(-1)).squeeze(-1)
+
     # A row of weight w stands for w equal rows, of which one is removed (all of it if w < 1).
     once = site.row_weights.clamp_max(1.0)
     K = covariance.covariance(site.J)
+
     # A site that is not finite is not removed, and its row is not sound.
     finite = torch.isfinite(g).all(-1) & torch.isfinite(site.precision).all(-1).all(-1)
     precision = torch.where(finite[:, None, None], site.precision * once[:, None, None], 0.0)
+
     # I − RᵀΛR in its eigenvectors: it is positive definite where the row can be removed.
     R = covariance_root(K)
     removed = R.mT @ precision @ R  # RᵀΛR
@@ -198,9 +203,11 @@ def compute_cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cav
     sound = finite & (values[:, 0] > LEAST)
     axes = R @ vectors
     values = values.clamp_min(LEAST)
+
     # The shift along each axis, in standard deviations with the row.
     z = (axes.mT @ (g * once[:, None]).unsqueeze(-1)).squeeze(-1) / values
     shift = (axes @ z.unsqueeze(-1)).squeeze(-1)
+
     # KL divergence of the Gaussian without the row from that with it, summed over the axes.
     influence = 0.5 * (1 / values - 1 + values.log() + z.square()).sum(-1)
     without = (axes / values.unsqueeze(-2)) @ axes.mT

@@ -146,6 +146,7 @@ def _choose_integrator(
     """
     if outputs <= 2:
         return _integrate_binary
+
     # one node of each mirrored pair (S/2, C)
     half = softmax_nodes(outputs).mT[: POINTS // 2].contiguous()
     integrator_by_slabs = SoftmaxIntegrals(half, budget, are_nodes_whitened(outputs), rows)
@@ -242,6 +243,7 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
     p = logits.exp()
     sums = p.sum(1, keepdim=True)
     p.mul_(sums.reciprocal())
+
     # H(p) = log Σ exp(logits) − Σ p logits at each node
     entropy = (
         sums.log_().sum((1, 2)) - logits.clamp_min_(LOWEST).mul_(p).sum((1, 2))
@@ -249,6 +251,7 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
     mean = p.mean(-1)
     spread = torch.linalg.vector_norm(p.sub_(mean.unsqueeze(-1)), dim=-1).double() ** 2 / z.shape[1]
     log_probs = mean.double().log()
+
     # Probabilities too small for the dtype are summed in logarithms, row by row: they are rare.
     for row in (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist():
         single = slice(row, row + 1)
@@ -256,6 +259,7 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
             root_times_nodes(root.select_rows(single), z).double().add_(top[single].unsqueeze(-1))
         )
         log_probs[single] = torch.log_softmax(logits, 1).logsumexp(-1)
+
     return torch.log_softmax(log_probs, 1), spread, entropy
 
 
@@ -324,4 +328,5 @@ def differentiate_log_probs(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Ten
         first = df[block].unsqueeze(1) - p @ df[block].unsqueeze(-1)
         second = diagonal.unsqueeze(1) - 2 * p_dK + 2 * p_dK_p - p @ diagonal.unsqueeze(-1)
         slopes[block] = (weights @ (p * (first + 0.5 * second))) / (weights @ p)
+
     return slopes

@@ -259,12 +259,14 @@ def find_densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: flo
     first, last = find_runs(_fill_empty_blocks(inside, widths == 0))
     lower = edges.gather(1, first.clamp_min(0))
     upper = edges.gather(1, last.clamp_min(0) + 1) - 1
+
     # The block to cut, and how many of its counts the level still needs.
     lowest = torch.where(inside & (widths > 0), heights, torch.inf).argmin(1, keepdim=True)
     start, width, share = (values.gather(1, lowest) for values in (edges, widths, shares))
     share_of_others = torch.where(inside, shares, 0.0).sum(1, keepdim=True) - share
     needed = (level - share_of_others) / share.clamp_min(SMALLEST_DIVISOR) * width
     kept = needed.ceil().clamp_min(1).minimum(width)
+
     # The block begins or ends its run, or is the run. What is kept must join the rest of the run: a
     # block at the end keeps its left part. A block that is the run keeps the side of the higher
     # neighbour.
@@ -396,6 +398,7 @@ def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
     tables: list[Table] = []
     pending = torch.arange(len(mean))
     reach = FIRST_REACH
+
     # The reach grows up to WIDEST_REACH. There no window is too short, and all rows are finished,
     # so this ends.
     while pending.numel():
@@ -422,6 +425,7 @@ def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
                 tables.append(_cut_at_valley(first_window, mean[rows[endless]]))
         pending = torch.cat(to_widen)
         reach = min(WIDER * reach, WIDEST_REACH)
+
     return tables
 
 
@@ -493,21 +497,26 @@ def sum_blocks(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     corrected.
     """
     w, x = table.widths, table.middles
+
     # The distances to the middles of both neighbours.
     before, after = x[:, 1:-1] - x[:, :-2], x[:, 2:] - x[:, 1:-1]
     logs = logs.clamp_min(NOTHING)
     possible = logs > NOTHING
+
     # Blocks beside one without counts or without probability are not corrected.
     safe = (before > 0) & (after > 0) & possible[:, 2:] & possible[:, 1:-1] & possible[:, :-2]
     before, after = before.clamp_min(0.5), after.clamp_min(0.5)
     finite_logs = torch.where(possible, logs, 0.0)
+
     # (log p)' and p''/p = (log p)'² + (log p)'' from differences to both neighbours.
     left_slope = (finite_logs[:, 1:-1] - finite_logs[:, :-2]) / before
     right_slope = (finite_logs[:, 2:] - finite_logs[:, 1:-1]) / after
     slope = (left_slope * after + right_slope * before) / (before + after)
     bend = slope**2 + 2 * (right_slope - left_slope) / (before + after)
+
     # 12 × the variance of a uniform distribution over the block.
     square = torch.where(safe, (w[:, 1:-1] ** 2 - 1).clamp_min(0), torch.zeros_like(bend))
+
     # Σ p = w p (1 + variance/2 · p''/p), and the mean count is x + variance · (log p)'. Both are
     # limited (guesses), where a block is too rough for the expansion.
     correction = square / 24 * bend

@@ -84,6 +84,7 @@ def make_differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit)
         )
     if not isinstance(rung, OutputRung):
         _refuse_request(f"refit={rung.name!r}", "Use refit='output'")
+
     # Gaussian noise has a closed form for every other rung; the other likelihoods have derivatives
     # for the full output refit only.
     if likelihood.quadratic and not (isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL):
@@ -127,6 +128,7 @@ def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -
     likelihood = posterior.likelihood.predictive
     outputs_and_roots = list(_iterate_roots_with_graph(posterior, x))
     outputs = posterior.network.outputs
+
     # The empty tensors give the right shapes where there are no rows.
     no_rows = torch.empty(0, outputs, outputs, dtype=torch.float64)
     f = torch.cat([no_rows[:, 0], *(f for f, _ in outputs_and_roots)])

@@ -143,6 +143,7 @@ def probability(predictive: Predictive, event: Event) -> Tensor:
         if predictive.kind == "count" and math.isfinite(low):
             low = math.ceil(low) - 1
         total = total + evaluate_cdf(high) - evaluate_cdf(low)
+
     return total
 
 

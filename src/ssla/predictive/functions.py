@@ -68,6 +68,7 @@ def compute_joint(posterior: Posterior, x: Inputs, differentiable: bool = False)
                 block = (block + block.permute(2, 3, 0, 1)) / 2
             K[second, :, first] = block
             K[first, :, second] = block.permute(2, 3, 0, 1)
+
     # The covariance of each single input (N, C, C) chooses the dtype of the answer.
     blocks = K.diagonal(dim1=0, dim2=2).movedim(-1, 0)
     like = posterior.answer_template(Marginal(mean, blocks))
@@ -88,6 +89,7 @@ def compute_joint_of_groups(
     rows = row_count(inputs)
     width = size * posterior.network.outputs
     groups_at_once = _count_rows_at_once(posterior) // size
+
     # The empty tensors give the right shapes where there are no rows.
     empty = torch.empty(0, width, width, dtype=torch.float64)
     joints = [Joint(empty[:, 0], empty)]
@@ -224,7 +226,7 @@ def draw_functions(posterior: Posterior, n: int, generator: torch.Generator | No
     if need > budget:
         raise ValueError(
             f"{n:,} draws of {size:,} weights need {bytes_in_words(need)}, more than the memory "
-            f"budget of {bytes_in_words(budget)}. Draw at most {budget // (2 * BYTES * size):,} at a "
-            "time, or fit with a larger memory_budget."
+            f"budget of {bytes_in_words(budget)}. Draw at most "
+            f"{budget // (2 * BYTES * size):,} at a time, or fit with a larger memory_budget."
         )
     return Functions(posterior, posterior.covariance.sample(n, generator))

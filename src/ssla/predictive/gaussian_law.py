@@ -161,6 +161,7 @@ class GaussianLaw(Law):
             return (peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp()
         if not self.loses_mass:
             return torch.ones(self.rows, dtype=torch.float64)
+
         # |I + Σ⁻¹K|^(−½) from the eigenvalues of L⁻¹KL⁻ᵀ, with Σ = LLᵀ
         factor = torch.linalg.cholesky(self.noise)
         half = torch.linalg.solve_triangular(
@@ -179,11 +180,13 @@ class GaussianLaw(Law):
             z = (y - self._mean) / self._scale
             return -0.5 * (z * z + LOG_2PI) - self._scale.log()
         factor: Tensor = torch.linalg.cholesky(self.covariance)
+
         # For y (N, k, D), mean and factor get a dimension of size one for the k values.
         ones = [1] * (y.dim() - 2)
         mean = self._mean.reshape(len(y), *ones, self._mean.shape[1])
         residual = (y - mean).unsqueeze(-1)
         broadcast = factor.reshape(len(y), *ones, *factor.shape[1:])
+
         # With covariance = L Lᵀ, the quadratic form is ‖L⁻¹(y − mean)‖².
         white: Tensor = torch.linalg.solve_triangular(
             broadcast.expand(*residual.shape[:-2], *factor.shape[1:]), residual, upper=False

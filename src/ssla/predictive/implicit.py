@@ -222,6 +222,7 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
     u = _find_modes(likelihood, y, f, K)
     f_at_mode = mean + _multiply_by_covariance(covariance, u)
     eye = torch.eye(f.shape[1], dtype=f.dtype)
+
     # At the mode u = g. A Newton step for this equation, with a fixed matrix, leaves the value of u
     # and gives it the derivative of the implicit function.
     with torch.no_grad():

@@ -81,6 +81,7 @@ class Frame:
         z = support.to_real(quantiles)
         centre = z[:, 2]
         from_centre = z - centre[:, None]
+
         # Of S scales, the one is taken in which the region's width over that of ± 1.5 standard
         # deviations is closest to REACH.
         scales = (z[:, 3] - z[:, 1])[:, None] / 2 * BENDS  # (N, S)
@@ -148,6 +149,7 @@ class Frame:
             return y, torch.ones_like(y, dtype=torch.bool)
         candidates = self.to_y(chebyshev_nodes(CANDIDATES).expand(len(known), -1))
         t = self.to_t(candidates)
+
         # log Π|t − t_j| over the known nodes; −∞ at a node, and a missing node (NaN) adds nothing
         distances = (t.unsqueeze(-1) - self.to_t(known).unsqueeze(1)).abs().log()
         log_product = distances.nan_to_num(nan=0.0, neginf=-math.inf).sum(-1)
@@ -313,6 +315,7 @@ def _refine_correction(corrected: Corrected, chosen: Tensor, portions: Iterable[
     corrected = _copy_tensors(corrected)
     allowed = corrected.weights.refit.interpolation
     rows = chosen.nonzero().squeeze(-1)
+
     # The coefficients before a portion, and how much the portion before it changed the interpolant.
     before = _fit_chebyshev(
         corrected.frame.take(rows).to_t(corrected.nodes[rows]), corrected.values[rows]
@@ -334,6 +337,7 @@ def _refine_correction(corrected: Corrected, chosen: Tensor, portions: Iterable[
         error = torch.where(added, torch.fmax(change, last_change / SURE), torch.inf)
         unfinished = ~((error <= allowed) | complete)
         rows, before, last_change = rows[unfinished], series[unfinished], change[unfinished]
+
     is_nan = corrected.weights.refit.on_failure == NAN
     corrected.coefficients[corrected.failed] = torch.nan if is_nan else 0.0
     return replace(corrected, inaccurate=corrected.inaccurate.index_fill(0, rows, True))
@@ -358,6 +362,7 @@ def _add_nodes(corrected: Corrected, rows: Tensor, portion: int) -> tuple[Tensor
     weights = corrected.weights
     known = corrected.nodes[rows]
     y, is_new = corrected.frame.take(rows).choose_nodes(known, portion)
+
     # The nodes of a row fill its columns from the left.
     columns = (~known.isnan()).sum(1, keepdim=True) + torch.arange(portion)
     has_column = columns < MOST_NODES
@@ -445,6 +450,7 @@ def _fit_chebyshev(t: Tensor, values: Tensor) -> Tensor:
     counts = (~t.isnan()).sum(1)
     order = t.isnan().long().argsort(dim=1, stable=True)  # nodes first
     series = torch.where((counts == 0)[:, None], torch.nan, torch.zeros_like(values))
+
     # Rows with the same number of nodes are solved together, so that the rounding of a row does not
     # depend on other rows.
     for count in counts.unique().tolist():

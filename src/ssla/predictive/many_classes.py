@@ -212,9 +212,11 @@ class _Block:
     def integrate(self, count: int) -> Sums:
         """Return the sums of the block, as means over `count` nodes, mirror images included."""
         likeliest = self.top.argmax(1)[:, None, None]
+
         # Squares are summed around a point near E p, so that Var p is not a difference of large
         # numbers.
         centre = torch.softmax(self.top, 1).unsqueeze(1)
+
         # Slabs are added to sums by node (b, s, C), which is faster than a sum over the nodes of
         # each slab. The last slab may be smaller. Its arrays are changed in place.
         total, squares, entropy = (self._make_zero_slab() for _ in range(3))
@@ -226,6 +228,7 @@ class _Block:
             entropy[:, :size].addcmul_(log_p, p)
             from_centre = p.sub_(centre)
             squares[:, :size].addcmul_(from_centre, from_centre)
+
         mean = total.sum(1).double() / count
         shift = mean - centre.squeeze(1).double()
         spread = (squares.sum(1).double() / count - shift * shift).clamp_min(0)

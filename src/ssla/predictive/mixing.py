@@ -54,6 +54,7 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
                 "mixture needs predictives, as predict returns them, but got a "
                 f"{type(member).__name__}."
             )
+
     if not predictives:
         raise ValueError("mixture needs at least one predictive, but the list is empty.")
     if any(member.differentiable for member in predictives):
@@ -64,6 +65,7 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     _check_alike(predictives)
     w = _normalise_weights(weights, len(predictives), predictives[0].law.rows)
     has_weight = (w > 0).reshape(len(w), -1).any(1)
+
     # Members answer in float64, so that averages of them are rounded only at the end.
     members = [
         replace(member, like=member.like.double())
@@ -72,6 +74,7 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     ]
     law = LAWS[predictives[0].kind](tuple(member.law for member in members), w[has_weight])
     diagnostics = _merge_diagnostics(members)
+
     # `Diagnostics.off_centre` compares the mean of the mixture with its median, when it is asked.
     if law.has_median:
         diagnostics = replace(diagnostics, mixed=law)

@@ -236,6 +236,7 @@ class ScalarMixtureLaw(MixtureLaw):
         lowest = nodes[:, :1]
         atom = (self.cdf(lowest) - self.below(lowest)).squeeze(1)
         needed = level - atom
+
         # The threshold is between log p at the ends of the nodes and the maximum. It is lower where
         # the density is high at an end, as of positive numbers at zero.
         low = torch.maximum(logs[:, 0], logs[:, -1])
@@ -248,6 +249,7 @@ class ScalarMixtureLaw(MixtureLaw):
             enough = self._compute_probability(region) >= needed
             low = torch.where(enough, threshold, low)
             high = torch.where(enough, high, threshold)
+
         # Where the atom alone is enough, the rest of the region is empty.
         region = _find_region_above(nodes, logs, torch.where(needed > 0, low, torch.inf))
         return _add_atom(region, lowest, (atom > 0)[:, None])

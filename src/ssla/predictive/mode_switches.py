@@ -60,6 +60,7 @@ def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Swi
     rows, count = y.shape
     f_at_y, R_at_y = (tensor.repeat_interleave(count, 0) for tensor in (f, R))
     pulls = evaluate_at_mode(likelihood, y.flatten(), f_at_y, R_at_y).pull.view(rows, count, -1)
+
     # The mode at each y is followed to the next y, and to the y before. Where this ascent does not
     # end at the mode that was found there, the mode has switched between the two. One direction is
     # not enough: close to y* a mode may end between two points.
@@ -72,6 +73,7 @@ def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Swi
         ).pull
         gap = _compute_mode_distance(root, followed, pulls[:, target].flatten(0, 1))
         has_switch |= (gap > APART).view(rows, count - 1)
+
     if not bool(has_switch.any()):
         return None
     row, panel = has_switch.nonzero().unbind(1)
@@ -128,7 +130,9 @@ def _bisect_switches(
         low, high = torch.where(before_wins, y, low), torch.where(before_wins, high, y)
         first = torch.where(before_wins.unsqueeze(-1), before.pull, first)
         last = torch.where(before_wins.unsqueeze(-1), last, after.pull)
+
     before, after = (evaluate_at_mode_from(likelihood, high, f, R, pull) for pull in (first, last))
+
     # Where both are one mode, an ascent had left its mode for a while, and nothing jumps.
     differ = _compute_mode_distance(R, before.pull, after.pull) > APART
     if not bool(differ.any()):
@@ -154,6 +158,7 @@ def differentiate_jumps(
         slope = _compute_difference_slope(likelihood, plain, switches)
         terms = grid.log_terms[switches.rows].exp()  # the terms of the quadrature of the mass
         nodes = grid.nodes[switches.rows]
+
     y = switches.y
     f, K = (values[switches.rows] for values in marginal)
     before, after = (
@@ -161,9 +166,11 @@ def differentiate_jumps(
         for side in (switches.before, switches.after)
     )
     difference = before - after
+
     # dy*: zero, with the derivative −∂(O₋ − O₊) / slope
     move = (difference.detach() - difference) / slope
     gained_mass = (switches.before.total.exp() - switches.after.total.exp()) * move
+
     # The nearer of the two nodes beside y* gets the larger share, in proportion to the distances.
     right_node = torch.searchsorted(nodes, y[:, None]).clamp(1, nodes.shape[1] - 1)
     y_left, y_right = nodes.gather(1, right_node - 1), nodes.gather(1, right_node)
@@ -172,6 +179,7 @@ def differentiate_jumps(
         # A change of log p at a node changes the mass by its term of the quadrature.
         log_change = gained_mass * (share / terms.gather(1, node)).squeeze(1)
         change = change.index_put((switches.rows, node.squeeze(1)), log_change, accumulate=True)
+
     return change
 
 

@@ -172,6 +172,7 @@ def average_normals(
         # (N, J, F): one normal for each node and factor
         means.append(f[:, :1, None] + (beta * s_step)[:, :, None] * factors)
         scales.append(variance.sqrt()[:, :, None] * factors)
+
     # The epistemic variance is that of μ in each marginal, and that between the marginals.
     centres = torch.stack([f[:, 0] for f, _ in marginals], 1)
     within = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)

@@ -86,6 +86,7 @@ def make_refitted_predictive(
     quantiles = output.icdf(QUANTILES).to("cpu", torch.float64)
     log_density, predictive = _widen_until_covered(weights, quantiles, chosen, support, name)
     of_quadrature = predictive.diagnostics
+
     # A row that is NaN by request is not called inaccurate.
     is_nan = _find_nan_rows(weights, log_density.failed)
     flags = Diagnostics(
@@ -200,6 +201,7 @@ def _make_class_predictive(
     refits = torch.where(chosen, 0 if weights.refits_stopped else is_refitted.sum(1), 0)
     refits = _count_refits(weights, refits)
     flags = _add_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
+
     # The standard error of a row: √Σ p e² over the classes.
     error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
     flags = _add_linearised_rows(replace(flags, error=error), weights)

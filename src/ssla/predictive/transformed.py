@@ -169,6 +169,7 @@ class TransformedLaw(Law):
             torch.stack(column) for column in zip(*weights_and_moments, strict=True)
         )
         mean = (weights * means).sum(0)
+
         # Where the mean is infinite, the differences from it are NaN.
         between = torch.where(mean.isinf(), math.inf, (weights * (means - mean) ** 2).sum(0))
         doubt = (weights * doubts).sum(0) + between
@@ -407,6 +408,7 @@ def _integrate_moments(
     spread = ((high - low) / NORMAL_QUARTILES)[:, None]
     u = torch.linspace(-math.asinh(REACH), math.asinh(REACH), NODES, dtype=torch.float64)
     z = median[:, None] + spread * torch.sinh(u)
+
     # log of p(z) dz at the nodes, normalised to sum to one
     logs = law.log_prob(z) + torch.cosh(u).log() + spread.log() + math.log(float(u[1] - u[0]))
     logs = logs - logs.logsumexp(1, keepdim=True)
@@ -415,6 +417,7 @@ def _integrate_moments(
         values = transform.to_y(x)
         mean = (logs.exp() * values).sum(1)
         return mean, (logs.exp() * (values - mean[:, None]) ** 2).sum(1)
+
     # Moments of exp are summed in logarithms, without overflow: Var = E[(eˣ/mean − 1)²] mean².
     first, second = (logs + power * x for power in (1, 2))
     mean = first.logsumexp(1).exp()

@@ -60,6 +60,7 @@ class Joint:
                 [differentiate(entry, free, keep_graph=True).detach() for entry in gradient]
             )
         H = (H + H.mT) / 2
+
         # Only some structures can use a full matrix, but all can use a diagonal.
         diagonal = H.diagonal()
         return diagonal.clone() if torch.equal(H, torch.diag(diagonal)) else H
@@ -183,6 +184,7 @@ class FromDistribution:
         """
         distribution = self.distribution
         event_shape = tuple(distribution.event_shape)
+
         # A distribution of one number is evaluated for a batch of all coordinates.
         batch_shape = tuple(distribution.batch_shape) if math.prod(event_shape) > 1 else (-1,)
         value = theta.reshape(*batch_shape, *event_shape)
@@ -251,6 +253,7 @@ class Product:
                 "to the dict."
             )
         groups = []
+
         # Each prior is bound to the layout of its own parameters alone.
         for key in dict.fromkeys(key_of.values()):
             names = [name for name in layout.names if key_of[name] == key]
@@ -327,6 +330,7 @@ class NormalInverseGamma:
                 "'head.weight': Gaussian()})."
             )
         order = find_named_order(layout)
+
         # The logarithms of the constants of both densities.
         constant = (
             self.shape * math.log(self.scale)

@@ -95,11 +95,13 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
             if _is_offset(name, names):
                 is_weight[index] = False
                 mean[index] = theta[index]
+
     groups = torch.where(outputs < 0, groups, len(layout.layers()) + outputs)
     for group in groups.unique():
         members = groups == group
         precision[members] = _precision_around_zero(theta[members & is_weight])
     precisions = {name: _as_number(value) for name, value in layout.unpack(precision).items()}
+
     # Means of zero are written as a number, so that the prior prints well.
     means = {
         name: value if bool(value.any()) else 0.0 for name, value in layout.unpack(mean).items()
