@@ -316,6 +316,7 @@ def make_candidate_predictive(
     cut = ends[:, 0] + 1 - ends[:, 1]
     _warn_of_cut_mass(cut, half_width)
     refits = torch.full_like(failed, count, dtype=torch.long)
+    rung_of_failed = "failed" if is_nan else "output"
     flags = Diagnostics(
         name,
         fallback=solved.fallback.reshape(y.shape).any(1),
@@ -323,9 +324,7 @@ def make_candidate_predictive(
         inaccurate=law.find_coarse_rows() & ~(failed & is_nan),
         convention=output.diagnostics.convention,
         refits=refits.clamp(max=1) if weights.refits_at_prediction else refits,
-        rung=tuple(
-            "weights" if not row else "failed" if is_nan else "output" for row in failed.tolist()
-        ),
+        rung=tuple(rung_of_failed if row_failed else "weights" for row_failed in failed.tolist()),
         extreme=output.diagnostics.extreme,
         linearised=weights.linearised_inputs if bool(weights.linearised_inputs.any()) else None,
         cut=cut,

@@ -309,7 +309,7 @@ def make_count_predictive(log_density: LogDensity, refit: str) -> Predictive:
     """Return the predictive of a count, from the sums of its probabilities.
 
     log_density: of the counts at each input. refit: the name of the rung. The window of a row is
-    widened until its tails hold less than 1e-8 of the mass. Probabilities that never fall, as those
+    widened until its tails hold less than TAIL of the mass. Probabilities that never fall, as those
     of one Newton step far from its point, have no sum. They are cut where they begin to rise, and
     the row is flagged as inaccurate.
     """

@@ -252,11 +252,10 @@ def _name_rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tu
     It is "failed" where the answer is NaN. chosen, failed (N,) bool: the rows to refit, and those
     in which a refit failed.
     """
-    by_weights = (chosen & ~failed).tolist()
     is_nan = _find_nan_rows(weights, failed).tolist()
+    names = ["weights" if by_weights else "output" for by_weights in (chosen & ~failed).tolist()]
     return tuple(
-        "failed" if row_is_nan else "weights" if row_by_weights else "output"
-        for row_by_weights, row_is_nan in zip(by_weights, is_nan, strict=True)
+        "failed" if row_is_nan else name for name, row_is_nan in zip(names, is_nan, strict=True)
     )
 
 
