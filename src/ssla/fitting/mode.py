@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -57,6 +58,14 @@ class NoModeError(ValueError):
 
     It is also raised where they reached no mode at all, if `Polish.refuses` is true.
     """
+
+
+class _Point(NamedTuple):
+    """A point of the ascent."""
+
+    theta: Tensor  # (P,)
+    sums: Sums  # at θ
+    height: float  # ℓ_D + log π at θ
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,30 +117,58 @@ class Polish:
                 # The objective is quadratic: this step ends at its mode.
                 return theta + step, sums.with_theta_moved(step), 1
 
-            # Halve the step until it raises the log posterior by a share of what is expected. Close
-            # to the mode that gain is below rounding error, and the full step is taken.
-            trusted = self.linear and decrement <= TRUSTED_DECREMENT**2
-            for halvings in range(HALVINGS + 1):
-                if trials == MOST_TRIALS:
+            # No name for the present point: it would keep its sums in memory during the next step.
+            reached, tried = self._search_along(
+                step,
+                _Point(theta, sums, height),
+                bound,
+                decrement,
+                quadratic,
+                most=MOST_TRIALS - trials,
+            )
+            trials += tried
+            if reached is None:
+                if tried <= HALVINGS:  # the limit of all trials ended the search
                     self._report_no_convergence(step_count)
-                    return theta, sums, step_count
-                trials += 1
-                size = 0.5**halvings
-                trial_theta = theta + size * step
-                trial = (
-                    sums.with_theta_moved(size * step) if quadratic else self.collect(trial_theta)
-                )
-                trial_height = trial.statistics.log_likelihood + float(bound.log_prob(trial_theta))
-                enough = height + SUFFICIENT * size * decrement - ROUNDING_OF_HEIGHT * abs(height)
-                if trial_height >= enough or trusted:
-                    break
-            else:
-                self._report_stop(step_count, decrement)
+                else:
+                    self._report_stop(step_count, decrement)
                 return theta, sums, step_count
-            theta, sums, height = trial_theta, trial, trial_height
+            theta, sums, height = reached
 
         self._report_no_convergence(MOST_NEWTON_STEPS)
         return theta, sums, MOST_NEWTON_STEPS
+
+    def _search_along(
+        self,
+        step: Tensor,
+        start: _Point,
+        bound: BoundPrior,
+        decrement: float,
+        quadratic: bool,
+        most: int,
+    ) -> tuple[_Point | None, int]:
+        """Halve a step (P,) until it raises the log posterior by a share of what is expected.
+
+        Close to the mode that gain is below rounding error, and the full step is taken. bound: the
+        prior. decrement: twice the gain that is expected of the full step. quadratic: whether the
+        sums at any θ follow without a pass. most: the number of steps that may be tried. Returns
+        the point that was reached, and the number of steps that were tried. The point is None where
+        none of HALVINGS + 1 steps is good enough, and where `most` ends the search.
+        """
+        is_trusted = self.linear and decrement <= TRUSTED_DECREMENT**2
+        for halvings in range(HALVINGS + 1):
+            if halvings == most:
+                return None, halvings
+            size = 0.5**halvings
+            theta = start.theta + size * step
+            sums = start.sums.with_theta_moved(size * step) if quadratic else self.collect(theta)
+            height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
+            gain = SUFFICIENT * size * decrement
+            enough = start.height + gain - ROUNDING_OF_HEIGHT * abs(start.height)
+            if height >= enough or is_trusted:
+                return _Point(theta, sums, height), halvings + 1
+
+        return None, HALVINGS + 1
 
     def _has_approximate_curvature(self, sums: Sums) -> bool:
         """Return whether the sums are those of a last layer with only an approximate curvature."""

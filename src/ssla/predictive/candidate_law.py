@@ -281,28 +281,11 @@ def make_candidate_predictive(
     mass. Raises ValueError for other targets than one number, and where the grid leaves the
     support.
     """
-    outputs = weights.marginal.mean.shape[1]
-    support = weights.likelihood.support_for(outputs)
-    if not isinstance(support, Continuous) or support.kind != "real":
-        raise ValueError(
-            "WeightRefit(candidates=…) is for one continuous target: classes and counts have a "
-            f"candidate for each value already, and this target is of kind {support.kind!r}. Leave "
-            "candidates and half_width out."
-        )
+    support = _require_continuous_support(weights)
     assert weights.refit.candidates is not None
     assert weights.refit.half_width is not None
     count, half_width = weights.refit.candidates, weights.refit.half_width
-    centre = weights.prediction
-    offsets = torch.linspace(-half_width, half_width, count, dtype=torch.float64)
-    y = centre[:, None] + offsets
-    try:
-        support.check(y.flatten(), outputs)
-    except ValueError as error:
-        raise ValueError(
-            f"The grid of candidates ŷ ± {half_width:g} leaves the support of y: {error} Give a "
-            "smaller half_width."
-        ) from None
-
+    y = _make_candidates(weights, support, count, half_width)
     solved = weights.solve(y)
     failed = weights.check_failures(solved).reshape(y.shape).any(1)
     logs = solved.total.reshape(y.shape)
@@ -330,6 +313,37 @@ def make_candidate_predictive(
         cut=cut,
     )
     return Predictive(law, weights.like, flags)
+
+
+def _require_continuous_support(weights: WeightLogDensity) -> Continuous:
+    """Return the support of y; raise ValueError unless y is one number on an interval."""
+    support = weights.likelihood.support_for(weights.marginal.mean.shape[1])
+    if not isinstance(support, Continuous) or support.kind != "real":
+        raise ValueError(
+            "WeightRefit(candidates=…) is for one continuous target: classes and counts have a "
+            f"candidate for each value already, and this target is of kind {support.kind!r}. Leave "
+            "candidates and half_width out."
+        )
+    return support
+
+
+def _make_candidates(
+    weights: WeightLogDensity, support: Continuous, count: int, half_width: float
+) -> Tensor:
+    """Return `count` equally spaced candidates on ŷ ± half_width for each row (N, count).
+
+    Raises ValueError where one of them is outside the support of y.
+    """
+    offsets = torch.linspace(-half_width, half_width, count, dtype=torch.float64)
+    y = weights.prediction[:, None] + offsets
+    try:
+        support.check(y.flatten(), weights.marginal.mean.shape[1])
+    except ValueError as error:
+        raise ValueError(
+            f"The grid of candidates ŷ ± {half_width:g} leaves the support of y: {error} Give a "
+            "smaller half_width."
+        ) from None
+    return y
 
 
 def _warn_of_cut_mass(cut: Tensor, half_width: float) -> None:
