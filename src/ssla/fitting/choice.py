@@ -74,7 +74,7 @@ def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor)
     chosen, then the dispersion.
     """
     means = scores @ weights / weights.sum()
-    best = _index_of_highest_mean(range(len(settings)), means)
+    best = _find_highest_mean(range(len(settings)), means)
     # The trained head keeps the network's predictions, so a polished one must be clearly better.
     trained = [i for i, setting in enumerate(settings) if setting.mode == TILT]
     best = _prefer_rivals(best, trained, scores, weights, standard_errors=CLEARLY)
@@ -85,7 +85,7 @@ def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor)
     family = [i for i, setting in enumerate(settings) if setting.family == settings[best].family]
     as_good = [i for i in family if _is_as_good(scores[best], scores[i], weights)]
     weakest = min(settings[i].precision for i in as_good)
-    return _index_of_highest_mean([i for i in family if settings[i].precision == weakest], means)
+    return _find_highest_mean([i for i in family if settings[i].precision == weakest], means)
 
 
 def cross_fit_scores(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def find_parabola_top(
     return b - 0.5 * ((b - a) * up - (b - c) * down) / (up - down)
 
 
-def _index_of_highest_mean(indices: Sequence[int] | range, means: Tensor) -> int:
+def _find_highest_mean(indices: Sequence[int] | range, means: Tensor) -> int:
     """Return the one of some indices whose mean, of means (k,), is highest; the first of equals."""
     return max(indices, key=lambda i: float(means[i]))
 
@@ -162,7 +162,7 @@ def _prefer_rivals(
     """
     if not rivals or best in rivals:
         return best
-    rival = _index_of_highest_mean(rivals, scores @ weights / weights.sum())
+    rival = _find_highest_mean(rivals, scores @ weights / weights.sum())
     loss = compute_mean_and_error(scores[best] - scores[rival], weights)
     is_near = loss.mean <= standard_errors * loss.error
     return rival if is_near or _is_as_good(scores[best], scores[rival], weights) else best

@@ -152,8 +152,8 @@ class HeldOutScore:
 
         Raises ValueError where the curvature cannot be factorised.
         """
-        factor = space.noise_factor(point)
-        precision = space.precision(point)
+        factor = space.compute_noise_factor(point)
+        precision = space.compute_precision(point)
         total = 0.0
         for fold in self.folds:
             of_kept_rows = scale_noise(with_sums(self.posterior, fold.statistics), factor)
@@ -251,7 +251,7 @@ class LeaveOneOutScore:
 
         Raises ValueError where the curvature cannot be factorised.
         """
-        precision = space.precision(point)
+        precision = space.compute_precision(point)
         sums = self.posterior.sums
         operator = sums.curvature.with_prior(precision)
         step = torch.zeros_like(self.posterior.mean)

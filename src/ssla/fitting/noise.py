@@ -38,7 +38,7 @@ NO_RAW_RESIDUALS = 1e-10  # the same, of the largest target
 
 @dataclass(frozen=True, eq=False)
 class _NoiseProblem:
-    """What the next noise follows from. The estimate is the fixed point of `next_noise`.
+    """What the next noise follows from. The estimate is the fixed point of `compute_next_noise`.
 
     There is one noise for each of G groups of outputs.
     """
@@ -52,7 +52,7 @@ class _NoiseProblem:
     squares: Tensor  # squared residuals, in units of the sums' noise (G,)
     rows: float  # residuals in a group, by weight
 
-    def next_noise(self, noise: Tensor) -> Tensor:
+    def compute_next_noise(self, noise: Tensor) -> Tensor:
         """Compute the next noise (G,) from the residuals and degrees of freedom at a noise (G,).
 
         Both noises are in units of the noise at which the sums were taken. Raises ValueError where
@@ -127,7 +127,7 @@ def estimate_noise(
     problem = _NoiseProblem(sums, start, bound, polish, unit, groups, squares, rows)
     noise = unit.clone()
     for _ in range(MOST_ROUNDS):
-        new = problem.next_noise(noise)
+        new = problem.compute_next_noise(noise)
         settled = bool(((new - noise).abs() <= SETTLED * noise).all())
         noise = new
         if settled:

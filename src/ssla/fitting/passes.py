@@ -280,8 +280,8 @@ class LinearChunk(NamedTuple):
 class Reader:
     """The data that this process reads, with what it keeps of them between passes.
 
-    A pass changes the reader: the first one opens the network and may keep chunks, later ones count
-    on and may keep linearised chunks.
+    A pass changes the reader: it is counted, the first one opens the network and may keep chunks,
+    and passes for averages may keep linearised chunks.
     """
 
     source: Source
@@ -449,7 +449,7 @@ class Reader:
             progress_bar(self.source, self.source.length, self.progress, label, "batch"),
             rows_at_once=lambda batch: self._count_rows_at_once(batch, order),
             prepare=lambda batch: self._prepare_chunk(batch, order),
-            size=lambda chunk: self._bytes_to_keep(chunk, order),
+            size=lambda chunk: self._count_bytes_to_keep(chunk, order),
             budget=self.budget // KEPT_SHARE,
         )
         yield from rows.read_chunks()
@@ -498,7 +498,7 @@ class Reader:
         rounding = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
         return Chunk(x, y, weights, rounding, features, offset)
 
-    def _bytes_to_keep(self, chunk: Chunk, order: Order) -> int | None:
+    def _count_bytes_to_keep(self, chunk: Chunk, order: Order) -> int | None:
         """Return the bytes of what the first pass keeps of a chunk for further passes.
 
         The result is None where nothing is kept: in later passes, for a chunk without features, or

@@ -22,7 +22,7 @@ from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.prior_choice import describe_change
 from ssla.fitting.steps import with_variational_gaussian
 from ssla.fitting.training_rows import TrainingRows
-from ssla.fitting.tuning_space import prior_with_precision
+from ssla.fitting.tuning_space import make_prior_with_precision
 from ssla.fitting.variational import ROUGH
 from ssla.priors import BoundGaussian
 from ssla.report import TILT
@@ -99,7 +99,7 @@ def _strengthen_prior(
     again by the passes of `plan`, starting from that of `current`.
     """
     precision = factor * posterior.bound_prior.precision(posterior.theta)
-    prior = prior_with_precision(posterior, precision)
+    prior = make_prior_with_precision(posterior, precision)
     stronger = replace(posterior, prior=prior)
     if posterior.variational is None:
         return stronger

@@ -78,7 +78,7 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
         return alternate_averages_and_prior(space, notes, plan, quiet=True)
     best = maximise_evidence(replace(space, reach=REACH_OF_CHOICE))
     history = make_history(EVIDENCE, space, best, notes)
-    chosen = with_variational_gaussian(plan, space.posterior_at(best.point))
+    chosen = with_variational_gaussian(plan, space.make_posterior_at(best.point))
 
     # These hold vectors (P,) that are not needed any more.
     del posterior, space
@@ -95,7 +95,7 @@ def alternate_averages_and_prior(
     the posterior from which the search starts. notes: for the history. plan: with the passes.
     quiet: whether a poor solution is only noted, without a warning.
     """
-    points = [space.precisions_and_noise(torch.zeros(1, len(space.free)).double())]
+    points = [space.convert_to_units(torch.zeros(1, len(space.free)).double())]
     values: list[float] = []
     maxima: list[Maximum] = []
 
@@ -105,13 +105,13 @@ def alternate_averages_and_prior(
         The result is None where the prior has settled, which ends the search. Each call appends to
         `points`, `values` and `maxima`.
         """
-        kept = replace(space.moved_to(with_positive_averages(current)), reach=REACH)
+        kept = replace(space.move_to(with_positive_averages(current)), reach=REACH)
         best = maximise_evidence(kept)
         chosen, point = step_towards(kept, best.point)
         if not maxima:
             values.append(current.log_evidence())
         maxima.append(best)
-        points.append(kept.precisions_and_noise(point[None]))
+        points.append(kept.convert_to_units(point[None]))
         values.append(best.value)
         still = bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
         return None if still or len(maxima) == ALTERNATIONS else chosen.prior
@@ -174,7 +174,7 @@ def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
     """
     for _ in range(HALVINGS):
         try:
-            reached = space.posterior_at(point)
+            reached = space.make_posterior_at(point)
             _ = reached.covariance
             return reached, point
         except ValueError:
@@ -213,7 +213,7 @@ def maximise_evidence(space: Space) -> Maximum:
     small = space.posterior.theta.numel() <= SCAN_LIMIT
     if space.has_free_precisions and small and space.reach > REACH:
         first, _ = choose_best_start(
-            space.scan_points(SCAN), space, lambda point: objective(point)[0]
+            space.make_scan_points(SCAN), space, lambda point: objective(point)[0]
         )
         other = ascend(first)
         if other.value > best.value + LEAST_GAIN * level:
@@ -235,14 +235,14 @@ def _make_objective(space: Space, evidence: Evidence) -> Callable[[Tensor], Valu
     def penalised_evidence(point: Tensor) -> Value:
         """Compute the objective at a point (d,), with derivatives; −∞ where H is indefinite."""
         try:
-            value, gradient, curvature = evidence(space.all_coordinates(point))
+            value, gradient, curvature = evidence(space.fill_coordinates(point))
         except ValueError:  # averages that are not positive definite with so weak a prior
             return Value(-math.inf, torch.zeros_like(point))
         if curvature is not None:
             curvature = curvature[space.free] + space.expected_curvature
         return Value(
-            value + space.expected_log_density(point),
-            gradient[space.free] + space.expected_slope(point),
+            value + space.compute_expected_log_density(point),
+            gradient[space.free] + space.compute_expected_slope(point),
             curvature,
         )
 
@@ -276,7 +276,7 @@ def make_history(
     return TuningHistory(
         labels.get(objective, f"held-out −{objective}"),
         names,
-        space.precisions_and_noise(best.points),
+        space.convert_to_units(best.points),
         best.values,
         best.gradient,
         best.converged,

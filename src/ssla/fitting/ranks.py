@@ -49,10 +49,10 @@ def data_of_ranks(reader: Reader) -> Data:
 
     reader: of this rank's shard. Outside a group it is returned itself.
     """
-    return Ranks(reader) if _in_group() else reader
+    return Ranks(reader) if _is_in_group() else reader
 
 
-def _in_group() -> bool:
+def _is_in_group() -> bool:
     """Return whether this process is one of several ranks that work together.
 
     The result is False inside a block of `alone`.
@@ -75,7 +75,7 @@ def errors_sent_to_ranks() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _in_group():
+        if _is_in_group():
             _exchange_states({}, error)
         raise
 
@@ -147,7 +147,7 @@ def read_same_rows(read: Callable[[], T], digest_of: Callable[[T], str]) -> T:
     later passes would differ from those of the other ranks. Outside a group nothing is checked.
     Raises as `Ranks.run_pass`.
     """
-    if not _in_group():
+    if not _is_in_group():
         return read()
 
     def read_with_digest() -> tuple[T, dict[str, str]]:

@@ -451,7 +451,7 @@ def _warn_if_worse(draft: Draft) -> Draft:
         # A Gaussian with a given covariance sums whitened residuals, so the raw ones are not known.
         given_covariance = getattr(plan.likelihood, "covariance", None)
         if given_covariance is None and draft.raw_squares is not None:
-            squares = after.residual_squares(before, draft.theta - plan.network.theta)
+            squares = after.compute_residual_squares(before, draft.theta - plan.network.theta)
             ratio = (squares / draft.raw_squares.clamp_min(SMALLEST_DIVISOR)).sqrt()
         worse = float(ratio.max()) > GROWN_RESIDUALS
         figure = f"the residuals grew by a factor of {float(ratio.max()):.3g}"
@@ -487,7 +487,9 @@ def _add_notes(draft: Draft) -> Draft:
             # The smaller residuals count. Polish may have found the right scale; where it lost it,
             # `_warn_if_worse` has warned.
             moved = draft.theta - plan.network.theta
-            missed = torch.minimum(missed, draft.sums.residual_squares(draft.trained_sums, moved))
+            missed = torch.minimum(
+                missed, draft.sums.compute_residual_squares(draft.trained_sums, moved)
+            )
         spread.warn_scale(missed, notes)
         noise = plan.likelihood.covariance_for(missed).diagonal().sqrt()
         spread.warn_rounding(noise, plan.network.dtype, notes)

@@ -376,7 +376,7 @@ class Sums:
             reference=scale,
         )
 
-    def residual_squares(self, start: Sums, step: Tensor) -> Tensor:
+    def compute_residual_squares(self, start: Sums, step: Tensor) -> Tensor:
         """Return the squared residuals (C,) at the θ of these sums.
 
         start: the sums from where θ moved by `step` (P,). If these sums were computed from `start`
@@ -398,7 +398,7 @@ class Sums:
         """Return the sums at θ + step, for a step (P,), without a pass.
 
         Exact where ℓ_D is quadratic (a Gaussian last layer). The squared residuals stay those of
-        the last pass: see `residual_squares`.
+        the last pass: see `compute_residual_squares`.
         """
         return replace(
             self, statistics=self.statistics.with_theta_moved(step, self.newton_curvature)
@@ -437,12 +437,12 @@ def solve_newton_step_by_products(
     preconditioner applied to g.
     """
 
-    def product_with_prior(v: Tensor) -> Tensor:
+    def multiply_with_prior(v: Tensor) -> Tensor:
         """Compute (S + T) v (P,)."""
         prior = prior_precision * v if prior_precision.dim() == 1 else prior_precision @ v
         return product(v) + prior
 
-    step = conjugate_gradients(product_with_prior, gradient, preconditioner.solve, tolerance, most)
+    step = conjugate_gradients(multiply_with_prior, gradient, preconditioner.solve, tolerance, most)
     return preconditioner.solve(gradient) if step is None else step
 
 

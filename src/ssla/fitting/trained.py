@@ -143,7 +143,7 @@ class Numbers:
             torch.cat([self.f, other.f])[:SAMPLE],
         )
 
-    def precision(self, units: Tensor, size: int) -> Tensor:
+    def compute_precision(self, units: Tensor, size: int) -> Tensor:
         """Return τ (P,) of the module's docstring for a last layer, with P = size parameters.
 
         units (C,): of the outputs. The parameters must be ordered by outputs.
@@ -231,7 +231,7 @@ def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
     n = numbers.weight
     residuals = sums.squares.clamp_min(SMALLEST_DIVISOR)
     size = len(sums.statistics.gradient)
-    precision = numbers.precision((numbers.spread / n).sqrt(), size)
+    precision = numbers.compute_precision((numbers.spread / n).sqrt(), size)
     if not estimated:
         noise = sums.reference.expand_as(residuals)
         learned = float(((numbers.spread - residuals) / (2 * noise**2)).sum())
@@ -265,7 +265,7 @@ def _judge_by_sample(sums: Sums, numbers: Numbers, likelihood: Likelihood) -> Ve
     learned = numbers.weight * float(log_ratios.mean())
     units = 1 / likelihood.fisher(constant[None])[0].diagonal().clamp_min(SMALLEST_DIVISOR).sqrt()
     power = likelihood.power
-    precision = numbers.precision(units, len(sums.statistics.gradient))
+    precision = numbers.compute_precision(units, len(sums.statistics.gradient))
     missing = power * _compute_gain_beyond_noise(sums, precision, lambda gain: gain / power)
     return Verdict(learned, missing)
 

@@ -119,7 +119,7 @@ def tune(
         return _tune_variational(space, objective, make_score, notes, quiet, rough)
     best = _find_best_point(space, objective, make_score, notes)
     history = make_history(objective, space, best, notes)
-    return finish_tuning(space.posterior_at(best.point), history, quiet)
+    return finish_tuning(space.make_posterior_at(best.point), history, quiet)
 
 
 def _find_best_point(
@@ -158,7 +158,7 @@ def _tune_variational(
         notes.append(
             "the data cannot be read again: the averages of the variational Gaussian were kept"
         )
-        kept = space.moved_to(with_positive_averages(posterior))
+        kept = space.move_to(with_positive_averages(posterior))
         best = _find_best_point(kept, objective, make_score, notes)
         history = make_history(objective, space, best, notes)
         return finish_tuning(step_towards(space, best.point)[0], history, quiet)
@@ -173,9 +173,11 @@ def _tune_variational(
         is added. Notes of the score are appended to `notes`.
         """
         score = make_score(candidate)
-        moved = space.moved_to(candidate)
+        moved = space.move_to(candidate)
         unchanged = torch.zeros(len(space.free), dtype=torch.float64)
-        penalised = score(moved, unchanged) + moved.expected_log_density(unchanged) / score.weight
+        penalised = (
+            score(moved, unchanged) + moved.compute_expected_log_density(unchanged) / score.weight
+        )
         notes.extend(note for note in score.notes if note not in notes)
         return penalised
 
@@ -205,7 +207,7 @@ def _search_by_passes(
     # The Gaussians on the way were rough: the best one is found again, with all its rounds.
     tolerance = ROUGH if rough else TOLERANCE
     tuned = BoundAscent(search.best, average, tolerance=tolerance).maximise_bound()
-    points = [space.precisions_and_noise(point[None]) for point in search.points]
+    points = [space.convert_to_units(point[None]) for point in search.points]
     history = make_history_of_visits(
         objective, space, search.as_maximum(), notes, points, search.values, settled=True
     )
@@ -358,7 +360,7 @@ class PriorSearch:
         """
         low, high = self.space.box
         start, step = step_towards(
-            self.space.moved_to(with_positive_averages(self.best)),
+            self.space.move_to(with_positive_averages(self.best)),
             point.clamp(low, high) - self.point,
         )
         ascent = BoundAscent(start, self.average, tolerance=ROUGH, most=SEARCH_ROUNDS)
@@ -409,7 +411,10 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
 
         The log density of the precisions around the expected ones, a row, is added.
         """
-        return held_out(space, point) / unit + space.expected_log_density(point) / held_out.weight
+        return (
+            held_out(space, point) / unit
+            + space.compute_expected_log_density(point) / held_out.weight
+        )
 
     def score_and_slope(point: Tensor) -> tuple[float, Tensor]:
         """Return the value of `score` at a point (d,), and its gradient (d,)."""
@@ -419,7 +424,7 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
 
     starts = start[None]
     if space.has_free_precisions:
-        starts = torch.cat([starts, space.scan_points(SCAN)])
+        starts = torch.cat([starts, space.make_scan_points(SCAN)])
     first, heights = choose_best_start(starts, space, score)
     best = maximise_in_box(
         score_and_slope,

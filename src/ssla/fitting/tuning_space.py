@@ -123,18 +123,18 @@ class Space:
         """Return whether a precision is free."""
         return bool(self._is_precision.any())
 
-    def all_coordinates(self, point: Tensor) -> Tensor:
+    def fill_coordinates(self, point: Tensor) -> Tensor:
         """Return all coordinates (G + 1,) at a point (d,); those that are not free are zero."""
         zero = torch.zeros(len(self.labels) + 1, dtype=torch.float64)
         return zero.index_copy(0, self.free, point)
 
-    def precision(self, point: Tensor) -> Tensor:
+    def compute_precision(self, point: Tensor) -> Tensor:
         """Return the precisions (P,) at a point (d,)."""
-        return self.pattern * self.all_coordinates(point)[:-1].exp()[self.groups]
+        return self.pattern * self.fill_coordinates(point)[:-1].exp()[self.groups]
 
-    def noise_factor(self, point: Tensor) -> float:
+    def compute_noise_factor(self, point: Tensor) -> float:
         """Return the factor on the noise at a point (d,)."""
-        return math.exp(float(self.all_coordinates(point)[-1]))
+        return math.exp(float(self.fill_coordinates(point)[-1]))
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
@@ -158,7 +158,7 @@ class Space:
         least, most = (torch.tensor(edge, dtype=torch.float64)[self.free] for edge in (low, high))
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
 
-    def scan_points(self, steps: Tensor) -> Tensor:
+    def make_scan_points(self, steps: Tensor) -> Tensor:
         """Return points (k, d) from which a search may start, one for each of the steps (k,).
 
         At a point, all log precisions have moved together by its step from where they are. Where
@@ -182,7 +182,7 @@ class Space:
         rows = self.posterior.sums.weight * self.posterior.network.outputs
         return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
 
-    def precisions_and_noise(self, points: Tensor) -> Tensor:
+    def convert_to_units(self, points: Tensor) -> Tensor:
         """Return the values (R, d) of the free coordinates at points (R, d), in their own units.
 
         The values are the mean precision of a group, and the noise of the first output.
@@ -190,13 +190,13 @@ class Space:
         columns = []
         for column, i in enumerate(self.free.tolist()):
             if i == len(self.labels):
-                base = self._noise_of_first_output()
+                base = self._compute_noise_of_first_output()
             else:
                 base = float(self.pattern[self.groups == i].mean())
             columns.append(base * points[:, column].exp())
         return torch.stack(columns, 1)
 
-    def _noise_of_first_output(self) -> float:
+    def _compute_noise_of_first_output(self) -> float:
         """Return the standard deviation of the noise of the first output."""
         zero = torch.zeros(self.posterior.network.outputs, dtype=torch.float64)
         return math.sqrt(float(self.posterior.likelihood.covariance_for(zero)[0, 0]))
@@ -213,7 +213,7 @@ class Space:
             [self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))]
         )
 
-    def expected_log_density(self, point: Tensor) -> float:
+    def compute_expected_log_density(self, point: Tensor) -> float:
         """Return the log density of the precisions at a point (d,), less its maximum.
 
         Their logarithms are normal around the expected ones. Zero where none are expected.
@@ -222,8 +222,8 @@ class Space:
             return 0.0
         return -0.5 * float((self._compute_deviations(point) ** 2).sum())
 
-    def expected_slope(self, point: Tensor) -> Tensor:
-        """Return the gradient (d,) of `expected_log_density` at a point (d,)."""
+    def compute_expected_slope(self, point: Tensor) -> Tensor:
+        """Return the gradient (d,) of `compute_expected_log_density` at a point (d,)."""
         if self.expected_levels is None:
             return torch.zeros_like(point)
         noise = torch.zeros(1, dtype=torch.float64)
@@ -231,7 +231,7 @@ class Space:
 
     @property
     def expected_curvature(self) -> Tensor:
-        """Return minus the second derivatives (d,) of `expected_log_density`; they are constant."""
+        """Return minus the second derivatives (d,) of the expected log density; they are constant."""
         of_precision = 0.0 if self.expected_levels is None else self.doubt**-2
         return torch.where(self._is_precision, of_precision, 0.0).double()
 
@@ -242,11 +242,11 @@ class Space:
         precisions are expected.
         """
         assert self.expected_levels is not None
-        return (self.levels + self.all_coordinates(point)[:-1] - self.expected_levels) / self.doubt
+        return (self.levels + self.fill_coordinates(point)[:-1] - self.expected_levels) / self.doubt
 
     # --- posteriors ----------------------------------------------------------------------------
 
-    def moved_to(self, posterior: Posterior) -> Space:
+    def move_to(self, posterior: Posterior) -> Space:
         """Return the same coordinates around another posterior, whose prior is the new pattern."""
         bound = posterior.bound_prior
         assert isinstance(bound, BoundGaussian)
@@ -272,14 +272,14 @@ class Space:
             self.mean_moves,
         )
 
-    def posterior_at(self, point: Tensor) -> Posterior:
+    def make_posterior_at(self, point: Tensor) -> Posterior:
         """Return the posterior with the prior and the noise of a point (d,), without a pass.
 
         θ̂, or a variational mean, moves to suit them where the sums allow it. Raises ValueError
         where the curvature is then not positive definite.
         """
-        rescaled = scale_noise(self.posterior, self.noise_factor(point))
-        prior = prior_with_precision(rescaled, self.precision(point))
+        rescaled = scale_noise(self.posterior, self.compute_noise_factor(point))
+        prior = make_prior_with_precision(rescaled, self.compute_precision(point))
         changed = replace(rescaled, prior=prior)
         if not self.mean_moves:
             return changed
@@ -330,7 +330,7 @@ def _compute_trained_precision(posterior: Posterior) -> Tensor:
     return prior.bind(network.layout).scale_precision
 
 
-def prior_with_precision(posterior: Posterior, precision: Tensor) -> GaussianPrior:
+def make_prior_with_precision(posterior: Posterior, precision: Tensor) -> GaussianPrior:
     """Return a Gaussian prior with this precision (P,) and the mean of the posterior's prior.
 
     Equal precisions are written as one number, for all parameters or for those of one name, so that

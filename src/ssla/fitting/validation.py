@@ -48,7 +48,7 @@ from ssla.fitting.passes import Reader, thin_reader
 from ssla.fitting.ranks import read_same_rows
 from ssla.fitting.score_table import ScoreTable, SettingWithGaussian
 from ssla.fitting.steps import make_bound_ascent
-from ssla.fitting.tuning_space import prior_with_precision
+from ssla.fitting.tuning_space import make_prior_with_precision
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 from ssla.fitting.variational import ROUGH
 from ssla.likelihoods import Likelihood
@@ -282,7 +282,7 @@ class Search:
         """
         if self.plan.prior is not None:
             return self.plan.prior
-        return prior_with_precision(self.start, self.compute_precision_at(setting))
+        return make_prior_with_precision(self.start, self.compute_precision_at(setting))
 
     def make_state_at(self, setting: Setting, statistics: Statistics) -> Posterior:
         """Return the Gaussian at the θ̂ of the start in a setting.
@@ -456,7 +456,7 @@ class Search:
         Only for quadratic sums whose precisions are relative to the noise: it is then the same for
         every noise.
         """
-        prior = prior_with_precision(self.start, self.compute_precision_at(setting))
+        prior = make_prior_with_precision(self.start, self.compute_precision_at(setting))
         theta, _ = self.start.statistics.move_to_mode(
             prior.bind(self.start.network.layout), self.start.theta
         )

@@ -173,7 +173,7 @@ class BoundAscent:
                 current = trial
             share = min(1.0, GROWTH * share)
             if gain <= COARSE and self.choose_prior is not None:
-                current = self._under_another_prior(current, self.choose_prior)
+                current = self._change_prior(current, self.choose_prior)
             elif gain <= self.tolerance:
                 is_near = self._compute_squared_distance(current) <= CLOSE * len(current.mean)
                 converged = not stuck and is_near
@@ -182,7 +182,7 @@ class BoundAscent:
 
         return self._finish(current, rounds, converged)
 
-    def _under_another_prior(self, current: Iterate, choose_prior: ChoosePrior) -> Iterate:
+    def _change_prior(self, current: Iterate, choose_prior: ChoosePrior) -> Iterate:
         """Return the current Gaussian with its bound under the prior that `choose_prior` returns.
 
         That prior is stored in the ascent, which goes on under it. If `choose_prior` returns None,
@@ -289,7 +289,7 @@ class BoundAscent:
             # The kept rows have another structure than the dense curvature of the new ones. The two
             # cannot be added, but products with both can.
             return solve_newton_step_by_products(
-                self._product_of_all_rows(newton.push),
+                self._extend_product_to_all_rows(newton.push),
                 gradient,
                 precision,
                 covariance,
@@ -300,7 +300,7 @@ class BoundAscent:
         if product is None:  # the structure's curvature, which may be only near the bound's
             return covariance.solve(gradient)
         return solve_newton_step_by_products(
-            self._product_of_all_rows(product),
+            self._extend_product_to_all_rows(product),
             gradient,
             precision,
             covariance,
@@ -308,7 +308,7 @@ class BoundAscent:
             most=MOST_PRODUCTS,
         )
 
-    def _product_of_all_rows(self, product: Product) -> Product:
+    def _extend_product_to_all_rows(self, product: Product) -> Product:
         """Return the function v -> Σ JᵀΛJ v over all rows, for vectors v (P,).
 
         product: the same over the rows that are read; that of kept rows is added.

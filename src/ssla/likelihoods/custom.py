@@ -36,8 +36,8 @@ from ssla.maths import quadrature
 from ssla.maths.elementwise import common_shape, uniform_numbers
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
-FIRST_COUNTS = 64  # counts that are tried first; a guess
-MORE_COUNTS = 4  # the factor from one try to the next; a guess
+FIRST_COUNTS = 64  # counts that are tried first
+MORE_COUNTS = 4  # the factor from one try to the next
 MOST_COUNTS = 1 << 16  # counts that are summed one by one; a guess
 ALL_MASS = 1e-9  # the distance from 1 up to which a sum of probabilities has all of them; a guess
 COUNTS_AT_ONCE = 1 << 22  # values of log p at one time: bounds memory

@@ -199,10 +199,12 @@ class HeteroscedasticGaussian(Likelihood):
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation for small changes."""
         y = squeeze_scalar_target(y, f_new)
         if self.linear_domain:
-            return self._difference_of_log_variance(y, f_new, f_old)
-        return self._difference_of_natural(y, f_new, f_old)
+            return self._compute_difference_of_log_variance(y, f_new, f_old)
+        return self._compute_difference_of_natural(y, f_new, f_old)
 
-    def _difference_of_log_variance(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+    def _compute_difference_of_log_variance(
+        self, y: Tensor, f_new: Tensor, f_old: Tensor
+    ) -> Tensor:
         """Return `log_prob_difference` (...) for mean and log variance.
 
         y is (...), f_new and f_old are (..., 2). The difference is
@@ -224,7 +226,7 @@ class HeteroscedasticGaussian(Likelihood):
         far = r_new * r_new * w_new - r_old * r_old * w_old
         return -0.5 * (s_step + torch.where(s_step.abs() <= 1, close, far))
 
-    def _difference_of_natural(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+    def _compute_difference_of_natural(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return `log_prob_difference` (...) for natural parameters.
 
         y is (...), f_new and f_old are (..., 2). The difference is
@@ -430,7 +432,7 @@ class _Profile(NamedTuple):
         slope = torch.addcmul(half_t2E.sub_(0.5), self.beta, t).mul_(self.c).sub_(d)
         return d + slope.div_(curvature)
 
-    def height(self, d: Tensor) -> Tensor:
+    def compute_height(self, d: Tensor) -> Tensor:
         """Return the height h(d) (M,) at d (M,), with −∞ where it is not a number."""
         rho = torch.addcmul(self.r, self.beta, d, value=-1)
         variance = capped_exp(self.s + d) + self.q
@@ -448,12 +450,12 @@ class _Profile(NamedTuple):
         variance = (self.beta * self.beta * self.c + self.q).clamp_min(SMALLEST_DIVISOR)
         mean_explains = self.c * self.beta * self.r / variance
         best = d
-        best_height = self.height(d)
+        best_height = self.compute_height(d)
         for start in (d, -0.5 * self.c, noise_explains, mean_explains):
             maximum = self._climb_to_maximum(
                 torch.where(torch.isfinite(start), start, torch.zeros_like(start))
             )
-            height = self.height(maximum)
+            height = self.compute_height(maximum)
             better = height > best_height
             best = torch.where(better, maximum, best)
             best_height = torch.where(better, height, best_height)
@@ -464,19 +466,19 @@ class _Profile(NamedTuple):
 
         A task that has no maximum after SAFE_STEPS steps returns the point where it is then.
         """
-        height = self.height(d)
+        height = self.compute_height(d)
         for _ in range(SAFE_STEPS):
             step = self.take_newton_step(d) - d
             step = torch.where(torch.isfinite(step), step, torch.zeros_like(step))
             step = step.clamp(-LONGEST_STEP, LONGEST_STEP)
-            trial_height = self.height(d + step)
+            trial_height = self.compute_height(d + step)
             # A step that decreases h is shortened.
             for _ in range(SHORTER_STEPS):
                 decreased = trial_height < height
                 if not bool(decreased.any()):
                     break
                 step = torch.where(decreased, step / SHORTER, step)
-                trial_height = self.height(d + step)
+                trial_height = self.compute_height(d + step)
             accepted = trial_height >= height
             d = torch.where(accepted, d + step, d)
             height = torch.where(accepted, trial_height, height)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 PURPOSE = DataPurpose("posterior.loo()", "The data", "posterior.loo(data={})")
 # The least eigenvalue of I − RᵀΛR of a sound row. An eigenvalue is the variance with the row, as a
-# share of the variance without it. A guess.
+# share of the variance without it.
 LEAST = 1e-6
 SITES_SHARE = 4  # parts of the memory budget that kept sites take at most; a guess
 ROWS_AT_ONCE = 1024  # predictives that are held together

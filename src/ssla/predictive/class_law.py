@@ -62,11 +62,11 @@ class ClassProbabilities(Law):
 
     def interval(self, level: float) -> Tensor:
         """Return the smallest set of classes with probability `level`, bool (N, C)."""
-        return smallest_set(self.probs, level)
+        return select_smallest_set(self.probs, level)
 
     def hdr(self, level: float) -> Tensor:
         """Return the same set as `interval`."""
-        return smallest_set(self.probs, level)
+        return select_smallest_set(self.probs, level)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n classes for each input: integers (n, N)."""
@@ -142,7 +142,7 @@ class ClassLaw(ClassProbabilities):
         share = (
             self._estimated_epistemic_share
             if self.integrals is None
-            else self._epistemic_share_from(self.integrals)
+            else self._compute_epistemic_share_from(self.integrals)
         )
         return self.variance * share
 
@@ -162,7 +162,7 @@ class ClassLaw(ClassProbabilities):
         )
         return doubt / (doubt + noise).clamp_min(SMALLEST_DIVISOR)
 
-    def _epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:
+    def _compute_epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:
         """Return the epistemic share Var_f E[y|f] / Var[y] of the variance from integrals.
 
         It has the shape of the mean.
@@ -200,7 +200,7 @@ class ClassLaw(ClassProbabilities):
         return self.log_density(y)
 
 
-def smallest_set(probs: Tensor, level: float) -> Tensor:
+def select_smallest_set(probs: Tensor, level: float) -> Tensor:
     """Return the smallest set of classes that reaches the level, for probs (N, C): bool (N, C).
 
     No class is selected in a row with NaN.

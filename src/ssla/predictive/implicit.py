@@ -63,14 +63,14 @@ class GraphDensity:
         """Return a tensor of the dtype and device of the answers."""
         return self.plain.like
 
-    def zero_with_graph(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
+    def make_zero_with_graph(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return zeros (m, k) with the derivative of the log density at y (m, k).
 
         rows (m,): the inputs to which the rows of y belong; None: all in order. Raises ValueError
         where a refit does not reach a mode.
         """
         f, K = self.marginal if rows is None else (values[rows] for values in self.marginal)
-        return _zero_with_graph(log_density_with_graph(self.likelihood, y, f, K))
+        return _make_zero_with_graph(log_density_with_graph(self.likelihood, y, f, K))
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         """Return the plain log densities and flags at y (m, k), with their graph.
@@ -80,7 +80,7 @@ class GraphDensity:
         values = values_outside_transforms(y)
         with torch.no_grad(), outside_transforms():
             density = self.plain.density_at(values, rows)
-        return density._replace(log=density.log + self.zero_with_graph(y, rows))
+        return density._replace(log=density.log + self.make_zero_with_graph(y, rows))
 
     def __call__(self, y: Tensor) -> Increments:
         """Raise ValueError: increments carry no gradient. The argument is part of the protocol."""
@@ -146,7 +146,7 @@ class ImplicitLaw(Law):
         with torch.no_grad():
             y = self.law.icdf(q)
             density = self.law.log_prob(y).exp()
-        return y - _zero_with_graph(self.law.cdf(y)) / density
+        return y - _make_zero_with_graph(self.law.cdf(y)) / density
 
     @property
     def mode(self) -> Tensor:
@@ -193,7 +193,7 @@ class ImplicitLaw(Law):
         _refuse_answer("increments")
 
 
-def _zero_with_graph(value: Tensor) -> Tensor:
+def _make_zero_with_graph(value: Tensor) -> Tensor:
     """Return zeros with the derivative of `value`, and with its shape."""
     return value - value.detach()
 
@@ -272,7 +272,7 @@ def _add_graph_to_table(table: Table, density: GraphDensity) -> Table:
     without a count have none.
     """
     empty = table.widths <= 0
-    zero = density.zero_with_graph(torch.where(empty, 0.0, table.centres), table.rows)
+    zero = density.make_zero_with_graph(torch.where(empty, 0.0, table.centres), table.rows)
     return table._replace(logs=table.logs + torch.where(empty, 0.0, zero))
 
 
@@ -283,7 +283,7 @@ def _add_graph_to_grid(piece: RowGrid, density: GraphDensity) -> RowGrid:
     nodes stay in place.
     """
     rows, grid = piece
-    zero = density.zero_with_graph(grid.nodes, rows)
+    zero = density.make_zero_with_graph(grid.nodes, rows)
     if zero.requires_grad:
         marginal, plain_marginal = (
             Marginal(*(values[rows] for values in of_all_rows))

@@ -143,11 +143,11 @@ class Frame:
         (Leja's rule). A region of few counts may have no new node left.
         """
         if bool(known.isnan().all()):
-            y = self.to_y(chebyshev_nodes(more).expand(len(known), -1))
+            y = self.to_y(make_chebyshev_nodes(more).expand(len(known), -1))
             # Rounding may have made neighbouring counts equal.
             y = _separate_counts(y, self.high) if self.is_of_counts else y
             return y, torch.ones_like(y, dtype=torch.bool)
-        candidates = self.to_y(chebyshev_nodes(CANDIDATES).expand(len(known), -1))
+        candidates = self.to_y(make_chebyshev_nodes(CANDIDATES).expand(len(known), -1))
         t = self.to_t(candidates)
 
         # log Π|t − t_j| over the known nodes; −∞ at a node, and a missing node (NaN) adds nothing
@@ -163,7 +163,7 @@ class Frame:
 
 
 @cached_constant
-def chebyshev_nodes(count: int) -> Tensor:
+def make_chebyshev_nodes(count: int) -> Tensor:
     """Return Chebyshev's nodes −cos(πj/(count − 1)) for j = 0, 1, …: (count,), from −1 to 1.
 
     count must be at least 2.
@@ -414,7 +414,7 @@ def _find_largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Te
     if not len(series):  # no rows
         return before[:, 0]
     # `to_y` rounds counts, so that they are compared at whole numbers only.
-    t = frame.to_t(frame.to_y(chebyshev_nodes(COMPARED).expand(len(series), -1)))
+    t = frame.to_t(frame.to_y(make_chebyshev_nodes(COMPARED).expand(len(series), -1)))
     return _sum_chebyshev(series - before, t).abs().amax(1)
 
 

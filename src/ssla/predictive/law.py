@@ -2,7 +2,7 @@
 
 A law has the mathematics only. `Predictive` adds shapes, checks, and the dtype and device of the
 answers. "The shape of the mean" is (N,) for one target, (N, D) for D targets, and (N, C) for C
-classes.
+classes, or (N,) for Bernoulli.
 
 Some laws compute their rows in blocks, called pieces. A piece has the numbers of its rows, and
 its results are put together by `gather_rows`.

@@ -14,7 +14,7 @@ from torch.distributions import Distribution, biject_to
 
 from ssla._checks import check_finite, check_positive, in_plain_torch, record_derivatives
 from ssla.network.layout import Layout, contiguous_layout
-from ssla.priors.prior import BoundPrior, Prior, layers_before_parameters, parameters_of_key
+from ssla.priors.prior import BoundPrior, Prior, find_parameters_of_key, sort_layers_first
 from ssla.priors.separable import (
     Separable,
     compute_gradient,
@@ -244,8 +244,8 @@ class Product:
         Raises ValueError if a parameter has no prior, or a key is no name of the layout.
         """
         key_of: dict[str, str] = {}  # the key of each parameter's prior
-        for key in layers_before_parameters(self.parts, layout):
-            key_of.update(dict.fromkeys(parameters_of_key(key, layout), key))
+        for key in sort_layers_first(self.parts, layout):
+            key_of.update(dict.fromkeys(find_parameters_of_key(key, layout), key))
         missing = [name for name in layout.names if name not in key_of]
         if missing:
             raise ValueError(

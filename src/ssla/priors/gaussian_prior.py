@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssla._checks import check_finite, check_positive, in_plain_torch
 from ssla.network.layout import Layout
-from ssla.priors.prior import Setting, resolve_setting, tensors_of_setting
+from ssla.priors.prior import Setting, convert_setting_to_tensors, resolve_setting
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class Gaussian:
     @in_plain_torch
     def __post_init__(self) -> None:
         """Raise ValueError if a precision is not positive or a mean is not finite."""
-        for value in tensors_of_setting(self.precision):
+        for value in convert_setting_to_tensors(self.precision):
             check_positive("prior precision", value, "For no prior use priors.Flat().")
-        for value in tensors_of_setting(self.mean):
+        for value in convert_setting_to_tensors(self.mean):
             check_finite("prior mean", value, "Give finite numbers.")
 
     def bind(self, layout: Layout) -> BoundGaussian:
@@ -83,7 +83,7 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
     the scale of these parameters alone.
     """
     if outputs is None:
-        return _trained_scale_of_layers(layout, theta)
+        return _make_trained_scale_of_layers(layout, theta)
     precision = torch.empty_like(theta)
     mean = torch.zeros_like(theta)
     is_weight = torch.ones_like(theta, dtype=torch.bool)
@@ -99,7 +99,7 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
     groups = torch.where(outputs < 0, groups, len(layout.layers()) + outputs)
     for group in groups.unique():
         members = groups == group
-        precision[members] = _precision_around_zero(theta[members & is_weight])
+        precision[members] = _compute_precision_around_zero(theta[members & is_weight])
     precisions = {name: _as_number(value) for name, value in layout.unpack(precision).items()}
 
     # Means of zero are written as a number, so that the prior prints well.
@@ -115,7 +115,7 @@ def _as_number(value: Tensor) -> float | Tensor:
     return float(first) if bool((value == first).all()) else value
 
 
-def _trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
+def _make_trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
     """Return the prior of `trained_scale` without outputs, for θ (P,).
 
     Layers are taken one after another: with millions of weights, each vector (P,) needs much
@@ -128,7 +128,7 @@ def _trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
         weights = [
             value.flatten() for name, value in trained.items() if not _is_offset(name, names)
         ]
-        layer_precision = _precision_around_zero(torch.cat(weights))
+        layer_precision = _compute_precision_around_zero(torch.cat(weights))
         for name, value in trained.items():
             precision[name] = layer_precision
             mean[name] = value if _is_offset(name, names) and bool(value.any()) else 0.0
@@ -140,7 +140,7 @@ def _is_offset(name: str, layer: tuple[str, ...]) -> bool:
     return name.rpartition(".")[2] == "bias" and len(layer) > 1
 
 
-def _precision_around_zero(weights: Tensor) -> float:
+def _compute_precision_around_zero(weights: Tensor) -> float:
     """Return 1 / mean(w²) of weights w (n,); 1 where all weights are zero or there are none.
 
     The result is at most 1 / tiny and at least tiny, with tiny the smallest normal float64.

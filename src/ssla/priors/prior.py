@@ -52,7 +52,7 @@ class Prior(Protocol):
         """Return the prior over flat θ with this layout; raise ValueError if it does not fit."""
 
 
-def tensors_of_setting(setting: Setting) -> list[Tensor]:
+def convert_setting_to_tensors(setting: Setting) -> list[Tensor]:
     """Return every value of a setting as a float64 tensor, for checks."""
     values = setting.values() if isinstance(setting, Mapping) else [setting]
     return [torch.as_tensor(value, dtype=torch.float64) for value in values]
@@ -87,9 +87,9 @@ def _resolve_names(
     parameter without a value.
     """
     theta = torch.full((layout.size,), math.nan, dtype=torch.float64)
-    for key in layers_before_parameters(setting, layout):
+    for key in sort_layers_first(setting, layout):
         value = torch.as_tensor(setting[key], dtype=torch.float64)
-        for name in parameters_of_key(key, layout):
+        for name in find_parameters_of_key(key, layout):
             index = layout.positions[name]
             try:
                 theta[index] = value.expand(index.shape)
@@ -107,7 +107,7 @@ def _resolve_names(
     return theta
 
 
-def layers_before_parameters(keys: Iterable[str], layout: Layout) -> list[str]:
+def sort_layers_first(keys: Iterable[str], layout: Layout) -> list[str]:
     """Return the keys with the names of layers first, then the names of parameters.
 
     A caller that writes values in this order lets a parameter override its layer.
@@ -115,7 +115,7 @@ def layers_before_parameters(keys: Iterable[str], layout: Layout) -> list[str]:
     return sorted(keys, key=lambda name: name in layout.positions)
 
 
-def parameters_of_key(key: str, layout: Layout) -> tuple[str, ...]:
+def find_parameters_of_key(key: str, layout: Layout) -> tuple[str, ...]:
     """Return the names of the parameters that a key stands for: one parameter, or those of a layer.
 
     Raises ValueError if the layout has no parameter and no layer of that name.

@@ -23,7 +23,7 @@ from ssla._checks import (
     record_derivatives,
 )
 from ssla.network.layout import Layout
-from ssla.priors.prior import Setting, resolve_setting, tensors_of_setting
+from ssla.priors.prior import Setting, convert_setting_to_tensors, resolve_setting
 
 LOG_2PI = math.log(2 * math.pi)
 IDENTITY, LOG = "identity", "log"
@@ -81,9 +81,9 @@ def differentiate(value: Tensor, point: Tensor, keep_graph: bool = False) -> Ten
 
 def _check_scale_and_loc(scale: Setting, loc: Setting) -> None:
     """Raise ValueError unless the scale is positive and the location is finite."""
-    for value in tensors_of_setting(scale):
+    for value in convert_setting_to_tensors(scale):
         check_positive("prior scale", value)
-    for value in tensors_of_setting(loc):
+    for value in convert_setting_to_tensors(loc):
         check_finite("prior loc", value, "Give finite numbers.")
 
 
@@ -271,7 +271,7 @@ class Gamma:
         """Raise ValueError for an unknown link, and unless shape and rate are positive."""
         check_name("link", self.link, (LOG, IDENTITY))
         for name, setting in (("shape", self.shape), ("rate", self.rate)):
-            for value in tensors_of_setting(setting):
+            for value in convert_setting_to_tensors(setting):
                 check_positive(f"prior {name}", value)
 
     def bind(self, layout: Layout) -> Separable:
