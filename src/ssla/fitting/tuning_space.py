@@ -231,7 +231,7 @@ class Space:
 
     @property
     def expected_curvature(self) -> Tensor:
-        """Return minus the second derivatives (d,) of the expected log density; they are constant."""
+        """Return the constant −∂² (d,) of `compute_expected_log_density`."""
         of_precision = 0.0 if self.expected_levels is None else self.doubt**-2
         return torch.where(self._is_precision, of_precision, 0.0).double()
 
