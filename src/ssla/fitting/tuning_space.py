@@ -231,7 +231,10 @@ class Space:
 
     @property
     def expected_curvature(self) -> Tensor:
-        """Return the constant −∂² (d,) of `compute_expected_log_density`."""
+        """Return minus the second derivatives (d,) of `compute_expected_log_density`.
+
+        They are constant.
+        """
         of_precision = 0.0 if self.expected_levels is None else self.doubt**-2
         return torch.where(self._is_precision, of_precision, 0.0).double()
 
