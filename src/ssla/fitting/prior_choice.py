@@ -229,7 +229,7 @@ def maximise_evidence(space: Space) -> Maximum:
 def _make_objective(space: Space, evidence: Evidence) -> Callable[[Tensor], Value]:
     """Return the objective of a search by the evidence, as a function of a point (d,).
 
-    It is the evidence plus the log density of the expected precisions.
+    The result is the evidence plus the log density of the expected precisions.
     """
 
     def penalised_evidence(point: Tensor) -> Value:

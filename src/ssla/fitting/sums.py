@@ -96,7 +96,7 @@ class Sums:
     def newton_curvature(self) -> Structure:
         """Return the curvature of Newton steps.
 
-        It is the observed one where that is summed, and else that of the statistics.
+        The result is the observed one where that is summed, and else that of the statistics.
         """
         return self.newton or self.statistics.curvature
 

@@ -175,8 +175,8 @@ class Space:
     def scale(self) -> Tensor:
         """Return the approximate inverse curvature (d,) of the evidence in the free coordinates.
 
-        It is 2/P_g for a group of P_g parameters, and 1/(2nC) for the noise of n rows with C
-        outputs.
+        The result is 2/P_g for a group of P_g parameters, and 1/(2nC) for the noise of n rows with
+        C outputs.
         """
         sizes = torch.bincount(self.groups, minlength=len(self.labels)).double()
         rows = self.posterior.sums.weight * self.posterior.network.outputs

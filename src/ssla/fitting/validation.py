@@ -278,7 +278,7 @@ class Search:
     def make_prior_at(self, setting: Setting) -> Prior:
         """Return the prior of a setting.
 
-        It is the one that the user gave, or a Gaussian with the precision of the setting.
+        The prior is the one that the user gave, or a Gaussian with the precision of the setting.
         """
         if self.plan.prior is not None:
             return self.plan.prior

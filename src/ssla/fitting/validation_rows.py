@@ -212,7 +212,7 @@ class ValidationRows:
     def compute_scores(self, candidates: Sequence[Candidate]) -> Tensor:
         """Compute the log density (k, n) of the rows' targets under each of k candidates.
 
-        It is log ∫ p(y|f) N(f) df, with N(f) the candidate's Gaussian of the outputs. All
+        The result is log ∫ p(y|f) N(f) df, with N(f) the candidate's Gaussian of the outputs. All
         candidates take one pass over the rows. A value that is not a number becomes −∞.
         """
         scores = torch.empty(len(candidates), self.count, dtype=torch.float64)

@@ -194,8 +194,9 @@ class Categorical(_Classes):
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        It is −log1p Σ_c p_c expm1(Δ_c − Δ_y), with p at f_old and Δ the change of the logits. Where
-        some |Δ_c − Δ_y| exceeds one, it is the plain difference, which does not cancel there.
+        The result is −log1p Σ_c p_c expm1(Δ_c − Δ_y), with p at f_old and Δ the change of the
+        logits. Where some |Δ_c − Δ_y| exceeds one, it is the plain difference, which does not
+        cancel there.
         """
         shape = common_shape(y, f_new[..., 0], f_old[..., 0])
         y = y.long().expand(shape)

@@ -333,7 +333,7 @@ class NegativeBinomial(Likelihood):
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        It is the change of r log(1 − p) + y log p; the other terms do not depend on f.
+        The result is the change of r log(1 − p) + y log p; the other terms do not depend on f.
         """
         y = squeeze_scalar_target(y, f_new).to(f_new.dtype)
         z = self._log_mean_over_r(f_old)

@@ -426,8 +426,8 @@ class Custom(Likelihood):
 def _compute_gradient(total: Tensor, free: Tensor, keep: bool) -> Tensor:
     """Return the gradient of a scalar `total` with respect to `free`, with the shape of `free`.
 
-    It is zero if the scalar does not depend on `free`. keep: whether the graph is kept, so that the
-    result can be differentiated again.
+    The result is zero if the scalar does not depend on `free`. keep: whether the graph is kept, so
+    that the result can be differentiated again.
     """
     if not total.requires_grad:
         return torch.zeros_like(free)

@@ -126,7 +126,7 @@ class Gaussian(Likelihood):
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        It is (f_new − f_old)ᵀ Σ⁻¹ (y − (f_new + f_old)/2).
+        The result is (f_new − f_old)ᵀ Σ⁻¹ (y − (f_new + f_old)/2).
         """
         mean_residual = (self._compute_residual(y, f_new) + self._compute_residual(y, f_old)) / 2
         return ((f_new - f_old) @ self._compute_noise_precision(f_new) * mean_residual).sum(-1)

@@ -76,8 +76,9 @@ class StudentT(Likelihood):
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        It is −½(df + 1) log1p(ratio) with ratio = (z_new − z_old)(z_new + z_old)/(df + z_old²).
-        Where the ratio is below −½ it is the plain difference, which does not cancel there.
+        The result is −½(df + 1) log1p(ratio) with ratio = (z_new − z_old)(z_new + z_old)/(df +
+        z_old²). Where the ratio is below −½ it is the plain difference, which does not cancel
+        there.
         """
         new, old = self._standardise_residual(y, f_new), self._standardise_residual(y, f_old)
         ratio = (f_old - f_new)[..., 0] / self.scale * (new + old) / (self.df + old * old)

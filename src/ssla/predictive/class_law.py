@@ -135,7 +135,8 @@ class ClassLaw(ClassProbabilities):
     def epistemic(self) -> Tensor:
         """Return the epistemic part of the variance, of the shape of the mean.
 
-        It is the variance times its epistemic share under f ~ N(f̂, K), and zero without a refit.
+        The result is the variance times its epistemic share under f ~ N(f̂, K), and zero without a
+        refit.
         """
         if not self.log_density.outputs_move:
             return torch.zeros_like(self.variance)
@@ -155,7 +156,7 @@ class ClassLaw(ClassProbabilities):
     def _estimated_epistemic_share(self) -> Tensor:
         """Return the epistemic share of the variance by a quadrature over f ~ N(f̂, K).
 
-        It has the shape of the mean.
+        The result has the shape of the mean.
         """
         doubt, noise = compute_variance_parts(
             self.log_density.likelihood, *self.log_density.marginal
@@ -165,7 +166,7 @@ class ClassLaw(ClassProbabilities):
     def _compute_epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:
         """Return the epistemic share Var_f E[y|f] / Var[y] of the variance from integrals.
 
-        It has the shape of the mean.
+        The result has the shape of the mean.
         """
         p = integrals.log_probs.exp()
         variance = (p * (1 - p)).clamp_min(torch.finfo(p.dtype).tiny)

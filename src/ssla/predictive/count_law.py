@@ -162,7 +162,7 @@ class CountLaw(PointwiseLaw):
     def _cumulative(self) -> list[Tensor]:
         """Return the probability of all counts below each edge, from 0 to 1.
 
-        It is (m, k + 1) for each table.
+        The result is (m, k + 1) for each table.
         """
         sums = [share.cumsum(1) for share in self._block_shares]
         return [pad(total / total[:, -1:], (1, 0)) for total in sums]

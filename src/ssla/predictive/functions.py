@@ -134,8 +134,8 @@ def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
 def _count_rows_at_once(posterior: Posterior) -> int:
     """Return how many rows are linearised at once.
 
-    It is a chunk of the network, or fewer rows where their Jacobian would exceed the memory budget.
-    Raises ValueError if the Jacobian of one row exceeds it.
+    This is the size of a chunk of the network, or fewer rows where their Jacobian would exceed the
+    memory budget. Raises ValueError if the Jacobian of one row exceeds it.
     """
     network = posterior.network
     budget = posterior.memory_budget

@@ -209,7 +209,7 @@ class GaussianLaw(Law):
     def hdr(self, level: float) -> Regions | Ellipsoid:
         """Return the smallest region with probability `level`.
 
-        It is an interval for one target, and an ellipsoid for D targets.
+        The result is an interval for one target, and an ellipsoid for D targets.
         """
         if self.kind == "scalar":
             ends = self.interval(level)

@@ -165,8 +165,8 @@ class SoftmaxIntegrals:
     def _count_rows_at_once(self, nodes: int, dtype: torch.dtype) -> int:
         """Return the number of rows of a block, at least one.
 
-        It has as many rows as the cache and the budget hold. nodes: the number of nodes of a slab.
-        dtype: that of the nodes.
+        A block has as many rows as the cache and the budget hold. nodes: the number of nodes of a
+        slab. dtype: that of the nodes.
         """
         entries = nodes * self.half.shape[1]
         affordable = self.budget // (COPIES * dtype.itemsize * entries)

@@ -209,8 +209,8 @@ def pool_normals(first: Predictive, second: Predictive, share: float) -> Predict
 def _combine_epistemic(means: Tensor, doubts: Tensor, weights: Tensor) -> Tensor:
     """Return the epistemic variance (N,) of a mixture of M laws.
 
-    It is the average of theirs, plus the variance between their means. means, doubts (N, M): means
-    and epistemic variances of the laws. weights (M,), with sum 1.
+    The result is the average of theirs, plus the variance between their means. means, doubts (N,
+    M): means and epistemic variances of the laws. weights (M,), with sum 1.
     """
     return (doubts + (means - (means @ weights)[:, None]) ** 2) @ weights
 

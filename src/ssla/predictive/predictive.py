@@ -183,7 +183,7 @@ class Predictive:
     def epistemic(self) -> Tensor:
         """Return the part of the variance that more data would remove, Var_f E[y|f].
 
-        It has the shape of the mean.
+        The result has the shape of the mean.
         """
         return self._cast(self.law.epistemic)
 
@@ -205,8 +205,8 @@ class Predictive:
     def mutual_information(self) -> Tensor:
         """Return the part of `entropy` that more data would remove, in nats (N,).
 
-        It is H(E_f p) − E_f H(p) ≥ 0. For a refit of the weights (and "newton") its share of the
-        entropy is computed under f ~ N(f̂, K), and multiplied by the entropy of the refit's
+        The result is H(E_f p) − E_f H(p) ≥ 0. For a refit of the weights (and "newton") its share
+        of the entropy is computed under f ~ N(f̂, K), and multiplied by the entropy of the refit's
         predictive. In a mixture it contains the disagreement of the members. Raises AttributeError
         for other targets.
         """

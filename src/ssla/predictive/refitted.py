@@ -249,8 +249,8 @@ def _count_refits(weights: WeightLogDensity, evaluations: Tensor) -> Tensor:
 def _name_rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
     """Return the name of the rung that answered for each row: "weights", "output" or "failed".
 
-    It is "failed" where the answer is NaN. chosen, failed (N,) bool: the rows to refit, and those
-    in which a refit failed.
+    The name is "failed" where the answer is NaN. chosen, failed (N,) bool: the rows to refit, and
+    those in which a refit failed.
     """
     is_nan = _find_nan_rows(weights, failed).tolist()
     names = ["weights" if by_weights else "output" for by_weights in (chosen & ~failed).tolist()]

@@ -270,7 +270,7 @@ class TransformedLaw(Law):
     def below(self, y: Tensor) -> Tensor:
         """Return P(Y < y), (N, k) -> (N, k).
 
-        It is zero at the atom, which is the lowest value, and the cdf elsewhere.
+        The result is zero at the atom, which is the lowest value, and the cdf elsewhere.
         """
         atom = self.transform.atom
         return self.cdf(y) if atom is None else torch.where(y <= atom, 0.0, self.cdf(y))

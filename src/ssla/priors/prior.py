@@ -41,7 +41,7 @@ class BoundPrior(Protocol):
     def precision(self, theta: Tensor) -> Tensor:
         """Return −∇² log π at θ (P,): (P,) if it is diagonal, else (P, P).
 
-        It is positive semi-definite only where log π is concave.
+        The result is positive semi-definite only where log π is concave.
         """
 
 
