@@ -36,8 +36,8 @@ class Setting(NamedTuple):
 
     mode: str
     gaussian: str
-    spread: float  # factor on the dispersion of the likelihood at hand
-    precision: float  # factor on the prior precisions at hand; for Gaussian noise at that noise
+    spread: float  # factor on the dispersion of the present likelihood
+    precision: float  # factor on the present prior precisions; for Gaussian noise at that noise
 
     @property
     def family(self) -> tuple[str, str]:

@@ -208,7 +208,7 @@ class FitPlan:
     def _automatic_structure(self) -> AutomaticStructure | None:
         """Return what decides the structure; None where it is known.
 
-        Ranks and workers know only the rows of their own shards. There the number of rows is left
+        Ranks and workers have only the rows of their own shards. There the number of rows is left
         out, so that all of them choose the same.
         """
         if not self.automatic:

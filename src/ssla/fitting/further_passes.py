@@ -129,7 +129,7 @@ def polish_again(
 def refit_to_chunks(posterior: Posterior, chunks: list[Chunk]) -> Posterior:
     """Refit the Gaussian of a last layer to similar rows; its prior and noise stay.
 
-    The refit starts from the posterior at hand. Only for a last layer that was polished, or that
+    The refit starts from the present posterior. Only for a last layer that was polished, or that
     has a variational Gaussian. chunks: the rows with their features. Raises ValueError where the
     refit does not converge.
     """

@@ -221,7 +221,7 @@ def _check_folds(posterior: Posterior, count: int, folds: int) -> None:
 class LeaveOneOutScore:
     """The mean leave-one-out log density of the training rows, at any prior precision.
 
-    The sites (the Gaussian factor of each row) are kept as they are under the posterior at hand.
+    The sites (the Gaussian factor of each row) are kept as they are under the present posterior.
     """
 
     posterior: Posterior

@@ -64,7 +64,7 @@ class AutomaticStructure:
     This value is the same on every rank and worker, so that all of them choose the same structure.
     """
 
-    rows: int | None  # of all data, if every process knows them
+    rows: int | None  # the number of rows of all data; None where a process does not have it
     prior: Prior | None
 
     def choose(self, network: Network, budget: int, averages: bool) -> Choice:
@@ -104,7 +104,7 @@ class Order:
     # digests of what was asked for, which all ranks must share
     digests: Mapping[str, str] = field(default_factory=dict)
     averages: bool = False  # whether passes for averages over a Gaussian will follow
-    # whether they were asked for; a default gives way to the Gaussian at the mode
+    # whether they were asked for; otherwise the Gaussian at the mode may replace them
     averages_asked: bool = False
     averaging: Averaging | None = None  # sum averages over this Gaussian; None: values at θ
     rereads: bool = False  # whether passes in other settings will follow
@@ -584,8 +584,8 @@ def open_network_within(
         network = open_network(model, weights, x, materialise=False, output=output, links=links)
     order.likelihood.support_for(network.outputs)  # raises where the outputs do not fit
 
-    # A default variational Gaussian that is too large gives way to the Gaussian at the mode. So its
-    # averages count only where it was asked for, or where the fit would not give it up.
+    # A default variational Gaussian that is too large is replaced by the Gaussian at the mode. So
+    # its averages count only where it was asked for, or where the fit would not give it up.
     required = order.averages_asked or network.linear or order.structure.couples_all_parameters
     extent = measure_extent(network, rows, order.averages and required)
     refuse_beyond_budget(

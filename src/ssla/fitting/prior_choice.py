@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 # The numbers below were not measured: they are guesses, unless a comment says otherwise.
 # Log factors on all precisions from which an ascent may start.
 SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)
-SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
+SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too slow for a scan
 HALVINGS = 5  # of a point whose prior leaves no positive definite curvature
 ALTERNATIONS = 20  # of averages and prior
 # Rounding errors of the evidence, as shares of 1 + the number of observations: the slope that ends
@@ -170,7 +170,7 @@ def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
     """Return the posterior at a point (d,) of the space, and the point itself.
 
     Where the kept averages with that prior are not positive definite, the point is halved, a few
-    times at most; then the posterior at hand is returned, with the point zero.
+    times at most; then the present posterior is returned, with the point zero.
     """
     for _ in range(HALVINGS):
         try:
@@ -178,7 +178,7 @@ def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
             _ = reached.covariance
             return reached, point
         except ValueError:
-            # The curvature is not positive definite so far away. Closer to the posterior at hand it
+            # The curvature is not positive definite so far away. Closer to the present posterior it
             # is that of a posterior that exists.
             point = point / 2
     return space.posterior, torch.zeros_like(point)
@@ -187,13 +187,13 @@ def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
 def maximise_evidence(space: Space) -> Maximum:
     """Find the highest evidence inside the box of the space.
 
-    One ascent starts from the prior at hand. For a wide box and few parameters, another starts from
+    One ascent starts from the present prior. For a wide box and few parameters, another starts from
     the best of a scan over all precisions together. The values are the evidence plus the log
     density of the expected precisions.
     """
     problem = space.problem
 
-    # The log likelihood at hand is a constant that depends on the unit of the targets. It is left
+    # The present log likelihood is a constant that depends on the unit of the targets. It is left
     # out of the search, and added at the end.
     constant = problem.log_likelihood
     objective = _make_objective(space, make_evidence(problem._replace(log_likelihood=0.0)))

@@ -270,7 +270,7 @@ def make_bound_ascent(
 
 
 def refit_last_layer(plan: FitPlan, posterior: Posterior) -> Posterior:
-    """Refit a last layer's posterior to the plan's rows, starting from the posterior at hand.
+    """Refit a last layer's posterior to the plan's rows, starting from the present posterior.
 
     The rows must be similar to those of the posterior. The result is at the mode of the plan's
     rows. If it has a variational Gaussian, that is found by their averages, and θ̂ and its tilt

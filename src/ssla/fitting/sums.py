@@ -363,7 +363,7 @@ class Sums:
             factor = noise[:1].expand(outputs)
         scale = self.reference * factor
 
-        # The log likelihood is computed anew. It is not a change of the one at hand: at a noise of
+        # The log likelihood is computed anew. It is not a change of the present one: at a noise of
         # 1 that is −½ of the squares in the unit of the targets, and the difference of two such
         # numbers may have no digits left.
         constant = scale.log().sum() + 0.5 * outputs * LOG_2PI

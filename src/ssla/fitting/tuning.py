@@ -9,7 +9,7 @@
   nll, crps     of predictions for a validation set, read once; or by k folds of the training data,
                 whose sums are taken once and recombined, so that no fold is fitted again. The
                 features were still learned from all rows: where they overfit, a validation set that
-                the network has not seen is the honest choice.
+                the network has not seen is the right choice.
 
 Precisions are tuned by one factor for each layer (or one for all), keeping the pattern of the prior
 at hand and its means; the noise of a Gaussian likelihood by one factor. A solution at the edge of
@@ -62,7 +62,7 @@ ROUGH_PARABOLAS = 2
 # Shares of the wider side of the best point: a parabola's top within BESIDE is too close to it, and
 # the point at INSIDE is tried instead.
 BESIDE, INSIDE = 0.1, 0.3
-SEARCH_ROUNDS = 6  # passes for the Gaussians on the way
+SEARCH_ROUNDS = 6  # passes for the Gaussians during the search
 DIFFERENCE = 1e-4  # of logarithms, for the derivatives of held-out scores
 BOUND_ERROR = 1e-6  # of 1 + |bound|: where a variational Gaussian is taken as converged
 SLOPE_TOLERANCE, ASCENT_ROUNDS = 1e-6, 100  # of the ascent of a held-out score
@@ -94,7 +94,7 @@ def tune(
     hand, which keeps few held-out rows from choosing an extreme one; infinite: none. quiet: whether
     a poor solution is only noted in the report. rough: whether the posterior will not be kept: the
     search then tries fewer priors, θ̂ stays, and the variational Gaussian at the end is as accurate
-    as those on the way.
+    as those during the search.
 
     Raises ValueError for unknown names, for data that do not suit the objective, and where there
     is nothing to tune.
@@ -204,7 +204,7 @@ def _search_by_passes(
     start = torch.zeros(len(space.free), dtype=torch.float64)
     search = PriorSearch(space, average, score, posterior, start)
     search.search_all_directions(ROUGH_PARABOLAS if rough else PARABOLAS)
-    # The Gaussians on the way were rough: the best one is found again, with all its rounds.
+    # The Gaussians during the search were rough: the best one is found again, with all its rounds.
     tolerance = ROUGH if rough else TOLERANCE
     tuned = BoundAscent(search.best, average, tolerance=tolerance).maximise_bound()
     points = [space.convert_to_units(point[None]) for point in search.points]
@@ -355,7 +355,7 @@ class PriorSearch:
         """Find the variational Gaussian at a point (d,), and return its score.
 
         The ascent starts from the best Gaussian so far. If the new one is better, it is stored in
-        its place. A point outside the box, or with too weak a prior for the averages at hand, is
+        its place. A point outside the box, or with too weak a prior for the present averages, is
         moved to one that is allowed.
         """
         low, high = self.space.box
@@ -366,7 +366,7 @@ class PriorSearch:
         ascent = BoundAscent(start, self.average, tolerance=ROUGH, most=SEARCH_ROUNDS)
         tried = ascent.maximise_bound()
 
-        # The report keeps its notes: those on a Gaussian on the way do not belong there.
+        # The report keeps its notes: those on a Gaussian during the search do not belong there.
         report = replace(self.best.report, rounds=tried.report.rounds)
         tried = replace(tried, report=report)
         score = self.score(tried)
@@ -397,7 +397,7 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
     """Find the point of the best score by an ascent, with gradients by central differences.
 
     held_out: maps a space and a point (d,) to the score; larger is better. The ascent starts from
-    the best of the prior at hand and a scan over all precisions together. A gradient takes 2d
+    the best of the present prior and a scan over all precisions together. A gradient takes 2d
     scores.
     """
     low, high = space.box
@@ -437,7 +437,7 @@ def _maximise_score(space: Space, held_out: Score) -> Maximum:
     )
     points, values = best.points, best.values
 
-    # The history begins at the prior at hand, also where the ascent began elsewhere.
+    # The history begins at the present prior, also where the ascent began elsewhere.
     if not torch.equal(points[0], start.clamp(low, high)):
         points = torch.cat([start[None], points])
         values = torch.cat([heights[:1].double(), values])

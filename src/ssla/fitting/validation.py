@@ -78,7 +78,7 @@ FINER = tuple(2.0 ** (k / 2) for k in range(4, -5, -1))
 COARSE_ROWS = 1000
 VARIATIONAL_SPREADS = (1.0, 0.8, 1.25)  # around the best of laplace
 VARIATIONAL_PRECISIONS = tuple(2.0**k for k in range(2, -7, -1))
-SEARCH_ROWS = 4_000  # training rows of variational Gaussians on the way
+SEARCH_ROWS = 4_000  # training rows of variational Gaussians during the search
 SEARCH_ROUNDS = 8  # passes for each of them
 # rows × parameters²: beyond, polished heads take long, and only a given mode has them
 POLISH_WORK = 1e9

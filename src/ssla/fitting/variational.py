@@ -5,7 +5,7 @@ Passes find it, which raise the evidence bound. At the nearest one
     S⁻¹ = Σ JᵀE[Λ]J − ∇² log π(m)      Σ JᵀE[g] + ∇log π(m) = 0      (or m = θ̂, if tilted)
 
 with averages over f ~ N(f(m), J S Jᵀ) in place of the values at the mode. A round is a pass: it
-takes the averages under the Gaussian at hand, and with them the bound. The next Gaussian has half
+takes the averages under the present Gaussian, and with them the bound. The next Gaussian has half
 of the new averages in its precision and the new mean: with all of them the precision would
 oscillate, and the mean need not wait for it. The step goes all the way there, or a share of the
 way. A share that lowers the bound is halved, so the bound never falls. For Gaussian noise the
@@ -372,7 +372,7 @@ def refit_to_similar_rows(posterior: Posterior, average: Average) -> Posterior:
     """Return the posterior with the variational Gaussian of slightly different rows.
 
     average: sums these rows. posterior: has the Gaussian from which the ascent starts. It takes a
-    fixed number of rounds from the Gaussian at hand, with half of the new averages in the
+    fixed number of rounds from the present Gaussian, with half of the new averages in the
     precision. The bound is not a stopping rule so close to its maximum: a step can overshoot to a
     point with the same bound, and the error of the nodes hides small gains. The tilt of the
     gradient stays. Raises ValueError where the last step of the mean is still long.
