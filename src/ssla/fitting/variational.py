@@ -146,8 +146,9 @@ class BoundAscent:
     def maximise_bound(self) -> Posterior:
         """Find the Gaussian with the highest bound, and return the posterior with it.
 
-        Where `choose_prior` is given, the posterior also has the prior that was chosen. Warns where
-        the rounds end before the bound has converged. Raises ValueError where no averages exist.
+        Where `choose_prior` is given, the posterior also has the prior that was chosen, and the
+        ascent must not be used again: it stores that prior. Warns where the rounds end before the
+        bound has converged. Raises ValueError where no averages exist.
         """
         current = self._make_first_iterate()
         rounds = 1
@@ -169,6 +170,7 @@ class BoundAscent:
                 gain = 0.0
                 share = 1.0
             else:
+                # In nats a parameter, as if the step had gone all the way.
                 gain = (trial.bound - current.bound) / len(current.mean) / share
                 current = trial
             share = min(1.0, GROWTH * share)
