@@ -178,6 +178,7 @@ class SpectralEvidence:
             gain = float((step * gradient).sum() - 0.5 * (values * step * step).sum())
             q = q + step
         share_product = (tau / h) * (data / h)  # (τ/h) (1 − τ/h)
+
         return _Contribution(
             gain,
             (0.5 * (tau.log() - tau * q * q - h.log())).sum(),

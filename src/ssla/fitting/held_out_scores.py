@@ -113,6 +113,7 @@ class HeldOutScore:
                 posterior, batch, posterior.sums, posterior.follows_prior
             )
             return HeldOutScore(posterior, (all_rows,), loss, [])
+
         _check_folds(posterior, len(batch.y), folds)
 
         # Each fold is refitted by one Newton step: that is exact for a quadratic, and right to

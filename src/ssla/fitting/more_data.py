@@ -68,6 +68,7 @@ def _check_same_model(posterior: Posterior, other: Posterior) -> None:
             "Only posteriors of the same trained network can be merged, but their "
             f"{' and '.join(unequal)} differ{reason}."
         )
+
     same_likelihood = digest(posterior.likelihood) == digest(other.likelihood)
     if not same_likelihood or digest(posterior.bound_prior) != digest(other.bound_prior):
         attribute = "prior" if same_likelihood else "likelihood"

@@ -74,6 +74,7 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
         or network.offset is not None
     ):
         return None
+
     squares_with_weight = rows.squares[rows.weights > 0]
     if not float(squares_with_weight.min()) < float(squares_with_weight.max()):
         return None

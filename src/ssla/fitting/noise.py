@@ -78,6 +78,7 @@ class _NoiseProblem:
                 f"{self.rows:g} rows leave no degrees of freedom beside "
                 f"{float(used.max()):.4g} fitted parameters"
             )
+
         new = (squares.clamp_min(0) / free).sqrt()
         if bool((new < NO_RESIDUALS * self.unit).any()):
             _refuse_estimate(

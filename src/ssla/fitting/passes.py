@@ -443,6 +443,7 @@ class Reader:
                 "The data can be read only once (a generator), but this fit needs another pass. "
                 "Give a DataLoader, a list of batches or arrays, or mode='tilt'."
             )
+
         self.passes += 1
         label = f"pass {self.passes}"
         rows = Rows(

@@ -58,6 +58,7 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
         or not isinstance(posterior.bound_prior, BoundGaussian)
     ):
         return posterior
+
     limit = MOST_PRICE - compute_mean_and_error(rows.plug_in, rows.weights).mean
 
     def compute_price(candidate: Posterior) -> float:

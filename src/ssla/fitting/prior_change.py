@@ -75,6 +75,7 @@ def change_prior(
     if convention != EXACT:
         # Factorised now: too few data for this convention are an error here, not in a prediction.
         _ = changed.data_operator
+
     if posterior.updates_mode_from_sums:
         theta, statistics = find_mode_from_sums(
             posterior.statistics, changed.objective_prior, posterior.theta

@@ -321,6 +321,7 @@ def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = Fa
         )
     if not history.converged and not quiet:
         warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning)
+
     at_mode = posterior.updates_mode_from_sums or posterior.residual <= AT_MODE
     change = "" if at_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
     if history.names == (NOISE,):
@@ -329,6 +330,7 @@ def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = Fa
         change += "precision and noise were tuned"
     else:
         change += "precision was tuned"
+
     tuned = describe_change(posterior, change, posterior.mode)
     summary = Note("tuned by " + str(history).replace("\n", "; "), TUNING)
     notes = (*without_subjects(tuned.report.notes, TUNING), summary)

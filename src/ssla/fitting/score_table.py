@@ -57,6 +57,7 @@ class ScoreTable:
             return
         weights = self.rows.weights
         best: Tensor | None = None
+
         for group in groups:
             before = len(self.log_densities)
             self.score_settings(group)

@@ -106,6 +106,7 @@ def read_data(plan: FitPlan) -> Draft:
     prior = plan.starting_prior
     bound = prior.bind(network.layout)
     check_density_at(prior, bound, network.theta)
+
     return Draft(
         plan,
         estimated,
@@ -462,6 +463,7 @@ def _warn_if_worse(draft: Draft) -> Draft:
         figure = f"the log likelihood fell by {fall:.3g} a row"
     if not worse:
         return draft
+
     message = (
         f"polish moved the network away from what it had learned: {figure}, because the prior is "
         "too strong for the scale of its weights and targets. Standardise the targets, weaken the "
@@ -481,6 +483,7 @@ def _add_notes(draft: Draft) -> Draft:
     notes = [*plan.network.notes, *draft.notes]
     draft.target.warn_data(notes)
     spread = draft.target.spread
+
     if spread is not None and plan.likelihood.quadratic:
         missed = spread.missed
         if draft.mode == POLISH:
@@ -605,6 +608,7 @@ def _keep_gaussian_at_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
             "gaussian='variational' reads the data several times, but they can be read only once "
             "(a generator). Give a DataLoader, a list of batches or arrays, or gaussian='laplace'."
         )
+
     message = "gaussian='laplace' was used in place of 'variational', "
     if plan.variational_is_large:
         message += (

@@ -267,6 +267,7 @@ class Sums:
             and bool(torch.isfinite(precision).all())
         ):
             return replace(self, statistics=replace(self.statistics, log_likelihood=-math.inf))
+
         statistics = self._with_rows(J, total, score.to(J.dtype), precision, weights, len(f))
         newton = None if self.newton is None else self.newton.accumulate(J, precision)
         return replace(self, statistics=statistics, newton=newton)

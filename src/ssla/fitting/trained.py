@@ -236,6 +236,7 @@ def _judge_gaussian(sums: Sums, numbers: Numbers, estimated: bool) -> Verdict:
         noise = sums.reference.expand_as(residuals)
         learned = float(((numbers.spread - residuals) / (2 * noise**2)).sum())
         return Verdict(learned, _compute_gain_beyond_noise(sums, precision, lambda gain: gain))
+
     noise = (residuals / n).sqrt()
     scaled = sums.with_noise_scaled(noise.repeat_interleave(size // len(noise)))
     count = n * len(noise)  # the squared residuals, in units of the noise

@@ -232,6 +232,7 @@ def _check_request(
             f"Tuning needs the exact convention, but this posterior has {posterior.convention!r}: "
             "use with_prior(prior) first."
         )
+
     by_training_rows = objective in (EVIDENCE, LOO)
     if by_training_rows and (data is not None or folds is not None):
         raise ValueError(
@@ -243,6 +244,7 @@ def _check_request(
             f"objective={objective!r} needs data=: a validation set, or the training data with "
             "folds=5. Without data use 'evidence'."
         )
+
     if objective == LOO:
         chosen = tuple(name for name in chosen if name != NOISE)  # the sites are those of one noise
         warn(

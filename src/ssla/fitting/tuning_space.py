@@ -76,6 +76,7 @@ class Space:
                 "another. Use with_prior(priors.Gaussian()) first, or compare priors by "
                 "log_evidence() and ssla.sensitivity."
             )
+
         labels, groups = _group_parameters(posterior, per_layer, per_output)
         free = list(range(len(labels))) if PRIOR in over else []
         if NOISE in over:
@@ -89,6 +90,7 @@ class Space:
                 "Under a flat prior the evidence is not defined. Tune the prior too, or give a "
                 "Gaussian one."
             )
+
         space = Space(
             posterior,
             bound,

@@ -102,6 +102,7 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
         lambda: ValidationRows.read(start, validation),
         lambda rows: digest((rows.y, rows.weights, rows.f)),
     )
+
     rows = original_rows
     scale = choose_row_scale(rows, start.likelihood)
     if scale is not None:
@@ -109,6 +110,7 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
         plan.data.scale_rows(scale)
         plan, start = fit_trained_state(replace(plan, input_factors=InputFactors()))
         rows = rows.with_row_scale_of(start)
+
     search = Search(plan, start, rows)
     with _ignore_warnings():
         search.score_families()
@@ -612,6 +614,7 @@ def _make_history(table: ScoreTable, chosen: Setting) -> TuningHistory:
         for setting in (*table.settings, chosen)
     ]
     means = table.scores @ table.rows.weights / table.rows.weights.sum()
+
     return TuningHistory(
         "log density of validation rows",
         names,

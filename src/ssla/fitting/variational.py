@@ -298,6 +298,7 @@ class BoundAscent:
                 tolerance=KEPT_PRECISE,
                 most=KEPT_MOST_PRODUCTS,
             )
+
         product = self.average.make_products_under(current.mean, current.covariance)
         if product is None:  # the structure's curvature, which may be only near the bound's
             return covariance.solve(gradient)

@@ -296,6 +296,7 @@ def multiply_by_curvature(
             at_nodes = p.mul(columns - (p * columns).sum(0))  # p∘(u − pᵀu), (C, b, S)
             products.append(at_nodes.mean(2, dtype=torch.float64).mT)
         return _compute_class_factor(likelihood) * torch.cat(products)
+
     rows_at_once = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
     products = []
     for start in range(0, len(f), rows_at_once):
@@ -326,6 +327,7 @@ def _iterate_row_nodes(
     logits = (f / temperature).to(root.dtype).mT.contiguous()  # (C, B)
     scale = (root.scale / temperature).mT.contiguous()
     rows_at_once = max(max(BLOCK, C * C) // (nodes.count * C), 1)
+
     for start in range(0, B, rows_at_once):
         rows = slice(start, start + rows_at_once)
         centre = logits[:, rows].unsqueeze(-1)

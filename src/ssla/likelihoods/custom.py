@@ -102,6 +102,7 @@ class Custom(Likelihood):
             and bool((y != y.floor()).any())
         ):
             return self._interpolate_counts(y, f)
+
         if isinstance(self.support, Circular):
             y = quadrature.wrap_angles(y)
         value = self.log_prob_function(y, f)
@@ -110,6 +111,7 @@ class Custom(Likelihood):
                 "log_prob(y, f) must return a tensor with one value for each y, but returned "
                 f"{value!r}."
             )
+
         expected = common_shape(y, f[..., 0])
         if value.shape != expected:
             raise ValueError(
@@ -289,6 +291,7 @@ class Custom(Likelihood):
                 (rows, circle.angles.expand_as(circle.shares), circle.shares)
                 for rows, circle in circles
             ]
+
         grids = self._build_grids(f)
         self._warn_of_varying_mass([grid.log_mass[grid.accurate] for _, grid in grids])
         return [
@@ -485,6 +488,7 @@ def custom(
         raise ValueError(
             'Give classes= (their number) together with support="classes", and only then.'
         )
+
     supports: dict[str, Support] = {
         "real": Real(),
         "positive": Positive(),

@@ -203,12 +203,14 @@ def _check_noise(noise: float | Tensor | str) -> float | Tensor | str:
                 f'noise must be a number, a tensor (D,) or "estimate", but is {noise!r}.'
             )
         return noise
+
     sigma = copy_if_inference(torch.as_tensor(noise, dtype=torch.float64))
     if sigma.dim() > 1:
         raise ValueError(
             f"noise must be a number or a tensor (D,), but has shape {tuple(sigma.shape)}. "
             "For correlated noise give covariance= (D, D)."
         )
+
     check_positive(
         "noise", sigma, 'It is a standard deviation; use noise="estimate" if it is unknown.'
     )

@@ -109,6 +109,7 @@ class HeteroscedasticGaussian(Likelihood):
         average_r2w = w * (r * r + K[:, 0, 0])  # E r² e⁻ˢ
         log_prob = -0.5 * (LOG_2PI + log_variance + average_r2w)
         score = torch.stack([average_rw, 0.5 * (average_r2w - 1)], -1)
+
         if fisher:
             zero = torch.zeros_like(w)
             entries = [w, zero, zero, zero + 0.5]
@@ -275,6 +276,7 @@ class HeteroscedasticGaussian(Likelihood):
             m, v = -first / (2 * second), -1 / (2 * second)
             score = stack_last([y - m, (y - m) * (y + m) - v]) / self.scale**2
             return Derivatives(self.log_prob(y, f), score, self.fisher(f).expand(*score.shape, 2))
+
         r = y - first
         w = capped_exp(-second)
         rw = r * w

@@ -101,6 +101,7 @@ def predict(
             "predict needs a Posterior, as ssla.fit returns it, but got "
             f"{type(posterior).__name__}."
         )
+
     rung = resolve(refit)
     if differentiable:
         return make_differentiable_predictive(posterior, x, rung)
@@ -234,12 +235,14 @@ def from_marginal(
             "NoRefit(data_curvature='observed') sums the curvature of training rows, and f alone "
             "has none. Use data_curvature='fisher': the covariance that you give is used as it is."
         )
+
     f, K = as_tensor(mean), as_tensor(covariance)
     if f.dim() != 2 or K.shape != (*f.shape, f.shape[1]):
         raise ValueError(
             f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and "
             f"{tuple(K.shape)}."
         )
+
     check_finite("mean", f, "Give finite outputs.")
     check_finite("covariance", K, "Give finite covariances.")
     return predictive_of_outputs(likelihood, f, checked_covariances("covariance", K), rung)

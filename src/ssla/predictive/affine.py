@@ -179,6 +179,7 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
             "Only continuous targets can be shifted and scaled, but this predictive is of kind "
             f"{kind!r}."
         )
+
     shift, scale = (as_tensor(value).to("cpu", torch.float64) for value in (shift, scale))
     check_finite("shift", shift, "Give finite numbers.")
     check_positive("scale", scale)

@@ -286,6 +286,7 @@ def make_candidate_predictive(
     assert weights.refit.half_width is not None
     count, half_width = weights.refit.candidates, weights.refit.half_width
     y = _make_candidates(weights, support, count, half_width)
+
     solved = weights.solve(y)
     failed = weights.check_failures(solved).reshape(y.shape).any(1)
     logs = solved.total.reshape(y.shape)
@@ -300,6 +301,7 @@ def make_candidate_predictive(
     _warn_of_cut_mass(cut, half_width)
     refits = torch.full_like(failed, count, dtype=torch.long)
     rung_of_failed = "failed" if is_nan else "output"
+
     flags = Diagnostics(
         name,
         fallback=solved.fallback.reshape(y.shape).any(1),

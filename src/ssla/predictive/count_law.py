@@ -395,6 +395,7 @@ def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
         no_edges = mean.new_empty(0, 2)
         no_flags = torch.zeros(0, dtype=torch.bool)
         return [Table(torch.arange(0), no_edges, no_rows, no_rows, accurate=no_flags)]
+
     tables: list[Table] = []
     pending = torch.arange(len(mean))
     reach = FIRST_REACH

@@ -71,6 +71,7 @@ def get_expectation_nodes(predictive: Predictive) -> Nodes:
         shares = [piece.grid.shares for piece in law.pieces]
         probabilities = [share / share.sum(1, keepdim=True) for share in shares]
         return _join_nodes(law.pieces, values, probabilities)
+
     raise TypeError(f"Expectations are not implemented for {type(law).__name__}.")
 
 
@@ -130,6 +131,7 @@ def probability(predictive: Predictive, event: Event) -> Tensor:
         or predictive.mean.dim() != 1
     ):
         raise TypeError("The probability of an interval needs a predictive of one ordered target.")
+
     total = torch.zeros(len(predictive.mean), dtype=torch.float64)
 
     def evaluate_cdf(end: float) -> Tensor:

@@ -78,6 +78,7 @@ class Frame:
             low = quantiles[:, 0].floor().clamp_min(0)
             high = torch.maximum(quantiles[:, -1].ceil(), low + least - 1)
             return Frame(support, torch.zeros_like(low), torch.ones_like(low), low, high)
+
         z = support.to_real(quantiles)
         centre = z[:, 2]
         from_centre = z - centre[:, None]
@@ -147,6 +148,7 @@ class Frame:
             # Rounding may have made neighbouring counts equal.
             y = _separate_counts(y, self.high) if self.is_of_counts else y
             return y, torch.ones_like(y, dtype=torch.bool)
+
         candidates = self.to_y(make_chebyshev_nodes(CANDIDATES).expand(len(known), -1))
         t = self.to_t(candidates)
 

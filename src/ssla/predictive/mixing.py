@@ -48,6 +48,7 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
             "mixture needs a list of predictives, as predict returns them, but got "
             f"{type(predictives).__name__}."
         )
+
     for member in predictives:
         if not isinstance(member, Predictive):
             raise TypeError(
@@ -62,6 +63,7 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
             "Mixtures carry no gradients, but a member was made with differentiable=True. Mix the "
             "answers yourself (means, probabilities), or predict without differentiable=True."
         )
+
     _check_alike(predictives)
     w = _normalise_weights(weights, len(predictives), predictives[0].law.rows)
     has_weight = (w > 0).reshape(len(w), -1).any(1)
@@ -115,6 +117,7 @@ def _check_alike(predictives: Sequence[Predictive]) -> None:
             "Predictives of angles cannot be mixed: the mean of a mixture of angles is not that of "
             "their means."
         )
+
     shapes = {
         tuple((m.law.probs if kinds[0] == "class" else m.law.mean).shape) for m in predictives
     }

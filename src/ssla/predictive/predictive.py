@@ -99,6 +99,7 @@ class Diagnostics:
                 f", standard error of log probabilities at most {float(self.error.max()):.1g} "
                 "(estimated determinants)"
             )
+
         if self.rung is not None:
             text += (
                 f"; answered by weights: {self.rung.count('weights')}, by output: "

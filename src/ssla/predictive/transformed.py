@@ -161,6 +161,7 @@ class TransformedLaw(Law):
             mean, variance = self._compute_positive_moments(self.transform)
             epistemic_share = self.base.epistemic / self.base.variance.clamp_min(SMALLEST_DIVISOR)
             return mean, epistemic_share * variance, (1 - epistemic_share) * variance
+
         weights_and_moments = [
             (weight, *_compute_part_moments(law, shift, scale, self.transform))
             for weight, law, shift, scale in self._iterate_base_parts()
@@ -317,6 +318,7 @@ def transformed(predictive: Predictive, transform: str | Transform) -> Predictiv
         raise ValueError(
             "A transformed predictive carries no gradients. Predict without differentiable=True."
         )
+
     chosen = (
         TRANSFORMS[check_name("transform", transform, TRANSFORMS)]
         if isinstance(transform, str)

@@ -52,6 +52,7 @@ class Joint:
                 "it for fewer parameters (priors.Product), or custom(log_prob, independent=True) "
                 "if coordinates are independent."
             )
+
         with record_derivatives("log_prob of the prior"):
             free = make_differentiable_copy(theta)
             gradient = differentiate(self.function(free), free, keep_graph=True)
@@ -252,6 +253,7 @@ class Product:
                 f"Product has no prior for {', '.join(missing)}. Add those names, or their layers, "
                 "to the dict."
             )
+
         groups = []
 
         # Each prior is bound to the layout of its own parameters alone.
@@ -329,6 +331,7 @@ class NormalInverseGamma:
                 f"{layout.size}. Name them: priors.Product({{'head.bias': NormalInverseGamma(…), "
                 "'head.weight': Gaussian()})."
             )
+
         order = find_named_order(layout)
 
         # The logarithms of the constants of both densities.
