@@ -126,20 +126,27 @@ def estimate_noise(
         rows = sums.statistics.weight
         squares = sums.squares
     problem = _NoiseProblem(sums, start, bound, polish, unit, groups, squares, rows)
-    noise = unit.clone()
-    for _ in range(MOST_ROUNDS):
-        new = problem.compute_next_noise(noise)
-        settled = bool(((new - noise).abs() <= SETTLED * noise).all())
-        noise = new
-        if settled:
-            break
-    else:
-        _refuse_estimate("the estimate does not settle")
+    noise = _find_fixed_point(problem)
 
     # A common factor is relative to the raw residuals; otherwise each output has its own noise.
     value = noise if unit.numel() == outputs else noise * raw
     likelihood = Gaussian(noise=float(value) if outputs == 1 else value)
     return sums.with_noise_scaled(noise[groups]), likelihood
+
+
+def _find_fixed_point(problem: _NoiseProblem) -> Tensor:
+    """Return the noise (G,) that `problem.compute_next_noise` leaves unchanged.
+
+    Raises ValueError where the noise does not settle in MOST_ROUNDS rounds, and as that method.
+    """
+    noise = problem.unit.clone()
+    for _ in range(MOST_ROUNDS):
+        new = problem.compute_next_noise(noise)
+        is_settled = bool(((new - noise).abs() <= SETTLED * noise).all())
+        noise = new
+        if is_settled:
+            return noise
+    _refuse_estimate("the estimate does not settle")
 
 
 def _check_residuals(raw: Tensor, sums: Sums) -> None:

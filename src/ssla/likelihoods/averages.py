@@ -114,7 +114,10 @@ def _average_at_shared_nodes(
     pool: Tensor | None,
     diagonal: bool,
 ) -> Derivatives:
-    """Return what `averages` does, with the same arguments, by nodes that all rows share."""
+    """Return E log p (B,), E g (B, C) and E Λ or its pooled sum, by nodes that all rows share.
+
+    The arguments and the shapes are those of `averages`, for f (B, C).
+    """
     B, C = f.shape
     nodes, weights = normal_nodes(C, _count_pairs(C))
     z = nodes.mT.contiguous()  # (C, J)

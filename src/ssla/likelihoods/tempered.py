@@ -110,7 +110,7 @@ class Tempered(Likelihood):
         return self.beta * self.base.fisher(f)
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        """Return β log p, βg and βΛ of the base, computed together."""
+        """Return β log p (...), βg (..., C) and βΛ (..., C, C) of the base, computed together."""
         return Derivatives(*(self.beta * value for value in self.base.derivatives(y, f)))
 
     def score_change(self, y: Tensor, f: Tensor, before: Tensor) -> Tensor:

@@ -195,7 +195,7 @@ class CandidateLaw(Law):
         return self._variance_parts[1]
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support of the likelihood."""
+        """Raise ValueError where y (N, k) is outside the support of the likelihood."""
         self.support.check(y.flatten(), 1)
 
     def log_prob(self, y: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class ClassProbabilities(Law):
         return compute_entropy(self.log_probs)
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError unless y are whole numbers from 0 to C − 1."""
+        """Raise ValueError unless y (N, k) holds whole numbers from 0 to C − 1."""
         count = self.log_probs.shape[1]
         Classes(count).check(y.flatten(), count)
 

@@ -155,7 +155,7 @@ class CountLaw(PointwiseLaw):
         return torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1))
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError unless all y are whole numbers from 0."""
+        """Raise ValueError unless y (N, k) holds whole numbers from 0 on."""
         Counts().check(y.flatten(), 1)
 
     @cached_property

@@ -71,7 +71,7 @@ class GridLaw(PointwiseLaw):
         )
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support."""
+        """Raise ValueError where y (N, k) is outside the support."""
         self.support.check(y.flatten(), 1)
 
     def cdf(self, y: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class ImplicitLaw(Law):
         return self.law.mass
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support."""
+        """Raise ValueError where y (N, k) is outside the support."""
         self.law.check(values_outside_transforms(y))
 
     def log_prob(self, y: Tensor) -> Tensor:

@@ -124,7 +124,7 @@ class Law(ABC):
         self.refuse_attribute("probs")
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support."""
+        """Raise ValueError where y, of a shape as in `log_prob`, is outside the support."""
         check_finite("y", y, "Ask for finite values only.")
 
     @abstractmethod

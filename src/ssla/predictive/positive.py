@@ -32,7 +32,7 @@ from ssla.likelihoods.likelihood import LOG_2PI
 @final
 @dataclass(frozen=True)
 class Positive:
-    """The function T of the module, for logarithms low < high."""
+    """The function T of the module, for logarithms low < high, applied to each value."""
 
     low: float
     high: float
@@ -95,7 +95,8 @@ class Positive:
 class Censored:
     """The function y = max(z, 0), for a model of y itself.
 
-    The probability that the model gives to negative values becomes that of zero.
+    It is applied to each value. The probability that the model gives to negative values becomes
+    that of zero.
     """
 
     support: ClassVar[str] = "zero or positive"

@@ -80,7 +80,7 @@ class Transform(Protocol):
 @final
 @dataclass(frozen=True)
 class Exponential:
-    """y = exp(z) > 0."""
+    """The function y = exp(z) > 0, applied to each value."""
 
     support: ClassVar[str] = "positive"
     atom: ClassVar[float | None] = None
@@ -98,14 +98,14 @@ class Exponential:
         return z
 
     def is_in_support(self, y: Tensor) -> Tensor:
-        """Tell which y are positive."""
+        """Return which y are positive, as a mask of y's shape."""
         return y > 0
 
 
 @final
 @dataclass(frozen=True)
 class Logistic:
-    """y = 1/(1 + exp(−z)), between 0 and 1."""
+    """The function y = 1/(1 + exp(−z)), between 0 and 1, applied to each value."""
 
     support: ClassVar[str] = "strictly between 0 and 1"
     atom: ClassVar[float | None] = None
@@ -123,7 +123,7 @@ class Logistic:
         return logsigmoid(z) + logsigmoid(-z)
 
     def is_in_support(self, y: Tensor) -> Tensor:
-        """Tell which y are strictly between 0 and 1."""
+        """Return which y are strictly between 0 and 1, as a mask of y's shape."""
         return (y > 0) & (y < 1)
 
 
@@ -249,7 +249,7 @@ class TransformedLaw(Law):
         return self.base.mass
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support of T, or of the base."""
+        """Raise ValueError where y (N, k) is outside the support of T, or of the base."""
         outside = ~self.transform.is_in_support(y)
         if bool(outside.any()):
             raise ValueError(
