@@ -125,6 +125,7 @@ def estimate_noise(
         groups = torch.arange(outputs).repeat_interleave(network.layout.size // outputs)
         rows = sums.statistics.weight
         squares = sums.squares
+
     problem = _NoiseProblem(sums, start, bound, polish, unit, groups, squares, rows)
     noise = _find_fixed_point(problem)
 
@@ -145,8 +146,10 @@ def _find_fixed_point(problem: _NoiseProblem) -> Tensor:
         is_settled = bool(((new - noise).abs() <= SETTLED * noise).all())
         noise = new
         if is_settled:
-            return noise
-    _refuse_estimate("the estimate does not settle")
+            break
+    else:
+        _refuse_estimate("the estimate does not settle")
+    return noise
 
 
 def _check_residuals(raw: Tensor, sums: Sums) -> None:
