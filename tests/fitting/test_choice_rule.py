@@ -11,10 +11,10 @@ from ssla.fitting.choice import (
     MOST_LOSS,
     Setting,
     choose_setting,
-    cross_fitted_scores,
-    mean_and_error,
-    parabola_top,
-    refined_spread,
+    compute_mean_and_error,
+    cross_fit_scores,
+    find_parabola_top,
+    refine_spread,
 )
 from ssla.report import LAPLACE, POLISH, TILT, VARIATIONAL
 
@@ -32,7 +32,7 @@ def _row(mean: float, noise: float = 0.1, seed: int = 0) -> torch.Tensor:
 
 def test_mean_and_error_are_those_of_a_sample() -> None:
     values = _row(0.3, 2.0)
-    found = mean_and_error(values, ONES)
+    found = compute_mean_and_error(values, ONES)
     assert found.mean == pytest.approx(0.3)
     assert found.error == pytest.approx(float(values.std()) / math.sqrt(ROWS))
 
@@ -42,7 +42,7 @@ def test_a_weight_of_two_is_the_row_twice_in_the_mean() -> None:
     weights[:7] = 2
     values = _row(0.0, 1.0)
     twice = torch.cat([values, values[:7]])
-    assert mean_and_error(values, weights).mean == pytest.approx(float(twice.mean()))
+    assert compute_mean_and_error(values, weights).mean == pytest.approx(float(twice.mean()))
 
 
 def test_the_smallest_precision_within_one_error_and_the_best_spread_there() -> None:
@@ -91,7 +91,7 @@ def test_cross_fitting_scores_each_half_by_the_choice_of_the_other() -> None:
     # the other.
     scores = torch.stack([even, 1 - even])
     settings = [Setting(TILT, LAPLACE, 1.0, 1.0), Setting(TILT, LAPLACE, 2.0, 1.0)]
-    assert float(cross_fitted_scores(settings, scores, ONES).sum()) == 0
+    assert float(cross_fit_scores(settings, scores, ONES).sum()) == 0
     assert float(scores[choose_setting(settings, scores, ONES)].mean()) == 0.5
 
 
@@ -101,13 +101,13 @@ def test_the_spread_is_the_top_of_a_parabola() -> None:
     settings = [Setting(TILT, LAPLACE, s, 1.0) for s in spreads]
     scores = torch.stack([_row(-3 * math.log(s / top) ** 2) for s in spreads])
     chosen = choose_setting(settings, scores, ONES)
-    assert refined_spread(settings, scores, ONES, chosen) == pytest.approx(top)
+    assert refine_spread(settings, scores, ONES, chosen) == pytest.approx(top)
     edge = settings[:2]
-    assert refined_spread(edge, scores[:2], ONES, 1) == 1.25
+    assert refine_spread(edge, scores[:2], ONES, 1) == 1.25
 
 
 def test_the_top_of_a_parabola_is_where_its_slope_is_zero():
     a, b, c = -1.0, 0.5, 2.0
     heights = [3 - 2 * (t - 0.8) ** 2 for t in (a, b, c)]
-    assert parabola_top(a, b, c, *heights) == pytest.approx(0.8)
-    assert parabola_top(a, b, c, a, b, c) is None
+    assert find_parabola_top(a, b, c, *heights) == pytest.approx(0.8)
+    assert find_parabola_top(a, b, c, a, b, c) is None

@@ -18,7 +18,7 @@ from ssla.curvature.structure import Extent
 from ssla.fitting import passes
 from ssla.likelihoods import Bernoulli, Categorical, Gaussian, Poisson, Tempered
 from ssla.likelihoods import averages as module
-from ssla.likelihoods.averages import RowNodes, averages, curvature_product, pooled_fisher
+from ssla.likelihoods.averages import RowNodes, averages, multiply_by_curvature, pool_fisher
 from ssla.maths.roots import ScaledRoot
 
 
@@ -104,7 +104,7 @@ class TestRowNodes:
             row_nodes=RowNodes(8),
         )
         torch.testing.assert_close(
-            found.precision, pooled_fisher(Categorical(), f, torch.ones(300).double())
+            found.precision, pool_fisher(Categorical(), f, torch.ones(300).double())
         )
         torch.testing.assert_close(found.log_prob, Categorical().log_prob(y, f))
         torch.testing.assert_close(found.score, Categorical().score(y, f))
@@ -134,16 +134,16 @@ class TestProducts:
         y, f, root = rows(40, 6)
         u = torch.randn(40, 6, dtype=torch.float64)
         at_f = (likelihood.precision(y, f) @ u.unsqueeze(-1)).squeeze(-1)
-        torch.testing.assert_close(curvature_product(likelihood, y, f, u), at_f)
+        torch.testing.assert_close(multiply_by_curvature(likelihood, y, f, u), at_f)
         averaged = (averages(likelihood, y, f, root).precision @ u.unsqueeze(-1)).squeeze(-1)
-        torch.testing.assert_close(curvature_product(likelihood, y, f, u, root), averaged)
+        torch.testing.assert_close(multiply_by_curvature(likelihood, y, f, u, root), averaged)
         # the columns of the sum over rows, by the same nodes
         pooled = averages(
             likelihood, y, f, root, pool=torch.ones(40).double(), row_nodes=RowNodes(8)
         ).precision[0]
         for column in range(6):
             e = torch.eye(6, dtype=torch.float64)[column].expand(40, 6)
-            found = curvature_product(likelihood, y, f, e, root, row_nodes=RowNodes(8)).sum(0)
+            found = multiply_by_curvature(likelihood, y, f, e, root, row_nodes=RowNodes(8)).sum(0)
             torch.testing.assert_close(found, pooled[:, column])
 
     def test_of_counts(self) -> None:
@@ -152,7 +152,7 @@ class TestProducts:
             torch.tensor([[0.3], [1.0]]).double(),
             torch.ones(2, 1).double(),
         )
-        torch.testing.assert_close(curvature_product(Poisson(), y, f, u), f.exp())
+        torch.testing.assert_close(multiply_by_curvature(Poisson(), y, f, u), f.exp())
 
 
 class TestKroneckerFactors:

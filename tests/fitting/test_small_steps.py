@@ -10,9 +10,9 @@ import torch
 from ssla.distributed.engines import _merge_tree
 from ssla.fitting.guard import warn_on_validation_rows
 from ssla.fitting.passes import Chunk, Reader, thin_reader
-from ssla.fitting.price import AIM, _next_factor
+from ssla.fitting.price import AIM, _choose_next_factor
 from ssla.fitting.ranks import read_same_rows
-from ssla.fitting.tuning import _parabola_step
+from ssla.fitting.tuning import _choose_parabola_step
 from ssla.fitting.watching import Spread, TargetRange
 from ssla.values import join_chunks
 
@@ -28,16 +28,16 @@ def test_without_a_group_rows_are_read_once_and_not_compared():
 
 
 def test_a_parabola_step_ends_at_the_top_or_leaves_a_middle_that_is_known():
-    assert _parabola_step(0.0, 1.0, 3.0, -4.0, -1.0, -1.0) == pytest.approx(2.0)
-    assert _parabola_step(0.0, 1.0, 2.0, -1.0, 0.0, -1.0) == pytest.approx(1 - 0.3)
-    assert _parabola_step(0.0, 1.0, 3.0, 0.0, 1.0, 3.0) == pytest.approx(1 + 0.3 * 2)
+    assert _choose_parabola_step(0.0, 1.0, 3.0, -4.0, -1.0, -1.0) == pytest.approx(2.0)
+    assert _choose_parabola_step(0.0, 1.0, 2.0, -1.0, 0.0, -1.0) == pytest.approx(1 - 0.3)
+    assert _choose_parabola_step(0.0, 1.0, 3.0, 0.0, 1.0, 3.0) == pytest.approx(1 + 0.3 * 2)
 
 
 def test_the_next_factor_aims_below_the_limit():
     # One price alone: inversely proportional to the factor.
-    assert _next_factor({1.0: 0.02}, 0.01) == pytest.approx(2 / AIM)
+    assert _choose_next_factor({1.0: 0.02}, 0.01) == pytest.approx(2 / AIM)
     # A price below the limit bounds the step.
-    assert _next_factor({1.0: 0.02, 3.0: 0.002}, 0.01) < 3.0
+    assert _choose_next_factor({1.0: 0.02, 3.0: 0.002}, 0.01) < 3.0
 
 
 def test_chunks_join_to_all_rows_and_none_to_no_rows():

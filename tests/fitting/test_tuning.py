@@ -19,7 +19,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.fitting.evidence import OperatorEvidence, SpectralEvidence, evidence_of
+from ssla.fitting.evidence import OperatorEvidence, SpectralEvidence, make_evidence
 from ssla.fitting.held_out_scores import HeldOutScore
 from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.noise import scale_noise
@@ -123,24 +123,24 @@ def test_value_and_gradient_are_the_posteriors_own_evidence(
         weights=weights,
     )
     space, _ = Space.around(post, ("prior", "noise"), per_layer)
-    evidence = evidence_of(space.problem)
+    evidence = make_evidence(space.problem)
     assert isinstance(evidence, kind)
     other = OperatorEvidence(space.problem)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         point = torch.randn(len(space.free), dtype=torch.float64, generator=generator)
-        value, gradient, curvature = evidence(space.all_coordinates(point))
+        value, gradient, curvature = evidence(space.fill_coordinates(point))
         assert (curvature is not None) == (kind is SpectralEvidence and not space.mean_moves)
-        assert abs(value - space.posterior_at(point).log_evidence()) < 1e-8
-        again = other(space.all_coordinates(point))
+        assert abs(value - space.make_posterior_at(point).log_evidence()) < 1e-8
+        again = other(space.fill_coordinates(point))
         assert abs(value - again.value) < 1e-8
         assert (gradient - again.gradient).abs().max() < 1e-7
         for i in range(len(point)):
             h = torch.zeros_like(point)
             h[i] = 1e-5
             above, below = (
-                evidence(space.all_coordinates(point + h)),
-                evidence(space.all_coordinates(point - h)),
+                evidence(space.fill_coordinates(point + h)),
+                evidence(space.fill_coordinates(point - h)),
             )
             own = space.free[i]
             slope = (above.value - below.value) / 2e-5
@@ -172,13 +172,13 @@ def test_every_structure_reaches_the_top(structure, weights, per_layer, kind):
     )
     start = (
         tuned.tuning_history.points[-1]
-        / space.precisions_and_noise(torch.zeros(1, len(space.free), dtype=torch.float64))[0]
+        / space.convert_to_units(torch.zeros(1, len(space.free), dtype=torch.float64))[0]
     ).log()
 
     def negative(v):
         point = start.clone()
         point[free] = torch.from_numpy(v)
-        return -space.posterior_at(point.clamp(low, high)).log_evidence()
+        return -space.make_posterior_at(point.clamp(low, high)).log_evidence()
 
     found = optimize.minimize(
         negative,

@@ -108,7 +108,7 @@ def test_scores_are_those_of_an_explicit_fit(
         table = search.all_settings.with_gaussian(LAPLACE)
         seen = set()
         for setting, scores in zip(table.settings[::5], table.log_densities[::5], strict=True):
-            plan = search.plan_at(setting)
+            plan = search.make_plan_at(setting)
             explicit = ssla.fit(
                 given.model,
                 given.train,
@@ -615,7 +615,7 @@ def test_where_no_setting_can_be_factorised_the_first_failure_is_raised(monkeypa
     def fail(search, setting):
         search.failures.append(NoFactorError("no factor"))
 
-    monkeypatch.setattr(Search, "_tilted_candidate", fail)
+    monkeypatch.setattr(Search, "_make_tilted_candidate", fail)
     monkeypatch.setattr(Search, "_score_polished_heads", lambda search: None)
     with pytest.raises(NoFactorError, match="no factor"):
         ssla.fit(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ssla
 from ssla.curvature import Dense
 from ssla.data import open_source
-from ssla.fitting.further_passes import plan_to_reread
+from ssla.fitting.further_passes import make_plan_to_reread
 from ssla.fitting.passes import Order, Reader
 from ssla.fitting.variational import ROUGH, BoundAscent
 from ssla.likelihoods import (
@@ -203,10 +203,10 @@ def test_conjugate_models_have_their_exact_evidence() -> None:
     assert asked.gaussian == "variational"
     assert asked.report.passes == laplace.report.passes
 
-    plan = plan_to_reread(laplace)
+    plan = make_plan_to_reread(laplace)
     assert plan is not None
     climbed = BoundAscent(
-        laplace, plan.average_passes_at(laplace.theta)
+        laplace, plan.make_average_passes_at(laplace.theta)
     ).maximise_bound()  # the same by passes
     assert climbed.log_evidence() == pytest.approx(laplace.log_evidence(), abs=1e-10)
     torch.testing.assert_close(climbed.mean, laplace.theta, rtol=0, atol=1e-10)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from core_cases import LIKELIHOODS, TESTS, network, rows
 
 import ssla
-from ssla.predictive.class_law import smallest_set
+from ssla.predictive.class_law import select_smallest_set
 
 FOLDER = Path(__file__).with_name("saved")
 CASES = {  # name: (likelihood, weights, structure)
@@ -48,7 +48,7 @@ def answers(posterior: ssla.Posterior, name: str) -> dict[str, list[float]]:
             "variance": probs * (1 - probs),
             "log_prob": probs.gather(1, y[:, None]).log(),
             "mass": logs.logsumexp(1).exp(),
-            "interval": smallest_set(probs, 0.9),
+            "interval": select_smallest_set(probs, 0.9),
         }
         return {what: value.double().flatten().tolist() for what, value in found.items()}
     found = {

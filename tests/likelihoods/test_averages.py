@@ -20,7 +20,7 @@ from ssla.likelihoods import (
     StudentT,
     Tempered,
 )
-from ssla.likelihoods.averages import averages, pooled_fisher
+from ssla.likelihoods.averages import averages, pool_fisher
 from ssla.maths.roots import FullRoot, full_root
 
 ONE_OUTPUT = [
@@ -184,9 +184,7 @@ def test_pooled_rows_have_the_sum_of_the_precisions(
         expected = (pool[:, None, None] * each.precision).sum(0, keepdim=True)
         torch.testing.assert_close(found, each._replace(precision=expected), rtol=1e-12, atol=1e-14)
         fisher = (pool[:, None, None] * likelihood.fisher(f)).sum(0, keepdim=True)
-        torch.testing.assert_close(
-            pooled_fisher(likelihood, f, pool), fisher, rtol=1e-12, atol=1e-14
-        )
+        torch.testing.assert_close(pool_fisher(likelihood, f, pool), fisher, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize(

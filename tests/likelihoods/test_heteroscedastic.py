@@ -14,15 +14,15 @@ def profile():
 
 def test_the_highest_maximum_is_that_of_a_grid_and_newton_steps_stay_there():
     task = profile()
-    start = task.lambert_start()
-    d = task.highest_maximum(start)
+    start = task.find_lambert_start()
+    d = task.find_highest_maximum(start)
     grid = torch.linspace(-25, 25, 20_001, dtype=torch.float64)
-    on_grid = torch.stack([task.height(value.expand(40)) for value in grid])
-    assert bool((task.height(d) >= on_grid.amax(0) - 1e-9).all())
-    assert torch.allclose(task.newton_step(d), d, atol=1e-8)
+    on_grid = torch.stack([task.compute_height(value.expand(40)) for value in grid])
+    assert bool((task.compute_height(d) >= on_grid.amax(0) - 1e-9).all())
+    assert torch.allclose(task.take_newton_step(d), d, atol=1e-8)
 
 
 def test_an_impossible_change_has_no_height():
     task = profile()
-    heights = task.height(torch.full((40,), torch.nan, dtype=torch.float64))
+    heights = task.compute_height(torch.full((40,), torch.nan, dtype=torch.float64))
     assert bool((heights == -torch.inf).all())

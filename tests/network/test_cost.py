@@ -9,7 +9,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla.curvature.seconds import nodes_of_row
-from ssla.likelihoods.averages import RowNodes, _pairs_for
+from ssla.likelihoods.averages import RowNodes, _count_pairs
 from ssla.maths.quadrature.normal import normal_nodes
 
 
@@ -139,7 +139,7 @@ def test_the_estimate_chooses_what_the_fit_chooses():
 @pytest.mark.parametrize("rows", [100, 4095, 4096, 5000, 20_000, 1_000_000])
 def test_the_nodes_of_an_estimate_are_those_of_the_fit(rows, classes):
     own = RowNodes.for_rows(rows, classes)
-    shared = len(normal_nodes(classes, _pairs_for(classes))[0])
+    shared = len(normal_nodes(classes, _count_pairs(classes))[0])
     assert nodes_of_row(rows, classes) == (shared if own is None else own.count)
 
 

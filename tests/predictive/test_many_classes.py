@@ -220,7 +220,7 @@ def test_sets_of_classes_are_found_by_blocks(monkeypatch):
 
     p = torch.softmax(torch.randn(37, 9, generator=torch.Generator().manual_seed(1), **T), 1)
     p[4] = torch.nan
-    whole = classes.smallest_set(p, 0.8)
+    whole = classes.select_smallest_set(p, 0.8)
     monkeypatch.setattr(classes, "ENTRIES_AT_ONCE", 20)
-    assert torch.equal(classes.smallest_set(p, 0.8), whole)
-    assert classes.smallest_set(p[:0], 0.8).shape == (0, 9)
+    assert torch.equal(classes.select_smallest_set(p, 0.8), whole)
+    assert classes.select_smallest_set(p[:0], 0.8).shape == (0, 9)

@@ -32,7 +32,8 @@ def checked_plan(
 ) -> FitPlan:
     """Check the arguments of a fit, and return its plan.
 
-    result_class: the class that the fit returns. prior, mode, gaussian: None where the fit chooses.
+    result_class: the class that the fit returns. data: the source of its passes. prior, mode,
+    gaussian: None where the fit chooses.
     budget: bytes for intermediate results. Raises TypeError for something else than a likelihood, a
     prior or a structure, and ValueError for unknown names and for arguments that exclude each
     other.
@@ -48,6 +49,7 @@ def checked_plan(
             "does not allow every output. Use gaussian='laplace', or a likelihood on the "
             "logarithmic scale."
         )
+
     # "auto" stands for dense until the first batch opens the network; then the fit chooses.
     automatic = isinstance(structure, str) and structure == AUTO
     return FitPlan(
@@ -64,7 +66,7 @@ def checked_plan(
 
 
 def _check_likelihood(likelihood: Likelihood) -> None:
-    """Raise TypeError for something else than a likelihood.
+    """Raise TypeError for an object that is not a likelihood.
 
     Raises ValueError for a tempered one whose noise is to be estimated.
     """
@@ -100,7 +102,7 @@ def checked_weights(weights: Any) -> str | list[str] | tuple[str, ...]:
 
 
 def checked_budget(memory_budget: Any) -> int:
-    """Return the memory budget in bytes, by default 1 GiB.
+    """Return the argument memory_budget= in bytes; None stands for the default of 1 GiB.
 
     Raises ValueError if it is not a positive number.
     """

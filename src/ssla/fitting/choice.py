@@ -6,7 +6,10 @@ rows), take the one with the smallest prior precision, then the dispersion that 
 price of the doubt is at most MOST_LOSS nats, which one standard error of few rows would exceed, and
 may be LEAST_LOSS even where many rows can tell smaller differences. Everything here is a function
 of the table of log densities alone, so that the choice of one half of the rows can be scored on the
-other half for nothing.
+other half without a new fit.
+
+A setting is a mode, a Gaussian, a factor on the dispersion (its spread) and a factor on the prior
+precisions. k settings have the log densities (k, n) of n rows.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ class Setting(NamedTuple):
 
     mode: str
     gaussian: str
-    spread: float  # factor on the dispersion of the likelihood at hand
-    precision: float  # factor on the prior precisions at hand; for Gaussian noise at that noise
+    spread: float  # factor on the dispersion of the present likelihood
+    precision: float  # factor on the present prior precisions; for Gaussian noise at that noise
 
     @property
     def family(self) -> tuple[str, str]:
@@ -49,10 +52,10 @@ class Difference(NamedTuple):
     error: float
 
 
-def mean_and_error(values: Tensor, weights: Tensor) -> Difference:
-    """Compute the weighted mean of values (n,) and its standard error; infinite for a single row.
+def compute_mean_and_error(values: Tensor, weights: Tensor) -> Difference:
+    """Compute the weighted mean of values (n,), and its standard error.
 
-    weights: (n,), not all zero.
+    weights: (n,), not all zero. The error is infinite for a single row.
     """
     total = weights.sum()
     mean = (weights * values).sum() / total
@@ -71,7 +74,7 @@ def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor)
     chosen, then the dispersion.
     """
     means = scores @ weights / weights.sum()
-    best = _index_of_highest_mean(range(len(settings)), means)
+    best = _find_highest_mean(range(len(settings)), means)
     # The trained head keeps the network's predictions, so a polished one must be clearly better.
     trained = [i for i, setting in enumerate(settings) if setting.mode == TILT]
     best = _prefer_rivals(best, trained, scores, weights, standard_errors=CLEARLY)
@@ -80,17 +83,17 @@ def choose_setting(settings: Sequence[Setting], scores: Tensor, weights: Tensor)
     best = _prefer_rivals(best, variational, scores, weights)
     # In that family: the weakest prior that is as good as the best, at its best dispersion.
     family = [i for i, setting in enumerate(settings) if setting.family == settings[best].family]
-    near = [i for i in family if _is_as_good(scores[best], scores[i], weights)]
-    weakest = min(settings[i].precision for i in near)
-    return _index_of_highest_mean([i for i in family if settings[i].precision == weakest], means)
+    as_good = [i for i in family if _is_as_good(scores[best], scores[i], weights)]
+    weakest = min(settings[i].precision for i in as_good)
+    return _find_highest_mean([i for i in family if settings[i].precision == weakest], means)
 
 
-def cross_fitted_scores(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> Tensor:
-    """Return log densities (n,) of each half of the rows under the setting that the other half
-    chooses.
+def cross_fit_scores(settings: Sequence[Setting], scores: Tensor, weights: Tensor) -> Tensor:
+    """Return the log density (n,) of each row under the setting that the other half chooses.
 
-    scores: log densities (k, n) under each setting. The halves are the rows with even and with odd
-    numbers. A single row has no other half, and is scored under its own choice.
+    scores: log densities (k, n) under each of k settings. weights (n,): of the rows. The halves are
+    the rows with even and with odd numbers. A single row has no other half, and is scored under its
+    own choice.
     """
     even = torch.arange(len(weights)) % 2 == 0
     cross_fitted = torch.empty_like(scores[0])
@@ -101,16 +104,17 @@ def cross_fitted_scores(settings: Sequence[Setting], scores: Tensor, weights: Te
     return cross_fitted
 
 
-def refined_spread(
+def refine_spread(
     settings: Sequence[Setting], scores: Tensor, weights: Tensor, chosen: int
 ) -> float:
-    """Return the best dispersion between the settings that were tried, beside the chosen one.
+    """Return the best dispersion near that of the chosen setting, between those that were tried.
 
     This dispersion is where a parabola through the three nearest logarithms of the spread is
     highest, or the chosen setting's own spread if that is at the edge. scores: log densities (k,
     n). weights: of the rows (n,). chosen: the index of the chosen setting.
     """
     setting = settings[chosen]
+
     # Mean log densities of the settings that differ in the spread alone.
     means = {
         other.spread: float(scores[i] @ weights / weights.sum())
@@ -121,14 +125,16 @@ def refined_spread(
     index = spreads.index(setting.spread)
     if not 0 < index < len(spreads) - 1:
         return setting.spread
-    near = spreads[index - 1 : index + 2]
-    a, b, c = (math.log(spread) for spread in near)
-    fa, fb, fc = (means[spread] for spread in near)
-    top = parabola_top(a, b, c, fa, fb, fc)
+    nearest = spreads[index - 1 : index + 2]
+    a, b, c = (math.log(spread) for spread in nearest)
+    fa, fb, fc = (means[spread] for spread in nearest)
+    top = find_parabola_top(a, b, c, fa, fb, fc)
     return setting.spread if top is None else math.exp(min(max(top, a), c))
 
 
-def parabola_top(a: float, b: float, c: float, fa: float, fb: float, fc: float) -> float | None:
+def find_parabola_top(
+    a: float, b: float, c: float, fa: float, fb: float, fc: float
+) -> float | None:
     """Return where the parabola through (a, fa), (b, fb) and (c, fc) has its maximum or minimum.
 
     None where the points are on a line. The formula is that of Brent's parabolic interpolation.
@@ -140,7 +146,7 @@ def parabola_top(a: float, b: float, c: float, fa: float, fb: float, fc: float) 
     return b - 0.5 * ((b - a) * up - (b - c) * down) / (up - down)
 
 
-def _index_of_highest_mean(indices: Sequence[int] | range, means: Tensor) -> int:
+def _find_highest_mean(indices: Sequence[int] | range, means: Tensor) -> int:
     """Return the one of some indices whose mean, of means (k,), is highest; the first of equals."""
     return max(indices, key=lambda i: float(means[i]))
 
@@ -148,18 +154,18 @@ def _index_of_highest_mean(indices: Sequence[int] | range, means: Tensor) -> int
 def _prefer_rivals(
     best: int, rivals: list[int], scores: Tensor, weights: Tensor, standard_errors: float = 0.0
 ) -> int:
-    """Return the best of the rivals if it is as good as `best`, or within so many standard errors
-    of it; else `best` itself.
+    """Return the best of the rivals if it is about as good as `best`; else `best` itself.
 
-    best, rivals: indices of settings. scores: their log densities (k, n). weights: of the rows
-    (n,).
+    best, rivals: indices of settings. A rival is about as good if its loss is at most so many
+    standard errors, or by `_is_as_good`. scores: log densities (k, n) of all settings. weights: of
+    the rows (n,).
     """
     if not rivals or best in rivals:
         return best
-    rival = _index_of_highest_mean(rivals, scores @ weights / weights.sum())
-    loss = mean_and_error(scores[best] - scores[rival], weights)
-    near = loss.mean <= standard_errors * loss.error
-    return rival if near or _is_as_good(scores[best], scores[rival], weights) else best
+    rival = _find_highest_mean(rivals, scores @ weights / weights.sum())
+    loss = compute_mean_and_error(scores[best] - scores[rival], weights)
+    is_near = loss.mean <= standard_errors * loss.error
+    return rival if is_near or _is_as_good(scores[best], scores[rival], weights) else best
 
 
 def _is_as_good(best: Tensor, other: Tensor, weights: Tensor) -> bool:
@@ -168,5 +174,5 @@ def _is_as_good(best: Tensor, other: Tensor, weights: Tensor) -> bool:
     best, other: log densities (n,) of rows with weights (n,). A loss up to LEAST_LOSS always
     passes, and one above MOST_LOSS never does.
     """
-    loss = mean_and_error(best - other, weights)
+    loss = compute_mean_and_error(best - other, weights)
     return loss.mean <= min(max(loss.error, LEAST_LOSS), MOST_LOSS)

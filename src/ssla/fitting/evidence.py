@@ -14,6 +14,10 @@ second derivatives between groups are zero and, with h = λ/e^2t + τ,
 
     −∂²/∂a_g² = ½ Σ_g [τ (θ̂ − m)² + (τ/h) (1 − τ/h)]
     −∂²/∂t²   = 2 RSS/e^2t + 2 Σ (τ/h) (1 − τ/h)
+
+S is the curvature Σ JᵀΛJ of the data, m the prior's mean, RSS the residual sum of squares in units
+of the noise, P_g the number of parameters in group g, and nC the number of residuals. A point
+(G + 1,) is (a_1 … a_G, t).
 """
 
 from __future__ import annotations
@@ -33,9 +37,7 @@ ENTRIES_AT_ONCE = 1 << 18
 
 
 class Problem(NamedTuple):
-    """What the evidence is computed from: the sums, the θ and noise at which they were taken, and
-    the prior's pattern.
-    """
+    """What the evidence is computed from: the sums at one θ and noise, and the prior's pattern."""
 
     curvature: Structure  # S
     gradient: Tensor  # ∇ℓ (P,)
@@ -50,7 +52,7 @@ class Problem(NamedTuple):
 
 
 class Evidence(Protocol):
-    """log Z at any (a_1 … a_G, t), and its derivatives."""
+    """The function (a_1 … a_G, t) -> log Z, with its derivatives."""
 
     def __call__(self, point: Tensor) -> Value:
         """Compute log Z at a point (G + 1,); raise ValueError where H is not positive definite."""
@@ -93,10 +95,11 @@ def thin_basis(structure: Structure, size: int) -> ThinBasis | None:
 
 
 def eigenbasis(structure: Structure, pattern: Tensor, groups: Tensor) -> Eigenbasis | None:
-    """Return the eigenbasis of S that a structure keeps; None without one, or unless all parameters
-    of each of its blocks have one precision at every point.
+    """Return the eigenbasis of S that a structure keeps, if the prior is simple enough for it.
 
-    pattern: precisions (P,). groups: the group (P,) of each parameter, which one factor scales.
+    All parameters of a block of the basis must have one precision at every point. Otherwise, or if
+    the structure keeps no eigenbasis, the result is None. pattern: precisions (P,) at a = 0.
+    groups: the group (P,) of each parameter; one factor scales the precisions of a group.
     """
     # Precisions at any point are equal inside a block if patterns and groups are.
     return structure.eigenbasis(torch.stack([pattern, groups.double()]))
@@ -105,8 +108,8 @@ def eigenbasis(structure: Structure, pattern: Tensor, groups: Tensor) -> Eigenba
 class _Contribution(NamedTuple):
     """What b entries of θ in the eigenbasis add to the evidence."""
 
-    gain: float  # of the log likelihood, where θ̂ moves
-    terms: Tensor  # of prior and determinant, summed
+    gain: float  # in log likelihood, where θ̂ moves
+    terms: Tensor  # the sum of what prior and determinant add to log Z
     slopes: Tensor  # ∂/∂ log τ of each entry (b,)
     bends: Tensor  # −∂²/∂ log τ² of each entry (b,)
     bend_of_noise: float  # Σ (τ/h) (1 − τ/h)
@@ -143,9 +146,10 @@ class SpectralEvidence:
             slopes = slopes.index_add(0, p.groups[entries], sums.slopes)
             bends = bends.index_add(0, p.groups[entries], sums.bends)
             bend_of_noise += sums.bend_of_noise
+
         # ℓ is −½ of the squares plus constants, so a gain of ℓ takes twice as much off the squares.
         squares = p.squares - 2 * gain
-        value = _evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
+        value = _compute_evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
         if p.moves:  # θ̂ then adds second derivatives between groups
             return value
         curvature_of_noise = 0.0
@@ -155,9 +159,10 @@ class SpectralEvidence:
         return value._replace(curvature=curvature)
 
     def _sum_entries(self, point: Tensor, entries: slice) -> _Contribution:
-        """Compute what some of the entries contribute at a point (G + 1,).
+        """Compute what the given entries of θ contribute at a point (G + 1,).
 
-        The letters are those of the module's docstring; q is an entry of θ̂ − m.
+        The letters are those of the module's docstring; q is an entry of θ̂ − m in the eigenbasis,
+        and c = e^−2t.
         """
         p = self.problem
         values = self.values[entries]
@@ -173,6 +178,7 @@ class SpectralEvidence:
             gain = float((step * gradient).sum() - 0.5 * (values * step * step).sum())
             q = q + step
         share_product = (tau / h) * (data / h)  # (τ/h) (1 − τ/h)
+
         return _Contribution(
             gain,
             (0.5 * (tau.log() - tau * q * q - h.log())).sum(),
@@ -192,7 +198,7 @@ class OperatorEvidence:
     def __call__(self, point: Tensor) -> Value:
         """Compute log Z at a point (G + 1,), and its gradient.
 
-        Raises ValueError where H is not positive definite.
+        q is θ̂ − m (P,), and c = e^−2t. Raises ValueError where H is not positive definite.
         """
         p = self.problem
         tau = p.pattern * point[:-1].exp()[p.groups]
@@ -208,13 +214,14 @@ class OperatorEvidence:
             squares = squares - 2 * gain
         prior_share = tau * operator.variances()
         terms = 0.5 * (tau.log().sum() - (tau * q * q).sum() - operator.logdet())
-        each = 0.5 * (1 - tau * q * q - prior_share)
-        slopes = torch.zeros(len(point) - 1, dtype=torch.float64).index_add(0, p.groups, each)
+        slopes_of_entries = 0.5 * (1 - tau * q * q - prior_share)
+        zeros = torch.zeros(len(point) - 1, dtype=torch.float64)
+        slopes = zeros.index_add(0, p.groups, slopes_of_entries)
         determined = len(tau) - float(prior_share.sum())
-        return _evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
+        return _compute_evidence_at_noise(p, point, squares, gain, terms, slopes, determined)
 
 
-def _evidence_at_noise(
+def _compute_evidence_at_noise(
     p: Problem,
     point: Tensor,
     squares: float,
@@ -223,11 +230,11 @@ def _evidence_at_noise(
     slopes: Tensor,
     determined: float,
 ) -> Value:
-    """Return log Z and its gradient (G + 1,) at a point (G + 1,), from its parts.
+    """Return log Z and its gradient (G + 1,) at a point (G + 1,), from its terms.
 
-    squares: the residual squares of θ̂ at the point. gain: of ℓ there, at the noise of the sums.
-    terms: what prior and determinant add to log Z. slopes: derivatives by log precision (G,).
-    determined: how many parameters the data determine.
+    p: the problem. squares: the residual squares of θ̂ at the point. gain: of ℓ there, at the noise
+    of the sums. terms: what prior and determinant add to log Z. slopes: derivatives by log
+    precision (G,). determined: how many parameters the data determine.
     """
     if not p.rows:  # there is no noise to tune
         log_likelihood = p.log_likelihood + gain
@@ -241,7 +248,7 @@ def _evidence_at_noise(
     return Value(log_likelihood + float(terms), gradient)
 
 
-def evidence_of(problem: Problem) -> Evidence:
+def make_evidence(problem: Problem) -> Evidence:
     """Return the evidence of a problem as a function of the point.
 
     By eigenvalues where the structure keeps them under this pattern, else by factorisation.

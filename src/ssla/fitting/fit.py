@@ -32,7 +32,7 @@ from ssla.fitting.prior_choice import choose_prior
 from ssla.fitting.steps import (
     choose_mode,
     find_mode,
-    gaussian_at_mode,
+    make_gaussian_at_mode,
     read_data,
     settle_noise,
     with_variational_gaussian,
@@ -44,10 +44,11 @@ if TYPE_CHECKING:
 
 
 def fit(plan: FitPlan) -> Posterior:
-    """Fit the posterior that a plan asks for; a prior that nobody gave is chosen by the evidence.
+    """Fit the posterior that a plan asks for.
 
-    Raises ValueError for data, a network or a prior that cannot be fitted. Warns where the
-    predictive is far worse than the network itself on training rows.
+    A prior that nobody gave is chosen by the evidence. Raises ValueError for data, a network or a
+    prior that cannot be fitted. Warns where the predictive is far worse than the network itself on
+    training rows.
     """
     if plan.prior is not None:
         posterior = fit_with_prior(plan)
@@ -78,13 +79,13 @@ def fit_with_prior(plan: FitPlan) -> Posterior:
 
 
 def fit_at_mode(plan: FitPlan) -> tuple[FitPlan, Posterior]:
-    """Fit the Gaussian at θ̂, under the prior that was given or that of the trained weights' scale.
+    """Fit the Gaussian at θ̂, and return it after the plan with what its passes found out.
 
-    Also returns the plan with what its passes found out: structure, noise, number of rows. Raises
-    as `fit`.
+    These findings are the structure, the noise and the number of rows. The prior is the one that
+    was given, or the one of the trained weights' scale. Raises as `fit`.
     """
     draft = read_data(plan)
     draft = choose_mode(draft)
     draft = settle_noise(draft)
     draft = find_mode(draft)
-    return draft.plan, gaussian_at_mode(draft)
+    return draft.plan, make_gaussian_at_mode(draft)

@@ -4,6 +4,11 @@ The passes of a plan over the data are here too. A step of the fit (`ssla.fittin
 plan and returns another one: with the structure that was chosen, the noise that was estimated, the
 rows that were counted. A plan can read its data at any time: sums at θ, averages over a Gaussian of
 θ, products with the curvature.
+
+Words: the input factor of a last layer with Kronecker factors is Σ φφᵀ over its features φ.
+Averages are E log p, E g and E Λ of rows over a Gaussian of θ, which a variational Gaussian needs.
+Row nodes are the points at which the outputs of a row are averaged, where each row has its own.
+`ssla.fitting` lists the other words.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from torch import Tensor
 from ssla.curvature import Dense, Kfac, Operator, Structure
 from ssla.curvature.dense import DenseOperator
 from ssla.fitting.mode import Polish
-from ssla.fitting.passes import EMPTY, KEPT_SHARE, AutomaticStructure, Data, Order, extent_of
+from ssla.fitting.passes import EMPTY, KEPT_SHARE, AutomaticStructure, Data, Order, measure_extent
 from ssla.fitting.sums import Averaging, Sums
 from ssla.fitting.variational import Average
 from ssla.fitting.watching import TargetRange
@@ -55,8 +60,8 @@ class FitPlan:
     likelihood: Likelihood
     prior: Prior | None  # None: to be chosen, from the scale of the trained weights on
     structure: Structure
-    mode: str | None  # None: by whether the network is trained
-    budget: int
+    mode: str | None  # what happens to θ̂; None: by whether the network is trained
+    budget: int  # bytes
     gaussian: str | None = None  # None: variational, where that differs and is not too costly
     start: Variational | None = None  # where the variational Gaussian starts; None: at the mode
     tolerance: float | None = None  # of the variational Gaussian; None: its own default
@@ -89,7 +94,7 @@ class FitPlan:
         if self.prior is not None:
             return self.prior
         network = self.network
-        own_units = outputs_with_own_units(network, self.likelihood, self.structure)
+        own_units = find_outputs_with_own_units(network, self.likelihood, self.structure)
         return trained_scale(network.layout, network.theta, own_units)
 
     @property
@@ -101,23 +106,22 @@ class FitPlan:
     @property
     def summed_structure(self) -> Structure:
         """Return the structure that passes sum: `structure`, or its form for very many classes."""
-        return self.order_at(None).structure_for(self.network)
+        return self.make_order_at(None).choose_structure_for(self.network)
 
     @property
     def wants_variational(self) -> bool:
-        """Return whether a variational Gaussian is asked for or is the default, and differs from
-        the one at the mode.
+        """Return whether a variational Gaussian is asked for, or is the default, and is of use.
 
-        The variational Gaussian is the default wherever the likelihood's averages exist and differ
-        from its values.
+        It is of no use where it equals the Gaussian at the mode. The variational Gaussian is the
+        default wherever the likelihood's averages exist and differ from its values.
         """
         return self.gaussian != LAPLACE and self.likelihood.averages_differ
 
     @property
     def finds_variational(self) -> bool:
-        """Return whether the fit ends with a variational Gaussian, found by passes.
+        """Return whether the fit ends with a variational Gaussian that passes find.
 
-        Not where the data can be read only once, or where a default would cost too much.
+        This is not so where the data can be read only once, or where a default would cost too much.
         """
         costly = self.variational_takes_long or self.variational_is_large
         return self.wants_variational and self.repeatable and not costly
@@ -144,41 +148,43 @@ class FitPlan:
     @property
     def bytes_of_averages(self) -> int:
         """Return the memory of a variational Gaussian's sums and factorisation, in bytes."""
-        return self.summed_structure.memory(extent_of(self.network, self.rows, averages=True))
+        return self.summed_structure.memory(measure_extent(self.network, self.rows, averages=True))
 
     @property
     def _may_leave_variational(self) -> bool:
-        """Return whether the Gaussian at the mode replaces a variational one that is costly.
+        """Return whether the Gaussian at the mode may replace a variational one that is costly.
 
-        Only where nobody asked for one, and where other weights than a last layer have no curvature
-        between layers.
+        This is so where nobody asked for a variational one, the free weights are not a last layer,
+        and the structure has no curvature between layers.
         """
         by_layers = not self.network.linear and not self.structure.couples_all_parameters
         return self.gaussian is None and by_layers
 
     @property
     def row_nodes(self) -> RowNodes | None:
-        """Return nodes that differ in each row, for many rows of a last layer with Kronecker
-        factors and a softmax; None where all rows share their nodes.
+        """Return the row nodes of averages; None where all rows share their nodes.
+
+        Many rows have nodes of their own, under a softmax and for a last layer with Kronecker
+        factors.
         """
         pooled = self.network.linear and self.structure.by_layers
         if not pooled or not self.likelihood.softmax:
             return None
         return RowNodes.for_rows(self.rows, self.network.outputs)
 
-    def structure_for_averages(self) -> tuple[Structure, bool]:
-        """Return an empty structure for averages, and whether it sums the expected Fisher
-        information in place of the averaged curvature.
+    def choose_structure_for_averages(self) -> tuple[Structure, bool]:
+        """Return an empty structure for averages, and whether it sums the expected Fisher.
 
-        The averaged curvature of a likelihood that is not log-concave may be indefinite, which a
-        dense matrix can hold and other exact structures cannot.
+        The expected Fisher information then takes the place of the averaged curvature. The averaged
+        curvature of a likelihood that is not log-concave may be indefinite, which a dense matrix
+        can hold and other exact structures cannot.
         """
         structure = self.structure.zero(self.network.layout.size)
         if self.likelihood.concave or not structure.couples_all_parameters:
             return structure, False
         # A P×P sum can hold an indefinite Λ. Rows in place of a matrix cannot: they are squares.
         full = Dense(dual=False)
-        fits = full.memory(extent_of(self.network, averages=True)) <= self.budget
+        fits = full.memory(measure_extent(self.network, averages=True)) <= self.budget
         if structure.exact and fits:
             return full, False
         return structure, True
@@ -202,7 +208,7 @@ class FitPlan:
     def _automatic_structure(self) -> AutomaticStructure | None:
         """Return what decides the structure; None where it is known.
 
-        Ranks and workers know only the rows of their own shards. There the number of rows is left
+        Ranks and workers have only the rows of their own shards. There the number of rows is left
         out, so that all of them choose the same.
         """
         if not self.automatic:
@@ -210,8 +216,11 @@ class FitPlan:
         source = self.data.source
         return AutomaticStructure(None if source is None else source.rows, self.prior)
 
-    def order_at(self, theta: Tensor | None) -> Order:
-        """Return what a pass at θ (P,) is to sum. theta: None for the trained weights."""
+    def make_order_at(self, theta: Tensor | None) -> Order:
+        """Return the order of a pass at θ (P,), which says what it sums.
+
+        theta: None for the trained weights.
+        """
         return Order(
             theta,
             self.likelihood,
@@ -225,19 +234,19 @@ class FitPlan:
         )
 
     def run_pass(self, theta: Tensor | None) -> tuple[FitPlan, Sums, TargetRange]:
-        """Read the data once: return the plan with what the pass found out, the sums at θ (P,),
-        and the range of the targets.
+        """Read the data once, and return a plan, the sums at θ (P,), and the range of the targets.
 
-        theta: None for the trained weights. The first pass also stores the input factor that all
-        plans of these rows share. Raises ValueError if the data are empty, or if all weights are
-        zero.
+        The plan is this one with what the pass found out. theta: None for the trained weights. The
+        first pass also stores the input factor that all plans of these rows share. Raises
+        ValueError if the data are empty, or if all weights are zero.
         """
         sums_factor = self.input_factors.known is None
-        order = replace(self.order_at(theta), sums_input_factor=sums_factor)
+        order = replace(self.make_order_at(theta), sums_input_factor=sums_factor)
         result = self.data.run_pass(order)
         plan = replace(self, repeatable=result.repeatable)
         if result.sums is None:
             raise ValueError(EMPTY)
+
         # The pass has opened the network. It chose the same structure by the same rule.
         automatic = plan._automatic_structure
         if automatic is not None:
@@ -261,17 +270,17 @@ class FitPlan:
         """Read the data once, and return the statistics at θ (P,)."""
         return self.collect_sums(theta).statistics
 
-    def average_passes_at(self, theta: Tensor, moves: bool = True) -> Average:
-        """Return passes for averages over Gaussians, with the network linearised at θ (P,).
+    def make_average_passes_at(self, theta: Tensor, moves: bool = True) -> Average:
+        """Return passes for averages over Gaussians, with the network linearised at theta (P,).
 
         moves: whether the means of the Gaussians will move, so that passes also sum what a step of
         the mean needs.
         """
-        structure, fisher = self.structure_for_averages()
+        structure, fisher = self.choose_structure_for_averages()
         return AveragePasses(self, theta, structure, fisher, moves, self.row_nodes)
 
-    def products_at(self, theta: Tensor, averaging: Averaging | None = None) -> Product:
-        """Return the function v -> Σ JᵀΛJ v for vectors (P,), with J and Λ at θ (P,).
+    def make_products_at(self, theta: Tensor, averaging: Averaging | None = None) -> Product:
+        """Return the function v -> Σ JᵀΛJ v for vectors (P,), with J and Λ at theta (P,).
 
         averaging: Λ is averaged over this Gaussian. Each product is a pass over the data, or over
         their features where these fit in memory.
@@ -304,7 +313,7 @@ class FitPlan:
             linear=self.network.linear,
             gaussian=self.likelihood.quadratic,
             notes=notes,
-            products_at=self.products_at,
+            make_products_at=self.make_products_at,
         )
 
     def _with_input_factors(self, sums: Sums) -> Sums:
@@ -349,7 +358,7 @@ class AveragePasses:
             self.structure,
             plan.mode,
             plan.digests,
-            averaging=self._averaging(mean, covariance),
+            averaging=self._make_averaging(mean, covariance),
             sums_input_factor=plan.input_factors.known is None,
         )
         sums = plan.data.run_pass(order).sums
@@ -358,29 +367,29 @@ class AveragePasses:
             covariance.drop_inverses()  # the next pass has another Gaussian
         return plan._with_input_factors(sums)
 
-    def products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
-        """Return products with the averaged curvature, a pass each, for a mean (P,).
+    def make_products_under(self, mean: Tensor, covariance: Operator) -> Product | None:
+        """Return products with the curvature averaged over N(mean, covariance), a pass each.
 
-        None for other weights than a last layer, whose passes are slow, and where the structure
-        already is the exact curvature.
+        mean: (P,). The result is None for other weights than a last layer, whose passes are slow,
+        and where the structure already is the exact curvature.
         """
         if self.structure.exact or not self.plan.network.linear:
             return None
-        return self.plan.products_at(self.theta, self._averaging(mean, covariance))
+        return self.plan.make_products_at(self.theta, self._make_averaging(mean, covariance))
 
-    def _averaging(self, mean: Tensor, covariance: Operator) -> Averaging:
+    def _make_averaging(self, mean: Tensor, covariance: Operator) -> Averaging:
         """Return what a pass needs to average over N(mean, covariance), with a mean (P,)."""
         return Averaging(mean - self.theta, covariance, self.fisher, self.moves, self.row_nodes)
 
 
-def outputs_with_own_units(
+def find_outputs_with_own_units(
     network: Network, likelihood: Likelihood, structure: Structure
 ) -> Tensor | None:
     """Return the number of the output that each parameter changes (P,), for priors by output.
 
-    The number is −1 for parameters that change several. None where the outputs have one unit, where
-    no parameter belongs to one output, and for Kronecker factors, which take one precision for each
-    layer.
+    The number is −1 for parameters that change several outputs. The result is None where the
+    outputs have one unit, where no parameter belongs to one output, and for Kronecker factors,
+    which take one precision for each layer.
     """
     unequal = likelihood.unequal_units and network.outputs > 1
     if not unequal or structure.by_layers:

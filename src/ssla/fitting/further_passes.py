@@ -9,7 +9,7 @@ from ssla.data import Source, open_source
 from ssla.fitting.fit import fit_with_prior
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.more_data import add_statistics
-from ssla.fitting.passes import Chunk, Data, Reader, reader_of_chunks
+from ssla.fitting.passes import Chunk, Data, Reader, make_reader_of_chunks
 from ssla.fitting.ranks import data_of_ranks, errors_sent_to_ranks
 from ssla.fitting.steps import refit_last_layer
 from ssla.fitting.variational import add_rows
@@ -22,9 +22,10 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 
-def _plan_like_posterior(posterior: Posterior, data: Data, mode: str) -> FitPlan:
-    """Return the plan of a fit of `data` with a posterior's likelihood, prior, structure and
-    Gaussian.
+def _make_plan_like_posterior(posterior: Posterior, data: Data, mode: str) -> FitPlan:
+    """Return the plan of a fit of `data` with the settings of a posterior.
+
+    These are its likelihood, prior, structure, memory budget and Gaussian. mode: what happens to θ̂.
     """
     return FitPlan(
         type(posterior),
@@ -55,32 +56,37 @@ def _open_reader(posterior: Posterior, data: Any) -> Reader:
     )
 
 
-def _plan_to_read(posterior: Posterior, data: Any, mode: str) -> FitPlan:
-    """Return the plan of a fit of `data` with a posterior's settings.
+def _make_plan_to_read(posterior: Posterior, data: Any, mode: str) -> FitPlan:
+    """Return the plan of a fit of `data` with the settings of a posterior.
 
-    This process reads the data; in a group every rank reads its own.
+    data: in any form that `ssla.fit` takes. This process reads them; in a group every rank reads
+    its own. mode: what happens to θ̂.
     """
-    return _plan_like_posterior(posterior, data_of_ranks(_open_reader(posterior, data)), mode)
+    return _make_plan_like_posterior(posterior, data_of_ranks(_open_reader(posterior, data)), mode)
 
 
 def collect_sums(posterior: Posterior, data: Any) -> Statistics:
-    """Sum other data in one pass: values at θ̂, or averages over a variational Gaussian."""
-    plan = _plan_to_read(posterior, data, AS_IS)
+    """Sum other data in one pass at the Gaussian of a posterior.
+
+    The sums are values at θ̂, or averages over a variational Gaussian. data: in any form that
+    `ssla.fit` takes.
+    """
+    plan = _make_plan_to_read(posterior, data, AS_IS)
     if posterior.variational is None:
         return plan.collect_statistics(posterior.theta)
-    average = plan.average_passes_at(posterior.theta, moves=False)
+    average = plan.make_average_passes_at(posterior.theta, moves=False)
     return average(posterior.mean, posterior.covariance).statistics
 
 
-def plan_to_reread(posterior: Posterior) -> FitPlan | None:
+def make_plan_to_reread(posterior: Posterior) -> FitPlan | None:
     """Return the plan of further passes over the data that a posterior was fitted on.
 
-    None where the posterior does not hold the data, or they can be read only once.
+    The result is None where the posterior does not hold the data, or they can be read only once.
     """
     source: Source | None = posterior.source
     if source is None or not source.repeatable:
         return None
-    return replace(_plan_to_read(posterior, source, AS_IS), rows=posterior.statistics.n)
+    return replace(_make_plan_to_read(posterior, source, AS_IS), rows=posterior.statistics.n)
 
 
 def update_posterior(posterior: Posterior, data: Any) -> Posterior:
@@ -89,7 +95,7 @@ def update_posterior(posterior: Posterior, data: Any) -> Posterior:
     Raises ValueError where the Gaussian is variational and the new data can be read only once.
     """
     reader = _open_reader(posterior, data)
-    plan = _plan_like_posterior(posterior, data_of_ranks(reader), AS_IS)
+    plan = _make_plan_like_posterior(posterior, data_of_ranks(reader), AS_IS)
     plan, sums, _ = plan.run_pass(posterior.theta)
     updated = add_statistics(posterior, sums.statistics, reader.source, passes=1)
     if posterior.variational is None:
@@ -100,33 +106,35 @@ def update_posterior(posterior: Posterior, data: Any) -> Posterior:
             "they can be read only once (a generator). Give a DataLoader, a list of batches or "
             "arrays, or fit with gaussian='laplace'."
         )
-    average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
+    average = plan.make_average_passes_at(posterior.theta, moves=not posterior.tilted)
     return add_rows(posterior, updated, average)
 
 
 def polish_again(
     posterior: Posterior, prior: Prior, data: Any, warm_start: bool = False
 ) -> Posterior:
-    """Polish the network from the trained weights again, with the same likelihood, under a prior
-    and on data that may be others.
+    """Polish the network again from the trained weights, under a given prior and on given data.
 
-    warm_start: a variational Gaussian starts from the posterior's own, which saves passes. The
-    result then differs from that of a fit from the mode, within the tolerance of the rounds.
+    The likelihood and the other settings are those of the posterior. warm_start: a variational
+    Gaussian starts from the posterior's own, which saves passes. The result then differs from that
+    of a fit from the mode, within the tolerance of the rounds. Raises as
+    `ssla.fitting.fit.fit_with_prior`.
     """
-    plan = _plan_to_read(posterior, data, POLISH)
+    plan = _make_plan_to_read(posterior, data, POLISH)
     structure = posterior.statistics.curvature.zero(posterior.theta.numel())
     start = posterior.variational if warm_start else None
     return fit_with_prior(replace(plan, prior=prior, structure=structure, start=start))
 
 
 def refit_to_chunks(posterior: Posterior, chunks: list[Chunk]) -> Posterior:
-    """Refit the Gaussian of a last layer to other rows, from where it is; its prior and noise stay.
+    """Refit the Gaussian of a last layer to similar rows; its prior and noise stay.
 
-    Right for a last layer that was polished, or that has a variational Gaussian. chunks: the rows
-    with their features. Raises ValueError where the refit does not converge.
+    The refit starts from the present posterior. Only for a last layer that was polished, or that
+    has a variational Gaussian. chunks: the rows with their features. Raises ValueError where the
+    refit does not converge.
     """
     budget = posterior.memory_budget
-    reader = reader_of_chunks(posterior.network, chunks, LAST_LAYER, budget)
+    reader = make_reader_of_chunks(posterior.network, chunks, LAST_LAYER, budget)
     structure = posterior.statistics.curvature.zero(posterior.theta.numel())
-    plan = replace(_plan_like_posterior(posterior, reader, POLISH), structure=structure)
+    plan = replace(_make_plan_like_posterior(posterior, reader, POLISH), structure=structure)
     return refit_last_layer(plan, posterior)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.choice import mean_and_error
+from ssla.fitting.choice import compute_mean_and_error
 from ssla.fitting.training_rows import TrainingRows
 
 if TYPE_CHECKING:
@@ -28,27 +28,27 @@ CAUSES = (
 
 
 def warn_on_validation_rows(scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
-    """Warn where a predictive's mean log density of validation rows is below the network's own by
-    more than two standard errors.
+    """Warn where a predictive is clearly worse than the network itself on validation rows.
 
-    scores: log densities (n,) of the predictive. plug_in: those of the network (n,). weights: of
-    the rows (n,).
+    This is so where its mean log density is lower by more than two standard errors. scores: log
+    densities (n,) of the predictive. plug_in: those of the network (n,). weights: of the rows (n,).
     """
-    loss = mean_and_error(plug_in - scores, weights)
+    loss = compute_mean_and_error(plug_in - scores, weights)
     if loss.mean > 2 * loss.error:
         _warn_worse("validation rows", scores, plug_in, weights)
 
 
 def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> None:
-    """Warn where the mean log density of some training rows is far below the network's own.
+    """Warn where a posterior's predictive is far worse than the network itself on training rows.
 
-    rows: a sample of them; None: there is nothing to compare with, and nothing is done. A
-    comparison on rows that the network has seen favours the network, so only a large loss counts.
+    The mean log densities of the rows are compared. rows: a sample of the training rows; None:
+    nothing is done. A comparison on rows that the network has seen favours the network, so only a
+    large loss counts.
     """
     if rows is None:
         return
-    scores = rows.scores(posterior)
-    loss = mean_and_error(rows.plug_in - scores, rows.weights)
+    scores = rows.compute_scores(posterior)
+    loss = compute_mean_and_error(rows.plug_in - scores, rows.weights)
     # Two standard errors, but never more than twice the limit: few rows must not hide a failure.
     if loss.mean > WORSE_ON_TRAINING_ROWS + 2 * min(loss.error, WORSE_ON_TRAINING_ROWS):
         _warn_worse("training rows", scores, rows.plug_in, rows.weights)
@@ -57,11 +57,11 @@ def warn_on_training_rows(posterior: Posterior, rows: TrainingRows | None) -> No
 def _warn_worse(sample: str, scores: Tensor, plug_in: Tensor, weights: Tensor) -> None:
     """Warn that a predictive is worse than the network, with the mean negative log density of each.
 
-    sample: which rows these are, in words. scores, plug_in: log densities (n,) of the predictive
-    and of the network, for rows with weights (n,).
+    sample: the name of the rows, for the message. scores, plug_in: log densities (n,) of the
+    predictive and of the network, for rows with weights (n,).
     """
-    predictive = -mean_and_error(scores, weights).mean
-    network = -mean_and_error(plug_in, weights).mean
+    predictive = -compute_mean_and_error(scores, weights).mean
+    network = -compute_mean_and_error(plug_in, weights).mean
     warn(
         f"On the {sample} the predictive is worse than the network itself: a negative log density "
         f"of {predictive:.4g} against {network:.4g} a row. {CAUSES}",

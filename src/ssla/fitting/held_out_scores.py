@@ -1,4 +1,9 @@
-"""Held-out scores at any prior precision and noise, from sums and Jacobians that are taken once."""
+"""Held-out scores at any prior precision and noise, from sums and Jacobians that are taken once.
+
+A score is the negative mean loss of the held-out rows, so that larger is better. The kept rows of a
+fold are those that are not held out. A space and its points (d,) are those of
+`ssla.fitting.tuning_space`.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +46,8 @@ INDEFINITE = (
 class HeldOutRows(NamedTuple):
     """Held-out rows with f̂ and J at them, and the sums of the rows that are not held out."""
 
-    chunks: list[tuple[Tensor, Jacobian]]
-    y: Tensor
+    chunks: list[tuple[Tensor, Jacobian]]  # f̂ (b, C) and J of b rows each
+    y: Tensor  # (n,) or (n, D), of all chunks
     weights: Tensor  # (n,) float64: a row of weight 2 counts as two equal rows
     statistics: Statistics
     moves: bool  # whether θ̂ follows the sums by a Newton step
@@ -61,13 +66,13 @@ class HeldOutRows(NamedTuple):
         chunks = list(posterior.linearised(batch.x))
         return HeldOutRows(chunks, targets, weights.double(), statistics, moves)
 
-    def outputs(
+    def iterate_outputs(
         self, operator: Operator, step: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Yield f (b, C) and K (b, C, C) at θ̂ + step (P,), with y and weights (b,), a chunk at a
-        time.
+        """Yield f (b, C), K (b, C, C), y and weights (b,) of the rows, a chunk at a time.
 
-        operator: the covariance of θ. All values are float64 for every network: the search takes
+        f and K are mean and covariance of the outputs for θ ~ N(θ̂ + step, operator), with a step
+        (P,). All values are float64 for every network: the search takes
         differences of scores over steps of 1e-4, so rounding errors of float32 would be errors of
         1e-3 in its slopes, and it would not end.
         """
@@ -85,7 +90,7 @@ class HeldOutScore:
     """The negative weighted mean loss of predictions for held-out rows, at any prior and noise."""
 
     posterior: Posterior
-    parts: tuple[HeldOutRows, ...]  # one for each fold; a validation set is one part
+    folds: tuple[HeldOutRows, ...]  # a validation set is one fold
     loss: Callable[[Predictive, Tensor], Tensor]  # of each row (n,)
     notes: list[str]  # for the history; the calls append to it
 
@@ -95,19 +100,22 @@ class HeldOutScore:
     ) -> HeldOutScore:
         """Return the score of a validation set, or of the training data in folds.
 
-        objective: NLL or CRPS. folds: their number; None: `data` are a validation set. Raises
-        ValueError for a number of folds or of rows that does not suit the data.
+        posterior: whose predictions are scored. objective: NLL or CRPS. folds: their number; None:
+        `data` are a validation set. Raises ValueError for a number of folds or of rows that does
+        not suit the data.
         """
         batch = _join_batches(data)
         if batch.weights is not None and not bool(batch.weights.any()):
             raise ValueError("All row weights of the data are zero, so no row can be scored.")
-        loss = negative_log_densities if objective == NLL else crps_of_rows
+        loss = compute_negative_log_densities if objective == NLL else compute_crps_of_rows
         if folds is None:
             all_rows = HeldOutRows.from_batch(
                 posterior, batch, posterior.sums, posterior.follows_prior
             )
             return HeldOutScore(posterior, (all_rows,), loss, [])
+
         _check_folds(posterior, len(batch.y), folds)
+
         # Each fold is refitted by one Newton step: that is exact for a quadratic, and right to
         # first order for other likelihoods of a last layer.
         moves = posterior.network.linear and posterior.mode == POLISH
@@ -115,6 +123,7 @@ class HeldOutScore:
         pieces = [
             pick_batch_rows(batch, torch.arange(k, len(batch.y), folds)) for k in range(folds)
         ]
+
         # As data, a batch is (x, y) or (x, y, weights).
         sums = [
             collect_sums(posterior, tuple(column for column in piece if column is not None))
@@ -129,7 +138,7 @@ class HeldOutScore:
     @cached_property
     def weight(self) -> float:
         """Return the sum of the weights of the held-out rows."""
-        return sum(float(part.weights.sum()) for part in self.parts)
+        return sum(float(fold.weights.sum()) for fold in self.folds)
 
     @property
     def in_target_units(self) -> bool:
@@ -137,34 +146,35 @@ class HeldOutScore:
 
         Another unit only adds a constant to a log density.
         """
-        return self.loss is crps_of_rows
+        return self.loss is compute_crps_of_rows
 
     def __call__(self, space: Space, point: Tensor) -> float:
         """Compute the negative mean loss at a point (d,) of the space: larger is better.
 
         Raises ValueError where the curvature cannot be factorised.
         """
-        factor = space.noise_factor(point)
-        precision = space.precision(point)
+        factor = space.compute_noise_factor(point)
+        precision = space.compute_precision(point)
         total = 0.0
-        for part in self.parts:
-            state = scale_noise(with_sums(self.posterior, part.statistics), factor)
-            operator = self._factorise(state.sums.curvature, precision)
-            step = torch.zeros_like(state.theta)
-            if part.moves:  # one Newton step to the mode of the rows that are not held out
+        for fold in self.folds:
+            of_kept_rows = scale_noise(with_sums(self.posterior, fold.statistics), factor)
+            operator = self._factorise(of_kept_rows.sums.curvature, precision)
+            step = torch.zeros_like(of_kept_rows.theta)
+            if fold.moves:  # one Newton step to the mode of the kept rows
                 step = operator.solve(
-                    state.sums.gradient - precision * (state.mean - space.bound.mean)
+                    of_kept_rows.sums.gradient - precision * (of_kept_rows.mean - space.bound.mean)
                 )
-            for f, K, y, weights in part.outputs(operator, step):
-                losses = self._losses_of_rows(state.likelihood, f, K, y).double()
+            for f, K, y, weights in fold.iterate_outputs(operator, step):
+                losses = self._compute_losses_of_rows(of_kept_rows.likelihood, f, K, y).double()
                 total += float((weights * losses).sum())
         return -total / self.weight
 
     def _factorise(self, curvature: Structure, precision: Tensor) -> Operator:
-        """Factorise H⁻¹ of the rows that are not held out, with a prior precision (P,).
+        """Factorise H⁻¹ of the kept rows, from their curvature and a prior precision (P,).
 
         Averages of an indefinite Λ over some of the rows may be indefinite where those over all
-        rows are not. Then the positive part is taken, and noted once.
+        rows are not. The positive part is then taken, with a note. Raises ValueError where that
+        cannot be factorised either.
         """
         try:
             return curvature.with_prior(precision)
@@ -173,12 +183,15 @@ class HeldOutScore:
                 self.notes.append(INDEFINITE)
             return curvature.positive_part().with_prior(precision)
 
-    def _losses_of_rows(self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor) -> Tensor:
-        """Compute the loss (b,) of rows with outputs f (b, C), their covariance K (b, C, C), and
-        targets y.
+    def _compute_losses_of_rows(
+        self, likelihood: Likelihood, f: Tensor, K: Tensor, y: Tensor
+    ) -> Tensor:
+        """Compute the losses (b,) of rows with targets y, whose outputs are N(f, K).
+
+        f (b, C) and K (b, C, C) are their mean and covariance.
         """
         # Where refits in the outputs would need many steps, the average density scores the rows.
-        if self.loss is negative_log_densities and likelihood.scored_by_average:
+        if self.loss is compute_negative_log_densities and likelihood.scored_by_average:
             return -likelihood.log_average(y, f, K)
         # Far from the optimum predictives may be inaccurate and warn. They are not kept, and the
         # predictions of the tuned posterior warn themselves.
@@ -188,8 +201,10 @@ class HeldOutScore:
 
 
 def _check_folds(posterior: Posterior, count: int, folds: int) -> None:
-    """Raise ValueError unless `folds` is a whole number from 2 to `count`, and `count`, the number
-    of rows in the data, is the number of rows in the fit.
+    """Raise ValueError unless the data can be split into this number of folds.
+
+    `folds` must be a whole number from 2 to `count`, the number of rows in the data, which must be
+    the number of rows that the posterior was fitted on.
     """
     if isinstance(folds, bool) or not isinstance(folds, int) or not 2 <= folds <= count:
         raise ValueError(
@@ -207,7 +222,7 @@ def _check_folds(posterior: Posterior, count: int, folds: int) -> None:
 class LeaveOneOutScore:
     """The mean leave-one-out log density of the training rows, at any prior precision.
 
-    The sites (the Gaussian factor of each row) are kept as they are under the posterior at hand.
+    The sites (the Gaussian factor of each row) are kept as they are under the present posterior.
     """
 
     posterior: Posterior
@@ -237,7 +252,7 @@ class LeaveOneOutScore:
 
         Raises ValueError where the curvature cannot be factorised.
         """
-        precision = space.precision(point)
+        precision = space.compute_precision(point)
         sums = self.posterior.sums
         operator = sums.curvature.with_prior(precision)
         step = torch.zeros_like(self.posterior.mean)
@@ -248,12 +263,12 @@ class LeaveOneOutScore:
         return left_out_score(self.sites, self.posterior.mean + step, operator).mean_log_prob
 
 
-def negative_log_densities(predictive: Predictive, y: Tensor) -> Tensor:
-    """Compute −log p(y) (n,) of each row."""
+def compute_negative_log_densities(predictive: Predictive, y: Tensor) -> Tensor:
+    """Compute −log p(y) (n,) of the targets y of each row."""
     return metrics.nll(predictive, y, reduce=False)
 
 
-def crps_of_rows(predictive: Predictive, y: Tensor) -> Tensor:
+def compute_crps_of_rows(predictive: Predictive, y: Tensor) -> Tensor:
     """Compute the CRPS (n,) of each row, in the unit of the targets y (n,).
 
     For a Gaussian it is σ [z (2Φ(z) − 1) + 2φ(z) − 1/√π] with z = (y − μ)/σ.
@@ -268,15 +283,17 @@ def crps_of_rows(predictive: Predictive, y: Tensor) -> Tensor:
 
 
 def _join_batches(data: Any) -> Batch:
-    """Read all batches of data, and return them as one.
+    """Read all batches of the data, and return them as one.
 
-    Either every batch must have row weights, or none. Raises ValueError where there is no batch.
+    data: in any form that `ssla.fit` takes. Either every batch must have row weights, or none.
+    Raises ValueError where there is no batch.
     """
     batches = list(open_source(data))
     if not batches:
         raise ValueError("The data are empty: no batch with a row came.")
     if len(batches) == 1:
         return batches[0]
+
     # Inputs are a tensor, a dict of tensors, or a tuple of tensors.
     x = batches[0].x
     if isinstance(x, Tensor):

@@ -3,6 +3,10 @@
 Where a last layer is too large for its dense curvature, steps with Kronecker factors or a diagonal
 alone do not converge. The Newton step is then found by conjugate gradients, with exact products of
 the curvature (a pass each) and the structure as the preconditioner.
+
+With the gradient g of the log posterior and H its curvature, a Newton step is H⁻¹g. The decrement
+gᵀH⁻¹g is the squared distance to the mode in posterior standard deviations, and twice the gain that
+the quadratic promises for the full step.
 """
 
 from __future__ import annotations
@@ -10,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.sums import Sums, newton_step_by_products, uphill_operator
+from ssla.fitting.sums import Sums, factorise_uphill, solve_newton_step_by_products
 from ssla.maths.conjugate import Product
 from ssla.priors import BoundGaussian, BoundPrior
 
@@ -28,15 +33,20 @@ RUNAWAY = (
 MOST_NEWTON_STEPS = 200
 MOST_TRIALS = 2000  # steps tried in one polish, shortened ones included: a pass over the data each
 HALVINGS = 26  # of one step: the last one tried has a share of 1.5e-8
-# polish ends when it is this many posterior standard deviations from the mode: Newton converges
-# quadratically for a last layer; for other weights the Gauss–Newton steps converge linearly
+# Posterior standard deviations from the mode at which polish ends: Newton converges quadratically
+# for a last layer; for other weights the Gauss–Newton steps converge linearly.
 DECREMENT_LINEAR, DECREMENT_OTHER = 1e-10, 1e-5
-# standard deviations a parameter, where a last layer has only an approximate curvature
+# The same, a parameter, for a last layer with only an approximate curvature.
 APPROXIMATE = 0.01
-# by which conjugate gradients reduce the residual of a Newton step: its error is that of the next
+NEARLY = 0.3  # the same, a parameter, where near the mode is enough
+# The factor by which conjugate gradients reduce the residual of a Newton step. What is left, the
+# next Newton step corrects.
 PRECISE = 0.03
 MOST_PRODUCTS = 30  # for one Newton step
-NEARLY = 0.3  # standard deviations a parameter
+# The decrement at which rounding errors decide, as a share of the log posterior: of sums that are
+# moved without a pass, and of sums over rows.
+ROUNDING_OF_MOVED, ROUNDING_OF_SUMS = 1e-22, 1e-15
+ROUNDING_OF_HEIGHT = 1e-13  # share of the log posterior that a step may lose by rounding
 VISIBLE_DECREMENT = 0.1  # farther than this from the mode, the end of a polish is a warning
 # so close to the mode, the gain is below rounding error and the full step is safe
 TRUSTED_DECREMENT = 1e-4
@@ -44,9 +54,18 @@ SUFFICIENT = 1e-4  # share of the expected gain that a step must reach (Armijo)
 
 
 class NoModeError(ValueError):
-    """Newton steps ran to where the curvature cannot be factorised, or (`Polish.refuses`)
-    reached no mode.
+    """There is no mode nearby: the curvature cannot be factorised where Newton steps have led.
+
+    It is also raised where they reached no mode at all, if `Polish.refuses` is true.
     """
+
+
+class _Point(NamedTuple):
+    """A point of the ascent."""
+
+    theta: Tensor  # (P,)
+    sums: Sums  # at θ
+    height: float  # ℓ_D + log π at θ
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,25 +76,25 @@ class Polish:
     linear: bool  # whether the outputs are linear in θ
     gaussian: bool  # whether the noise is Gaussian, so that ℓ_D is quadratic in the outputs
     notes: list[str]  # for the report; the ascent appends to it
-    refuses: bool = (
-        False  # whether an ascent without a mode raises NoModeError, in place of warning
-    )
+    # whether an ascent that reaches no mode raises NoModeError, in place of a warning
+    refuses: bool = False
     # θ -> products with Σ JᵀΛJ there, a pass each; None: steps by the structure alone
-    products_at: Callable[[Tensor], Product] | None = None
+    make_products_at: Callable[[Tensor], Product] | None = None
 
     def find_mode(
         self, theta: Tensor, sums: Sums, bound: BoundPrior, nearly: bool = False
     ) -> tuple[Tensor, Sums, int]:
         """Climb ℓ_D + log π from θ (P,), where the sums were taken, by safeguarded Newton steps.
 
-        Returns θ (P,), the sums there, and the number of steps. nearly: whether to stop near the
-        mode, which is enough where a prior is still to be chosen.
+        bound: the prior over θ. nearly: whether to stop near the mode, which is enough where a
+        prior is still to be chosen. Returns θ (P,), the sums there, and the number of steps.
 
         Raises ValueError where the curvature at the start cannot be factorised, and NoModeError
         where it cannot be later. An ascent that ends far from a mode warns, or raises NoModeError
         if `refuses`.
         """
-        limit = self._distance_limit(theta, sums, nearly)
+        limit = self._choose_distance_limit(theta, sums, nearly)
+
         # With Gaussian noise and the exact curvature the sums at any θ follow without a pass.
         quadratic = self.linear and self.gaussian and sums.newton_curvature.exact
         height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
@@ -83,7 +102,7 @@ class Polish:
         for step_count in range(MOST_NEWTON_STEPS):
             gradient = sums.statistics.gradient + bound.gradient(theta)
             try:
-                step = self._newton_step(theta, sums, gradient, bound.precision(theta))
+                step = self._compute_newton_step(theta, sums, gradient, bound.precision(theta))
             except ValueError as error:
                 if step_count == 0:
                     raise
@@ -91,44 +110,74 @@ class Polish:
             # Twice the gain that the quadratic expects: the squared distance to the mode.
             decrement = float(gradient @ step)
             # Sums that are moved resolve small gains, sums over n rows do not.
-            rounding = 1e-22 if quadratic else 1e-15
+            rounding = ROUNDING_OF_MOVED if quadratic else ROUNDING_OF_SUMS
             if decrement <= limit**2 or decrement <= rounding * abs(height):
                 return theta, sums, step_count
             if quadratic and isinstance(bound, BoundGaussian):
                 # The objective is quadratic: this step ends at its mode.
                 return theta + step, sums.with_theta_moved(step), 1
 
-            # Halve the step until it raises the log posterior by a share of what is expected. Close
-            # to the mode that gain is below rounding error, and the full step is taken.
-            trusted = self.linear and decrement <= TRUSTED_DECREMENT**2
-            for halvings in range(HALVINGS + 1):
-                if trials == MOST_TRIALS:
+            # No name for the present point: it would keep its sums in memory during the next step.
+            reached, tried = self._search_along(
+                step,
+                _Point(theta, sums, height),
+                bound,
+                decrement,
+                quadratic,
+                most=MOST_TRIALS - trials,
+            )
+            trials += tried
+            if reached is None:
+                if tried <= HALVINGS:  # the limit of all trials ended the search
                     self._report_no_convergence(step_count)
-                    return theta, sums, step_count
-                trials += 1
-                size = 0.5**halvings
-                trial_theta = theta + size * step
-                trial = (
-                    sums.with_theta_moved(size * step) if quadratic else self.collect(trial_theta)
-                )
-                trial_height = trial.statistics.log_likelihood + float(bound.log_prob(trial_theta))
-                enough = height + SUFFICIENT * size * decrement - 1e-13 * abs(height)
-                if trial_height >= enough or trusted:
-                    break
-            else:
-                self._report_stop(step_count, decrement)
+                else:
+                    self._report_stop(step_count, decrement)
                 return theta, sums, step_count
-            theta, sums, height = trial_theta, trial, trial_height
+            theta, sums, height = reached
+
         self._report_no_convergence(MOST_NEWTON_STEPS)
         return theta, sums, MOST_NEWTON_STEPS
 
+    def _search_along(
+        self,
+        step: Tensor,
+        start: _Point,
+        bound: BoundPrior,
+        decrement: float,
+        quadratic: bool,
+        most: int,
+    ) -> tuple[_Point | None, int]:
+        """Halve a step (P,) until it raises the log posterior by a share of what is expected.
+
+        Close to the mode that gain is below rounding error, and the full step is taken. bound: the
+        prior. decrement: twice the gain that is expected of the full step. quadratic: whether the
+        sums at any θ follow without a pass. most: the number of steps that may be tried. Returns
+        the point that was reached, and the number of steps that were tried. The point is None where
+        none of HALVINGS + 1 steps is good enough, and where `most` ends the search.
+        """
+        is_trusted = self.linear and decrement <= TRUSTED_DECREMENT**2
+        for halvings in range(HALVINGS + 1):
+            if halvings == most:
+                return None, halvings
+            size = 0.5**halvings
+            theta = start.theta + size * step
+            sums = start.sums.with_theta_moved(size * step) if quadratic else self.collect(theta)
+            height = sums.statistics.log_likelihood + float(bound.log_prob(theta))
+            gain = SUFFICIENT * size * decrement
+            enough = start.height + gain - ROUNDING_OF_HEIGHT * abs(start.height)
+            if height >= enough or is_trusted:
+                return _Point(theta, sums, height), halvings + 1
+
+        return None, HALVINGS + 1
+
     def _has_approximate_curvature(self, sums: Sums) -> bool:
-        """Return whether these are sums of a last layer with only an approximate curvature."""
+        """Return whether the sums are those of a last layer with only an approximate curvature."""
         return self.linear and not sums.newton_curvature.exact
 
-    def _distance_limit(self, theta: Tensor, sums: Sums, nearly: bool) -> float:
-        """Return the distance to the mode, in posterior standard deviations, at which the ascent
-        from θ (P,) ends. nearly: as in `find_mode`.
+    def _choose_distance_limit(self, theta: Tensor, sums: Sums, nearly: bool) -> float:
+        """Return the distance to the mode at which the ascent from θ (P,) ends.
+
+        The distance is in posterior standard deviations. sums: at θ. nearly: as in `find_mode`.
         """
         if nearly:
             return NEARLY * math.sqrt(len(theta))
@@ -136,20 +185,20 @@ class Polish:
             return APPROXIMATE * math.sqrt(len(theta))
         return DECREMENT_LINEAR if self.linear else DECREMENT_OTHER
 
-    def _newton_step(
+    def _compute_newton_step(
         self, theta: Tensor, sums: Sums, gradient: Tensor, prior_precision: Tensor
     ) -> Tensor:
-        """Compute the Newton step (P,) at θ (P,) for a gradient (P,).
+        """Compute the Newton step (P,) at θ (P,), where the sums were taken, for a gradient (P,).
 
         prior_precision: (P,) or (P, P). A last layer with an approximate curvature takes conjugate
         gradients, a pass for each product. Raises ValueError where the curvature cannot be
         factorised.
         """
-        if not self._has_approximate_curvature(sums) or self.products_at is None:
-            return sums.newton_step(gradient, prior_precision)
-        preconditioner = uphill_operator(sums.statistics.curvature, prior_precision)
-        return newton_step_by_products(
-            self.products_at(theta),
+        if not self._has_approximate_curvature(sums) or self.make_products_at is None:
+            return sums.compute_newton_step(gradient, prior_precision)
+        preconditioner = factorise_uphill(sums.statistics.curvature, prior_precision)
+        return solve_newton_step_by_products(
+            self.make_products_at(theta),
             gradient,
             prior_precision,
             preconditioner,
@@ -160,15 +209,15 @@ class Polish:
     def _report_stop(self, steps: int, decrement: float) -> None:
         """Note that no shorter step raises the log posterior after this number of steps.
 
-        decrement: the squared distance to the mode. Far from it this is also a warning, or
+        decrement: the squared distance to the mode. Far from the mode this also warns, or raises
         NoModeError if `refuses`.
         """
         note = f"polish stopped after {steps} steps: no smaller step raises the log posterior"
-        far = decrement > VISIBLE_DECREMENT**2
-        if self.refuses and far:
+        is_far = decrement > VISIBLE_DECREMENT**2
+        if self.refuses and is_far:
             raise NoModeError(note)
         self.notes.append(note)
-        if far:
+        if is_far:
             warn(
                 f"{note}, though it is {math.sqrt(decrement):.2g} posterior standard deviations "
                 "from a mode by its gradient. Likely causes: (a) a log density with kinks; (b) a "

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def merge_posteriors(posterior: Posterior, other: Posterior) -> Posterior:
-    """Return the posterior of both data sets: see Posterior.merge.
+    """Return the posterior of the data of both posteriors: see Posterior.merge.
 
     Raises ValueError unless both are of one model, and at one θ̂ or at two that their quadratic sums
     can be moved between.
@@ -39,10 +39,10 @@ def merge_posteriors(posterior: Posterior, other: Posterior) -> Posterior:
     )
     if posterior.variational is None:
         return merged
+
     # Both sums are taken at θ̂, so that the order does not matter.
-    ours, theirs = (
-        each.sums.with_theta_moved(each.theta - each.mean) for each in (posterior, other)
-    )
+    ours = posterior.sums.with_theta_moved(posterior.theta - posterior.mean)
+    theirs = other.sums.with_theta_moved(other.theta - other.mean)
     variational = Variational(posterior.theta, ours.merge(theirs), posterior.tilted)
     return with_recentred_mean(replace(merged, variational=variational))
 
@@ -56,22 +56,24 @@ def _check_same_model(posterior: Posterior, other: Posterior) -> None:
                 f"Only posteriors alike can be merged, but their {name} differ: {ours} and "
                 f"{theirs}."
             )
+
     our_digests, their_digests = merge_digests(posterior.network), merge_digests(other.network)
     unequal = [name for name in our_digests if our_digests[name] != their_digests[name]]
     if unequal:
         why = describe_difference(
-            *(fingerprint(module_of(each.network)) for each in (posterior, other))
+            fingerprint(module_of(posterior.network)), fingerprint(module_of(other.network))
         )
         reason = f": {why}" if why else ""
         raise ValueError(
             "Only posteriors of the same trained network can be merged, but their "
             f"{' and '.join(unequal)} differ{reason}."
         )
+
     same_likelihood = digest(posterior.likelihood) == digest(other.likelihood)
     if not same_likelihood or digest(posterior.bound_prior) != digest(other.bound_prior):
         attribute = "prior" if same_likelihood else "likelihood"
         name = f"{attribute}s"
-        ours, theirs = (describe(getattr(each, attribute)) for each in (posterior, other))
+        ours, theirs = describe(getattr(posterior, attribute)), describe(getattr(other, attribute))
         raise ValueError(
             f"Only posteriors with the same {name} can be merged, but the {name} differ, "
             f"if only in digits that are not shown: {ours} and {theirs}. Fit every shard with the "
@@ -86,11 +88,12 @@ def add_statistics(
     passes: int,
     notes: tuple[str, ...] = (),
 ) -> Posterior:
-    """Return the posterior with the sums of more data, which were taken at its θ̂.
+    """Return the posterior with the statistics of more data, which were taken at its θ̂.
 
     θ̂ moves to the new mode where the sums determine it; elsewhere it stays. A variational Gaussian
     is not changed here: the caller adds the new averages. source, passes, notes: of the data that
-    are added. source is None where they are not at hand; nor are then all data of the result.
+    are added. source is None where these cannot be read again; the result then has no source
+    either.
     """
     theta = posterior.theta
     merged = posterior.statistics.merge(statistics)
@@ -110,11 +113,14 @@ def add_statistics(
     if posterior.source is not None and source is not None:
         joint_source = posterior.source.followed_by(source)
     moved = replace(posterior, theta=theta, statistics=merged, source=joint_source)
+
     # Notes of both data sets, once each. A note on earlier data holds for a part of the rows only.
     earlier = without_subjects(dict.fromkeys((*posterior.report.notes, *notes)), ADDED)
     kept = [
-        Note(f"before data were added: {each}") if subject_of(each) in (DATA, MOVED) else each
-        for each in earlier
+        Note(f"before data were added: {earlier_note}")
+        if subject_of(earlier_note) in (DATA, MOVED)
+        else earlier_note
+        for earlier_note in earlier
     ]
     report = replace(
         posterior.report,
@@ -128,9 +134,9 @@ def add_statistics(
 
 
 def with_sketch_note(notes: list[str], posterior: Posterior) -> list[str]:
-    """Return the notes with a new one on what a low-rank curvature leaves out.
+    """Return the notes, with a note on what a low-rank curvature leaves out in place of an old one.
 
-    The note is that of the posterior's present data and prior. Other structures have none.
+    The note is about the posterior's present data and prior. Other structures have none.
     """
     least = float(posterior.bound_prior.precision(posterior.theta).min())
     kept = without_subjects(notes, RANK)

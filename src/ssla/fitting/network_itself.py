@@ -1,6 +1,8 @@
 """What validation rows show about the network itself, without epistemic uncertainty ("doubt").
 
-The rows show its best dispersion, and a scale of rows.
+The rows show its best dispersion, and a scale of rows. A spread is a factor on the dispersion of a
+likelihood. A scale of rows (`ssla.network.RowScale`) divides the features of each row, and so its
+logits, by a number that grows with their length.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from ssla.fitting.choice import mean_and_error
+from ssla.fitting.choice import compute_mean_and_error
 from ssla.fitting.validation_rows import ValidationRows
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.likelihood import Dispersed, multiply_dispersion
@@ -31,37 +33,37 @@ CLEARLY = 3.0
 SHORTEST = 0.05
 
 
-def best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
-    """Find the factor on the dispersion with which the network's outputs f (n, C) predict the rows
-    best; 1 where the likelihood has no dispersion.
+def find_best_network_spread(rows: ValidationRows, likelihood: Likelihood, f: Tensor) -> float:
+    """Find the factor on the dispersion with which outputs f (n, C) predict the rows best.
 
-    The factor is one of SPREADS. Log densities are assumed to have one maximum over it.
+    The factor is one of SPREADS; it is 1 where the likelihood has no dispersion. The search assumes
+    that the log density of the rows has a single maximum over the factor.
     """
     if not isinstance(likelihood, Dispersed):
         return 1.0
 
-    def height(index: int) -> float:
-        """Return the log density of all rows at SPREADS[index], with a standard normal log prior of
-        the spread's logarithm.
+    def compute_height(index: int) -> float:
+        """Return the penalised log density of all rows at the factor SPREADS[index].
 
-        Without the prior there may be no maximum: if the network classifies all rows right, a
-        smaller temperature is always better.
+        The penalty is a standard normal log prior of the factor's logarithm. Without the prior
+        there may be no maximum: if the network classifies all rows right, a smaller temperature is
+        always better.
         """
         spread = float(SPREADS[index])
-        log_density = rows.plug_in(multiply_dispersion(likelihood, spread), f) @ rows.weights
+        log_density = rows.score_plug_in(multiply_dispersion(likelihood, spread), f) @ rows.weights
         return float(log_density) - 0.5 * math.log(spread) ** 2
 
-    nearest = max(range(0, len(SPREADS), COARSE), key=height)
+    nearest = max(range(0, len(SPREADS), COARSE), key=compute_height)
     neighbours = range(max(nearest - COARSE + 1, 0), min(nearest + COARSE, len(SPREADS)))
-    return float(SPREADS[max(neighbours, key=height)])
+    return float(SPREADS[max(neighbours, key=compute_height)])
 
 
 def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale | None:
-    """Choose a scale of rows with which a classifier predicts the rows clearly better, each at its
-    best temperature.
+    """Choose a scale of rows with which a classifier predicts the rows clearly better.
 
-    None where no scale is clearly better, for other targets than classes, for other weights than a
-    last layer, and where all features have one length.
+    likelihood: of the classifier. With and without the scale, the best temperature is taken. The
+    result is None where no scale is clearly better, for other targets than classes, for other
+    weights than a last layer, and where all features have one length.
     """
     network = rows.posterior.network
     classes = likelihood.support_for(network.outputs).kind == "class"
@@ -72,20 +74,24 @@ def choose_row_scale(rows: ValidationRows, likelihood: Likelihood) -> RowScale |
         or network.offset is not None
     ):
         return None
-    counted = rows.squares[rows.weights > 0]
-    if not float(counted.min()) < float(counted.max()):
+
+    squares_with_weight = rows.squares[rows.weights > 0]
+    if not float(squares_with_weight.min()) < float(squares_with_weight.max()):
         return None
 
-    def scores(f: Tensor) -> Tensor:
+    def compute_scores(f: Tensor) -> Tensor:
         """Compute log densities (n,) of the rows for outputs f (n, C), at the best temperature."""
-        spread = best_network_spread(rows, likelihood, f)
-        return rows.plug_in(multiply_dispersion(likelihood, spread), f)
+        spread = find_best_network_spread(rows, likelihood, f)
+        return rows.score_plug_in(multiply_dispersion(likelihood, spread), f)
 
     # Every scale takes the mean of the features' squared lengths, and a small quantile of them.
     mean = float(rows.squares @ rows.weights / rows.weights.sum())
-    least = float(counted.kthvalue(max(int(SHORTEST * len(counted)), 1)).values)
+    rank = max(int(SHORTEST * len(squares_with_weight)), 1)
+    least = float(squares_with_weight.kthvalue(rank).values)
     scales = [RowScale(strength, mean, least) for strength in STRENGTHS]
-    scaled = [scores(rows.f / scale.compute_scales(rows.squares)[:, None]) for scale in scales]
+    scaled = [
+        compute_scores(rows.f / scale.compute_scales(rows.squares)[:, None]) for scale in scales
+    ]
     best = max(range(len(scales)), key=lambda i: float(scaled[i] @ rows.weights))
-    gain = mean_and_error(scaled[best] - scores(rows.f), rows.weights)
+    gain = compute_mean_and_error(scaled[best] - compute_scores(rows.f), rows.weights)
     return scales[best] if gain.mean > CLEARLY * gain.error else None

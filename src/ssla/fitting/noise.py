@@ -1,6 +1,8 @@
 """The noise of a Gaussian likelihood, from residuals and degrees of freedom.
 
-The degrees of freedom are those that the fit uses up.
+The degrees of freedom are those that the fit uses up: γ = tr(S H⁻¹), the number of parameters that
+the rows determine. RSS is the residual sum of squares Σ w (y − f)². A group is
+the outputs that share one factor on their noise: a single output, or all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 from torch import Tensor
 
-from ssla.fitting.sums import Sums, uphill_operator
+from ssla.fitting.sums import Sums, factorise_uphill
 from ssla.likelihoods import Gaussian
 from ssla.likelihoods.likelihood import multiply_dispersion
 from ssla.network import Network
@@ -29,11 +31,14 @@ CollectAtNoise = Callable[[Gaussian, "Tensor | None"], Sums]
 # Guesses: the fixed point converges linearly, in ten rounds or so.
 MOST_ROUNDS = 200
 SETTLED = 1e-10  # relative change of the noise at which the rounds end
+NO_FREEDOM = 1e-8  # share of the rows: fewer degrees of freedom count as none
+NO_RESIDUALS = 1e-8  # share of the noise at the start: a smaller one counts as zero
+NO_RAW_RESIDUALS = 1e-10  # the same, of the largest target
 
 
 @dataclass(frozen=True, eq=False)
 class _NoiseProblem:
-    """What the next noise follows from. The estimate is the fixed point of `next_noise`.
+    """What the next noise follows from. The estimate is the fixed point of `compute_next_noise`.
 
     There is one noise for each of G groups of outputs.
     """
@@ -47,16 +52,15 @@ class _NoiseProblem:
     squares: Tensor  # squared residuals, in units of the sums' noise (G,)
     rows: float  # residuals in a group, by weight
 
-    def next_noise(self, noise: Tensor) -> Tensor:
-        """Compute the next noise (G,): from the residuals and the degrees of freedom that the fit
-        has at a noise (G,).
+    def compute_next_noise(self, noise: Tensor) -> Tensor:
+        """Compute the next noise (G,) from the residuals and degrees of freedom at a noise (G,).
 
-        Both are in units of the noise at which the sums were taken. Raises ValueError where no
-        degrees of freedom are left, or no residuals.
+        Both noises are in units of the noise at which the sums were taken. Raises ValueError where
+        no degrees of freedom are left, or no residuals.
         """
         scaled = self.sums.with_noise_scaled(noise[self.groups])
         precision = self.bound.precision(self.theta)
-        operator = uphill_operator(scaled.newton_curvature, precision)
+        operator = factorise_uphill(scaled.newton_curvature, precision)
         used = torch.zeros_like(self.unit).index_add(
             0, self.groups, 1 - prior_share(operator, precision)
         )
@@ -69,13 +73,14 @@ class _NoiseProblem:
             change = step * (push - 2 * self.sums.statistics.gradient)
             squares = squares + torch.zeros_like(self.unit).index_add(0, self.groups, change)
         free = self.rows - used
-        if bool((free <= 1e-8 * self.rows).any()):
+        if bool((free <= NO_FREEDOM * self.rows).any()):
             _refuse_estimate(
                 f"{self.rows:g} rows leave no degrees of freedom beside "
                 f"{float(used.max()):.4g} fitted parameters"
             )
+
         new = (squares.clamp_min(0) / free).sqrt()
-        if bool((new < 1e-8 * self.unit).any()):
+        if bool((new < NO_RESIDUALS * self.unit).any()):
             _refuse_estimate(
                 "the residuals vanish: the free parameters reproduce every target, or the target "
                 "is constant"
@@ -91,16 +96,16 @@ def estimate_noise(
     collect_at_noise: CollectAtNoise,
     theta: Tensor | None = None,
 ) -> tuple[Sums, Gaussian]:
-    """Estimate σ_d² = RSS_d / (n − γ_d), where γ_d = tr(S H⁻¹)_d are the degrees of freedom that
-    output d's weights use up; return the sums at that noise, and the likelihood.
+    """Estimate the noise σ_d² = RSS_d / (n − γ_d) of each output d.
 
-    For a last layer (or one output) everything follows from the sums at unit noise, by a fixed
-    point. Several outputs with all weights take one more pass at the raw residual scale, then a
-    common correction.
+    γ_d = tr(S H⁻¹)_d are the degrees of freedom that output d's weights use up. Returns the sums at
+    that noise, and the Gaussian likelihood with it. For a last layer (or one output) everything
+    follows from the sums at unit noise, by a fixed point. Several outputs with all weights take one
+    more pass at the raw residual scale, then a common correction.
 
-    sums: at a noise of one. polish: whether the residuals are those at the mode, not at θ.
-    collect_at_noise: for the further pass. theta: where the sums were taken (P,); None: at the
-    trained weights. Raises ValueError where the rows do not determine the noise.
+    sums: at a noise of one. bound: the prior over θ. polish: whether the residuals are those at the
+    mode, not at θ. collect_at_noise: runs the further pass. theta: where the sums were taken (P,);
+    None: at the trained weights. Raises ValueError where the rows do not determine the noise.
     """
     outputs = network.outputs
     raw = (sums.squares / sums.statistics.weight).sqrt()
@@ -120,29 +125,42 @@ def estimate_noise(
         groups = torch.arange(outputs).repeat_interleave(network.layout.size // outputs)
         rows = sums.statistics.weight
         squares = sums.squares
+
     problem = _NoiseProblem(sums, start, bound, polish, unit, groups, squares, rows)
-    noise = unit.clone()
-    for _ in range(MOST_ROUNDS):
-        new = problem.next_noise(noise)
-        settled = bool(((new - noise).abs() <= SETTLED * noise).all())
-        noise = new
-        if settled:
-            break
-    else:
-        _refuse_estimate("the estimate does not settle")
+    noise = _find_fixed_point(problem)
+
     # A common factor is relative to the raw residuals; otherwise each output has its own noise.
     value = noise if unit.numel() == outputs else noise * raw
     likelihood = Gaussian(noise=float(value) if outputs == 1 else value)
     return sums.with_noise_scaled(noise[groups]), likelihood
 
 
+def _find_fixed_point(problem: _NoiseProblem) -> Tensor:
+    """Return the noise (G,) that `problem.compute_next_noise` leaves unchanged.
+
+    Raises ValueError where the noise does not settle in MOST_ROUNDS rounds, and as that method.
+    """
+    noise = problem.unit.clone()
+    for _ in range(MOST_ROUNDS):
+        new = problem.compute_next_noise(noise)
+        is_settled = bool(((new - noise).abs() <= SETTLED * noise).all())
+        noise = new
+        if is_settled:
+            break
+    else:
+        _refuse_estimate("the estimate does not settle")
+    return noise
+
+
 def _check_residuals(raw: Tensor, sums: Sums) -> None:
-    """Raise ValueError for a single row, or where the root mean square residuals `raw` (C,) are
-    zero beside the targets.
+    """Raise ValueError if the residuals cannot determine a noise.
+
+    This is so for a single row, and where the root mean square residuals `raw` (C,) are zero beside
+    the targets of the sums.
     """
     if sums.statistics.n < 2:
         _refuse_estimate("there is only one row")
-    if bool((raw <= 1e-10 * sums.largest).any()):
+    if bool((raw <= NO_RAW_RESIDUALS * sums.largest).any()):
         _refuse_estimate(
             "the residuals are zero: the network reproduces the targets exactly, or the target is "
             "constant"
@@ -150,7 +168,10 @@ def _check_residuals(raw: Tensor, sums: Sums) -> None:
 
 
 def _refuse_estimate(why: str) -> NoReturn:
-    """Raise ValueError, because the noise cannot be estimated. why: the reason, for the message."""
+    """Raise ValueError, because the noise cannot be estimated.
+
+    why: the reason, as a clause for the message.
+    """
     raise ValueError(
         f"The noise cannot be estimated: {why}. Give it as a number, likelihoods.Gaussian(noise=…)."
     )

@@ -2,6 +2,11 @@
 
 Batches are checked, cast, and split into chunks that fit the memory budget. `Order` says what a
 pass sums, `Pass` is its result, and `Reader` reads the data of one process.
+
+A chunk is some rows, B of them, that are computed together. f (B, C) are their outputs, φ the
+features of a last layer, and J their Jacobian ∂f/∂θ. The input factor of a last layer with
+Kronecker factors is Σ φφᵀ; it depends on neither θ nor the noise. `ssla.fitting` lists the other
+words.
 """
 
 from __future__ import annotations
@@ -54,21 +59,21 @@ EMPTY = "The data are empty: no batch with a row came. Check the loader, its sam
 
 @dataclass(frozen=True, eq=False)
 class AutomaticStructure:
-    """What decides the structure of a fit for which none was asked.
+    """What the choice of a structure depends on, where no structure was asked for.
 
     This value is the same on every rank and worker, so that all of them choose the same structure.
     """
 
-    rows: int | None  # of all data, if every process knows them
+    rows: int | None  # the number of rows of all data; None where a process does not have it
     prior: Prior | None
 
     def choose(self, network: Network, budget: int, averages: bool) -> Choice:
-        """Choose the structure for a network and a budget of bytes, and say why.
+        """Choose the structure for a network and a budget of bytes, with the reason as a text.
 
         averages: whether passes for a variational Gaussian will follow.
         """
         uneven = self.prior is not None and _precision_varies_inside_layers(self.prior, network)
-        return choose_structure(extent_of(network, self.rows, averages), budget, uneven)
+        return choose_structure(measure_extent(network, self.rows, averages), budget, uneven)
 
 
 def _precision_varies_inside_layers(prior: Prior, network: Network) -> bool:
@@ -92,14 +97,14 @@ def _precision_varies_inside_layers(prior: Prior, network: Network) -> bool:
 class Order:
     """What a pass is to sum."""
 
-    theta: Tensor | None  # where (P,); None: as trained
+    theta: Tensor | None  # where the sums are taken (P,); None: at the trained weights
     likelihood: Likelihood
     structure: Structure
-    mode: str | None
+    mode: str | None  # what happens to θ̂; None: the default, see `choose_mode_for`
     # digests of what was asked for, which all ranks must share
     digests: Mapping[str, str] = field(default_factory=dict)
     averages: bool = False  # whether passes for averages over a Gaussian will follow
-    # whether they were asked for; a default gives way to the Gaussian at the mode
+    # whether they were asked for; otherwise the Gaussian at the mode may replace them
     averages_asked: bool = False
     averaging: Averaging | None = None  # sum averages over this Gaussian; None: values at θ
     rereads: bool = False  # whether passes in other settings will follow
@@ -120,7 +125,7 @@ class Order:
         structure = self.automatic.choose(network, budget, self.averages).structure
         return replace(self, structure=structure, automatic=None)
 
-    def mode_for(self, network: Network) -> str:
+    def choose_mode_for(self, network: Network) -> str:
         """Return the mode that was asked for; by default polish for a last layer, tilt otherwise.
 
         After the first pass a default of polish may become tilt: see `ssla.fitting.trained`.
@@ -128,30 +133,33 @@ class Order:
         return self.mode or (POLISH if network.linear else TILT)
 
     def polishes(self, network: Network) -> bool:
-        """Return whether the pass belongs to the polish of a fit: one for averages does not."""
-        return self.averaging is None and self.mode_for(network) == POLISH
+        """Return whether the pass belongs to the polish of a fit; a pass for averages does not."""
+        return self.averaging is None and self.choose_mode_for(network) == POLISH
 
-    def structure_for(self, network: Network) -> Structure:
+    def choose_structure_for(self, network: Network) -> Structure:
         """Return the structure that passes over the data of a network sum.
 
         This is the structure that was asked for. Only the Kronecker factors of a last layer of very
         many classes have a diagonal output factor by default.
         """
-        many = network.linear and network.outputs > MANY_CLASSES and self.likelihood.softmax
-        return self.structure.for_many_classes() if many else self.structure
+        has_many_classes = (
+            network.linear and network.outputs > MANY_CLASSES and self.likelihood.softmax
+        )
+        return self.structure.for_many_classes() if has_many_classes else self.structure
 
     def has_newton_curvature(self, network: Network, budget: int) -> bool:
-        """Return whether the pass sums a dense curvature (P, P) besides the statistics, for Newton
-        steps of θ or of a variational mean.
+        """Return whether the pass sums a dense curvature (P, P) besides the statistics.
 
-        This is so where such steps follow and P² is small beside the budget (in bytes), unless the
-        statistics already hold that curvature. Steps without it take products with the curvature, a
-        pass each.
+        Newton steps of θ, or of a variational mean, use it. It is summed where such steps follow
+        and P² is small beside the budget (in bytes), unless the statistics already hold that
+        curvature. Steps without it take products with the curvature, a pass each.
         """
         averaging = self.averaging
         if self.direction is not None:  # a pass for one product
             return False
-        if averaging is not None and averaging.row_nodes is not None:  # of very many rows
+
+        # Very many rows are averaged at nodes of their own, and need no such curvature.
+        if averaging is not None and averaging.row_nodes is not None:
             return False
         steps_follow = self.polishes(network) if averaging is None else averaging.moves
         held = self.structure.exact and (self.likelihood.quadratic or averaging is not None)
@@ -164,7 +172,7 @@ class Order:
             share = 1  # it is the same matrix as that of the statistics
         elif self.likelihood.softmax and by_layers:
             share = NEWTON_SHARE
-        return Dense(dual=False).memory(extent_of(network)) <= budget // share
+        return Dense(dual=False).memory(measure_extent(network)) <= budget // share
 
     def needs_more_passes(self, network: Network, budget: int) -> bool:
         """Return whether the data will be read again after this pass.
@@ -180,7 +188,7 @@ class Order:
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """The result of a pass over some rows. Those of shards merge."""
+    """The result of a pass over some rows. The passes of several shards merge into one."""
 
     sums: Sums | None  # None where there was no row
     target: TargetRange
@@ -213,20 +221,23 @@ class Data(Protocol):
         ...
 
     def run_pass(self, order: Order) -> Pass:
-        """Read the data once, and return the sums that are ordered."""
+        """Read the data once, and return the sums that the order asks for."""
         ...
 
     def scale_rows(self, scale: RowScale) -> None:
-        """Give the last layer, which has none, a scale of rows for all later passes."""
+        """Give the last layer a scale of rows for all later passes; it must not have one yet."""
         ...
 
 
 @dataclass(eq=False)
 class Chunk:
-    """What the passes need of one chunk: its Jacobian or features, targets, weights."""
+    """What the passes need of one chunk: its inputs or features, targets and weights.
+
+    `linearise` changes `outputs`, which it uses as a store.
+    """
 
     x: Any  # the inputs; None where the features are enough
-    y: Tensor
+    y: Tensor  # (B,) or (B, C)
     weights: Tensor | None  # (B,)
     rounding: float  # ε of the dtype that y came in
     features: Features | None  # in the network's dtype, unless that has 16 bits
@@ -236,9 +247,10 @@ class Chunk:
     def linearise(self, theta: Tensor, many_rows: bool) -> tuple[Tensor, Features]:
         """Return f (B, C) at θ (P,) in float64, and the features, which stand for J.
 
-        many_rows: whether the data have very many rows. Then the features stay in the dtype in
-        which they are kept, and f is stored for the next pass at the same θ. Otherwise both are in
-        float64. Only for chunks with features.
+        many_rows: whether the data have very many rows. The features then stay in the dtype in
+        which they are kept, and f is stored for the next pass at the same θ, which is recognised by
+        the identity of the tensor. Otherwise the features are in float64. Raises AssertionError for
+        a chunk without features.
         """
         assert self.features is not None
         if not many_rows:
@@ -266,18 +278,22 @@ class LinearChunk(NamedTuple):
 
 @dataclass(eq=False)
 class Reader:
-    """The data that this process reads, with what it keeps of them between passes."""
+    """The data that this process reads, with what it keeps of them between passes.
+
+    A pass changes the reader: it is counted, the first one opens the network and may keep chunks,
+    and passes for averages may keep linearised chunks.
+    """
 
     source: Source
     model: nn.Module | None  # None: the network is open
-    weights: str | list[str] | tuple[str, ...]
-    budget: int
-    progress: bool | None = None  # None: after two seconds, on a terminal
-    opened: Network | None = None
+    weights: str | list[str] | tuple[str, ...]  # which weights of the model are free
+    budget: int  # bytes
+    progress: bool | None = None  # whether a bar is shown; None: after two seconds, on a terminal
+    opened: Network | None = None  # None until the first rows have come
     passes: int = 0  # over the source
     reads: int = 0  # passes over the source or what is kept of it
     text: ProgressText = field(default_factory=lambda: ProgressText("fit"))
-    kept: list[Chunk] | None = None
+    kept: list[Chunk] | None = None  # chunks with features; None: no chunk is kept
     output: Output = None  # which part of the model's answer is f
     # the last order without a structure, and the same with the one that was chosen
     decided: tuple[Order, Order] | None = None
@@ -286,13 +302,13 @@ class Reader:
 
     @property
     def network(self) -> Network:
-        """Return the network; raise ValueError before a row has come."""
+        """Return the network. Raises ValueError before the first row has come."""
         if self.opened is None:
             raise ValueError(EMPTY)
         return self.opened
 
     def run_pass(self, order: Order) -> Pass:
-        """Read the data once, and return the sums that are ordered.
+        """Read the data once, and return the sums that the order asks for.
 
         Chunks that are kept are read in place of the data. Raises ValueError for data that do not
         suit the network or the likelihood, and where data that can be read only once are to be read
@@ -307,7 +323,7 @@ class Reader:
             self.text.close()
 
     def scale_rows(self, scale: RowScale) -> None:
-        """Give the last layer a scale of rows, and scale the features that are kept."""
+        """Give the last layer a scale of rows, and scale the features that are kept, in place."""
         self.opened = with_row_scale(self.network, scale)
         self.linearised = None
         for chunk in self.kept or ():
@@ -316,18 +332,18 @@ class Reader:
             chunk.outputs = None
 
     def _sum_chunks(self, order: Order) -> Pass:
-        """Sum all chunks, and return the result of the pass.
+        """Sum all chunks as the order says, and return the result of the pass.
 
         The sums are products with a direction, averages over a Gaussian, or values at θ. A product
-        may be one of averages, so the direction is asked for first.
+        may be one with averages, so `order.direction` is checked before `order.averaging`.
         """
         total: Sums | None = None
         target = TargetRange()
-        for number, linear in enumerate(self._linear_chunks(order)):
+        for number, linear in enumerate(self._iterate_linear_chunks(order)):
             # The structure is known once the first chunk has opened the network.
             if total is None:
                 order = self._with_structure(order)
-                total = self._zero_sums(order)
+                total = self._make_zero_sums(order)
             chunk, f, J = linear.chunk, linear.f, linear.J
             rows = f, J, chunk.y, chunk.weights, order.likelihood
             if order.direction is not None:
@@ -339,23 +355,23 @@ class Reader:
                 target = target.merge(self._watch_targets(linear, order.likelihood))
         return Pass(total, target, self.source.repeatable or bool(self.kept))
 
-    def _zero_sums(self, order: Order) -> Sums:
+    def _make_zero_sums(self, order: Order) -> Sums:
         """Return the sums over no row, for an order whose structure is known."""
         return Sums.zero(
             self.network.layout.size,
-            order.structure_for(self.network),
+            order.choose_structure_for(self.network),
             order.has_newton_curvature(self.network, self.budget),
             order.sums_input_factor,
         )
 
     def _watch_targets(self, linear: LinearChunk, likelihood: Likelihood) -> TargetRange:
-        """Return what later warnings and the choice of the mode need to know of a chunk."""
+        """Return what later warnings and the choice of the mode need to know about a chunk."""
         chunk = linear.chunk
         f = linear.f
         spread = None
         if likelihood.quadratic:
             eps = torch.finfo(self.network.dtype).eps
-            rounding = eps * self._size_before_rounding(chunk, f, linear.theta)
+            rounding = eps * self._compute_size_before_rounding(chunk, f, linear.theta)
             spread = Spread.from_chunk(chunk.y, f, chunk.weights, chunk.rounding, rounding)
         outputs = self.network.outputs
         classes = Classes.from_chunk(likelihood, chunk.y, outputs, chunk.features, chunk.weights)
@@ -364,11 +380,11 @@ class Reader:
             chunk.y, linear.inputs, spread, classes, numbers, chunk.weights
         )
 
-    def _linear_chunks(self, order: Order) -> Iterator[LinearChunk]:
-        """Yield the chunks with θ, f and J.
+    def _iterate_linear_chunks(self, order: Order) -> Iterator[LinearChunk]:
+        """Yield the chunks of a pass with θ, f and J.
 
-        Passes for averages share one θ. So after the first of them f and J are kept for the next,
-        if they take little memory and features are not kept already.
+        All passes for averages have the same θ. So the first of them keeps f and J in `linearised`
+        for the next ones, if they take little memory and features are not kept already.
         """
         if order.averaging is not None and self.linearised:
             yield from self.linearised
@@ -377,7 +393,7 @@ class Reader:
         if order.averaging is not None and not self.kept:
             kept = []
         size = 0
-        for chunk, inputs in self._chunks(order):
+        for chunk, inputs in self._iterate_chunks(order):
             theta = self.network.theta if order.theta is None else order.theta
             f, J = self._linearise(chunk, theta, order)
             size += tensor_bytes(J)
@@ -390,9 +406,9 @@ class Reader:
         self.linearised = kept
 
     def _linearise(self, chunk: Chunk, theta: Tensor, order: Order) -> tuple[Tensor, Jacobian]:
-        """Return f (B, C) at θ (P,) in float64, and J.
+        """Return f (B, C) of a chunk at θ (P,) in float64, and J.
 
-        J is in float64 as well, but for the features of very many rows: see `Chunk.linearise`.
+        J is in float64 too, except for the features of very many rows: see `Chunk.linearise`.
         """
         if chunk.features is None:
             f, J = self.network.linearise(chunk.x, theta)
@@ -400,8 +416,8 @@ class Reader:
         many_rows = order.averaging is not None and order.averaging.row_nodes is not None
         return chunk.linearise(theta, many_rows)
 
-    def _size_before_rounding(self, chunk: Chunk, f: Tensor, theta: Tensor) -> Tensor:
-        """Return the size (B, C) of the numbers whose rounding decides the error of f (B, C).
+    def _compute_size_before_rounding(self, chunk: Chunk, f: Tensor, theta: Tensor) -> Tensor:
+        """Return the size (B, C) of the numbers whose rounding limits the accuracy of f (B, C).
 
         The size is |f| where the network computes f in its own dtype. A last layer is multiplied in
         float64 at θ (P,), so only its features φ are rounded: the size is |φ| |W|ᵀ.
@@ -412,11 +428,12 @@ class Reader:
         weight = layout.positions[layout.names[0]]
         return chunk.features.double().phi[:, : weight.shape[1]].abs() @ theta[weight].abs().mT
 
-    def _chunks(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
-        """Yield chunks of the data, checked and cast, with the inputs as they came.
+    def _iterate_chunks(self, order: Order) -> Iterator[tuple[Chunk, Any]]:
+        """Yield chunks of the data, checked and cast, each with its inputs as they came.
 
-        The inputs are None for a chunk that was kept from the first pass. Raises ValueError where
-        the data cannot be read again.
+        The inputs are None for a chunk that was kept from the first pass. After the last chunk,
+        `kept` holds all of them if they fit the budget. Raises ValueError where the data cannot be
+        read again.
         """
         if self.kept:
             yield from ((chunk, None) for chunk in self.kept)
@@ -426,22 +443,24 @@ class Reader:
                 "The data can be read only once (a generator), but this fit needs another pass. "
                 "Give a DataLoader, a list of batches or arrays, or mode='tilt'."
             )
+
         self.passes += 1
         label = f"pass {self.passes}"
         rows = Rows(
             progress_bar(self.source, self.source.length, self.progress, label, "batch"),
-            rows_at_once=lambda batch: self._rows_at_once(batch, order),
+            rows_at_once=lambda batch: self._count_rows_at_once(batch, order),
             prepare=lambda batch: self._prepare_chunk(batch, order),
-            size=lambda chunk: self._bytes_to_keep(chunk, order),
+            size=lambda chunk: self._count_bytes_to_keep(chunk, order),
             budget=self.budget // KEPT_SHARE,
         )
         yield from rows.read_chunks()
         self.kept = rows.kept
 
-    def _rows_at_once(self, batch: Batch, order: Order) -> int:
+    def _count_rows_at_once(self, batch: Batch, order: Order) -> int:
         """Return how many rows a chunk of a batch may have.
 
-        The first batch opens the network, whose size decides this.
+        The number depends on the size of the network. The first batch opens the network, which is
+        stored in `opened`.
         """
         if self.opened is None:
             assert self.model is not None
@@ -449,11 +468,11 @@ class Reader:
             self.opened = open_network_within(
                 self.model, self.weights, batch.x, order, self.budget, rows, self.output
             )
-        bytes_of_row = bytes_per_row(self.opened, self._with_structure(order), self.budget)
+        bytes_of_row = count_bytes_per_row(self.opened, self._with_structure(order), self.budget)
         return rows_within(self.budget // CHUNK_SHARE, bytes_of_row)
 
     def _with_structure(self, order: Order) -> Order:
-        """Return the order with a structure. It is chosen once for each order, and stored."""
+        """Return the order with a structure, which is chosen once for each order and stored."""
         if order.automatic is None:
             return order
         if self.decided is None or self.decided[0] is not order:
@@ -461,9 +480,10 @@ class Reader:
         return self.decided[1]
 
     def _prepare_chunk(self, batch: Batch, order: Order) -> Chunk:
-        """Check and cast some rows.
+        """Check and cast the rows of a batch, and return them as a chunk.
 
-        The rows are returned with the features of a last layer, or with their inputs.
+        The chunk has the features of a last layer, or otherwise the inputs. Raises ValueError for
+        rows that do not suit the network or the likelihood.
         """
         network = self.network
         support = order.likelihood.support_for(network.outputs)
@@ -473,16 +493,17 @@ class Reader:
         if network.linear:
             _, J = network.linearise(x, network.theta)
             assert isinstance(J, Features)
-            features = _features_to_keep(J)
+            features = _cast_features_to_keep(J)
             offset = network.offset
             x = None
         rounding = torch.finfo(batch.y.dtype).eps if batch.y.is_floating_point() else 0.0
         return Chunk(x, y, weights, rounding, features, offset)
 
-    def _bytes_to_keep(self, chunk: Chunk, order: Order) -> int | None:
-        """Return the bytes of a chunk that the first pass keeps for further ones.
+    def _count_bytes_to_keep(self, chunk: Chunk, order: Order) -> int | None:
+        """Return the bytes of what the first pass keeps of a chunk for further passes.
 
-        None where none are kept: in later passes, without features, or if no pass will follow.
+        The result is None where nothing is kept: in later passes, for a chunk without features, or
+        if no pass will follow.
         """
         if self.passes > 1 or chunk.features is None:
             return None
@@ -491,8 +512,8 @@ class Reader:
         return tensor_bytes(chunk.features.phi) + 8 * chunk.y.numel()  # 8 bytes a target
 
 
-def _features_to_keep(J: Features) -> Features:
-    """Return features as they are kept for further passes, in float64 or float32.
+def _cast_features_to_keep(J: Features) -> Features:
+    """Return the features J as they are kept for further passes, in float64 or float32.
 
     Features of a network in lower precision are kept in float32: that takes half of the memory of
     float64, and products of its numbers are exact in float64.
@@ -503,9 +524,10 @@ def _features_to_keep(J: Features) -> Features:
 
 
 def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
-    """Return a network with a scale of rows.
+    """Return the network with a scale of rows, by which the features of each row are divided.
 
-    The network must be a last layer without one and without an offset.
+    Raises AssertionError unless the network is a last layer that has neither a scale of rows nor an
+    offset.
     """
     assert isinstance(network, LastLayer)
     assert network.row_scale is None
@@ -513,7 +535,7 @@ def with_row_scale(network: Network, scale: RowScale) -> LastLayer:
     return replace(network, row_scale=scale)
 
 
-def extent_of(network: Network, rows: int | None = None, averages: bool = False) -> Extent:
+def measure_extent(network: Network, rows: int | None = None, averages: bool = False) -> Extent:
     """Return the sizes of a fit of a network, from which structures estimate their memory.
 
     rows: None where they are not known. averages: whether a variational Gaussian is found.
@@ -521,11 +543,11 @@ def extent_of(network: Network, rows: int | None = None, averages: bool = False)
     return Extent(network.layout.size, network.outputs, network.layer_shapes, rows, averages)
 
 
-def bytes_per_row(network: Network, order: Order, budget: int) -> int:
-    """Return the bytes that the intermediate results of one row take.
+def count_bytes_per_row(network: Network, order: Order, budget: int) -> int:
+    """Return the bytes that the intermediate results of one row take in a pass.
 
-    A last layer with Kronecker factors needs no matrix for each row, unless Newton steps have a
-    dense curvature. budget: in bytes, by which that is decided.
+    A last layer with Kronecker factors needs no matrix for each row, unless the pass sums a dense
+    curvature for Newton steps. budget: in bytes; it decides whether that curvature is summed.
     """
     pooled = network.linear and order.structure.by_layers
     if not pooled or order.has_newton_curvature(network, budget):
@@ -549,65 +571,73 @@ def open_network_within(
 ) -> Network:
     """Open a network on inputs x for a fit within a budget of bytes.
 
-    rows: of all data; None where they are not known. output: which part of the model's answer is f.
-    Raises ValueError where what the fit asks for is beyond the budget, or where the outputs do not
-    fit the likelihood.
+    weights: which weights of the model are free. rows: the number of rows of all data; None where
+    it is not known. output: which part of the model's answer is f. Raises ValueError where what the
+    fit asks for is beyond the budget, or where the outputs do not fit the likelihood.
     """
     links = order.likelihood.links
     materialised = order.structure.needs_jacobian_entries
     network = open_network(model, weights, x, materialised, output, links)
     order = order.with_chosen_structure(network, budget)
+
     # The structure that was chosen may need less of the network than the one it replaces.
     if materialised and not order.structure.needs_jacobian_entries and not network.linear:
         network = open_network(model, weights, x, materialise=False, output=output, links=links)
     order.likelihood.support_for(network.outputs)  # raises where the outputs do not fit
-    # A default variational Gaussian that is too large gives way to the Gaussian at the mode. So its
-    # averages count only where it was asked for, or where the fit would not give it up.
+
+    # A default variational Gaussian that is too large is replaced by the Gaussian at the mode. So
+    # its averages count only where it was asked for, or where the fit would not give it up.
     required = order.averages_asked or network.linear or order.structure.couples_all_parameters
-    extent = extent_of(network, rows, order.averages and required)
+    extent = measure_extent(network, rows, order.averages and required)
     refuse_beyond_budget(
-        order.structure_for(network), extent, bytes_per_row(network, order, budget), budget
+        order.choose_structure_for(network),
+        extent,
+        count_bytes_per_row(network, order, budget),
+        budget,
     )
     return network
 
 
 def thin_reader(reader: Reader, most: int) -> Reader:
-    """Return a reader of about `most` of the rows whose features a reader keeps, evenly spread.
+    """Return a reader of at most `most` of the rows whose features a reader keeps.
 
-    The weight of each counts for the rows beside it that are left out. The reader itself is
-    returned where it keeps no features, or few enough.
+    The rows are evenly spread: every k-th row of all chunks is read, with k times its weight, so
+    that it stands for the rows beside it that are left out. The reader itself is returned where it
+    keeps no features, or at most `most` rows of them.
     """
     chunks = [chunk for chunk in reader.kept or () if chunk.features is not None]
-    rows = sum(len(chunk.y) for chunk in chunks)
-    stride = -(-rows // most)  # rounded up
+    row_count = sum(len(chunk.y) for chunk in chunks)
+    stride = -(-row_count // most)  # rounded up
     if stride <= 1:
         return reader
-    picked = []
-    first = 0
+    thinned = []
+    start = 0  # the number of the chunk's first row among those of all chunks
     for chunk in chunks:
         assert chunk.features is not None
         # Every stride-th row of all chunks together, not of each chunk.
-        taken = slice(-first % stride, None, stride)
-        first += len(chunk.y)
-        y = chunk.y[taken]
+        rows = slice(-start % stride, None, stride)
+        start += len(chunk.y)
+        y = chunk.y[rows]
         weights = torch.ones(len(y), dtype=torch.float64)
         if chunk.weights is not None:
-            weights = chunk.weights[taken]
-        features = replace(chunk.features, phi=chunk.features.phi[taken].contiguous())
+            weights = chunk.weights[rows]
+        features = replace(chunk.features, phi=chunk.features.phi[rows].contiguous())
         if len(y):
-            picked.append(replace(chunk, y=y, weights=weights * stride, features=features))
-    return reader_of_chunks(reader.network, picked, reader.weights, reader.budget)
+            thinned.append(replace(chunk, y=y, weights=weights * stride, features=features))
+
+    return make_reader_of_chunks(reader.network, thinned, reader.weights, reader.budget)
 
 
-def reader_of_chunks(
+def make_reader_of_chunks(
     network: Network,
     chunks: list[Chunk],
     weights: str | list[str] | tuple[str, ...],
     budget: int,
 ) -> Reader:
-    """Return a reader of chunks with features, which are all of its data.
+    """Return a reader whose data are these chunks with features, and nothing else.
 
-    weights: which weights of the network are free, for the record.
+    weights: which weights of the network are free; the reader stores the value and does not use it.
+    budget: in bytes.
     """
     no_batches = Source(lambda: iter(()), repeatable=True, length=0)
     return Reader(no_batches, None, weights, budget, opened=network, kept=chunks)

@@ -6,6 +6,9 @@ preference between priors: the prior of the highest evidence may give doubt that
 is worth on new rows. Where the network is as good on new rows as on these, they would pay the same
 price. So without validation rows the price has a limit: as much as the network itself loses on
 these rows, and .003 nats. Networks that have not memorised their rows are not affected.
+
+The price of doubt is the mean log density of the rows under the network itself, less that under the
+predictive, in nats a row.
 """
 
 from __future__ import annotations
@@ -14,12 +17,12 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ssla.fitting.choice import mean_and_error
+from ssla.fitting.choice import compute_mean_and_error
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.prior_choice import describe_change
 from ssla.fitting.steps import with_variational_gaussian
 from ssla.fitting.training_rows import TrainingRows
-from ssla.fitting.tuning_space import prior_with_precision
+from ssla.fitting.tuning_space import make_prior_with_precision
 from ssla.fitting.variational import ROUGH
 from ssla.priors import BoundGaussian
 from ssla.report import TILT
@@ -33,9 +36,10 @@ if TYPE_CHECKING:
 MOST_PRICE = 0.003
 # The numbers below were not measured: they are guesses.
 NEAR, AIM = 0.8, 0.9  # shares of the limit: a price between NEAR and one is near enough
-ROUNDS = 8
+ROUNDS = 8  # most factors that are tried
 STRONGEST = 1e6  # factor on the precision
-STEEPNESS = (0.5, 2.0)  # of log price over log precision, between which it is taken to lie
+STEEPNESS = (0.5, 2.0)  # limits of the slope of log price over log precision, times −1
+SHORT_OF_ENOUGH = 0.9  # share of the way to a factor that is known to be enough
 
 
 def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) -> Posterior:
@@ -54,27 +58,30 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
         or not isinstance(posterior.bound_prior, BoundGaussian)
     ):
         return posterior
-    limit = MOST_PRICE - mean_and_error(rows.plug_in, rows.weights).mean
 
-    def price(state: Posterior) -> float:
-        """Compute what the doubt of a posterior costs on the rows: the mean log density of the
-        network less that of the predictive, in nats a row.
-        """
-        return mean_and_error(rows.plug_in - rows.scores(state), rows.weights).mean
+    limit = MOST_PRICE - compute_mean_and_error(rows.plug_in, rows.weights).mean
 
-    prices = {1.0: price(posterior)}  # by the factor on the precision
+    def compute_price(candidate: Posterior) -> float:
+        """Compute the price of a posterior's doubt on the rows, in nats a row."""
+        return compute_mean_and_error(
+            rows.plug_in - rows.compute_scores(candidate), rows.weights
+        ).mean
+
+    prices = {1.0: compute_price(posterior)}  # by the factor on the precision
     if not prices[1.0] > limit:
         return posterior
+
     # Each rough Gaussian starts from the one before it; the last one is found as if asked for.
     rough = replace(plan, tolerance=ROUGH)
     current = posterior
     for _ in range(ROUNDS):
-        factor = min(_next_factor(prices, limit), STRONGEST)
-        current = _with_stronger_prior(posterior, current, factor, rough)
-        prices[factor] = price(current)
+        factor = min(_choose_next_factor(prices, limit), STRONGEST)
+        current = _strengthen_prior(posterior, current, factor, rough)
+        prices[factor] = compute_price(current)
         if NEAR * limit <= prices[factor] <= limit or factor == STRONGEST:
             break
-    current = _with_stronger_prior(posterior, current, factor, plan)
+
+    current = _strengthen_prior(posterior, current, factor, plan)
     change = (
         f"the prior was made {factor:.3g} times stronger than the evidence says, because the "
         f"network has memorised its training rows: its doubt cost {prices[1.0]:.2g} nats a row "
@@ -84,15 +91,16 @@ def limit_price(posterior: Posterior, plan: FitPlan, rows: TrainingRows | None) 
     return describe_change(current, change, posterior.mode)
 
 
-def _with_stronger_prior(
+def _strengthen_prior(
     posterior: Posterior, current: Posterior, factor: float, plan: FitPlan
 ) -> Posterior:
     """Return the posterior with `factor` times its prior precision.
 
-    A variational Gaussian is found again by the passes of `plan`, from that of `current`.
+    current: the posterior with the last factor that was tried. A variational Gaussian is found
+    again by the passes of `plan`, starting from that of `current`.
     """
     precision = factor * posterior.bound_prior.precision(posterior.theta)
-    prior = prior_with_precision(posterior, precision)
+    prior = make_prior_with_precision(posterior, precision)
     stronger = replace(posterior, prior=prior)
     if posterior.variational is None:
         return stronger
@@ -100,15 +108,17 @@ def _with_stronger_prior(
     return with_variational_gaussian(plan, stronger)
 
 
-def _next_factor(prices: dict[float, float], limit: float) -> float:
-    """Return the next factor to try: where a straight line of log price over log factor meets AIM
-    times the limit.
+def _choose_next_factor(prices: dict[float, float], limit: float) -> float:
+    """Return the next factor on the precision to try, by a straight line of log price.
 
-    prices: the known prices, by their factors; that of a factor of one is above the limit.
+    The line is over the logarithm of the factor. The next factor is where it meets AIM times the
+    limit. prices: the known prices, by their factors; that of a factor of one must be above the
+    limit.
     """
     above = sorted((factor for factor in prices if prices[factor] > limit), reverse=True)
     below = min((factor for factor in prices if prices[factor] <= limit), default=None)
     nearest = above[0]
+
     # The line goes through the nearest price above the limit and another one.
     second = below
     if second is None and len(above) > 1:
@@ -118,6 +128,8 @@ def _next_factor(prices: dict[float, float], limit: float) -> float:
         steepness = -math.log(prices[second] / prices[nearest]) / math.log(second / nearest)
     low, high = STEEPNESS
     step = math.log(prices[nearest] / (AIM * limit)) / min(max(steepness, low), high)
-    if below is not None:  # 0.9: a little short of the factor that is known to be enough
-        step = min(step, 0.9 * math.log(below / nearest))
+
+    # The step ends a little short of the factor that is known to be enough.
+    if below is not None:
+        step = min(step, SHORT_OF_ENOUGH * math.log(below / nearest))
     return nearest * math.exp(step)

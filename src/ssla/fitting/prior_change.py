@@ -24,7 +24,7 @@ from torch.distributions import Distribution
 from ssla._checks import check_name
 from ssla.fitting.further_passes import polish_again
 from ssla.fitting.prior_choice import describe_change
-from ssla.fitting.sums import uphill_operator
+from ssla.fitting.sums import factorise_uphill
 from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import (
     ADDITIVE,
@@ -52,6 +52,7 @@ DECREMENT = 1e-12  # posterior standard deviations from the mode at which the as
 # a squared decrement below which the gain is below rounding error, and the full step is safe
 TRUSTED = 1e-10
 SHORTEST = 1e-10  # share of a Newton step
+SUFFICIENT = 1e-4  # share of the expected gain that a step must reach (Armijo)
 
 
 def change_prior(
@@ -59,8 +60,9 @@ def change_prior(
 ) -> Posterior:
     """Return the posterior under another prior: see Posterior.with_prior.
 
-    Raises ValueError for an unknown convention, a prior without a finite density at θ̂, and a
-    curvature that is not positive definite.
+    data: the training rows, on which θ̂ is polished again; None: no pass is made. Raises ValueError
+    for an unknown convention, a prior without a finite density at θ̂, and a curvature that is not
+    positive definite.
     """
     check_name("convention", convention, CONVENTIONS)
     new = as_prior(prior)
@@ -73,6 +75,7 @@ def change_prior(
     if convention != EXACT:
         # Factorised now: too few data for this convention are an error here, not in a prediction.
         _ = changed.data_operator
+
     if posterior.updates_mode_from_sums:
         theta, statistics = find_mode_from_sums(
             posterior.statistics, changed.objective_prior, posterior.theta
@@ -81,22 +84,22 @@ def change_prior(
         return describe_change(
             moved, "moved to its mode from the sums, without a pass; the noise was kept", POLISH
         )
-    return describe_change(changed, KEPT, _mode_of_kept_theta(posterior))
+    return describe_change(changed, KEPT, _name_mode_of_kept_theta(posterior))
 
 
-def _mode_of_kept_theta(posterior: Posterior) -> str:
+def _name_mode_of_kept_theta(posterior: Posterior) -> str:
     """Return the mode of a posterior whose θ̂ stays when its prior changes."""
     return TILT if posterior.mode == TILT else AS_IS
 
 
 def _keep_averages(changed: Posterior) -> Posterior:
-    """Return a variational posterior, whose prior has been changed, with its averages over the data
-    kept and its mean moved to suit the prior.
+    """Return a variational posterior whose prior has been changed, with its averages kept.
 
-    Conventions that are defined at the mode take the Gaussian there in its place. Raises ValueError
-    where the data alone do not determine it.
+    changed: the posterior with the new prior. Its mean moves to suit the prior. Conventions that
+    are defined at the mode take the Gaussian there in its place. Raises ValueError where the data
+    alone do not determine it.
     """
-    mode = _mode_of_kept_theta(changed)
+    mode = _name_mode_of_kept_theta(changed)
     if changed.convention == EXACT:
         moved = with_recentred_mean(changed)
         return describe_change(moved, _describe_move(moved), mode)
@@ -111,7 +114,10 @@ def _keep_averages(changed: Posterior) -> Posterior:
 
 
 def _describe_move(moved: Posterior) -> str:
-    """Return for the report what a change of the prior did to a variational Gaussian."""
+    """Return a sentence for the report: what a change of the prior did to a variational Gaussian.
+
+    moved: the posterior after the change.
+    """
     curvature = moved.sums.curvature
     if moved.tilted:
         change = "the covariance has changed and the mean stayed at the trained weights"
@@ -128,7 +134,7 @@ def _describe_move(moved: Posterior) -> str:
 def _polish_under(posterior: Posterior, prior: Prior, convention: str, data: Any) -> Posterior:
     """Return the posterior polished again on `data` under a prior, from the trained weights.
 
-    The noise stays what it is.
+    The noise stays the same. Raises as `polish_again`.
     """
     # The additive convention leaves the prior out of the objective, and adds its increment later.
     objective = Flat() if convention == ADDITIVE else prior
@@ -142,17 +148,17 @@ def _polish_under(posterior: Posterior, prior: Prior, convention: str, data: Any
 def find_mode_from_sums(
     statistics: Statistics, bound: BoundPrior, theta: Tensor
 ) -> tuple[Tensor, Statistics]:
-    """Find the mode of ℓ_D + log π from θ (P,), where the sums were taken; return it and the sums
-    there.
+    """Find the mode of ℓ_D + log π from the statistics at θ (P,), without a pass.
 
-    Right where ℓ_D is the quadratic of the sums. A Gaussian prior takes one Newton step, another a
+    bound: the prior π over θ. Returns the mode (P,), and the statistics there. Correct only where
+    ℓ_D is the quadratic of the sums. A Gaussian prior takes one Newton step, another a
     safeguarded ascent. Raises ValueError after `MOST_STEPS` steps, and where the curvature cannot
     be factorised.
     """
     height = float(bound.log_prob(theta))
     for _ in range(MOST_STEPS):
         gradient = statistics.gradient + bound.gradient(theta)
-        step = uphill_operator(statistics.curvature, bound.precision(theta)).solve(gradient)
+        step = factorise_uphill(statistics.curvature, bound.precision(theta)).solve(gradient)
         decrement = float(gradient @ step)
         if decrement <= DECREMENT**2 * (1 + abs(height)):
             return theta, statistics
@@ -164,14 +170,16 @@ def find_mode_from_sums(
             new_height = float(bound.log_prob(theta + size * step))
             gain = size * rise - 0.5 * size**2 * bend + new_height - height
             # Armijo's rule: a small share of the expected gain is enough.
-            if gain >= 1e-4 * size * decrement or decrement <= TRUSTED:
+            if gain >= SUFFICIENT * size * decrement or decrement <= TRUSTED:
                 break
             size /= 2
             if size < SHORTEST:
-                return theta, statistics  # no step raises it: this is the mode, to rounding
+                # No step raises the log posterior: this is the mode, up to rounding errors.
+                return theta, statistics
         theta = theta + size * step
         statistics = statistics.with_theta_moved(size * step)
         height = new_height
+
     raise ValueError(
         f"The mode under this prior was not found in {MOST_STEPS} Newton steps: log π may have "
         "several modes or none. Use a smoother prior, or a fit with mode='as_is'."

@@ -2,6 +2,10 @@
 
 Of a Gaussian at the mode the evidence follows from the sums. Of a variational Gaussian it is a
 bound, whose averages and prior are found in turn.
+
+A point (d,) of a search holds logarithms of factors on prior precisions and noise: see
+`ssla.fitting.tuning_space.Space`. The expected precisions are those of the trained weights' scale,
+around which the log precisions have a normal density.
 """
 
 from __future__ import annotations
@@ -15,8 +19,8 @@ import torch
 from torch import Tensor
 
 from ssla._checks import warn
-from ssla.fitting.evidence import Evidence, evidence_of
-from ssla.fitting.fit_plan import FitPlan, outputs_with_own_units
+from ssla.fitting.evidence import Evidence, make_evidence
+from ssla.fitting.fit_plan import FitPlan, find_outputs_with_own_units
 from ssla.fitting.more_data import with_sketch_note
 from ssla.fitting.steps import move_theta_to_mode, with_variational_gaussian
 from ssla.fitting.tuning_space import EVIDENCE, LOO, NOISE, PRIOR, Space
@@ -32,9 +36,12 @@ if TYPE_CHECKING:
 # The numbers below were not measured: they are guesses, unless a comment says otherwise.
 # Log factors on all precisions from which an ascent may start.
 SCAN = torch.linspace(-12.0, 12.0, 9, dtype=torch.float64)
-SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too dear to scan with
-HALVINGS = 5
+SCAN_LIMIT = 1500  # parameters: beyond, a dense factorisation is too slow for a scan
+HALVINGS = 5  # of a point whose prior leaves no positive definite curvature
 ALTERNATIONS = 20  # of averages and prior
+# Rounding errors of the evidence, as shares of 1 + the number of observations: the slope that ends
+# an ascent, and the gain of another ascent that counts.
+SLOPE_TOLERANCE, LEAST_GAIN = 1e-10, 1e-9
 REACH_OF_CHOICE = 20.0  # of logarithms around the trained weights' scale
 # Standard deviation of a log precision around the trained weights' scale, for a prior that nobody
 # gave.
@@ -45,9 +52,9 @@ REACH = 3.0  # by which a logarithm may change while averages are kept
 
 
 def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Posterior:
-    """Return the posterior of a fit without a prior, with the precisions of the highest evidence
-    around the trained weights' scale.
+    """Return the posterior of a fit without a prior, with precisions chosen by the evidence.
 
+    plan: of the fit, after its passes. posterior: under the prior of the trained weights' scale.
     There is one precision for each layer, or for each output of a last layer whose outputs have
     different units, or one for all of a large dense curvature. Its logarithm is expected to have
     standard deviation DOUBT around that of the trained weights: features that separate all training
@@ -59,7 +66,7 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
     large_dense = (
         posterior.sums.curvature.couples_all_parameters and posterior.theta.numel() > SCAN_LIMIT
     )
-    own_units = outputs_with_own_units(
+    own_units = find_outputs_with_own_units(
         posterior.network, posterior.likelihood, posterior.sums.curvature
     )
     over = (PRIOR, NOISE) if estimated else (PRIOR,)
@@ -71,7 +78,8 @@ def choose_prior(plan: FitPlan, posterior: Posterior, estimated: bool) -> Poster
         return alternate_averages_and_prior(space, notes, plan, quiet=True)
     best = maximise_evidence(replace(space, reach=REACH_OF_CHOICE))
     history = make_history(EVIDENCE, space, best, notes)
-    chosen = with_variational_gaussian(plan, space.posterior_at(best.point))
+    chosen = with_variational_gaussian(plan, space.make_posterior_at(best.point))
+
     # These hold vectors (P,) that are not needed any more.
     del posterior, space
     return finish_tuning(chosen, history, quiet=True)
@@ -83,25 +91,27 @@ def alternate_averages_and_prior(
     """Find the averages of the variational Gaussian and its prior in turn, until the prior stays.
 
     Returns the posterior with its history. With the averages kept, the evidence is that of a
-    Gaussian model. Where neither changes any more, its gradient is that of the bound. notes: for
-    the history. plan: the passes. quiet: whether a poor solution is only noted, without a warning.
+    Gaussian model. Where neither changes any more, its gradient is that of the bound. space: around
+    the posterior from which the search starts. notes: for the history. plan: with the passes.
+    quiet: whether a poor solution is only noted, without a warning.
     """
-    points = [space.precisions_and_noise(torch.zeros(1, len(space.free)).double())]
+    points = [space.convert_to_units(torch.zeros(1, len(space.free)).double())]
     values: list[float] = []
     maxima: list[Maximum] = []
 
-    def choose_next_prior(state: Posterior) -> Prior | None:
-        """Choose the prior of the highest evidence with the averages kept; None ends the search.
+    def choose_next_prior(current: Posterior) -> Prior | None:
+        """Choose the prior of the highest evidence with the averages of `current` kept.
 
-        Each call is recorded in `points`, `values` and `maxima`.
+        The result is None where the prior has settled, which ends the search. Each call appends to
+        `points`, `values` and `maxima`.
         """
-        kept = replace(space.moved_to(with_positive_averages(state)), reach=REACH)
+        kept = replace(space.move_to(with_positive_averages(current)), reach=REACH)
         best = maximise_evidence(kept)
         chosen, point = step_towards(kept, best.point)
         if not maxima:
-            values.append(state.log_evidence())
+            values.append(current.log_evidence())
         maxima.append(best)
-        points.append(kept.precisions_and_noise(point[None]))
+        points.append(kept.convert_to_units(point[None]))
         values.append(best.value)
         still = bool(((points[-1] / points[-2]).log().abs() <= SETTLED).all())
         return None if still or len(maxima) == ALTERNATIONS else chosen.prior
@@ -110,16 +120,16 @@ def alternate_averages_and_prior(
     settled = bool(maxima) and len(maxima) < ALTERNATIONS
     if not maxima:  # the Gaussian did not come near convergence, so no prior was chosen
         value = tuned.log_evidence()
-        maxima.append(_maximum_at_start(space, value))
+        maxima.append(_make_maximum_at_start(space, value))
         values.append(value)
     values[-1] = tuned.log_evidence()
-    best = replace(maxima[-1], evaluations=sum(each.evaluations for each in maxima))
-    history = history_of_visits(EVIDENCE, space, best, notes, points, values, settled)
+    best = replace(maxima[-1], evaluations=sum(maximum.evaluations for maximum in maxima))
+    history = make_history_of_visits(EVIDENCE, space, best, notes, points, values, settled)
     return finish_variational(tuned, history, plan, quiet)
 
 
-def _maximum_at_start(space: Space, value: float) -> Maximum:
-    """Return the result of a search that tried no point but the start, and has not converged."""
+def _make_maximum_at_start(space: Space, value: float) -> Maximum:
+    """Return the result of a search that tried only the start, with this value, and stopped."""
     start = torch.zeros(len(space.free), dtype=torch.float64)
     return Maximum(
         start,
@@ -160,15 +170,15 @@ def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
     """Return the posterior at a point (d,) of the space, and the point itself.
 
     Where the kept averages with that prior are not positive definite, the point is halved, a few
-    times at most; then the posterior at hand is returned, with the point zero.
+    times at most; then the present posterior is returned, with the point zero.
     """
     for _ in range(HALVINGS):
         try:
-            reached = space.posterior_at(point)
+            reached = space.make_posterior_at(point)
             _ = reached.covariance
             return reached, point
         except ValueError:
-            # The curvature is not positive definite so far away. Closer to the posterior at hand it
+            # The curvature is not positive definite so far away. Closer to the present posterior it
             # is that of a posterior that exists.
             point = point / 2
     return space.posterior, torch.zeros_like(point)
@@ -177,52 +187,36 @@ def step_towards(space: Space, point: Tensor) -> tuple[Posterior, Tensor]:
 def maximise_evidence(space: Space) -> Maximum:
     """Find the highest evidence inside the box of the space.
 
-    One ascent starts from the prior at hand. For a wide box and few parameters, another starts from
+    One ascent starts from the present prior. For a wide box and few parameters, another starts from
     the best of a scan over all precisions together. The values are the evidence plus the log
     density of the expected precisions.
     """
     problem = space.problem
-    # The log likelihood at hand is a constant that depends on the unit of the targets. It is left
+
+    # The present log likelihood is a constant that depends on the unit of the targets. It is left
     # out of the search, and added at the end.
     constant = problem.log_likelihood
-    evidence: Evidence = evidence_of(problem._replace(log_likelihood=0.0))
-
-    def penalised_evidence(point: Tensor) -> Value:
-        """Compute the evidence plus the log density of the expected precisions at a point (d,),
-        with derivatives; −∞ where H is not positive definite.
-        """
-        try:
-            value, gradient, curvature = evidence(space.all_coordinates(point))
-        except ValueError:  # averages that are not positive definite with so weak a prior
-            return Value(-math.inf, torch.zeros_like(point))
-        if curvature is not None:
-            curvature = curvature[space.free] + space.expected_curvature
-        return Value(
-            value + space.expected_log_density(point),
-            gradient[space.free] + space.expected_slope(point),
-            curvature,
-        )
-
+    objective = _make_objective(space, make_evidence(problem._replace(log_likelihood=0.0)))
     low, high = space.box
-    # Rounding errors of the evidence grow with the number of observations. A slope of 1e-10 of this
-    # level ends an ascent, and only a gain above 1e-9 of it counts: both are guesses.
+
+    # Rounding errors of the evidence grow with the number of observations.
     level = 1 + space.posterior.sums.weight * space.posterior.network.outputs
 
     def ascend(start: Tensor) -> Maximum:
-        """Climb from a point (d,) to a maximum inside the box."""
+        """Climb from a start (d,) to a maximum of the objective inside the box."""
         return maximise_in_box(
-            penalised_evidence, start, low, high, space.scale, tolerance=1e-10, level=level
+            objective, start, low, high, space.scale, tolerance=SLOPE_TOLERANCE, level=level
         )
 
     start = torch.zeros(len(space.free), dtype=torch.float64)
     best = ascend(start)
     small = space.posterior.theta.numel() <= SCAN_LIMIT
     if space.has_free_precisions and small and space.reach > REACH:
-        first, _ = best_start(
-            space.scan_points(SCAN), space, lambda point: penalised_evidence(point)[0]
+        first, _ = choose_best_start(
+            space.make_scan_points(SCAN), space, lambda point: objective(point)[0]
         )
         other = ascend(first)
-        if other.value > best.value + 1e-9 * level:
+        if other.value > best.value + LEAST_GAIN * level:
             best = replace(
                 other,
                 points=torch.cat([start[None].clamp(low, high), other.points]),
@@ -232,13 +226,36 @@ def maximise_evidence(space: Space) -> Maximum:
     return replace(best, value=best.value + constant, values=best.values + constant)
 
 
-def best_start(
+def _make_objective(space: Space, evidence: Evidence) -> Callable[[Tensor], Value]:
+    """Return the objective of a search by the evidence, as a function of a point (d,).
+
+    The result is the evidence plus the log density of the expected precisions.
+    """
+
+    def penalised_evidence(point: Tensor) -> Value:
+        """Compute the objective at a point (d,), with derivatives; −∞ where H is indefinite."""
+        try:
+            value, gradient, curvature = evidence(space.fill_coordinates(point))
+        except ValueError:  # averages that are not positive definite with so weak a prior
+            return Value(-math.inf, torch.zeros_like(point))
+        if curvature is not None:
+            curvature = curvature[space.free] + space.expected_curvature
+        return Value(
+            value + space.compute_expected_log_density(point),
+            gradient[space.free] + space.compute_expected_slope(point),
+            curvature,
+        )
+
+    return penalised_evidence
+
+
+def choose_best_start(
     starts: Tensor, space: Space, height: Callable[[Tensor], float]
 ) -> tuple[Tensor, Tensor]:
-    """Return the highest of some starts (k, d), and the heights (k,) of all of them.
+    """Return the start (d,) of the greatest height among k, and the heights (k,) of all of them.
 
-    Heights are taken where the starts are clamped to the box of the space; the result is not
-    clamped.
+    starts: (k, d). height: maps a point (d,) to its height. Heights are taken where the starts are
+    clamped to the box of the space; the result is not clamped.
     """
     low, high = space.box
     heights = torch.tensor([height(point.clamp(low, high)) for point in starts])
@@ -248,14 +265,18 @@ def best_start(
 def make_history(
     objective: str, space: Space, best: Maximum, notes: Sequence[str]
 ) -> TuningHistory:
-    """Return the history of an ascent, with points in units of precisions and noise."""
+    """Return the history of an ascent, with points in units of precisions and noise.
+
+    objective: EVIDENCE, LOO or the name of a held-out score. best: the result of the ascent in the
+    space. notes: for the history.
+    """
     names = space.names
     edge = tuple(name for name, flag in zip(names, best.at_bound.tolist(), strict=True) if flag)
     labels = {EVIDENCE: "log evidence", LOO: "leave-one-out log density"}
     return TuningHistory(
         labels.get(objective, f"held-out −{objective}"),
         names,
-        space.precisions_and_noise(best.points),
+        space.convert_to_units(best.points),
         best.values,
         best.gradient,
         best.converged,
@@ -265,7 +286,7 @@ def make_history(
     )
 
 
-def history_of_visits(
+def make_history_of_visits(
     objective: str,
     space: Space,
     best: Maximum,
@@ -274,10 +295,11 @@ def history_of_visits(
     values: list[float],
     settled: bool,
 ) -> TuningHistory:
-    """Return the history of a search by variational Gaussians.
+    """Return the history of a search that found a variational Gaussian for each prior.
 
-    points: the priors that were visited, each (1, d), in units of precisions and noise. values: one
-    for each. best: the last ascent. settled: whether the search ended by itself.
+    objective, space, notes: as in `make_history`. points: the priors that were visited, each (1,
+    d), in units of precisions and noise. values: the objective at each of them. best: the last
+    ascent. settled: whether the search ended before its limit of rounds.
     """
     heights = torch.tensor(values, dtype=torch.float64)
     converged = settled and best.converged
@@ -286,9 +308,10 @@ def history_of_visits(
 
 
 def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = False) -> Posterior:
-    """Return the tuned posterior with its history and its report; warn about a poor solution.
+    """Return the tuned posterior with its history, and with a summary of it in the report.
 
-    quiet: no warning, because nobody asked for tuning.
+    Warns of a solution at the edge of its range, and of one that did not converge. quiet: whether
+    these warnings are left out, because nobody asked for tuning.
     """
     if history.at_bound and not quiet:
         warn(
@@ -298,6 +321,7 @@ def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = Fa
         )
     if not history.converged and not quiet:
         warn("Tuning did not converge: see posterior.tuning_history.", RuntimeWarning)
+
     at_mode = posterior.updates_mode_from_sums or posterior.residual <= AT_MODE
     change = "" if at_mode else "θ̂ was kept, {residual:.3g} posterior sd from its mode; "
     if history.names == (NOISE,):
@@ -306,6 +330,7 @@ def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = Fa
         change += "precision and noise were tuned"
     else:
         change += "precision was tuned"
+
     tuned = describe_change(posterior, change, posterior.mode)
     summary = Note("tuned by " + str(history).replace("\n", "; "), TUNING)
     notes = (*without_subjects(tuned.report.notes, TUNING), summary)
@@ -313,18 +338,18 @@ def finish_tuning(posterior: Posterior, history: TuningHistory, quiet: bool = Fa
 
 
 def describe_change(posterior: Posterior, change: str, mode: str) -> Posterior:
-    """Return the posterior with a mode, and with a report of its new prior, its convention and its
-    distance to the mode.
+    """Return the posterior with a mode, and with a report of its new prior.
 
-    change: what was done, in which {residual} and {each} stand for the distance to the mode, in
-    total and per parameter. mode: POLISH, TILT or AS_IS.
+    The report also has the convention and the distance to the mode. change: what was done, as a
+    text in which {residual} and {each} stand for the distance to the mode, in total and per
+    parameter. mode: POLISH, TILT or AS_IS.
     """
     residual = posterior.residual
-    each = residual / math.sqrt(posterior.theta.numel())
+    per_parameter = residual / math.sqrt(posterior.theta.numel())
     precision = posterior.bound_prior.precision(posterior.theta)
     notes = without_subjects(posterior.report.notes, PRIOR_NOTE, CONCAVITY, MOVED)
     notes = with_sketch_note(notes, posterior)
-    notes.append(Note(f"prior: {change.format(residual=residual, each=each)}", PRIOR_NOTE))
+    notes.append(Note(f"prior: {change.format(residual=residual, each=per_parameter)}", PRIOR_NOTE))
     notes.extend(Note(note, CONCAVITY) for note in concavity_notes(precision))
     report = replace(
         posterior.report,

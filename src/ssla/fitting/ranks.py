@@ -1,5 +1,7 @@
 """Passes of a `torch.distributed` group: every rank reads its shard, and all get the merged sums.
 
+A rank is a process of the group, and its shard is the part of the data that it reads.
+
 Passes merge pairwise up a tree to rank 0, which sends the result back. This takes log₂(ranks)
 rounds and memory for two passes' sums. Every rank gets the same bits, so that all take the same
 steps afterwards. An error on one rank ends the fit on all of them, because a rank that waits for
@@ -27,8 +29,9 @@ _ALONE: ContextVar[bool] = ContextVar("ssla_alone", default=False)
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Let `fit` and `update` inside the block work for this process only, also under an initialised
-    torch.distributed group.
+    """Let `fit` and `update` inside the block work for this process only.
+
+    This is needed where a torch.distributed group is initialised, but one rank fits alone.
 
     >>> if rank == 0:                       # doctest: +SKIP
     ...     with ssla.distributed.alone():
@@ -42,15 +45,18 @@ def alone() -> Iterator[None]:
 
 
 def data_of_ranks(reader: Reader) -> Data:
-    """Return the shards of all ranks as one source of passes; the reader itself outside a group.
+    """Return the shards of all ranks as one source of passes.
 
-    reader: of this rank's shard.
+    reader: of this rank's shard. Outside a group it is returned itself.
     """
-    return Ranks(reader) if _in_group() else reader
+    return Ranks(reader) if _is_in_group() else reader
 
 
-def _in_group() -> bool:
-    """Return whether this process is one of several ranks that work together; not so in `alone`."""
+def _is_in_group() -> bool:
+    """Return whether this process is one of several ranks that work together.
+
+    The result is False inside a block of `alone`.
+    """
     ready = (
         distributed.is_available()
         and distributed.is_initialized()
@@ -69,7 +75,7 @@ def errors_sent_to_ranks() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if _in_group():
+        if _is_in_group():
             _exchange_states({}, error)
         raise
 
@@ -100,19 +106,22 @@ class Ranks:
         return merge_digests(self.network)
 
     def scale_rows(self, scale: RowScale) -> None:
-        """Give the last layer of this rank, which has none, a scale of rows."""
+        """Give the last layer of this rank a scale of rows; it must not have one yet."""
         self.reader.scale_rows(scale)
         self.__dict__.pop("_network_digests", None)  # the stored digests are of the old network
 
     def run_pass(self, order: Order) -> Pass:
         """Read this rank's shard, and return the sums over the shards of all ranks.
 
-        Raises what this rank raises, RuntimeError where another rank failed, and ValueError where
-        the ranks differ in network or arguments.
+        Every rank must call this with an equal order. Raises what this rank raises, RuntimeError
+        where another rank failed, and ValueError where the ranks differ in network or arguments.
         """
 
         def read_shard() -> tuple[Pass, dict[str, str]]:
-            """Read the shard; return its pass, and the digests that all ranks must share."""
+            """Read the shard; return its pass, and the digests that all ranks must share.
+
+            Raises ValueError for a shard without rows.
+            """
             result = self.reader.run_pass(order)
             if result.sums is None:
                 raise ValueError(
@@ -123,7 +132,7 @@ class Ranks:
             return result, {
                 **self._network_digests,
                 **order.digests,
-                "modes": order.mode_for(self.network),
+                "modes": order.choose_mode_for(self.network),
                 "θ̂": digest((order.theta, averaging and averaging.shift)),
             }
 
@@ -131,13 +140,14 @@ class Ranks:
 
 
 def read_same_rows(read: Callable[[], T], digest_of: Callable[[T], str]) -> T:
-    """Return what `read` returns, after a check that every rank reads the same by `digest_of`.
+    """Return what `read` returns, after a check that every rank has read the same rows.
 
-    Each rank makes its own choices by validation rows. With other rows it would choose otherwise,
-    and its later passes would differ from those of the other ranks. Outside a group nothing is
-    checked. Raises as `Ranks.run_pass`.
+    digest_of: returns the digest of what `read` returns, by which ranks are compared. Each rank
+    makes its own choices by validation rows. With other rows it would choose otherwise, and its
+    later passes would differ from those of the other ranks. Outside a group nothing is checked.
+    Raises as `Ranks.run_pass`.
     """
-    if not _in_group():
+    if not _is_in_group():
         return read()
 
     def read_with_digest() -> tuple[T, dict[str, str]]:
@@ -179,6 +189,7 @@ def _exchange_states(digests: Mapping[str, str], failure: Exception | None) -> N
         raise RuntimeError(f"The fit was given up because another rank failed. {'; '.join(failed)}")
     first = states[0][0]
     unequal = [name for name in first if any(other[name] != first[name] for other, _ in states)]
+
     # A different network or different rows have a remedy of their own, so they are named first.
     if "networks" in unequal:
         raise ValueError(

@@ -4,8 +4,10 @@ read_data                   one pass: the sums at the trained weights
 choose_mode                 whether θ̂ stays at the trained weights
 settle_noise                the noise of a Gaussian likelihood, from the residuals
 find_mode                   Newton steps to the mode, where θ̂ moves
-gaussian_at_mode            the Gaussian at θ̂, with the report
+make_gaussian_at_mode       the Gaussian at θ̂, with the report
 with_variational_gaussian   the variational Gaussian in its place
+
+`ssla.fitting` lists the words of these docstrings.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from ssla.curvature.structure import MANY_CLASSES
 from ssla.fitting.fit_plan import FitPlan
 from ssla.fitting.mode import NoModeError
 from ssla.fitting.noise import CollectAtNoise, estimate_noise
-from ssla.fitting.passes import extent_of
-from ssla.fitting.sums import Sums, distance_to_mode
+from ssla.fitting.passes import measure_extent
+from ssla.fitting.sums import Sums, compute_distance_to_mode
 from ssla.fitting.trained import Verdict, judge_classes, judge_numbers
 from ssla.fitting.variational import NEW, BoundAscent, ChoosePrior, refit_to_similar_rows
 from ssla.fitting.watching import TargetRange, warn_residual
@@ -54,8 +56,9 @@ DIAGONAL_FACTOR = (
     f"{MANY_CLASSES:,} classes; ask for the full one by "
     "structure=ssla.structures.Kfac(output_factor='full')"
 )
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 # The numbers below were not measured: they are guesses.
-NOISE_ROUNDS = 10
+NOISE_ROUNDS = 10  # of noise and mode in turn
 SETTLED_NOISE = 1e-4  # relative change of the noise between two rounds
 GROWN_RESIDUALS = 1.5  # factor on the residuals by which polish made the network clearly worse
 LOWER_LOG_LIKELIHOOD = 0.2  # nats a row, the same for other likelihoods
@@ -63,13 +66,13 @@ LOWER_LOG_LIKELIHOOD = 0.2  # nats a row, the same for other likelihoods
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A fit that is not finished. One step of the fit returns it, and the next takes it."""
+    """A fit that is not finished: one step of the fit returns it, and the next takes it."""
 
     plan: FitPlan
     estimated: bool  # whether the noise is estimated, not given
     prior: Prior  # as given, or of the trained weights' scale
     bound: BoundPrior  # the same, over the flat θ
-    mode: str
+    mode: str  # what happens to θ̂: POLISH, TILT or AS_IS
     theta: Tensor  # (P,)
     sums: Sums  # at θ
     target: TargetRange  # what the first pass saw of the targets
@@ -103,12 +106,13 @@ def read_data(plan: FitPlan) -> Draft:
     prior = plan.starting_prior
     bound = prior.bind(network.layout)
     check_density_at(prior, bound, network.theta)
+
     return Draft(
         plan,
         estimated,
         prior,
         bound,
-        mode=plan.order_at(None).mode_for(network),
+        mode=plan.make_order_at(None).choose_mode_for(network),
         theta=network.theta,
         sums=sums,
         target=target,
@@ -118,9 +122,10 @@ def read_data(plan: FitPlan) -> Draft:
 
 
 def choose_mode(draft: Draft) -> Draft:
-    """Choose whether a last layer is polished or kept, where nobody asked for a mode, and note why.
+    """Choose whether a last layer is polished or kept, where nobody asked for a mode.
 
-    Raises ValueError where polish was asked for under a likelihood with kinks.
+    Returns the draft with that mode and with a note that says why. Raises ValueError where polish
+    was asked for under a likelihood with kinks.
     """
     plan = draft.plan
     if plan.likelihood.predictive.may_be_piecewise_linear and draft.sums.has_kinks:
@@ -133,7 +138,7 @@ def choose_mode(draft: Draft) -> Draft:
         return draft
     classes = draft.target.classes is not None
     baseline = "the class frequencies" if classes else "the best constant prediction"
-    return replace(draft, mode=verdict.mode).with_note(verdict.note(baseline))
+    return replace(draft, mode=verdict.mode).with_note(verdict.make_note(baseline))
 
 
 def settle_noise(draft: Draft) -> Draft:
@@ -155,11 +160,11 @@ def settle_noise(draft: Draft) -> Draft:
 
 
 def find_mode(draft: Draft) -> Draft:
-    """Move θ̂ to the mode, if it is to be polished, and an estimated noise to that of the residuals
-    there.
+    """Move θ̂ of the draft to the mode, if it is to be polished.
 
-    Warns where the mode predicts the training rows clearly worse. Raises NoModeError where there is
-    no mode nearby and no variational Gaussian takes its place.
+    An estimated noise becomes that of the residuals at the mode. A draft in another mode than
+    polish is returned unchanged. Warns where the mode predicts the training rows clearly worse.
+    Raises NoModeError where there is no mode nearby and no variational Gaussian takes its place.
     """
     if draft.mode != POLISH:
         return draft
@@ -171,17 +176,21 @@ def find_mode(draft: Draft) -> Draft:
     return _warn_if_worse(draft)
 
 
-def gaussian_at_mode(draft: Draft) -> Posterior:
-    """Return the Gaussian at θ̂, with a report of what was seen and done.
+def make_gaussian_at_mode(draft: Draft) -> Posterior:
+    """Return the posterior with the Gaussian at θ̂ of the draft.
 
-    Raises ValueError where the curvature is not positive definite.
+    Its report says what was seen and done. Raises ValueError where the curvature is not positive
+    definite.
     """
     plan = draft.plan
-    # These come first: they raise for a curvature that cannot be factorised; the rest may warn.
-    distance_before = distance_to_mode(draft.trained_sums, draft.bound, plan.network.theta)
-    distance_after = distance_to_mode(draft.sums, draft.bound, draft.theta)
+
+    # The distances come first: they raise for a curvature that cannot be factorised, and a fit that
+    # fails should not warn before.
+    distance_before = compute_distance_to_mode(draft.trained_sums, draft.bound, plan.network.theta)
+    distance_after = compute_distance_to_mode(draft.sums, draft.bound, draft.theta)
     draft = _add_notes(draft)
     report = _make_report(draft, distance_before, distance_after)
+
     # A setting that validation rows chose has been compared with the network itself.
     if not plan.validated:
         warn_residual(report)
@@ -196,6 +205,7 @@ def gaussian_at_mode(draft: Draft) -> Posterior:
         plan.budget,
         plan.data.source,
     )
+
     # Factorised now: an indefinite curvature is an error of the fit, not of a later prediction.
     _ = posterior.operator
     return posterior
@@ -206,9 +216,10 @@ def with_variational_gaussian(
 ) -> Posterior:
     """Return the posterior with a variational Gaussian, where one is wanted and possible.
 
-    choose_prior: is called for another prior whenever the Gaussian has nearly converged; None: the
-    prior stays. A default that is not possible leaves the Gaussian at the mode, with a note. Raises
-    ValueError where the Gaussian was asked for and is not possible.
+    plan: with the passes over the data. choose_prior: is called for another prior whenever the
+    Gaussian has nearly converged; None: the prior stays. If the variational Gaussian is only the
+    default and is not possible, the Gaussian at the mode stays, with a note. Raises ValueError
+    where the variational Gaussian was asked for and is not possible.
     """
     if not plan.wants_variational:
         # With Gaussian noise the Gaussian at the mode is the nearest one: only its name changes.
@@ -217,7 +228,7 @@ def with_variational_gaussian(
         return posterior
     if not plan.finds_variational:
         return _keep_gaussian_at_mode(plan, posterior)
-    structure, fisher = plan.structure_for_averages()
+    structure, fisher = plan.choose_structure_for_averages()
     if fisher:
         note = (
             "the variational Gaussian takes the expected Fisher information, because "
@@ -225,6 +236,7 @@ def with_variational_gaussian(
         )
         posterior = _add_note(posterior, note)
     averaged = make_bound_ascent(plan, posterior, choose_prior).maximise_bound()
+
     # Factorised now, as at the mode.
     _ = averaged.covariance
     return replace(averaged, report=replace(averaged.report, passes=plan.data.passes))
@@ -246,26 +258,27 @@ def make_bound_ascent(
     by_row_nodes = plan.row_nodes is not None
     if start is None and by_row_nodes:
         start = Variational(
-            posterior.theta, _sums_at_equal_probabilities(plan, posterior), posterior.tilted
+            posterior.theta, _set_equal_probabilities(plan, posterior), posterior.tilted
         )
     if start is not None:
         posterior = replace(posterior, variational=replace(start, tilted=posterior.tilted))
     # The weight of new averages in the precision. On the network of benchmarks/networks (clinc, 150
     # classes) a half took 18 rounds, one took 32.
     new = NEW if by_row_nodes else None
-    average = plan.average_passes_at(posterior.theta, moves=not posterior.tilted)
+    average = plan.make_average_passes_at(posterior.theta, moves=not posterior.tilted)
     ascent = BoundAscent(posterior, average, choose_prior, new=new)
     return ascent if plan.tolerance is None else replace(ascent, tolerance=plan.tolerance)
 
 
 def refit_last_layer(plan: FitPlan, posterior: Posterior) -> Posterior:
-    """Refit a last layer's posterior to the plan's rows, which are similar, from where it is.
+    """Refit a last layer's posterior to the plan's rows, starting from the present posterior.
 
-    The result is at the mode of these rows, or has a variational Gaussian of their averages; then
-    θ̂ and its tilt stay. Raises ValueError where the refit does not converge.
+    The rows must be similar to those of the posterior. The result is at the mode of the plan's
+    rows. If it has a variational Gaussian, that is found by their averages, and θ̂ and its tilt
+    stay. Raises ValueError where the refit does not converge.
     """
     if posterior.variational is not None:
-        return refit_to_similar_rows(posterior, plan.average_passes_at(posterior.theta))
+        return refit_to_similar_rows(posterior, plan.make_average_passes_at(posterior.theta))
     sums = plan.collect_sums(posterior.theta)
     theta, sums, _ = plan.make_polish([]).find_mode(posterior.theta, sums, posterior.bound_prior)
     return replace(posterior, theta=theta, statistics=sums.statistics)
@@ -274,7 +287,8 @@ def refit_last_layer(plan: FitPlan, posterior: Posterior) -> Posterior:
 def move_theta_to_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
     """Move θ̂ of a variational posterior to the mode under its prior, which may have changed.
 
-    Refits of the weights start there. Where there is no mode nearby, θ̂ stays and a note says so.
+    plan: with the passes over the data. Refits of the weights start at θ̂. Where there is no mode
+    nearby, θ̂ stays and a note says so.
     """
     plan = replace(plan, mode=POLISH)
     polish = replace(plan.make_polish([]), refuses=not plan.likelihood.concave)
@@ -301,8 +315,9 @@ def move_theta_to_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
 def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, Sums]:
     """Widen a low-rank sketch, a pass each time, until it overstates no variance by too much.
 
-    Returns the plan with the last structure, and its sums. Other structures and their sums are
-    returned unchanged. estimated: whether the noise is, so that the sums are at a noise of one.
+    A sketch is the low-rank form of the curvature; its width is its number of columns. Returns the
+    plan with the last structure, and its sums. Other structures and their sums are returned
+    unchanged. estimated: whether the noise is estimated, so that the sums are at a noise of one.
     """
     sketch = sums.statistics.curvature
     if not isinstance(sketch, LowRank):
@@ -312,6 +327,7 @@ def _widen_sketch(plan: FitPlan, sums: Sums, estimated: bool) -> tuple[FitPlan, 
         # In the sums' units, the precision is multiplied by the noise's square: about that of the
         # residuals, as the noise is not known yet.
         least *= float((sums.squares / sums.statistics.weight).min())
+
     # The widest sketch that the budget allows: its memory grows in proportion to its width.
     bytes_of_sketch = sketch.memory(Extent(plan.network.layout.size, 1))
     most = max(plan.budget // bytes_of_sketch * sketch.sketch.shape[1], 1)
@@ -344,9 +360,9 @@ def _replace_polish_by_tilt(draft: Draft) -> Draft:
 
 
 def _judge_last_layer(draft: Draft) -> Verdict | None:
-    """Judge from the sums of the first pass whether the last layer is trained.
+    """Judge by the draft's sums of the first pass whether the last layer is trained.
 
-    None where the targets do not allow a verdict.
+    The result is None where the targets do not allow a verdict.
     """
     likelihood = draft.plan.likelihood
     target = draft.target
@@ -358,23 +374,24 @@ def _judge_last_layer(draft: Draft) -> Verdict | None:
 
 
 def _make_collect_at_noise(plan: FitPlan) -> CollectAtNoise:
-    """Return a function of a likelihood and θ (P,) that runs a pass and returns its sums."""
+    """Return the function (likelihood, θ (P,)) -> sums, which runs a pass of the plan."""
     return lambda likelihood, theta: replace(plan, likelihood=likelihood).collect_sums(theta)
 
 
 def _take_newton_steps(draft: Draft) -> Draft:
     """Climb to the mode by Newton steps, and return the draft there.
 
-    If there is no mode nearby, polish was the default and a variational Gaussian follows, θ̂ stays
-    at the trained weights, with a note. Otherwise NoModeError is raised.
+    Where there is no mode nearby, NoModeError is raised. Only if polish was the default and a
+    variational Gaussian follows, θ̂ stays at the trained weights instead, with a note.
     """
     plan = draft.plan
     notes = list(draft.notes)
     optional = plan.mode != POLISH and plan.finds_variational
     may_lack_mode = not plan.likelihood.concave
     polish = replace(plan.make_polish(notes), refuses=optional and may_lack_mode)
-    # Near the mode is enough where a variational Gaussian follows, and either its prior is still to
-    # be chosen, or it may be rough.
+
+    # The ascent may stop near the mode where a variational Gaussian follows, and either its prior
+    # is still to be chosen, or it may be rough.
     rough = plan.prior is None or (plan.tolerance is not None and may_lack_mode)
     nearly = rough and plan.wants_variational
     try:
@@ -392,8 +409,8 @@ def _take_newton_steps(draft: Draft) -> Draft:
 def _alternate_noise_and_mode(draft: Draft) -> Draft:
     """Find noise and mode in turn, until the noise is that of the residuals at the mode.
 
-    A note says where that is not reached in NOISE_ROUNDS rounds. Raises as `estimate_noise` and
-    `Polish.find_mode`.
+    If that is not reached in NOISE_ROUNDS rounds, the last noise and mode are returned, with a
+    note. Raises as `estimate_noise` and `Polish.find_mode`.
     """
     theta, sums, steps = draft.theta, draft.sums, draft.steps
     plan = draft.plan
@@ -416,26 +433,27 @@ def _alternate_noise_and_mode(draft: Draft) -> Draft:
             break
     else:
         notes.append(f"noise and mode did not settle together in {NOISE_ROUNDS} rounds")
+
     return replace(draft, plan=plan, theta=theta, sums=sums, steps=steps, notes=tuple(notes))
 
 
 def _warn_if_worse(draft: Draft) -> Draft:
-    """Warn where polish made the predictions of the training rows clearly worse, and note it.
+    """Return the draft, with a warning and a note where polish made its predictions clearly worse.
 
-    The likely cause is a prior that is too strong. Nothing is done where validation rows chose the
-    mode.
+    The predictions are those of the training rows. The likely cause is a prior that is too strong.
+    Where validation rows chose the mode, the draft is returned unchanged.
     """
     plan = draft.plan
     before, after = draft.trained_sums, draft.sums
     if plan.validated:
         return draft
     if plan.likelihood.quadratic:
-        ratio = (after.squares / before.squares.clamp_min(1e-300)).sqrt()
+        ratio = (after.squares / before.squares.clamp_min(SMALLEST_DIVISOR)).sqrt()
         # A Gaussian with a given covariance sums whitened residuals, so the raw ones are not known.
         given_covariance = getattr(plan.likelihood, "covariance", None)
         if given_covariance is None and draft.raw_squares is not None:
-            squares = after.residual_squares(before, draft.theta - plan.network.theta)
-            ratio = (squares / draft.raw_squares.clamp_min(1e-300)).sqrt()
+            squares = after.compute_residual_squares(before, draft.theta - plan.network.theta)
+            ratio = (squares / draft.raw_squares.clamp_min(SMALLEST_DIVISOR)).sqrt()
         worse = float(ratio.max()) > GROWN_RESIDUALS
         figure = f"the residuals grew by a factor of {float(ratio.max()):.3g}"
     else:
@@ -445,6 +463,7 @@ def _warn_if_worse(draft: Draft) -> Draft:
         figure = f"the log likelihood fell by {fall:.3g} a row"
     if not worse:
         return draft
+
     message = (
         f"polish moved the network away from what it had learned: {figure}, because the prior is "
         "too strong for the scale of its weights and targets. Standardise the targets, weaken the "
@@ -464,26 +483,29 @@ def _add_notes(draft: Draft) -> Draft:
     notes = [*plan.network.notes, *draft.notes]
     draft.target.warn_data(notes)
     spread = draft.target.spread
+
     if spread is not None and plan.likelihood.quadratic:
         missed = spread.missed
         if draft.mode == POLISH:
             # The smaller residuals count. Polish may have found the right scale; where it lost it,
             # `_warn_if_worse` has warned.
             moved = draft.theta - plan.network.theta
-            missed = torch.minimum(missed, draft.sums.residual_squares(draft.trained_sums, moved))
+            missed = torch.minimum(
+                missed, draft.sums.compute_residual_squares(draft.trained_sums, moved)
+            )
         spread.warn_scale(missed, notes)
         noise = plan.likelihood.covariance_for(missed).diagonal().sqrt()
         spread.warn_rounding(noise, plan.network.dtype, notes)
     precision = draft.bound.precision(draft.theta)
     notes.extend(Note(note, CONCAVITY) for note in concavity_notes(precision))
-    notes.extend(_sketch_notes(plan, draft.sums))
+    notes.extend(_describe_sketch(plan, draft.sums))
     if plan.summed_structure is not plan.structure:
         notes.append(DIAGONAL_FACTOR)
     return replace(draft, notes=tuple(notes))
 
 
-def _sketch_notes(plan: FitPlan, sums: Sums) -> list[str]:
-    """Return the notes of what a low-rank curvature leaves out; none for other structures.
+def _describe_sketch(plan: FitPlan, sums: Sums) -> list[str]:
+    """Return the notes on what a low-rank curvature leaves out; none for other structures.
 
     Warns where it leaves out more than its tail allows, because no wider sketch was possible.
     """
@@ -503,14 +525,19 @@ def _sketch_notes(plan: FitPlan, sums: Sums) -> list[str]:
 
 
 def _make_report(draft: Draft, distance_before: float, distance_after: float) -> Report:
-    """Return the report of a fit, from the distances to the mode before and after polish."""
+    """Return the report of a fit.
+
+    distance_before, distance_after: from the mode, before and after polish, in posterior standard
+    deviations.
+    """
     plan, sums = draft.plan, draft.sums
     network, layout = plan.network, plan.network.layout
+
     # δᵀSδ = Σ (Jδ)ᵀΛ(Jδ): how far polish moved the training outputs by δ, in units of the noise.
     start = draft.trained_sums.statistics
     moved = draft.theta - network.theta
     squares = max(float(moved @ start.curvature.push(moved)), 0.0)
-    extent = extent_of(network, sums.statistics.n, plan.finds_variational)
+    extent = measure_extent(network, sums.statistics.n, plan.finds_variational)
     return Report(
         n=sums.statistics.n,
         weight=sums.statistics.weight,
@@ -519,12 +546,12 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
         outputs=network.outputs,
         likelihood=repr(plan.likelihood),
         structure=plan.structure.name,
-        blocks=_structures_of_layers(plan),
+        blocks=_name_structures_of_layers(plan),
         mode=draft.mode,
         residual=distance_before,
         residual_after=distance_after,
         steps=draft.steps,
-        output_shift=math.sqrt(squares / max(start.weight, 1e-300)),
+        output_shift=math.sqrt(squares / max(start.weight, SMALLEST_DIVISOR)),
         passes=plan.data.passes,
         memory=plan.summed_structure.memory(extent),
         notes=draft.notes,
@@ -534,10 +561,11 @@ def _make_report(draft: Draft, distance_before: float, distance_after: float) ->
     )
 
 
-def _structures_of_layers(plan: FitPlan) -> dict[str, str]:
+def _name_structures_of_layers(plan: FitPlan) -> dict[str, str]:
     """Return the name of the structure that each layer has in the curvature, by the layer's name.
 
-    A layer of which only a part has a Kronecker form is listed parameter by parameter.
+    A layer of which only a part has a Kronecker form is listed parameter by parameter: the keys are
+    then the names of its parameters.
     """
     structures = {}
     common = plan.structure.name
@@ -545,30 +573,34 @@ def _structures_of_layers(plan: FitPlan) -> dict[str, str]:
         if not plan.structure.by_layers:
             structures[layer] = common
             continue
-        each = {name: common if name in plan.network.kronecker_names else "diag" for name in names}
-        structures |= each if len(set(each.values())) > 1 else {layer: each[names[0]]}
+        by_name = {
+            name: common if name in plan.network.kronecker_names else "diag" for name in names
+        }
+        structures |= by_name if len(set(by_name.values())) > 1 else {layer: by_name[names[0]]}
     return structures
 
 
-def _sums_at_equal_probabilities(plan: FitPlan, posterior: Posterior) -> Statistics:
-    """Return the posterior's sums with the curvature that rows of equal class probabilities have.
+def _set_equal_probabilities(plan: FitPlan, posterior: Posterior) -> Statistics:
+    """Return the posterior's statistics with the curvature of rows of equal class probabilities.
 
     A network that has memorised its rows has almost no curvature there. From that curvature the
-    rounds would start near the prior's covariance, under which the averages depend hardly on the
-    network's outputs. For a softmax and Kronecker factors only.
+    rounds of the variational Gaussian would start near the prior's covariance, under which the
+    averages hardly depend on the network's outputs. The likelihood must be a softmax. Raises
+    AssertionError for another structure than Kronecker factors.
     """
     statistics = posterior.statistics
     curvature = statistics.curvature
     assert isinstance(curvature, Kfac)
-    zero = torch.zeros(1, plan.network.outputs, dtype=torch.float64)  # equal probabilities
-    of_all_rows = plan.likelihood.fisher(zero)[0] * statistics.weight
-    return replace(statistics, curvature=curvature.with_output_factor(of_all_rows))
+    # Outputs of zero stand for equal probabilities.
+    equal_outputs = torch.zeros(1, plan.network.outputs, dtype=torch.float64)
+    output_factor = plan.likelihood.fisher(equal_outputs)[0] * statistics.weight
+    return replace(statistics, curvature=curvature.with_output_factor(output_factor))
 
 
 def _keep_gaussian_at_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
-    """Return the posterior unchanged, but for a note that says why it has no variational Gaussian.
+    """Return the posterior with a note that says why it has no variational Gaussian.
 
-    The reasons are its memory, its time, and data that can be read only once, which is also a
+    The reason is its memory, its time, or that the data can be read only once; the last is also a
     warning. Raises ValueError where the variational Gaussian was asked for.
     """
     if plan.gaussian == VARIATIONAL:
@@ -576,6 +608,7 @@ def _keep_gaussian_at_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
             "gaussian='variational' reads the data several times, but they can be read only once "
             "(a generator). Give a DataLoader, a list of batches or arrays, or gaussian='laplace'."
         )
+
     message = "gaussian='laplace' was used in place of 'variational', "
     if plan.variational_is_large:
         message += (

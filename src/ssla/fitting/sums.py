@@ -1,4 +1,10 @@
-"""Sums over the data at one θ, with what fitting needs besides the statistics."""
+"""Sums over the data at one θ, with what fitting needs besides the statistics.
+
+For each of B rows: outputs f (B, C), Jacobian J, score g (B, C) and precision Λ (B, C, C). The
+statistics hold Σ JᵀΛJ with the Fisher information, or with averages of Λ over a Gaussian of θ;
+Newton steps may have a curvature with the observed Λ of their own. To pool rows is to sum w_i Λ_i
+over them before the product with J, which is possible for Kronecker factors.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +24,8 @@ from ssla.likelihoods import Likelihood
 from ssla.likelihoods.averages import (
     RowNodes,
     averages,
-    curvature_product,
-    pooled_fisher,
+    multiply_by_curvature,
+    pool_fisher,
 )
 from ssla.likelihoods.likelihood import LOG_2PI
 from ssla.maths.conjugate import Product, conjugate_gradients
@@ -29,7 +35,7 @@ from ssla.values import Statistics
 
 
 class Averaging(NamedTuple):
-    """The Gaussian over θ under which averages are summed, in place of values at θ."""
+    """A Gaussian over θ, under which a pass sums averages in place of values at θ."""
 
     shift: Tensor  # its mean less θ (P,)
     covariance: Operator
@@ -37,29 +43,31 @@ class Averaging(NamedTuple):
     # indefinite
     fisher: bool
     moves: bool  # whether the mean will move, which takes a curvature of its own for its steps
-    row_nodes: RowNodes | None = None  # of many rows of classes
+    row_nodes: RowNodes | None = None  # for many rows of classes; None: all rows share their nodes
 
-    def mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
+    def compute_mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
         """Return the outputs (B, C) at the Gaussian's mean, from f (B, C) and J at θ."""
         return f + J.push(self.shift) if bool(self.shift.any()) else f
 
-    def output_root(self, J: Jacobian) -> Root:
+    def compute_output_root(self, J: Jacobian) -> Root:
         """Return R with R Rᵀ = K = J S Jᵀ (B, C, C) for the rows with Jacobian J."""
         if isinstance(self.covariance, DenseOperator):
             return self.covariance.root_for_sums(J)
         return self.covariance.root(J)
 
-    def nodes_of_chunk(self, chunk: int) -> RowNodes | None:
-        """Return the nodes of the chunk with this number in the pass; None where all rows share
-        their nodes.
+    def choose_nodes_of_chunk(self, chunk: int) -> RowNodes | None:
+        """Return the nodes of chunk number `chunk` of the pass.
+
+        The result is None where all rows share their nodes.
         """
         return None if self.row_nodes is None else self.row_nodes.for_chunk(chunk)
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """Statistics with what fitting needs besides: the observed curvature for Newton steps, and
-    squared residuals for the noise.
+    """Statistics with what fitting needs besides.
+
+    These are the observed curvature for Newton steps, and squared residuals for the noise.
     """
 
     statistics: Statistics
@@ -74,7 +82,8 @@ class Sums:
     def zero(size: int, structure: Structure, newton: bool, has_input_factor: bool = True) -> Sums:
         """Return the sums over no row, for `size` parameters.
 
-        newton: whether Newton steps have a dense curvature of their own.
+        structure: how the curvature is stored. newton: whether Newton steps have a dense curvature
+        of their own. has_input_factor: whether the input factor is summed.
         """
         statistics = Statistics(
             0, 0.0, 0.0, torch.zeros(size, dtype=torch.float64), structure.zero(size)
@@ -85,8 +94,9 @@ class Sums:
 
     @property
     def newton_curvature(self) -> Structure:
-        """Return the curvature of Newton steps: the observed one where it is summed, else that of
-        the statistics.
+        """Return the curvature of Newton steps.
+
+        The result is the observed one where that is summed, and else that of the statistics.
         """
         return self.newton or self.statistics.curvature
 
@@ -94,8 +104,8 @@ class Sums:
     def has_kinks(self) -> bool:
         """Return whether log p has kinks in f, as |y − f| has: Newton steps then lead nowhere.
 
-        The sign is a parameter with a gradient and with Fisher information, but without observed
-        curvature. Always False where the observed curvature is not summed.
+        This is so if a parameter has a gradient and Fisher information, but no observed curvature.
+        The result is False where the observed curvature is not summed.
         """
         if self.newton is None or not self.newton.exact:
             return False
@@ -103,8 +113,8 @@ class Sums:
         fisher_along_flat = float(flat @ self.statistics.curvature.push(flat))
         return fisher_along_flat > 0 and bool((flat * self.statistics.gradient != 0).any())
 
-    def newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
-        """Compute the Newton step H⁻¹ g (P,) for a gradient g (P,).
+    def compute_newton_step(self, gradient: Tensor, prior_precision: Tensor) -> Tensor:
+        """Compute the Newton step H⁻¹ gradient (P,) for a gradient (P,).
 
         H has the observed curvature where it is summed and positive definite, else that of the
         statistics. prior_precision: (P,) or (P, P). Raises ValueError where neither can be
@@ -114,33 +124,35 @@ class Sums:
             try:
                 return self.newton.with_prior(prior_precision).solve(gradient)
             except ValueError:
-                # The observed curvature is not positive definite: the statistics' own one is used.
+                # The observed curvature is not positive definite: that of the statistics is used.
                 pass
-        return uphill_operator(self.statistics.curvature, prior_precision).solve(gradient)
+        return factorise_uphill(self.statistics.curvature, prior_precision).solve(gradient)
 
     def add(
         self, f: Tensor, J: Jacobian, y: Tensor, weights: Tensor | None, likelihood: Likelihood
     ) -> Sums:
-        """Return the sums with more rows: outputs f (B, C) and Jacobian J, targets y, and row
-        weights (B,); None: all ones.
+        """Return the sums with B more rows.
 
-        Matrices are changed in place: these sums must not be used afterwards. Raises ValueError
-        where an output or a log density is not finite, or an output is outside the domain.
+        f (B, C): their outputs. J: their Jacobian. y: their targets. weights (B,): their weights;
+        None: all ones. Matrices are changed in place, so `self` must not be used afterwards. Raises
+        ValueError where an output or a log density is not finite, or an output is outside the
+        domain of the likelihood.
         """
         check_finite(
             "The network's output", f, "Check the scale of the inputs and the trained weights."
         )
         likelihood.check_outputs(f)
-        pooling = self._pooling_weights(f, J, weights)
+        pooling = self._choose_pooling_weights(f, J, weights)
         log_prob = likelihood.log_prob(y, f)
         score = likelihood.score(y, f)
         if pooling is None:
             precision = likelihood.fisher(f)
         else:
-            precision = pooled_fisher(likelihood, f, pooling, self._pools_diagonal)
+            precision = pool_fisher(likelihood, f, pooling, self._pools_diagonal)
+
         # For a softmax the observed precision is the Fisher information: one sum serves both.
-        same = self.statistics.curvature.exact and likelihood.softmax
-        observed = likelihood.precision(y, f) if self.newton is not None and not same else None
+        are_same = self.statistics.curvature.exact and likelihood.softmax
+        observed = likelihood.precision(y, f) if self.newton is not None and not are_same else None
         check_finite(
             "log p(y|f)",
             log_prob,
@@ -171,10 +183,11 @@ class Sums:
         statistics: Statistics,
         newton: Structure | None,
     ) -> Sums:
-        """Return sums with new statistics and a new Newton curvature, and with the residuals of
-        more rows if the likelihood is Gaussian.
+        """Return sums with new statistics, with a new Newton curvature, and with more residuals.
 
-        f (B, C), y, weights (B,): the outputs, targets and weights of these rows.
+        f (B, C), y, weights (B,): the outputs, targets and weights of the rows whose squared
+        residuals are added, if the likelihood is Gaussian. statistics, newton: already with these
+        rows.
         """
         squares = torch.zeros(f.shape[1], dtype=torch.float64)
         largest = self.largest
@@ -182,8 +195,8 @@ class Sums:
         if likelihood.quadratic:
             reference = likelihood.covariance_for(f).diagonal().sqrt()
             targets = y.reshape(f.shape)
-            of_rows = (targets - f) ** 2
-            squares = (of_rows if weights is None else of_rows * weights[:, None]).sum(0)
+            row_squares = (targets - f) ** 2
+            squares = (row_squares if weights is None else row_squares * weights[:, None]).sum(0)
             largest = torch.maximum(largest, targets.abs().amax(0))
         return Sums(
             statistics, newton, self.squares + squares, largest, reference, self.has_input_factor
@@ -198,10 +211,10 @@ class Sums:
         weights: Tensor | None,
         rows: int,
     ) -> Statistics:
-        """Return the statistics with more rows; matrices are changed in place.
+        """Return the statistics with more rows, whose Jacobian is J; matrices are changed in place.
 
         log_likelihood, score (B, C), precision (B, C, C) or its sum over rows: with the row weights
-        already in them. weights: (B,), for the input factors; None: all ones. rows: their number.
+        already in them. weights: (B,), for the input factors; None: all ones. rows: their number B.
         """
         s = self.statistics
         curvature = s.curvature.accumulate(J, precision, weights, self.has_input_factor)
@@ -223,29 +236,30 @@ class Sums:
         averaging: Averaging,
         chunk: int = 0,
     ) -> Sums:
-        """Return the sums with more rows, as `add` does, but with averages over a Gaussian of θ in
-        place of values.
+        """Return the sums with B more rows, with averages over a Gaussian of θ in place of values.
 
-        Matrices are changed in place, too. chunk: its number in the pass, which decides its nodes.
-        Where the averages do not exist, the result has a log likelihood of −∞, and its other sums
-        do not count.
+        The rows are given as in `add`, and matrices are changed in place, too. averaging: the
+        Gaussian. chunk: the number of the rows' chunk in the pass, which decides its nodes. Where
+        the averages do not exist, the result has a log likelihood of −∞, and its other sums have no
+        meaning.
         """
-        pooling = self._pooling_weights(f, J, weights) if self.newton is None else None
+        pooling = self._choose_pooling_weights(f, J, weights) if self.newton is None else None
         log_prob, score, precision = averages(
             likelihood,
             y,
-            averaging.mean_outputs(f, J),
-            averaging.output_root(J),
+            averaging.compute_mean_outputs(f, J),
+            averaging.compute_output_root(J),
             fisher=averaging.fisher,
             pool=pooling,
             diagonal=pooling is not None and self._pools_diagonal,
-            row_nodes=averaging.nodes_of_chunk(chunk),
+            row_nodes=averaging.choose_nodes_of_chunk(chunk),
         )
         if weights is not None:
             log_prob = log_prob * weights
             score = score * weights[:, None]
             precision = precision * weights[:, None, None] if pooling is None else precision
         total = float(log_prob.sum())
+
         # Averages that do not exist must not get into the matrices, which are changed in place.
         if not (
             math.isfinite(total)
@@ -253,6 +267,7 @@ class Sums:
             and bool(torch.isfinite(precision).all())
         ):
             return replace(self, statistics=replace(self.statistics, log_likelihood=-math.inf))
+
         statistics = self._with_rows(J, total, score.to(J.dtype), precision, weights, len(f))
         newton = None if self.newton is None else self.newton.accumulate(J, precision)
         return replace(self, statistics=statistics, newton=newton)
@@ -268,24 +283,24 @@ class Sums:
         averaging: Averaging | None = None,
         chunk: int = 0,
     ) -> Sums:
-        """Return the sums with JᵀΛJ d of more rows added to the gradient, and no other change than
-        in the number of rows.
+        """Return the sums with the product JᵀΛJ d of B more rows added to the gradient.
 
-        Rows are given as in `add`. direction: d (P,). averaging: the Gaussian over which Λ is
+        Of the other sums only the number of rows changes. The rows are given as in `add`.
+        direction: d (P,). averaging: the Gaussian over which Λ is
         averaged; None: Λ at θ. chunk: as in `add_averages`.
         """
         u = J.push(direction).double()
         if averaging is None:
-            product = curvature_product(likelihood, y, f, u)
+            product = multiply_by_curvature(likelihood, y, f, u)
         else:
-            product = curvature_product(
+            product = multiply_by_curvature(
                 likelihood,
                 y,
-                averaging.mean_outputs(f, J),
+                averaging.compute_mean_outputs(f, J),
                 u,
-                averaging.output_root(J),
+                averaging.compute_output_root(J),
                 fisher=averaging.fisher,
-                row_nodes=averaging.nodes_of_chunk(chunk),
+                row_nodes=averaging.choose_nodes_of_chunk(chunk),
             )
         if weights is not None:
             product = product * weights[:, None]
@@ -293,9 +308,13 @@ class Sums:
         gradient = s.gradient + J.pull(product.to(J.dtype))
         return replace(self, statistics=replace(s, n=s.n + f.shape[0], gradient=gradient))
 
-    def _pooling_weights(self, f: Tensor, J: Jacobian, weights: Tensor | None) -> Tensor | None:
-        """Return the row weights (B,) where the curvature needs the weighted sum of the rows'
-        precisions alone; None elsewhere.
+    def _choose_pooling_weights(
+        self, f: Tensor, J: Jacobian, weights: Tensor | None
+    ) -> Tensor | None:
+        """Return the weights (B,) by which the rows are pooled, or None if they are not pooled.
+
+        Rows are pooled where the curvature needs only the weighted sum of their precisions. f
+        (B, C), J and weights (B,) are those of the rows; weights None: all ones.
         """
         if not needs_summed_precision_only(self.statistics.curvature, J):
             return None
@@ -320,28 +339,32 @@ class Sums:
         )
 
     def with_input_factor_of(self, other: Structure) -> Sums:
-        """Return these sums, which have no input factor, with that of another pass over the same
-        rows.
+        """Return the sums with the input factor of another pass over the same rows.
+
+        These sums must have none. other: the curvature of that pass.
         """
         curvature = self.statistics.curvature.with_inputs_of(other)
         statistics = replace(self.statistics, curvature=curvature)
         return replace(self, statistics=statistics, has_input_factor=True)
 
     def with_noise_scaled(self, noise: Tensor) -> Sums:
-        """Return the sums at `noise` times their noise.
+        """Return the sums as if they were taken at `noise` times their noise.
 
-        noise: (P,), for each parameter the factor of its output. Right for sums as a pass collected
-        them, whose log likelihood follows from the squared residuals.
+        noise: (P,), for each parameter the factor on the noise of its output. Only for sums as a
+        pass collected them (not after `with_theta_moved`): their log likelihood is that of the
+        squared residuals.
         """
         s = self.statistics
         outputs = self.squares.numel()
+
         # With one factor for all, parameters need not be ordered by outputs.
         if bool((noise != noise[0]).any()):
             factor = noise.reshape(outputs, -1)[:, 0]
         else:
             factor = noise[:1].expand(outputs)
         scale = self.reference * factor
-        # The log likelihood is computed anew. It is not a change of the one at hand: at a noise of
+
+        # The log likelihood is computed anew. It is not a change of the present one: at a noise of
         # 1 that is −½ of the squares in the unit of the targets, and the difference of two such
         # numbers may have no digits left.
         constant = scale.log().sum() + 0.5 * outputs * LOG_2PI
@@ -354,7 +377,7 @@ class Sums:
             reference=scale,
         )
 
-    def residual_squares(self, start: Sums, step: Tensor) -> Tensor:
+    def compute_residual_squares(self, start: Sums, step: Tensor) -> Tensor:
         """Return the squared residuals (C,) at the θ of these sums.
 
         start: the sums from where θ moved by `step` (P,). If these sums were computed from `start`
@@ -376,18 +399,19 @@ class Sums:
         """Return the sums at θ + step, for a step (P,), without a pass.
 
         Exact where ℓ_D is quadratic (a Gaussian last layer). The squared residuals stay those of
-        the last pass: see `residual_squares`.
+        the last pass: see `compute_residual_squares`.
         """
         return replace(
             self, statistics=self.statistics.with_theta_moved(step, self.newton_curvature)
         )
 
 
-def uphill_operator(curvature: Structure, prior_precision: Tensor) -> Operator:
-    """Factorise (S + T)⁻¹ for a step uphill, from the data's S and the prior's T (P,) or (P, P).
+def factorise_uphill(curvature: Structure, prior_precision: Tensor) -> Operator:
+    """Factorise (S + T)⁻¹ for a step uphill, from the curvature S of the data and T of the prior.
 
-    Where a prior that is not log-concave makes S + T indefinite, the positive part of a diagonal T
-    is taken. Raises ValueError where that does not help, and for an indefinite sum with a matrix T.
+    prior_precision: T, (P,) or (P, P). Where a prior that is not log-concave makes S + T
+    indefinite, the positive part of a diagonal T is taken. Raises ValueError where that does not
+    help, and for an indefinite sum with a full T.
     """
     try:
         return curvature.with_prior(prior_precision)
@@ -398,7 +422,7 @@ def uphill_operator(curvature: Structure, prior_precision: Tensor) -> Operator:
         return curvature.with_prior(prior_precision.clamp_min(0))
 
 
-def newton_step_by_products(
+def solve_newton_step_by_products(
     product: Product,
     gradient: Tensor,
     prior_precision: Tensor,
@@ -414,21 +438,21 @@ def newton_step_by_products(
     preconditioner applied to g.
     """
 
-    def product_with_prior(v: Tensor) -> Tensor:
+    def multiply_with_prior(v: Tensor) -> Tensor:
         """Compute (S + T) v (P,)."""
         prior = prior_precision * v if prior_precision.dim() == 1 else prior_precision @ v
         return product(v) + prior
 
-    step = conjugate_gradients(product_with_prior, gradient, preconditioner.solve, tolerance, most)
+    step = conjugate_gradients(multiply_with_prior, gradient, preconditioner.solve, tolerance, most)
     return preconditioner.solve(gradient) if step is None else step
 
 
-def distance_to_mode(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
-    """Compute √(gᵀH⁻¹g): how far θ (P,), where the sums were taken, is from the mode, in posterior
-    standard deviations.
+def compute_distance_to_mode(sums: Sums, bound: BoundPrior, theta: Tensor) -> float:
+    """Compute how far θ (P,) is from the mode, in posterior standard deviations: √(gᵀH⁻¹g).
 
-    Raises ValueError where H cannot be factorised.
+    sums: taken at θ. bound: the prior over θ. g = ∇(ℓ_D + log π) at θ. Raises ValueError where H
+    cannot be factorised.
     """
     gradient = sums.statistics.gradient + bound.gradient(theta)
-    step = sums.newton_step(gradient, bound.precision(theta))
+    step = sums.compute_newton_step(gradient, bound.precision(theta))
     return math.sqrt(max(float(gradient @ step), 0.0))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ssla.curvature.jacobians import Jacobian
 from ssla.data import Batch, Source, check_batch, take_rows
-from ssla.fitting.validation_rows import Candidate, log_densities
+from ssla.fitting.validation_rows import Candidate, compute_log_densities
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -24,7 +24,7 @@ KEPT_SHARE = 8  # parts of the memory budget that kept Jacobians take at most
 
 @dataclass(frozen=True, eq=False)
 class TrainingRows:
-    """A sample of training rows, with the outputs of the network at the mean of a posterior.
+    """A sample of n training rows, with the outputs of the network at the mean of a posterior.
 
     Jacobians are kept where they fit in memory.
     """
@@ -35,9 +35,10 @@ class TrainingRows:
 
     @staticmethod
     def sample_from(posterior: Posterior) -> TrainingRows | None:
-        """Read a sample of the rows that a posterior was fitted on, and linearise them if they fit.
+        """Read a sample of the rows that a posterior was fitted on.
 
-        None where the data cannot be read again, or no row of the sample has a weight.
+        The rows are linearised at once if their Jacobians fit in memory. The result is None where
+        the data cannot be read again, and where no row of the sample has a weight.
         """
         source = posterior.source
         if source is None or not source.repeatable:
@@ -51,7 +52,7 @@ class TrainingRows:
 
     @cached_property
     def y(self) -> Tensor:
-        """Return the targets of the rows, checked."""
+        """Return the targets of the rows, (n,) or (n, D), after a check against the support."""
         outputs = self.posterior.network.outputs
         support = self.posterior.likelihood.support_for(outputs)
         return torch.cat([check_batch(batch, support, outputs)[1] for batch in self.batches])
@@ -78,28 +79,29 @@ class TrainingRows:
             outputs = [network.evaluate(network.cast(batch.x), mean) for batch in self.batches]
         return self.posterior.likelihood.predictive.log_prob(self.y, torch.cat(outputs).double())
 
-    def scores(self, posterior: Posterior) -> Tensor:
-        """Compute log p(y|x) (n,) of the predictive of a posterior.
+    def compute_scores(self, posterior: Posterior) -> Tensor:
+        """Compute log p(y|x) (n,) of the rows under the predictive of a posterior.
 
-        The posterior must have the same mean of θ; its covariance and its likelihood may be others.
+        The posterior must have the mean of θ at which the rows are linearised. Its covariance and
+        its likelihood may be different from those of `self.posterior`.
         """
         candidate = Candidate(posterior.likelihood, posterior.covariance, step=None)
         scores = []
         start = 0
         for f, J in self.kept if self.kept is not None else self._linearise():
-            scores.append(log_densities(candidate, self.y[start : start + len(f)], f, J))
+            scores.append(compute_log_densities(candidate, self.y[start : start + len(f)], f, J))
             start += len(f)
         return torch.cat(scores)
 
     def _linearise(self) -> Iterator[tuple[Tensor, Jacobian]]:
-        """Yield f (b, C) in float64 and J at the rows, a chunk at a time."""
+        """Yield f (b, C) in float64 and J of the rows, a chunk of b rows at a time."""
         for batch in self.batches:
             for f, J in self.posterior.linearised(batch.x, progress=False):
                 yield f.double(), J
 
 
 def _sample_batches(source: Source) -> list[Batch]:
-    """Return a few hundred rows of the first batches, evenly spread over each batch.
+    """Return a few hundred rows of the first batches of a source, evenly spread over each batch.
 
     Batches are read until there are MOST_ROWS rows, or MOST_BATCHES batches with rows.
     """
@@ -109,9 +111,9 @@ def _sample_batches(source: Source) -> list[Batch]:
         size = batch.y.shape[0]
         if not size:
             continue
-        taken = slice(None, None, max(size // MOST_ROWS, 1))
-        weights = None if batch.weights is None else batch.weights[taken]
-        sample.append(Batch(take_rows(batch.x, taken), batch.y[taken], weights))
+        spread_rows = slice(None, None, max(size // MOST_ROWS, 1))
+        weights = None if batch.weights is None else batch.weights[spread_rows]
+        sample.append(Batch(take_rows(batch.x, spread_rows), batch.y[spread_rows], weights))
         rows += sample[-1].y.shape[0]
         if rows >= MOST_ROWS or len(sample) == MOST_BATCHES:
             break

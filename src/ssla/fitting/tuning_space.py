@@ -1,5 +1,8 @@
-"""What is tuned: logarithms of factors on prior precisions and on the noise, and the posterior
-at any of them.
+"""What is tuned: logarithms of factors on prior precisions and on the noise.
+
+The module also makes the posterior at any of these factors. A group is a set of parameters whose
+prior precisions share one factor: a layer, or the parameters of one output. Free coordinates are
+those that a search changes. "The pattern" is the prior precisions at the start, before any factor.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ssla.fitting.evidence import Problem
-from ssla.fitting.fit_plan import outputs_with_own_units
+from ssla.fitting.fit_plan import find_outputs_with_own_units
 from ssla.fitting.noise import scale_noise
 from ssla.fitting.variational import with_recentred_mean
 from ssla.priors import BoundGaussian, Flat, trained_scale
@@ -46,8 +49,8 @@ class Space:
     posterior: Posterior
     bound: BoundGaussian
     pattern: Tensor  # precisions at a = 0 (P,)
-    groups: Tensor  # the group of each parameter (P,)
-    labels: tuple[str, ...]  # one a group
+    groups: Tensor  # the number of each parameter's group (P,)
+    labels: tuple[str, ...]  # one for each group
     free: Tensor  # indices into (a_1 … a_G, t)
     trained_precision: Tensor  # (P,) of the trained weights' scale, which follows the units
     reach: float = math.inf  # the largest change of a logarithm
@@ -59,7 +62,7 @@ class Space:
     def around(
         posterior: Posterior, over: Sequence[str], per_layer: bool, per_output: bool = False
     ) -> tuple[Space, list[str]]:
-        """Return the space around a posterior, and notes of what cannot be tuned.
+        """Return the space around a posterior, and notes on what cannot be tuned.
 
         over: which of PRIOR and NOISE are free. per_layer, per_output: whether each layer, or each
         output of a last layer, is a group of precisions. Raises ValueError for a prior that is not
@@ -73,6 +76,7 @@ class Space:
                 "another. Use with_prior(priors.Gaussian()) first, or compare priors by "
                 "log_evidence() and ssla.sensitivity."
             )
+
         labels, groups = _group_parameters(posterior, per_layer, per_output)
         free = list(range(len(labels))) if PRIOR in over else []
         if NOISE in over:
@@ -86,6 +90,7 @@ class Space:
                 "Under a flat prior the evidence is not defined. Tune the prior too, or give a "
                 "Gaussian one."
             )
+
         space = Space(
             posterior,
             bound,
@@ -94,7 +99,7 @@ class Space:
             groups,
             labels,
             torch.tensor(free, dtype=torch.long),
-            _trained_precision(posterior),
+            _compute_trained_precision(posterior),
         )
         return space, notes
 
@@ -120,22 +125,22 @@ class Space:
         """Return whether a precision is free."""
         return bool(self._is_precision.any())
 
-    def all_coordinates(self, point: Tensor) -> Tensor:
+    def fill_coordinates(self, point: Tensor) -> Tensor:
         """Return all coordinates (G + 1,) at a point (d,); those that are not free are zero."""
         zero = torch.zeros(len(self.labels) + 1, dtype=torch.float64)
         return zero.index_copy(0, self.free, point)
 
-    def precision(self, point: Tensor) -> Tensor:
+    def compute_precision(self, point: Tensor) -> Tensor:
         """Return the precisions (P,) at a point (d,)."""
-        return self.pattern * self.all_coordinates(point)[:-1].exp()[self.groups]
+        return self.pattern * self.fill_coordinates(point)[:-1].exp()[self.groups]
 
-    def noise_factor(self, point: Tensor) -> float:
+    def compute_noise_factor(self, point: Tensor) -> float:
         """Return the factor on the noise at a point (d,)."""
-        return math.exp(float(self.all_coordinates(point)[-1]))
+        return math.exp(float(self.fill_coordinates(point)[-1]))
 
     @property
     def box(self) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest free coordinates (d,).
+        """Return the least and the largest values of the free coordinates, (d,) each.
 
         A group's precisions lie in `within`, or within PRECISION_FACTORS around the trained
         weights' scale; no coordinate exceeds `reach`.
@@ -143,10 +148,10 @@ class Space:
         base = self.trained_precision if self.within is None else torch.ones_like(self.pattern)
         # From the pattern to the base, in logarithms. Its least and largest entry in each group are
         # found without further vectors (P,), of which each counts with millions of weights.
-        away = (base / self.pattern).log_()
+        distance = (base / self.pattern).log_()
         zero = torch.zeros(len(self.labels), dtype=torch.float64)
         down, up = (
-            zero.scatter_reduce(0, self.groups, away, extreme, include_self=False)
+            zero.scatter_reduce(0, self.groups, distance, extreme, include_self=False)
             for extreme in ("amin", "amax")
         )
         lowest, highest = map(math.log, self.within or PRECISION_FACTORS)
@@ -155,29 +160,31 @@ class Space:
         least, most = (torch.tensor(edge, dtype=torch.float64)[self.free] for edge in (low, high))
         return least.clamp_min(-self.reach), most.clamp_max(self.reach)
 
-    def scan_points(self, steps: Tensor) -> Tensor:
-        """Return points (k, d) to start a search from: at each, all precisions have moved together
-        by one of `steps` (k,), which are logarithms.
+    def make_scan_points(self, steps: Tensor) -> Tensor:
+        """Return points (k, d) from which a search may start, one for each of the steps (k,).
 
-        The precisions move from where they are. Where the trained weights' scale is farther away
-        than the largest step, they move from that scale.
+        At a point, all log precisions have moved together by its step from where they are. Where
+        the trained weights' scale is farther away than the largest step, they have moved from that
+        scale.
         """
-        away = (self.trained_precision / self.pattern).log()
-        means = [away[self.groups == g].mean() for g in range(len(self.labels))]
+        distance = (self.trained_precision / self.pattern).log()
+        means = [distance[self.groups == g].mean() for g in range(len(self.labels))]
         trained = torch.stack([*means, torch.zeros((), dtype=torch.float64)])[self.free]
         centre = torch.where(trained.abs() > float(steps.max()), trained, 0.0)
         return centre + steps[:, None] * self._is_precision.double()
 
     @property
     def scale(self) -> Tensor:
-        """Return the approximate inverse curvature (d,) of the evidence: 2/P_g for a group of P_g
-        parameters, and 1/(2nC) for the noise.
+        """Return the approximate inverse curvature (d,) of the evidence in the free coordinates.
+
+        The result is 2/P_g for a group of P_g parameters, and 1/(2nC) for the noise of n rows with
+        C outputs.
         """
         sizes = torch.bincount(self.groups, minlength=len(self.labels)).double()
         rows = self.posterior.sums.weight * self.posterior.network.outputs
         return torch.cat([2 / sizes, torch.tensor([0.5 / rows], dtype=torch.float64)])[self.free]
 
-    def precisions_and_noise(self, points: Tensor) -> Tensor:
+    def convert_to_units(self, points: Tensor) -> Tensor:
         """Return the values (R, d) of the free coordinates at points (R, d), in their own units.
 
         The values are the mean precision of a group, and the noise of the first output.
@@ -185,13 +192,13 @@ class Space:
         columns = []
         for column, i in enumerate(self.free.tolist()):
             if i == len(self.labels):
-                base = self._noise_of_first_output()
+                base = self._compute_noise_of_first_output()
             else:
                 base = float(self.pattern[self.groups == i].mean())
             columns.append(base * points[:, column].exp())
         return torch.stack(columns, 1)
 
-    def _noise_of_first_output(self) -> float:
+    def _compute_noise_of_first_output(self) -> float:
         """Return the standard deviation of the noise of the first output."""
         zero = torch.zeros(self.posterior.network.outputs, dtype=torch.float64)
         return math.sqrt(float(self.posterior.likelihood.covariance_for(zero)[0, 0]))
@@ -208,38 +215,43 @@ class Space:
             [self.pattern[self.groups == g].log().mean() for g in range(len(self.labels))]
         )
 
-    def expected_log_density(self, point: Tensor) -> float:
+    def compute_expected_log_density(self, point: Tensor) -> float:
         """Return the log density of the precisions at a point (d,), less its maximum.
 
         Their logarithms are normal around the expected ones. Zero where none are expected.
         """
         if self.expected_levels is None:
             return 0.0
-        return -0.5 * float((self._deviations(point) ** 2).sum())
+        return -0.5 * float((self._compute_deviations(point) ** 2).sum())
 
-    def expected_slope(self, point: Tensor) -> Tensor:
-        """Return the gradient (d,) of `expected_log_density`."""
+    def compute_expected_slope(self, point: Tensor) -> Tensor:
+        """Return the gradient (d,) of `compute_expected_log_density` at a point (d,)."""
         if self.expected_levels is None:
             return torch.zeros_like(point)
         noise = torch.zeros(1, dtype=torch.float64)
-        return torch.cat([-self._deviations(point) / self.doubt, noise])[self.free]
+        return torch.cat([-self._compute_deviations(point) / self.doubt, noise])[self.free]
 
     @property
     def expected_curvature(self) -> Tensor:
-        """Return minus the second derivatives (d,) of `expected_log_density`; they are constant."""
-        each = 0.0 if self.expected_levels is None else self.doubt**-2
-        return torch.where(self._is_precision, each, 0.0).double()
+        """Return minus the second derivatives (d,) of `compute_expected_log_density`.
 
-    def _deviations(self, point: Tensor) -> Tensor:
-        """Return how far the log precisions (G,) at a point (d,) are from those that are expected,
-        in standard deviations.
+        They are constant.
+        """
+        of_precision = 0.0 if self.expected_levels is None else self.doubt**-2
+        return torch.where(self._is_precision, of_precision, 0.0).double()
+
+    def _compute_deviations(self, point: Tensor) -> Tensor:
+        """Return the distances (G,) of the log precisions at a point (d,) from the expected ones.
+
+        They are in units of the standard deviation `doubt`. Raises AssertionError where no
+        precisions are expected.
         """
         assert self.expected_levels is not None
-        return (self.levels + self.all_coordinates(point)[:-1] - self.expected_levels) / self.doubt
+        return (self.levels + self.fill_coordinates(point)[:-1] - self.expected_levels) / self.doubt
 
     # --- posteriors ----------------------------------------------------------------------------
 
-    def moved_to(self, posterior: Posterior) -> Space:
+    def move_to(self, posterior: Posterior) -> Space:
         """Return the same coordinates around another posterior, whose prior is the new pattern."""
         bound = posterior.bound_prior
         assert isinstance(bound, BoundGaussian)
@@ -247,7 +259,7 @@ class Space:
 
     @property
     def problem(self) -> Problem:
-        """Return what the evidence at any point follows from: the sums, and the prior's pattern."""
+        """Return what the evidence at any point is computed from: the sums, and the pattern."""
         posterior = self.posterior
         sums = posterior.sums
         outputs = posterior.network.outputs
@@ -265,14 +277,14 @@ class Space:
             self.mean_moves,
         )
 
-    def posterior_at(self, point: Tensor) -> Posterior:
+    def make_posterior_at(self, point: Tensor) -> Posterior:
         """Return the posterior with the prior and the noise of a point (d,), without a pass.
 
         θ̂, or a variational mean, moves to suit them where the sums allow it. Raises ValueError
         where the curvature is then not positive definite.
         """
-        rescaled = scale_noise(self.posterior, self.noise_factor(point))
-        prior = prior_with_precision(rescaled, self.precision(point))
+        rescaled = scale_noise(self.posterior, self.compute_noise_factor(point))
+        prior = make_prior_with_precision(rescaled, self.compute_precision(point))
         changed = replace(rescaled, prior=prior)
         if not self.mean_moves:
             return changed
@@ -286,7 +298,7 @@ class Space:
 def _group_parameters(
     posterior: Posterior, per_layer: bool, per_output: bool
 ) -> tuple[tuple[str, ...], Tensor]:
-    """Return the label of each group, and the group of each parameter (P,).
+    """Return the label of each group, and the number of each parameter's group (P,).
 
     per_layer: whether each layer is a group; else all parameters are one. per_output: whether each
     output of a last layer is a group of its own instead.
@@ -298,30 +310,32 @@ def _group_parameters(
         for name in names:
             groups[layout.positions[name]] = i
     labels = [f"precision of {layer or 'network'}" for layer in layers]
+
     # One factor for all of a large network keeps the pattern of its outputs' precisions.
     if per_output and (per_layer or network.linear):
         outputs = network.parameter_outputs
         groups = torch.where(outputs < 0, groups, len(labels) + outputs)
         labels += [f"precision of output {c}" for c in range(network.outputs)]
+
     # Groups without a parameter are left out, and the others numbered anew.
     used, groups = groups.unique(return_inverse=True)
     return tuple(labels[i] for i in used.tolist()), groups
 
 
-def _trained_precision(posterior: Posterior) -> Tensor:
+def _compute_trained_precision(posterior: Posterior) -> Tensor:
     """Return the precisions (P,) of the trained weights' scale.
 
     The precisions are those of layers, or of outputs where outputs have different units.
     """
     network = posterior.network
-    own_units = outputs_with_own_units(
+    own_units = find_outputs_with_own_units(
         network, posterior.likelihood, posterior.statistics.curvature
     )
     prior = trained_scale(network.layout, network.theta, own_units)
     return prior.bind(network.layout).scale_precision
 
 
-def prior_with_precision(posterior: Posterior, precision: Tensor) -> GaussianPrior:
+def make_prior_with_precision(posterior: Posterior, precision: Tensor) -> GaussianPrior:
     """Return a Gaussian prior with this precision (P,) and the mean of the posterior's prior.
 
     Equal precisions are written as one number, for all parameters or for those of one name, so that

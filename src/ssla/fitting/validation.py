@@ -13,6 +13,14 @@ so that their evidence says too little noise and too much confidence. Validation
 by the rule of `ssla.fitting.choice`. Features of these rows are computed once; every setting is
 then a prediction in output space. The search is rough (it takes fewer rows and nodes). The
 posterior of the chosen setting is fitted on all training rows, as if it had been asked for.
+
+    setting      mode, Gaussian, and factors on dispersion and prior precision (`Setting`)
+    spread       the factor on the dispersion
+    level        the factor on the prior precisions of the start
+    start        the Gaussian at the trained weights, from which the search starts
+    candidate    the Gaussian of a setting, with its likelihood (`Candidate`)
+    family       the settings that share mode and Gaussian
+    step         the mean of a candidate less that of the start (P,)
 """
 
 from __future__ import annotations
@@ -31,17 +39,17 @@ from torch import Tensor
 from ssla.curvature import Operator
 from ssla.curvature.structure import NoFactorError
 from ssla.data import Source
-from ssla.fitting.choice import Setting, cross_fitted_scores, mean_and_error, refined_spread
+from ssla.fitting.choice import Setting, compute_mean_and_error, cross_fit_scores, refine_spread
 from ssla.fitting.fit import fit_at_mode, fit_with_prior
 from ssla.fitting.fit_plan import FitPlan, InputFactors
 from ssla.fitting.guard import warn_on_validation_rows
-from ssla.fitting.network_itself import best_network_spread, choose_row_scale
+from ssla.fitting.network_itself import choose_row_scale, find_best_network_spread
 from ssla.fitting.noise import scale_noise
 from ssla.fitting.passes import Reader, thin_reader
 from ssla.fitting.ranks import read_same_rows
 from ssla.fitting.score_table import ScoreTable, SettingWithGaussian
 from ssla.fitting.steps import make_bound_ascent
-from ssla.fitting.tuning_space import prior_with_precision
+from ssla.fitting.tuning_space import make_prior_with_precision
 from ssla.fitting.validation_rows import Candidate, ValidationRows
 from ssla.fitting.variational import ROUGH
 from ssla.likelihoods import Likelihood
@@ -71,7 +79,7 @@ FINER = tuple(2.0 ** (k / 2) for k in range(4, -5, -1))
 COARSE_ROWS = 1000
 VARIATIONAL_SPREADS = (1.0, 0.8, 1.25)  # around the best of laplace
 VARIATIONAL_PRECISIONS = tuple(2.0**k for k in range(2, -7, -1))
-SEARCH_ROWS = 4_000  # training rows of variational Gaussians on the way
+SEARCH_ROWS = 4_000  # training rows of variational Gaussians during the search
 SEARCH_ROUNDS = 8  # passes for each of them
 # rows × parameters²: beyond, polished heads take long, and only a given mode has them
 POLISH_WORK = 1e9
@@ -79,20 +87,23 @@ POLISH_PRECISIONS = tuple(8.0**k for k in range(3, -5, -1))
 POLISH_FINER = (2 * math.sqrt(2), math.sqrt(2) / 4)
 POLISH_SPREADS = (1 / 1.2, 1.0, 1.2)  # around the best one for the head itself
 COVERAGE_ROWS = 1000
-LEVELS = (0.5, 0.9, 0.95)
+LEVELS = (0.5, 0.9, 0.95)  # of intervals, whose coverage is reported
+TYPICAL = (0.05, 0.95)  # quantiles of the scales of rows that are reported
 
 
 def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> Posterior:
-    """Fit the posterior of the setting that validation rows choose; its report has their figures.
+    """Fit the posterior of the setting that validation rows choose.
 
-    held_out: whether the rows are a share of the training data. Raises ValueError for rows that are
-    too few, and for a plan that cannot be fitted.
+    Its report has the figures of these rows. plan: what the user asked for. held_out: whether the
+    rows are a share of the training data. Raises ValueError for rows that are too few, and for a
+    plan that cannot be fitted.
     """
     plan, start = fit_trained_state(plan)
     original_rows = read_same_rows(
         lambda: ValidationRows.read(start, validation),
         lambda rows: digest((rows.y, rows.weights, rows.f)),
     )
+
     rows = original_rows
     scale = choose_row_scale(rows, start.likelihood)
     if scale is not None:
@@ -100,6 +111,7 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
         plan.data.scale_rows(scale)
         plan, start = fit_trained_state(replace(plan, input_factors=InputFactors()))
         rows = rows.with_row_scale_of(start)
+
     search = Search(plan, start, rows)
     with _ignore_warnings():
         search.score_families()
@@ -107,9 +119,9 @@ def choose_by_validation(plan: FitPlan, validation: Source, held_out: bool) -> P
     # Without any setting there is nothing to choose: the first failure says why.
     if not table.settings and search.failures:
         raise search.failures[0]
-    spread = refined_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
+    spread = refine_spread(table.settings, table.scores, rows.weights, table.index_of_chosen)
     setting = table.chosen._replace(spread=spread)
-    posterior = fit_with_prior(search.plan_at(setting))
+    posterior = fit_with_prior(search.make_plan_at(setting))
     return _with_report(posterior, search, original_rows, setting, held_out)
 
 
@@ -141,7 +153,8 @@ def fit_trained_state(plan: FitPlan) -> tuple[FitPlan, Posterior]:
 def _ignore_warnings() -> Iterator[None]:
     """Ignore warnings inside the block.
 
-    Those of settings on the way would mislead. The chosen setting is fitted again, and warns then.
+    Warnings about settings that are only tried would mislead. The chosen setting is fitted again,
+    and warns then.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -158,7 +171,7 @@ class Search:
     plan: FitPlan  # with the options that the user gave
     start: Posterior  # the Gaussian at the trained weights
     rows: ValidationRows
-    # of settings whose curvature could not be factorised; they are left out
+    # the errors of settings whose curvature could not be factorised; these are left out
     failures: list[NoFactorError] = field(default_factory=list)
 
     @cached_property
@@ -168,8 +181,9 @@ class Search:
 
     @property
     def table(self) -> ScoreTable:
-        """Return the table of the scored settings with the Gaussian that was asked for; of all, if
-        none was.
+        """Return the table of the scored settings with the Gaussian that the user asked for.
+
+        If the user asked for none, these are all settings.
         """
         return self.all_settings.with_gaussian(self.plan.gaussian)
 
@@ -213,23 +227,22 @@ class Search:
 
     @property
     def precisions(self) -> tuple[float, ...]:
-        """Return the factors on the prior precision to try, from the strongest prior on; only 1 for
-        a prior that was given.
-        """
+        """Return the levels to try, from the strongest prior on; only 1 for a given prior."""
         return (1.0,) if self.fixed_prior else PRECISIONS
 
     @cached_property
     def network_spread(self) -> float:
         """Return the best factor on the dispersion of the network itself, as it came."""
-        return self._network_spread_after(None)
+        return self._find_network_spread_after(None)
 
-    def _network_spread_after(self, step: Tensor | None) -> float:
+    def _find_network_spread_after(self, step: Tensor | None) -> float:
         """Return the best factor on the dispersion of the network with its free weights moved.
 
-        step: (P,), by which they are moved; None: they are not. The uncertainty of θ is left out.
+        step: (P,), by which the weights are moved; None: they stay. The uncertainty of θ is left
+        out.
         """
-        f = self.rows.outputs(step)
-        return best_network_spread(self.rows, self.start.likelihood, f)
+        f = self.rows.compute_outputs(step)
+        return find_best_network_spread(self.rows, self.start.likelihood, f)
 
     @cached_property
     def spreads(self) -> tuple[float, ...]:
@@ -254,11 +267,11 @@ class Search:
         """Return the least and the largest factor on the dispersion."""
         return min(1.0, self.network_spread) / MARGIN, max(1.0, self.network_spread) * MARGIN
 
-    def likelihood_at(self, spread: float) -> Likelihood:
-        """Return the likelihood at hand with a factor on its dispersion."""
+    def make_likelihood_at(self, spread: float) -> Likelihood:
+        """Return the likelihood of the start with a factor `spread` on its dispersion."""
         return multiply_dispersion(self.start.likelihood, spread)
 
-    def precision_at(self, setting: Setting) -> Tensor:
+    def compute_precision_at(self, setting: Setting) -> Tensor:
         """Return −∇² log π of the setting's prior, (P,) or (P, P).
 
         A prior that is not Gaussian was given, and has its precision at the start.
@@ -270,34 +283,35 @@ class Search:
         level = setting.precision / setting.spread**2 if scales else setting.precision
         return level * bound.scale_precision
 
-    def prior_at(self, setting: Setting) -> Prior:
-        """Return the prior of a setting: the one that was given, or one with the setting's
-        precision.
+    def make_prior_at(self, setting: Setting) -> Prior:
+        """Return the prior of a setting.
+
+        The prior is the one that the user gave, or a Gaussian with the precision of the setting.
         """
         if self.plan.prior is not None:
             return self.plan.prior
-        return prior_with_precision(self.start, self.precision_at(setting))
+        return make_prior_with_precision(self.start, self.compute_precision_at(setting))
 
-    def state_at(self, setting: Setting, statistics: Statistics) -> Posterior:
+    def make_state_at(self, setting: Setting, statistics: Statistics) -> Posterior:
         """Return the Gaussian at the θ̂ of the start in a setting.
 
         statistics: the sums there at the setting's dispersion.
         """
         return replace(
             self.start,
-            likelihood=self.likelihood_at(setting.spread),
-            prior=self.prior_at(setting),
+            likelihood=self.make_likelihood_at(setting.spread),
+            prior=self.make_prior_at(setting),
             statistics=statistics,
             mode=setting.mode,
         )
 
-    def plan_at(self, setting: Setting) -> FitPlan:
+    def make_plan_at(self, setting: Setting) -> FitPlan:
         """Return the plan of a fit of all training rows in a setting."""
         gaussian = setting.gaussian if self.plan.gaussian is None else self.plan.gaussian
         return replace(
             self.plan,
-            likelihood=self.likelihood_at(setting.spread),
-            prior=self.prior_at(setting),
+            likelihood=self.make_likelihood_at(setting.spread),
+            prior=self.make_prior_at(setting),
             mode=setting.mode,
             gaussian=gaussian,
             validated=True,
@@ -306,10 +320,12 @@ class Search:
     # --- the trained head, with the Gaussian at it ---------------------------------------------
 
     def _score_tilted_heads(self) -> None:
-        """Score the trained head with the Gaussian at it: first a coarse grid of settings on some
-        of the rows, then a fine one on all rows.
+        """Score the trained head with the Gaussian at the mode, and fill `all_settings`.
+
+        A coarse grid of settings is scored on some of the rows. A fine grid around the choice is
+        then scored on all rows.
         """
-        coarse = ScoreTable(self.rows.thinned(COARSE_ROWS))
+        coarse = ScoreTable(self.rows.thin_rows(COARSE_ROWS))
         for spread in self.spreads:
             self._score_tilted_heads_at(coarse, spread, self.precisions)
         if not coarse.settings:
@@ -319,82 +335,93 @@ class Search:
         chosen = coarse.chosen
         index = self.spreads.index(chosen.spread)
         for spread in self.spreads[max(index - 1, 0) : index + 2]:
-            levels = self._levels_around(chosen.precision, FINER)
+            levels = self._choose_levels_around(chosen.precision, FINER)
             self._score_tilted_heads_at(self.all_settings, spread, levels)
 
     def _score_tilted_heads_at(
         self, table: ScoreTable, spread: float, levels: list[float] | tuple[float, ...]
     ) -> None:
-        """Score the trained head at one dispersion under prior precisions, from the strongest on,
-        and add the scores to a table.
+        """Score the trained head at one spread and several levels, and add them to a table.
+
+        levels: from the strongest prior on.
         """
         settings = [Setting(self.mode, LAPLACE, spread, level) for level in levels]
         table.score_until_hopeless(
-            [(setting, self._tilted_candidate(setting))] for setting in settings
+            [(setting, self._make_tilted_candidate(setting))] for setting in settings
         )
 
-    def _levels_around(self, level: float, factors: tuple[float, ...]) -> list[float]:
-        """Return `factors` times a prior precision, from the strongest on, and none below
-        LEAST_PRECISION; the precision alone where a prior was given.
+    def _choose_levels_around(self, level: float, factors: tuple[float, ...]) -> list[float]:
+        """Return `factors` times a level, from the strongest on, and none below LEAST_PRECISION.
+
+        Where the user gave a prior, the result is the level alone.
         """
         if self.fixed_prior:
             return [level]
         return list(dict.fromkeys(max(level * factor, LEAST_PRECISION) for factor in factors))
 
-    def _tilted_candidate(self, setting: Setting) -> Candidate | None:
-        """Return the Gaussian at the trained head in a setting; None where its curvature cannot be
-        factorised, which is counted.
+    def _make_tilted_candidate(self, setting: Setting) -> Candidate | None:
+        """Return the candidate at the trained head in a setting.
+
+        The result is None where the curvature cannot be factorised, which is counted in `failures`.
         """
-        likelihood = self.likelihood_at(setting.spread)
+        likelihood = self.make_likelihood_at(setting.spread)
         try:
             if self._scales_with_noise:
-                operator = self._operator_at(setting.precision)
+                operator = self._factorise_at(setting.precision)
                 return Candidate(likelihood, operator, step=None, scale=setting.spread)
-            curvature = self._statistics_at(setting.spread).curvature
-            operator = curvature.with_prior(self.precision_at(setting))
+            curvature = self._collect_statistics_at(setting.spread).curvature
+            operator = curvature.with_prior(self.compute_precision_at(setting))
         except NoFactorError as error:
             self.failures.append(error)
             return None
         return Candidate(likelihood, operator, step=None)
 
-    def _operator_at(self, level: float) -> Operator:
-        """Return H⁻¹ at the start's noise under a prior precision; computed once, and stored."""
-        known = self._known_operators
-        if level not in known:
+    def _factorise_at(self, level: float) -> Operator:
+        """Return H⁻¹ at the start's noise and a level; it is computed once and stored.
+
+        Raises ValueError where H is not positive definite.
+        """
+        stored = self._known_operators
+        if level not in stored:
             setting = Setting(self.mode, LAPLACE, spread=1.0, precision=level)
-            known[level] = self.start.statistics.curvature.with_prior(self.precision_at(setting))
-        return known[level]
+            stored[level] = self.start.statistics.curvature.with_prior(
+                self.compute_precision_at(setting)
+            )
+        return stored[level]
 
     @cached_property
     def _known_operators(self) -> dict[float, Operator]:
-        """Return the operators that were computed, by their prior precision."""
+        """Return the operators that were computed so far, by their level."""
         return {}
 
     @cached_property
     def _known_statistics(self) -> dict[float, Statistics]:
-        """Return the sums that were computed, by their dispersion."""
+        """Return the statistics that were computed so far, by their spread."""
         return {1.0: self.start.statistics}
 
-    def _statistics_at(self, spread: float) -> Statistics:
-        """Return the sums over the training rows at θ̂ with a factor on the dispersion.
+    def _collect_statistics_at(self, spread: float) -> Statistics:
+        """Return the statistics of the training rows at θ̂ with a factor on the dispersion.
 
-        The sums are computed once and stored: by a pass, or for Gaussian noise without one.
+        They are computed once and stored: by a pass, or for Gaussian noise without one.
         """
-        known = self._known_statistics
-        if spread not in known:
+        stored = self._known_statistics
+        if spread not in stored:
             if self.start.likelihood.quadratic:
-                known[spread] = scale_noise(self.start, spread).statistics
+                stored[spread] = scale_noise(self.start, spread).statistics
             else:
-                plan = replace(self.plan, likelihood=self.likelihood_at(spread), mode=self.mode)
-                known[spread] = plan.collect_statistics(self.start.theta)
-        return known[spread]
+                plan = replace(
+                    self.plan, likelihood=self.make_likelihood_at(spread), mode=self.mode
+                )
+                stored[spread] = plan.collect_statistics(self.start.theta)
+        return stored[spread]
 
     # --- polished heads ------------------------------------------------------------------------
 
     @property
     def _tries_polish(self) -> bool:
-        """Return whether polished heads are tried by default: only those of last layers, if they
-        are cheap enough.
+        """Return whether polished heads are tried by default.
+
+        Only heads of last layers are, if their Newton steps are cheap enough.
         """
         if not self.start.network.linear:
             return False
@@ -402,21 +429,22 @@ class Search:
         return self.start.quadratic or work <= POLISH_WORK
 
     def _score_polished_heads(self) -> None:
-        """Score last layers at the mode of each prior, each with the dispersions that suit it, and
-        add them to `all_settings`.
+        """Score polished heads, each with a few dispersions, and add them to `all_settings`.
+
+        A polished head is a last layer at the mode under its prior.
         """
         table = ScoreTable(self.rows)
         levels = (1.0,) if self.fixed_prior else POLISH_PRECISIONS
-        table.score_until_hopeless(self._polish_group(level) for level in levels)
+        table.score_until_hopeless(self._make_polish_group(level) for level in levels)
         if table.settings and not self.fixed_prior:
-            near = [table.best.precision * factor for factor in POLISH_FINER]
+            finer = [table.best.precision * factor for factor in POLISH_FINER]
             table.score_settings(
-                [each for level in near for each in self._polish_group(level)],
+                [candidate for level in finer for candidate in self._make_polish_group(level)],
             )
         self.all_settings.add_table(table)
 
-    def _polish_group(self, level: float) -> list[SettingWithGaussian]:
-        """Return the polished head of a prior precision, with a few dispersions.
+    def _make_polish_group(self, level: float) -> list[SettingWithGaussian]:
+        """Return the polished head of a level, with a few dispersions.
 
         Classes have one: another temperature is the same as another prior precision. The head is
         None where it cannot be polished.
@@ -425,40 +453,41 @@ class Search:
         first = Setting(POLISH, gaussian, spread=1.0, precision=level)
         # For Gaussian noise the sums give every head, without a pass.
         if self.start.quadratic and self._scales_with_noise:
-            step = self._quadratic_step(first)
-            best_spread = self._network_spread_after(step)
+            step = self._find_quadratic_step(first)
+            best_spread = self._find_network_spread_after(step)
             group = [first._replace(spread=best_spread * factor) for factor in POLISH_SPREADS]
-            return [(setting, self._quadratic_candidate(setting, step)) for setting in group]
-        candidate = self._polish_candidate(first)
+            return [(setting, self._make_quadratic_candidate(setting, step)) for setting in group]
+        candidate = self._fit_polish_candidate(first)
         classes = self.start.likelihood.support_for(self.start.network.outputs).kind == "class"
         if candidate is None or classes:
             return [(first, candidate)]
-        second = first._replace(spread=self._network_spread_after(candidate.step))
-        return [(first, candidate), (second, self._polish_candidate(second))]
+        second = first._replace(spread=self._find_network_spread_after(candidate.step))
+        return [(first, candidate), (second, self._fit_polish_candidate(second))]
 
-    def _quadratic_step(self, setting: Setting) -> Tensor:
+    def _find_quadratic_step(self, setting: Setting) -> Tensor:
         """Return the step (P,) from the start to the mode under a setting's prior.
 
         Only for quadratic sums whose precisions are relative to the noise: it is then the same for
         every noise.
         """
-        prior = prior_with_precision(self.start, self.precision_at(setting))
+        prior = make_prior_with_precision(self.start, self.compute_precision_at(setting))
         theta, _ = self.start.statistics.move_to_mode(
             prior.bind(self.start.network.layout), self.start.theta
         )
         return theta - self.start.theta
 
-    def _quadratic_candidate(self, setting: Setting, step: Tensor) -> Candidate:
-        """Return the Gaussian at a `step` (P,) from the start, for Gaussian noise."""
-        operator = self._operator_at(setting.precision)
-        return Candidate(self.likelihood_at(setting.spread), operator, step, setting.spread)
+    def _make_quadratic_candidate(self, setting: Setting, step: Tensor) -> Candidate:
+        """Return the candidate of a setting at a step (P,) from the start, for Gaussian noise."""
+        operator = self._factorise_at(setting.precision)
+        return Candidate(self.make_likelihood_at(setting.spread), operator, step, setting.spread)
 
-    def _polish_candidate(self, setting: Setting) -> Candidate | None:
-        """Polish a last layer by passes over the training rows; None where that raises ValueError,
-        for example because there is no mode.
+    def _fit_polish_candidate(self, setting: Setting) -> Candidate | None:
+        """Return the candidate of a setting whose last layer is polished by passes.
+
+        The result is None where the fit raises ValueError, for example because there is no mode.
         """
         try:
-            posterior = fit_with_prior(replace(self.plan_at(setting), tolerance=ROUGH))
+            posterior = fit_with_prior(replace(self.make_plan_at(setting), tolerance=ROUGH))
         except ValueError:
             return None
         step = posterior.mean - self.start.theta
@@ -472,27 +501,28 @@ class Search:
         return self.plan.finds_variational
 
     def _score_variational_gaussians(self) -> None:
-        """Score variational Gaussians of the trained head, around the chosen setting of those with
-        the Gaussian at the mode, and add them to `all_settings`.
+        """Score variational Gaussians of the trained head, and add them to `all_settings`.
+
+        Their settings are around the chosen one of those with the Gaussian at the mode.
         """
         at_mode = self.all_settings.with_gaussian(LAPLACE)
         if not at_mode.settings:
             return
         nearest = at_mode.chosen
-        levels = self._levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
+        levels = self._choose_levels_around(nearest.precision, VARIATIONAL_PRECISIONS)
         low, high = self._spread_limits
         factors = (1.0,) if self.fixed_spread else VARIATIONAL_SPREADS
         spreads = [min(max(factor * nearest.spread, low), high) for factor in factors]
         for spread in dict.fromkeys(spreads):
-            plan = self._search_plan(self.likelihood_at(spread))
+            plan = self._make_search_plan(self.make_likelihood_at(spread))
             settings = [Setting(self.mode, VARIATIONAL, spread, level) for level in levels]
             self.all_settings.score_until_hopeless(self._fit_variational_candidates(settings, plan))
 
-    def _search_plan(self, likelihood: Likelihood) -> FitPlan:
-        """Return the plan of rough passes over some of the training rows, which count for all of
-        them, with a likelihood.
+    def _make_search_plan(self, likelihood: Likelihood) -> FitPlan:
+        """Return the plan of rough passes with a likelihood, over some of the training rows.
 
-        Several processes read all of their rows.
+        These rows have larger weights, so that they count for all rows. On several processes, all
+        rows are read.
         """
         data = self.plan.data
         if isinstance(data, Reader):
@@ -509,14 +539,14 @@ class Search:
     def _fit_variational_candidates(
         self, settings: list[Setting], plan: FitPlan
     ) -> Iterator[list[SettingWithGaussian]]:
-        """Yield the variational Gaussian of each setting, as a group of one.
+        """Yield each setting with its variational Gaussian, as a group of one.
 
-        The passes of `plan` find each of them, from the one before it. A setting whose curvature
-        cannot be factorised on the way has none, and is counted.
+        The passes of `plan` find each Gaussian, starting from the one before it. A setting whose
+        curvature cannot be factorised on the way has none, and is counted in `failures`.
         """
         for setting in settings:
-            state = self.state_at(setting, self._statistics_at(setting.spread))
-            ascent = replace(make_bound_ascent(plan, state), most=SEARCH_ROUNDS)
+            at_mode = self.make_state_at(setting, self._collect_statistics_at(setting.spread))
+            ascent = replace(make_bound_ascent(plan, at_mode), most=SEARCH_ROUNDS)
             try:
                 posterior = ascent.maximise_bound()
             except NoFactorError as error:
@@ -524,7 +554,7 @@ class Search:
                 yield [(setting, None)]
                 continue
             plan = replace(plan, start=posterior.variational)
-            yield [(setting, Candidate(state.likelihood, posterior.covariance, step=None))]
+            yield [(setting, Candidate(at_mode.likelihood, posterior.covariance, step=None))]
 
 
 # --- what the rows say ---------------------------------------------------------------------------
@@ -537,38 +567,41 @@ def _with_report(
     setting: Setting,
     held_out: bool,
 ) -> Posterior:
-    """Return the posterior with the figures of the validation rows in its report, and the search in
-    its history; warn if it predicts the rows worse than the network.
+    """Return the posterior with the figures of the validation rows in its report.
 
-    original_rows: the rows without a scale of rows. setting: the chosen one. held_out: whether the
-    rows are a share of the training data.
+    Its history has the settings of the search. Warns if it predicts the rows clearly worse than the
+    network itself. original_rows: the rows without a scale of rows. setting: the chosen one.
+    held_out: whether the rows are a share of the training data.
     """
     rows, start = search.rows, search.start
     table, weights = search.table, rows.weights
+
     # The network itself, as it came and with the dispersion that suits it.
-    plug_in = original_rows.plug_in(start.likelihood)
-    network_spread = best_network_spread(original_rows, start.likelihood, original_rows.f)
-    scaled = original_rows.plug_in(search.likelihood_at(network_spread))
-    predictive = cross_fitted_scores(table.settings, table.scores, weights)
-    gain = mean_and_error(predictive - plug_in, weights)
-    rescaled = mean_and_error(scaled - plug_in, weights)
+    plug_in = original_rows.score_plug_in(start.likelihood)
+    network_spread = find_best_network_spread(original_rows, start.likelihood, original_rows.f)
+    scaled = original_rows.score_plug_in(search.make_likelihood_at(network_spread))
+    predictive = cross_fit_scores(table.settings, table.scores, weights)
+    gain = compute_mean_and_error(predictive - plug_in, weights)
+    rescaled = compute_mean_and_error(scaled - plug_in, weights)
+
     # Only a dispersion that is better by two standard errors is reported as the network's.
     clear_spread = network_spread if rescaled.mean > 2 * rescaled.error else 1.0
+
     # The rows are linearised at the trained weights: another θ̂ of all weights has other Jacobians.
     linearised = bool((posterior.theta == start.theta).all()) or start.network.linear
     coverage: dict[str, float] = {}
     if linearised:
         step = posterior.mean - start.theta
         candidate = Candidate(posterior.likelihood, posterior.covariance, step)
-        coverage = _coverage_by_level(rows, candidate)
+        coverage = _compute_coverage_by_level(rows, candidate)
         with _ignore_warnings():
-            scores = rows.scores([candidate])[0]
+            scores = rows.compute_scores([candidate])[0]
         warn_on_validation_rows(scores, plug_in, weights)
     validation = Validation(
         rows=rows.count,
-        plug_in=-mean_and_error(plug_in, weights).mean,
-        scaled_plug_in=-mean_and_error(scaled, weights).mean,
-        predictive=-mean_and_error(predictive, weights).mean,
+        plug_in=-compute_mean_and_error(plug_in, weights).mean,
+        scaled_plug_in=-compute_mean_and_error(scaled, weights).mean,
+        predictive=-compute_mean_and_error(predictive, weights).mean,
         gain=gain.mean,
         gain_error=gain.error,
         network_spread=network_spread,
@@ -580,7 +613,7 @@ def _with_report(
         coverage=coverage,
         held_out=held_out,
         mode=setting.mode,
-        row_scales=_typical_row_scales(rows),
+        row_scales=_find_typical_row_scales(rows),
     )
     report = replace(posterior.report, validation=validation)
     return replace(posterior, report=report, tuning_history=_make_history(table, setting))
@@ -603,6 +636,7 @@ def _make_history(table: ScoreTable, chosen: Setting) -> TuningHistory:
         for setting in (*table.settings, chosen)
     ]
     means = table.scores @ table.rows.weights / table.rows.weights.sum()
+
     return TuningHistory(
         "log density of validation rows",
         names,
@@ -615,28 +649,29 @@ def _make_history(table: ScoreTable, chosen: Setting) -> TuningHistory:
     )
 
 
-def _typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
-    """Return the scales by which the outputs of rows were divided: their quantiles of 5% and 95%.
+def _find_typical_row_scales(rows: ValidationRows) -> tuple[float, float] | None:
+    """Return the scales by which the outputs of rows were divided, as two quantiles (TYPICAL).
 
-    None where the network has no scale of rows.
+    The result is None where the network has no scale of rows.
     """
     network = rows.posterior.network
     if not isinstance(network, LastLayer) or network.row_scale is None or rows.squares is None:
         return None
     ordered = network.row_scale.compute_scales(rows.squares).sort().values
-    return float(ordered[int(0.05 * len(ordered))]), float(ordered[int(0.95 * len(ordered))])
+    low, high = (float(ordered[int(share * len(ordered))]) for share in TYPICAL)
+    return low, high
 
 
-def _coverage_by_level(rows: ValidationRows, candidate: Candidate) -> dict[str, float]:
-    """Return the share of rows, by weight, inside the intervals of each level; for classes inside
-    the smallest sets.
+def _compute_coverage_by_level(rows: ValidationRows, candidate: Candidate) -> dict[str, float]:
+    """Return the share of rows, by weight, inside the central intervals of each of LEVELS.
 
-    The keys are the levels, as text. At most COVERAGE_ROWS rows are used. Empty where they have no
-    weight.
+    For classes it is the share inside the smallest sets. The predictives are those under the
+    candidate. The keys are the levels, as text. At most COVERAGE_ROWS rows are used. The result is
+    empty where they have no weight.
     """
     inside = dict.fromkeys(LEVELS, 0.0)
     total = 0.0
-    for predictive, y, weights in rows.predictives(candidate, COVERAGE_ROWS):
+    for predictive, y, weights in rows.iterate_predictives(candidate, COVERAGE_ROWS):
         # The rank of y in its predictive is between lower and upper; for counts these differ.
         lower, upper = rank_targets(predictive, y)
         for level in LEVELS:

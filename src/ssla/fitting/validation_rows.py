@@ -1,6 +1,7 @@
 """Rows that the network has not seen.
 
-These rows are read once, linearised once, and scored under any number of Gaussians.
+These rows are read once, linearised once, and scored under any number of Gaussians. A candidate is
+such a Gaussian over θ, together with a likelihood.
 """
 
 from __future__ import annotations
@@ -41,17 +42,20 @@ class Candidate(NamedTuple):
     step: Tensor | None  # the mean of θ less that at which the rows are linearised (P,); None: zero
     scale: float = 1.0  # the covariance is scale² times `covariance`
 
-    def mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
+    def compute_mean_outputs(self, f: Tensor, J: Jacobian) -> Tensor:
         """Return the outputs (b, C) at the candidate's mean of θ, in float64.
 
         f (b, C) in float64 and J are those where the rows are linearised.
         """
         return f if self.step is None else f + J.double().push(self.step)
 
-    def predictive(self, f: Tensor, J: Jacobian, taken: Tensor | slice) -> Predictive:
-        """Return the predictive of the rows `taken` among those with outputs f (b, C) and J."""
-        mean = self.mean_outputs(f, J)[taken]
-        K = self.covariance.covariance(J).double()[taken] * self.scale**2
+    def make_predictive(self, f: Tensor, J: Jacobian, rows: Tensor | slice) -> Predictive:
+        """Return the predictive of some of the rows with outputs f (b, C) and Jacobian J.
+
+        rows: which of the b rows, as a mask (b,), indices or a slice.
+        """
+        mean = self.compute_mean_outputs(f, J)[rows]
+        K = self.covariance.covariance(J).double()[rows] * self.scale**2
         # Far from the best setting predictives may be inaccurate and warn. They are not kept.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
@@ -67,11 +71,12 @@ class ValidationRows:
 
     posterior: Posterior  # at whose mean the rows are linearised
     source: Source
-    y: Tensor
+    y: Tensor  # (n,) or (n, D)
     weights: Tensor  # (n,)
     f: Tensor  # outputs at the mean of θ (n, C), float64
+    # f (b, C) and J of b rows each; None where they do not fit in memory
     kept: tuple[tuple[Tensor, Jacobian], ...] | None
-    # of the lengths of features (n,); None where no last layer is free
+    # squared lengths of the features (n,); None where other weights than a last layer are free
     squares: Tensor | None = None
 
     @staticmethod
@@ -104,6 +109,7 @@ class ValidationRows:
                     kept.append((f, J))
                 else:
                     kept = None
+
         if not targets or not float(torch.cat(weights).sum()) > 0:
             raise ValueError(EMPTY)
         rows = ValidationRows(
@@ -119,8 +125,9 @@ class ValidationRows:
         return rows
 
     def _check(self) -> None:
-        """Raise ValueError for too few rows, and for rows that can be read only once and are not
-        kept.
+        """Raise ValueError if the rows cannot choose a setting.
+
+        This is so for too few rows, and for rows that can be read only once and are not kept.
         """
         if self.count < FEWEST:
             raise ValueError(
@@ -137,28 +144,30 @@ class ValidationRows:
     def with_row_scale_of(self, posterior: Posterior) -> ValidationRows:
         """Return the same rows under a posterior whose last layer has a scale of rows.
 
-        The posterior of the rows at hand must be the same without the scale. Its outputs and
-        features are divided by the scale of each row, and the network is not evaluated again.
+        The present posterior of the rows must be the same without the scale. Outputs and features
+        are divided by the scale of each row, and the network is not evaluated again. Raises
+        AssertionError unless the network is a last layer with a scale of rows.
         """
         network = posterior.network
         assert isinstance(network, LastLayer)
         assert network.row_scale is not None
         assert self.squares is not None
-        s = network.row_scale.compute_scales(self.squares)[:, None]
+        scales = network.row_scale.compute_scales(self.squares)[:, None]
         kept = []
         start = 0
         for f, J in self.kept or ():
             assert isinstance(J, Features)
-            kept.append((f / s[start : start + len(f)].to(f.dtype), network.scale_features(J)))
+            scales_of_chunk = scales[start : start + len(f)].to(f.dtype)
+            kept.append((f / scales_of_chunk, network.scale_features(J)))
             start += len(f)
         scaled = None if self.kept is None else tuple(kept)
-        return replace(self, posterior=posterior, f=self.f / s, kept=scaled)
+        return replace(self, posterior=posterior, f=self.f / scales, kept=scaled)
 
-    def thinned(self, most: int) -> ValidationRows:
-        """Return at most `most` of the rows, evenly spread.
+    def thin_rows(self, most: int) -> ValidationRows:
+        """Return at most `most` of the rows, evenly spread; their weights stay the same.
 
-        All of them are returned where their features are not kept, and for other weights than a
-        last layer.
+        All rows are returned where their features are not kept, and for other weights than a last
+        layer.
         """
         stride = -(-self.count // most)  # rounded up
         if stride == 1 or self.kept is None or not self.posterior.network.linear:
@@ -168,17 +177,18 @@ class ValidationRows:
         for f, J in self.kept:
             assert isinstance(J, Features)
             # Every stride-th row of all chunks together, not of each chunk.
-            taken = slice(-start % stride, None, stride)
+            rows = slice(-start % stride, None, stride)
             start += len(f)
-            kept.append((f[taken], replace(J, phi=J.phi[taken])))
-        picked = torch.arange(0, self.count, stride)
+            kept.append((f[rows], replace(J, phi=J.phi[rows])))
+
+        chosen = torch.arange(0, self.count, stride)
         return replace(
             self,
-            y=self.y[picked],
-            weights=self.weights[picked],
-            f=self.f[picked],
+            y=self.y[chosen],
+            weights=self.weights[chosen],
+            f=self.f[chosen],
             kept=tuple(kept),
-            squares=None if self.squares is None else self.squares[picked],
+            squares=None if self.squares is None else self.squares[chosen],
         )
 
     @property
@@ -186,47 +196,49 @@ class ValidationRows:
         """Return the number of rows."""
         return len(self.y)
 
-    def outputs(self, step: Tensor | None) -> Tensor:
+    def compute_outputs(self, step: Tensor | None) -> Tensor:
         """Return the outputs (n, C) with the mean of θ moved by `step` (P,); None: not moved."""
         if step is None:
             return self.f
-        return torch.cat([f + J.double().push(step) for _, f, J in self._chunks()])
+        return torch.cat([f + J.double().push(step) for _, f, J in self._iterate_chunks()])
 
-    def plug_in(self, likelihood: Likelihood, f: Tensor | None = None) -> Tensor:
-        """Compute log p(y|f) (n,): the network itself, without the uncertainty of θ.
+    def score_plug_in(self, likelihood: Likelihood, f: Tensor | None = None) -> Tensor:
+        """Compute log p(y|f) (n,) of the network itself, without the uncertainty of θ.
 
         f: outputs (n, C); None: those at the posterior's mean.
         """
         return likelihood.predictive.log_prob(self.y, self.f if f is None else f)
 
-    def scores(self, candidates: Sequence[Candidate]) -> Tensor:
-        """Compute log ∫ p(y|f) N(f) df (k, n) of the rows under each of k candidates.
+    def compute_scores(self, candidates: Sequence[Candidate]) -> Tensor:
+        """Compute the log density (k, n) of the rows' targets under each of k candidates.
 
-        All of them take one pass over the rows. Where it is not a number, the result is −∞.
+        The result is log ∫ p(y|f) N(f) df, with N(f) the candidate's Gaussian of the outputs. All
+        candidates take one pass over the rows. A value that is not a number becomes −∞.
         """
         scores = torch.empty(len(candidates), self.count, dtype=torch.float64)
-        for rows, f, J in self._chunks():
+        for rows, f, J in self._iterate_chunks():
             for number, candidate in enumerate(candidates):
-                scores[number, rows] = log_densities(candidate, self.y[rows], f, J)
+                scores[number, rows] = compute_log_densities(candidate, self.y[rows], f, J)
         return scores.nan_to_num(nan=-torch.inf)
 
-    def predictives(
+    def iterate_predictives(
         self, candidate: Candidate, most: int
     ) -> Iterator[tuple[Predictive, Tensor, Tensor]]:
-        """Yield predictives of at most `most` rows, evenly spread, with their targets and weights,
-        a chunk at a time.
+        """Yield (predictive, targets, weights) for at most `most` of the rows, a chunk at a time.
+
+        The rows are evenly spread. The predictives are those under the candidate.
         """
         stride = -(-self.count // most)  # rounded up
-        for rows, f, J in self._chunks():
-            taken = torch.arange(rows.start, rows.start + len(f)) % stride == 0
-            if bool(taken.any()):
-                predictive = candidate.predictive(f, J, taken)
-                yield predictive, self.y[rows][taken], self.weights[rows][taken]
+        for rows, f, J in self._iterate_chunks():
+            is_chosen = torch.arange(rows.start, rows.start + len(f)) % stride == 0
+            if bool(is_chosen.any()):
+                predictive = candidate.make_predictive(f, J, is_chosen)
+                yield predictive, self.y[rows][is_chosen], self.weights[rows][is_chosen]
 
-    def _chunks(self) -> Iterator[tuple[slice, Tensor, Jacobian]]:
-        """Yield the positions of some rows, with f (b, C) in float64 and J at the posterior's mean.
+    def _iterate_chunks(self) -> Iterator[tuple[slice, Tensor, Jacobian]]:
+        """Yield (positions, f (b, C) in float64, J) for all rows, a chunk of b rows at a time.
 
-        Where J is not kept, the rows are read again.
+        f and J are those at the posterior's mean. Where J is not kept, the rows are read again.
         """
         start = 0
         for f, J in self.kept if self.kept is not None else self._linearise_again():
@@ -240,16 +252,17 @@ class ValidationRows:
                 yield from self.posterior.linearised(batch.x, progress=False)
 
 
-def log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Tensor:
-    """Compute log ∫ p(y|f) N(f) df (b,) of rows with targets y, under a candidate.
+def compute_log_densities(candidate: Candidate, y: Tensor, f: Tensor, J: Jacobian) -> Tensor:
+    """Compute log ∫ p(y|f) N(f) df (b,) of b rows with targets y, under a candidate.
 
-    f (b, C) in float64 and J are those where the rows are linearised.
+    N(f) is the candidate's Gaussian of the outputs. f (b, C) in float64 and J are those where the
+    rows are linearised.
     """
     likelihood = candidate.likelihood.predictive
     if likelihood.linear_domain:
         root = candidate.covariance.root(J).scale_by(candidate.scale)
-        return log_average(likelihood, y, candidate.mean_outputs(f, J), root)
+        return log_average(likelihood, y, candidate.compute_mean_outputs(f, J), root)
     # Where not every output is allowed there is no such average: the predictive scores the rows.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        return candidate.predictive(f, J, slice(None)).log_prob(y).double()
+        return candidate.make_predictive(f, J, slice(None)).log_prob(y).double()

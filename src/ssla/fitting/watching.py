@@ -1,4 +1,8 @@
-"""What a fit warns of: constant columns and targets, scales, weights, a residual gradient."""
+"""What a fit warns of: constant columns and targets, scales, weights, a residual gradient.
+
+`Spread` and `TargetRange` are sums and ranges that a pass collects chunk by chunk; those of chunks
+and shards merge. Notes are texts for the report, and the methods `warn_…` append to a list of them.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from ssla.fitting.trained import Classes, Numbers
 from ssla.report import AS_IS, DATA, POLISH, TILT, Note, Report
 
 T = TypeVar("T")
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 # The limits below were not measured: they are guesses.
 WARN_AS_IS = 0.1  # posterior standard deviations per parameter
 WARN_TILT = 10.0
@@ -25,8 +30,9 @@ WARN_RATIO = 2.0  # residuals over the spread of y; of an untrained network abou
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """What shows whether numbers y and the outputs f that predict them have one scale, and how much
-    of them rounding hides.
+    """Sums that show whether targets y and outputs f have one scale, and how much rounding hides.
+
+    C is the number of outputs, each of which predicts one target.
     """
 
     weight: float
@@ -41,14 +47,15 @@ class Spread:
     def from_chunk(
         y: Tensor, f: Tensor, weights: Tensor | None, epsilon_y: float, rounding_f: Tensor
     ) -> Spread:
-        """Return the spread of one chunk: targets y, outputs f (B, C), row weights (B,) or None.
+        """Return the spread of one chunk of B rows.
 
+        y: targets (B,) or (B, C). f: outputs (B, C). weights (B,): of the rows; None: all ones.
         epsilon_y: ε of the dtype in which y came. rounding_f: the rounding error ε|f| (B, C).
         """
         y = y.reshape(f.shape)
-        w = torch.ones_like(y[:, :1]) if weights is None else weights[:, None]
+        w = torch.ones_like(y[:, :1]) if weights is None else weights[:, None]  # (B, 1)
         total = float(w.sum())
-        mean = (w * y).sum(0) / max(total, 1e-300)
+        mean = (w * y).sum(0) / max(total, SMALLEST_DIVISOR)
         return Spread(
             weight=total,
             mean=mean,
@@ -63,7 +70,7 @@ class Spread:
         weight = self.weight + other.weight
         # Squares around the common mean: those within each set, and those between the two means.
         step = other.mean - self.mean
-        share = other.weight / max(weight, 1e-300)
+        share = other.weight / max(weight, SMALLEST_DIVISOR)
         return Spread(
             weight,
             self.mean + share * step,
@@ -74,20 +81,21 @@ class Spread:
         )
 
     def warn_scale(self, missed: Tensor, notes: list[str]) -> None:
-        """Warn where the squared residuals `missed` (C,) are far larger than the targets' own
-        spread, and append the warning to `notes`.
+        """Warn where the residuals are far larger than the targets' own spread.
 
-        A network that has learned nothing has residuals of about that spread.
+        missed (C,): the squared residuals of each output. The warning is appended to `notes`. A
+        network that has learned nothing has residuals of about the targets' spread.
         """
-        ratio = (missed / self.squares.clamp_min(1e-300)).sqrt()
+        ratio = (missed / self.squares.clamp_min(SMALLEST_DIVISOR)).sqrt()
         worst = int(ratio.argmax())
         if float(ratio[worst]) <= WARN_RATIO or not float(self.squares[worst]) > 0:
             return
-        off = (missed[worst] / self.weight).sqrt()
+        root_mean_square = (missed[worst] / self.weight).sqrt()
         sd = (self.squares[worst] / self.weight).sqrt()
         message = (
             f"The residuals are {float(ratio[worst]):.3g} times as large as the spread of the "
-            f"targets (root mean square {float(off):.3g}, standard deviation {float(sd):.3g}): a "
+            f"targets (root mean square {float(root_mean_square):.3g}, standard deviation "
+            f"{float(sd):.3g}): a "
             "constant would predict better. Likely causes: (a) the network was trained on targets "
             "of another scale or unit (standardised, a logarithm): give y as in training, and "
             "change the predictive back by ssla.predictive.affine(predictive, shift, scale); (b) "
@@ -99,9 +107,7 @@ class Spread:
     def warn_rounding(self, noise: Tensor, dtype: torch.dtype, notes: list[str]) -> None:
         """Warn if the noise (C,) is below the rounding error of y or of the network's outputs.
 
-        The warning is appended to `notes`.
-
-        dtype: the network's.
+        The warning is appended to `notes`. dtype: that of the network.
         """
         outputs = f"the network's outputs, in {str(dtype).removeprefix('torch.')}"
         for rounded, rounding, remedy in (
@@ -123,7 +129,8 @@ class Spread:
 class TargetRange:
     """What a pass shows of targets and inputs: ranges, scales, classes and weights.
 
-    Those of chunks and shards merge.
+    The fields are None where a pass did not see what they are about, as the columns of inputs that
+    are not a table. Those of chunks and shards merge.
     """
 
     low: Tensor | None = None  # the smallest and the largest target
@@ -146,9 +153,11 @@ class TargetRange:
         numbers: Numbers | None = None,
         weights: Tensor | None = None,
     ) -> TargetRange:
-        """Return the range of one chunk, with row weights (B,) or None.
+        """Return the range of one chunk of B rows.
 
-        x: the inputs as they came; only the columns of a table (B, D) of floats have a range.
+        y: targets (B,) or (B, C). x: the inputs as they came; only the columns of a table (B, D) of
+        floats have a range. spread, classes, numbers: of the same rows. weights (B,): of the rows;
+        None: all ones.
         """
         table = isinstance(x, Tensor) and x.dim() == 2 and x.is_floating_point()
         rows = y.shape[0]
@@ -181,8 +190,10 @@ class TargetRange:
         )
 
     def warn_weights(self, notes: list[str]) -> None:
-        """Warn where the row weights sum to less than half of the number of rows with a positive
-        weight, and append the warning to `notes`: they cannot be frequencies.
+        """Warn where the row weights cannot be frequencies, because their sum is too small.
+
+        It is too small below half of the number of rows with a positive weight. The warning is
+        appended to `notes`.
         """
         if self.weight >= LEAST_SHARE * self.weighted:
             return
@@ -197,18 +208,19 @@ class TargetRange:
 
     @property
     def has_constant_target(self) -> bool:
-        """Return whether a target of floats is the same in all rows; False for integers, because
-        one class alone does no harm.
+        """Return whether a target of floats is the same in all rows.
+
+        The result is False for integers, because one class alone does no harm.
         """
         if self.low is None or self.high is None or not self.low.is_floating_point():
             return False
         return bool((self.low == self.high).any())
 
     def warn_data(self, notes: list[str]) -> None:
-        """Warn of data that determine little, and append to `notes`.
+        """Warn of data that determine little, and append the warnings to `notes`.
 
-        These are small weights, one row and a constant target. Constant input columns are only
-        noted.
+        Such data have small weights, only one row, or a constant target. Constant input columns are
+        noted without a warning.
         """
         self.warn_weights(notes)
         if self.rows == 1:
@@ -227,16 +239,16 @@ class TargetRange:
 
 
 def _combine_known(combine: Callable[[T, T], T], a: T | None, b: T | None) -> T | None:
-    """Return `combine` of two values; the other one if one is None, and None if both are."""
+    """Return combine(a, b); if one of the two is None, the other one, and None if both are."""
     if a is None or b is None:
         return b if a is None else a
     return combine(a, b)
 
 
 def warn_residual(report: Report) -> None:
-    """Warn where the trained weights are kept, though they are far from the mode.
+    """Warn where the trained weights are kept, although they are far from the mode.
 
-    A fit that polished its weights never warns here: `Polish` has warned.
+    report: of the fit. A fit that polished its weights never warns here: `Polish` has warned.
     """
     limit = {AS_IS: WARN_AS_IS, TILT: WARN_TILT, POLISH: math.inf}[report.mode]
     if report.residual_per_parameter > limit:

@@ -6,6 +6,10 @@ low-discrepancy set for more.
 
 With `pool`, the weights of the rows (B,), Λ is Σ_i w_i Λ_i (1, C, C), and many classes need no C×C
 matrix for each row. With `diagonal` as well it is Σ_i w_i diag Λ_i (1, C), without any C×C matrix.
+
+Symbols: B rows, C outputs, J or S nodes (points of f at which a sum stands for an integral), g the
+score, Λ the observed precision, R a root of K = R Rᵀ, β the power of a tempered likelihood, T the
+temperature of class logits. p is the vector of class probabilities at one f.
 """
 
 from __future__ import annotations
@@ -59,12 +63,12 @@ class RowNodes:
         """
         if rows < MANY_ROWS and (classes <= MANY_CLASSES or rows == 0):
             return None
-        count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), _pairs_for(classes)))
+        count = max(FEWEST_NODES, min(math.ceil(NODES_OF_ALL_ROWS / rows), _count_pairs(classes)))
         # The count must be even, because half of the nodes are mirror images.
         return RowNodes(2 * math.ceil(count / 2))
 
     def for_chunk(self, number: int) -> RowNodes:
-        """Return nodes with the chunk's number as their seed, so that chunks have other nodes."""
+        """Return nodes whose seed is the chunk's number, so that no two chunks share nodes."""
         return replace(self, seed=number)
 
 
@@ -80,11 +84,11 @@ def averages(
 ) -> Derivatives:
     """Return E log p (B,), E g (B, C) and E Λ (B, C, C) for f ~ N(f̂, R Rᵀ), with f (B, C) as f̂.
 
-    fisher: return the expected Fisher information, which is never indefinite, in place of E Λ.
-    pool (B,): return Σ_i w_i E Λ_i (1, C, C) with these weights in place of E Λ. diagonal: return
-    only the diagonal of that sum (1, C); it has no meaning without `pool`. row_nodes: use other
-    nodes for each row; they are ignored unless rows are pooled, the likelihood is a softmax and the
-    root is a ScaledRoot.
+    y is (B,) or (B, C), and root is R. fisher: return the expected Fisher information, which is
+    never indefinite, in place of E Λ. pool (B,): return Σ_i w_i E Λ_i (1, C, C) with these weights
+    in place of E Λ. diagonal: return only the diagonal of that sum (1, C); it has no meaning
+    without `pool`. row_nodes: use other nodes for each row; they are ignored unless rows are
+    pooled, the likelihood is a softmax and the root is a ScaledRoot.
     """
     if (
         row_nodes is not None
@@ -110,11 +114,15 @@ def _average_at_shared_nodes(
     pool: Tensor | None,
     diagonal: bool,
 ) -> Derivatives:
-    """Return what `averages` does, with the same arguments, by nodes that all rows share."""
+    """Return E log p (B,), E g (B, C) and E Λ or its pooled sum, by nodes that all rows share.
+
+    The arguments and the shapes are those of `averages`, for f (B, C).
+    """
     B, C = f.shape
-    nodes, weights = normal_nodes(C, _pairs_for(C))
+    nodes, weights = normal_nodes(C, _count_pairs(C))
     z = nodes.mT.contiguous()  # (C, J)
     average_block = _average_classes_at_nodes if likelihood.softmax else _average_at_nodes
+
     # The largest arrays of a row: derivatives at its nodes, and its own C×C matrix.
     numbers_at_nodes = len(nodes) * C * (1 if likelihood.softmax else C)
     numbers_of_matrix = 0 if likelihood.softmax and pool is not None else C * C
@@ -131,6 +139,7 @@ def _average_at_shared_nodes(
         if pool is not None and blocks:
             block = block._replace(precision=blocks[0].precision.add_(block.precision))
         blocks.append(block)
+
     if pool is not None:
         precision = blocks[0].precision
     else:
@@ -139,22 +148,26 @@ def _average_at_shared_nodes(
     return Derivatives(log_prob, torch.cat([block.score for block in blocks]), precision)
 
 
-def _pairs_for(outputs: int) -> int:
-    """Return how many low-discrepancy nodes, each with its mirror image, a row has by `PAIRS`."""
+def _count_pairs(outputs: int) -> int:
+    """Return the number of pairs of low-discrepancy nodes of a row, by `PAIRS`.
+
+    outputs: their number C. A pair is a node and its mirror image.
+    """
     return next(pairs for largest, pairs in PAIRS if largest >= outputs)
 
 
-def pooled_fisher(
-    likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False
-) -> Tensor:
-    """Return Σ_i w_i E_y Λ(f_i) (1, C, C), or its diagonal (1, C), for f (B, C) and pool (B,)."""
+def pool_fisher(likelihood: Likelihood, f: Tensor, pool: Tensor, diagonal: bool = False) -> Tensor:
+    """Return the pooled Fisher information Σ_i w_i E_y Λ(f_i) (1, C, C), for f (B, C).
+
+    pool (B,): the weights w. diagonal: return only its diagonal (1, C).
+    """
     if likelihood.softmax:
         # Σ w_i (diag(p_i) − p_i p_iᵀ) by one product, without a matrix for each row.
         p = likelihood.mean(f)
-        factor = _class_factor(likelihood)
+        factor = _compute_class_factor(likelihood)
         if diagonal:
             return (pool @ (p * (1 - p))).mul_(factor).unsqueeze(0)
-        return _class_precision((p * pool[:, None]).mT @ p).mul_(factor).unsqueeze(0)
+        return _form_class_precision((p * pool[:, None]).mT @ p).mul_(factor).unsqueeze(0)
     rows_at_once = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
     starts = range(0, max(len(f), 1), rows_at_once)
     blocks = [slice(start, start + rows_at_once) for start in starts]
@@ -165,13 +178,13 @@ def pooled_fisher(
 
 
 def _require_temperature(likelihood: Likelihood) -> float:
-    """Return T of a likelihood with p = softmax(f/T); it must have one."""
+    """Return T of a likelihood with p = softmax(f/T). Raises AssertionError if it has none."""
     temperature = likelihood.logit_temperature
     assert temperature is not None
     return temperature
 
 
-def _class_factor(likelihood: Likelihood) -> float:
+def _compute_class_factor(likelihood: Likelihood) -> float:
     """Return the factor in Λ = factor · (diag(p) − ppᵀ), for a likelihood with softmax(f/T).
 
     The factor is β/T², with β the power of a tempered likelihood: both derivatives in f carry 1/T.
@@ -207,7 +220,10 @@ def _average_at_nodes(
 
 
 def _pool_precisions(precision: Tensor, pool: Tensor, diagonal: bool) -> Tensor:
-    """Return Σ_i w_i Λ_i (1, C, C) or its diagonal (1, C), for Λ (B, C, C) and weights (B,)."""
+    """Return Σ_i w_i Λ_i (1, C, C), or its diagonal (1, C), for Λ (B, C, C) and weights w (B,).
+
+    precision: Λ. pool: w. diagonal: return only the diagonal.
+    """
     total: Tensor = torch.tensordot(pool, precision, 1).unsqueeze(0)
     return total.diagonal(dim1=-2, dim2=-1) if diagonal else total
 
@@ -229,6 +245,7 @@ def _average_classes_at_nodes(
     beta, temperature = likelihood.power, _require_temperature(likelihood)
     if temperature != 1:
         points /= temperature
+
     # log softmax and softmax in place, with the largest logit subtracted against overflow.
     index_of_y = y.long()[:, None, None].expand(-1, 1, points.shape[2])
     points -= points.amax(1, keepdim=True)
@@ -238,13 +255,13 @@ def _average_classes_at_nodes(
     log_prob = logit_of_y.sub_(total.log()).squeeze(1) @ weights
     p /= total
     is_y = torch.nn.functional.one_hot(y.long(), points.shape[1])
-    factor = _class_factor(likelihood)
+    factor = _compute_class_factor(likelihood)
     if pool is None:
         # Equal weights need no copy of p that is multiplied by them.
         equal_weights = bool((weights == weights[0]).all())
         outer = (p @ p.mT).mul_(weights[0]) if equal_weights else (p * weights) @ p.mT
         score = is_y - outer.sum(-1)  # Σ_c p_c = 1 at each node, so rows of E p pᵀ sum to E p
-        precision = _class_precision(outer).mul_(factor)
+        precision = _form_class_precision(outer).mul_(factor)
     else:
         score = is_y - p @ weights
         if diagonal:
@@ -253,11 +270,11 @@ def _average_classes_at_nodes(
             # One product over all rows and nodes.
             flat = p.movedim(1, 0).flatten(1)  # (C, bJ)
             outer = (flat * (pool[:, None] * weights).flatten()) @ flat.mT
-            precision = _class_precision(outer).mul_(factor).unsqueeze(0)
+            precision = _form_class_precision(outer).mul_(factor).unsqueeze(0)
     return Derivatives(beta * log_prob, beta / temperature * score, precision)
 
 
-def curvature_product(
+def multiply_by_curvature(
     likelihood: Likelihood,
     y: Tensor,
     f: Tensor,
@@ -268,20 +285,21 @@ def curvature_product(
 ) -> Tensor:
     """Return the products Λ_i u_i (B, C) for f (B, C) and u (B, C), one for each row.
 
-    root: R of N(f, R Rᵀ), over which Λ is averaged; None: Λ at f itself. `fisher` and `row_nodes`
-    are those of `averages`, and count only with a root. For a softmax no matrix of a row is formed
-    without a root, nor with `row_nodes`.
+    y is (B,) or (B, C). root: R of N(f, R Rᵀ), over which Λ is averaged; None: Λ at f itself.
+    `fisher` and `row_nodes` are those of `averages`, and have an effect only with a root. For a
+    softmax no matrix of a row is formed without a root, nor with `row_nodes`.
     """
     if likelihood.softmax and root is None:
         p = likelihood.mean(f)
-        return _class_factor(likelihood) * p * (u - (p * u).sum(1, keepdim=True))
+        return _compute_class_factor(likelihood) * p * (u - (p * u).sum(1, keepdim=True))
     if likelihood.softmax and row_nodes is not None and isinstance(root, ScaledRoot):
         products = []
         for rows, _, p in _iterate_row_nodes(likelihood, y, f, root, row_nodes):
             columns = u[rows].to(p.dtype).mT.unsqueeze(-1)  # (C, b, 1)
             at_nodes = p.mul(columns - (p * columns).sum(0))  # p∘(u − pᵀu), (C, b, S)
             products.append(at_nodes.mean(2, dtype=torch.float64).mT)
-        return _class_factor(likelihood) * torch.cat(products)
+        return _compute_class_factor(likelihood) * torch.cat(products)
+
     rows_at_once = max(NUMBERS_AT_ONCE // f.shape[1] ** 2, 1)
     products = []
     for start in range(0, len(f), rows_at_once):
@@ -293,6 +311,7 @@ def curvature_product(
                 likelihood, y[rows], f[rows], root.select_rows(rows), fisher
             ).precision
         products.append((precision @ u[rows].to(precision.dtype).unsqueeze(-1)).squeeze(-1))
+
     return torch.cat(products)
 
 
@@ -301,8 +320,9 @@ def _iterate_row_nodes(
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (rows, average log p(y|f) (b,), probabilities (C, b, S)) for blocks of b rows.
 
-    y is (B,) and f is (B, C). The probabilities are those at the S nodes of each row. log p(y|f) is
-    that of the predictive likelihood, without the power of a tempered one.
+    y is (B,), f is (B, C), and root is R. The probabilities are those at the S nodes of each row.
+    log p(y|f) is that of the predictive likelihood, without the power of a tempered one. The caller
+    may overwrite the probabilities: each block has its own.
     """
     B, C = f.shape
     temperature = _require_temperature(likelihood)
@@ -310,6 +330,7 @@ def _iterate_row_nodes(
     logits = (f / temperature).to(root.dtype).mT.contiguous()  # (C, B)
     scale = (root.scale / temperature).mT.contiguous()
     rows_at_once = max(max(BLOCK, C * C) // (nodes.count * C), 1)
+
     for start in range(0, B, rows_at_once):
         rows = slice(start, start + rows_at_once)
         centre = logits[:, rows].unsqueeze(-1)
@@ -359,16 +380,17 @@ def _average_pooled_classes(
             # One product over all rows and nodes.
             total += ((p * weights[:, None]).flatten(1) @ p.flatten(1).mT).double()
     is_y = torch.nn.functional.one_hot(y.long(), C)
-    precision = total if diagonal else _class_precision((total + total.mT).div_(2))
-    precision = precision.mul_(_class_factor(likelihood)).unsqueeze(0)
+    precision = total if diagonal else _form_class_precision((total + total.mT).div_(2))
+    precision = precision.mul_(_compute_class_factor(likelihood)).unsqueeze(0)
     return Derivatives(beta * log_prob, beta / temperature * (is_y - mean.mT), precision)
 
 
-def _class_precision(outer: Tensor) -> Tensor:
-    """Return diag(E p) − E p pᵀ from E p pᵀ (..., C, C), which is overwritten.
+def _form_class_precision(outer: Tensor) -> Tensor:
+    """Return diag(E p) − E p pᵀ from outer = E p pᵀ (..., C, C), which is overwritten.
 
-    Its rows sum to zero exactly, because each diagonal entry is the sum of the others in its row.
-    E p itself is not needed.
+    The result is Λ of a softmax up to its factor (`_compute_class_factor`). Its rows sum to zero
+    exactly, because each diagonal entry is the sum of the others in its row. E p itself is not
+    needed.
     """
     diagonal = outer.diagonal(dim1=-2, dim2=-1)
     off_diagonal_sums = outer.sum(-1) - diagonal

@@ -1,4 +1,9 @@
-"""Classes: Bernoulli on one logit, Categorical on C logits."""
+"""Classes: Bernoulli on one logit, Categorical on C logits.
+
+Logits are outputs divided by the temperature T. p is the vector of class probabilities at f, and
+e_y the vector with 1 at class y and 0 elsewhere. g and Λ are those of
+`ssla.likelihoods.likelihood`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from ssla.likelihoods.likelihood import (
     SOFTMAX,
     Likelihood,
     check_output_count,
-    scalar_target,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import Classes, Support
 from ssla.maths.elementwise import common_shape, softplus_difference
@@ -40,7 +45,7 @@ class _Classes(Likelihood):
         """Return the outputs at temperature 1, f/T, with the shape of f."""
         return f if self.temperature == 1 else f / self.temperature
 
-    def _over_temperature_squared(self, value: Tensor) -> Tensor:
+    def _divide_by_temperature_squared(self, value: Tensor) -> Tensor:
         """Return value/T², of the same shape."""
         # Two divisions, because one by T² would round differently.
         return self.logits(self.logits(value))
@@ -58,7 +63,10 @@ class _Classes(Likelihood):
         return replace(self, temperature=self.temperature * factor)
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Return a clause for the report: a factor on T as over- or under-confidence."""
+        """Return a clause for the report: whether the network is over- or under-confident.
+
+        factor: how many times the temperature the validation rows need.
+        """
         if factor > CLOSE:
             return f"the network is over-confident: its logits are {factor:.2g} times too large"
         if factor < 1 / CLOSE:
@@ -91,7 +99,7 @@ class Bernoulli(_Classes):
         """
         sd = K[:, 0, 0].clamp_min(0).sqrt() / self.temperature
         averages = logistic_normal(self.logits(f)[:, 0], sd)
-        return torch.where(scalar_target(y, f) > 0, averages.log_one, averages.log_zero)
+        return torch.where(squeeze_scalar_target(y, f) > 0, averages.log_one, averages.log_zero)
 
     def support_for(self, outputs: int) -> Support:
         """Return two classes; raise ValueError unless there is one output."""
@@ -102,7 +110,7 @@ class Bernoulli(_Classes):
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log σ(f/T) for y = 1 and log σ(−f/T) for y = 0, of shape (...)."""
-        sign = 2 * scalar_target(y, f).to(f.dtype) - 1
+        sign = 2 * squeeze_scalar_target(y, f).to(f.dtype) - 1
         return logsigmoid(sign * self.logits(f)[..., 0])
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
@@ -110,27 +118,27 @@ class Bernoulli(_Classes):
 
         log p is −softplus(−f/T) for y = 1 and −softplus(f/T) for y = 0.
         """
-        sign = 2 * scalar_target(y, f_new).to(f_new.dtype) - 1
+        sign = 2 * squeeze_scalar_target(y, f_new).to(f_new.dtype) - 1
         return -softplus_difference(
             -sign * self.logits(f_old)[..., 0], -sign * self.logits(f_new - f_old)[..., 0]
         )
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (y − p)/T (..., 1), in the form ±σ(∓f/T)/T that does not cancel."""
-        sign = 2 * scalar_target(y, f).to(f.dtype) - 1
+        sign = 2 * squeeze_scalar_target(y, f).to(f.dtype) - 1
         slope = sign * torch.sigmoid(-sign * self.logits(f)[..., 0])
         return self.logits(slope.unsqueeze(-1))
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return p(1 − p)/T² (..., 1, 1), which does not depend on y."""
         fisher = self.fisher(f)[..., 0, 0]
-        return fisher.expand(common_shape(scalar_target(y, f), fisher))[..., None, None]
+        return fisher.expand(common_shape(squeeze_scalar_target(y, f), fisher))[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:
         """Return p(1 − p)/T² (..., 1, 1)."""
         logit = self.logits(f)
         variance = torch.sigmoid(logit) * torch.sigmoid(-logit)
-        return self._over_temperature_squared(variance).unsqueeze(-1)
+        return self._divide_by_temperature_squared(variance).unsqueeze(-1)
 
     def mean(self, f: Tensor) -> Tensor:
         """Return p = P(y = 1) (...)."""
@@ -186,8 +194,9 @@ class Categorical(_Classes):
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        It is −log1p Σ_c p_c expm1(Δ_c − Δ_y), with p at f_old and Δ the change of the logits. Where
-        some |Δ_c − Δ_y| exceeds one, it is the plain difference, which does not cancel there.
+        The result is −log1p Σ_c p_c expm1(Δ_c − Δ_y), with p at f_old and Δ the change of the
+        logits. Where some |Δ_c − Δ_y| exceeds one, it is the plain difference, which does not
+        cancel there.
         """
         shape = common_shape(y, f_new[..., 0], f_old[..., 0])
         y = y.long().expand(shape)
@@ -195,13 +204,13 @@ class Categorical(_Classes):
         step = step - step.gather(-1, y.unsqueeze(-1))
         p_old = torch.softmax(self.logits(f_old), -1)
         close = -torch.log1p((p_old * torch.expm1(step.clamp(-1, 1))).sum(-1))
-        far = step.abs().amax(-1) > 1
+        is_far = step.abs().amax(-1) > 1
         # Inside torch.func.vmap no step may depend on values: both forms are computed for all rows.
-        if is_inside_vmap(far):
-            return torch.where(far, self.log_prob(y, f_new) - self.log_prob(y, f_old), close)
-        new, old = (f.expand(*shape, -1)[far] for f in (f_new, f_old))
-        plain = self.log_prob(y[far], new) - self.log_prob(y[far], old)
-        return close.masked_scatter(far, plain)
+        if is_inside_vmap(is_far):
+            return torch.where(is_far, self.log_prob(y, f_new) - self.log_prob(y, f_old), close)
+        new, old = (f.expand(*shape, -1)[is_far] for f in (f_new, f_old))
+        plain = self.log_prob(y[is_far], new) - self.log_prob(y[is_far], old)
+        return close.masked_scatter(is_far, plain)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (e_y − p)/T (..., C)."""
@@ -211,7 +220,7 @@ class Categorical(_Classes):
         return self.logits(is_y * p_except_y.sum(-1, keepdim=True) - p_except_y)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return Λ (..., C, C), which equals the Fisher information for every y."""
+        """Return Λ = (diag(p) − ppᵀ)/T² (..., C, C), which is the same for every y."""
         shape = common_shape(y, f[..., 0])
         return self.fisher(f).expand(*shape, -1, -1)
 
@@ -227,7 +236,7 @@ class Categorical(_Classes):
         # p_c(1 − p_c) as the sum of the other entries, so that rows sum to zero exactly.
         diagonal = precision.diagonal(dim1=-2, dim2=-1)
         diagonal.copy_(-(precision.sum(-1) - diagonal))
-        return self._over_temperature_squared(precision)
+        return self._divide_by_temperature_squared(precision)
 
     # The next five compute products with Λ = (diag(p) − ppᵀ)/T², without a C×C matrix for each row.
     # Λ is the same for every y, so it equals its expectation over y.
@@ -240,12 +249,12 @@ class Categorical(_Classes):
         """Return Λv = (p∘v − p(pᵀv))/T² (..., C); y and `fisher` change nothing."""
         p = self.mean(f)
         pv = p * v
-        return self._over_temperature_squared(pv - p * pv.sum(-1, keepdim=True))
+        return self._divide_by_temperature_squared(pv - p * pv.sum(-1, keepdim=True))
 
     def precision_diagonal(self, y: Tensor, f: Tensor, fisher: bool = False) -> Tensor:
         """Return the diagonal (p − p²)/T² (..., C) of Λ; y and `fisher` change nothing."""
         p = self.mean(f)
-        return self._over_temperature_squared(p - p * p)
+        return self._divide_by_temperature_squared(p - p * p)
 
     def precision_trace(self, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
         """Return tr(KΛ) = Σ_c p_c (K_cc − (Kp)_c)/T² (m, b), for f (m, b, C) and K (b, C, C).
@@ -255,7 +264,7 @@ class Categorical(_Classes):
         p = self.mean(f)
         pK = (p.movedim(0, 1) @ K).movedim(1, 0)  # (m, b, C)
         variances = K.diagonal(dim1=-2, dim2=-1)
-        return self._over_temperature_squared((p * (variances - pK)).sum(-1))
+        return self._divide_by_temperature_squared((p * (variances - pK)).sum(-1))
 
     def precision_change_along(
         self,
@@ -275,6 +284,7 @@ class Categorical(_Classes):
         scaled = directions if weights is None else directions * weights[:, None, None]
         m, r = len(f), directions.shape[-1]
         p_before = self.mean(before)
+
         # Δp of the m outputs, and p̂ as the last entry: one product with d serves both.
         probabilities = torch.cat([self.mean(f) - p_before, p_before.unsqueeze(0)])
         projected = probabilities.movedim(0, 1) @ directions  # (b, m + 1, r)
@@ -282,11 +292,12 @@ class Categorical(_Classes):
         total = projected[:, :m] + 2 * projected[:, m:]  # d(p + p̂)
         change = change if weights is None else change * weights[:, None, None]
         outer = change.permute(1, 2, 0) @ total.movedim(0, 1)
+
         # Σ_c d_c Δp_c d_cᵀ as one product over all rows and classes.
         pairs = scaled.unsqueeze(-1) * directions.unsqueeze(-2)  # (b, C, r, r)
         diagonal_term = probabilities[:m].flatten(1) @ pairs.flatten(0, 1).flatten(1)
         outer_term = (outer + outer.mT) / 2
-        return self._over_temperature_squared(diagonal_term.reshape(m, r, r) - outer_term)
+        return self._divide_by_temperature_squared(diagonal_term.reshape(m, r, r) - outer_term)
 
     def mean(self, f: Tensor) -> Tensor:
         """Return the probabilities p (..., C)."""

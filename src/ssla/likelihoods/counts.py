@@ -1,4 +1,8 @@
-"""Counts: Poisson and negative binomial."""
+"""Counts: Poisson and negative binomial.
+
+g, Λ and the Fisher information are those of `ssla.likelihoods.likelihood`. λ is the rate of a
+Poisson distribution, μ the mean of a negative binomial one, r the inverse of its dispersion.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +23,17 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     check_output_count,
-    covariance_of,
-    scalar_target,
+    compute_covariance,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import LARGEST_COUNT, Counts, Support
 from ssla.maths.elementwise import capped_exp, common_shape, largest_exponent, softplus_difference
 from ssla.maths.roots import Root
 
 MANY = 1e6  # from this count on log y! is not formed: its rounding error is 3e-9 there
-SERIES = 1e-2  # up to this d = log λ/y, e^d − 1 − d is a series whose error is d⁷/5040
+SERIES = 1e-2  # up to this d = log(λ/y), e^d − 1 − d is a series whose error is d⁷/5040
+# `Poisson.refit_at_boundary`: the least variance of f, as a share of f̂²
+LEAST_RELATIVE_VARIANCE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Poisson(Likelihood):
 
     @property
     def linear_domain(self) -> bool:
-        """Return whether the link is the logarithm."""
+        """Return whether the link is the logarithm, which allows every output."""
         return self.link == "log"
 
     @property
@@ -83,7 +89,10 @@ class Poisson(Likelihood):
         return NegativeBinomial(factor - 1) if factor > 1 and self.linear_domain else self
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Return a clause for the report: the overdispersion, or that there is none."""
+        """Return a clause for the report: the overdispersion, or that there is none.
+
+        factor: how many times the variance at a mean of 1 the validation rows need.
+        """
         if factor > CLOSE and self.linear_domain:
             return f"counts vary more than Poisson's: their overdispersion is {factor - 1:.3g}"
         return "counts vary as Poisson's do, or less"
@@ -106,24 +115,25 @@ class Poisson(Likelihood):
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return y log λ − λ − log y! (...); −∞ where a rate is not positive."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         output = f[..., 0]
         if self.linear_domain:
-            few = y * output - capped_exp(output) - torch.lgamma(y + 1)
-            return torch.where(y < MANY, few, _log_poisson_of_many(y, output))
-        few = torch.xlogy(y, output.clamp_min(0)) - output - torch.lgamma(y + 1)
+            of_small_counts = y * output - capped_exp(output) - torch.lgamma(y + 1)
+            return torch.where(y < MANY, of_small_counts, _log_poisson_of_many(y, output))
+        of_small_counts = torch.xlogy(y, output.clamp_min(0)) - output - torch.lgamma(y + 1)
         # The clamp keeps log λ, and with it the gradients of `where`, finite outside the domain.
         log_rate = output.clamp_min(torch.finfo(output.dtype).tiny).log()
-        value = torch.where(y < MANY, few, _log_poisson_of_many(y, log_rate))
-        return torch.where(output > 0, value, torch.full_like(value, -math.inf))
+        inside = torch.where(y < MANY, of_small_counts, _log_poisson_of_many(y, log_rate))
+        return torch.where(output > 0, inside, torch.full_like(inside, -math.inf))
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation for small changes.
 
         With Δ = f_new − f_old and λ at f_old it is yΔ − λ expm1(Δ) for a log link, and
-        y log1p(Δ/λ) − Δ for the identity, where it is −∞ if the new rate is not positive.
+        y log1p(Δ/λ) − Δ for the identity. With the identity it is −∞ where the new rate is not
+        positive. Large changes (|Δ| > 1, or |Δ| > λ/2) do not cancel and are plain differences.
         """
-        y = scalar_target(y, f_new).to(f_new.dtype)
+        y = squeeze_scalar_target(y, f_new).to(f_new.dtype)
         new, old = f_new[..., 0], f_old[..., 0]
         step = new - old
         if self.linear_domain:
@@ -140,13 +150,13 @@ class Poisson(Likelihood):
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return y − λ for a log link, or y/λ − 1 for the identity (..., 1)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         output = f[..., 0]
         return (y - capped_exp(output) if self.linear_domain else y / output - 1).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return λ for a log link, or y/λ² for the identity (..., 1, 1)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         output = f[..., 0]
         if self.linear_domain:
             value = capped_exp(output).expand(common_shape(y, output))
@@ -171,13 +181,15 @@ class Poisson(Likelihood):
         if self.linear_domain:
             return None
         y, m, variance = torch.broadcast_tensors(
-            scalar_target(y, f).to(f.dtype), f[..., 0], K[..., 0, 0]
+            squeeze_scalar_target(y, f).to(f.dtype), f[..., 0], K[..., 0, 0]
         )
+
         # A standard deviation below 1e-6 of the rate has no mass at zero. This floor keeps
         # derivatives finite where K = 0.
-        variance_used = torch.maximum(variance, 1e-12 * m.detach() ** 2)
+        variance_used = torch.maximum(variance, LEAST_RELATIVE_VARIANCE * m.detach() ** 2)
         sd = variance_used.sqrt()
         t = sd - m / sd
+
         # Each branch of `where` is clamped to its own side of t = 0, so that both have finite
         # gradients.
         at_zero = t > 0
@@ -192,19 +204,20 @@ class Poisson(Likelihood):
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        """Return the averages of N rows for a log link, with the rate E e^f = exp(f̂ + ½K).
+        """Return E log p (B,), E g (B, 1) and E Λ (B, 1, 1) for a log link and f ~ N(f̂, R Rᵀ).
 
-        The result is None for the identity link, and if the exponent of any row exceeds
-        LARGEST_EXPONENT: the caller then takes a quadrature for all rows. Λ does not depend on y,
-        so `fisher` changes nothing.
+        y is (B,), f (B, 1) holds f̂, and root is R. All three follow from the average rate E e^f =
+        exp(f̂ + ½K). The result is None for the identity link, and if the exponent of any row
+        exceeds LARGEST_EXPONENT: the caller then takes a quadrature for all rows. Λ does not depend
+        on y, so `fisher` changes nothing.
         """
         if not self.linear_domain:
             return None
-        exponent = 0.5 * covariance_of(root, f)[:, 0, 0] + f[:, 0]
+        exponent = 0.5 * compute_covariance(root, f)[:, 0, 0] + f[:, 0]
         if bool((exponent > LARGEST_EXPONENT).any()):
             return None
         rate = torch.exp(exponent)
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         log_prob = y * f[:, 0] - rate - torch.lgamma(y + 1)
         return Derivatives(log_prob, (y - rate).unsqueeze(-1), rate[:, None, None])
 
@@ -221,7 +234,7 @@ class Poisson(Likelihood):
 
 
 def _log_poisson_of_many(y: Tensor, log_rate: Tensor) -> Tensor:
-    """Return log P(y) of a Poisson distribution for y ≥ MANY (...), from y and log λ (...).
+    """Return log P(y) (...) of a Poisson distribution, for counts y ≥ MANY and log_rate = log λ.
 
     By Stirling's formula it is −y(e^d − 1 − d) − ½ log(2πy) − 1/(12y), with d = log λ − log y. The
     plain y log λ − λ − log y! is a difference of numbers of size y log y: from y = 1e13 on it is
@@ -240,7 +253,7 @@ def _log_poisson_of_many(y: Tensor, log_rate: Tensor) -> Tensor:
 
 
 def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
-    """Return log Γ(y + r)/Γ(y + 1) (...) for y (...) ≥ MANY.
+    """Return log(Γ(y + r)/Γ(y + 1)) (...) for counts y ≥ MANY (...).
 
     The formula is Stirling's, with the difference taken first, so that large terms do not cancel.
     For smaller y the result is finite but has no meaning.
@@ -259,8 +272,8 @@ def _log_gamma_ratio(y: Tensor, r: float) -> Tensor:
 class NegativeBinomial(Likelihood):
     """Counts with mean μ = e^f and variance μ + dispersion·μ²; the one output f is the log mean.
 
-    With r = 1/dispersion, p = μ/(μ + r): g = y(1−p) − rp, Λ = (y + r)p(1−p), fisher = rp. Poisson
-    is the limit dispersion → 0.
+    With r = 1/dispersion, z = log(μ/r) and p = μ/(μ + r) = σ(z): g = y(1−p) − rp,
+    Λ = (y + r)p(1−p), fisher = rp. Poisson is the limit dispersion → 0.
     """
 
     dispersion: float
@@ -301,26 +314,28 @@ class NegativeBinomial(Likelihood):
         return f[..., 0] + math.log(self.dispersion)
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return log Γ(y + r)/(Γ(r) y!) + r log(1 − p) + y log p (...)."""
-        y = scalar_target(y, f).to(f.dtype)
+        """Return log(Γ(y + r)/(Γ(r) y!)) + r log(1 − p) + y log p (...), with p = σ(z)."""
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         z = self._log_mean_over_r(f)
         r = 1 / self.dispersion
-        few = (
+        of_small_counts = (
             torch.lgamma(y + r)
             - math.lgamma(r)
             - torch.lgamma(y + 1)
             - r * softplus(z)
             - y * softplus(-z)
         )
-        many = _log_gamma_ratio(y, r) - math.lgamma(r) - r * softplus(z) - y * softplus(-z)
-        return torch.where(y < MANY, few, many)
+        of_large_counts = (
+            _log_gamma_ratio(y, r) - math.lgamma(r) - r * softplus(z) - y * softplus(-z)
+        )
+        return torch.where(y < MANY, of_small_counts, of_large_counts)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        It is the change of r log(1 − p) + y log p; the other terms do not depend on f.
+        The result is the change of r log(1 − p) + y log p; the other terms do not depend on f.
         """
-        y = scalar_target(y, f_new).to(f_new.dtype)
+        y = squeeze_scalar_target(y, f_new).to(f_new.dtype)
         z = self._log_mean_over_r(f_old)
         step = (f_new - f_old)[..., 0]
         change_of_r_term = -softplus_difference(z, step) / self.dispersion
@@ -328,13 +343,13 @@ class NegativeBinomial(Likelihood):
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return y(1 − p) − rp (..., 1)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         z = self._log_mean_over_r(f)
         return (y * torch.sigmoid(-z) - torch.sigmoid(z) / self.dispersion).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return (y + r)p(1 − p) (..., 1, 1)."""
-        y = scalar_target(y, f).to(f.dtype)
+        y = squeeze_scalar_target(y, f).to(f.dtype)
         z = self._log_mean_over_r(f)
         return ((y + 1 / self.dispersion) * torch.sigmoid(z) * torch.sigmoid(-z))[..., None, None]
 

@@ -1,4 +1,9 @@
-"""A custom likelihood: the user gives log p; the rest is computed by autograd and quadrature."""
+"""A custom likelihood: the user gives log p; the rest is computed by autograd and quadrature.
+
+Sums and integrals over y use nodes: values of y with weights that stand for the density. The weight
+of a node is called its share, because those of a row sum to one. g and Λ are those of
+`ssla.likelihoods.likelihood`.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,8 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     check_output_count,
-    log_density_on_line,
-    scalar_target,
+    make_log_density_on_line,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import (
     Circular,
@@ -31,7 +36,10 @@ from ssla.maths import quadrature
 from ssla.maths.elementwise import common_shape, uniform_numbers
 
 SUPPORTS = ("real", "positive", "unit_interval", "circular", "counts", "classes")
-MOST_COUNTS = 1 << 16  # that are summed one by one; a guess
+FIRST_COUNTS = 64  # counts that are tried first
+MORE_COUNTS = 4  # the factor from one try to the next
+MOST_COUNTS = 1 << 16  # counts that are summed one by one; a guess
+ALL_MASS = 1e-9  # the distance from 1 up to which a sum of probabilities has all of them; a guess
 COUNTS_AT_ONCE = 1 << 22  # values of log p at one time: bounds memory
 LARGEST_COUNT = 2.0**52  # above it, a count and the next one round to the same number
 MASS_ERROR = 1e-3  # allowed relative variation with f of the integral of a density
@@ -41,16 +49,20 @@ ACCURACY = quadrature.Accuracy(tail=1e-11, half_rule=1e-6)
 
 Function = Callable[[Tensor], Tensor]  # of the outputs f (..., C)
 Nodes = tuple[Tensor, Tensor, Tensor]
-"""Rows (m,), values of y (m, k), and their shares of the probability (m, k)."""
+"""Rows (m,), values of y (m, k), and their shares of the probability (m, k).
+
+For each of these rows Σ_j shares_j h(y_j) stands for E h(y).
+"""
 
 
 @dataclass(frozen=True)
 class Custom(Likelihood):
     """A likelihood that is computed from its log density; see `custom`."""
 
-    log_prob_function: Callable[[Tensor, Tensor], Tensor]
+    log_prob_function: Callable[[Tensor, Tensor], Tensor]  # (y, f) -> log p(y|f)
     support: Support
-    outputs: int | None
+    outputs: int | None  # the number of outputs that the network must have; None: any
+    # formulas that the user gave; None: summation or quadrature over y
     fisher_function: Function | None
     mean_function: Function | None
     variance_function: Function | None
@@ -81,7 +93,7 @@ class Custom(Likelihood):
         Raises TypeError if the user's function does not return a tensor, and ValueError if the
         result has not one value for each y.
         """
-        y = scalar_target(y, f)
+        y = squeeze_scalar_target(y, f)
         if (
             isinstance(self.support, Counts)
             and y.is_floating_point()
@@ -89,7 +101,8 @@ class Custom(Likelihood):
             and not is_inside_vmap(y)
             and bool((y != y.floor()).any())
         ):
-            return self._between_counts(y, f)
+            return self._interpolate_counts(y, f)
+
         if isinstance(self.support, Circular):
             y = quadrature.wrap_angles(y)
         value = self.log_prob_function(y, f)
@@ -98,6 +111,7 @@ class Custom(Likelihood):
                 "log_prob(y, f) must return a tensor with one value for each y, but returned "
                 f"{value!r}."
             )
+
         expected = common_shape(y, f[..., 0])
         if value.shape != expected:
             raise ValueError(
@@ -107,7 +121,7 @@ class Custom(Likelihood):
             )
         return value
 
-    def _between_counts(self, y: Tensor, f: Tensor) -> Tensor:
+    def _interpolate_counts(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log p (...) interpolated linearly between the counts below and above y (...).
 
         The user's function may be undefined between counts. Where one of the two counts is
@@ -136,18 +150,25 @@ class Custom(Likelihood):
     def _differentiate(
         self, y: Tensor, f: Tensor, second: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log p (...), g (..., C) and Λ (..., C, C), or None unless `second`."""
-        y = scalar_target(y, f)
+        """Return log p (...), g (..., C) and Λ (..., C, C) by autograd, without their graph.
+
+        second: whether Λ is wanted; otherwise None takes its place.
+        """
+        y = squeeze_scalar_target(y, f)
         shape = common_shape(y, f[..., 0])
+
         # Rows are independent, so the gradient of a sum over rows holds the derivative of each row.
         with record_derivatives("log_prob of the likelihood"):
             free = f.detach().expand(*shape, f.shape[-1]).clone().requires_grad_(True)
             log_prob = self.log_prob(y, free)
-            score = _gradient(log_prob.sum(), free, keep=second)
+            score = _compute_gradient(log_prob.sum(), free, keep=second)
             if not second:
                 return log_prob.detach(), score.detach(), None
-            rows = [-_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])]
+            rows = [
+                -_compute_gradient(score[..., c].sum(), free, keep=True) for c in range(f.shape[-1])
+            ]
             precision = torch.stack(rows, -2).detach()
+
         # Second derivatives are symmetric, except for rounding errors of autograd.
         return log_prob.detach(), score.detach(), (precision + precision.mT) / 2
 
@@ -191,16 +212,21 @@ class Custom(Likelihood):
 
     def mean(self, f: Tensor) -> Tensor:
         """Return the user's mean, or that of the density: (...), or (..., C) for classes."""
-        return self._moments(f)[0] if self.mean_function is None else self.mean_function(f)
+        return self._compute_moments(f)[0] if self.mean_function is None else self.mean_function(f)
 
     def variance(self, f: Tensor) -> Tensor:
         """Return the user's variance, or that of the density, with the shape of `mean`."""
-        return self._moments(f)[1] if self.variance_function is None else self.variance_function(f)
+        return (
+            self._compute_moments(f)[1]
+            if self.variance_function is None
+            else self.variance_function(f)
+        )
 
-    def _moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and variance of the density at f (..., C'), by summation or quadrature.
+    def _compute_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean and variance of y at outputs f, by summation or quadrature over y.
 
-        Both are (...), or (..., C) with one entry for each of C classes.
+        Both have the shape (...) of f without its last dimension. For classes they have one more
+        dimension, with one entry for each class.
         """
         flat = f.reshape(-1, f.shape[-1]).double()
         if isinstance(self.support, Classes):
@@ -208,20 +234,24 @@ class Custom(Likelihood):
             _, _, p = self._build_nodes(flat)[0]
             p = p.reshape(*f.shape[:-1], p.shape[-1]).to(f.dtype)
             return p, p * (1 - p)
-        mean, variance = self._scalar_moments(flat)
+        mean, variance = self._compute_scalar_moments(flat)
         return mean.reshape(f.shape[:-1]).to(f.dtype), variance.reshape(f.shape[:-1]).to(f.dtype)
 
-    def _scalar_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean (N,) and variance (N,) of a y that is one number, for f (N, C)."""
+    def _compute_scalar_moments(self, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean (N,) and the variance (N,) of a y that is not a class, for f (N, C)."""
         mean = torch.zeros(len(f), dtype=torch.float64)
         variance = torch.zeros_like(mean)
+
         # Real first: it is Continuous too, but its grids have moments of their own.
         if isinstance(self.support, Real):
             for rows, grid in self._build_grids(f):
                 mean[rows], variance[rows] = grid.moments
         elif isinstance(self.support, Continuous):
             mean, variance = quadrature.mapped_moments(
-                log_density_on_line(self, f), self._build_grids(f), self.support.from_real, ACCURACY
+                make_log_density_on_line(self, f),
+                self._build_grids(f),
+                self.support.from_real,
+                ACCURACY,
             )
         elif isinstance(self.support, Circular):
             for rows, circle in self._build_circles(f):
@@ -241,10 +271,11 @@ class Custom(Likelihood):
         return self.support
 
     def _build_nodes(self, f: Tensor) -> list[Nodes]:
-        """Return nodes for rows f (N, C) with Σ h(y)·share ≈ E h(y) for smooth functions h.
+        """Return nodes for the rows of f (N, C), with Σ h(y)·share ≈ E h(y) for smooth functions h.
 
-        The rows may be in several parts and in another order. Warns if the integral of a density
-        depends on f. Raises ValueError unless the probabilities of counts or classes sum to 1.
+        The result is a list, because rows may have different numbers of nodes; each row of f is in
+        one entry. Warns if the integral of a density depends on f. Raises ValueError unless the
+        probabilities of counts or classes sum to 1.
         """
         if isinstance(self.support, Classes):
             classes = torch.arange(self.support.count, dtype=f.dtype, device=f.device)
@@ -260,6 +291,7 @@ class Custom(Likelihood):
                 (rows, circle.angles.expand_as(circle.shares), circle.shares)
                 for rows, circle in circles
             ]
+
         grids = self._build_grids(f)
         self._warn_of_varying_mass([grid.log_mass[grid.accurate] for _, grid in grids])
         return [
@@ -268,9 +300,10 @@ class Custom(Likelihood):
         ]
 
     def _warn_of_varying_mass(self, log_masses: list[Tensor]) -> None:
-        """Warn if the integral of the density depends on f, given the logarithms of the integrals.
+        """Warn if the integral of the density over y depends on f.
 
-        An integral that is not one but the same for every f is allowed: it only changes `mass`.
+        log_masses: the logarithms of the integrals, for many f. An integral that is not one but the
+        same for every f is allowed: it only changes `mass`.
         """
         masses = torch.cat(log_masses).exp()
         if masses.numel() and float(masses.max() - masses.min()) > MASS_ERROR * float(masses.max()):
@@ -288,29 +321,31 @@ class Custom(Likelihood):
         """
         nodes: list[Nodes] = []
         pending = torch.arange(f.shape[0])
-        count = 64
+        count = FIRST_COUNTS
         while pending.numel():
             y = torch.arange(count, dtype=f.dtype, device=f.device)
             unfinished = []
             for rows in pending.split(max(COUNTS_AT_ONCE // count, 1)):
                 share = self.log_prob(y.expand(rows.numel(), -1), f[rows].unsqueeze(1)).exp()
-                # Rows whose probability is all in these counts are done. 1e-9 is a guess.
-                done = (share.sum(1) - 1).abs() < 1e-9
+                # Rows whose probability is all in these counts are done.
+                done = (share.sum(1) - 1).abs() < ALL_MASS
                 if count >= MOST_COUNTS and not bool(done.all()):
                     nodes += self._build_nodes_with_large_counts(f, rows[~done], y, share[~done])
                 elif not bool(done.all()):
                     unfinished.append(rows[~done])
                 nodes.append((rows[done], y.expand(int(done.sum()), -1), share[done]))
             pending = torch.cat(unfinished) if unfinished else pending[:0]
-            count *= 4
+            count *= MORE_COUNTS
         return nodes
 
     def _build_nodes_with_large_counts(
         self, f: Tensor, rows: Tensor, y: Tensor, share: Tensor
     ) -> list[Nodes]:
-        """Return nodes for the counts y = 0 … k − 1 with their shares, and for larger counts.
+        """Return nodes for the given counts y = 0 … k − 1, and for all larger counts.
 
-        rows (m,) are the rows of f (N, C) that need them. y is (k,), and share is (m, k).
+        rows (m,): the rows of f (N, C) that need larger counts. y (k,): the given counts. share
+        (m, k): their probabilities. Raises ValueError if the probabilities of a row do not sum to
+        1.
         """
         # The integral of the interpolated log p starts half a count before the first large one.
         start = len(y) - 0.5
@@ -357,19 +392,19 @@ class Custom(Likelihood):
             and isinstance(self.support, Real)
         ):
             return self.mean_function(f), self.variance_function(f).sqrt()
-        return quadrature.locate_densities(log_density_on_line(self, f), f.shape[0])
+        return quadrature.locate_densities(make_log_density_on_line(self, f), f.shape[0])
 
     def _build_circles(self, f: Tensor) -> list[quadrature.RowCircle]:
-        """Return grids of angles, with the rows of f (N, C) on each."""
+        """Return grids of angles (`ssla.maths.quadrature.RowCircle`) for the rows of f (N, C)."""
         return quadrature.build_circles(
             lambda y, rows: self.log_prob(y, f[rows].unsqueeze(1)), f.shape[0]
         )
 
     def _build_grids(self, f: Tensor) -> list[quadrature.RowGrid]:
-        """Return grids in the support's real coordinate, with the rows of f (N, C) on each."""
+        """Return grids over y, in the support's real coordinate, for the rows of f (N, C)."""
         # `locate_target` does not use K, so f stands in for it.
         centre, scale = self.locate_target(f, K=f)
-        return quadrature.build_grids(log_density_on_line(self, f), centre, scale, ACCURACY)
+        return quadrature.build_grids(make_log_density_on_line(self, f), centre, scale, ACCURACY)
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:
         """Return n draws of y (n, ...), by inversion of the distribution function."""
@@ -391,11 +426,11 @@ class Custom(Likelihood):
         return draws.reshape(n, *f.shape[:-1]).to(f.dtype)
 
 
-def _gradient(total: Tensor, free: Tensor, keep: bool) -> Tensor:
-    """Return the gradient of a scalar with respect to `free`, with the shape of `free`.
+def _compute_gradient(total: Tensor, free: Tensor, keep: bool) -> Tensor:
+    """Return the gradient of a scalar `total` with respect to `free`, with the shape of `free`.
 
-    It is zero if the scalar does not depend on `free`. keep: keep the graph, for second
-    derivatives.
+    The result is zero if the scalar does not depend on `free`. keep: whether the graph is kept, so
+    that the result can be differentiated again.
     """
     if not total.requires_grad:
         return torch.zeros_like(free)
@@ -453,6 +488,7 @@ def custom(
         raise ValueError(
             'Give classes= (their number) together with support="classes", and only then.'
         )
+
     supports: dict[str, Support] = {
         "real": Real(),
         "positive": Positive(),

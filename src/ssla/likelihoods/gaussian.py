@@ -9,15 +9,20 @@ import torch
 from torch import Tensor
 
 from ssla._checks import check_positive, copy_if_inference, in_plain_torch
-from ssla.likelihoods.likelihood import LOG_2PI, Likelihood, describe_residuals, scalar_target
+from ssla.likelihoods.likelihood import (
+    LOG_2PI,
+    Likelihood,
+    describe_residuals,
+    squeeze_scalar_target,
+)
 from ssla.likelihoods.support import Real, RealVector, Support
 
-ESTIMATE = "estimate"
+ESTIMATE = "estimate"  # the noise of a likelihood whose noise a fit estimates
 
 
 @dataclass(frozen=True, eq=False)
 class Gaussian(Likelihood):
-    """y = f + ε, ε ~ N(0, Σ).
+    """Gaussian noise around the outputs: y = f + ε with ε ~ N(0, Σ).
 
     Parameters
     ----------
@@ -94,21 +99,24 @@ class Gaussian(Likelihood):
         sigma = torch.as_tensor(cast("float | Tensor", self.noise), dtype=f.dtype, device=f.device)
         return torch.diag(sigma.expand(f.shape[-1]) ** 2)
 
-    def _noise_precision(self, f: Tensor) -> Tensor:
-        """Return Σ⁻¹ (C, C) in the dtype of f (..., C)."""
+    def _compute_noise_precision(self, f: Tensor) -> Tensor:
+        """Return Σ⁻¹ (C, C) in the dtype of f (..., C).
+
+        Raises ValueError if the noise has still to be estimated.
+        """
         if self.covariance is None:
             return torch.diag(1 / self.covariance_for(f).diagonal())
         factor = torch.linalg.cholesky(self.covariance)
         return torch.cholesky_solve(torch.eye(factor.shape[0], dtype=factor.dtype), factor).to(f)
 
-    def _residual(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return y − f (..., C) for y (...) or (..., C) and f (..., C)."""
-        return scalar_target(y, f).unsqueeze(-1) - f if f.shape[-1] == 1 else y - f
+    def _compute_residual(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return the residual y − f (..., C), for f (..., C) and y of shape (...) or (..., C)."""
+        return squeeze_scalar_target(y, f).unsqueeze(-1) - f if f.shape[-1] == 1 else y - f
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log N(y; f, Σ) (...)."""
         sigma = self.covariance_for(f)
-        residual = self._residual(y, f)
+        residual = self._compute_residual(y, f)
         if self.covariance is not None:
             return _log_normal(residual, sigma)
         scale = sigma.diagonal().sqrt()
@@ -118,23 +126,23 @@ class Gaussian(Likelihood):
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        It is (f_new − f_old)ᵀ Σ⁻¹ (y − (f_new + f_old)/2).
+        The result is (f_new − f_old)ᵀ Σ⁻¹ (y − (f_new + f_old)/2).
         """
-        mean_residual = (self._residual(y, f_new) + self._residual(y, f_old)) / 2
-        return ((f_new - f_old) @ self._noise_precision(f_new) * mean_residual).sum(-1)
+        mean_residual = (self._compute_residual(y, f_new) + self._compute_residual(y, f_old)) / 2
+        return ((f_new - f_old) @ self._compute_noise_precision(f_new) * mean_residual).sum(-1)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return Σ⁻¹(y − f) (..., C)."""
-        return self._residual(y, f) @ self._noise_precision(f)
+        return self._compute_residual(y, f) @ self._compute_noise_precision(f)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
         """Return Σ⁻¹ (..., C, C) for the common shape of y and f."""
-        shape = self._residual(y, f).shape
-        return self._noise_precision(f).expand(*shape, shape[-1])
+        shape = self._compute_residual(y, f).shape
+        return self._compute_noise_precision(f).expand(*shape, shape[-1])
 
     def fisher(self, f: Tensor) -> Tensor:
         """Return Σ⁻¹ (..., C, C)."""
-        return self._noise_precision(f).expand(*f.shape, f.shape[-1])
+        return self._compute_noise_precision(f).expand(*f.shape, f.shape[-1])
 
     def mean(self, f: Tensor) -> Tensor:
         """Return f: (...) for one output, (..., C) for several."""
@@ -160,12 +168,12 @@ class Gaussian(Likelihood):
 
     def log_average(self, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
         """Return log N(y; f̂, Σ + K) (B,) for y (B,) or (B, C), f (B, C) and K (B, C, C)."""
-        return _log_normal(self._residual(y, f), self.covariance_for(f) + K)
+        return _log_normal(self._compute_residual(y, f), self.covariance_for(f) + K)
 
     def multiply_dispersion(self, factor: float) -> Gaussian:
         """Return the likelihood with `factor` times the standard deviation.
 
-        The noise must not be "estimate", which is not a number yet.
+        Raises AssertionError if the noise is "estimate", which is not a number yet.
         """
         if self.covariance is not None:
             return Gaussian(covariance=self.covariance * factor**2)
@@ -195,12 +203,14 @@ def _check_noise(noise: float | Tensor | str) -> float | Tensor | str:
                 f'noise must be a number, a tensor (D,) or "estimate", but is {noise!r}.'
             )
         return noise
+
     sigma = copy_if_inference(torch.as_tensor(noise, dtype=torch.float64))
     if sigma.dim() > 1:
         raise ValueError(
             f"noise must be a number or a tensor (D,), but has shape {tuple(sigma.shape)}. "
             "For correlated noise give covariance= (D, D)."
         )
+
     check_positive(
         "noise", sigma, 'It is a standard deviation; use noise="estimate" if it is unknown.'
     )
@@ -208,7 +218,10 @@ def _check_noise(noise: float | Tensor | str) -> float | Tensor | str:
 
 
 def _check_covariance(covariance: Tensor) -> Tensor:
-    """Return Σ (D, D) in float64; raise ValueError unless it is symmetric and positive definite."""
+    """Return the covariance Σ (D, D) in float64.
+
+    Raises ValueError unless it is a square matrix that is symmetric and positive definite.
+    """
     sigma = copy_if_inference(torch.as_tensor(covariance, dtype=torch.float64))
     if sigma.dim() != 2 or sigma.shape[0] != sigma.shape[1]:
         raise ValueError(

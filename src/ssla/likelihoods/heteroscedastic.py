@@ -1,4 +1,10 @@
-"""A Gaussian whose mean and variance are both outputs of the network."""
+"""A Gaussian whose mean and variance are both outputs of the network.
+
+μ and σ² are mean and variance of y, s = log σ² the log variance, r = y − μ the residual, and
+w = 1/σ². m and v are other names of μ and σ² in formulas for natural parameters. A hat marks values
+at f̂ or at the old outputs, a tilde those at the new ones. g and Λ are those of
+`ssla.likelihoods.likelihood`.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +23,9 @@ from ssla.likelihoods.likelihood import (
     Derivatives,
     Likelihood,
     check_output_count,
-    covariance_of,
+    compute_covariance,
     describe_residuals,
-    scalar_target,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import Real, Support
 from ssla.maths.elementwise import capped_exp
@@ -29,18 +35,22 @@ from ssla.maths.roots import Root
 
 MEAN_LOG_VARIANCE = "mean_log_variance"
 NATURAL = "natural"
-# Constants of `starting_points` and `_Profile`. All are guesses, not measured.
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
+# Constants of `starting_points` and `_Profile`. All are guesses, not measured. A task is one output
+# refit, of one y at one input. A hard task may have several modes.
 PROFILE_STEPS = 3  # Newton steps of every task
 SAFE_STEPS = 40  # most Newton steps of a hard task
 SHORTER_STEPS = 8  # most times that such a step is shortened
 SEVERAL_MODES = 0.5  # c·Var μ/q beyond which a task is hard
 LONGEST_STEP = 4.0  # in a log variance
-LEAST_CURVATURE = 0.1  # share of its positive part
+LEAST_CURVATURE = 0.1  # of h, as a share of its positive part
+SHORTER = 4  # a step that decreases h is divided by it
+SMALLEST_STEP = 1e-11  # in a log variance of size one: smaller steps are rounding errors
 
 
 @dataclass(frozen=True)
 class HeteroscedasticGaussian(Likelihood):
-    """y ~ N(μ, σ²) with two outputs f.
+    """A Gaussian y ~ N(μ, σ²), whose mean and variance follow from two outputs f.
 
     parameters = "mean_log_variance": f = (μ, s), σ² = eˢ. The observed precision
     Λ = e⁻ˢ [[1, r], [r, r²/2]], r = y − μ, is indefinite for r ≠ 0; the Fisher information is
@@ -67,8 +77,8 @@ class HeteroscedasticGaussian(Likelihood):
         scale = "" if self.scale == 1 else f", scale={self.scale:.4g}"
         return f"HeteroscedasticGaussian(parameters={self.parameters!r}{scale})"
 
-    def _at_unit_scale(self, f: Tensor) -> Tensor:
-        """Return the outputs (..., 2) that give the same distribution of y at scale 1."""
+    def _convert_to_unit_scale(self, f: Tensor) -> Tensor:
+        """Return the outputs (..., 2) that at scale 1 give the distribution of y of f (..., 2)."""
         if self.scale == 1:
             return f
         if self.linear_domain:
@@ -78,25 +88,28 @@ class HeteroscedasticGaussian(Likelihood):
     def averages_in_closed_form(
         self, y: Tensor, f: Tensor, root: Root, fisher: bool
     ) -> Derivatives | None:
-        """Return the averages of B rows for mean and log variance; None for natural parameters.
+        """Return E log p (B,), E g (B, 2) and E Λ (B, 2, 2) for f ~ N(f̂, R Rᵀ).
 
-        The result is None too if the exponent of any row exceeds LARGEST_EXPONENT. With w = E e⁻ˢ,
-        the Gaussian of μ weighted by e⁻ˢ/w has the mean m − K_μs and an unchanged variance.
+        y is (B,), f (B, 2) holds f̂, and root is R. If `fisher` is true, the Fisher information
+        diag(E e⁻ˢ, ½) takes the place of E Λ. The result is None for natural parameters, and if the
+        exponent of any row exceeds LARGEST_EXPONENT. With w = E e⁻ˢ, the Gaussian of μ weighted by
+        e⁻ˢ/w has the mean m − K_μs and an unchanged variance.
         """
         if not self.linear_domain:
             return None
-        K = covariance_of(root, f)
-        f = self._at_unit_scale(f)
+        K = compute_covariance(root, f)
+        f = self._convert_to_unit_scale(f)
         exponent = 0.5 * K[:, -1, -1] - f[:, -1]
         if bool((exponent > LARGEST_EXPONENT).any()):
             return None
         w = torch.exp(exponent)
         mean, log_variance = f.unbind(-1)
-        r = scalar_target(y, f) - mean + K[:, 0, 1]
+        r = squeeze_scalar_target(y, f) - mean + K[:, 0, 1]
         average_rw = w * r  # E r e⁻ˢ
         average_r2w = w * (r * r + K[:, 0, 0])  # E r² e⁻ˢ
         log_prob = -0.5 * (LOG_2PI + log_variance + average_r2w)
         score = torch.stack([average_rw, 0.5 * (average_r2w - 1)], -1)
+
         if fisher:
             zero = torch.zeros_like(w)
             entries = [w, zero, zero, zero + 0.5]
@@ -126,15 +139,16 @@ class HeteroscedasticGaussian(Likelihood):
         """
         assert self.linear_domain, "natural parameters have no density for every output"
         nodes, weights = normal_nodes(1)
-        mean_centre, s_centre = self._at_unit_scale(f).unbind(-1)
-        c = K[:, 1, 1].clamp_min(1e-300)  # Var s; without uncertainty it must not divide by zero
+        mean_centre, s_centre = self._convert_to_unit_scale(f).unbind(-1)
+        # Var s, by which is divided below, also without uncertainty.
+        c = K[:, 1, 1].clamp_min(SMALLEST_DIVISOR)
         s = s_centre[:, None] + c.sqrt()[:, None] * nodes[:, 0]  # (B, J)
         # Given s, μ is Gaussian: its mean is linear in s, and its variance adds to the noise.
         slope = (K[:, 0, 1] / c)[:, None]
         mean = mean_centre[:, None] + slope * (s - s_centre[:, None])
         variance = s.exp() + (K[:, 0, 0, None] - slope * K[:, 0, 1, None]).clamp_min(0.0)
         log_prob = -0.5 * (
-            LOG_2PI + variance.log() + (scalar_target(y, f)[:, None] - mean) ** 2 / variance
+            LOG_2PI + variance.log() + (squeeze_scalar_target(y, f)[:, None] - mean) ** 2 / variance
         )
         return torch.logsumexp(log_prob + weights.log(), 1)
 
@@ -171,8 +185,8 @@ class HeteroscedasticGaussian(Likelihood):
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log N(y; μ, σ²) (...); −∞ outside the domain."""
-        y = scalar_target(y, f)
-        first, second = self._at_unit_scale(f).unbind(-1)
+        y = squeeze_scalar_target(y, f)
+        first, second = self._convert_to_unit_scale(f).unbind(-1)
         if self.linear_domain:
             r = y - first
             return -0.5 * (LOG_2PI + second + r * r * capped_exp(-second))
@@ -184,20 +198,26 @@ class HeteroscedasticGaussian(Likelihood):
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation for small changes."""
-        y = scalar_target(y, f_new)
+        y = squeeze_scalar_target(y, f_new)
         if self.linear_domain:
-            return self._difference_of_log_variance(y, f_new, f_old)
-        return self._difference_of_natural(y, f_new, f_old)
+            return self._compute_difference_of_log_variance(y, f_new, f_old)
+        return self._compute_difference_of_natural(y, f_new, f_old)
 
-    def _difference_of_log_variance(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return the difference (...) for mean and log variance, from y (...) and f (..., 2).
+    def _compute_difference_of_log_variance(
+        self, y: Tensor, f_new: Tensor, f_old: Tensor
+    ) -> Tensor:
+        """Return `log_prob_difference` (...) for mean and log variance.
 
-        It is −½[Δs + e^(−ŝ)(r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))], with the residuals r̃ at f_new and
-        r̂ at f_old. Where |Δs| > 1 it is the plain difference, which does not cancel there.
+        y is (...), f_new and f_old are (..., 2). The difference is
+
+            −½ [Δs + e^(−ŝ) (r̃² expm1(−Δs) + (r̃ − r̂)(r̃ + r̂))],
+
+        with the residuals r̃ at f_new and r̂ at f_old. Where |Δs| > 1 it is computed by plain
+        subtraction, which does not cancel there.
         """
         # The step is that of the given outputs: the scale would only add rounding errors.
         mean_step, s_step = (f_new - f_old).unbind(-1)
-        f_new, f_old = self._at_unit_scale(f_new), self._at_unit_scale(f_old)
+        f_new, f_old = self._convert_to_unit_scale(f_new), self._convert_to_unit_scale(f_old)
         r_new = y - f_new[..., 0]
         r_old = y - f_old[..., 0]
         w_new = capped_exp(-f_new[..., 1])
@@ -207,15 +227,18 @@ class HeteroscedasticGaussian(Likelihood):
         far = r_new * r_new * w_new - r_old * r_old * w_old
         return -0.5 * (s_step + torch.where(s_step.abs() <= 1, close, far))
 
-    def _difference_of_natural(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return the difference (...) for natural parameters, from y (...) and f (..., 2).
+    def _compute_difference_of_natural(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
+        """Return `log_prob_difference` (...) for natural parameters.
 
-        It is ½[log1p(Δw/w) − Δw r̃² − w(r̃ − r̂)(r̃ + r̂)], with the residuals r̃ at f_new and r̂ at
-        f_old, w = −2η₂ = 1/σ² and m = η₁/w at f_old, and m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where
-        f_new is outside the domain.
+        y is (...), f_new and f_old are (..., 2). The difference is
+
+            ½ [log1p(Δw/w) − Δw r̃² − w (r̃ − r̂)(r̃ + r̂)],
+
+        with the residuals r̃ at f_new and r̂ at f_old, w = −2η₂ = 1/σ² and m = η₁/w at f_old, and
+        m̃ − m = (Δη₁ − mΔw)/w̃. It is −∞ where f_new is outside the domain.
         """
-        first_step, second_step = self._at_unit_scale(f_new - f_old).unbind(-1)
-        f_new, f_old = self._at_unit_scale(f_new), self._at_unit_scale(f_old)
+        first_step, second_step = self._convert_to_unit_scale(f_new - f_old).unbind(-1)
+        f_new, f_old = self._convert_to_unit_scale(f_new), self._convert_to_unit_scale(f_old)
         w_old = -2 * f_old[..., 1]
         w_new = -2 * f_new[..., 1]
         w_step = -2 * second_step
@@ -232,12 +255,12 @@ class HeteroscedasticGaussian(Likelihood):
         return torch.where(outside, torch.full_like(value, -torch.inf), value)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the score g (..., 2) for y (...) and f (..., 2)."""
+        """Return the score g (..., 2) at y (...) and f (..., 2)."""
         if not self.linear_domain:
             return self.derivatives(y, f).score
         # The same numbers as in `derivatives`, but without Λ, which costs more.
-        r = scalar_target(y, f) - f[..., 0]
-        rw = r * capped_exp(-self._at_unit_scale(f)[..., 1])
+        r = squeeze_scalar_target(y, f) - f[..., 0]
+        rw = r * capped_exp(-self._convert_to_unit_scale(f)[..., 1])
         return stack_last([rw, (r * rw).mul_(0.5).sub_(0.5)])
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
@@ -245,14 +268,15 @@ class HeteroscedasticGaussian(Likelihood):
         return self.derivatives(y, f).precision
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        """Return log p (...), g (..., 2) and Λ (..., 2, 2)."""
-        y = scalar_target(y, f)
-        first, second = self._at_unit_scale(f).unbind(-1)
+        """Return log p (...), g (..., 2) and Λ (..., 2, 2) at y (...) and f (..., 2)."""
+        y = squeeze_scalar_target(y, f)
+        first, second = self._convert_to_unit_scale(f).unbind(-1)
         if not self.linear_domain:
             # The derivatives in η have a factor 1/scale² for each order.
             m, v = -first / (2 * second), -1 / (2 * second)
             score = stack_last([y - m, (y - m) * (y + m) - v]) / self.scale**2
             return Derivatives(self.log_prob(y, f), score, self.fisher(f).expand(*score.shape, 2))
+
         r = y - first
         w = capped_exp(-second)
         rw = r * w
@@ -264,8 +288,8 @@ class HeteroscedasticGaussian(Likelihood):
         )
 
     def fisher(self, f: Tensor) -> Tensor:
-        """Return the Fisher information (..., 2, 2)."""
-        second = self._at_unit_scale(f)[..., 1]
+        """Return the Fisher information (..., 2, 2) at f (..., 2)."""
+        second = self._convert_to_unit_scale(f)[..., 1]
         if self.linear_domain:
             w = capped_exp(-second)
             zero = torch.zeros_like(w)
@@ -281,7 +305,7 @@ class HeteroscedasticGaussian(Likelihood):
 
     def variance(self, f: Tensor) -> Tensor:
         """Return σ² (...)."""
-        second = self._at_unit_scale(f)[..., 1]
+        second = self._convert_to_unit_scale(f)[..., 1]
         return capped_exp(second) if self.linear_domain else -1 / (2 * second)
 
     def locate_target(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,19 +323,21 @@ class HeteroscedasticGaussian(Likelihood):
     centre_and_deviation = locate_target
 
     def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
-        """Return the mode v (M, 2) of M tasks, with the mean profiled out.
+        """Return the mode v (M, 2) of M tasks, as a list of one tensor.
 
         y is (M,), f (M, 2) holds f̂, and R (M, 2, 2) is lower triangular. Natural parameters need
         no starting points, so the list is empty: their log p is concave.
 
-        For a given change d of s, log p is quadratic in μ, so one dimension is left. With Var s =
-        c, β = Cov(μ,s)/c, q = Var(μ|s), ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
+        The mean is profiled out. For a given change d of s, log p is quadratic in μ, so the best μ
+        is a closed form and d is the only unknown. With c = Var s, β = Cov(μ,s)/c, q = Var(μ|s),
+        ρ = y − μ̂ − βd, E = e^(ŝ+d), t = ρ/(E + q):
 
             h(d)  = −½(ŝ + d) − ½ρ²/(E + q) − ½d²/c
             c·h'  = c(βt + ½t²E − ½) − d
             −c·h'' = 1 + c((β + tE)²/(E + q) − ½t²E)
 
-        and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½), so v = Rᵀ of that needs no division.
+        and at the mode K⁻¹(f̃ − f̂) = (t, ½t²E − ½). So v = Rᵀ(t, ½t²E − ½), without an inverse of
+        K.
 
         h can have several maxima where Var s is large or μ and s are strongly correlated (c·Var μ/q
         above about ½). Those tasks also start from three other points, and the highest maximum is
@@ -319,33 +345,38 @@ class HeteroscedasticGaussian(Likelihood):
         """
         if not self.linear_domain:
             return []
+
         # In units of the noise e^(ŝ/2), where ŝ is zero: single precision cannot hold squares of y
         # in every unit.
-        unit = torch.exp(-0.5 * self._at_unit_scale(f)[..., 1])
+        unit = torch.exp(-0.5 * self._convert_to_unit_scale(f)[..., 1])
+
         # R = [[a, 0], [b, e]].
         a, b, e = R[..., 0, 0] * unit, R[..., 1, 0], R[..., 1, 1]
-        r = (scalar_target(y, f) - f[..., 0]) * unit
+        r = (squeeze_scalar_target(y, f) - f[..., 0]) * unit
         s = torch.zeros_like(f[..., 1])
         c = torch.addcmul(b * b, e, e)
         a_over_c = a / c.clamp_min(torch.finfo(c.dtype).tiny)
         beta = a_over_c * b
         q = a_over_c * a * (e * e)
+
         # Without uncertainty of s, the variance of μ given s is that of μ.
         certain = c == 0
         if bool(certain.any()):
             q = torch.where(certain, a * a, q)
         task = _Profile(r, s, c, beta, q)
+
         # Newton steps are fast in single precision. One more in double precision squares their
         # error.
         single = task.map_fields(Tensor.float)
-        d = single.lambert_start()
+        d = single.find_lambert_start()
         for _ in range(PROFILE_STEPS):
-            d = single.newton_step(d)
-        d = task.newton_step(d.to(r.dtype))
+            d = single.take_newton_step(d)
+        d = task.take_newton_step(d.to(r.dtype))
         hard = (c * a * a > SEVERAL_MODES * q) & (c > 0)
         if bool(hard.any()):
             rows = hard.nonzero().squeeze(-1)
-            d[rows] = task.map_fields(lambda values: values[rows]).highest_maximum(d[rows])
+            d[rows] = task.map_fields(lambda values: values[rows]).find_highest_maximum(d[rows])
+
         # v = Rᵀ(t, u) with u = ½t²E − ½.
         E = capped_exp(s + d)
         t = torch.addcmul(r, beta, d, value=-1) / (E + q)
@@ -372,10 +403,10 @@ class _Profile(NamedTuple):
     q: Tensor
 
     def map_fields(self, function: Callable[[Tensor], Tensor]) -> _Profile:
-        """Return the profile with a function (M,) -> (m,) applied to each field."""
+        """Return the profile whose fields are function(field), (M,) -> (m,)."""
         return _Profile(*(function(values) for values in self))
 
-    def lambert_start(self) -> Tensor:
+    def find_lambert_start(self) -> Tensor:
         """Return an approximate maximum d (M,) of h.
 
         For β = 0 and fixed q the maximum has d + c/2 = W(½ c z² e^(c/2)), with z² = E ρ²/(E + q)²
@@ -387,7 +418,7 @@ class _Profile(NamedTuple):
         w = torch.log1p(0.5 * self.c * z2 * capped_exp(0.5 * self.c))
         return w * (1 - torch.log1p(w) / (2 + w)) - 0.5 * self.c
 
-    def newton_step(self, d: Tensor) -> Tensor:
+    def take_newton_step(self, d: Tensor) -> Tensor:
         """Return d (M,) after one Newton step on h, with the derivatives of `starting_points`.
 
         h need not be concave: its curvature is taken as at least a share of its positive part.
@@ -403,30 +434,30 @@ class _Profile(NamedTuple):
         slope = torch.addcmul(half_t2E.sub_(0.5), self.beta, t).mul_(self.c).sub_(d)
         return d + slope.div_(curvature)
 
-    def height(self, d: Tensor) -> Tensor:
-        """Return h(d) (M,), with −∞ where it is not a number."""
+    def compute_height(self, d: Tensor) -> Tensor:
+        """Return the height h(d) (M,) at d (M,), with −∞ where it is not a number."""
         rho = torch.addcmul(self.r, self.beta, d, value=-1)
         variance = capped_exp(self.s + d) + self.q
         value = -0.5 * (self.s + d + rho * rho / variance + d * d / self.c)
         return torch.nan_to_num(value, nan=-torch.inf, posinf=-torch.inf)
 
-    def highest_maximum(self, d: Tensor) -> Tensor:
+    def find_highest_maximum(self, d: Tensor) -> Tensor:
         """Return the highest maximum (M,) of h that is reached from d (M,) and three other points.
 
         These points are: −c/2, the maximum if y is near its mean; a noise as large as the residual;
         and a mean at y. The result is d where no maximum is higher.
         """
         # The floors are for a residual of zero and for tasks without uncertainty.
-        noise_explains = (self.r * self.r).clamp_min(1e-300).log() - self.s
-        variance = (self.beta * self.beta * self.c + self.q).clamp_min(1e-300)
+        noise_explains = (self.r * self.r).clamp_min(SMALLEST_DIVISOR).log() - self.s
+        variance = (self.beta * self.beta * self.c + self.q).clamp_min(SMALLEST_DIVISOR)
         mean_explains = self.c * self.beta * self.r / variance
         best = d
-        best_height = self.height(d)
+        best_height = self.compute_height(d)
         for start in (d, -0.5 * self.c, noise_explains, mean_explains):
             maximum = self._climb_to_maximum(
                 torch.where(torch.isfinite(start), start, torch.zeros_like(start))
             )
-            height = self.height(maximum)
+            height = self.compute_height(maximum)
             better = height > best_height
             best = torch.where(better, maximum, best)
             best_height = torch.where(better, height, best_height)
@@ -435,25 +466,24 @@ class _Profile(NamedTuple):
     def _climb_to_maximum(self, d: Tensor) -> Tensor:
         """Return the maximum (M,) of h that is reached from d (M,) by steps that never decrease h.
 
-        After SAFE_STEPS steps it is the point that was reached until then.
+        A task that has no maximum after SAFE_STEPS steps returns the point where it is then.
         """
-        height = self.height(d)
+        height = self.compute_height(d)
         for _ in range(SAFE_STEPS):
-            step = self.newton_step(d) - d
+            step = self.take_newton_step(d) - d
             step = torch.where(torch.isfinite(step), step, torch.zeros_like(step))
             step = step.clamp(-LONGEST_STEP, LONGEST_STEP)
-            trial_height = self.height(d + step)
+            trial_height = self.compute_height(d + step)
             # A step that decreases h is shortened.
             for _ in range(SHORTER_STEPS):
                 decreased = trial_height < height
                 if not bool(decreased.any()):
                     break
-                step = torch.where(decreased, step / 4, step)
-                trial_height = self.height(d + step)
+                step = torch.where(decreased, step / SHORTER, step)
+                trial_height = self.compute_height(d + step)
             accepted = trial_height >= height
             d = torch.where(accepted, d + step, d)
             height = torch.where(accepted, trial_height, height)
-            # Smaller steps are rounding errors.
-            if bool((step.abs() <= 1e-11 * (1 + d.abs())).all()):
+            if bool((step.abs() <= SMALLEST_STEP * (1 + d.abs())).all()):
                 break
         return d

@@ -28,14 +28,15 @@ GAUSS_HERMITE = 2  # up to this number of outputs the nodes need no correction
 def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Tensor:
     """Return log ∫ p(y|f) N(f; f̂, R Rᵀ) df (B,) in float64, for f (B, C) and y (B,) or (B, C).
 
-    The likelihood must allow every output (`linear_domain`): nodes outside its domain would have no
-    density.
+    f holds f̂, and root is R. The likelihood must allow every output (`linear_domain`), because
+    nodes outside its domain would have no density; this is not checked.
     """
     C = f.shape[1]
     if likelihood.has_log_average:
         R = root.multiply(torch.eye(C, dtype=root.dtype)).double()
         return likelihood.log_average(y, f.double(), R @ R.mT)
     nodes, weights = normal_nodes(C, FEW_PAIRS if C > MANY_OUTPUTS else MANY_PAIRS)
+
     # Logits of classes lose nothing in single precision; targets of other kinds may.
     single = likelihood.support_for(C).kind == "class" and root.dtype == torch.float32
     dtype = torch.float32 if single else torch.float64
@@ -51,16 +52,17 @@ def log_average(likelihood: Likelihood, y: Tensor, f: Tensor, root: Root) -> Ten
         log_sum = log_terms.logsumexp(1)
         averages[rows] = log_sum
         if C > GAUSS_HERMITE:
-            averages[rows] += _jensen_correction((log_terms - log_sum[:, None]).exp())
+            averages[rows] += _compute_jensen_correction((log_terms - log_sum[:, None]).exp())
+
     return averages
 
 
-def _jensen_correction(shares: Tensor) -> Tensor:
-    """Return by how much the logarithm of a sum over nodes is too low on average (b,).
+def _compute_jensen_correction(shares: Tensor) -> Tensor:
+    """Return by how much (b,) the logarithm of a sum over nodes is too low on average.
 
-    It is half the relative variance of the sum. shares (b, J): the terms of the sum, divided by it,
-    with the mirror images of the first J/2 nodes in the second half. The result is zero for a sum
-    of zero, whose shares are NaN.
+    This is half the relative variance of the sum. shares (b, J): the terms of the sum, divided by
+    the sum, with the mirror images of the first J/2 nodes in the second half. The result is zero
+    for a sum of zero, whose shares are NaN.
     """
     # A node and its mirror image count as one term, because their errors cancel in part.
     pairs = shares.shape[1] // 2

@@ -2,6 +2,18 @@
 
 Shapes. f is (..., C). A scalar target y is (...), broadcast against f's leading shape; a vector
 target (Gaussian with C > 1 outputs) is (..., C). Likelihoods do not depend on networks or weights.
+
+Symbols of this package:
+
+    g       the score ∂ log p(y|f)/∂f (..., C)
+    Λ       the observed precision −∂² log p(y|f)/∂f² (..., C, C)
+    Fisher  E_y Λ, the average of Λ over y ~ p(y|f)
+    f̂, K    mean and covariance of a Gaussian of the outputs, f ~ N(f̂, K)
+    R       a root of K: K = R Rᵀ
+    f̃, v    the refit: f̃ = f̂ + Rv maximises log p(y|f̂ + Rv) − ½‖v‖² (docs/mathematics.md, "In output
+            space")
+    β       the power of a tempered likelihood
+    T       the temperature of class logits
 """
 
 from __future__ import annotations
@@ -92,7 +104,11 @@ class Likelihood(Protocol):
 
     @abstractmethod
     def mean(self, f: Tensor) -> Tensor:
-        """Return E[y | f]: (...), or (..., C) for vectors and for classes (their probabilities)."""
+        """Return E[y | f], of shape (...).
+
+        For vectors it is (..., C). For classes of several outputs it is their probabilities
+        (..., C).
+        """
 
     @abstractmethod
     def variance(self, f: Tensor) -> Tensor:
@@ -164,9 +180,9 @@ class Likelihood(Protocol):
         return False
 
     def covariance_for(self, f: Tensor) -> Tensor:
-        """Return Σ (C, C) of a `quadratic` likelihood, in f's dtype and on its device.
+        """Return the noise covariance Σ (C, C), in the dtype and on the device of f (..., C).
 
-        Raises TypeError for every other likelihood.
+        Raises TypeError unless the likelihood is `quadratic`.
         """
         raise TypeError(f"{self!r} has no noise covariance: its log density is not quadratic in f.")
 
@@ -283,7 +299,7 @@ class Likelihood(Protocol):
         integral ∫₀¹ g(f_old + tΔ)ᵀΔ dt by four Gauss–Legendre nodes, whose error is O(|Δ|⁹).
         Elsewhere it is the plain difference.
         """
-        y = scalar_target(y, f_new)
+        y = squeeze_scalar_target(y, f_new)
         step = f_new - f_old
         plain = self.log_prob(y, f_new) - self.log_prob(y, f_old)
         close = (step.abs() <= LARGEST_INTEGRATED_STEP).all(-1)
@@ -298,7 +314,7 @@ class Likelihood(Protocol):
         return torch.where(close, integral, plain)
 
     def score_change(self, y: Tensor, f: Tensor, before: Tensor) -> Tensor:
-        """Return g(y, f) − g(y, before) (..., C)."""
+        """Return the change of the score, g(y, f) − g(y, before) (..., C)."""
         return self.score(y, f) - self.score(y, before)
 
     def curvature(self, y: Tensor, f: Tensor, fisher: bool = False) -> Tensor:
@@ -317,8 +333,8 @@ class Likelihood(Protocol):
     def precision_trace(self, y: Tensor, f: Tensor, K: Tensor, fisher: bool = False) -> Tensor:
         """Return tr(K Λ(y, f)) (m, b) for m output vectors in each of b rows.
 
-        The arguments are y (b, ...), f (m, b, C), and symmetric K (b, C, C). `fisher` is that of
-        `curvature`.
+        The arguments are y (b, ...), f (m, b, C), and K (b, C, C), which must be symmetric.
+        `fisher` is that of `curvature`.
         """
         precision = self.curvature(y, f, fisher).expand(*f.shape, f.shape[-1])
         return torch.einsum("bcd,mbcd->mb", K, precision)
@@ -334,9 +350,9 @@ class Likelihood(Protocol):
     ) -> Tensor:
         """Return Σ_i w_i d_i ΔΛ_i d_iᵀ (m, r, r), summed over b rows, for m output vectors each.
 
-        ΔΛ_i = Λ(y_i, f_i) − Λ(y_i, before_i). The arguments are f (m, b, C), before (b, C),
-        directions dᵀ (b, C, r), and weights w (b,); None means weights of one. `fisher` is that of
-        `curvature`.
+        ΔΛ_i = Λ(y_i, f_i) − Λ(y_i, before_i). The arguments are y (b, ...), f (m, b, C), before
+        (b, C), directions dᵀ (b, C, r), and weights w (b,); None means weights of one. `fisher` is
+        that of `curvature`.
         """
         scaled = directions if weights is None else directions * weights[:, None, None]
         shape = (*f.shape, f.shape[-1])
@@ -370,8 +386,8 @@ class Likelihood(Protocol):
     def refit_at_boundary(self, y: Tensor, f: Tensor, K: Tensor) -> BoundaryRefit | None:
         """Return the refits that the boundary cuts, for f ~ N(f̂, K), differentiable in f̂ and K.
 
-        f (..., C) holds f̂, and K is (..., C, C). The result is None, the default, if no density is
-        positive at the boundary.
+        y is (...), f (..., C) holds f̂, and K is (..., C, C). The result is None, the default, if no
+        density is positive at the boundary.
         """
         return None
 
@@ -382,8 +398,8 @@ class Likelihood(Protocol):
     ) -> Derivatives | None:
         """Return E log p (B,), E g (B, C) and E Λ (B, C, C) for f ~ N(f̂, R Rᵀ), with f (B, C) as f̂.
 
-        The result is None, the default, where there is no formula. If `fisher` is true, the
-        expected Fisher information takes the place of E Λ.
+        y is (B,) or (B, C), and root is R. The result is None, the default, where there is no
+        formula. If `fisher` is true, the expected Fisher information takes the place of E Λ.
         """
         return None
 
@@ -419,9 +435,9 @@ class Likelihood(Protocol):
         """Return an approximate centre (N,) and scale (N,) of a continuous y for f ~ N(f̂, K).
 
         A grid over y starts there, in the support's real coordinate. f is (N, C) and K is (N, C,
-        C). The default searches p(y|f̂) for both, so it does not use K.
+        C). The default finds both by a search over p(y|f̂), and does not use K.
         """
-        return quadrature.locate_densities(log_density_on_line(self, f), f.shape[0])
+        return quadrature.locate_densities(make_log_density_on_line(self, f), f.shape[0])
 
     def centre_and_deviation(self, f: Tensor, K: Tensor) -> tuple[Tensor, Tensor]:
         """Return the centre and the standard deviation of y for f ~ N(f̂, K), of one shape.
@@ -433,17 +449,17 @@ class Likelihood(Protocol):
         return f, torch.full_like(f, torch.inf)
 
 
-def log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDensity:
-    """Return the function (z (n, k), rows (n,)) -> log density of z (n, k) given f[rows].
+def make_log_density_on_line(likelihood: Likelihood, f: Tensor) -> quadrature.LogDensity:
+    """Return the log density as a function (z (n, k), rows (n,)) -> (n, k), given f[rows].
 
-    f (N, C) holds the outputs, and z is y in the support's real coordinate. Raises AssertionError
-    unless the support is continuous.
+    f (N, C) holds the outputs, and z is y in the support's real coordinate (`Continuous.to_real`).
+    Raises AssertionError unless the support of the likelihood is continuous.
     """
     support = likelihood.support_for(f.shape[-1])
     assert isinstance(support, Continuous)
 
     def log_density(z: Tensor, rows: Tensor) -> Tensor:
-        """Return the log density of z (n, k), which is that of y plus log dy/dz."""
+        """Return the log density of z (n, k) in rows (n,), which is that of y plus log dy/dz."""
         y = support.from_real(z)
         return likelihood.log_prob(y, f[rows].unsqueeze(1)) + support.log_slope(z)
 
@@ -480,7 +496,7 @@ def dispersion_in_words(likelihood: Likelihood, factor: float) -> str:
     return likelihood.dispersion_in_words(factor) if isinstance(likelihood, Dispersed) else ""
 
 
-# Factors on a spread between 1/CLOSE and CLOSE are described as one. A guess, not measured.
+# A factor on a spread between 1/CLOSE and CLOSE is described as equal to one. A guess.
 CLOSE = 1.05
 
 
@@ -500,13 +516,13 @@ def describe_residuals(factor: float) -> str:
 LARGEST_EXPONENT = 170.0
 
 
-def covariance_of(root: Root, f: Tensor) -> Tensor:
+def compute_covariance(root: Root, f: Tensor) -> Tensor:
     """Return K = R Rᵀ (B, C, C) from its root, in the dtype of the outputs f (B, C)."""
     R = root.multiply(torch.eye(f.shape[1], dtype=f.dtype))
     return R @ R.mT
 
 
-def scalar_target(y: Tensor, f: Tensor) -> Tensor:
+def squeeze_scalar_target(y: Tensor, f: Tensor) -> Tensor:
     """Return y without its last dimension if y and f are both (..., 1); otherwise y itself.
 
     A scalar target may be given as a column (N, 1), but the formulas need (N,).

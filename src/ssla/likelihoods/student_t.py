@@ -1,4 +1,8 @@
-"""Heavy-tailed noise around one output."""
+"""Heavy-tailed noise around one output.
+
+z = (y − f)/scale is the standardised residual. g and Λ are those of
+`ssla.likelihoods.likelihood`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from ssla.likelihoods.likelihood import (
     Likelihood,
     check_output_count,
     describe_residuals,
-    scalar_target,
+    squeeze_scalar_target,
 )
 from ssla.likelihoods.support import Real, Support
 
@@ -55,13 +59,13 @@ class StudentT(Likelihood):
         check_output_count("StudentT", outputs, 1, "the location")
         return Real()
 
-    def _standardised_residual(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the standardised residual (y − f)/scale (...) for f (..., 1)."""
-        return (scalar_target(y, f) - f[..., 0]) / self.scale
+    def _standardise_residual(self, y: Tensor, f: Tensor) -> Tensor:
+        """Return the standardised residual z = (y − f)/scale (...) for f (..., 1)."""
+        return (squeeze_scalar_target(y, f) - f[..., 0]) / self.scale
 
     def log_prob(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return the log density of Student's t at z, less log scale (...)."""
-        z = self._standardised_residual(y, f)
+        """Return the log density of y (...): that of Student's t at z, less log scale."""
+        z = self._standardise_residual(y, f)
         constant = (
             math.lgamma((self.df + 1) / 2)
             - math.lgamma(self.df / 2)
@@ -72,29 +76,31 @@ class StudentT(Likelihood):
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
         """Return log p(y|f_new) − log p(y|f_old) (...), without cancellation.
 
-        It is −½(df + 1) log1p(ratio) with ratio = (z_new − z_old)(z_new + z_old)/(df + z_old²).
-        Where the ratio is below −½ it is the plain difference, which does not cancel there.
+        The result is −½(df + 1) log1p(ratio) with ratio = (z_new − z_old)(z_new + z_old)/(df +
+        z_old²). Where the ratio is below −½ it is the plain difference, which does not cancel
+        there.
         """
-        new, old = self._standardised_residual(y, f_new), self._standardised_residual(y, f_old)
+        new, old = self._standardise_residual(y, f_new), self._standardise_residual(y, f_old)
         ratio = (f_old - f_new)[..., 0] / self.scale * (new + old) / (self.df + old * old)
         plain = torch.log1p(new * new / self.df) - torch.log1p(old * old / self.df)
         change = torch.where(ratio > -0.5, torch.log1p(ratio.clamp_min(-0.5)), plain)
         return -(self.df + 1) / 2 * change
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return (df + 1) z / (scale (df + z²)) (..., 1)."""
-        z = self._standardised_residual(y, f)
+        """Return the score g = (df + 1) z / (scale (df + z²)) (..., 1)."""
+        z = self._standardise_residual(y, f)
         return ((self.df + 1) / self.scale * z / (self.df + z * z)).unsqueeze(-1)
 
     def precision(self, y: Tensor, f: Tensor) -> Tensor:
-        """Return (df + 1)(df − z²) / (scale² (df + z²)²) (..., 1, 1)."""
-        z = self._standardised_residual(y, f)
-        q = self.df + z * z
-        # Two divisions by q, because q² overflows for a distant y.
-        return ((self.df + 1) / self.scale**2 * ((self.df - z * z) / q) / q)[..., None, None]
+        """Return the precision Λ = (df + 1)(df − z²) / (scale² (df + z²)²) (..., 1, 1)."""
+        z = self._standardise_residual(y, f)
+        denominator = self.df + z * z
+        # Two divisions, because the square of the denominator overflows for a distant y.
+        share = (self.df - z * z) / denominator
+        return ((self.df + 1) / self.scale**2 * share / denominator)[..., None, None]
 
     def fisher(self, f: Tensor) -> Tensor:
-        """Return (df + 1) / ((df + 3) scale²) (..., 1, 1)."""
+        """Return the Fisher information (df + 1) / ((df + 3) scale²) (..., 1, 1)."""
         return torch.full_like(f, (self.df + 1) / ((self.df + 3) * self.scale**2)).unsqueeze(-1)
 
     def mean(self, f: Tensor) -> Tensor:
@@ -102,7 +108,7 @@ class StudentT(Likelihood):
         return f[..., 0]
 
     def variance(self, f: Tensor) -> Tensor:
-        """Return scale² df/(df − 2) (...), or infinity for df ≤ 2."""
+        """Return the variance scale² df/(df − 2) of y (...), or infinity for df ≤ 2."""
         value = self.scale**2 * self.df / (self.df - 2) if self.df > 2 else math.inf
         return torch.full_like(f[..., 0], value)
 
@@ -115,11 +121,12 @@ class StudentT(Likelihood):
     def starting_points(self, y: Tensor, f: Tensor, R: Tensor) -> list[Tensor]:
         """Return two starting points v (M, 1) for M tasks, with f̂ + Rv = f̂ and with f̂ + Rv = y.
 
-        For a wide K the objective has a mode near each. f (M, 1) holds f̂, and R is (M, 1, 1).
+        For a wide K the objective log p(y|f̂ + Rv) − ½‖v‖² has a mode near each. y is (M,), f (M, 1)
+        holds f̂, and R is (M, 1, 1).
         """
         r = R[..., 0, 0]
         # Without uncertainty (r = 0) the only point is v = 0.
-        at_y = (scalar_target(y, f) - f[..., 0]) / torch.where(r > 0, r, torch.inf)
+        at_y = (squeeze_scalar_target(y, f) - f[..., 0]) / torch.where(r > 0, r, torch.inf)
         return [torch.zeros_like(f), at_y.unsqueeze(-1)]
 
     def sample(self, f: Tensor, n: int, generator: torch.Generator | None = None) -> Tensor:

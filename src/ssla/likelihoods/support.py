@@ -1,4 +1,9 @@
-"""Supports of targets: the allowed values of y, and the map of a continuous y to the real line."""
+"""Supports of targets: the allowed values of y, and the map of a continuous y to the real line.
+
+The real coordinate of a continuous y is a number z on the real line with y = from_real(z). Grids
+over y are built in z, for every support. The density of z is p(y) dy/dz, and `log_slope` is
+log dy/dz.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,9 @@ import torch
 from torch import Tensor
 
 from ssla._checks import check_finite
+
+LARGEST_LOG = 700  # its exponential and the inverse of that are normal numbers of float64
+LARGEST_LOGIT = 36  # σ(36) is below one in float64, and σ(37) rounds to one
 
 
 class Support(Protocol):
@@ -75,7 +83,11 @@ class Real:
 
 @dataclass(frozen=True)
 class Positive:
-    """The support of numbers above zero; z = log y."""
+    """The support of numbers above zero; z = log y.
+
+    The map is clamped at |z| = LARGEST_LOG: exp overflows float64 at 709.8 and leaves its normal
+    numbers at −708.4.
+    """
 
     kind = "real"
 
@@ -93,14 +105,13 @@ class Positive:
 
     def from_real(self, z: Tensor) -> Tensor:
         """Return e^z, with z clamped so that y is finite and not zero."""
-        # exp overflows float64 at 709.8 and leaves its normal numbers at −708.4.
-        return z.clamp(-700, 700).exp()
+        return z.clamp(-LARGEST_LOG, LARGEST_LOG).exp()
 
     def log_slope(self, z: Tensor) -> Tensor:
-        """Return z up to 700, and 1400 − z beyond."""
-        # `from_real` is clamped at z = 700. If the slope did not fall beyond, its integral would be
-        # infinite.
-        return 700 - (z - 700).abs()
+        """Return z up to LARGEST_LOG, and 2 LARGEST_LOG − z beyond."""
+        # `from_real` is clamped at LARGEST_LOG. If the slope did not fall beyond, its integral
+        # would be infinite.
+        return LARGEST_LOG - (z - LARGEST_LOG).abs()
 
 
 @dataclass(frozen=True)
@@ -123,8 +134,8 @@ class UnitInterval:
 
     def from_real(self, z: Tensor) -> Tensor:
         """Return σ(z), with z clamped so that y is strictly between 0 and 1."""
-        # In float64 σ(37) rounds to one, and e^−700 is near the smallest number.
-        return torch.sigmoid(z.clamp(-700, 36))
+        # e^−LARGEST_LOG is near the smallest number.
+        return torch.sigmoid(z.clamp(-LARGEST_LOG, LARGEST_LOGIT))
 
     def log_slope(self, z: Tensor) -> Tensor:
         """Return log dy/dz = log σ(z) + log σ(−z), without the clamp of `from_real`."""
@@ -193,7 +204,7 @@ class Counts:
             )
 
 
-LARGEST_COUNT = 1e9  # of the targets of a fit: see `Counts`
+LARGEST_COUNT = 1e9  # the largest target of a fit: see `Counts`
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from ssla.likelihoods.support import Support
 from ssla.maths.roots import Root
 
 
-def _property_of_base(name: str) -> Any:
+def _make_property_of_base(name: str) -> Any:
     """Return a property of `Tempered` that has the value of its base's property of that name."""
     return property(attrgetter(f"base.{name}"))
 
 
 @dataclass(frozen=True)
 class Tempered(Likelihood):
-    """The power p(y|f)^β.
+    """The power p(y|f)^β of another likelihood, its base.
 
     β < 1 gives the data less weight (a warm posterior), β > 1 more (a cold one). Tempering scales
     the likelihood of the training data: log_prob, score, precision and fisher are β times the
@@ -57,18 +57,18 @@ class Tempered(Likelihood):
         return self.beta * self.base.power
 
     # True of every power of a density.
-    linear_domain = _property_of_base("linear_domain")
-    links = _property_of_base("links")
-    needs_noise_estimate = _property_of_base("needs_noise_estimate")
-    concave = _property_of_base("concave")
-    averages_differ = _property_of_base("averages_differ")
-    fisher_in_closed_form = _property_of_base("fisher_in_closed_form")
-    mean_has_gradient = _property_of_base("mean_has_gradient")
-    logit_temperature = _property_of_base("logit_temperature")
-    softmax = _property_of_base("softmax")
-    shift_invariant = _property_of_base("shift_invariant")
-    one_probability = _property_of_base("one_probability")
-    overdispersion = _property_of_base("overdispersion")
+    linear_domain = _make_property_of_base("linear_domain")
+    links = _make_property_of_base("links")
+    needs_noise_estimate = _make_property_of_base("needs_noise_estimate")
+    concave = _make_property_of_base("concave")
+    averages_differ = _make_property_of_base("averages_differ")
+    fisher_in_closed_form = _make_property_of_base("fisher_in_closed_form")
+    mean_has_gradient = _make_property_of_base("mean_has_gradient")
+    logit_temperature = _make_property_of_base("logit_temperature")
+    softmax = _make_property_of_base("softmax")
+    shift_invariant = _make_property_of_base("shift_invariant")
+    one_probability = _make_property_of_base("one_probability")
+    overdispersion = _make_property_of_base("overdispersion")
 
     def multiply_dispersion(self, factor: float) -> Likelihood:
         """Return the same power of the base with `factor` times its spread.
@@ -78,11 +78,11 @@ class Tempered(Likelihood):
         return replace(self, base=multiply_dispersion(self.base, factor))
 
     def dispersion_in_words(self, factor: float) -> str:
-        """Return the base's clause for the report on a factor on its spread."""
+        """Return the base's clause for the report, for the factor that its spread needs."""
         return dispersion_in_words(self.base, factor)
 
     def support_for(self, outputs: int) -> Support:
-        """Return the support of the base."""
+        """Return the support of the base for C outputs; raises ValueError as the base does."""
         return self.base.support_for(outputs)
 
     def check_outputs(self, f: Tensor) -> None:
@@ -94,7 +94,7 @@ class Tempered(Likelihood):
         return self.beta * self.base.log_prob(y, f)
 
     def log_prob_difference(self, y: Tensor, f_new: Tensor, f_old: Tensor) -> Tensor:
-        """Return β times the base's difference (...)."""
+        """Return β times the base's log_prob_difference (...)."""
         return self.beta * self.base.log_prob_difference(y, f_new, f_old)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class Tempered(Likelihood):
         return self.beta * self.base.fisher(f)
 
     def derivatives(self, y: Tensor, f: Tensor) -> Derivatives:
-        """Return β log p, βg and βΛ of the base, computed together."""
+        """Return β log p (...), βg (..., C) and βΛ (..., C, C) of the base, computed together."""
         return Derivatives(*(self.beta * value for value in self.base.derivatives(y, f)))
 
     def score_change(self, y: Tensor, f: Tensor, before: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Tempered(Likelihood):
         weights: Tensor | None = None,
         fisher: bool = False,
     ) -> Tensor:
-        """Return β times the base's change along the directions (m, r, r)."""
+        """Return β times the base's precision_change_along (m, r, r), with the same arguments."""
         change = self.base.precision_change_along(y, f, before, directions, weights, fisher)
         return self.beta * change
 

@@ -1,4 +1,21 @@
-"""From log densities to answers: distribution-like results."""
+"""From log densities to answers: distribution-like results.
+
+Words of this package:
+
+    N, C, D       inputs (rows), outputs of the network, and values of y in a row
+    f̂, K          mean (N, C) and covariance (N, C, C) of the outputs: the marginal at each input
+    refit         the mode of the parameters after (x, y) was added to the data; of the outputs, or
+                  of all weights (docs/mathematics.md)
+    rung          a kind of refit, by name: "output", "weights", "auto", …
+    increments    the parts of the un-normalised log density of y: of the likelihood, of the prior
+                  and of the curvature. `total` is their sum
+    mass          the integral (or sum) of the un-normalised density over y; the truth has mass 1
+    law           the distribution of y at N inputs, in float64 (`Law`)
+    predictive    a law with the shapes, checks and dtypes of its answers (`Predictive`)
+    row flagged   something happened in it that the user may want to know (`Diagnostics`)
+    epistemic     the part of the variance that comes from the uncertainty of f, also "doubt"
+    aleatoric     the part of the variance that is noise
+"""
 
 from __future__ import annotations
 
@@ -72,7 +89,7 @@ MOST_IN_FLOAT64 = 1 << 22
 def predict(
     posterior: Posterior, x: Inputs, refit: str | Refit = "output", differentiable: bool = False
 ) -> Predictive:
-    """Return the predictive of y at x (see Posterior.predict).
+    """Return the predictive of y at the inputs x (see Posterior.predict).
 
     refit: a rung or its name. differentiable: whether the answers carry gradients in x and y.
     Raises TypeError unless `posterior` is a Posterior, and ValueError where refit, convention and
@@ -84,6 +101,7 @@ def predict(
             "predict needs a Posterior, as ssla.fit returns it, but got "
             f"{type(posterior).__name__}."
         )
+
     rung = resolve(refit)
     if differentiable:
         return make_differentiable_predictive(posterior, x, rung)
@@ -95,6 +113,7 @@ def predict(
         )
     if isinstance(rung, WeightRefit | AutoRefit):
         return _predict_by_weights(posterior, x, rung)
+
     # Classes come before the general case: they are integrated without the K of all rows at once.
     if isinstance(rung, OutputRefit) and _integrates_classes(
         rung, posterior.likelihood.predictive, posterior.convention
@@ -106,9 +125,9 @@ def predict(
 def _predict_by_weights(
     posterior: Posterior, x: Inputs, rung: WeightRefit | AutoRefit
 ) -> Predictive:
-    """Return the predictive at x by refits of the weights: in every row, or for "auto" in the rows
-    where the output rung is doubtful.
+    """Return the predictive at x by refits of the weights.
 
+    Every row is refitted; with the rung "auto", only the rows in which the output rung is doubtful.
     Warns of refits that failed. Raises ValueError for angles, and for vectors without a closed
     form.
     """
@@ -129,8 +148,9 @@ def _predict_by_weights(
 
 
 def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
-    """Return the predictive of classes at x: the probabilities are integrals over f, computed a
-    chunk of rows at a time.
+    """Return the predictive of classes at x, whose probabilities are integrals over f.
+
+    They are computed a chunk of rows at a time, so that K of all rows is never held.
     """
     inputs = as_inputs(x)
     log_density = ByChunks(rung, posterior, inputs)
@@ -147,12 +167,15 @@ def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Pred
     )
     rows = row_count(inputs)
     outputs = posterior.network.outputs
+
     # A float32 network answers in float32. Where there are very many answers they are also held in
     # float32, which takes half the memory.
-    many = rows * outputs > MOST_IN_FLOAT64 and log_density.like.dtype.itemsize <= 4
-    dtype = torch.float32 if many else torch.float64
+    has_many_answers = rows * outputs > MOST_IN_FLOAT64
+    is_single = log_density.like.dtype.itemsize <= 4
+    dtype = torch.float32 if has_many_answers and is_single else torch.float64
     integrals = integrate_classes(scaled_roots, outputs, posterior.memory_budget, rows, dtype)
     predictive = make_integrated_predictive(log_density, integrals, rung.name)
+
     # Without rows there are no chunks, and so no flags.
     return _flag_extreme_rows(predictive, torch.cat(extreme)) if extreme else predictive
 
@@ -181,7 +204,8 @@ def _find_refit_reasons(
 ) -> list[str]:
     """Return for each row why "auto" refits the weights; an empty text where it does not.
 
-    output: the predictive of the output rung, whose mass and flags decide.
+    weights: the log density of refits of the weights. output: the predictive of the output rung,
+    whose mass and flags decide.
     """
     if weights.equals_output_refit:  # a refit of the weights gives the same answer
         return [""] * output.law.rows
@@ -194,11 +218,11 @@ def _find_refit_reasons(
 def from_marginal(
     likelihood: Likelihood, mean: Any, covariance: Any, refit: str | Refit = "output"
 ) -> Predictive:
-    """Return the predictive of y when f ~ N(mean, covariance), a distribution of f that was not
-    computed by a posterior.
+    """Return the predictive of y for outputs f ~ N(mean, covariance) that the caller gives.
 
-    mean (N, C), covariance (N, C, C). A refit of the weights needs the network, so it is refused.
-    Raises ValueError for such a rung, for other shapes, and for numbers that are not finite.
+    mean (N, C), covariance (N, C, C). No posterior is needed. refit: a rung or its name. A refit of
+    the weights needs the network, so it is refused. Raises ValueError for such a rung, for other
+    shapes, and for numbers that are not finite.
     """
     rung = resolve(refit)
     if not isinstance(rung, OutputRung):
@@ -211,12 +235,14 @@ def from_marginal(
             "NoRefit(data_curvature='observed') sums the curvature of training rows, and f alone "
             "has none. Use data_curvature='fisher': the covariance that you give is used as it is."
         )
+
     f, K = as_tensor(mean), as_tensor(covariance)
     if f.dim() != 2 or K.shape != (*f.shape, f.shape[1]):
         raise ValueError(
             f"mean must be (N, C) and covariance (N, C, C), but they are {tuple(f.shape)} and "
             f"{tuple(K.shape)}."
         )
+
     check_finite("mean", f, "Give finite outputs.")
     check_finite("covariance", K, "Give finite covariances.")
     return predictive_of_outputs(likelihood, f, checked_covariances("covariance", K), rung)
@@ -225,11 +251,11 @@ def from_marginal(
 def predictive_of_outputs(
     likelihood: Likelihood, f: Tensor, K: Tensor, rung: OutputRung = OUTPUT
 ) -> Predictive:
-    """Return the predictive of y when the outputs are Gaussian with mean f (N, C) and covariance
-    K (N, C, C).
+    """Return the predictive of y for outputs f ~ N(f̂, K).
 
-    K is not checked: it must be symmetric and positive semi-definite, as the library computes it.
-    Raises ValueError where f is outside the domain of the likelihood.
+    f (N, C): f̂. K (N, C, C). rung: the kind of refit. K is not checked: it must be symmetric and
+    positive semi-definite, as the library computes it. Raises ValueError where f is outside the
+    domain of the likelihood.
     """
     likelihood.check_outputs(f)
     return _warn_if_inaccurate(
@@ -238,7 +264,7 @@ def predictive_of_outputs(
 
 
 def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
-    """Return the predictive of a log density.
+    """Return the predictive of a log density, which a rung made.
 
     The support of y chooses the law, and a closed form is preferred. Raises ValueError for a vector
     target with the empirical curvature.
@@ -248,6 +274,7 @@ def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
     support = likelihood.support_for(f.shape[1])
     empirical = isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL
     convention = log_density.convention if isinstance(log_density, OutputLogDensity) else EXACT
+
     # The empirical curvature depends on y, so that not even Gaussian noise has a closed form.
     if likelihood.quadratic and not empirical:
         predictive = _make_gaussian_predictive(log_density, rung, convention)
@@ -279,7 +306,8 @@ def _make_predictive(log_density: LogDensity, rung: Refit) -> Predictive:
 def _make_gaussian_predictive(log_density: LogDensity, rung: Refit, convention: str) -> Predictive:
     """Return the closed-form predictive for Gaussian noise; no row is flagged.
 
-    Raises ValueError where the density under the additive convention has no integral.
+    rung: which made the log density. convention: where the prior enters. Raises ValueError where
+    the density under the additive convention has no integral.
     """
     f = log_density.marginal.mean
     noise = log_density.likelihood.covariance_for(f)
@@ -290,6 +318,7 @@ def _make_gaussian_predictive(log_density: LogDensity, rung: Refit, convention: 
         and isinstance(log_density, OutputLogDensity)
     ):
         moved = multiply_by_prior(noise, log_density.marginal, log_density.prior_response)
+
     # Without a refit the density has a mass below one.
     loses_mass = isinstance(rung, NoRefit)
     law = GaussianLaw(log_density, noise, loses_mass, convention, moved)
@@ -299,7 +328,7 @@ def _make_gaussian_predictive(log_density: LogDensity, rung: Refit, convention: 
 
 
 def _warn_if_inaccurate(predictive: Predictive) -> Predictive:
-    """Warn if rows could not be integrated to their tolerance. Returns the predictive unchanged."""
+    """Return the predictive unchanged; warn if rows were not integrated to their tolerance."""
     inaccurate = predictive.diagnostics.inaccurate
     if bool(inaccurate.any()):
         remedy = "" if predictive.diagnostics.refit == "output" else " refit='output' is safer."

@@ -1,4 +1,7 @@
-"""The predictive of shift + scale · y, exactly: a target in another unit of measurement."""
+"""The predictive of shift + scale · y, exactly: a target in another unit of measurement.
+
+z is the target in the unit of the base law, and y = shift + scale · z the target in the new unit.
+"""
 
 from __future__ import annotations
 
@@ -46,15 +49,11 @@ class AffineLaw(Law):
         return self.base.rows
 
     def _to_y(self, z: Tensor) -> Tensor:
-        """Return y = shift + scale · z, in the new unit: z (N, …) or (N, …, D) -> y of its
-        shape.
-        """
+        """Return y = shift + scale · z, in the new unit and of z's shape, (N, …) or (N, …, D)."""
         return self._broadcast_shift(z) + self.scale * z
 
     def _to_z(self, y: Tensor) -> Tensor:
-        """Return z = (y − shift)/scale, in the unit of the base: y (N, …) or (N, …, D) -> z of its
-        shape.
-        """
+        """Return z = (y − shift)/scale in the base's unit, of y's shape (N, …) or (N, …, D)."""
         return (y - self._broadcast_shift(y)) / self.scale
 
     def _broadcast_shift(self, values: Tensor) -> Tensor:
@@ -137,7 +136,7 @@ class AffineLaw(Law):
         return self.shift[..., None] + self.scale[..., None] * self.base.icdf(q)
 
     def hdr(self, level: float) -> Regions | Ellipsoid | DensityRegion:
-        """Return the smallest region with that probability, of the type that the base returns."""
+        """Return the smallest region with probability `level`, of the type of the base's region."""
         region = self.base.hdr(level)
         if isinstance(region, Regions):
             return Regions(self._to_y(region.lower), self._to_y(region.upper))
@@ -151,7 +150,7 @@ class AffineLaw(Law):
         return self.shift + self.scale * self.base.sample(n, generator)
 
     def increments(self, y: Tensor) -> Increments:
-        """Return the increments of the base, of log_prob's shape.
+        """Return the increments of the base at y, of log_prob's shape.
 
         The likelihood increment contains the change of units, −Σ log scale.
         """
@@ -180,22 +179,25 @@ def affine(predictive: Predictive, shift: Any, scale: Any) -> Predictive:
             "Only continuous targets can be shifted and scaled, but this predictive is of kind "
             f"{kind!r}."
         )
+
     shift, scale = (as_tensor(value).to("cpu", torch.float64) for value in (shift, scale))
     check_finite("shift", shift, "Give finite numbers.")
     check_positive("scale", scale)
     _check_shapes(law, shift, scale)
     if kind == VECTOR:
         shift, scale = (value.expand(law.mean.shape[1]) for value in (shift, scale))
+
     # The sum needs more digits where the rounding of the shift is large beside the spread of y.
     rounding = torch.finfo(like.dtype).eps * shift.abs()
     is_coarse = bool((rounding > COARSE * scale * law.stddev).any())
     like = like.double() if is_coarse else like
+
     # The parts (members of a mixture) are in the old unit.
     return replace(predictive, law=AffineLaw(law, shift, scale), like=like, parts=())
 
 
 def _check_shapes(law: Law, shift: Tensor, scale: Tensor) -> None:
-    """Raise ValueError unless shift and scale have one of the shapes that `affine` allows."""
+    """Raise ValueError unless shift and scale have a shape that `affine` allows for this law."""
     is_shift_by_row = law.kind == SCALAR and shift.shape == (law.rows,)
     allowed_dimensions = (0, 1) if law.kind == VECTOR else (0,)
     shift_fits = shift.dim() in allowed_dimensions or is_shift_by_row

@@ -13,6 +13,9 @@ features are kept, and so is the tilt of a θ̂ that is not a mode.
 
 `collect_sites` computes the sites, in one pass. `score_left_out` evaluates them under another
 Gaussian, with the sites fixed.
+
+J is the Jacobian of the outputs at x_i, and S the covariance of θ. A row is sound if it has a
+cavity: I − RᵀΛR is positive definite.
 """
 
 from __future__ import annotations
@@ -42,8 +45,10 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 PURPOSE = DataPurpose("posterior.loo()", "The data", "posterior.loo(data={})")
-# least eigenvalue of I − RᵀΛR, the variance with the row as a share of the variance without it
+# The least eigenvalue of I − RᵀΛR of a sound row. An eigenvalue is the variance with the row, as a
+# share of the variance without it.
 LEAST = 1e-6
+SITES_SHARE = 4  # parts of the memory budget that kept sites take at most; a guess
 ROWS_AT_ONCE = 1024  # predictives that are held together
 
 
@@ -95,7 +100,7 @@ def collect_sites(
 
     data: the training rows; None: those that the posterior keeps. purpose: names the caller in
     error messages. most: the largest number of rows in a chunk; None: what the budget allows.
-    Raises ValueError unless the rows are those of the fit.
+    Raises ValueError unless the rows are those of the fit, by their number and the gradient.
     """
     source = open_training_data(posterior, data, purpose)
     network = posterior.network
@@ -121,8 +126,10 @@ def collect_sites(
     rows_at_once = network.rows_at_once(budget)
     if most is not None:
         rows_at_once = min(rows_at_once, most)
-    # A quarter of the budget is for sites that are kept; a guess.
-    rows = Rows(source, lambda _: rows_at_once, compute_site, count_site_bytes, budget // 4)
+    rows = Rows(
+        source, lambda _: rows_at_once, compute_site, count_site_bytes, budget // SITES_SHARE
+    )
+
     # The number of rows and the gradient at θ̂ tell whether these are the rows of the fit. The
     # outputs of a site are at the Gaussian's mean, so they are moved to θ̂ first.
     row_count = 0
@@ -131,6 +138,7 @@ def collect_sites(
         row_count += len(site.f)
         f_at_theta = site.f - site.J.push(posterior.mean - posterior.theta)
         gradient += site.J.pull(likelihood.score(site.y, f_at_theta) * site.row_weights[:, None])
+
     check_same_data(posterior, row_count, gradient, purpose)
     return Sites(rows, posterior.mean, likelihood)
 
@@ -138,7 +146,7 @@ def collect_sites(
 def count_site_bytes(site: Site) -> int:
     """Return the memory of a site in bytes, without its row weights."""
     return tensor_bytes(site.J) + sum(
-        tensor_bytes(part) for part in (site.f, site.score, site.precision, site.y)
+        tensor_bytes(tensor) for tensor in (site.f, site.score, site.precision, site.y)
     )
 
 
@@ -178,23 +186,29 @@ def compute_cavity(site: Site, step: Tensor | None, covariance: Operator) -> Cav
         move = site.J.push(step)
         f = f + move
         g = g - (site.precision @ move.unsqueeze(-1)).squeeze(-1)
+
     # A row of weight w stands for w equal rows, of which one is removed (all of it if w < 1).
     once = site.row_weights.clamp_max(1.0)
     K = covariance.covariance(site.J)
+
     # A site that is not finite is not removed, and its row is not sound.
     finite = torch.isfinite(g).all(-1) & torch.isfinite(site.precision).all(-1).all(-1)
     precision = torch.where(finite[:, None, None], site.precision * once[:, None, None], 0.0)
-    # I − RᵀΛR in its eigenvectors, which is positive definite where the row can be removed
+
+    # I − RᵀΛR in its eigenvectors: it is positive definite where the row can be removed.
     R = covariance_root(K)
-    S = R.mT @ precision @ R
-    values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
+    removed = R.mT @ precision @ R  # RᵀΛR
+    identity = torch.eye(removed.shape[-1], dtype=removed.dtype)
+    values, vectors = torch.linalg.eigh(identity - (removed + removed.mT) / 2)
     sound = finite & (values[:, 0] > LEAST)
     axes = R @ vectors
     values = values.clamp_min(LEAST)
-    # the shift along each axis, in standard deviations with the row
+
+    # The shift along each axis, in standard deviations with the row.
     z = (axes.mT @ (g * once[:, None]).unsqueeze(-1)).squeeze(-1) / values
     shift = (axes @ z.unsqueeze(-1)).squeeze(-1)
-    # KL divergence of the Gaussian without the row from that with it, axis by axis
+
+    # KL divergence of the Gaussian without the row from that with it, summed over the axes.
     influence = 0.5 * (1 / values - 1 + values.log() + z.square()).sum(-1)
     without = (axes / values.unsqueeze(-2)) @ axes.mT
     marginal = Marginal(
@@ -213,7 +227,8 @@ class Score(NamedTuple):
 def score_left_out(sites: Sites, mean: Tensor, covariance: Operator) -> Score:
     """Compute the mean leave-one-out log density under another Gaussian N(mean, covariance) of θ.
 
-    The sites are fixed. Tuning by leave-one-out maximises this score.
+    mean (P,). The sites are fixed. Tuning by leave-one-out maximises this score. Rows without a
+    cavity are left out.
     """
     total = weight = 0.0
     unsound = 0
@@ -240,8 +255,8 @@ def iterate_predictives(
 ) -> Iterator[tuple[Predictive, Tensor]]:
     """Yield predictives of f ~ N(f₋, K₋) with the y of their rows, for blocks of rows.
 
-    marginal: f₋ (n, C) and K₋ (n, C, C). y (n,) or (n, D). Warnings of inaccurate rows are not
-    shown, because the caller counts these rows.
+    likelihood: of y. marginal: f₋ (n, C) and K₋ (n, C, C). y (n,) or (n, D). Warnings of inaccurate
+    rows are not shown, because the caller counts these rows.
     """
     for start in range(0, len(y), ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)
@@ -252,7 +267,7 @@ def iterate_predictives(
 
 
 def rank_targets(predictive: Predictive, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Return P(Y < y) and P(Y ≤ y) of each row, both of the shape of y, (b,) or (b, D).
+    """Return P(Y < y) and P(Y ≤ y) under the predictive, both of the shape of y, (b,) or (b, D).
 
     Classes are ordered from the most to the least probable: the results are the probability of all
     classes more probable than y, without y and with it. For angles the circle is cut opposite the

@@ -12,7 +12,7 @@ from torch import Tensor
 from ssla.maths.quadrature import Regions, RowCircle, build_circles, wrap_angles
 from ssla.predictive.law import PointwiseLaw, gather_regions, gather_rows
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import total_variance
+from ssla.predictive.spread import compute_variance_parts
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
@@ -28,27 +28,27 @@ class CircularLaw(PointwiseLaw):
     icdf cut the circle at −π. interval cuts it opposite the mean. hdr is a union of arcs.
     """
 
-    pieces: list[RowCircle]
+    pieces: list[RowCircle]  # blocks of rows, each with angles around the circle
 
     kind = "circular"
 
     @cached_property
     def _log_mass(self) -> Tensor:
         """Return the logarithm of the mass (N,)."""
-        return gather_rows(self.pieces, [p.circle.log_mass for p in self.pieces])
+        return gather_rows(self.pieces, [piece.circle.log_mass for piece in self.pieces])
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
         """Return the circular mean and variance, (N,) each."""
         return (
-            gather_rows(self.pieces, [p.circle.mean for p in self.pieces]),
-            gather_rows(self.pieces, [p.circle.variance for p in self.pieces]),
+            gather_rows(self.pieces, [piece.circle.mean for piece in self.pieces]),
+            gather_rows(self.pieces, [piece.circle.variance for piece in self.pieces]),
         )
 
     @cached_property
     def mode(self) -> Tensor:
         """Return the angle of highest density (N,)."""
-        return gather_rows(self.pieces, [p.circle.mode for p in self.pieces])
+        return gather_rows(self.pieces, [piece.circle.mode for piece in self.pieces])
 
     @cached_property
     def _variance_parts(self) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class CircularLaw(PointwiseLaw):
         aleatoric = self.variance
         log_density = self.log_density
         if log_density.outputs_move:
-            _, noise = total_variance(log_density.likelihood, *log_density.marginal)
+            _, noise = compute_variance_parts(log_density.likelihood, *log_density.marginal)
             aleatoric = torch.minimum(noise, self.variance)
         return self.variance - aleatoric, aleatoric
 
@@ -70,8 +70,10 @@ class CircularLaw(PointwiseLaw):
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(−π ≤ Y ≤ y), (N, k) -> (N, k); 0 below −π and 1 above π."""
-        value = y.clamp(-torch.pi, torch.pi)
-        return gather_rows(self.pieces, [p.circle.cdf(value[p.rows]) for p in self.pieces])
+        angles = y.clamp(-torch.pi, torch.pi)
+        return gather_rows(
+            self.pieces, [piece.circle.cdf(angles[piece.rows]) for piece in self.pieces]
+        )
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): angles (N, k)."""
@@ -79,7 +81,7 @@ class CircularLaw(PointwiseLaw):
 
     def _compute_quantiles(self, q: Tensor) -> Tensor:
         """Return the quantiles at probabilities q that differ by row: (N, k) -> (N, k)."""
-        return gather_rows(self.pieces, [p.circle.icdf(q[p.rows]) for p in self.pieces])
+        return gather_rows(self.pieces, [piece.circle.icdf(q[piece.rows]) for piece in self.pieces])
 
     def interval(self, level: float) -> Tensor:
         """Return the central interval (N, 2), with the circle cut opposite the mean.
@@ -90,7 +92,8 @@ class CircularLaw(PointwiseLaw):
         tail = (1 - level) / 2
         mean = self.mean[:, None]
         cut = gather_rows(
-            self.pieces, [p.circle.cdf(wrap_angles(mean[p.rows] - torch.pi)) for p in self.pieces]
+            self.pieces,
+            [piece.circle.cdf(wrap_angles(mean[piece.rows] - torch.pi)) for piece in self.pieces],
         )
         # The cdf counts from −π. Counted from the cut, probability q is at q + cdf(cut), modulo 1.
         ends = self._compute_quantiles(
@@ -99,11 +102,11 @@ class CircularLaw(PointwiseLaw):
         return mean + wrap_angles(ends - mean)
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest region with that probability: a union of arcs in [−π, π].
+        """Return the smallest region with probability `level`: a union of arcs in [−π, π].
 
         An arc across ±π is given as two arcs.
         """
-        return gather_regions(self.pieces, [p.circle.hdr(level) for p in self.pieces])
+        return gather_regions(self.pieces, [piece.circle.hdr(level) for piece in self.pieces])
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n angles for each input (n, N), by inversion of the cdf."""
@@ -116,10 +119,10 @@ class CircularLaw(PointwiseLaw):
 
 
 def make_circular_predictive(log_density: LogDensity, refit: str) -> Predictive:
-    """Return the predictive of an angle, by integrals around the circle for each row.
+    """Return the predictive of an angle, from integrals of the density around the circle.
 
-    refit: the name of the rung. Rows whose integral does not reach its tolerance are flagged as
-    inaccurate.
+    log_density: of the angles at each input. refit: the name of the rung. Rows whose integral does
+    not reach its tolerance are flagged as inaccurate.
     """
     count = log_density.marginal.mean.shape[0]
     fallback, unconverged, inaccurate = torch.zeros(3, count, dtype=torch.bool).unbind(0)

@@ -24,6 +24,9 @@ than 1e-07.
 
 Other sets of nodes (lattices, Halton, radial) and other roots of K (eigenvectors, symmetric) differ
 by less than a factor of two.
+
+B rows of a chunk, C classes, S nodes. A root of K is R with K = R Rᵀ; root.multiply(z) is R z. p
+are the class probabilities at a node.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ from ssla.maths.roots import Root, ScaledRoot, full_root
 from ssla.predictive.many_classes import LOWEST, TINY, SoftmaxIntegrals
 
 POINTS = 512  # nodes: see the table above
-# classes from which slabs of nodes are faster, by benchmarks/speed/predict_scale.py
-MANY = 32  # where all rows have one basis
-MANY_FULL = 100  # where they have full roots
+# Numbers of classes from which slabs of nodes are faster, by benchmarks/speed/predict_scale.py:
+MANY = 32  # where the roots of all rows have one basis
+MANY_FULL = 100  # where they are full matrices
 ENTRIES_AT_ONCE = 1 << 18  # of an array (rows, C, S): what fits a processor's cache
 COPIES = 4  # of such an array, at most
 
@@ -70,7 +73,7 @@ class ClassIntegrals(NamedTuple):
 
 
 def compute_entropy(log_probs: Tensor) -> Tensor:
-    """Return −Σ p log p over the classes in nats, in float64: (N, C) -> (N,).
+    """Return the entropy −Σ p log p (N,) in nats, in float64, for log_probs (N, C).
 
     Rows are read in blocks, so that no float64 copy of all of them is held.
     """
@@ -83,7 +86,7 @@ def compute_entropy(log_probs: Tensor) -> Tensor:
 
 
 def integrate_classes(
-    parts: Iterable[tuple[Tensor, Root]],
+    chunks: Iterable[tuple[Tensor, Root]],
     outputs: int,
     budget: int,
     rows: int | None = None,
@@ -91,15 +94,15 @@ def integrate_classes(
 ) -> ClassIntegrals:
     """Integrate the class probabilities over f ~ N(f̂, K), a chunk of rows at a time.
 
-    parts: f̂ (B, C) in float64 and a root of K for each chunk. outputs: C; one output has two
-    classes. budget: bytes of intermediate results. rows: the number of rows of all parts together;
+    chunks: f̂ (B, C) in float64 and a root of K for each. outputs: C; one output has two classes.
+    budget: bytes of intermediate results. rows: the number of rows of all chunks together;
     if it is given, answers are written into one array and never held twice. dtype: of the log
     probabilities and the spread; without `rows` it is float64 in any case.
     """
     integrate = _choose_integrator(outputs, budget, rows)
-    chunks = (integrate(f, root) for f, root in parts)
+    integrals_of_chunks = (integrate(f, root) for f, root in chunks)
     if rows is None:
-        return _join_chunks(list(chunks), outputs)
+        return _join_chunks(list(integrals_of_chunks), outputs)
     classes = max(outputs, 2)
     integrals = ClassIntegrals(
         torch.empty(rows, classes, dtype=dtype),
@@ -107,27 +110,27 @@ def integrate_classes(
         torch.empty(rows, dtype=torch.float64),
     )
     start = 0
-    for chunk in chunks:
-        block = slice(start, start + len(chunk.entropy))
-        for target, values in zip(integrals, chunk, strict=True):
+    for of_chunk in integrals_of_chunks:
+        block = slice(start, start + len(of_chunk.entropy))
+        for target, values in zip(integrals, of_chunk, strict=True):
             target[block] = values
         start = block.stop
     assert start == rows
     return integrals
 
 
-def integrate_with_graph(parts: Iterable[tuple[Tensor, Root]], outputs: int) -> ClassIntegrals:
+def integrate_with_graph(chunks: Iterable[tuple[Tensor, Root]], outputs: int) -> ClassIntegrals:
     """Integrate as `integrate_classes`, with the autograd graph of f̂ and of the roots.
 
-    The nodes are the same. The arrays (B, C, S) of all chunks are held, because the graph needs
-    them.
+    chunks, outputs: as there. The nodes are the same. The arrays (B, C, S) of all chunks are held,
+    because the graph needs them.
     """
     integrate = _integrate_binary if outputs <= 2 else _integrate_softmax_with_graph
-    return _join_chunks([integrate(f, root) for f, root in parts], outputs)
+    return _join_chunks([integrate(f, root) for f, root in chunks], outputs)
 
 
 def _join_chunks(chunks: list[ClassIntegrals], outputs: int) -> ClassIntegrals:
-    """Join the integrals of all chunks in order. No chunk gives integrals of no rows."""
+    """Join the integrals of all chunks in order; without a chunk they are those of no rows."""
     no_rows = torch.empty(0, max(outputs, 2), dtype=torch.float64)
     chunks = chunks or [ClassIntegrals(no_rows, no_rows, no_rows[:, 0])]
     return ClassIntegrals(*map(torch.cat, zip(*chunks, strict=True)))
@@ -143,12 +146,16 @@ def _choose_integrator(
     """
     if outputs <= 2:
         return _integrate_binary
+
     # one node of each mirrored pair (S/2, C)
     half = softmax_nodes(outputs).mT[: POINTS // 2].contiguous()
     integrator_by_slabs = SoftmaxIntegrals(half, budget, are_nodes_whitened(outputs), rows)
 
     def integrate(f: Tensor, root: Root) -> ClassIntegrals:
-        """Integrate a chunk by blocks of rows, or by slabs of nodes where classes are many."""
+        """Integrate a chunk, from f̂ (B, C) and a root of K.
+
+        Rows are integrated in blocks, or in slabs of nodes where classes are many.
+        """
         if outputs < (MANY if isinstance(root, ScaledRoot) else MANY_FULL):
             return _integrate_softmax(f, root, budget)
         log_probs, spread, entropy = integrator_by_slabs(f, root)
@@ -158,8 +165,9 @@ def _choose_integrator(
 
 
 def _integrate_softmax_with_graph(f: Tensor, root: Root) -> ClassIntegrals:
-    """Integrate a chunk of three or more classes with its autograd graph, from f̂ (B, C) and a root
-    of K.
+    """Integrate a chunk of three or more classes with its autograd graph.
+
+    f: f̂ (B, C). root: of K. The nodes are z (C, S).
     """
     z = softmax_nodes(f.shape[1]).to(root.dtype)
     logs = torch.log_softmax(f.unsqueeze(-1) + root_times_nodes(root, z).double(), 1)  # (B, C, S)
@@ -208,7 +216,7 @@ def _integrate_softmax(f: Tensor, root: Root, budget: int) -> ClassIntegrals:
 
 
 def softmax_nodes(size: int) -> Tensor:
-    """Return the nodes z (C, S) for C outputs: S/2 points, and then their mirror images."""
+    """Return the nodes z (C, S) for C = size outputs: S/2 points, and then their mirror images."""
     return normal_nodes(size, POINTS // 2)[0].mT.contiguous()
 
 
@@ -235,6 +243,7 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
     p = logits.exp()
     sums = p.sum(1, keepdim=True)
     p.mul_(sums.reciprocal())
+
     # H(p) = log Σ exp(logits) − Σ p logits at each node
     entropy = (
         sums.log_().sum((1, 2)) - logits.clamp_min_(LOWEST).mul_(p).sum((1, 2))
@@ -242,6 +251,7 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
     mean = p.mean(-1)
     spread = torch.linalg.vector_norm(p.sub_(mean.unsqueeze(-1)), dim=-1).double() ** 2 / z.shape[1]
     log_probs = mean.double().log()
+
     # Probabilities too small for the dtype are summed in logarithms, row by row: they are rare.
     for row in (mean < TINY[z.dtype]).any(1).nonzero().squeeze(-1).tolist():
         single = slice(row, row + 1)
@@ -249,15 +259,15 @@ def _integrate_block(f: Tensor, root: Root, z: Tensor) -> tuple[Tensor, Tensor, 
             root_times_nodes(root.select_rows(single), z).double().add_(top[single].unsqueeze(-1))
         )
         log_probs[single] = torch.log_softmax(logits, 1).logsumexp(-1)
+
     return torch.log_softmax(log_probs, 1), spread, entropy
 
 
 def root_times_nodes(root: Root, z: Tensor) -> Tensor:
-    """Return R z (B, C, S) for nodes z (C, S), with the variance of each output over the nodes
-    equal to the diagonal of K.
+    """Return R z (B, C, S) for nodes z (C, S), with exact variances of the outputs.
 
-    Nodes that are not whitened have this variance only on average over outputs, so that the result
-    is rescaled.
+    root: R. The variance of each output over the nodes is its diagonal entry of K. Nodes that are
+    not whitened have this variance only on average over outputs, so that the result is rescaled.
     """
     moved = root.multiply(z)
     if are_nodes_whitened(z.shape[0]):
@@ -270,16 +280,16 @@ def root_times_nodes(root: Root, z: Tensor) -> Tensor:
 
 
 def divide_by_temperature(
-    likelihood: Likelihood, parts: Iterable[tuple[Tensor, Root]]
+    likelihood: Likelihood, chunks: Iterable[tuple[Tensor, Root]]
 ) -> Iterator[tuple[Tensor, Root]]:
     """Yield f̂/T and a root of K/T² for each chunk, with T the temperature of the likelihood.
 
-    The integrals at temperature 1 of these are those of the likelihood. parts: f̂ (B, C) and a root
-    of K for each chunk. The likelihood must have a `logit_temperature`.
+    The integrals of these at temperature 1 are those of the likelihood. chunks: f̂ (B, C) and a root
+    of K for each. Raises AssertionError unless the likelihood has a `logit_temperature`.
     """
     temperature = likelihood.logit_temperature
     assert temperature is not None
-    for f, root in parts:
+    for f, root in chunks:
         yield (f, root) if temperature == 1 else (f / temperature, root.scale_by(1 / temperature))
 
 
@@ -297,8 +307,8 @@ def differentiate_log_probs(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Ten
         a = torch.tensor([1.0] if f.shape[1] == 1 else [-1.0, 1.0], dtype=f.dtype)
         second_class = torch.tensor([0.0, 1.0], dtype=f.dtype)
         corner = torch.outer(second_class, second_class)
-        f, df = (torch.outer(part @ a, second_class) for part in (f, df))
-        K, dK = ((part @ a @ a)[:, None, None] * corner for part in (K, dK))
+        f, df = (torch.outer(vectors @ a, second_class) for vectors in (f, df))
+        K, dK = ((matrices @ a @ a)[:, None, None] * corner for matrices in (K, dK))
         line, weights = normal_trapezoidal_rule()
         z = torch.stack([torch.zeros_like(line), line])
     else:
@@ -318,4 +328,5 @@ def differentiate_log_probs(f: Tensor, K: Tensor, df: Tensor, dK: Tensor) -> Ten
         first = df[block].unsqueeze(1) - p @ df[block].unsqueeze(-1)
         second = diagonal.unsqueeze(1) - 2 * p_dK + 2 * p_dK_p - p @ diagonal.unsqueeze(-1)
         slopes[block] = (weights @ (p * (first + 0.5 * second))) / (weights @ p)
+
     return slopes

@@ -14,10 +14,11 @@ from ssla.likelihoods.support import Classes
 from ssla.predictive.class_integrals import ClassIntegrals, compute_entropy
 from ssla.predictive.law import Law, select_highest
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import average_entropies, total_variance
+from ssla.predictive.spread import average_entropies, compute_variance_parts
 from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 ENTRIES_AT_ONCE = 1 << 22  # probabilities (rows, C) that are ordered together; a guess
 
 
@@ -51,7 +52,7 @@ class ClassProbabilities(Law):
         return compute_entropy(self.log_probs)
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError unless y are whole numbers from 0 to C − 1."""
+        """Raise ValueError unless y (N, k) holds whole numbers from 0 to C − 1."""
         count = self.log_probs.shape[1]
         Classes(count).check(y.flatten(), count)
 
@@ -60,12 +61,12 @@ class ClassProbabilities(Law):
         return self.log_probs.gather(1, y.long())
 
     def interval(self, level: float) -> Tensor:
-        """Return the smallest set of classes with that probability, bool (N, C)."""
-        return smallest_set(self.probs, level)
+        """Return the smallest set of classes with probability `level`, bool (N, C)."""
+        return select_smallest_set(self.probs, level)
 
     def hdr(self, level: float) -> Tensor:
         """Return the same set as `interval`."""
-        return smallest_set(self.probs, level)
+        return select_smallest_set(self.probs, level)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n classes for each input: integers (n, N)."""
@@ -119,7 +120,7 @@ class ClassLaw(ClassProbabilities):
         return self._drop_first_class(self.probs)
 
     def _drop_first_class(self, by_class: Tensor) -> Tensor:
-        """Return values by class (N, C) as they are; for Bernoulli only those of class 1 (N,).
+        """Return by_class (N, C) unchanged; for Bernoulli only the values of class 1 (N,).
 
         The moments of a Bernoulli target are those of y itself, the indicator of class 1.
         """
@@ -132,15 +133,17 @@ class ClassLaw(ClassProbabilities):
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the variance times its epistemic share under f ~ N(f̂, K), of the shape of the
-        mean; zero without a refit.
+        """Return the epistemic part of the variance, of the shape of the mean.
+
+        The result is the variance times its epistemic share under f ~ N(f̂, K), and zero without a
+        refit.
         """
         if not self.log_density.outputs_move:
             return torch.zeros_like(self.variance)
         share = (
             self._estimated_epistemic_share
             if self.integrals is None
-            else self._epistemic_share_from(self.integrals)
+            else self._compute_epistemic_share_from(self.integrals)
         )
         return self.variance * share
 
@@ -151,15 +154,19 @@ class ClassLaw(ClassProbabilities):
 
     @cached_property
     def _estimated_epistemic_share(self) -> Tensor:
-        """Return the epistemic share of the variance, of the shape of the mean, by a quadrature
-        over f.
-        """
-        doubt, noise = total_variance(self.log_density.likelihood, *self.log_density.marginal)
-        return doubt / (doubt + noise).clamp_min(1e-300)
+        """Return the epistemic share of the variance by a quadrature over f ~ N(f̂, K).
 
-    def _epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:
-        """Return the epistemic share Var_f E[y|f] / Var[y], of the shape of the mean, from
-        integrals.
+        The result has the shape of the mean.
+        """
+        doubt, noise = compute_variance_parts(
+            self.log_density.likelihood, *self.log_density.marginal
+        )
+        return doubt / (doubt + noise).clamp_min(SMALLEST_DIVISOR)
+
+    def _compute_epistemic_share_from(self, integrals: ClassIntegrals) -> Tensor:
+        """Return the epistemic share Var_f E[y|f] / Var[y] of the variance from integrals.
+
+        The result has the shape of the mean.
         """
         p = integrals.log_probs.exp()
         variance = (p * (1 - p)).clamp_min(torch.finfo(p.dtype).tiny)
@@ -194,8 +201,8 @@ class ClassLaw(ClassProbabilities):
         return self.log_density(y)
 
 
-def smallest_set(probs: Tensor, level: float) -> Tensor:
-    """Select the fewest classes whose probabilities reach the level: (N, C) -> bool (N, C).
+def select_smallest_set(probs: Tensor, level: float) -> Tensor:
+    """Return the smallest set of classes that reaches the level, for probs (N, C): bool (N, C).
 
     No class is selected in a row with NaN.
     """
@@ -208,7 +215,7 @@ def smallest_set(probs: Tensor, level: float) -> Tensor:
 
 
 def draw_classes(probs: Tensor, n: int, generator: torch.Generator | None) -> Tensor:
-    """Draw n classes for each row of probabilities (N, C): integers (n, N).
+    """Draw n classes for each row of the probabilities probs (N, C): integers (n, N).
 
     generator: of the random numbers; None for torch's own. Raises ValueError where a probability is
     NaN.
@@ -238,10 +245,10 @@ def make_integrated_predictive(
 
 
 def make_class_predictive(log_density: LogDensity, count: int, refit: str) -> Predictive:
-    """Make the predictive of `count` classes from one evaluation of the log density for each class
-    at every input.
+    """Make the predictive of `count` classes from the log density of each class.
 
-    refit: the name of the rung. A row is flagged where one of its classes is.
+    The log density is evaluated once for each class at every input. refit: the name of the rung. A
+    row is flagged where one of its classes is.
     """
     rows = log_density.marginal.mean.shape[0]
     density = log_density.density_at(torch.arange(count, dtype=torch.float64).expand(rows, -1))

@@ -1,4 +1,15 @@
-"""Counts: summed one by one to a tail bound; in blocks where there are thousands of them."""
+"""Counts: summed one by one to a tail bound; in blocks where there are thousands of them.
+
+p is the un-normalised probability of a count, and total its logarithm.
+
+    table     the blocks of counts of some rows (`Table`)
+    window    the range of counts that the table of a row covers
+    reach     the largest |t| of a window, with t as in `Table`
+    height    the log of the mean probability of a count of a block
+    tail      the mass beyond an end of the window, as a share of that inside
+    pattern   how the edges of a row are made (`_choose_edges`); rows of one pattern are computed
+              together
+"""
 
 from __future__ import annotations
 
@@ -21,29 +32,37 @@ from ssla.predictive.law import (
     select_highest,
 )
 from ssla.predictive.predictive import Diagnostics, Predictive
-from ssla.predictive.spread import total_variance
+from ssla.predictive.spread import compute_variance_parts
 from ssla.refit import LogDensity
 
 # These numbers are guesses unless a reason is given. tests/predictive/test_counts.py checks the
 # accuracy that they give: six digits of the mass.
 TAIL = 1e-8  # share of the mass beyond either end of a window
-# of t: a block is about a thirtieth of the scale wide, or of the distance from the centre
+# Blocks for a unit of t: a block is about a thirtieth of the scale wide, or of the distance from
+# the centre.
 BLOCKS_PER_UNIT = 32
-FINEST = 256  # times as many, where those do not resolve a peak
-# the largest mean of counts for which smaller blocks are tried; from 9e15 on, doubles skip whole
-# numbers
+FINER = 4  # the factor on the number of blocks, where they do not resolve a peak
+FINEST = 256  # the largest of these factors, all together
+# The largest mean of counts for which smaller blocks are tried; from 9e15 on, doubles skip whole
+# numbers.
 RESOLVED = 1e15
-ROUGH = 1e-6  # the mean square of the blocks' relative corrections above which they do not
+# Blocks resolve a row's peaks if the mean square of their relative corrections is at most this.
+ROUGH = 1e-6
 FIRST_REACH = 2.8  # sinh(2.8) = 8.2 scales to either side
 WIDEST_REACH = 30.0
 WIDER = 1.6  # the factor from one reach to the next
-LARGEST_COUNT = 1e30
+LARGEST_COUNT = 1e30  # of a window
+LARGEST_FINITE = 1e300  # takes the place of an infinite y
+BELOW_ONE = 1 - 1e-12  # the largest share of a block at which a count of it is drawn
 SMALL_DOUBT = 0.25  # variance of f up to which the scale of the bulk follows it
 SINGLE_COUNTS = 128  # every window has these, so that a probability that rises again is seen
 WIDE = 64  # counts in a block, from which rounding hardly changes its width
 UNEVEN = 0.1  # log ratio of two neighbours' widths, from which they belong to two patterns
 NOTHING = -1e300  # log of no probability, finite so that sums of it are
-MODE_ROUNDS = 12  # each divides the step of the search by 8
+MODE_ROUNDS = 12  # of the search for the mode: each divides its step by 8
+CDF_ROUNDING = 1e-14  # a cdf that is below q by no more counts as equal to it
+SMALLEST_RISE = 1e-9  # of a log probability: a smaller one is rounding
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 TASKS_AT_ONCE = 1 << 18
 # The widest window of each row reaches above the single counts, because means are not negative and
 # scales are at least 1. `_tabulate_all_rows` ends by this.
@@ -77,7 +96,7 @@ class Table(NamedTuple):
 
     def take(self, chosen: Tensor) -> Table:
         """Return the table of some of its rows, chosen (m,) bool."""
-        return Table(*(part[chosen] for part in self))
+        return Table(*(field[chosen] for field in self))
 
 
 @final
@@ -85,7 +104,7 @@ class Table(NamedTuple):
 class CountLaw(PointwiseLaw):
     """P(Y = y) = exp(total(y)) / mass for y = 0, 1, 2, …"""
 
-    tables: list[Table]
+    tables: list[Table]  # each row is in exactly one
 
     kind = "count"
 
@@ -119,7 +138,7 @@ class CountLaw(PointwiseLaw):
         among 25 counts around the best one, which are 8 times denser in each round, until they are
         neighbours.
         """
-        peaks = [_log_heights(table).argmax(1, keepdim=True) for table in self.tables]
+        peaks = [_compute_log_heights(table).argmax(1, keepdim=True) for table in self.tables]
         tables_and_peaks = list(zip(self.tables, peaks, strict=True))
         middles = [table.middles.gather(1, peak) for table, peak in tables_and_peaks]
         widths = [table.widths.gather(1, peak) for table, peak in tables_and_peaks]
@@ -129,20 +148,21 @@ class CountLaw(PointwiseLaw):
             if not bool((reach > 1).any()):
                 break
             step = (reach / 8).ceil()
-            near = (best + step * torch.arange(-12, 13, dtype=torch.float64)).clamp_min(0)
-            best = near.gather(1, self.log_density.density_at(near).log.argmax(1, keepdim=True))
+            tried = (best + step * torch.arange(-12, 13, dtype=torch.float64)).clamp_min(0)
+            best = tried.gather(1, self.log_density.density_at(tried).log.argmax(1, keepdim=True))
             # With steps of one count the row is done.
             reach = torch.where(step > 1, step, torch.ones_like(step))
         return torch.where(self._log_mass.isnan(), torch.nan, best.squeeze(1))
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError unless all y are whole numbers from 0."""
+        """Raise ValueError unless y (N, k) holds whole numbers from 0 on."""
         Counts().check(y.flatten(), 1)
 
     @cached_property
     def _cumulative(self) -> list[Tensor]:
-        """Return the probability of all counts below each edge, (m, k + 1) for each table, from 0
-        to 1.
+        """Return the probability of all counts below each edge, from 0 to 1.
+
+        The result is (m, k + 1) for each table.
         """
         sums = [share.cumsum(1) for share in self._block_shares]
         return [pad(total / total[:, -1:], (1, 0)) for total in sums]
@@ -152,7 +172,7 @@ class CountLaw(PointwiseLaw):
 
         Inside a block it is linear in the count.
         """
-        value = torch.floor(y.clamp(-1, 1e300))
+        value = torch.floor(y.clamp(-1, LARGEST_FINITE))
         probabilities = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
             # P(Y ≤ y) is the probability of the counts below y + 1.
@@ -170,8 +190,7 @@ class CountLaw(PointwiseLaw):
         """Return the smallest counts y with P(Y ≤ y) ≥ q: (k,) -> (N, k)."""
         quantiles = []
         for table, cumulative in zip(self.tables, self._cumulative, strict=True):
-            # 1e-14: a cdf that is below q by rounding only counts as equal to it.
-            target = q.expand(table.rows.numel(), -1) * cumulative[:, -1:] - 1e-14
+            target = q.expand(table.rows.numel(), -1) * cumulative[:, -1:] - CDF_ROUNDING
             block, share = _find_in_blocks(cumulative, target, right=False)
             # The quantile is the last of the counts that are needed, at least one of the block.
             counts = (share.clamp(0, 1) * table.widths.gather(1, block)).ceil().clamp_min(1)
@@ -179,13 +198,13 @@ class CountLaw(PointwiseLaw):
         return gather_rows(self.tables, quantiles)
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest set of counts with at least that probability.
+        """Return the smallest set of counts with at least the probability `level`.
 
         The set is a union of runs lower … upper (N, R), ends included and padded with NaN. Rows
         whose density is NaN are all NaN.
         """
         runs = [
-            find_densest_runs(table.edges, _log_heights(table), share, level)
+            find_densest_runs(table.edges, _compute_log_heights(table), share, level)
             for table, share in zip(self.tables, self._block_shares, strict=True)
         ]
         unknown = self._log_mass.isnan()[:, None]
@@ -201,7 +220,7 @@ class CountLaw(PointwiseLaw):
             block, share = _find_in_blocks(
                 cumulative, u[table.rows] * cumulative[:, -1:], right=True
             )
-            counts = (share.clamp(0, 1 - 1e-12) * table.widths.gather(1, block)).floor()
+            counts = (share.clamp(0, BELOW_ONE) * table.widths.gather(1, block)).floor()
             draws.append(table.edges.gather(1, block) + counts)
         return gather_rows(self.tables, draws).mT
 
@@ -216,10 +235,10 @@ def _find_in_blocks(cumulative: Tensor, target: Tensor, right: bool) -> tuple[Te
     block = torch.searchsorted(cumulative, target.contiguous(), right=right) - 1
     block = block.clamp(0, cumulative.shape[1] - 2)
     low, high = cumulative.gather(1, block), cumulative.gather(1, block + 1)
-    return block, (target - low) / (high - low).clamp_min(1e-300)
+    return block, (target - low) / (high - low).clamp_min(SMALLEST_DIVISOR)
 
 
-def _log_heights(table: Table) -> Tensor:
+def _compute_log_heights(table: Table) -> Tensor:
     """Return the log of the mean probability of a count in each block (m, k), un-normalised.
 
     The log is −∞ for blocks without a count.
@@ -240,19 +259,21 @@ def find_densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: flo
     first, last = find_runs(_fill_empty_blocks(inside, widths == 0))
     lower = edges.gather(1, first.clamp_min(0))
     upper = edges.gather(1, last.clamp_min(0) + 1) - 1
+
     # The block to cut, and how many of its counts the level still needs.
     lowest = torch.where(inside & (widths > 0), heights, torch.inf).argmin(1, keepdim=True)
-    start, width, share = (part.gather(1, lowest) for part in (edges, widths, shares))
+    start, width, share = (values.gather(1, lowest) for values in (edges, widths, shares))
     share_of_others = torch.where(inside, shares, 0.0).sum(1, keepdim=True) - share
-    needed = (level - share_of_others) / share.clamp_min(1e-300) * width
+    needed = (level - share_of_others) / share.clamp_min(SMALLEST_DIVISOR) * width
     kept = needed.ceil().clamp_min(1).minimum(width)
+
     # The block begins or ends its run, or is the run. What is kept must join the rest of the run: a
     # block at the end keeps its left part. A block that is the run keeps the side of the higher
     # neighbour.
     begins = lower == start
     ends = upper == start + width - 1
-    left_height = _neighbour_heights(heights, lowest, step=-1)
-    right_height = _neighbour_heights(heights, lowest, step=1)
+    left_height = _get_neighbour_heights(heights, lowest, step=-1)
+    right_height = _get_neighbour_heights(heights, lowest, step=1)
     keeps_left_part = ends & (~begins | (left_height >= right_height))
     lower = torch.where(begins & ~keeps_left_part, start + width - kept, lower)
     upper = torch.where(keeps_left_part, start + kept - 1, upper)
@@ -261,12 +282,11 @@ def find_densest_runs(edges: Tensor, heights: Tensor, shares: Tensor, level: flo
     )
 
 
-def _neighbour_heights(heights: Tensor, blocks: Tensor, step: int) -> Tensor:
-    """Return the heights (N, 1) of the blocks that are `step` to the right of the given ones (to
-    the left for a negative step).
+def _get_neighbour_heights(heights: Tensor, blocks: Tensor, step: int) -> Tensor:
+    """Return the heights (N, 1) of the blocks that are `step` to the right of the given ones.
 
-    heights (N, k); blocks (N, 1): numbers of blocks. The height beyond the first and the last block
-    is −∞.
+    A negative step is to the left. heights (N, k); blocks (N, 1): numbers of blocks. The height
+    beyond the first and the last block is −∞.
     """
     beside = blocks + step
     beyond = (beside < 0) | (beside >= heights.shape[1])
@@ -288,9 +308,10 @@ def _fill_empty_blocks(inside: Tensor, empty: Tensor) -> Tensor:
 def make_count_predictive(log_density: LogDensity, refit: str) -> Predictive:
     """Return the predictive of a count, from the sums of its probabilities.
 
-    refit: the name of the rung. The window of a row is widened until its tails hold less than 1e-8
-    of the mass. Probabilities that never fall, as those of one Newton step far from its point, have
-    no sum. They are cut where they begin to rise, and the row is flagged as inaccurate.
+    log_density: of the counts at each input. refit: the name of the rung. The window of a row is
+    widened until its tails hold less than TAIL of the mass. Probabilities that never fall, as those
+    of one Newton step far from its point, have no sum. They are cut where they begin to rise, and
+    the row is flagged as inaccurate.
     """
     tabulation = _Tabulation(log_density)
     tables = _tabulate_all_rows(tabulation)
@@ -315,7 +336,7 @@ class _Tabulation:
         # The scale contains the noise and a small uncertainty of f at most. Longer tails are found
         # when windows are widened.
         small = K.clamp_max(SMALL_DOUBT) if log_density.outputs_move else torch.zeros_like(K)
-        doubt, noise = total_variance(log_density.likelihood, f, small)
+        doubt, noise = compute_variance_parts(log_density.likelihood, f, small)
         self.scale = (doubt + noise).sqrt().clamp_min(1.0)
         self.fallback = torch.zeros(len(f), dtype=torch.bool)
         self.unconverged = torch.zeros_like(self.fallback)
@@ -342,11 +363,11 @@ class _Tabulation:
         return table._replace(logs=totals, centres=centres, accurate=accurate)
 
     def refine_table(self, table: Table, reach: float) -> list[Table]:
-        """Return the table in parts, with the inaccurate rows tabulated again in smaller blocks.
+        """Return tables of the same rows, with inaccurate rows tabulated again in smaller blocks.
 
-        A peak may be narrow beside the scale, as where zeros are mixed with large counts. Rows with
-        means beyond `RESOLVED` stay as they are: rounding of their counts is the error, and smaller
-        blocks do not help.
+        reach: of the table's windows. A peak may be narrow beside the scale, as where zeros are
+        mixed with large counts. Rows with means beyond `RESOLVED` stay as they are: rounding of
+        their counts is the error, and smaller blocks do not help.
         """
         is_beyond = self.mean[table.rows] > RESOLVED
         tables = [table]
@@ -355,7 +376,7 @@ class _Tabulation:
         # The last table is always the one that is not finished.
         finer = 1
         while finer < FINEST and not bool(tables[-1].accurate.all()):
-            finer *= 4
+            finer *= FINER
             rough = tables.pop()
             tables.append(rough.take(rough.accurate))
             tables.append(self.tabulate_rows(rough.rows[~rough.accurate], reach, finer))
@@ -365,7 +386,8 @@ class _Tabulation:
 def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
     """Return tables of all rows, in windows that are widened until both tails hold less than TAIL.
 
-    A row whose sum does not exist, or whose widest window is too short, is marked as inaccurate.
+    tabulation: makes the tables, and collects flags. A row whose sum does not exist, or whose
+    widest window is too short, is marked as inaccurate.
     """
     mean, scale = tabulation.mean, tabulation.scale
     if not len(mean):  # a law needs a table also where there are no rows
@@ -373,9 +395,11 @@ def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
         no_edges = mean.new_empty(0, 2)
         no_flags = torch.zeros(0, dtype=torch.bool)
         return [Table(torch.arange(0), no_edges, no_rows, no_rows, accurate=no_flags)]
+
     tables: list[Table] = []
     pending = torch.arange(len(mean))
     reach = FIRST_REACH
+
     # The reach grows up to WIDEST_REACH. There no window is too short, and all rows are finished,
     # so this ends.
     while pending.numel():
@@ -402,6 +426,7 @@ def _tabulate_all_rows(tabulation: _Tabulation) -> list[Table]:
                 tables.append(_cut_at_valley(first_window, mean[rows[endless]]))
         pending = torch.cat(to_widen)
         reach = min(WIDER * reach, WIDEST_REACH)
+
     return tables
 
 
@@ -466,27 +491,33 @@ def _drop_repeated_edges(edges: Tensor) -> Tensor:
 def sum_blocks(table: Table, logs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Sum p over each block, from logs = log p at the middle of each block (m, k).
 
-    Returns log Σ p, the mean count, and the relative correction of Σ p, (m, k) each. Inside a block
+    table: whose blocks are summed; its other fields are not used. Returns log Σ p, the mean count,
+    and the relative correction of Σ p, (m, k) each. Inside a block
     p is taken as quadratic: its curvature corrects the sum, and its slope the mean count. Both
     follow from differences to the two neighbours, so that the first and the last block are not
     corrected.
     """
     w, x = table.widths, table.middles
-    # the distances to the middles of both neighbours
+
+    # The distances to the middles of both neighbours.
     before, after = x[:, 1:-1] - x[:, :-2], x[:, 2:] - x[:, 1:-1]
     logs = logs.clamp_min(NOTHING)
     possible = logs > NOTHING
+
     # Blocks beside one without counts or without probability are not corrected.
     safe = (before > 0) & (after > 0) & possible[:, 2:] & possible[:, 1:-1] & possible[:, :-2]
     before, after = before.clamp_min(0.5), after.clamp_min(0.5)
-    near = torch.where(possible, logs, 0.0)
-    # (log p)' and p''/p = (log p)'² + (log p)'' from differences to both neighbours
-    left_slope = (near[:, 1:-1] - near[:, :-2]) / before
-    right_slope = (near[:, 2:] - near[:, 1:-1]) / after
+    finite_logs = torch.where(possible, logs, 0.0)
+
+    # (log p)' and p''/p = (log p)'² + (log p)'' from differences to both neighbours.
+    left_slope = (finite_logs[:, 1:-1] - finite_logs[:, :-2]) / before
+    right_slope = (finite_logs[:, 2:] - finite_logs[:, 1:-1]) / after
     slope = (left_slope * after + right_slope * before) / (before + after)
     bend = slope**2 + 2 * (right_slope - left_slope) / (before + after)
-    # 12 × the variance of a uniform distribution over the block
+
+    # 12 × the variance of a uniform distribution over the block.
     square = torch.where(safe, (w[:, 1:-1] ** 2 - 1).clamp_min(0), torch.zeros_like(bend))
+
     # Σ p = w p (1 + variance/2 · p''/p), and the mean count is x + variance · (log p)'. Both are
     # limited (guesses), where a block is too rough for the expansion.
     correction = square / 24 * bend
@@ -505,7 +536,7 @@ def _join_equal_sizes(tables: list[Table]) -> list[Table]:
     for table in tables:
         groups.setdefault(table.logs.shape[1], []).append(table)
     return [
-        Table(*(torch.cat(parts) for parts in zip(*group, strict=True)))
+        Table(*(torch.cat(fields) for fields in zip(*group, strict=True)))
         for group in groups.values()
     ]
 
@@ -515,15 +546,14 @@ def _cut_at_valley(table: Table, mean: Tensor) -> Table:
 
     The sum over all counts of these rows does not exist. All rows are marked as inaccurate.
     """
-    heights = _log_heights(table)
+    heights = _compute_log_heights(table)
     is_right = (table.middles > mean[:, None] + 1) & (table.widths > 0)
     lowest_so_far = torch.where(is_right, heights, torch.inf).cummin(1).values
-    # 1e-9: differences by rounding are not a rise.
-    is_beyond = (is_right & (heights > lowest_so_far + 1e-9)).cumsum(1) > 0
+    is_beyond = (is_right & (heights > lowest_so_far + SMALLEST_RISE)).cumsum(1) > 0
     return _mark_inaccurate(table)._replace(logs=torch.where(is_beyond, NOTHING, table.logs))
 
 
-def _last_two_blocks(table: Table) -> Tensor:
+def _find_last_two_blocks(table: Table) -> Tensor:
     """Return the numbers of the last two blocks that have counts (m, 2); 0 where there are fewer.
 
     The number of the last one comes second.
@@ -542,7 +572,7 @@ def _estimate_power_tail(table: Table, total: Tensor, last_two: Tensor) -> Tenso
     widths of any pattern: the total of a narrow block after a wide one is small, but its tail is
     long.
     """
-    before, last = _log_heights(table).gather(1, last_two).unbind(1)
+    before, last = _compute_log_heights(table).gather(1, last_two).unbind(1)
     log_counts = table.middles.gather(1, last_two).clamp_min(0.5).log()
     power = (before - last) / (log_counts[:, 1] - log_counts[:, 0])
     top = table.edges[:, -1].clamp_min(1)
@@ -553,7 +583,7 @@ def _estimate_power_tail(table: Table, total: Tensor, last_two: Tensor) -> Tenso
     return torch.where(power.isfinite(), torch.where(power > 1, tail, torch.inf), 0.0)
 
 
-def _log_ratio_of_totals(table: Table, last_two: Tensor) -> Tensor:
+def _compute_log_ratio_of_totals(table: Table, last_two: Tensor) -> Tensor:
     """Return the log of the ratio (m,) of the last block's total to that of the block before.
 
     last_two (m, 2): the numbers of these blocks. Where two patterns of edges are interleaved, the
@@ -569,24 +599,24 @@ def _log_ratio_of_totals(table: Table, last_two: Tensor) -> Tensor:
 
 
 def estimate_tails(table: Table, first: int = 0) -> tuple[Tensor, Tensor]:
-    """Estimate the mass to the left and to the right of the blocks, as shares of their mass, (m,)
-    each.
+    """Estimate the left and the right tail of each row of a table, (m,) each.
 
-    On the right it is the larger one of a geometric series of block totals and of a power law, both
-    through the last two blocks. On the left, the counts down to zero are taken to be as probable as
-    those of the first block. first: the number of the first block with counts, where a row has
-    empty blocks before it.
+    They are the mass beyond the blocks, as a share of the mass of the blocks. On the right it is
+    the larger one of a geometric series of block totals and of a power law, both through the last
+    two blocks. On the left, the counts down to zero are taken to be as probable as those of the
+    first block. first: the number of the first block with counts, where a row has empty blocks
+    before it.
     """
     total = table.logs.logsumexp(1)
-    last_two = _last_two_blocks(table)
+    last_two = _find_last_two_blocks(table)
     last = table.logs.gather(1, last_two)[:, 1]
-    ratio = _log_ratio_of_totals(table, last_two).exp()
+    ratio = _compute_log_ratio_of_totals(table, last_two).exp()
     tail = (last - total).exp() * ratio / (1 - ratio)
     right_tail = torch.where(ratio < 1, tail, torch.full_like(tail, torch.inf))
     right_tail = torch.maximum(right_tail, _estimate_power_tail(table, total, last_two))
     # If the last block has no probability, the counts have ended before it.
     right_tail = torch.where(last <= NOTHING, torch.zeros_like(right_tail), right_tail)
-    # the height of the first block, times the number of counts below it
-    log_below = _log_heights(table)[:, first] + table.edges[:, 0].clamp_min(1).log() - total
+    # The height of the first block, times the number of counts below it.
+    log_below = _compute_log_heights(table)[:, first] + table.edges[:, 0].clamp_min(1).log() - total
     left_tail = torch.where(table.edges[:, 0] > 0, log_below.exp(), torch.zeros_like(log_below))
     return left_tail, right_tail

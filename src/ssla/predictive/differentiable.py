@@ -5,6 +5,8 @@ Gaussian noise has a closed form and classes are integrals. Counts and other num
 
 The values are those of the plain predictive. f̂ and K at x are differentiable because the network
 is (see `Posterior.linearised`). The covariance of θ does not depend on x.
+
+The graph of x is what autograd records: a tensor with it can be differentiated back to x.
 """
 
 from __future__ import annotations
@@ -69,9 +71,10 @@ def _refuse_increments() -> NoReturn:
 
 
 def make_differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit) -> Predictive:
-    """Return the predictive of y at x, with the graph of x.
+    """Return the predictive of y at the inputs x, with the graph of x.
 
-    Raises ValueError for a convention, refit or likelihood whose answers have no derivative.
+    rung: the kind of refit. Raises ValueError for a convention, refit or likelihood whose answers
+    have no derivative.
     """
     likelihood = posterior.likelihood.predictive
     if posterior.convention != EXACT:
@@ -81,6 +84,7 @@ def make_differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit)
         )
     if not isinstance(rung, OutputRung):
         _refuse_request(f"refit={rung.name!r}", "Use refit='output'")
+
     # Gaussian noise has a closed form for every other rung; the other likelihoods have derivatives
     # for the full output refit only.
     if likelihood.quadratic and not (isinstance(rung, NoRefit) and rung.curvature == EMPIRICAL):
@@ -100,8 +104,9 @@ def make_differentiable_predictive(posterior: Posterior, x: Inputs, rung: Refit)
 
 
 def _make_gaussian_predictive(posterior: Posterior, x: Inputs, rung: OutputRung) -> Predictive:
-    """Return the closed-form predictive for Gaussian noise at x, with the graph of x; no row is
-    flagged.
+    """Return the closed-form predictive for Gaussian noise at x, with the graph of x.
+
+    No row is flagged.
     """
     likelihood = posterior.likelihood.predictive
     marginal = posterior.outputs_at(x, differentiable=True)
@@ -123,6 +128,7 @@ def _make_class_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -
     likelihood = posterior.likelihood.predictive
     outputs_and_roots = list(_iterate_roots_with_graph(posterior, x))
     outputs = posterior.network.outputs
+
     # The empty tensors give the right shapes where there are no rows.
     no_rows = torch.empty(0, outputs, outputs, dtype=torch.float64)
     f = torch.cat([no_rows[:, 0], *(f for f, _ in outputs_and_roots)])
@@ -145,7 +151,7 @@ def _iterate_roots_with_graph(posterior: Posterior, x: Inputs) -> Iterator[tuple
     torch.func.vmap values cannot be read, and nothing is raised.
     """
     for f, root in posterior.roots_at(x, differentiable=True):
-        # the squared pivots of a Cholesky factor; other roots are smooth where variances are not 0
+        # The squared pivots of a Cholesky factor. Other roots are smooth where variances are not 0.
         if isinstance(root, FullRoot):
             pivots = root.values.diagonal(dim1=1, dim2=2) ** 2
         else:

@@ -1,6 +1,7 @@
 """Expectations of functions and probabilities of events under a predictive.
 
-The results are computed for every row at once.
+The results are computed for every row at once. Nodes are values of y with weights: an expectation
+E h(Y) is the weighted sum of h over the nodes of a row.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ def get_expectation_nodes(predictive: Predictive) -> Nodes:
                 "Expectations are for one target, but this predictive has several. Ask for its "
                 "mean and covariance."
             )
-        z = torch.linspace(-GAUSSIAN_REACH, GAUSSIAN_REACH, GAUSSIAN_NODES, dtype=torch.float64)
-        weights = torch.softmax(-0.5 * z * z, 0)
+        scores = torch.linspace(
+            -GAUSSIAN_REACH, GAUSSIAN_REACH, GAUSSIAN_NODES, dtype=torch.float64
+        )
+        weights = torch.softmax(-0.5 * scores * scores, 0)
         mean, scale = predictive.mean.double(), predictive.stddev.double()
-        return Nodes(mean[:, None] + scale[:, None] * z, weights.expand(len(mean), -1))
+        return Nodes(mean[:, None] + scale[:, None] * scores, weights.expand(len(mean), -1))
     if isinstance(law, ClassLaw):
         probs = predictive.probs.double()
         return Nodes(torch.arange(probs.shape[1], dtype=torch.float64).expand_as(probs), probs)
@@ -68,14 +71,15 @@ def get_expectation_nodes(predictive: Predictive) -> Nodes:
         shares = [piece.grid.shares for piece in law.pieces]
         probabilities = [share / share.sum(1, keepdim=True) for share in shares]
         return _join_nodes(law.pieces, values, probabilities)
+
     raise TypeError(f"Expectations are not implemented for {type(law).__name__}.")
 
 
 def _join_nodes(pieces: Sequence[Piece], values: list[Tensor], weights: list[Tensor]) -> Nodes:
-    """Join the values and weights of all pieces, (m, k) each with a k of its own, in the order of
-    the rows.
+    """Join the values and weights (m, k) of all pieces into nodes, in the order of the rows.
 
-    Shorter rows are padded to the largest k: the last value is repeated with weight zero.
+    The number of nodes k may differ between pieces. Shorter rows are padded to the largest k: the
+    last value is repeated with weight zero.
     """
     most = max(value.shape[1] for value in values)
     padded_values = []
@@ -89,7 +93,7 @@ def _join_nodes(pieces: Sequence[Piece], values: list[Tensor], weights: list[Ten
 
 
 def expect(predictive: Predictive, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return E function(Y) for each row (N,).
+    """Return E function(Y) under the predictive, for each row (N,).
 
     function: applied to each y of a tensor (N, k). Raises ValueError unless it returns one value
     for each y, and what `get_expectation_nodes` raises.
@@ -106,7 +110,7 @@ def expect(predictive: Predictive, function: Callable[[Tensor], Tensor]) -> Tens
 
 
 def probability(predictive: Predictive, event: Event) -> Tensor:
-    """Return P(Y ∈ event) for each row (N,).
+    """Return P(Y ∈ event) under the predictive, for each row (N,).
 
     Intervals are evaluated by the distribution function, and a function by the nodes of
     `get_expectation_nodes`. Raises ValueError or TypeError for an event that does not fit the
@@ -127,6 +131,7 @@ def probability(predictive: Predictive, event: Event) -> Tensor:
         or predictive.mean.dim() != 1
     ):
         raise TypeError("The probability of an interval needs a predictive of one ordered target.")
+
     total = torch.zeros(len(predictive.mean), dtype=torch.float64)
 
     def evaluate_cdf(end: float) -> Tensor:
@@ -140,6 +145,7 @@ def probability(predictive: Predictive, event: Event) -> Tensor:
         if predictive.kind == "count" and math.isfinite(low):
             low = math.ceil(low) - 1
         total = total + evaluate_cdf(high) - evaluate_cdf(low)
+
     return total
 
 

@@ -3,6 +3,9 @@
 The Gaussian over θ and the linearised network f(x) = f̂(x) + J_x (θ − m) give, for any two inputs,
 K_xx' = J_x S J_x'ᵀ. A draw of θ is a function that can be evaluated anywhere, with that covariance:
 no matrix over the inputs is factorised.
+
+m and S are mean and covariance of the Gaussian over θ (P,). J_x (C, P) is the Jacobian of the C
+outputs at x. A piece is a slice of the inputs whose Jacobian fits the memory budget.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from ssla.values import Marginal
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
+BYTES = 8  # of a number in float64
 COPIES = 4  # of the Jacobian of some rows: its entries, those in float64, H⁻¹Jᵀ and its workspace
 
 
@@ -36,8 +40,8 @@ class Joint(NamedTuple):
 def compute_joint(posterior: Posterior, x: Inputs, differentiable: bool = False) -> Joint:
     """Return the joint Gaussian of f at the N inputs x (see Posterior.joint).
 
-    differentiable: with gradients in x. Raises ValueError where the covariance, or the Jacobian of
-    one row, exceeds the memory budget.
+    differentiable: whether the result carries gradients in x. Raises ValueError where the
+    covariance, or the Jacobian of one row, exceeds the memory budget.
     """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows = row_count(inputs)
@@ -64,6 +68,7 @@ def compute_joint(posterior: Posterior, x: Inputs, differentiable: bool = False)
                 block = (block + block.permute(2, 3, 0, 1)) / 2
             K[second, :, first] = block
             K[first, :, second] = block.permute(2, 3, 0, 1)
+
     # The covariance of each single input (N, C, C) chooses the dtype of the answer.
     blocks = K.diagonal(dim1=0, dim2=2).movedim(-1, 0)
     like = posterior.answer_template(Marginal(mean, blocks))
@@ -77,13 +82,14 @@ def compute_joint_of_groups(
 
     The results are mean (G, size·C) and covariance (G, size·C, size·C), for G groups; the number of
     inputs must be G · size. The covariance between groups is not computed, so the cost grows with
-    the number of rows only. differentiable: with gradients in x. Raises ValueError where the
-    Jacobian of one row exceeds the memory budget.
+    the number of rows only. differentiable: whether the result carries gradients in x. Raises
+    ValueError where the Jacobian of one row exceeds the memory budget.
     """
     inputs = posterior.network.cast(as_inputs(x, differentiable))
     rows = row_count(inputs)
     width = size * posterior.network.outputs
-    groups_at_once = _rows_at_once(posterior) // size
+    groups_at_once = _count_rows_at_once(posterior) // size
+
     # The empty tensors give the right shapes where there are no rows.
     empty = torch.empty(0, width, width, dtype=torch.float64)
     joints = [Joint(empty[:, 0], empty)]
@@ -110,9 +116,11 @@ def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
     network = posterior.network
     budget = posterior.memory_budget
     size = rows * network.outputs
-    need = 2 * 8 * size**2  # the result, and a copy in the model's dtype
+    need = 2 * BYTES * size**2  # the result, and a copy in the model's dtype
     if need > budget:
-        most = int((budget / 16) ** 0.5) // network.outputs  # the rows whose `need` is the budget
+        most = (
+            int((budget / (2 * BYTES)) ** 0.5) // network.outputs
+        )  # the rows whose `need` is the budget
         raise ValueError(
             f"The joint covariance of {rows:,} inputs with {network.outputs} "
             f"output{'s' * (network.outputs != 1)} is a matrix of {size:,} × {size:,}. It needs "
@@ -120,18 +128,18 @@ def _split_within_budget(posterior: Posterior, rows: int) -> list[slice]:
             f"Give at most {most:,} inputs, use posterior.draw_functions(n), which needs no such "
             "matrix, or fit with a larger memory_budget."
         )
-    return _split_into_slices(rows, _rows_at_once(posterior))
+    return _split_into_slices(rows, _count_rows_at_once(posterior))
 
 
-def _rows_at_once(posterior: Posterior) -> int:
-    """Return how many rows are linearised at once: a chunk of the network, or fewer where their
-    Jacobian would exceed the memory budget.
+def _count_rows_at_once(posterior: Posterior) -> int:
+    """Return how many rows are linearised at once.
 
-    Raises ValueError if the Jacobian of one row exceeds it.
+    This is the size of a chunk of the network, or fewer rows where their Jacobian would exceed the
+    memory budget. Raises ValueError if the Jacobian of one row exceeds it.
     """
     network = posterior.network
     budget = posterior.memory_budget
-    row_bytes = COPIES * 8 * network.outputs * network.layout.size
+    row_bytes = COPIES * BYTES * network.outputs * network.layout.size
     if row_bytes > budget:
         raise ValueError(
             f"The Jacobian of one input takes {bytes_in_words(row_bytes)}, more than the memory "
@@ -158,7 +166,7 @@ class Functions:
     """
 
     posterior: Posterior
-    steps: Tensor  # θ − m (n, P), float64
+    steps: Tensor  # θ − m (n, P), float64, one row for each function
 
     def __len__(self) -> int:
         """Return n, the number of functions."""
@@ -167,7 +175,8 @@ class Functions:
     def __call__(self, x: Inputs, differentiable: bool = False) -> Tensor:
         """Return the values of all functions at the N inputs x (n, N, C).
 
-        The values have the dtype of the posterior's answers. differentiable: with gradients in x.
+        The values have the dtype of the posterior's answers. differentiable: whether they carry
+        gradients in x.
         """
         chunks = self.posterior.linearised(x, differentiable)
         outputs_and_moves = [(f.double(), J.double().push_many(self.steps.mT)) for f, J in chunks]
@@ -213,11 +222,11 @@ def draw_functions(posterior: Posterior, n: int, generator: torch.Generator | No
         raise ValueError(f"n must be a whole number of functions, at least 1, but is {n!r}.")
     size = posterior.network.layout.size
     budget = posterior.memory_budget
-    need = 2 * 8 * n * size  # bytes: the draws in float64, and one copy
+    need = 2 * BYTES * n * size  # the draws, and one copy
     if need > budget:
         raise ValueError(
             f"{n:,} draws of {size:,} weights need {bytes_in_words(need)}, more than the memory "
-            f"budget of {bytes_in_words(budget)}. Draw at most {budget // (16 * size):,} at a "
-            "time, or fit with a larger memory_budget."
+            f"budget of {bytes_in_words(budget)}. Draw at most "
+            f"{budget // (2 * BYTES * size):,} at a time, or fit with a larger memory_budget."
         )
     return Functions(posterior, posterior.covariance.sample(n, generator))

@@ -1,4 +1,8 @@
-"""Closed forms: Gaussian noise of known size needs no grid."""
+"""Closed forms: Gaussian noise of known size needs no grid.
+
+Σ (C, C) is the covariance of the noise, K (N, C, C) that of the outputs, and D = C the number of
+targets. ASSLA is the rung without a refit, whose mass is below 1 (docs/mathematics.md).
+"""
 
 from __future__ import annotations
 
@@ -21,11 +25,11 @@ from ssla.refit import LogDensity
 from ssla.refit.increments import Increments
 from ssla.values import Marginal
 
+BISECTIONS = 100  # of a quantile: the bracket is halved to double precision
+
 
 class Ellipsoid(NamedTuple):
-    """The region {y: (y − centre)ᵀ covariance⁻¹ (y − centre) ≤ squared_radius}, one for each
-    row.
-    """
+    """The region {y: (y − centre)ᵀ covariance⁻¹ (y − centre) ≤ squared_radius} of each row."""
 
     centre: Tensor  # (N, D)
     covariance: Tensor  # (N, D, D)
@@ -76,7 +80,10 @@ class GaussianLaw(Law):
         return self._mean.shape[0]
 
     def _drop_single_target(self, value: Tensor) -> Tensor:
-        """Drop the dimension of the targets if there is one: (N, 1, …) -> (N, …)."""
+        """Return a value (N, D, …) without the dimension of the targets if there is one target.
+
+        (N, 1, …) becomes (N, …). A value of several targets is returned unchanged.
+        """
         return value.squeeze(1) if self.kind == "scalar" else value
 
     @property
@@ -119,7 +126,7 @@ class GaussianLaw(Law):
 
     @cached_property
     def _epistemic_variance(self) -> Tensor:
-        """Return the epistemic part of the variance (N, D), also for one target (D = 1).
+        """Return the epistemic part of the variance of each target (N, D), also for one target.
 
         This part is the diagonal of K, and zero without a refit. Under the additive convention it
         is the share K/(Σ + K) of the variance.
@@ -154,6 +161,7 @@ class GaussianLaw(Law):
             return (peak + half_logdet + 0.5 * self._mean.shape[1] * LOG_2PI).exp()
         if not self.loses_mass:
             return torch.ones(self.rows, dtype=torch.float64)
+
         # |I + Σ⁻¹K|^(−½) from the eigenvalues of L⁻¹KL⁻ᵀ, with Σ = LLᵀ
         factor = torch.linalg.cholesky(self.noise)
         half = torch.linalg.solve_triangular(
@@ -172,11 +180,13 @@ class GaussianLaw(Law):
             z = (y - self._mean) / self._scale
             return -0.5 * (z * z + LOG_2PI) - self._scale.log()
         factor: Tensor = torch.linalg.cholesky(self.covariance)
+
         # For y (N, k, D), mean and factor get a dimension of size one for the k values.
         ones = [1] * (y.dim() - 2)
         mean = self._mean.reshape(len(y), *ones, self._mean.shape[1])
         residual = (y - mean).unsqueeze(-1)
         broadcast = factor.reshape(len(y), *ones, *factor.shape[1:])
+
         # With covariance = L Lᵀ, the quadratic form is ‖L⁻¹(y − mean)‖².
         white: Tensor = torch.linalg.solve_triangular(
             broadcast.expand(*residual.shape[:-2], *factor.shape[1:]), residual, upper=False
@@ -197,18 +207,19 @@ class GaussianLaw(Law):
         return self._drop_single_target(quantiles)
 
     def hdr(self, level: float) -> Regions | Ellipsoid:
-        """Return the smallest region with that probability: an interval, or an ellipsoid for D
-        targets.
+        """Return the smallest region with probability `level`.
+
+        The result is an interval for one target, and an ellipsoid for D targets.
         """
         if self.kind == "scalar":
             ends = self.interval(level)
             return Regions(ends[:, :1], ends[:, 1:])
         return Ellipsoid(
-            self._mean, self.covariance, chi_square_quantile(level, self._mean.shape[1])
+            self._mean, self.covariance, find_chi_square_quantile(level, self._mean.shape[1])
         )
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
-        """Draw n values for each input: (n, N) or (n, N, D)."""
+        """Draw n values of y for each input: (n, N) or (n, N, D)."""
         white = torch.randn(n, *self._mean.shape, dtype=torch.float64, generator=generator)
         factor = torch.linalg.cholesky(self.covariance)
         draws: Tensor = self._mean + (factor @ white.unsqueeze(-1)).squeeze(-1)
@@ -222,8 +233,8 @@ class GaussianLaw(Law):
 def multiply_by_prior(noise: Tensor, marginal: Marginal, response: Marginal) -> Marginal:
     """Return the Gaussian of y under the additive convention, mean (N, C) and covariance (N, C, C).
 
-    This Gaussian is the likelihood's predictive N(f̂, A) times the change of the prior exp(bᵀu − ½
-    uᵀMu), with A = Σ + K and u = A⁻¹(y − f̂). Normalised, this is N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
+    This Gaussian is the likelihood's predictive N(f̂, A), with A = Σ + K, times the change of the
+    prior exp(bᵀu − ½ uᵀMu), with u = A⁻¹(y − f̂). Normalised, it is N(f̂ + A(A+M)⁻¹b, A(A+M)⁻¹A).
 
     noise: Σ (C, C). marginal: f̂ (N, C) and K (N, C, C). response: b (N, C) and M (N, C, C), see
     `prior_response`. Raises ValueError where A + M is not positive definite: the prior then grows
@@ -243,19 +254,20 @@ def multiply_by_prior(noise: Tensor, marginal: Marginal, response: Marginal) -> 
     return Marginal(marginal.mean + (half.mT @ pull).squeeze(-1), half.mT @ half)
 
 
-def chi_square_quantile(level: float, df: int) -> float:
+def find_chi_square_quantile(level: float, df: int) -> float:
     """Return the quantile at probability `level` of the χ² distribution with df degrees of freedom.
 
-    The quantile is found by bisection: the distribution function is gammainc(df/2, x/2).
+    The quantile is found by bisection of the distribution function, which is gammainc(df/2, x/2).
+    level must be below 1.
     """
     half = torch.tensor(df / 2, dtype=torch.float64)
     low = 0.0
     # An upper bound: P(χ² > x) ≤ exp(−x/4) 2^(df/2), which is below 1 − level here.
     high = 2.0 * df + 40.0 + 40 * -math.log1p(-level)
-    for _ in range(100):  # halves the bracket to double precision
-        candidate = (low + high) / 2
-        if float(gammainc(half, torch.tensor(candidate / 2, dtype=torch.float64))) < level:
-            low = candidate
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        if float(gammainc(half, torch.tensor(middle / 2, dtype=torch.float64))) < level:
+            low = middle
         else:
-            high = candidate
+            high = middle
     return (low + high) / 2

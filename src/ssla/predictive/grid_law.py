@@ -19,6 +19,8 @@ from ssla.refit import LogDensity
 # Error of a spline, as a share of the mass, on a transformed support: log p falls exponentially
 # there, faster than a coarse spline follows. The number is a guess.
 SPLINE = 1e-7
+LARGEST_FINITE = 1e300  # takes the place of an infinite z, because a grid needs finite values
+LEAST_PROBABILITY = 1e-12  # of a draw, and that of the complement
 
 
 @final
@@ -31,15 +33,15 @@ class GridLaw(PointwiseLaw):
     z, the support's real coordinate.
     """
 
-    support: Continuous
-    pieces: list[RowGrid]
+    support: Continuous  # of y
+    pieces: list[RowGrid]  # blocks of rows, each with its nodes of z
 
     kind = "scalar"
 
     @cached_property
     def _log_mass(self) -> Tensor:
         """Return the logarithm of the mass (N,)."""
-        return gather_rows(self.pieces, [p.grid.log_mass for p in self.pieces])
+        return gather_rows(self.pieces, [piece.grid.log_mass for piece in self.pieces])
 
     @cached_property
     def _moments(self) -> tuple[Tensor, Tensor]:
@@ -49,7 +51,7 @@ class GridLaw(PointwiseLaw):
             return quadrature.mapped_moments(
                 self._log_density_of_z, self.pieces, self.support.from_real
             )
-        means, variances = zip(*(p.grid.moments for p in self.pieces), strict=True)
+        means, variances = zip(*(piece.grid.moments for piece in self.pieces), strict=True)
         return gather_rows(self.pieces, means), gather_rows(self.pieces, variances)
 
     def _log_density_of_z(self, z: Tensor, rows: Tensor) -> Tensor:
@@ -64,16 +66,18 @@ class GridLaw(PointwiseLaw):
     @cached_property
     def mode(self) -> Tensor:
         """Return the y (N,) at which the density of z is highest."""
-        return self.support.from_real(gather_rows(self.pieces, [p.grid.mode for p in self.pieces]))
+        return self.support.from_real(
+            gather_rows(self.pieces, [piece.grid.mode for piece in self.pieces])
+        )
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support."""
+        """Raise ValueError where y (N, k) is outside the support."""
         self.support.check(y.flatten(), 1)
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return P(Y ≤ y), (N, k) -> (N, k); y may be infinite."""
-        z = self.support.to_real(y).clamp(-1e300, 1e300)  # finite, as the grid needs it
-        return gather_rows(self.pieces, [p.grid.cdf(z[p.rows]) for p in self.pieces])
+        z = self.support.to_real(y).clamp(-LARGEST_FINITE, LARGEST_FINITE)
+        return gather_rows(self.pieces, [piece.grid.cdf(z[piece.rows]) for piece in self.pieces])
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return the quantiles at q (k,): (N, k)."""
@@ -81,28 +85,28 @@ class GridLaw(PointwiseLaw):
 
     def _compute_quantiles(self, q: Tensor) -> Tensor:
         """Return the quantiles at probabilities q that differ by row: (N, k) -> (N, k)."""
-        z = gather_rows(self.pieces, [p.grid.icdf(q[p.rows]) for p in self.pieces])
+        z = gather_rows(self.pieces, [piece.grid.icdf(q[piece.rows]) for piece in self.pieces])
         return self.support.from_real(z)
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest region of y with that probability, a union of intervals."""
+        """Return the smallest region of y with probability `level`, a union of intervals."""
         # The slope makes the region the smallest in y; without it, it would be so in z.
         slope = None if isinstance(self.support, Real) else self.support.log_slope
-        z = gather_regions(self.pieces, [p.grid.hdr(level, slope) for p in self.pieces])
+        z = gather_regions(self.pieces, [piece.grid.hdr(level, slope) for piece in self.pieces])
         return Regions(*map(self.support.from_real, z))
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
         """Draw n values for each input (n, N), by inversion of the cdf."""
         u = torch.rand(self.rows, n, dtype=torch.float64, generator=generator)
         # The quantiles at 0 and 1 may be infinite.
-        return self._compute_quantiles(u.clamp(1e-12, 1 - 1e-12)).mT
+        return self._compute_quantiles(u.clamp(LEAST_PROBABILITY, 1 - LEAST_PROBABILITY)).mT
 
 
 def make_grid_predictive(log_density: LogDensity, support: Continuous, refit: str) -> Predictive:
     """Return the predictive of one continuous target, by a grid over y for each row.
 
-    refit: the name of the rung. Rows whose integral does not reach its tolerance are flagged as
-    inaccurate.
+    log_density: of y at each input. support: of y. refit: the name of the rung. Rows whose integral
+    does not reach its tolerance are flagged as inaccurate.
     """
     f, K = log_density.marginal
     fallback, unconverged, inaccurate = torch.zeros(3, len(f), dtype=torch.bool).unbind(0)

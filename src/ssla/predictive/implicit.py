@@ -8,6 +8,10 @@ function are functions of L at the nodes y_j. The nodes are kept in place: movin
 integral by no more than its quadrature error. Where the refit changes from one mode to another, L
 jumps, and `ssla.predictive.mode_switches` adds what the jump's own movement does to the integrals.
 Values are those of the plain predictive.
+
+A tensor with a graph is one from which autograd can differentiate back to the inputs x and to y. A
+"zero with a graph" is zeros with the derivative of another tensor: added to plain values, it gives
+them that derivative. "Plain" means without a graph.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from ssla.maths.quadrature import RowGrid
 from ssla.predictive.count_law import CountLaw, Table, make_count_predictive
 from ssla.predictive.grid_law import GridLaw, make_grid_predictive
 from ssla.predictive.law import Law
-from ssla.predictive.mode_switches import derivative_of_jumps
+from ssla.predictive.mode_switches import differentiate_jumps
 from ssla.predictive.predictive import Predictive
 from ssla.refit import Density, OutputLogDensity, OutputRefit
 from ssla.refit.increments import Increments, evaluate_at_mode
@@ -59,14 +63,14 @@ class GraphDensity:
         """Return a tensor of the dtype and device of the answers."""
         return self.plain.like
 
-    def zero_with_graph(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
+    def make_zero_with_graph(self, y: Tensor, rows: Tensor | None = None) -> Tensor:
         """Return zeros (m, k) with the derivative of the log density at y (m, k).
 
         rows (m,): the inputs to which the rows of y belong; None: all in order. Raises ValueError
         where a refit does not reach a mode.
         """
-        f, K = self.marginal if rows is None else (part[rows] for part in self.marginal)
-        return _zero_with_graph(log_density_with_graph(self.likelihood, y, f, K))
+        f, K = self.marginal if rows is None else (values[rows] for values in self.marginal)
+        return _make_zero_with_graph(log_density_with_graph(self.likelihood, y, f, K))
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
         """Return the plain log densities and flags at y (m, k), with their graph.
@@ -76,7 +80,7 @@ class GraphDensity:
         values = values_outside_transforms(y)
         with torch.no_grad(), outside_transforms():
             density = self.plain.density_at(values, rows)
-        return density._replace(log=density.log + self.zero_with_graph(y, rows))
+        return density._replace(log=density.log + self.make_zero_with_graph(y, rows))
 
     def __call__(self, y: Tensor) -> Increments:
         """Raise ValueError: increments carry no gradient. The argument is part of the protocol."""
@@ -120,7 +124,7 @@ class ImplicitLaw(Law):
         return self.law.mass
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support."""
+        """Raise ValueError where y (N, k) is outside the support."""
         self.law.check(values_outside_transforms(y))
 
     def log_prob(self, y: Tensor) -> Tensor:
@@ -142,7 +146,7 @@ class ImplicitLaw(Law):
         with torch.no_grad():
             y = self.law.icdf(q)
             density = self.law.log_prob(y).exp()
-        return y - _zero_with_graph(self.law.cdf(y)) / density
+        return y - _make_zero_with_graph(self.law.cdf(y)) / density
 
     @property
     def mode(self) -> Tensor:
@@ -189,8 +193,8 @@ class ImplicitLaw(Law):
         _refuse_answer("increments")
 
 
-def _zero_with_graph(value: Tensor) -> Tensor:
-    """Return zeros with the derivative of `value`, of its shape."""
+def _make_zero_with_graph(value: Tensor) -> Tensor:
+    """Return zeros with the derivative of `value`, and with its shape."""
     return value - value.detach()
 
 
@@ -206,8 +210,8 @@ def _refuse_answer(name: str) -> NoReturn:
 def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """Return the un-normalised log density L(y) of the module, differentiable in y, f̂ and K.
 
-    y (N, k), f: f̂ (N, C), K (N, C, C) -> (N, k). Only the first derivatives are those of L. Raises
-    ValueError where a refit does not reach a mode.
+    y (N, k), f: f̂ (N, C), K (N, C, C) -> (N, k). Only the first derivatives of the result are those
+    of L, not higher ones. Raises ValueError where a refit does not reach a mode.
     """
     mean, covariance = f.unsqueeze(1), K.unsqueeze(1)
     boundary = likelihood.refit_at_boundary(y, mean, covariance)
@@ -218,6 +222,7 @@ def log_density_with_graph(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tens
     u = _find_modes(likelihood, y, f, K)
     f_at_mode = mean + _multiply_by_covariance(covariance, u)
     eye = torch.eye(f.shape[1], dtype=f.dtype)
+
     # At the mode u = g. A Newton step for this equation, with a fixed matrix, leaves the value of u
     # and gives it the derivative of the implicit function.
     with torch.no_grad():
@@ -240,9 +245,10 @@ def _find_modes(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tens
     a mode.
     """
     rows, count = y.shape
-    y, f, K = (values_outside_transforms(part) for part in (y, f, K))
+    y, f, K = (values_outside_transforms(tensor) for tensor in (y, f, K))
     with torch.no_grad(), outside_transforms():
-        means, roots = (part.repeat_interleave(count, 0) for part in (f, linalg.covariance_root(K)))
+        means = f.repeat_interleave(count, 0)
+        roots = linalg.covariance_root(K).repeat_interleave(count, 0)
         refit = evaluate_at_mode(likelihood, y.reshape(-1), means, roots)
         if bool(refit.fallback.any()) or not bool(refit.converged.all()):
             failed = (refit.fallback | ~refit.converged).view(rows, count).any(1)
@@ -266,7 +272,7 @@ def _add_graph_to_table(table: Table, density: GraphDensity) -> Table:
     without a count have none.
     """
     empty = table.widths <= 0
-    zero = density.zero_with_graph(torch.where(empty, 0.0, table.centres), table.rows)
+    zero = density.make_zero_with_graph(torch.where(empty, 0.0, table.centres), table.rows)
     return table._replace(logs=table.logs + torch.where(empty, 0.0, zero))
 
 
@@ -277,20 +283,20 @@ def _add_graph_to_grid(piece: RowGrid, density: GraphDensity) -> RowGrid:
     nodes stay in place.
     """
     rows, grid = piece
-    zero = density.zero_with_graph(grid.nodes, rows)
+    zero = density.make_zero_with_graph(grid.nodes, rows)
     if zero.requires_grad:
         marginal, plain_marginal = (
-            Marginal(*(part[rows] for part in m))
-            for m in (density.marginal, density.plain.marginal)
+            Marginal(*(values[rows] for values in of_all_rows))
+            for of_all_rows in (density.marginal, density.plain.marginal)
         )
-        zero = zero + derivative_of_jumps(density.likelihood, grid, plain_marginal, marginal)
+        zero = zero + differentiate_jumps(density.likelihood, grid, plain_marginal, marginal)
     return RowGrid(rows, replace(grid, logs=grid.logs + zero))
 
 
 def make_pointwise_predictive(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Predictive:
-    """Return the predictive of a count or a number at x, with the graph of x.
+    """Return the predictive of a count or a number at the inputs x, with the graph of x.
 
-    Raises ValueError where a refit does not reach a mode.
+    rung: the output refit, to the mode. Raises ValueError where a refit does not reach a mode.
     """
     x_without_graph = map_inputs(values_outside_transforms, as_inputs(x, differentiable=True))
     with torch.no_grad(), outside_transforms():

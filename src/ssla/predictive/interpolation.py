@@ -6,6 +6,12 @@ region has 99.95% of the output predictive. It is widened where the corrected pr
 further; beyond it the correction is constant. Seven refits come first, then two more and later more
 at a time, until the last ones changed the interpolant by less than the error allowed. This
 difference is the error of the interpolant before the last, so that the last one is better.
+
+    rung          a kind of refit; here "output" and "weights"
+    correction    log density of the weights rung less that of the output rung, as a function of y
+    node          a y at which a row was refitted, and where its correction is known
+    region        the interval of y over which a row's correction is interpolated
+    portion       some nodes that are added together
 """
 
 from __future__ import annotations
@@ -65,24 +71,26 @@ class Frame:
     def build(support: Support, quantiles: Tensor, least: int) -> Frame:
         """Build the frame whose regions run from the first to the last of the quantiles (N, 5).
 
-        quantiles: of the output predictive, at QUANTILES. A region of counts has at least `least`
-        counts.
+        support: of y. quantiles: of the output predictive, at QUANTILES. A region of counts has at
+        least `least` counts.
         """
         if not isinstance(support, Continuous):
             low = quantiles[:, 0].floor().clamp_min(0)
             high = torch.maximum(quantiles[:, -1].ceil(), low + least - 1)
             return Frame(support, torch.zeros_like(low), torch.ones_like(low), low, high)
+
         z = support.to_real(quantiles)
         centre = z[:, 2]
-        off = z - centre[:, None]
+        from_centre = z - centre[:, None]
+
         # Of S scales, the one is taken in which the region's width over that of ± 1.5 standard
         # deviations is closest to REACH.
         scales = (z[:, 3] - z[:, 1])[:, None] / 2 * BENDS  # (N, S)
-        w = torch.asinh(off[:, None] / scales[..., None])
+        w = torch.asinh(from_centre[:, None] / scales[..., None])
         reach = (w[..., 4] - w[..., 0]) / (w[..., 3] - w[..., 1])
         scale = scales.gather(1, (reach - REACH).abs().argmin(1, keepdim=True)).squeeze(1)
-        low = torch.asinh(off[:, 0] / scale)
-        high = torch.asinh(off[:, -1] / scale)
+        low = torch.asinh(from_centre[:, 0] / scale)
+        high = torch.asinh(from_centre[:, -1] / scale)
         return Frame(support, centre, scale, low, high)
 
     @property
@@ -122,6 +130,7 @@ class Frame:
 
     def to_t(self, y: Tensor) -> Tensor:
         """Return t (m, k) at y (m, k); it is beyond ±1 outside the region."""
+        # w of a count is y itself.
         w = y
         if isinstance(self.support, Continuous):
             w = torch.asinh((self.support.to_real(y) - self.centre[:, None]) / self.scale[:, None])
@@ -135,12 +144,14 @@ class Frame:
         (Leja's rule). A region of few counts may have no new node left.
         """
         if bool(known.isnan().all()):
-            y = self.to_y(chebyshev_nodes(more).expand(len(known), -1))
+            y = self.to_y(make_chebyshev_nodes(more).expand(len(known), -1))
             # Rounding may have made neighbouring counts equal.
             y = _separate_counts(y, self.high) if self.is_of_counts else y
             return y, torch.ones_like(y, dtype=torch.bool)
-        candidates = self.to_y(chebyshev_nodes(CANDIDATES).expand(len(known), -1))
+
+        candidates = self.to_y(make_chebyshev_nodes(CANDIDATES).expand(len(known), -1))
         t = self.to_t(candidates)
+
         # log Π|t − t_j| over the known nodes; −∞ at a node, and a missing node (NaN) adds nothing
         distances = (t.unsqueeze(-1) - self.to_t(known).unsqueeze(1)).abs().log()
         log_product = distances.nan_to_num(nan=0.0, neginf=-math.inf).sum(-1)
@@ -154,7 +165,7 @@ class Frame:
 
 
 @cached_constant
-def chebyshev_nodes(count: int) -> Tensor:
+def make_chebyshev_nodes(count: int) -> Tensor:
     """Return Chebyshev's nodes −cos(πj/(count − 1)) for j = 0, 1, …: (count,), from −1 to 1.
 
     count must be at least 2.
@@ -163,7 +174,7 @@ def chebyshev_nodes(count: int) -> Tensor:
 
 
 def _separate_counts(z: Tensor, top: Tensor) -> Tensor:
-    """Return whole numbers in rising order (m, k), moved so that no two are equal.
+    """Return counts z (m, k), which are in rising order, moved so that no two in a row are equal.
 
     The numbers are moved up where needed, and then down so that the last is at most `top` (m,).
     """
@@ -248,13 +259,13 @@ class Corrected:
 def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor) -> Corrected:
     """Refit at a few y of every chosen row (N,) bool, and interpolate the correction.
 
-    quantiles (N, 5): of the output predictive, at QUANTILES. A chosen row without a usable region
-    counts as failed.
+    weights: makes the refits. quantiles (N, 5): of the output predictive, at QUANTILES. A chosen
+    row without a usable region counts as failed.
     """
     frame = Frame.build(_get_support(weights), quantiles, FIRST_NODES)
     no_row = torch.zeros_like(chosen)
     zeros = torch.zeros(len(chosen), MOST_NODES, dtype=torch.float64)
-    state = Corrected(
+    corrected = Corrected(
         weights,
         refitted=chosen,
         frame=frame,
@@ -265,7 +276,7 @@ def fit_correction(weights: WeightLogDensity, quantiles: Tensor, chosen: Tensor)
         failed=chosen & ~frame.is_usable,
         inaccurate=no_row,
     )
-    return _refine_correction(state, chosen & frame.is_usable, (FIRST_NODES, *MORE_NODES))
+    return _refine_correction(corrected, chosen & frame.is_usable, (FIRST_NODES, *MORE_NODES))
 
 
 def _get_support(weights: WeightLogDensity) -> Support:
@@ -273,80 +284,87 @@ def _get_support(weights: WeightLogDensity) -> Support:
     return weights.likelihood.support_for(weights.marginal.mean.shape[1])
 
 
-def widen_correction(known: Corrected, quantiles: Tensor, rows: Tensor) -> Corrected:
+def widen_correction(corrected: Corrected, quantiles: Tensor, rows: Tensor) -> Corrected:
     """Return the correction interpolated over a larger region in some rows (N,) bool.
 
-    quantiles (N, 5): those of `fit_correction`, with the first and the last moved outward. The
-    refits so far are kept and more are made. A row that already has nearly MOST_NODES keeps its
-    region and is flagged as inaccurate.
+    corrected: the correction so far. quantiles (N, 5): those of `fit_correction`, with the first
+    and the last moved outward. The refits so far are kept and more are made. A row that already has
+    nearly MOST_NODES keeps its region and is flagged as inaccurate.
     """
-    full = rows & (known.refit_counts + MORE_NODES[0] > MOST_NODES)
-    known = replace(known, inaccurate=known.inaccurate | full)
+    full = rows & (corrected.refit_counts + MORE_NODES[0] > MOST_NODES)
+    corrected = replace(corrected, inaccurate=corrected.inaccurate | full)
     rows = rows & ~full
-    wider = Frame.build(known.frame.support, quantiles, FIRST_NODES)
+    wider = Frame.build(corrected.frame.support, quantiles, FIRST_NODES)
     # A region of few counts was enlarged when it was built, and must not become smaller.
     if wider.is_of_counts:
         wider = replace(
             wider,
-            low=torch.minimum(wider.low, known.frame.low),
-            high=torch.maximum(wider.high, known.frame.high),
+            low=torch.minimum(wider.low, corrected.frame.low),
+            high=torch.maximum(wider.high, corrected.frame.high),
         )
-    frame = known.frame.replace_rows(rows, wider)
-    return _refine_correction(replace(known, frame=frame), rows, MORE_NODES)
+    frame = corrected.frame.replace_rows(rows, wider)
+    return _refine_correction(replace(corrected, frame=frame), rows, MORE_NODES)
 
 
-def _refine_correction(state: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corrected:
-    """Return the correction with nodes added to the chosen rows (N,) bool, in portions, until the
-    last portion changes the interpolant by no more than the error allowed.
+def _refine_correction(corrected: Corrected, chosen: Tensor, portions: Iterable[int]) -> Corrected:
+    """Return the correction with nodes added to the chosen rows (N,) bool, a portion at a time.
 
-    portions: numbers of nodes. A row that is still changed too much by the last portion is flagged
-    as inaccurate. A row in which a refit fails has no correction, or NaN if on_failure is "nan".
+    A row is done when the last portion changed its interpolant by no more than the error allowed.
+    corrected: the correction so far, which is not changed. portions: numbers of nodes. A row that
+    is still changed too much by the last portion is flagged as inaccurate. A row in which a refit
+    fails has no correction, or NaN if on_failure is "nan".
     """
-    state = _copy_tensors(state)
-    allowed = state.weights.refit.interpolation
+    corrected = _copy_tensors(corrected)
+    allowed = corrected.weights.refit.interpolation
     rows = chosen.nonzero().squeeze(-1)
-    # the coefficients before a portion, and how much the portion before it changed the interpolant
-    before = _fit_chebyshev(state.frame.take(rows).to_t(state.nodes[rows]), state.values[rows])
+
+    # The coefficients before a portion, and how much the portion before it changed the interpolant.
+    before = _fit_chebyshev(
+        corrected.frame.take(rows).to_t(corrected.nodes[rows]), corrected.values[rows]
+    )
     last_change = torch.full((len(rows),), torch.nan, dtype=torch.float64)
     for portion in portions:
         if not rows.numel():
             break
-        added, complete = _add_nodes(state, rows, portion)
-        good = ~state.failed[rows]
+        added, complete = _add_nodes(corrected, rows, portion)
+        good = ~corrected.failed[rows]
         rows, before, last_change = rows[good], before[good], last_change[good]
         added, complete = added[good], complete[good]
-        frame = state.frame.take(rows)
-        series = _fit_chebyshev(frame.to_t(state.nodes[rows]), state.values[rows])
-        state.coefficients[rows] = series
-        change = _largest_difference(frame, series, before)
+        frame = corrected.frame.take(rows)
+        series = _fit_chebyshev(frame.to_t(corrected.nodes[rows]), corrected.values[rows])
+        corrected.coefficients[rows] = series
+        change = _find_largest_difference(frame, series, before)
         # A small change after a large one may be chance (SURE). Without a new node the change says
         # nothing of the error.
         error = torch.where(added, torch.fmax(change, last_change / SURE), torch.inf)
         unfinished = ~((error <= allowed) | complete)
         rows, before, last_change = rows[unfinished], series[unfinished], change[unfinished]
-    is_nan = state.weights.refit.on_failure == NAN
-    state.coefficients[state.failed] = torch.nan if is_nan else 0.0
-    return replace(state, inaccurate=state.inaccurate.index_fill(0, rows, True))
+
+    is_nan = corrected.weights.refit.on_failure == NAN
+    corrected.coefficients[corrected.failed] = torch.nan if is_nan else 0.0
+    return replace(corrected, inaccurate=corrected.inaccurate.index_fill(0, rows, True))
 
 
-def _copy_tensors(state: Corrected) -> Corrected:
-    """Return the state with copies of the tensors that a refinement writes to, so that the caller's
-    state does not change.
+def _copy_tensors(corrected: Corrected) -> Corrected:
+    """Return the correction with copies of the tensors that a refinement writes to.
+
+    The caller's correction then does not change.
     """
     names = ("nodes", "values", "coefficients", "fallback", "failed")
-    return replace(state, **{name: getattr(state, name).clone() for name in names})
+    return replace(corrected, **{name: getattr(corrected, name).clone() for name in names})
 
 
-def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Tensor]:
-    """Refit at up to `portion` more nodes of each row (m,), and write the results into the state.
+def _add_nodes(corrected: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Tensor]:
+    """Refit at up to `portion` more nodes of each row (m,), and write the results into `corrected`.
 
-    Returns two flags (m,) bool of the rows: whether they got a node, and whether they are complete,
-    which is that all counts of their region have a refit. Raises RuntimeError where a refit fails
-    and on_failure is "raise".
+    Its tensors are changed in place. Returns two flags (m,) bool of the rows: whether they got a
+    node, and whether they are complete, which is that all counts of their region have a refit.
+    Raises RuntimeError where a refit fails and on_failure is "raise".
     """
-    weights = state.weights
-    known = state.nodes[rows]
-    y, is_new = state.frame.take(rows).choose_nodes(known, portion)
+    weights = corrected.weights
+    known = corrected.nodes[rows]
+    y, is_new = corrected.frame.take(rows).choose_nodes(known, portion)
+
     # The nodes of a row fill its columns from the left.
     columns = (~known.isnan()).sum(1, keepdim=True) + torch.arange(portion)
     has_column = columns < MOST_NODES
@@ -361,53 +379,52 @@ def _add_nodes(state: Corrected, rows: Tensor, portion: int) -> tuple[Tensor, Te
         weights.check_failures(solved)
         # `solve` may have switched rows to the linearised network. Their old nodes are refitted.
         switched = rows_of_network[weights.linearised_inputs[rows_of_network]]
-        _refit_known_nodes(state, switched)
+        _refit_known_nodes(corrected, switched)
         # Zero steps: the refit was not tried, so there is no node.
-        state.nodes[task, column] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)
+        corrected.nodes[task, column] = torch.where(solved.steps > 0, target.squeeze(1), torch.nan)
         output_logs = weights.output.density_at(target, task).log.squeeze(1)
-        state.values[task, column] = solved.total - output_logs
-        state.fallback[task[solved.fallback]] = True
-        state.failed[task[~solved.converged]] = True
+        corrected.values[task, column] = solved.total - output_logs
+        corrected.fallback[task[solved.fallback]] = True
+        corrected.failed[task[~solved.converged]] = True
     return (is_new & has_column).any(1), (~is_new & has_column).any(1)
 
 
-def _refit_known_nodes(state: Corrected, rows: Tensor) -> None:
-    """Refit again at the nodes that some rows (m,) already have, and write the values into the
-    state.
+def _refit_known_nodes(corrected: Corrected, rows: Tensor) -> None:
+    """Refit again at the nodes that some rows (m,) already have.
 
-    The rows have just been switched to the linearised network, and all values of a row must come
-    from one network.
+    The values are written into the tensors of `corrected`, in place. The rows have just been
+    switched to the linearised network, and all values of a row must come from one network.
     """
-    row, column = (~state.nodes[rows].isnan()).nonzero(as_tuple=True)
+    row, column = (~corrected.nodes[rows].isnan()).nonzero(as_tuple=True)
     task = rows[row]
     if not task.numel():
         return
-    y = state.nodes[task, column].unsqueeze(1)
-    solved = state.weights.solve(y, task)
-    state.values[task, column] = solved.total - state.weights.output.density_at(
+    y = corrected.nodes[task, column].unsqueeze(1)
+    solved = corrected.weights.solve(y, task)
+    corrected.values[task, column] = solved.total - corrected.weights.output.density_at(
         y, task
     ).log.squeeze(1)
-    state.failed[task[~solved.converged]] = True
+    corrected.failed[task[~solved.converged]] = True
 
 
-def _largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Tensor:
-    """Return the largest absolute difference (m,) of two interpolants at COMPARED points of the
-    region.
+def _find_largest_difference(frame: Frame, series: Tensor, before: Tensor) -> Tensor:
+    """Return the largest absolute difference (m,) of two interpolants at COMPARED points.
 
-    series, before (m, K): their coefficients.
+    The points are spread over the region of each row of the frame. series, before (m, K): the
+    coefficients of the interpolants.
     """
     if not len(series):  # no rows
         return before[:, 0]
     # `to_y` rounds counts, so that they are compared at whole numbers only.
-    t = frame.to_t(frame.to_y(chebyshev_nodes(COMPARED).expand(len(series), -1)))
+    t = frame.to_t(frame.to_y(make_chebyshev_nodes(COMPARED).expand(len(series), -1)))
     return _sum_chebyshev(series - before, t).abs().amax(1)
 
 
 def make_uncorrected(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> Corrected:
-    """Return a log density without interpolation, for classes: its correction is zero, and its
-    increments are those of refits.
+    """Return a log density whose correction is zero, for classes.
 
-    chosen, failed (N,) bool: the rows with refits, and those in which a refit failed.
+    Its increments are those of refits. chosen, failed (N,) bool: the rows with refits, and those in
+    which a refit failed.
     """
     no_row = torch.zeros_like(chosen)
     zeros = torch.zeros(len(chosen), dtype=torch.float64)
@@ -435,6 +452,7 @@ def _fit_chebyshev(t: Tensor, values: Tensor) -> Tensor:
     counts = (~t.isnan()).sum(1)
     order = t.isnan().long().argsort(dim=1, stable=True)  # nodes first
     series = torch.where((counts == 0)[:, None], torch.nan, torch.zeros_like(values))
+
     # Rows with the same number of nodes are solved together, so that the rounding of a row does not
     # depend on other rows.
     for count in counts.unique().tolist():
@@ -452,9 +470,10 @@ def _fit_chebyshev(t: Tensor, values: Tensor) -> Tensor:
 
 
 def _sum_chebyshev(coefficients: Tensor, t: Tensor) -> Tensor:
-    """Return Σ_k c_k T_k(t), with Chebyshev polynomials T_k: c (m, K), t (m, j) -> (m, j).
+    """Return Σ_k c_k T_k(t) (m, j), with Chebyshev polynomials T_k.
 
-    Clenshaw's recurrence is b_k = 2t b_{k+1} − b_{k+2} + c_k, and the sum is t b_1 − b_2 + c_0.
+    coefficients: c (m, K). t (m, j). Clenshaw's recurrence is b_k = 2t b_{k+1} − b_{k+2} + c_k, and
+    the sum is t b_1 − b_2 + c_0.
     """
     b_next = b_after_next = torch.zeros_like(t)
     is_used = (coefficients != 0).any(0)

@@ -17,9 +17,9 @@ from ssla.refit.increments import Increments
 
 
 def _make_joined_property(name: str) -> Any:
-    """Make a property of JoinedLaw: the property `name` of each law, in the order of the inputs.
+    """Make a property of JoinedLaw that joins the property `name` of its laws.
 
-    The property raises AttributeError where a law does.
+    Its value is in the order of the inputs. The property raises AttributeError where a law does.
     """
     return property(lambda self: self.join_answers([getattr(law, name) for law in self.laws]))
 
@@ -58,7 +58,7 @@ class JoinedLaw(Law):
         return sum(len(rows) for rows in self.index)
 
     def join_answers(self, answers: Sequence[Tensor], dim: int = 0) -> Tensor:
-        """Join one answer of each law along a dimension of rows, in the order of the inputs.
+        """Join one answer of each law along its dimension `dim` of rows, in the inputs' order.
 
         Where the last sizes of the answers differ, they are padded with NaN.
         """
@@ -80,15 +80,15 @@ class JoinedLaw(Law):
 
     def log_prob(self, y: Tensor) -> Tensor:
         """Return each row's log density of y, of the shape that a law returns."""
-        return self.ask_by_rows(y, lambda law, part: law.log_prob(part))
+        return self.ask_by_rows(y, lambda law, y_of_law: law.log_prob(y_of_law))
 
     def cdf(self, y: Tensor) -> Tensor:
         """Return each row's P(Y ≤ y), of y's shape."""
-        return self.ask_by_rows(y, lambda law, part: law.cdf(part))
+        return self.ask_by_rows(y, lambda law, y_of_law: law.cdf(y_of_law))
 
     def below(self, y: Tensor) -> Tensor:
         """Return each row's P(Y < y), of y's shape."""
-        return self.ask_by_rows(y, lambda law, part: law.below(part))
+        return self.ask_by_rows(y, lambda law, y_of_law: law.below(y_of_law))
 
     def icdf(self, q: Tensor) -> Tensor:
         """Return each row's quantiles at q (k,): (N, k) or (N, D, k)."""
@@ -131,9 +131,9 @@ class JoinedLaw(Law):
 def join_predictives(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Predictive:
     """Join predictives of different inputs into one, in the order of the inputs.
 
-    rows: for each part the indices of its inputs; all together they are 0 … N − 1, each once. The
-    parts are of one kind of target. A single part is returned as it is. The convention of the
-    diagnostics is that of the first part.
+    parts: the predictives. rows: for each part the indices of its inputs; all together they are 0 …
+    N − 1, each once. The parts are of one kind of target. A single part is returned as it is. The
+    convention of the diagnostics is that of the first part.
     """
     if len(parts) == 1:
         return parts[0]
@@ -154,7 +154,7 @@ def join_predictives(parts: Sequence[Predictive], rows: Sequence[Tensor]) -> Pre
 
 
 def _join_rows(index: Sequence[Tensor], answers: Sequence[Tensor], dim: int = 0) -> Tensor:
-    """Join answers along a dimension of rows, sorted by the indices of the rows.
+    """Join answers along the dimension `dim` of rows, sorted by the indices of the rows.
 
     index: the indices (m,) of each answer's rows. Answers whose last sizes differ, such as unions
     of intervals, are padded with NaN. The last dimension is left as it is if it is that of rows.

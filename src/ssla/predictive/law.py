@@ -1,7 +1,11 @@
 """Law: the distribution of y at each of N inputs, in float64 on the CPU.
 
 A law has the mathematics only. `Predictive` adds shapes, checks, and the dtype and device of the
-answers.
+answers. "The shape of the mean" is (N,) for one target, (N, D) for D targets, and (N, C) for C
+classes, or (N,) for Bernoulli.
+
+Some laws compute their rows in blocks, called pieces. A piece has the numbers of its rows, and
+its results are put together by `gather_rows`.
 """
 
 from __future__ import annotations
@@ -120,7 +124,7 @@ class Law(ABC):
         self.refuse_attribute("probs")
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support."""
+        """Raise ValueError where y, of a shape as in `log_prob`, is outside the support."""
         check_finite("y", y, "Ask for finite values only.")
 
     @abstractmethod
@@ -153,7 +157,7 @@ class Law(ABC):
         self.refuse_attribute("icdf")
 
     def interval(self, level: float) -> Tensor:
-        """Return the central interval of that probability: (N, 2) or (N, D, 2).
+        """Return the central interval with probability `level`: (N, 2) or (N, D, 2).
 
         For classes it is the smallest set, bool (N, C).
         """
@@ -162,7 +166,7 @@ class Law(ABC):
 
     @abstractmethod
     def hdr(self, level: float) -> Any:
-        """Return the smallest region of y with that probability.
+        """Return the smallest region of y with probability `level`.
 
         The region is Regions (unions of intervals), an Ellipsoid, a DensityRegion, or sets of
         classes, bool (N, C).
@@ -177,13 +181,13 @@ class Law(ABC):
 
     @abstractmethod
     def increments(self, y: Tensor) -> Increments:
-        """Return the three increments of the un-normalised log density, of log_prob's shape.
+        """Return the three increments of the un-normalised log density at y, of log_prob's shape.
 
         Raises TypeError for laws that do not come from one refit, such as mixtures.
         """
 
     def refuse_attribute(self, name: str, hint: str = "") -> NoReturn:
-        """Raise AttributeError for an attribute that this kind of target does not have.
+        """Raise AttributeError for an attribute `name` that this kind of target does not have.
 
         With this class of error `hasattr` is False. hint: a text at the end of the message.
         """
@@ -199,7 +203,7 @@ class PointwiseLaw(Law):
     Mass and moments are integrals or sums of it over y.
     """
 
-    log_density: LogDensity
+    log_density: LogDensity  # with the un-normalised log density total(y), its `density_at`
 
     @property
     @abstractmethod
@@ -267,7 +271,8 @@ class Piece(Protocol):
 def gather_rows(pieces: Sequence[Piece], values: Sequence[Tensor]) -> Tensor:
     """Join one tensor (m, …) of each piece into one tensor (N, …), in the order of the rows.
 
-    There must be at least one piece, and each row must be in exactly one.
+    values: the tensors, in the order of the pieces. There must be at least one piece, and each of
+    the N rows must be in exactly one.
     """
     row_count = sum(len(piece.rows) for piece in pieces)
     gathered = torch.empty(row_count, *values[0].shape[1:], dtype=values[0].dtype)
@@ -279,7 +284,8 @@ def gather_rows(pieces: Sequence[Piece], values: Sequence[Tensor]) -> Tensor:
 def gather_regions(pieces: Sequence[Piece], regions: Sequence[Regions]) -> Regions:
     """Join the unions of intervals (m, R) of all pieces, in the order of the rows.
 
-    Rows with fewer than the largest R are padded with NaN, since R differs between pieces.
+    regions: the unions of each piece, in the order of the pieces. Rows with fewer than the largest
+    R are padded with NaN, since R differs between pieces.
     """
     most = max(region.lower.shape[1] for region in regions)
 
@@ -295,8 +301,7 @@ def gather_regions(pieces: Sequence[Piece], regions: Sequence[Regions]) -> Regio
 
 
 def select_highest(heights: Tensor, shares: Tensor, level: float) -> Tensor:
-    """Select in each row the fewest entries, from the highest down, whose shares together reach
-    the level.
+    """Select in each row the fewest of the highest entries whose shares together reach the level.
 
     heights (N, k): the density of each entry. shares (N, k): its probability. Returns bool (N, k).
     """

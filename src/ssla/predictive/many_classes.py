@@ -1,5 +1,6 @@
-"""The integrals of a softmax for many classes: E softmax(f), its variance, and the mean entropy,
-over fixed nodes ±z.
+"""The integrals of a softmax for many classes: its mean, its variance and its mean entropy.
+
+They are averages over fixed nodes ±z:
 
     f = f̂ ± w ∘ (R z),   w² = diag(K) / mean (R z)²        (w = 1 where the nodes are whitened)
 
@@ -12,6 +13,11 @@ benchmarks/speed/predict_scale.py), far less than the error of the nodes.
 The sums are taken over slabs of some rows, some nodes and all classes, with the classes last, which
 fit a processor's cache. Probabilities that are too small for the dtype are summed in logarithms, in
 a second pass over their rows.
+
+B rows of a chunk, C classes, S nodes. R is a root of K = R Rᵀ. A `ScaledRoot` is R = Q diag(s): all
+rows have one basis Q, and each row has a scale s. Its profiles are a few vectors of which the
+scales of all rows are combinations. Nodes are whitened if they have unit variance in every
+direction.
 """
 
 from __future__ import annotations
@@ -61,7 +67,7 @@ class _Nodes(NamedTuple):
 class SoftmaxIntegrals:
     """Integrates chunks of rows, one after the other.
 
-    A call keeps the products that rows share in `shared`, for the chunks that follow.
+    A call changes `shared`: it keeps the products that rows share, for the chunks that follow.
     """
 
     half: Tensor  # one node of each mirrored pair (S/2, C)
@@ -83,7 +89,7 @@ class SoftmaxIntegrals:
         is_covered = shared.find_covered_rows(root, TOLERANCE)
         if bool(is_covered.all()):
             return self._integrate_by_shared_products(f, root, shared)
-        sums = _empty_sums(f)
+        sums = _make_empty_sums(f)
         covered = is_covered.nonzero().squeeze(1)
         uncovered = (~is_covered).nonzero().squeeze(1)
         by_shared = self._integrate_by_shared_products(
@@ -115,13 +121,16 @@ class SoftmaxIntegrals:
     def _integrate_by_shared_products(
         self, f: Tensor, root: ScaledRoot, shared: SharedNodes
     ) -> Sums:
-        """Integrate rows f̂ (B, C) by combinations of shared products, a slab of nodes at a time."""
+        """Integrate rows f̂ (B, C) with their roots by combinations of shared products.
+
+        The combinations are computed for a slab of nodes at a time.
+        """
         coefficients = shared.coefficients(root)
 
         def make_nodes(block: slice) -> _Nodes:
             """Return the nodes of a block of rows; a slab of them is combined when it is read."""
             combination = coefficients[block]
-            factors = self._variance_factors(
+            factors = self._compute_variance_factors(
                 root.select_rows(block), shared.mean_squares(combination)
             )
             return _Nodes(factors, lambda nodes: shared.combine_products(combination, nodes))
@@ -138,27 +147,26 @@ class SoftmaxIntegrals:
             moved = roots.multiply_outputs_last(half)
             # Whitened nodes have no factors, so that any tensor will do.
             mean_squares = moved if self.whitened else (moved * moved).mean(1)
-            factors = self._variance_factors(roots, mean_squares)
+            factors = self._compute_variance_factors(roots, mean_squares)
             return _Nodes(factors, lambda nodes: moved[:, nodes])
 
         return self._integrate_in_blocks(f, make_nodes, len(half), root.dtype)
 
-    def _variance_factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
-        """Return w (b, C), which gives each output its variance in K exactly; None for whitened
-        nodes, which have it.
+    def _compute_variance_factors(self, root: Root, mean_squares: Tensor) -> Tensor | None:
+        """Return w (b, C), which gives each output exactly its variance in K.
 
-        mean_squares (b, C): of R z over the nodes. Nodes that are not whitened have the variance
-        only on average over outputs.
+        The result is None for whitened nodes, which have that variance. mean_squares (b, C): of R z
+        over the nodes. Nodes that are not whitened have the variance only on average over outputs.
         """
         if self.whitened:
             return None
         return torch.where(mean_squares > 0, root.variances() / mean_squares, 1.0).sqrt()
 
-    def _rows_at_once(self, nodes: int, dtype: torch.dtype) -> int:
-        """Return the number of rows of a block: as many as the cache and the budget hold, at least
-        one.
+    def _count_rows_at_once(self, nodes: int, dtype: torch.dtype) -> int:
+        """Return the number of rows of a block, at least one.
 
-        nodes: the number of nodes of a slab. dtype: that of the nodes.
+        A block has as many rows as the cache and the budget hold. nodes: the number of nodes of a
+        slab. dtype: that of the nodes.
         """
         entries = nodes * self.half.shape[1]
         affordable = self.budget // (COPIES * dtype.itemsize * entries)
@@ -174,22 +182,22 @@ class SoftmaxIntegrals:
         # With the largest output at zero nothing overflows. The clamp leaves room for adding R z.
         top = (f - f.amax(1, keepdim=True)).clamp_min(torch.finfo(dtype).min / 4).to(dtype)
         slabs = _split_into_slices(len(self.half), slab_size)
-        sums = _empty_sums(f)
-        for block in _split_into_slices(len(f), self._rows_at_once(slab_size, dtype)):
+        sums = _make_empty_sums(f)
+        for block in _split_into_slices(len(f), self._count_rows_at_once(slab_size, dtype)):
             block_of_rows = _Block(top[block], make_nodes(block), slabs)
             # Each node of the half stands for itself and its mirror image.
             _put_rows(sums, block, block_of_rows.integrate(2 * len(self.half)))
         return sums
 
 
-def _empty_sums(f: Tensor) -> Sums:
+def _make_empty_sums(f: Tensor) -> Sums:
     """Return uninitialised sums for rows with f̂ (B, C), to be filled by `_put_rows`."""
     return Sums(torch.empty_like(f), torch.empty_like(f), torch.empty_like(f[:, 0]))
 
 
-def _put_rows(sums: Sums, rows: Tensor | slice, part: Sums) -> None:
-    """Write the sums `part` of some rows (indices or a slice) into `sums`, in place."""
-    for target, values in zip(sums, part, strict=True):
+def _put_rows(sums: Sums, rows: Tensor | slice, sums_of_rows: Sums) -> None:
+    """Write the sums of some rows (indices or a slice) into `sums`, in place."""
+    for target, values in zip(sums, sums_of_rows, strict=True):
         target[rows] = values
 
 
@@ -204,20 +212,23 @@ class _Block:
     def integrate(self, count: int) -> Sums:
         """Return the sums of the block, as means over `count` nodes, mirror images included."""
         likeliest = self.top.argmax(1)[:, None, None]
+
         # Squares are summed around a point near E p, so that Var p is not a difference of large
         # numbers.
         centre = torch.softmax(self.top, 1).unsqueeze(1)
+
         # Slabs are added to sums by node (b, s, C), which is faster than a sum over the nodes of
         # each slab. The last slab may be smaller. Its arrays are changed in place.
-        total, squares, entropy = (self._zero_slab() for _ in range(3))
+        total, squares, entropy = (self._make_zero_slab() for _ in range(3))
         for logits in self._iterate_logits():
             p = torch.softmax(logits, -1)
             size = p.shape[1]
             total[:, :size].add_(p)
             log_p = logits.sub_(_log_sum_exp(logits, p, likeliest))
             entropy[:, :size].addcmul_(log_p, p)
-            off = p.sub_(centre)
-            squares[:, :size].addcmul_(off, off)
+            from_centre = p.sub_(centre)
+            squares[:, :size].addcmul_(from_centre, from_centre)
+
         mean = total.sum(1).double() / count
         shift = mean - centre.squeeze(1).double()
         spread = (squares.sum(1).double() / count - shift * shift).clamp_min(0)
@@ -227,7 +238,7 @@ class _Block:
             log_probs[tiny] = self._average_in_logarithms(tiny, count)
         return Sums(log_probs, spread, (-entropy.sum((1, 2)).double() / count).clamp_min(0))
 
-    def _zero_slab(self) -> Tensor:
+    def _make_zero_slab(self) -> Tensor:
         """Return zeros of the size of the first slab, the largest one (b, s, C)."""
         rows, classes = self.top.shape
         return self.top.new_zeros(rows, self.slabs[0].stop, classes)
@@ -250,8 +261,9 @@ class _Block:
                     yield torch.addcmul(top, factors.unsqueeze(1), moved, value=sign)
 
     def _average_in_logarithms(self, rows: Tensor, count: int) -> Tensor:
-        """Return log E p (r, C) of some rows of the block (r,) over `count` nodes, without
-        underflow.
+        """Return log E p (r, C) over `count` nodes, without underflow.
+
+        rows (r,): indices of rows of the block.
         """
         total = torch.full((len(rows), self.top.shape[1]), -torch.inf, dtype=torch.float64)
         for logits in self._iterate_logits(rows):
@@ -267,9 +279,9 @@ def _log_sum_exp(logits: Tensor, p: Tensor, likeliest: Tensor) -> Tensor:
     each node is taken, which is slower to find.
     """
     index = likeliest.expand(-1, logits.shape[1], -1)
-    known = p.gather(2, index)
-    if bool((known > TINY[p.dtype]).all()):
-        return logits.gather(2, index) - known.log_()
+    p_of_likeliest = p.gather(2, index)
+    if bool((p_of_likeliest > TINY[p.dtype]).all()):
+        return logits.gather(2, index) - p_of_likeliest.log_()
     return logits.amax(-1, keepdim=True) - p.amax(-1, keepdim=True).log_()
 
 

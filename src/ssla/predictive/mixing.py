@@ -29,13 +29,12 @@ LAWS: dict[str, type[MixtureLaw]] = {
 
 @in_plain_torch
 def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictive:
-    """Return the mixture p(y) = Σ w_m p_m(y) of the predictives of several models at the same
-    inputs, for example of an ensemble.
+    """Return the mixture p(y) = Σ w_m p_m(y) of predictives at the same inputs.
 
-    All members must describe the same kind of target (a number, D numbers, counts, classes) at the
-    same number of inputs. weights: M numbers ≥ 0, one for each member, or (M, N), one for each
-    member and input. They are divided by their sum; None: equal weights. Members without weight are
-    left out.
+    They may be those of several models, for example of an ensemble. All members must describe the
+    same kind of target (a number, D numbers, counts, classes) at the same number of inputs.
+    weights: M numbers ≥ 0, one for each member, or (M, N), one for each member and input. They are
+    divided by their sum; None: equal weights. Members without weight are left out.
 
     Raises TypeError for an argument that is not a list of predictives, and for predictives of
     angles. Raises ValueError for an empty list, for a member with differentiable=True, for members
@@ -49,12 +48,14 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
             "mixture needs a list of predictives, as predict returns them, but got "
             f"{type(predictives).__name__}."
         )
+
     for member in predictives:
         if not isinstance(member, Predictive):
             raise TypeError(
                 "mixture needs predictives, as predict returns them, but got a "
                 f"{type(member).__name__}."
             )
+
     if not predictives:
         raise ValueError("mixture needs at least one predictive, but the list is empty.")
     if any(member.differentiable for member in predictives):
@@ -62,9 +63,11 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
             "Mixtures carry no gradients, but a member was made with differentiable=True. Mix the "
             "answers yourself (means, probabilities), or predict without differentiable=True."
         )
+
     _check_alike(predictives)
     w = _normalise_weights(weights, len(predictives), predictives[0].law.rows)
     has_weight = (w > 0).reshape(len(w), -1).any(1)
+
     # Members answer in float64, so that averages of them are rounded only at the end.
     members = [
         replace(member, like=member.like.double())
@@ -73,6 +76,7 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
     ]
     law = LAWS[predictives[0].kind](tuple(member.law for member in members), w[has_weight])
     diagnostics = _merge_diagnostics(members)
+
     # `Diagnostics.off_centre` compares the mean of the mixture with its median, when it is asked.
     if law.has_median:
         diagnostics = replace(diagnostics, mixed=law)
@@ -80,8 +84,10 @@ def mixture(predictives: Sequence[Predictive], weights: Any = None) -> Predictiv
 
 
 def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
-    """Return diagnostics that flag the rows that any member flags, and name the rungs and
-    conventions of all members, each once.
+    """Return the diagnostics of a mixture of these members.
+
+    A row is flagged if any member flags it. The rungs and conventions of all members are named,
+    each once.
     """
     flags = [member.diagnostics for member in members]
     fallback, unconverged, inaccurate = (
@@ -96,9 +102,9 @@ def _merge_diagnostics(members: Sequence[Predictive]) -> Diagnostics:
 
 
 def _check_alike(predictives: Sequence[Predictive]) -> None:
-    """Raise ValueError unless kinds of target and numbers of inputs are alike.
+    """Raise ValueError unless the predictives are of one kind of target and of the same inputs.
 
-    Raises TypeError for angles.
+    Of the inputs, only the number is compared. Raises TypeError for angles.
     """
     kinds = [member.kind for member in predictives]
     if len(set(kinds)) > 1:
@@ -111,6 +117,7 @@ def _check_alike(predictives: Sequence[Predictive]) -> None:
             "Predictives of angles cannot be mixed: the mean of a mixture of angles is not that of "
             "their means."
         )
+
     shapes = {
         tuple((m.law.probs if kinds[0] == "class" else m.law.mean).shape) for m in predictives
     }

@@ -5,6 +5,10 @@
 Densities, probabilities and distribution functions average; quantiles and regions do not and are
 searched for. By the law of total variance the members' disagreement, Var_m E_m[y], is added to the
 epistemic part.
+
+M members have weights w_m, with sum 1. A normal score is the quantile of a standard normal: the
+quantile of y at the normal score u is that at the probability Φ(u). An atom is a single value with
+a positive probability.
 """
 
 from __future__ import annotations
@@ -32,10 +36,12 @@ REACH = 5.2  # in normal scores: quantiles from 1e-7 to 1 − 1e-7
 FARTHEST_REACH = 8.1  # beyond, 1 − q is less than the rounding error of q
 DEEPEST = 700.0  # log p below the peak at which a density counts as zero
 COUNT_REACH = 6.2  # in normal scores, for quantiles of counts: 3e-10
+COUNT_TAIL = 1e-9  # of the probability, beyond the counts that are searched on either side
 BISECTIONS = 50  # of a difference of log p: to rounding error
 MOST_COUNTS = 4096  # that are looked at one by one
 REGION_DRAWS = 4096  # for the threshold of a region: a level ± 0.01
 ROUNDING = 4 * torch.finfo(torch.float64).eps  # of a cdf, relative to its value
+CDF_ROUNDING = 1e-14  # of the difference of a cdf of counts and a probability
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,24 +57,24 @@ class MixtureLaw(Law):
         return self.laws[0].rows
 
     def stack_members(self, ask: Callable[[Law], Tensor]) -> Tensor:
-        """Return one answer (N, …) of each member in one tensor (M, N, …)."""
+        """Return the answers ask(member) (N, …) of all members in one tensor (M, N, …)."""
         return torch.stack([ask(law) for law in self.laws])
 
     def average_members(self, ask: Callable[[Law], Tensor]) -> Tensor:
-        """Return Σ w_m a_m over the answers a_m (N, …) of the members."""
-        return self._weighted_sum(self.stack_members(ask))
+        """Return Σ w_m a_m (N, …) over the answers a_m = ask(member) (N, …)."""
+        return self._sum_weighted(self.stack_members(ask))
 
-    def _weighted_sum(self, values: Tensor) -> Tensor:
+    def _sum_weighted(self, values: Tensor) -> Tensor:
         """Return Σ w_m values_m: (M, N, …) -> (N, …)."""
         return (self._broadcast_weights(values) * values).sum(0)
 
     def _broadcast_weights(self, values: Tensor) -> Tensor:
-        """Reshape the weights so that they broadcast with values (M, N, …)."""
+        """Return the weights in a shape that broadcasts with values (M, N, …)."""
         by_row = self.weights if self.weights.dim() == 2 else self.weights[:, None]
         return by_row.reshape(*by_row.shape, *[1] * (values.dim() - 2))
 
     def log_average_members(self, ask: Callable[[Law], Tensor]) -> Tensor:
-        """Return log Σ w_m exp(a_m) over the answers a_m (N, …) of the members."""
+        """Return log Σ w_m exp(a_m) (N, …) over the answers a_m = ask(member) (N, …)."""
         values = self.stack_members(ask)
         return (values + self._broadcast_weights(values).log()).logsumexp(0)
 
@@ -85,7 +91,7 @@ class MixtureLaw(Law):
     @cached_property
     def epistemic(self) -> Tensor:
         """Return the average of the members' epistemic variances, plus Var_m E_m[y]."""
-        disagreement = self._weighted_sum((self.stack_members(lambda m: m.mean) - self.mean) ** 2)
+        disagreement = self._sum_weighted((self.stack_members(lambda m: m.mean) - self.mean) ** 2)
         return self.average_members(lambda m: m.epistemic) + disagreement
 
     @cached_property
@@ -121,8 +127,9 @@ class MixtureLaw(Law):
         return draws.gather(0, index.expand(1, *draws.shape[1:])).squeeze(0)
 
     def increments(self, y: Tensor) -> Increments:
-        """Return the increments at y of a single member. Raises TypeError for several members: a
-        mixture of them has no increments.
+        """Return the increments at y of a single member.
+
+        Raises TypeError for several members: a mixture of them has no increments.
         """
         if len(self.laws) == 1:
             return self.laws[0].increments(y)
@@ -154,8 +161,9 @@ class ScalarMixtureLaw(MixtureLaw):
         return self.average_members(lambda m: m.below(y))
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Return the quantiles at q (k,): (N, k). They are searched for between the least and the
-        greatest of the members' quantiles.
+        """Return the quantiles at probabilities q (k,): (N, k).
+
+        They are searched for between the least and the greatest of the members' quantiles.
         """
         ends = self.stack_members(lambda m: m.icdf(q))
         if self.kind == "count":
@@ -178,10 +186,10 @@ class ScalarMixtureLaw(MixtureLaw):
         The nodes are quantiles of the members, between those at ± reach normal scores.
         """
         per_member = max(NODES // len(self.laws), LEAST_NODES)
-        nodes = self._member_quantiles(reach, per_member).sort(1).values
+        nodes = self._compute_member_quantiles(reach, per_member).sort(1).values
         return nodes, self.log_prob(nodes)
 
-    def _member_quantiles(self, reach: float, per_member: int) -> Tensor:
+    def _compute_member_quantiles(self, reach: float, per_member: int) -> Tensor:
         """Return `per_member` quantiles of each member (N, M · per_member), not in order.
 
         The quantiles are at normal scores from −reach to reach. Each member has scores of its own,
@@ -208,14 +216,14 @@ class ScalarMixtureLaw(MixtureLaw):
         centre = logs.argmax(1, keepdim=True).clamp(1, nodes.shape[1] - 2)
         a, b, c = (nodes.gather(1, centre + step) for step in (-1, 0, 1))
         fa, fb, fc = (logs.gather(1, centre + step) for step in (-1, 0, 1))
-        # the vertex of a parabola through three points, as in Brent's method
+        # The vertex of a parabola through three points, as in Brent's method.
         to_left, to_right = (b - a) * (fb - fc), (b - c) * (fb - fa)
         vertex = b - 0.5 * ((b - a) * to_left - (b - c) * to_right) / (to_left - to_right)
         usable = torch.isfinite(vertex) & (vertex >= a) & (vertex <= c)
         return torch.where(usable, vertex, densest).squeeze(1)
 
     def hdr(self, level: float) -> Regions:
-        """Return {y: p(y) ≥ c} with that probability, as a union of intervals or of runs of counts.
+        """Return {y: p(y) ≥ c} with probability `level`, as a union of intervals or runs of counts.
 
         The threshold c is found by bisection on the exact probability of the set; between nodes
         log p is taken as linear. An atom at the lowest value has no length, so it is always inside.
@@ -228,6 +236,7 @@ class ScalarMixtureLaw(MixtureLaw):
         lowest = nodes[:, :1]
         atom = (self.cdf(lowest) - self.below(lowest)).squeeze(1)
         needed = level - atom
+
         # The threshold is between log p at the ends of the nodes and the maximum. It is lower where
         # the density is high at an end, as of positive numbers at zero.
         low = torch.maximum(logs[:, 0], logs[:, -1])
@@ -240,17 +249,19 @@ class ScalarMixtureLaw(MixtureLaw):
             enough = self._compute_probability(region) >= needed
             low = torch.where(enough, threshold, low)
             high = torch.where(enough, high, threshold)
+
         # Where the atom alone is enough, the rest of the region is empty.
         region = _find_region_above(nodes, logs, torch.where(needed > 0, low, torch.inf))
         return _add_atom(region, lowest, (atom > 0)[:, None])
 
     @cached_property
     def _searched_counts(self) -> tuple[Tensor, Tensor]:
-        """Return the counts (N, F) that hold all but 2e-9 of the probability, and log p there.
+        """Return the counts (N, F) that hold almost all of the probability, and log p there (N, F).
 
-        In rows with more than MOST_COUNTS it is only every second, third, … of them.
+        COUNT_TAIL is beyond them on either side. In rows with more than MOST_COUNTS of them, only
+        every second, third, … count is returned.
         """
-        ends = self.icdf(torch.tensor([1e-9, 1 - 1e-9], dtype=torch.float64))
+        ends = self.icdf(torch.tensor([COUNT_TAIL, 1 - COUNT_TAIL], dtype=torch.float64))
         width = ends[:, 1] - ends[:, 0] + 1
         step = (width / MOST_COUNTS).ceil()
         most = int((width / step).max().ceil()) if len(width) else 1
@@ -259,7 +270,7 @@ class ScalarMixtureLaw(MixtureLaw):
         return counts, self.log_prob(counts)
 
     def _find_densest_counts(self, level: float) -> Regions:
-        """Return the smallest set of counts with that probability, as runs lower … upper (N, R)."""
+        """Return the smallest set of counts with probability `level`, as runs of counts (N, R)."""
         edges = self._count_edges
         first, last = edges[:, :-1], edges[:, 1:] - 1
         share = self.cdf(last) - self.cdf(first - 1)
@@ -270,11 +281,10 @@ class ScalarMixtureLaw(MixtureLaw):
 
     @property
     def _count_edges(self) -> Tensor:
-        """Return the edges of blocks of counts (N, k + 1): block j holds the counts from edge j up
-        to edge j + 1, without it.
+        """Return the edges of blocks of counts (N, k + 1).
 
-        Blocks are single counts; in rows with more than MOST_COUNTS their edges are quantiles of
-        the members.
+        Block j holds the counts from edge j up to edge j + 1, without the latter. Blocks are single
+        counts; in rows with more than MOST_COUNTS their edges are quantiles of the members.
         """
         counts, _ = self._searched_counts
         step = counts[:, 1:2] - counts[:, :1] if counts.shape[1] > 1 else torch.ones_like(counts)
@@ -282,7 +292,7 @@ class ScalarMixtureLaw(MixtureLaw):
         if not bool((step > 1).any()):
             return edges
         # Each quantile is a block by itself, so that a peak at one count stays visible.
-        starts = self._member_quantiles(COUNT_REACH, MOST_COUNTS // (2 * len(self.laws)))
+        starts = self._compute_member_quantiles(COUNT_REACH, MOST_COUNTS // (2 * len(self.laws)))
         quantile_edges = torch.cat([starts, starts + 1], 1).sort(1).values
         # Both get the same number of edges: the last one is repeated, for blocks without a count.
         size = max(quantile_edges.shape[1], edges.shape[1])
@@ -293,9 +303,9 @@ class ScalarMixtureLaw(MixtureLaw):
     def _compute_probability(self, region: Regions) -> Tensor:
         """Return the probability (N,) of a union of intervals (N, R), padded with NaN."""
         ends = torch.cat([region.lower, region.upper], 1)
-        F = torch.where(ends.isnan(), 0.0, self.cdf(torch.nan_to_num(ends)))
+        below = torch.where(ends.isnan(), 0.0, self.cdf(torch.nan_to_num(ends)))
         half = region.lower.shape[1]
-        return (F[:, half:] - F[:, :half]).sum(1)
+        return (below[:, half:] - below[:, :half]).sum(1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -325,8 +335,8 @@ class VectorMixtureLaw(MixtureLaw):
     @cached_property
     def covariance(self) -> Tensor:
         """Return the average of the members' covariances, plus that of their means (N, D, D)."""
-        off = self.stack_members(lambda m: m.mean) - self.mean
-        disagreement = self._weighted_sum(off.unsqueeze(-1) * off.unsqueeze(-2))
+        from_mean = self.stack_members(lambda m: m.mean) - self.mean
+        disagreement = self._sum_weighted(from_mean.unsqueeze(-1) * from_mean.unsqueeze(-2))
         return self.average_members(lambda m: m.covariance) + disagreement
 
     @property
@@ -349,8 +359,9 @@ class VectorMixtureLaw(MixtureLaw):
         return self.average_members(lambda m: m.cdf(y))
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Return the quantiles of each target at q (k,): (N, D, k). They are searched for between
-        the least and the greatest of the members' quantiles.
+        """Return the quantiles of each target at probabilities q (k,): (N, D, k).
+
+        They are searched for between the least and the greatest of the members' quantiles.
         """
         ends = self.stack_members(lambda m: m.icdf(q))
         # `cdf` has the targets last, and the search the quantiles.
@@ -359,7 +370,7 @@ class VectorMixtureLaw(MixtureLaw):
         )
 
     def hdr(self, level: float) -> DensityRegion:
-        """Return the region {y: log p(y) ≥ c} with about that probability.
+        """Return the region {y: log p(y) ≥ c} whose probability is about `level`.
 
         The threshold c of a row is a quantile of log p over REGION_DRAWS draws with a fixed seed.
         """
@@ -371,8 +382,10 @@ class VectorMixtureLaw(MixtureLaw):
 @final
 @dataclass(frozen=True, eq=False)
 class ClassMixtureLaw(ClassProbabilities, MixtureLaw):
-    """The mixture P(Y = c) = Σ w_m P_m(Y = c) of classes. Mean and variance are those that the
-    members have.
+    """The mixture P(Y = c) = Σ w_m P_m(Y = c) of classes.
+
+    Mean and variance are of the same quantities as in the members: of the indicators of the
+    classes, or for Bernoulli of y itself.
     """
 
     @cached_property
@@ -391,13 +404,13 @@ class ClassMixtureLaw(ClassProbabilities, MixtureLaw):
         return (self.entropy - noise).clamp_min(0)
 
 
-def mixture_of_one(law: Law) -> ScalarMixtureLaw:
+def make_mixture_of_one(law: Law) -> ScalarMixtureLaw:
     """Return a mixture with a single law of numbers, whose mode and regions are found by search."""
     return ScalarMixtureLaw((law,), torch.ones(1, dtype=torch.float64))
 
 
 def draw_indices(weights: Tensor, n: int, rows: int, generator: torch.Generator | None) -> Tensor:
-    """Draw numbers (n, rows) from 0 to K − 1, each with the probability of its weight (K,).
+    """Draw numbers (n, rows) from 0 to K − 1, each with the probability in weights (K,).
 
     generator: of the random numbers; None for torch's own.
     """
@@ -415,9 +428,8 @@ def _repeat_last(values: Tensor, size: int) -> Tensor:
 def _find_first_count(function: Callable[[Tensor], Tensor], low: Tensor, high: Tensor) -> Tensor:
     """Find the smallest whole numbers in [low, high] (N, k) where a rising function is at least 0.
 
-    The function must be at least 0 at `high`. Values down to −1e-14 count as 0, because of
-    rounding. From 2⁵³ on, neighbouring floating-point numbers differ by more than one, and the
-    search ends at neighbours.
+    The function must be at least 0 at `high`. Values down to −CDF_ROUNDING count as 0. From 2⁵³ on,
+    neighbouring floating-point numbers differ by more than one, and the search ends at neighbours.
     """
     # The function is negative at low and not at high.
     low, high = low - 1, high.clone()
@@ -425,12 +437,12 @@ def _find_first_count(function: Callable[[Tensor], Tensor], low: Tensor, high: T
         count = ((low + high) / 2).floor()
         if not bool(((count > low) & (count < high)).any()):
             return high
-        enough = function(count) >= -1e-14
+        enough = function(count) >= -CDF_ROUNDING
         low, high = torch.where(enough, low, count), torch.where(enough, count, high)
 
 
 def _choose_reach(level: float) -> float:
-    """Return the normal score up to which nodes must reach for a region of that probability.
+    """Return the normal score up to which nodes must reach for a region with probability `level`.
 
     Beyond it each tail has an eighth of the probability outside the region (a guess), within REACH
     and FARTHEST_REACH.
@@ -442,8 +454,8 @@ def _choose_reach(level: float) -> float:
 def _add_atom(region: Regions, lowest: Tensor, has_atom: Tensor) -> Regions:
     """Return the region (N, R) with an interval for the atom at the lowest value (N, 1).
 
-    The interval is added in the rows with an atom, (N, 1) bool, in which no interval begins at or
-    below it.
+    has_atom (N, 1) bool: the rows with an atom. The interval is added in those of them in which no
+    interval of the region begins at or below the atom.
     """
     is_added = has_atom & ~(region.lower[:, :1] <= lowest)
     if not bool(is_added.any()):

@@ -6,6 +6,9 @@ density jumps at a y* that depends on f̂ and K. Derivatives at fixed y do not c
 of y*: the derivative of an integral needs (p₋ − p₊) dy* in addition, with p₋ and p₊ the densities
 on the two sides.
 
+A switch is such a y*; − and + (or "before" and "after") mark the modes below and above it. A mode
+f̃ = f̂ + Ku is given by its pull u.
+
 y* is the root of O₋ − O₊. At a mode dO = ∂O at fixed u = K⁻¹(f̃ − f̂), so the derivative of y* is
 −∂(O₋ − O₊) over the slope of O₋ − O₊ in y.
 
@@ -45,9 +48,9 @@ class Switches(NamedTuple):
 
 
 def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Switches | None:
-    """Find the switches of modes between the nodes of a grid of densities (m rows).
+    """Find the switches of modes between the nodes of a grid of densities with m rows.
 
-    marginal: f̂ (m, C) and K (m, C, C) of these rows. Returns None where there are none.
+    marginal: f̂ (m, C) and K (m, C, C) of these rows. Returns None where there are no switches.
     """
     if not likelihood.several_modes:
         return None
@@ -55,20 +58,22 @@ def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Swi
     R = linalg.covariance_root(marginal.covariance)
     y = _refine_nodes(grid.nodes)
     rows, count = y.shape
-    outputs = [part.repeat_interleave(count, 0) for part in (f, R)]
-    pulls = evaluate_at_mode(likelihood, y.flatten(), *outputs).pull.view(rows, count, -1)
+    f_at_y, R_at_y = (tensor.repeat_interleave(count, 0) for tensor in (f, R))
+    pulls = evaluate_at_mode(likelihood, y.flatten(), f_at_y, R_at_y).pull.view(rows, count, -1)
+
     # The mode at each y is followed to the next y, and to the y before. Where this ascent does not
     # end at the mode that was found there, the mode has switched between the two. One direction is
     # not enough: close to y* a mode may end between two points.
     has_switch = torch.zeros(rows, count - 1, dtype=torch.bool)
-    mean, root = (part.repeat_interleave(count - 1, 0) for part in (f, R))
+    mean, root = (tensor.repeat_interleave(count - 1, 0) for tensor in (f, R))
     all_but_last, all_but_first = slice(None, -1), slice(1, None)
     for start, target in ((all_but_last, all_but_first), (all_but_first, all_but_last)):
         followed = evaluate_at_mode_from(
             likelihood, y[:, target].flatten(), mean, root, pulls[:, start].flatten(0, 1)
         ).pull
-        gap = _mode_distance(root, followed, pulls[:, target].flatten(0, 1))
+        gap = _compute_mode_distance(root, followed, pulls[:, target].flatten(0, 1))
         has_switch |= (gap > APART).view(rows, count - 1)
+
     if not bool(has_switch.any()):
         return None
     row, panel = has_switch.nonzero().unbind(1)
@@ -77,7 +82,7 @@ def find_switches(likelihood: Likelihood, grid: Grid, marginal: Marginal) -> Swi
     return _bisect_switches(likelihood, row, y_ends, pull_ends, f[row], R[row])
 
 
-def _mode_distance(R: Tensor, u: Tensor, other_u: Tensor) -> Tensor:
+def _compute_mode_distance(R: Tensor, u: Tensor, other_u: Tensor) -> Tensor:
     """Return the distance (M,) of two modes f̂ + Ku and f̂ + Ku′, in standard deviations of f.
 
     R (M, C, C) with K = R Rᵀ; u, and u′ = other_u (M, C). The distance is ‖Rᵀ(u − u′)‖.
@@ -87,8 +92,9 @@ def _mode_distance(R: Tensor, u: Tensor, other_u: Tensor) -> Tensor:
 
 
 def _refine_nodes(nodes: Tensor) -> Tensor:
-    """Return the nodes (m, k) with FINER − 1 equally spaced points between neighbours added, in
-    order: (m, FINER·(k − 1) + 1).
+    """Return the nodes (m, k) with FINER − 1 points between neighbours added, in order.
+
+    The points are equally spaced. The result is (m, FINER·(k − 1) + 1).
     """
     shares = torch.arange(FINER, dtype=nodes.dtype) / FINER
     inside = nodes[:, :-1, None] + shares * nodes.diff(dim=1).unsqueeze(-1)
@@ -116,50 +122,55 @@ def _bisect_switches(
         is_before_higher = before.fit + before.shift >= after.fit + after.shift
         # One of the two modes may not exist at y. Then both ascents lead to the other one, and the
         # nearer of `first` and `last` tells which it is.
-        is_first_nearer = _mode_distance(R, before.pull, first) <= _mode_distance(
+        is_first_nearer = _compute_mode_distance(R, before.pull, first) <= _compute_mode_distance(
             R, before.pull, last
         )
-        are_two_modes = _mode_distance(R, before.pull, after.pull) > APART
+        are_two_modes = _compute_mode_distance(R, before.pull, after.pull) > APART
         before_wins = torch.where(are_two_modes, is_before_higher, is_first_nearer)
         low, high = torch.where(before_wins, y, low), torch.where(before_wins, high, y)
         first = torch.where(before_wins.unsqueeze(-1), before.pull, first)
         last = torch.where(before_wins.unsqueeze(-1), last, after.pull)
+
     before, after = (evaluate_at_mode_from(likelihood, high, f, R, pull) for pull in (first, last))
+
     # Where both are one mode, an ascent had left its mode for a while, and nothing jumps.
-    differ = _mode_distance(R, before.pull, after.pull) > APART
+    differ = _compute_mode_distance(R, before.pull, after.pull) > APART
     if not bool(differ.any()):
         return None
-    sides = (Evaluated(*(part[differ] for part in side)) for side in (before, after))
+    sides = (Evaluated(*(values[differ] for values in side)) for side in (before, after))
     return Switches(rows[differ], high[differ], *sides)
 
 
-def derivative_of_jumps(
+def differentiate_jumps(
     likelihood: Likelihood, grid: Grid, plain: Marginal, marginal: Marginal
 ) -> Tensor:
-    """Return zeros (m, k) to add to the log densities at the nodes of a grid, with the derivative
-    that moving jumps add to integrals.
+    """Return zeros (m, k) with the derivative that moving jumps of the density add to integrals.
 
-    plain: f̂ (m, C) and K (m, C, C) without a graph; marginal: the same with their graph. The
-    derivative of the mass, (p₋ − p₊) dy*, is divided between the two nodes beside y*.
+    They are to be added to the log densities at the k nodes of the grid. plain: f̂ (m, C) and K (m,
+    C, C) without a graph; marginal: the same with their graph. The derivative of the mass, (p₋ −
+    p₊) dy*, is divided between the two nodes beside y*.
     """
     with torch.no_grad(), outside_transforms():
         switches = find_switches(likelihood, grid, plain)
         change = torch.zeros_like(grid.logs)
         if switches is None:
             return change
-        slope = _difference_slope_in_y(likelihood, plain, switches)
-        terms = grid.log_terms[switches.rows].exp()  # of the quadrature of the mass
+        slope = _compute_difference_slope(likelihood, plain, switches)
+        terms = grid.log_terms[switches.rows].exp()  # the terms of the quadrature of the mass
         nodes = grid.nodes[switches.rows]
+
     y = switches.y
-    f, K = (part[switches.rows] for part in marginal)
+    f, K = (values[switches.rows] for values in marginal)
     before, after = (
         _evaluate_objective(likelihood, y, f, K, side.pull)
         for side in (switches.before, switches.after)
     )
     difference = before - after
+
     # dy*: zero, with the derivative −∂(O₋ − O₊) / slope
     move = (difference.detach() - difference) / slope
     gained_mass = (switches.before.total.exp() - switches.after.total.exp()) * move
+
     # The nearer of the two nodes beside y* gets the larger share, in proportion to the distances.
     right_node = torch.searchsorted(nodes, y[:, None]).clamp(1, nodes.shape[1] - 1)
     y_left, y_right = nodes.gather(1, right_node - 1), nodes.gather(1, right_node)
@@ -168,6 +179,7 @@ def derivative_of_jumps(
         # A change of log p at a node changes the mass by its term of the quadrature.
         log_change = gained_mass * (share / terms.gather(1, node)).squeeze(1)
         change = change.index_put((switches.rows, node.squeeze(1)), log_change, accumulate=True)
+
     return change
 
 
@@ -183,12 +195,14 @@ def _evaluate_objective(
     return likelihood.log_prob(y, f + move) - 0.5 * (u * move).sum(-1)
 
 
-def _difference_slope_in_y(likelihood: Likelihood, plain: Marginal, switches: Switches) -> Tensor:
-    """Return d(O₋ − O₊)/dy (s,) at the switches.
+def _compute_difference_slope(
+    likelihood: Likelihood, plain: Marginal, switches: Switches
+) -> Tensor:
+    """Return the slope d(O₋ − O₊)/dy (s,) at the switches.
 
     plain: f̂ and K of all rows of the grid, without a graph.
     """
-    f, K = (part[switches.rows] for part in plain)
+    f, K = (values[switches.rows] for values in plain)
     with torch.enable_grad():
         y = switches.y.clone().requires_grad_(True)
         before, after = (

@@ -1,4 +1,7 @@
-"""Mixtures of many normal distributions, all at once: Σ_k w_k N(m_k, s_k²)."""
+"""Mixtures of many normal distributions, all at once: Σ_k w_k N(m_k, s_k²).
+
+Doubt is the epistemic part of a variance: that which comes from the uncertainty of the outputs.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,13 @@ from ssla.predictive.mixture_laws import (
     ROUNDING,
     ScalarMixtureLaw,
     draw_indices,
-    mixture_of_one,
+    make_mixture_of_one,
 )
 from ssla.predictive.predictive import Diagnostics, Predictive, is_extreme
 from ssla.refit.increments import Increments
 from ssla.values import Marginal
 
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 NODES = 7  # of the log variance; a guess
 ENTRIES_AT_ONCE = 1 << 21  # numbers (rows, k, K) that are held at once; a guess
 
@@ -98,18 +102,20 @@ class NormalsLaw(Law):
         return torch.cat(values) if values else y.new_empty(y.shape)
 
     def icdf(self, q: Tensor) -> Tensor:
-        """Return the quantiles at q (k,): (N, k). They are searched for between the least and the
-        greatest of the normals' quantiles.
+        """Return the quantiles at probabilities q (k,): (N, k).
+
+        They are searched for between the least and the greatest of the normals' quantiles.
         """
         ends = self.means[..., None] + self.scales[..., None] * ndtri(q)  # (N, K, k)
         return bracketed_root(lambda y: self.cdf(y) - q, ends.amin(1), ends.amax(1), ROUNDING * q)
 
     @cached_property
     def _as_mixture(self) -> ScalarMixtureLaw:
-        """Return a mixture with this law as its only member, which finds mode and regions by
-        search.
+        """Return a mixture with this law as its only member.
+
+        A mixture finds its mode and its regions by search.
         """
-        return mixture_of_one(self)
+        return make_mixture_of_one(self)
 
     @property
     def mode(self) -> Tensor:
@@ -117,7 +123,7 @@ class NormalsLaw(Law):
         return self._as_mixture.mode
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest region with that probability, a union of intervals."""
+        """Return the smallest region with probability `level`, a union of intervals."""
         return self._as_mixture.hdr(level)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -128,8 +134,9 @@ class NormalsLaw(Law):
         return self.means[rows, chosen] + self.scales[rows, chosen] * white
 
     def increments(self, y: Tensor) -> Increments:
-        """Raise TypeError: an average over posteriors has no increments. The argument is part of
-        the protocol.
+        """Raise TypeError: an average over posteriors has no increments.
+
+        The argument is part of the protocol.
         """
         raise TypeError(
             "This predictive is an average over the posterior of mean and log variance, not a sum "
@@ -157,18 +164,19 @@ def average_normals(
     nodes, node_weights = gauss_hermite_rule(NODES)
     means, scales = [], []
     for f, K in marginals:
-        variance_of_s = K[:, 1, 1].clamp_min(1e-300)
+        variance_of_s = K[:, 1, 1].clamp_min(SMALLEST_DIVISOR)
         beta = (K[:, 0, 1] / variance_of_s)[:, None]
-        off = variance_of_s.sqrt()[:, None] * nodes  # s − ŝ (N, J)
+        s_step = variance_of_s.sqrt()[:, None] * nodes  # s − ŝ (N, J)
         remaining = (K[:, 0, 0, None] - beta * K[:, 0, 1, None]).clamp_min(0.0)  # Var(μ|s)
-        variance = (f[:, 1:] + off).clamp_max(most).exp() + remaining
+        variance = (f[:, 1:] + s_step).clamp_max(most).exp() + remaining
         # (N, J, F): one normal for each node and factor
-        means.append(f[:, :1, None] + (beta * off)[:, :, None] * factors)
+        means.append(f[:, :1, None] + (beta * s_step)[:, :, None] * factors)
         scales.append(variance.sqrt()[:, :, None] * factors)
+
     # The epistemic variance is that of μ in each marginal, and that between the marginals.
     centres = torch.stack([f[:, 0] for f, _ in marginals], 1)
     within = torch.stack([K[:, 0, 0] for _, K in marginals], 1) * (shares @ factors**2)
-    doubt = _average_doubt(centres, within, weights)
+    doubt = _combine_epistemic(centres, within, weights)
     all_weights = (weights[:, None, None] * node_weights[:, None] * shares).flatten()
     law = NormalsLaw(
         torch.stack(means, 1).flatten(1), torch.stack(scales, 1).flatten(1), all_weights, doubt
@@ -180,7 +188,8 @@ def average_normals(
 def pool_normals(first: Predictive, second: Predictive, share: float) -> Predictive:
     """Return the mixture of two predictives at the same inputs, both of the law NormalsLaw.
 
-    share: the weight of the second, from 0 to 1. The dtype of answers is that of the first.
+    share: the weight of the second, from 0 to 1. Answers have the dtype of the first. Raises
+    AssertionError for another law.
     """
     laws = [law for law in (first.law, second.law) if isinstance(law, NormalsLaw)]
     assert len(laws) == 2
@@ -191,25 +200,26 @@ def pool_normals(first: Predictive, second: Predictive, share: float) -> Predict
         torch.cat([law.means for law in laws], 1),
         torch.cat([law.scales for law in laws], 1),
         torch.cat([weight * law.weights for weight, law in zip(weights, laws, strict=True)]),
-        _average_doubt(centres, within, weights),
+        _combine_epistemic(centres, within, weights),
     )
     extreme = first.diagnostics.extreme_rows | second.diagnostics.extreme_rows
     return _make_normals_predictive(mixed, first.like, extreme)
 
 
-def _average_doubt(means: Tensor, doubts: Tensor, weights: Tensor) -> Tensor:
-    """Return the epistemic variance (N,) of a mixture of M laws: the average of theirs, and the
-    variance between their means.
+def _combine_epistemic(means: Tensor, doubts: Tensor, weights: Tensor) -> Tensor:
+    """Return the epistemic variance (N,) of a mixture of M laws.
 
-    means, doubts (N, M): means and epistemic variances of the laws. weights (M,), with sum 1.
+    The result is the average of theirs, plus the variance between their means. means, doubts (N,
+    M): means and epistemic variances of the laws. weights (M,), with sum 1.
     """
     return (doubts + (means - (means @ weights)[:, None]) ** 2) @ weights
 
 
 def _make_normals_predictive(law: NormalsLaw, like: Tensor, extreme: Tensor) -> Predictive:
-    """Make the predictive of a law of normals, of the output rung.
+    """Make the predictive of a law of normals, with the output rung in its diagnostics.
 
-    extreme (N,) bool: the rows to flag as extreme. No other flag is set.
+    like: answers have its dtype and device. extreme (N,) bool: the rows to flag as extreme. No
+    other flag is set.
     """
     unflagged = torch.zeros(law.rows, dtype=torch.bool)
     flags = Diagnostics("output", unflagged, unflagged, unflagged, mixed=law)

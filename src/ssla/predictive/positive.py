@@ -10,6 +10,10 @@ variance. T is negative below z₀ = low − 1, where y = max(T(z), 0) instead: 
 there is the probability of zero, and no quantile or draw is negative. The density at zero is that
 of the part above. A negative y is refused on a closed scale. On an open one its density is that of
 T(z), so that a target which turns out to be negative after all has a finite score.
+
+low and high are logarithms of y. z₀ = low − 1 is the z at which T reaches zero. Φ and φ are the
+standard normal distribution function and density. The value 0 is an atom: it has a positive
+probability.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from ssla.likelihoods.likelihood import LOG_2PI
 @final
 @dataclass(frozen=True)
 class Positive:
-    """The function T of the module, for logarithms low < high."""
+    """The function T of the module, for logarithms low < high, applied to each value."""
 
     low: float
     high: float
@@ -60,8 +64,9 @@ class Positive:
         return z.clamp(self.low, self.high)
 
     def is_in_support(self, y: Tensor) -> Tensor:
-        """Tell which y are allowed: on a closed scale those from zero, on an open one all finite
-        ones.
+        """Return which y are allowed, as a mask of y's shape.
+
+        On a closed scale they are those from zero on, and on an open one all that are finite.
         """
         return y >= 0 if self.closed else y.isfinite()
 
@@ -71,10 +76,10 @@ class Positive:
         Each is a sum over three ranges of z: the lower line, the exponential and the upper line.
         """
         infinite = torch.full_like(means, torch.inf)
-        # the ends of the ranges in standard deviations of z from its mean
+        # The ends of the ranges, in standard deviations of z from its mean.
         a, b, c = ((end - means) / scales for end in (self.zero_point, self.low, self.high))
-        below = _line_moments(self.low, means, scales, a, b)
-        above = _line_moments(self.high, means, scales, c, infinite)
+        below = _compute_line_moments(self.low, means, scales, a, b)
+        above = _compute_line_moments(self.high, means, scales, c, infinite)
         # log E[e^{kz}; low ≤ z ≤ high]: e^{kz} turns N(m, s²) into N(m + k s², s²), times a factor.
         logs = [
             k * means
@@ -88,8 +93,10 @@ class Positive:
 @final
 @dataclass(frozen=True)
 class Censored:
-    """The function y = max(z, 0), for a model of y itself: the probability that the model gives to
-    negative values becomes that of zero.
+    """The function y = max(z, 0), for a model of y itself.
+
+    It is applied to each value. The probability that the model gives to negative values becomes
+    that of zero.
     """
 
     support: ClassVar[str] = "zero or positive"
@@ -108,7 +115,7 @@ class Censored:
         return torch.zeros_like(z)
 
     def is_in_support(self, y: Tensor) -> Tensor:
-        """Tell which y are not negative."""
+        """Return which y are not negative, as a mask of y's shape."""
         return y >= 0
 
     def moments_of_normals(self, means: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,7 +128,7 @@ class Censored:
         return first, second
 
 
-def _line_moments(
+def _compute_line_moments(
     end: float, means: Tensor, scales: Tensor, a: Tensor, b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return E[y; a ≤ t ≤ b] and E[y²; a ≤ t ≤ b] for y = e^end (1 + z − end) on one of the lines.

@@ -28,7 +28,7 @@ class Diagnostics:
     Flags are by row: they are set where something happened for some y of that row.
     """
 
-    refit: str
+    refit: str  # the name of the rung; a mixture of several names them all
     # (N,) bool: the Fisher for an indefinite precision, or the mode for a Newton step outside the
     # domain
     fallback: Tensor
@@ -64,19 +64,17 @@ class Diagnostics:
 
     @property
     def off_centre(self) -> Tensor:
-        """Return flags (N,) bool of the rows where the mean of a mixture is farther from its median
-        than the quartiles are from each other.
+        """Return flags (N,) bool of the rows in which the mean of a mixture is far from its median.
 
-        In such a row a few members with other locations, or a tail, decide the mean; quantiles
-        describe it better. Predictives that are not mixtures of numbers or counts have no flag, nor
-        have rows in which one value has half of the probability.
+        Far is more than the distance between the quartiles. In such a row a few members with other
+        locations, or a tail, decide the mean; quantiles describe it better. Predictives that are
+        not mixtures of numbers or counts have no flag, nor have rows in which one value has half of
+        the probability.
         """
         return torch.zeros_like(self.fallback) if self.mixed is None else is_off_centre(self.mixed)
 
     def __str__(self) -> str:
-        """Return one line with the numbers of flagged rows, and with the optional facts that are
-        known.
-        """
+        """Return one line with the numbers of flagged rows, and with the optional fields."""
         count = self.fallback.numel()
         text = (
             f"refit {self.refit}, prior {self.convention}: {count} rows; Fisher fallback in "
@@ -101,6 +99,7 @@ class Diagnostics:
                 f", standard error of log probabilities at most {float(self.error.max()):.1g} "
                 "(estimated determinants)"
             )
+
         if self.rung is not None:
             text += (
                 f"; answered by weights: {self.rung.count('weights')}, by output: "
@@ -124,7 +123,7 @@ class Predictive:
     """
 
     law: Law
-    like: Tensor
+    like: Tensor  # answers have its dtype and device; its values are not used
     diagnostics: Diagnostics
     # the members of a mixture, or the predictives whose rows were joined
     parts: tuple[Predictive, ...] = ()
@@ -183,8 +182,9 @@ class Predictive:
 
     @property
     def epistemic(self) -> Tensor:
-        """Return the part of the variance that more data would remove, Var_f E[y|f], of the shape
-        of the mean.
+        """Return the part of the variance that more data would remove, Var_f E[y|f].
+
+        The result has the shape of the mean.
         """
         return self._cast(self.law.epistemic)
 
@@ -204,19 +204,20 @@ class Predictive:
 
     @property
     def mutual_information(self) -> Tensor:
-        """Return the part of `entropy` that more data would remove: H(E_f p) − E_f H(p) ≥ 0, in
-        nats (N,).
+        """Return the part of `entropy` that more data would remove, in nats (N,).
 
-        For a refit of the weights (and "newton") its share of the entropy is computed under
-        f ~ N(f̂, K), and multiplied by the entropy of the refit's predictive. In a mixture it
-        contains the disagreement of the members. Raises AttributeError for other targets.
+        The result is H(E_f p) − E_f H(p) ≥ 0. For a refit of the weights (and "newton") its share
+        of the entropy is computed under f ~ N(f̂, K), and multiplied by the entropy of the refit's
+        predictive. In a mixture it contains the disagreement of the members. Raises AttributeError
+        for other targets.
         """
         return self._cast(self.law.mutual_information)
 
     @property
     def probs(self) -> Tensor:
-        """Return the probabilities of the classes (N, C). Raises AttributeError for other
-        targets.
+        """Return the probabilities of the classes (N, C).
+
+        Raises AttributeError for other targets.
         """
         return self._cast(self.law.probs)
 
@@ -226,9 +227,9 @@ class Predictive:
         One target: (N,) -> (N,), (N, k) -> (N, k). D targets: (N, D) -> (N,), (N, k, D) -> (N, k).
         Raises ValueError for other shapes, and where y is outside the support.
         """
-        value, is_single = self._shape_targets(y)
-        self.law.check(value)
-        return self._cast(drop_single_value(self.law.log_prob(value), is_single))
+        targets, is_single = self._shape_targets(y)
+        self.law.check(targets)
+        return self._cast(drop_single_value(self.law.log_prob(targets), is_single))
 
     @property
     def cdf(self) -> Callable[[Any], Tensor]:
@@ -242,9 +243,9 @@ class Predictive:
     @in_plain_torch
     def _evaluate_cdf(self, y: Any) -> Tensor:
         """Return P(Y ≤ y), of y's shape. y may be infinite; raises ValueError where it is NaN."""
-        value, is_single = self._shape_targets(y)
-        check_not_nan(value)
-        return self._cast(drop_single_value(self.law.cdf(value), is_single))
+        targets, is_single = self._shape_targets(y)
+        check_not_nan(targets)
+        return self._cast(drop_single_value(self.law.cdf(targets), is_single))
 
     @property
     def icdf(self) -> Callable[[Any], Tensor]:
@@ -261,8 +262,8 @@ class Predictive:
 
         Raises ValueError unless 0 ≤ q ≤ 1.
         """
-        value, is_single = parse_probabilities(q)
-        return self._cast(drop_single_value(self.law.icdf(value), is_single))
+        probabilities, is_single = parse_probabilities(q)
+        return self._cast(drop_single_value(self.law.icdf(probabilities), is_single))
 
     def interval(self, level: float = 0.95) -> Tensor:
         """Return the central interval of that probability, (N, 2) or (N, D, 2), ends included.
@@ -283,7 +284,7 @@ class Predictive:
         region = self.law.hdr(checked_level(level))
         if isinstance(region, tuple):  # a named tuple, whose tensors are cast
             return type(region)(
-                *(self._cast(part) if isinstance(part, Tensor) else part for part in region)
+                *(self._cast(field) if isinstance(field, Tensor) else field for field in region)
             )
         return self._cast(region) if isinstance(region, Tensor) else region
 
@@ -300,14 +301,17 @@ class Predictive:
         Raises TypeError for predictives that are not from one refit, such as mixtures, and
         ValueError where y is outside the support.
         """
-        value, is_single = self._shape_targets(y)
-        self.law.check(value)
-        return self.law.increments(value).map(
-            lambda part: self._cast(drop_single_value(part, is_single))
+        targets, is_single = self._shape_targets(y)
+        self.law.check(targets)
+        return self.law.increments(targets).map(
+            lambda increment: self._cast(drop_single_value(increment, is_single))
         )
 
     def _cast(self, value: Tensor) -> Tensor:
-        """Cast numbers to the dtype and device of `like`; booleans and integers to its device."""
+        """Return an answer with the dtype and device of `like`.
+
+        Booleans and integers keep their dtype and are only moved to the device.
+        """
         return value.to(self.like) if value.is_floating_point() else value.to(self.like.device)
 
     def _shape_targets(self, y: Any) -> tuple[Tensor, bool]:
@@ -323,20 +327,20 @@ class Predictive:
 
 
 def is_extreme(f: Tensor, variances: Tensor) -> Tensor:
-    """Return flags (N,) bool of the rows in which an output or its standard deviation exceeds
-    `EXTREME`.
+    """Return flags (N,) bool of the rows with an extreme output or standard deviation.
 
-    f (N, C): the outputs; variances (N, C): theirs. Rows with features that `ssla.network.bounds`
+    Extreme is more than `EXTREME` in size. f (N, C): the outputs. variances (N, C): those of the
+    outputs. Rows with features that `ssla.network.bounds`
     cut at 1e60 are flagged too, because their outputs are large.
     """
     return (f.detach().abs() > EXTREME).any(1) | (variances.detach() > EXTREME**2).any(1)
 
 
 def is_off_centre(law: Law) -> Tensor:
-    """Return flags (N,) bool of the rows in which |mean − median| exceeds the distance between the
-    quartiles.
+    """Return flags (N,) bool of the rows in which the mean is far from the median.
 
-    Rows with equal quartiles are not flagged. law: of one number or count.
+    Far is more than the distance between the quartiles. Rows with equal quartiles are not flagged.
+    law: of one number or count.
     """
     mean = law.mean
     below_mean = law.cdf(mean[:, None])[:, 0]
@@ -402,12 +406,17 @@ def parse_probabilities(q: Any) -> tuple[Tensor, bool]:
 
 
 def drop_single_value(value: Tensor, is_single: bool) -> Tensor:
-    """Drop the last dimension of a result (…, 1) if there was a single y or q for each row."""
+    """Return the value without its last dimension if is_single, and unchanged otherwise.
+
+    value: a result (…, k) for k values of y or q in each row. is_single: whether the user gave a
+    single one, so that k = 1.
+    """
     return value.squeeze(-1) if is_single else value
 
 
 def choose_widest_like(predictives: Sequence[Predictive]) -> Tensor:
-    """Return the `like` tensor with the largest dtype among the predictives; of equal ones the
-    first.
+    """Return the `like` tensor with the widest dtype among the predictives.
+
+    If several have that dtype, it is the first of them.
     """
     return max((part.like for part in predictives), key=lambda like: like.dtype.itemsize)

@@ -1,4 +1,8 @@
-"""Predictives of the rungs that refit the weights: always, or where the output rung is doubtful."""
+"""Predictives of the rungs that refit the weights: always, or where the output rung is doubtful.
+
+The output rung refits the outputs. A chosen row is one whose weights are to be refitted. The
+correction of a row, its nodes and its region are those of `ssla.predictive.interpolation`.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +43,9 @@ MARGIN = 1.1  # by which a widened region exceeds the answer's own region
 
 
 def check_refittable(weights: WeightLogDensity) -> None:
-    """Raise ValueError for angles, and for vectors unless the output refit is exact: a refit of the
-    weights has no predictive for them.
+    """Raise ValueError for targets that a refit of the weights has no predictive for.
+
+    These are angles, and vectors unless the output refit is exact.
     """
     kind = weights.likelihood.support_for(weights.marginal.mean.shape[1]).kind
     if kind == "vector" and not weights.equals_output_refit:
@@ -52,11 +57,11 @@ def check_refittable(weights: WeightLogDensity) -> None:
 def make_refitted_predictive(
     weights: WeightLogDensity, output: Predictive, name: str, reasons: list[str] | None = None
 ) -> Predictive:
-    """Return the predictive of refits of the weights in the chosen rows, and of the output rung in
-    the others.
+    """Return the predictive by refits of the weights, with the output rung in rows without them.
 
-    output: the predictive of the output rung. name: of the rung that was requested. reasons: for
-    each row why it is refitted, empty where it is not; None: all rows are refitted.
+    weights: the log density of refits of the weights. output: the predictive of the output rung.
+    name: of the rung that was requested. reasons: for each row why it is refitted, empty where it
+    is not; None: all rows are refitted.
     """
     if weights.refit.candidates is not None:
         return make_candidate_predictive(weights, output, name)
@@ -71,14 +76,17 @@ def make_refitted_predictive(
         chosen &= reasons is None
         rungs = _name_rungs(weights, chosen, failed=torch.zeros_like(chosen))
         flags = _add_rungs(output.diagnostics, name, rungs, reasons, refits=None)
-        of_output = output.law
-        law = GaussianLaw(weights, of_output.noise, False, of_output.convention, of_output.moved)
+        closed_form = output.law
+        law = GaussianLaw(
+            weights, closed_form.noise, False, closed_form.convention, closed_form.moved
+        )
         return Predictive(law, weights.like, flags)
     if isinstance(support, Classes):
         return _make_class_predictive(weights, output, chosen, name, reasons)
     quantiles = output.icdf(QUANTILES).to("cpu", torch.float64)
     log_density, predictive = _widen_until_covered(weights, quantiles, chosen, support, name)
     of_quadrature = predictive.diagnostics
+
     # A row that is NaN by request is not called inaccurate.
     is_nan = _find_nan_rows(weights, log_density.failed)
     flags = Diagnostics(
@@ -102,7 +110,7 @@ def _widen_until_covered(
     The correction is interpolated over the region of the output predictive, and over a wider region
     in rows where the 99.9% region of the answer reaches beyond it. Rows in which it still does
     after WIDENINGS are flagged as inaccurate. quantiles (N, 5): of the output predictive, at
-    QUANTILES. name: of the requested rung.
+    QUANTILES. support: of y. name: of the requested rung.
     """
     log_density = fit_correction(weights, quantiles, chosen)
     for _ in range(WIDENINGS):
@@ -124,9 +132,9 @@ def _widen_until_covered(
 
 
 def _make_predictive_by_support(log_density: Corrected, support: Support, name: str) -> Predictive:
-    """Return the predictive of a log density: of a number by a grid, of a count by sums.
+    """Return the predictive of a corrected log density.
 
-    name: of the rung.
+    support: of y; a number is integrated on a grid, and a count is summed. name: of the rung.
     """
     if isinstance(support, Continuous):
         return make_grid_predictive(log_density, support, name)
@@ -134,11 +142,11 @@ def _make_predictive_by_support(log_density: Corrected, support: Support, name: 
 
 
 def _widen_quantiles(quantiles: Tensor, ends: Tensor, support: Support) -> Tensor:
-    """Return quantiles (N, 5) with the first and the last moved outward, so that the region between
-    them contains `ends` (N, 2) with a margin.
+    """Return quantiles (N, 5) whose first and last are moved outward, beyond `ends` (N, 2).
 
-    The margin makes the distance of an end from the centre MARGIN times as large: for numbers in
-    the support's real coordinate, for counts in y.
+    The region between them then contains the ends with a margin. The margin makes the distance of
+    an end from the centre MARGIN times as large: for numbers in the support's real coordinate, for
+    counts in y.
     """
     if isinstance(support, Continuous):
         z, centre = support.to_real(ends), support.to_real(quantiles)[:, 2:3]
@@ -159,12 +167,12 @@ def _make_class_predictive(
     name: str,
     reasons: list[str] | None,
 ) -> Predictive:
-    """Return the predictive of classes, with a refit for each class that is not rare in the chosen
-    rows (N,) bool.
+    """Return the predictive of classes, with a refit for each class that is not rare.
 
-    A row with a single class that is not rare is not refitted, because no refit would change its
-    answer. A row in which a refit fails has the output rung's answer, or NaN if on_failure is
-    "nan". output, name, reasons: those of `make_refitted_predictive`.
+    Only the chosen rows (N,) bool are refitted. A row with a single class that is not rare is not
+    refitted, because no refit would change its answer. A row in which a refit fails has the output
+    rung's answer, or NaN if on_failure is "nan". output, name, reasons: those of
+    `make_refitted_predictive`.
     """
     assert isinstance(output.law, ClassLaw)
     logs = output.law.log_weights.clone()
@@ -193,6 +201,7 @@ def _make_class_predictive(
     refits = torch.where(chosen, 0 if weights.refits_stopped else is_refitted.sum(1), 0)
     refits = _count_refits(weights, refits)
     flags = _add_rungs(flags, name, _name_rungs(weights, chosen, failed), reasons, refits)
+
     # The standard error of a row: √Σ p e² over the classes.
     error = (torch.nan_to_num(logs.softmax(1)) * errors.square()).sum(1).sqrt()
     flags = _add_linearised_rows(replace(flags, error=error), weights)
@@ -204,9 +213,9 @@ def _make_class_predictive(
 def _change_rare_classes(
     logs: Tensor, probs: Tensor, rows: Tensor, y: Tensor, refitted_logs: Tensor
 ) -> Tensor:
-    """Return log weights (N, C), each row changed as much as a refit changes its rarest refitted
-    class.
+    """Return log weights (N, C) for the classes that are too rare for a refit.
 
+    All classes of a row are changed by as much as a refit changes the rarest class that has one.
     logs, probs (N, C): log weights and probabilities of the output refit. rows, y, refitted_logs
     (m,): the refits. Rows without a refit stay as they are. The caller then overwrites the refitted
     classes, so that this is the answer for the rare ones. The output refit gives classes too much
@@ -221,39 +230,40 @@ def _change_rare_classes(
 
 
 def _find_nan_rows(weights: WeightLogDensity, failed: Tensor) -> Tensor:
-    """Return the failed rows (N,) bool if on_failure is "nan", because their answer is NaN; else
-    none.
+    """Return the rows (N,) bool whose answer is NaN.
+
+    These are the failed rows (N,) bool if on_failure is "nan", and none otherwise.
     """
     return failed & (weights.refit.on_failure == NAN)
 
 
 def _count_refits(weights: WeightLogDensity, evaluations: Tensor) -> Tensor:
-    """Return the number of refits of each row (N,), for the number of y that were evaluated.
+    """Return the number of refits of each row (N,).
 
-    They are the same, unless all y of a row share one refit.
+    evaluations (N,): the number of y that were evaluated. Both are the same, unless all y of a row
+    share one refit.
     """
     return evaluations.clamp(max=1) if weights.refits_at_prediction else evaluations
 
 
 def _name_rungs(weights: WeightLogDensity, chosen: Tensor, failed: Tensor) -> tuple[str, ...]:
-    """Return the name of the rung that answered for each row: "weights" or "output"; "failed" where
-    the answer is NaN.
+    """Return the name of the rung that answered for each row: "weights", "output" or "failed".
 
-    chosen, failed (N,) bool: the rows to refit, and those in which a refit failed.
+    The name is "failed" where the answer is NaN. chosen, failed (N,) bool: the rows to refit, and
+    those in which a refit failed.
     """
-    by_weights = (chosen & ~failed).tolist()
     is_nan = _find_nan_rows(weights, failed).tolist()
+    names = ["weights" if by_weights else "output" for by_weights in (chosen & ~failed).tolist()]
     return tuple(
-        "failed" if row_is_nan else "weights" if row_by_weights else "output"
-        for row_by_weights, row_is_nan in zip(by_weights, is_nan, strict=True)
+        "failed" if row_is_nan else name for name, row_is_nan in zip(names, is_nan, strict=True)
     )
 
 
 def _add_linearised_rows(flags: Diagnostics, weights: WeightLogDensity) -> Diagnostics:
-    """Return the diagnostics with flags for the rows that refits of the linearised network
-    answered.
+    """Return the diagnostics with flags for the rows that the linearised network answered.
 
-    If there is no such row, or `flags` have no rungs and refits, they are returned as they are.
+    Their refits are those of the network linearised at θ̂. If there is no such row, or `flags` have
+    no rungs and refits, they are returned as they are.
     """
     linearised = weights.linearised_inputs
     if not bool(linearised.any()) or flags.refits is None or flags.rung is None:
@@ -269,11 +279,10 @@ def _add_rungs(
     reasons: list[str] | None,
     refits: Tensor | None,
 ) -> Diagnostics:
-    """Return the diagnostics with the rung that answered for each row, the reason, and the number
-    of refits (N,).
+    """Return the diagnostics with the rung, the reason and the number of refits (N,) of each row.
 
-    name: of the requested rung. reasons: None if all rows are refitted. refits: None if there were
-    none in any row.
+    flags: the other fields. rungs: the rung that answered for each row. name: of the requested
+    rung. reasons: None if all rows are refitted. refits: None if there were none in any row.
     """
     no_refits = torch.zeros_like(flags.fallback, dtype=torch.long)
     return Diagnostics(

@@ -9,6 +9,10 @@ Gaussian or a mixture of Gaussians (log-normal). Otherwise they are quadratures 
 robust standard deviations on both sides of the median: their relative error is below 1e-6 for laws
 of z with the tails of a Gaussian. With heavier tails exp(z) may have no mean (Student t); mean and
 variance are then infinite, with a warning. Quantiles always exist.
+
+z is the target on the scale of the model, and its law the base. Q is the quantile function and F
+the distribution function of y; Q_z is that of z. The base's parts are the members of a mixture, and
+what an affine law is made of.
 """
 
 from __future__ import annotations
@@ -29,12 +33,13 @@ from ssla.predictive.affine import AffineLaw
 from ssla.predictive.gaussian_law import GaussianLaw
 from ssla.predictive.joined import JoinedLaw
 from ssla.predictive.law import Law
-from ssla.predictive.mixture_laws import MixtureLaw, ScalarMixtureLaw, mixture_of_one
+from ssla.predictive.mixture_laws import MixtureLaw, ScalarMixtureLaw, make_mixture_of_one
 from ssla.predictive.normals import NormalsLaw
 from ssla.predictive.positive import Censored, Positive
 from ssla.predictive.predictive import Predictive
 from ssla.refit.increments import Increments
 
+SMALLEST_DIVISOR = 1e-300  # takes the place of zero
 REACH = 30.0  # of the quadrature, in robust standard deviations; a guess
 NODES = 241  # of the quadrature; tests/predictive/test_transformed.py: error below 1e-6
 NORMAL_QUARTILES = 1.349  # their distance for a standard Gaussian
@@ -57,8 +62,9 @@ class Transform(Protocol):
         ...
 
     def to_z(self, y: Tensor) -> Tensor:
-        """Return z = T⁻¹(y); for y beyond the support its limit at that end, which may be
-        infinite.
+        """Return z = T⁻¹(y).
+
+        For y beyond the support it is the limit at that end, which may be infinite.
         """
         ...
 
@@ -67,14 +73,14 @@ class Transform(Protocol):
         ...
 
     def is_in_support(self, y: Tensor) -> Tensor:
-        """Tell which y are in the support (bool)."""
+        """Return which y are in the support, as a mask of y's shape."""
         ...
 
 
 @final
 @dataclass(frozen=True)
 class Exponential:
-    """y = exp(z) > 0."""
+    """The function y = exp(z) > 0, applied to each value."""
 
     support: ClassVar[str] = "positive"
     atom: ClassVar[float | None] = None
@@ -92,14 +98,14 @@ class Exponential:
         return z
 
     def is_in_support(self, y: Tensor) -> Tensor:
-        """Tell which y are positive."""
+        """Return which y are positive, as a mask of y's shape."""
         return y > 0
 
 
 @final
 @dataclass(frozen=True)
 class Logistic:
-    """y = 1/(1 + exp(−z)), between 0 and 1."""
+    """The function y = 1/(1 + exp(−z)), between 0 and 1, applied to each value."""
 
     support: ClassVar[str] = "strictly between 0 and 1"
     atom: ClassVar[float | None] = None
@@ -117,7 +123,7 @@ class Logistic:
         return logsigmoid(z) + logsigmoid(-z)
 
     def is_in_support(self, y: Tensor) -> Tensor:
-        """Tell which y are strictly between 0 and 1."""
+        """Return which y are strictly between 0 and 1, as a mask of y's shape."""
         return (y > 0) & (y < 1)
 
 
@@ -152,15 +158,19 @@ class TransformedLaw(Law):
         are infinite.
         """
         if isinstance(self.transform, Positive | Censored):
-            mean, variance = self._positive_moments(self.transform)
-            epistemic_share = self.base.epistemic / self.base.variance.clamp_min(1e-300)
+            mean, variance = self._compute_positive_moments(self.transform)
+            epistemic_share = self.base.epistemic / self.base.variance.clamp_min(SMALLEST_DIVISOR)
             return mean, epistemic_share * variance, (1 - epistemic_share) * variance
-        parts = [
-            (weight, *_part_moments(law, shift, scale, self.transform))
+
+        weights_and_moments = [
+            (weight, *_compute_part_moments(law, shift, scale, self.transform))
             for weight, law, shift, scale in self._iterate_base_parts()
         ]
-        weights, means, doubts, noises = (torch.stack(part) for part in zip(*parts, strict=True))
+        weights, means, doubts, noises = (
+            torch.stack(column) for column in zip(*weights_and_moments, strict=True)
+        )
         mean = (weights * means).sum(0)
+
         # Where the mean is infinite, the differences from it are NaN.
         between = torch.where(mean.isinf(), math.inf, (weights * (means - mean) ** 2).sum(0))
         doubt = (weights * doubts).sum(0) + between
@@ -174,7 +184,7 @@ class TransformedLaw(Law):
             )
         return mean, doubt, noise
 
-    def _positive_moments(self, transform: Positive | Censored) -> tuple[Tensor, Tensor]:
+    def _compute_positive_moments(self, transform: Positive | Censored) -> tuple[Tensor, Tensor]:
         """Return mean and variance of y, (N,) each, for a transform with closed-form moments.
 
         Both moments follow from E[y] and E[y²] of the parts of the base: closed forms for Gaussians
@@ -185,7 +195,7 @@ class TransformedLaw(Law):
             if isinstance(law, NormalsLaw):
                 centres = shift[:, None] + scale[:, None] * law.means
                 by_normal = transform.moments_of_normals(centres, scale[:, None] * law.scales)
-                moments = [part @ law.weights for part in by_normal]
+                moments = [moment @ law.weights for moment in by_normal]
             elif isinstance(law, GaussianLaw):
                 centres = shift + scale * law.mean
                 moments = list(transform.moments_of_normals(centres, scale * law.stddev))
@@ -222,10 +232,11 @@ class TransformedLaw(Law):
 
     @cached_property
     def _as_mixture(self) -> ScalarMixtureLaw:
-        """Return a mixture with this law as its only member, which finds mode and regions by
-        search.
+        """Return a mixture with this law as its only member.
+
+        A mixture finds its mode and its regions by search.
         """
-        return mixture_of_one(self)
+        return make_mixture_of_one(self)
 
     @property
     def mode(self) -> Tensor:
@@ -238,7 +249,7 @@ class TransformedLaw(Law):
         return self.base.mass
 
     def check(self, y: Tensor) -> None:
-        """Raise ValueError where y is outside the support of T, or of the base."""
+        """Raise ValueError where y (N, k) is outside the support of T, or of the base."""
         outside = ~self.transform.is_in_support(y)
         if bool(outside.any()):
             raise ValueError(
@@ -258,8 +269,9 @@ class TransformedLaw(Law):
         return self.base.cdf(self.transform.to_z(y))
 
     def below(self, y: Tensor) -> Tensor:
-        """Return P(Y < y), (N, k) -> (N, k): zero at the atom, which is the lowest value, and the
-        cdf elsewhere.
+        """Return P(Y < y), (N, k) -> (N, k).
+
+        The result is zero at the atom, which is the lowest value, and the cdf elsewhere.
         """
         atom = self.transform.atom
         return self.cdf(y) if atom is None else torch.where(y <= atom, 0.0, self.cdf(y))
@@ -269,7 +281,7 @@ class TransformedLaw(Law):
         return self.transform.to_y(self.base.icdf(q))
 
     def hdr(self, level: float) -> Regions:
-        """Return the smallest region with that probability, a union of intervals."""
+        """Return the smallest region with probability `level`, a union of intervals."""
         return self._as_mixture.hdr(level)
 
     def sample(self, n: int, generator: torch.Generator | None) -> Tensor:
@@ -306,6 +318,7 @@ def transformed(predictive: Predictive, transform: str | Transform) -> Predictiv
         raise ValueError(
             "A transformed predictive carries no gradients. Predict without differentiable=True."
         )
+
     chosen = (
         TRANSFORMS[check_name("transform", transform, TRANSFORMS)]
         if isinstance(transform, str)
@@ -365,13 +378,13 @@ def _iterate_parts(
         yield weight, law, shift, scale
 
 
-def _part_moments(
+def _compute_part_moments(
     law: Law, shift: Tensor, scale: Tensor, transform: Transform
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, epistemic and aleatoric variance of T(shift + scale · z), (N,) each, for z ~
-    law.
+    """Return mean, epistemic and aleatoric variance of T(shift + scale · z), (N,) each.
 
-    The moments are closed forms for exp of a Gaussian, and integrals otherwise.
+    z ~ law, and T is the transform. The moments are closed forms for exp of a Gaussian, and
+    integrals otherwise.
     """
     doubt, noise = law.epistemic * scale**2, law.aleatoric * scale**2
     if isinstance(law, GaussianLaw) and isinstance(transform, Exponential):
@@ -380,7 +393,7 @@ def _part_moments(
         return mean, mean**2 * torch.expm1(doubt), mean**2 * doubt.exp() * torch.expm1(noise)
     # Var[y] is split in the proportion of Var[z], which is right to first order.
     mean, variance = _integrate_moments(law, shift, scale, transform)
-    epistemic_share = doubt / (doubt + noise).clamp_min(1e-300)
+    epistemic_share = doubt / (doubt + noise).clamp_min(SMALLEST_DIVISOR)
     return mean, variance * epistemic_share, variance * (1 - epistemic_share)
 
 
@@ -389,14 +402,15 @@ def _integrate_moments(
 ) -> tuple[Tensor, Tensor]:
     """Return mean and variance of T(shift + scale · z), (N,) each, for z ~ law, by quadrature.
 
-    The rule is that of trapezoids in u, with z = median + spread · sinh u. A moment of exp counts
-    as infinite where the log of its integrand at the upper end of the range is less than NEGLIGIBLE
-    below the maximum: the integrand has not fallen enough there.
+    T is the transform. The rule is that of trapezoids in u, with z = median + spread · sinh u. A
+    moment of exp counts as infinite where the log of its integrand at the upper end of the range is
+    less than NEGLIGIBLE below the maximum: the integrand has not fallen enough there.
     """
     low, median, high = law.icdf(torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)).unbind(1)
     spread = ((high - low) / NORMAL_QUARTILES)[:, None]
     u = torch.linspace(-math.asinh(REACH), math.asinh(REACH), NODES, dtype=torch.float64)
     z = median[:, None] + spread * torch.sinh(u)
+
     # log of p(z) dz at the nodes, normalised to sum to one
     logs = law.log_prob(z) + torch.cosh(u).log() + spread.log() + math.log(float(u[1] - u[0]))
     logs = logs - logs.logsumexp(1, keepdim=True)
@@ -405,6 +419,7 @@ def _integrate_moments(
         values = transform.to_y(x)
         mean = (logs.exp() * values).sum(1)
         return mean, (logs.exp() * (values - mean[:, None]) ** 2).sum(1)
+
     # Moments of exp are summed in logarithms, without overflow: Var = E[(eˣ/mean − 1)²] mean².
     first, second = (logs + power * x for power in (1, 2))
     mean = first.logsumexp(1).exp()

@@ -3,6 +3,15 @@
 The user writes a prior in numbers, layer names or tensors, and `bind` maps it to a layout once;
 the bound prior works on flat θ. Any twice-differentiable log density fits the interface:
 `precision` returns −∇² log π as a diagonal (P,) or a full matrix (P, P).
+
+Words of this package:
+
+    layout           which parameters are free, and their positions in θ (`ssla.network.layout`)
+    flat θ           all P free parameters in one vector (P,), in the order of the layout
+    named order      the same P numbers, parameter by parameter in the order of their names
+    setting          what the user writes: a number, a tensor (P,) in the named order, or a dict
+                     by layer or parameter name
+    bound prior      a prior over the flat θ of one layout
 """
 
 from ssla.priors.box import Box

@@ -19,9 +19,9 @@ Range = tuple[float, float]
 
 @dataclass(frozen=True, eq=False)
 class Box:
-    """The priors θ_i ~ N(m_i, 1/τ) whose means m_i, and one precision τ for each layer, lie in
-    ranges.
+    """A set of priors θ_i ~ N(m_i, 1/τ), whose means and precisions lie in given ranges.
 
+    Each parameter i has a mean m_i of its own. All parameters of a layer have one precision τ.
     `mean` and `precision` are (low, high), or a dict of pairs by layer (or, for means, parameter)
     name. A range with low = high fixes that value.
     """
@@ -59,10 +59,10 @@ class Box:
         return _make_gaussian(layout, (low_mean + high_mean) / 2, (low * high).sqrt())
 
     def sample(self, layout: Layout, generator: torch.Generator | None = None) -> Gaussian:
-        """Draw a prior of the box: each mean is uniform, and the precision of each layer is
-        log-uniform.
+        """Draw a prior of the box at random.
 
-        generator: None: torch's own.
+        Each mean is uniform between its limits, and the precision of each layer is log-uniform.
+        generator: of the random numbers; None for torch's own.
         """
         low_mean, high_mean = self.means(layout)
         low, high = self.precisions(layout)
@@ -80,10 +80,10 @@ class Box:
 def _check_ranges(
     name: str, setting: Range | Mapping[str, Range], least: float, condition: str
 ) -> None:
-    """Raise ValueError unless every range of a setting is (low, high) with least < low ≤
-    high < ∞.
+    """Raise ValueError unless every range of a setting is a valid pair (low, high).
 
-    name, condition: of the setting, in words for the error.
+    A pair is valid if least < low ≤ high < ∞. name: the name of the setting, for the error.
+    condition: the condition on a pair in words, for the error.
     """
     for pair in setting.values() if isinstance(setting, Mapping) else [setting]:
         if (
@@ -100,9 +100,9 @@ def _check_ranges(
 def _resolve_limits(
     name: str, setting: Range | Mapping[str, Range], layout: Layout
 ) -> tuple[Tensor, Tensor]:
-    """Return the lower and upper values (P,) of a setting, whose name is for errors.
+    """Return the lower and the upper values (P,) of a setting, in the order of θ.
 
-    Raises as `resolve_setting`.
+    name: the name of the setting, for errors. Raises as `resolve_setting`.
     """
     if isinstance(setting, Mapping):
         low = {key: pair[0] for key, pair in setting.items()}

@@ -14,8 +14,13 @@ from torch.distributions import Distribution, biject_to
 
 from ssla._checks import check_finite, check_positive, in_plain_torch, record_derivatives
 from ssla.network.layout import Layout, contiguous_layout
-from ssla.priors.prior import BoundPrior, Prior, layers_before_parameters, parameters_of_key
-from ssla.priors.separable import Separable, differentiable_copy, differentiate, gradient_of
+from ssla.priors.prior import BoundPrior, Prior, find_parameters_of_key, sort_layers_first
+from ssla.priors.separable import (
+    Separable,
+    compute_gradient,
+    differentiate,
+    make_differentiable_copy,
+)
 
 LARGEST_HESSIAN = 4096  # parameters: above it, a dense Hessian of the prior takes more than 128 MiB
 
@@ -33,7 +38,7 @@ class Joint:
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
         """Return ∇ log π (P,) at θ (P,)."""
-        return gradient_of(self.function, theta)
+        return compute_gradient(self.function, theta)
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
@@ -47,14 +52,16 @@ class Joint:
                 "it for fewer parameters (priors.Product), or custom(log_prob, independent=True) "
                 "if coordinates are independent."
             )
+
         with record_derivatives("log_prob of the prior"):
-            free = differentiable_copy(theta)
+            free = make_differentiable_copy(theta)
             gradient = differentiate(self.function(free), free, keep_graph=True)
             # One row of the Hessian for each entry of the gradient. The rows share one graph.
             H = -torch.stack(
                 [differentiate(entry, free, keep_graph=True).detach() for entry in gradient]
             )
         H = (H + H.mT) / 2
+
         # Only some structures can use a full matrix, but all can use a diagonal.
         diagonal = H.diagonal()
         return diagonal.clone() if torch.equal(H, torch.diag(diagonal)) else H
@@ -69,25 +76,30 @@ class Custom:
     by_name: bool
 
     def bind(self, layout: Layout) -> BoundPrior:
-        """Return the prior over flat θ. The user's function is checked at each call."""
+        """Return the prior over flat θ.
+
+        Each call of its methods raises ValueError where the user's function returns a tensor of
+        another shape, or no tensor.
+        """
         if self.by_name:
             return Joint(
-                lambda theta: self._checked(self.log_prob_function(layout.unpack(theta)), ())
+                lambda theta: self._check_value(self.log_prob_function(layout.unpack(theta)), ())
             )
-        order = named_order(layout)
+        order = find_named_order(layout)
         if not self.independent:
-            return Joint(lambda theta: self._checked(self.log_prob_function(theta[order]), ()))
+            return Joint(lambda theta: self._check_value(self.log_prob_function(theta[order]), ()))
         to_theta = order.argsort()  # from the named order to that of θ
 
         def log_density(theta: Tensor) -> Tensor:
             """Return log π_i(θ_i) (P,) for θ (P,); the user's function has the named order."""
-            return self._checked(self.log_prob_function(theta[order]), theta.shape)[to_theta]
+            return self._check_value(self.log_prob_function(theta[order]), theta.shape)[to_theta]
 
         return Separable(log_density)
 
-    def _checked(self, value: Any, shape: tuple[int, ...]) -> Tensor:
-        """Return a value of log_prob unchanged; raise ValueError unless it is a tensor of this
-        shape.
+    def _check_value(self, value: Any, shape: tuple[int, ...]) -> Tensor:
+        """Return the result of the user's log_prob unchanged.
+
+        Raises ValueError unless it is a tensor of the given shape.
         """
         if not isinstance(value, Tensor) or value.shape != shape:
             given = (
@@ -112,7 +124,8 @@ def custom(
     log_prob takes θ (P,) in the order of the parameter names and returns a number. With
     by_name=True it takes a dict of parameters instead. With independent=True it returns one value
     for each coordinate, (P,), and the Hessian is a diagonal. It must be written in torch and be
-    twice differentiable. If it is not normalised, the evidence is not either.
+    twice differentiable. If it is not normalised, the evidence is not either. Raises TypeError if
+    log_prob is not a function, and ValueError if both independent and by_name are true.
 
     >>> import torch
     >>> prior = custom(lambda theta: -0.5 * (theta**2).sum() - theta.sum() ** 2)
@@ -151,7 +164,7 @@ class FromDistribution:
         are free parameters.
         """
         distribution = self.distribution
-        order = named_order(layout)
+        order = find_named_order(layout)
         size = math.prod((*distribution.batch_shape, *distribution.event_shape))
         if size not in (1, layout.size):
             raise ValueError(
@@ -172,6 +185,7 @@ class FromDistribution:
         """
         distribution = self.distribution
         event_shape = tuple(distribution.event_shape)
+
         # A distribution of one number is evaluated for a batch of all coordinates.
         batch_shape = tuple(distribution.batch_shape) if math.prod(event_shape) > 1 else (-1,)
         value = theta.reshape(*batch_shape, *event_shape)
@@ -205,10 +219,10 @@ def _copy_in_double(distribution: Distribution) -> Distribution:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """Different priors for different parameters: a dict by layer ("head") or parameter name
-    ("head.bias").
+    """Different priors for different parameters, as a dict.
 
-    Every free parameter needs one; a parameter's own entry overrides that of its layer.
+    The keys are names of layers ("head") or of parameters ("head.bias"). Every free parameter needs
+    a prior; a parameter's own entry overrides that of its layer.
     """
 
     parts: Mapping[str, Prior | Distribution]
@@ -231,15 +245,17 @@ class Product:
         Raises ValueError if a parameter has no prior, or a key is no name of the layout.
         """
         key_of: dict[str, str] = {}  # the key of each parameter's prior
-        for key in layers_before_parameters(self.parts, layout):
-            key_of.update(dict.fromkeys(parameters_of_key(key, layout), key))
+        for key in sort_layers_first(self.parts, layout):
+            key_of.update(dict.fromkeys(find_parameters_of_key(key, layout), key))
         missing = [name for name in layout.names if name not in key_of]
         if missing:
             raise ValueError(
                 f"Product has no prior for {', '.join(missing)}. Add those names, or their layers, "
                 "to the dict."
             )
+
         groups = []
+
         # Each prior is bound to the layout of its own parameters alone.
         for key in dict.fromkeys(key_of.values()):
             names = [name for name in layout.names if key_of[name] == key]
@@ -253,8 +269,8 @@ class Product:
 class BoundProduct:
     """The sum of log densities over groups; each prior gets only the coordinates of its group."""
 
-    size: int
-    groups: tuple[tuple[Tensor, BoundPrior], ...]
+    size: int  # P, the number of parameters of all groups together
+    groups: tuple[tuple[Tensor, BoundPrior], ...]  # the indices of a group in θ, and its prior
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """Return log π(θ), a scalar, for θ (P,)."""
@@ -283,7 +299,7 @@ class BoundProduct:
 
 @dataclass(frozen=True, eq=False)
 class NormalInverseGamma:
-    """The conjugate prior of a Gaussian's mean and variance, over θ = (μ, log σ²):
+    """The conjugate prior of a Gaussian's mean μ and variance σ², over θ = (μ, log σ²).
 
         σ² ~ InverseGamma(shape, scale),   μ | σ² ~ N(mean, σ²/strength).
 
@@ -300,7 +316,7 @@ class NormalInverseGamma:
 
     @in_plain_torch
     def __post_init__(self) -> None:
-        """Raise ValueError if a parameter is not finite, or one but the mean is not positive."""
+        """Raise ValueError unless all parameters are finite, and all but the mean positive."""
         check_positive(
             "strength, shape and scale",
             torch.tensor([float(self.strength), float(self.shape), float(self.scale)]),
@@ -315,7 +331,9 @@ class NormalInverseGamma:
                 f"{layout.size}. Name them: priors.Product({{'head.bias': NormalInverseGamma(…), "
                 "'head.weight': Gaussian()})."
             )
-        order = named_order(layout)
+
+        order = find_named_order(layout)
+
         # The logarithms of the constants of both densities.
         constant = (
             self.shape * math.log(self.scale)
@@ -336,8 +354,8 @@ class NormalInverseGamma:
         return Joint(log_density)
 
 
-def named_order(layout: Layout) -> Tensor:
-    """Return the indices into θ (P,) in the order of the parameter names."""
+def find_named_order(layout: Layout) -> Tensor:
+    """Return the indices (P,) for which θ[indices] has the order of the parameter names."""
     return torch.cat([index.flatten() for index in layout.positions.values()])
 
 

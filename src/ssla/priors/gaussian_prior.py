@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ssla._checks import check_finite, check_positive, in_plain_torch
 from ssla.network.layout import Layout
-from ssla.priors.prior import Setting, resolve_setting, tensors_of_setting
+from ssla.priors.prior import Setting, convert_setting_to_tensors, resolve_setting
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class BoundGaussian:
     A precision of zero means a flat prior for that coordinate.
     """
 
-    mean: Tensor
-    scale_precision: Tensor
+    mean: Tensor  # (P,)
+    scale_precision: Tensor  # the precision of each coordinate (P,)
 
     def log_prob(self, theta: Tensor) -> Tensor:
         """Return log π(θ), a scalar, for θ (P,); coordinates with a flat prior add nothing."""
@@ -35,9 +35,9 @@ class BoundGaussian:
         return -self.scale_precision * (theta - self.mean)
 
     def precision(self, theta: Tensor) -> Tensor:
-        """Return the diagonal of −∇² log π (P,).
+        """Return the diagonal of −∇² log π (P,), which is the same for every θ.
 
-        It does not depend on θ, which is part of the protocol.
+        The argument is part of the protocol of bound priors. Callers must not change the result.
         """
         return self.scale_precision
 
@@ -57,9 +57,9 @@ class Gaussian:
     @in_plain_torch
     def __post_init__(self) -> None:
         """Raise ValueError if a precision is not positive or a mean is not finite."""
-        for value in tensors_of_setting(self.precision):
+        for value in convert_setting_to_tensors(self.precision):
             check_positive("prior precision", value, "For no prior use priors.Flat().")
-        for value in tensors_of_setting(self.mean):
+        for value in convert_setting_to_tensors(self.mean):
             check_finite("prior mean", value, "Give finite numbers.")
 
     def bind(self, layout: Layout) -> BoundGaussian:
@@ -71,17 +71,19 @@ class Gaussian:
 
 
 def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) -> Gaussian:
-    """Return the prior from which a search by the evidence starts, for θ (P,) as trained.
+    """Return the prior from which a search by the evidence starts, for the trained θ (P,).
 
-    Each layer's weights have precision 1 / mean(w²) around zero. A bias has the precision of its
-    layer, around its trained value: it holds the targets' offset, which is no evidence of scale.
+    Each layer's weights w have the precision 1 / mean(w²) around zero. A bias has the precision of
+    its layer, around its trained value: it holds the targets' offset, which says nothing about the
+    scale of the weights.
 
-    outputs: (P,), the output that each parameter changes, and −1 for one that changes several;
-    None: all groups are layers. The parameters of one output are then a group in place of their
-    layer, because another unit of its target changes their scale and no other.
+    outputs: (P,), the number of the output that each parameter changes, and −1 for a parameter that
+    changes several; None: every layer is a group with one precision. With `outputs`, the parameters
+    of one output are a group in place of their layer, because another unit of its target changes
+    the scale of these parameters alone.
     """
     if outputs is None:
-        return _trained_scale_of_layers(layout, theta)
+        return _make_trained_scale_of_layers(layout, theta)
     precision = torch.empty_like(theta)
     mean = torch.zeros_like(theta)
     is_weight = torch.ones_like(theta, dtype=torch.bool)
@@ -93,11 +95,13 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
             if _is_offset(name, names):
                 is_weight[index] = False
                 mean[index] = theta[index]
+
     groups = torch.where(outputs < 0, groups, len(layout.layers()) + outputs)
     for group in groups.unique():
         members = groups == group
-        precision[members] = _precision_around_zero(theta[members & is_weight])
+        precision[members] = _compute_precision_around_zero(theta[members & is_weight])
     precisions = {name: _as_number(value) for name, value in layout.unpack(precision).items()}
+
     # Means of zero are written as a number, so that the prior prints well.
     means = {
         name: value if bool(value.any()) else 0.0 for name, value in layout.unpack(mean).items()
@@ -111,7 +115,7 @@ def _as_number(value: Tensor) -> float | Tensor:
     return float(first) if bool((value == first).all()) else value
 
 
-def _trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
+def _make_trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
     """Return the prior of `trained_scale` without outputs, for θ (P,).
 
     Layers are taken one after another: with millions of weights, each vector (P,) needs much
@@ -124,7 +128,7 @@ def _trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
         weights = [
             value.flatten() for name, value in trained.items() if not _is_offset(name, names)
         ]
-        layer_precision = _precision_around_zero(torch.cat(weights))
+        layer_precision = _compute_precision_around_zero(torch.cat(weights))
         for name, value in trained.items():
             precision[name] = layer_precision
             mean[name] = value if _is_offset(name, names) and bool(value.any()) else 0.0
@@ -136,9 +140,10 @@ def _is_offset(name: str, layer: tuple[str, ...]) -> bool:
     return name.rpartition(".")[2] == "bias" and len(layer) > 1
 
 
-def _precision_around_zero(weights: Tensor) -> float:
-    """Return 1 / mean(w²) of weights (n,), in any unit; 1 where there is no weight that is not
-    zero.
+def _compute_precision_around_zero(weights: Tensor) -> float:
+    """Return 1 / mean(w²) of weights w (n,); 1 where all weights are zero or there are none.
+
+    The result is at most 1 / tiny and at least tiny, with tiny the smallest normal float64.
     """
     mean_square = float((weights**2).mean()) if weights.numel() else 0.0
     smallest = torch.finfo(torch.float64).tiny  # the inverse of a smaller number is infinite

@@ -17,6 +17,11 @@ Setting = float | Tensor | Mapping[str, "float | Tensor"]
 parameter name.
 """
 
+# `describe` cuts a longer text to CUT_LENGTH characters.
+LONGEST_TEXT, CUT_LENGTH = 160, 150
+# Eigenvalues above −ROUNDING times the largest one count as zero. A guess.
+ROUNDING = 1e-12
+
 EXACT, PAPER, ADDITIVE = "exact", "paper", "additive"
 CONVENTIONS = (EXACT, PAPER, ADDITIVE)
 """Where the prior is used: in the refit and the curvature; in the refit only; in neither, only
@@ -36,7 +41,7 @@ class BoundPrior(Protocol):
     def precision(self, theta: Tensor) -> Tensor:
         """Return −∇² log π at θ (P,): (P,) if it is diagonal, else (P, P).
 
-        It is positive semi-definite only where log π is concave.
+        The result is positive semi-definite only where log π is concave.
         """
 
 
@@ -47,7 +52,7 @@ class Prior(Protocol):
         """Return the prior over flat θ with this layout; raise ValueError if it does not fit."""
 
 
-def tensors_of_setting(setting: Setting) -> list[Tensor]:
+def convert_setting_to_tensors(setting: Setting) -> list[Tensor]:
     """Return every value of a setting as a float64 tensor, for checks."""
     values = setting.values() if isinstance(setting, Mapping) else [setting]
     return [torch.as_tensor(value, dtype=torch.float64) for value in values]
@@ -82,9 +87,9 @@ def _resolve_names(
     parameter without a value.
     """
     theta = torch.full((layout.size,), math.nan, dtype=torch.float64)
-    for key in layers_before_parameters(setting, layout):
+    for key in sort_layers_first(setting, layout):
         value = torch.as_tensor(setting[key], dtype=torch.float64)
-        for name in parameters_of_key(key, layout):
+        for name in find_parameters_of_key(key, layout):
             index = layout.positions[name]
             try:
                 theta[index] = value.expand(index.shape)
@@ -102,12 +107,15 @@ def _resolve_names(
     return theta
 
 
-def layers_before_parameters(keys: Iterable[str], layout: Layout) -> list[str]:
-    """Return the keys with those of layers first, so that a parameter can override its layer."""
+def sort_layers_first(keys: Iterable[str], layout: Layout) -> list[str]:
+    """Return the keys with the names of layers first, then the names of parameters.
+
+    A caller that writes values in this order lets a parameter override its layer.
+    """
     return sorted(keys, key=lambda name: name in layout.positions)
 
 
-def parameters_of_key(key: str, layout: Layout) -> tuple[str, ...]:
+def find_parameters_of_key(key: str, layout: Layout) -> tuple[str, ...]:
     """Return the names of the parameters that a key stands for: one parameter, or those of a layer.
 
     Raises ValueError if the layout has no parameter and no layer of that name.
@@ -123,9 +131,9 @@ def parameters_of_key(key: str, layout: Layout) -> tuple[str, ...]:
 
 
 def check_density_at(prior: Prior, bound: BoundPrior, theta: Tensor) -> None:
-    """Raise ValueError if log π is not finite at θ (P,), where its gradient is then undefined.
+    """Raise ValueError if log π is not finite at θ (P,): its gradient is then undefined there.
 
-    prior: as the user wrote it, for the error. bound: the same over flat θ.
+    prior: as the user wrote it, for the error. bound: the same prior over flat θ.
     """
     log_prob = bound.log_prob(theta)
     if not bool(torch.isfinite(log_prob)):
@@ -140,15 +148,18 @@ def check_density_at(prior: Prior, bound: BoundPrior, theta: Tensor) -> None:
 def indefinite(precision: Tensor) -> int:
     """Return the number of negative eigenvalues of −∇² log π, which is (P,) or (P, P).
 
-    They count the directions in which log π is not concave. Eigenvalues within rounding error of
-    zero (a share of 1e-12 of the largest, a guess) are not counted.
+    They count the directions in which log π is not concave. Eigenvalues that are zero up to
+    rounding errors (ROUNDING) are not counted.
     """
     eigenvalues = precision if precision.dim() == 1 else torch.linalg.eigvalsh(precision)
-    return int((eigenvalues < -1e-12 * eigenvalues.abs().max()).sum())
+    return int((eigenvalues < -ROUNDING * eigenvalues.abs().max()).sum())
 
 
 def concavity_notes(precision: Tensor) -> list[str]:
-    """Return notes for a report about −∇² log π at θ̂; none if it is positive semi-definite."""
+    """Return notes for a report on −∇² log π at θ̂, which is (P,) or (P, P).
+
+    There is no note if it is positive semi-definite.
+    """
     count = indefinite(precision)
     if not count:
         return []
@@ -159,8 +170,8 @@ def concavity_notes(precision: Tensor) -> list[str]:
 
 
 def describe(prior: object) -> str:
-    """Return a prior as one line of at most 160 characters."""
+    """Return a prior as one line of at most LONGEST_TEXT characters; a longer text is cut."""
     text = " ".join(repr(prior).split())
-    if len(text) <= 160:
+    if len(text) <= LONGEST_TEXT:
         return text
-    return text[:150] + " …"
+    return text[:CUT_LENGTH] + " …"

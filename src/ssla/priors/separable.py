@@ -23,7 +23,7 @@ from ssla._checks import (
     record_derivatives,
 )
 from ssla.network.layout import Layout
-from ssla.priors.prior import Setting, resolve_setting, tensors_of_setting
+from ssla.priors.prior import Setting, convert_setting_to_tensors, resolve_setting
 
 LOG_2PI = math.log(2 * math.pi)
 IDENTITY, LOG = "identity", "log"
@@ -42,35 +42,36 @@ class Separable:
     @in_plain_torch
     def gradient(self, theta: Tensor) -> Tensor:
         """Return ∇ log π (P,) at θ (P,)."""
-        return gradient_of(self.log_prob, theta)
+        return compute_gradient(self.log_prob, theta)
 
     @in_plain_torch
     def precision(self, theta: Tensor) -> Tensor:
         """Return the diagonal of −∇² log π (P,) at θ (P,)."""
         with record_derivatives("log_prob of the prior"):
-            free = differentiable_copy(theta)
+            free = make_differentiable_copy(theta)
             gradient = differentiate(self.log_prob(free), free, keep_graph=True)
             # Coordinates are independent, so the derivative of the gradient's sum is the diagonal
             # of the Hessian.
             return -differentiate(gradient.sum(), free).detach()
 
 
-def gradient_of(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
+def compute_gradient(log_prob: Callable[[Tensor], Tensor], theta: Tensor) -> Tensor:
     """Return ∇ log_prob (P,) at θ (P,) by autograd, for a scalar log_prob."""
     with record_derivatives("log_prob of the prior"):
-        free = differentiable_copy(theta)
+        free = make_differentiable_copy(theta)
         return differentiate(log_prob(free), free).detach()
 
 
-def differentiable_copy(theta: Tensor) -> Tensor:
+def make_differentiable_copy(theta: Tensor) -> Tensor:
     """Return a copy of θ (P,) that autograd can differentiate by."""
     return theta.detach().clone().requires_grad_(True)
 
 
 def differentiate(value: Tensor, point: Tensor, keep_graph: bool = False) -> Tensor:
-    """Return ∂ value/∂ point (P,) of a scalar; zero if the scalar does not depend on the point.
+    """Return ∂ value/∂ point (P,) for a scalar value; zeros if it does not depend on the point.
 
-    keep_graph: whether the result can be differentiated again.
+    point (P,): the tensor from which the value was computed. keep_graph: whether the result can be
+    differentiated again.
     """
     if not value.requires_grad:
         return torch.zeros_like(point)
@@ -80,21 +81,23 @@ def differentiate(value: Tensor, point: Tensor, keep_graph: bool = False) -> Ten
 
 def _check_scale_and_loc(scale: Setting, loc: Setting) -> None:
     """Raise ValueError unless the scale is positive and the location is finite."""
-    for value in tensors_of_setting(scale):
+    for value in convert_setting_to_tensors(scale):
         check_positive("prior scale", value)
-    for value in tensors_of_setting(loc):
+    for value in convert_setting_to_tensors(loc):
         check_finite("prior loc", value, "Give finite numbers.")
 
 
 @dataclass(frozen=True, eq=False)
 class Laplace:
-    """Double exponential tails, exp(−|θ − loc|/scale), with a smoothed kink: the hyperbolic density
+    """A prior with double exponential tails, exp(−|θ − loc|/scale), and a smoothed kink.
 
-        log π = −√(ε² + (θ − loc)²)/scale − log(2 ε K₁(ε/scale)),      ε = smoothing · scale.
+    It is the hyperbolic density
 
-    Log-concave everywhere. As smoothing → 0 it tends to the Laplace density, whose curvature is 0,
-    and undefined at loc. A mode at exactly loc (the zeros of the lasso) is then found only to
-    within a distance of order ε.
+        log π = −√(ε² + (θ − loc)²)/scale − log(2 ε K₁(ε/scale)),      ε = smoothing · scale,
+
+    with the modified Bessel function K₁. Log-concave everywhere. As smoothing → 0 it tends to the
+    Laplace density, whose curvature is 0, and undefined at loc. A mode at exactly loc (the zeros of
+    the lasso) is then found only to within a distance of order ε.
     """
 
     scale: Setting = 1.0
@@ -131,8 +134,9 @@ class Laplace:
 
 @dataclass(frozen=True, eq=False)
 class StudentT:
-    """A prior with heavy tails and df degrees of freedom, not log-concave beyond |θ − loc| = √df ·
-    scale.
+    """A prior with heavy tails: Student's t with df degrees of freedom around loc.
+
+    It is not log-concave beyond |θ − loc| = √df · scale.
     """
 
     df: float = 3.0
@@ -166,7 +170,7 @@ class StudentT:
 
 @dataclass(frozen=True, eq=False)
 class Horseshoe:
-    """A horseshoe-like density, sharp at zero with tails of order θ⁻², smoothed at zero:
+    """A prior like the horseshoe: sharp at zero, with tails of order θ⁻², and smoothed at zero.
 
         π(θ) = log(1 + 1/(t² + ε²)) / (2π (√(1 + ε²) − ε) scale),      t = θ/scale, ε = smoothing.
 
@@ -246,7 +250,7 @@ class SpikeSlab:
 
 @dataclass(frozen=True, eq=False)
 class Gamma:
-    """A rate λ ~ Gamma(shape, rate), density ∝ λ^(shape−1) e^(−rate·λ).
+    """A prior of a rate λ ~ Gamma(shape, rate), whose density is ∝ λ^(shape−1) e^(−rate·λ).
 
     `link` defines θ, as in likelihoods.Poisson:
 
@@ -267,7 +271,7 @@ class Gamma:
         """Raise ValueError for an unknown link, and unless shape and rate are positive."""
         check_name("link", self.link, (LOG, IDENTITY))
         for name, setting in (("shape", self.shape), ("rate", self.rate)):
-            for value in tensors_of_setting(setting):
+            for value in convert_setting_to_tensors(setting):
                 check_positive(f"prior {name}", value)
 
     def bind(self, layout: Layout) -> Separable:
