@@ -1,4 +1,15 @@
-"""SSLA: a real refit of the weights on all of the data plus (x, y), for every candidate y."""
+"""SSLA: a real refit of the weights on all of the data plus (x, y), for every candidate y.
+
+Terms and symbols are those of `ssla.refit.weights`. An engine prepares what does not depend on y,
+and then solves any tasks (`ssla.refit.weights.solved.Engine`):
+
+dense          a last layer whose P×P matrices for each task fit the memory budget
+products       a larger last layer, by products with its features
+all weights    any other weights
+linearised     the network linearised at θ̂, where the network itself has no mode near θ̂
+
+An obstacle is a text for a user: why something is not possible, and what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +33,11 @@ from ssla.refit.weights.last_layer import open_last_layer
 from ssla.refit.weights.last_layer_blocks import vectors_that_fit
 from ssla.refit.weights.last_layer_curvature import factor_bytes
 from ssla.refit.weights.last_layer_products import SINGLE_TOLERANCE, is_large_problem, open_products
-from ssla.refit.weights.linearised import default_logdet, open_linearised, why_not_linearised
+from ssla.refit.weights.linearised import (
+    default_logdet,
+    find_obstacle_to_linearising,
+    open_linearised,
+)
 from ssla.refit.weights.solved import (
     EXACT,
     FAILURES,
@@ -146,7 +161,7 @@ class WeightRefit:
     name = "weights"
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for an option that is out of its range or unknown."""
+        """Raise ValueError for an option that is out of its range or unknown."""
         if self.rare is not None and (isinstance(self.rare, bool | str) or not 0 <= self.rare < 1):
             raise ValueError(
                 f"rare must be a number from 0 and below 1, for example 1e-4, but is {self.rare!r}."
@@ -172,7 +187,7 @@ class WeightRefit:
             )
 
     def _check_candidates(self) -> None:
-        """Raise a ValueError unless candidates and half_width are both None, or both in range."""
+        """Raise ValueError unless candidates and half_width are both None, or both in range."""
         count, width = self.candidates, self.half_width
         if count is None and width is None:
             return
@@ -195,31 +210,31 @@ class WeightRefit:
 
     @property
     def refitted_point(self) -> str:
-        """Return which y is added in the refits: `at` with its default."""
+        """Return which y is added in the refits, CANDIDATE or PREDICTION: `at` with its default."""
         return CANDIDATE if self.at is None else self.at
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
-        """Return the log density of y at x by refits.
+        """Return the log density of y at the inputs x (N rows), by refits.
 
-        ValueError for a convention that the options do not allow.
+        No refit is made yet. Raises ValueError for a convention that the options do not allow.
         """
-        reason = self._why_not_convention(posterior)
-        if reason is not None:
+        obstacle = self._find_obstacle_to_convention(posterior)
+        if obstacle is not None:
             raise ValueError(
-                f"{reason} This posterior has convention={posterior.convention!r}, which leaves "
+                f"{obstacle} This posterior has convention={posterior.convention!r}, which leaves "
                 "the prior out of the curvature. Or use refit='output', 'newton' or 'none', or "
                 "posterior.with_prior(posterior.prior), the exact convention."
             )
         output = OutputRefit()(posterior, x)
         return WeightLogDensity(self, posterior, x, output)
 
-    def _why_not_convention(self, posterior: Posterior) -> str | None:
-        """Return which option forbids the posterior's convention, with a remedy; None where none
-        does.
+    def _find_obstacle_to_convention(self, posterior: Posterior) -> str | None:
+        """Return why these options do not allow the posterior's convention, with a remedy.
 
-        The conventions "paper" and "additive" have the dense engine of a last layer and that of all
-        weights with exact determinants, or determinants of the structure. The other engines divide
-        by the prior's precision, or take one curvature for steps and determinants.
+        None if they allow it. The conventions "paper" and "additive" have the dense engine of a
+        last layer and that of all weights with exact determinants, or determinants of the
+        structure. The other engines divide by the prior's precision, or take one curvature for
+        steps and determinants.
         """
         if posterior.convention == EXACT_CONVENTION:
             return None
@@ -249,10 +264,11 @@ class WeightRefit:
         return None
 
     def engine(self, posterior: Posterior, x: Inputs) -> Engine:
-        """Open the engine that refits the posterior's own weights at x: what does not depend on y.
+        """Open the engine that refits the posterior's own weights, for the inputs x.
 
-        A last layer has the dense engine or products with features, other weights that of all
-        weights. ValueError where the options, the prior or the memory budget do not allow it.
+        It is one of the first three of the module's docstring. Opening takes a pass over the
+        training rows. Raises ValueError if the options, the prior or the memory budget do not allow
+        the refits, or if the training data cannot be read again.
         """
         if posterior.network.linear:
             options = self._resolve_last_layer_options(posterior)
@@ -265,9 +281,9 @@ class WeightRefit:
         )
 
     def linearised_engine(self, posterior: Posterior, x: Inputs) -> Engine:
-        """Open the engine that refits the network linearised at θ̂.
+        """Open the engine that refits the network linearised at θ̂, for the inputs x.
 
-        ValueError where that is not possible, as for logdet="structure".
+        Raises ValueError if such refits are not possible, as for logdet="structure".
         """
         if self.logdet == STRUCTURE:
             raise ValueError(NO_STRUCTURE)
@@ -281,10 +297,11 @@ class WeightRefit:
             posterior, x, options, self.data, self._in_single_precision(posterior)
         )
 
-    def why_not_linearised(self, posterior: Posterior, x: Inputs) -> str | None:
-        """Return why the linearised network cannot take the network's place; None where it can.
+    def find_obstacle_to_linearising(self, posterior: Posterior, x: Inputs) -> str | None:
+        """Return why refits of the linearised network cannot replace refits of the network.
 
-        The text names the option or the reason, with a remedy.
+        The text names the option or the reason, with a remedy. None if they can replace them, for
+        the inputs x.
         """
         if self.linearised is False:
             return "linearised=False rules out refits of the linearised network."
@@ -297,7 +314,7 @@ class WeightRefit:
             return NO_STRUCTURE
         if posterior.convention != EXACT_CONVENTION:
             return "Refits of the linearised network work with the exact convention only."
-        return why_not_linearised(
+        return find_obstacle_to_linearising(
             posterior, row_count(as_inputs(x)), self._in_single_precision(posterior)
         )
 
@@ -315,9 +332,10 @@ class WeightRefit:
         return posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
 
     def _resolve_last_layer_options(self, posterior: Posterior) -> Options:
-        """Return the options for a last layer with their defaults resolved.
+        """Return the user's options for a last layer, each None replaced by its default.
 
-        ValueError where they are not possible for it.
+        The defaults depend on the posterior's size and likelihood. Raises ValueError if the prior
+        or the memory budget does not allow refits with these options.
         """
         # f is linear, so the Hessian is the observed curvature.
         curvature = FISHER if self.curvature == FISHER else OBSERVED
@@ -343,7 +361,7 @@ class WeightRefit:
         return Options(tolerance, self.max_steps, curvature, self.logdet or TRACES, PRODUCT_ROUNDS)
 
     def _check_shared_curvature(self, posterior: Posterior) -> None:
-        """Raise a ValueError where neither a shared P×P matrix nor blocks of it fit the budget.
+        """Raise ValueError if neither one P×P matrix for all tasks nor blocks of it fit the budget.
 
         Determinants would then come from the fitted structure, and may be off by 0.1: a user has to
         ask for that.
@@ -362,10 +380,10 @@ class WeightRefit:
         )
 
     def _uses_products(self, posterior: Posterior) -> bool:
-        """Return whether a last layer is refitted without a P×P matrix for each task.
+        """Return whether a last layer is refitted by products, without a P×P matrix for each task.
 
-        It is where that was asked for, or where no such matrix fits the memory budget. Priors that
-        are not Gaussian have the dense engine only.
+        True if logdet="traces" asks for that, or if no such matrices fit the memory budget. Priors
+        that are not Gaussian have the dense engine only.
         """
         if self.logdet in (EXACT, TRACES, STRUCTURE):
             return self.logdet == TRACES
@@ -373,7 +391,7 @@ class WeightRefit:
         return gaussian and dense_bytes(posterior) > posterior.memory_budget
 
     def _check_gaussian_prior(self, posterior: Posterior) -> None:
-        """Raise a ValueError unless the prior is Gaussian, which products with features need."""
+        """Raise ValueError unless the prior is Gaussian, which products with features need."""
         if not isinstance(posterior.bound_prior, BoundGaussian):
             raise ValueError(
                 "logdet='traces' needs a Gaussian prior, whose curvature is the same everywhere, "
@@ -382,19 +400,20 @@ class WeightRefit:
             )
 
     def _in_single_precision(self, posterior: Posterior) -> bool:
-        """Return whether products are in single precision.
+        """Return whether products with the features are in float32.
 
-        They are for classes, whose targets have no rounding, at a tolerance that single precision
-        meets.
+        True for classes, whose targets have no rounding error, at a tolerance that float32 meets.
         """
         return self._resolve_tolerance(posterior) >= SINGLE_TOLERANCE and self._is_for_classes(
             posterior
         )
 
     def _resolve_all_weights_options(self, posterior: Posterior) -> Options:
-        """Return the options for any weights with their defaults resolved.
+        """Return the user's options for the engine of all weights, each None replaced by its default.
 
-        ValueError where they are not possible for them.
+        The defaults depend on the number of weights and on the likelihood. Raises ValueError for
+        logdet="traces"; and, with more than SMALL weights, for curvature="hessian" unless
+        logdet="structure", and for logdet="exact" where `_check_exact_determinants` does.
         """
         size = posterior.theta.numel()
         if self.logdet == TRACES:
@@ -423,7 +442,10 @@ class WeightRefit:
 
 
 def _check_exact_determinants(posterior: Posterior) -> None:
-    """Raise a ValueError unless many weights can have exact determinants, by `all_weights_dual`."""
+    """Raise ValueError unless more than SMALL weights can have logdet="exact".
+
+    They can where `ssla.refit.weights.all_weights_dual` is possible and fits the memory budget.
+    """
     size = posterior.theta.numel()
     if not allows_dual(posterior):
         raise ValueError(
@@ -447,9 +469,9 @@ def dense_bytes(posterior: Posterior) -> int:
 
 
 def _check_budget(task: str, needed: int, posterior: Posterior, instead: str) -> None:
-    """Raise a ValueError where the bytes `needed` exceed the memory budget.
+    """Raise ValueError if the bytes `needed` exceed the memory budget of the posterior.
 
-    task and instead are parts of its text: what needs them, and what the user may do.
+    task and instead are parts of its text: what needs the bytes, and what the user may do.
     """
     if needed > posterior.memory_budget:
         raise ValueError(
