@@ -45,8 +45,8 @@ from ssla.refit.weights.anderson import (
     Progress,
     Slope,
     ascend,
+    compute_saddle_free_step,
     finish_with_newton,
-    saddle_free_step,
 )
 from ssla.refit.weights.determinants import SMALL, Determinants
 from ssla.refit.weights.refit_rows import (
@@ -58,7 +58,7 @@ from ssla.refit.weights.refit_rows import (
     open_rows,
     solve_rows,
 )
-from ssla.refit.weights.solved import HESSIAN, Options, Solved, new_row_pull
+from ssla.refit.weights.solved import HESSIAN, Options, Solved, compute_new_row_pull
 from ssla.report import AS_IS
 
 if TYPE_CHECKING:
@@ -91,11 +91,11 @@ class ManyNetworks:
     network: AnyParameters
     chain: StackedChain | None = None
 
-    def outputs_of_one(self, theta: Tensor, x: Inputs) -> Tensor:
+    def compute_outputs_of_one(self, theta: Tensor, x: Inputs) -> Tensor:
         """Return f of one θ (P,) on rows x: (b, C)."""
         return self.network.compute_outputs(self.network.layout.unpack(theta), x)
 
-    def outputs_on_same_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
+    def compute_outputs_on_same_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
         """Return f of every θ (m, P) on the same rows x (b, …): (m, b, C).
 
         A chain runs as many networks together as stay in the cache.
@@ -105,19 +105,21 @@ class ManyNetworks:
             return torch.cat(
                 [
                     chain.compute_outputs(chain.parameters(part), rows)
-                    for part in thetas.split(_networks_at_once(rows))
+                    for part in thetas.split(_count_networks_at_once(rows))
                 ]
             )
-        return self._map_over_first(lambda theta: self.outputs_of_one(theta, x), thetas)
+        return self._map_over_first(lambda theta: self.compute_outputs_of_one(theta, x), thetas)
 
-    def outputs_on_own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
+    def compute_outputs_on_own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
         """Return f of each θ (m, P) on its own row of x: (m, C)."""
         if self.chain is not None and isinstance(x, Tensor):
             return self.chain.compute_outputs(
                 self.chain.parameters(thetas), x.unsqueeze(1)
             ).squeeze(1)
         return self._map_over_first(
-            lambda theta, row: self.outputs_of_one(theta, as_batch(row)).squeeze(0), thetas, x
+            lambda theta, row: self.compute_outputs_of_one(theta, as_batch(row)).squeeze(0),
+            thetas,
+            x,
         )
 
     @staticmethod
@@ -137,7 +139,7 @@ class ManyNetworks:
             )
         return result
 
-    def gradients(
+    def compute_gradients(
         self,
         thetas: Tensor,
         x: Inputs,
@@ -151,8 +153,10 @@ class ManyNetworks:
         elementwise in the θ.
         """
         if self.chain is not None and isinstance(x, Tensor):
-            return self._chain_gradients(self.chain, thetas, x, score, one_row_each)
-        run = self.outputs_on_own_rows if one_row_each else self.outputs_on_same_rows
+            return self._compute_chain_gradients(self.chain, thetas, x, score, one_row_each)
+        run = (
+            self.compute_outputs_on_own_rows if one_row_each else self.compute_outputs_on_same_rows
+        )
         with torch.enable_grad():
             free = thetas.detach().clone().requires_grad_(True)
             f = run(free, x)
@@ -160,14 +164,14 @@ class ManyNetworks:
         return total, f.detach()
 
     @staticmethod
-    def _chain_gradients(
+    def _compute_chain_gradients(
         chain: StackedChain,
         thetas: Tensor,
         x: Tensor,
         score: Callable[[Tensor], Tensor],
         one_row_each: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `gradients` does by the matrix products of a chain of layers."""
+        """Compute what `compute_gradients` does by the matrix products of a chain of layers."""
         if one_row_each:
             f, total = chain.outputs_and_gradient(
                 thetas, x.unsqueeze(1), lambda f: score(f.squeeze(1)).to(f.dtype).unsqueeze(1)
@@ -175,12 +179,12 @@ class ManyNetworks:
             return total, f.squeeze(1)
         parts = [
             chain.outputs_and_gradient(part, x, lambda f: score(f).to(f.dtype))
-            for part in thetas.split(_networks_at_once(x))
+            for part in thetas.split(_count_networks_at_once(x))
         ]
         return torch.cat([total for _, total in parts]), torch.cat([f for f, _ in parts])
 
 
-def _networks_at_once(x: Tensor) -> int:
+def _count_networks_at_once(x: Tensor) -> int:
     """Return how many networks run together on rows x (b, …), at least one."""
     return max(ROWS_AT_ONCE // len(x), 1)
 
@@ -260,7 +264,7 @@ class AllWeightsRefit:
             ascent = at
             if ascent is None:
                 ascent = self._find_modes(group, self.options.max_steps, progress)
-            likelihood, prior, f_new = group.likelihood_and_prior(ascent.point)
+            likelihood, prior, f_new = group.compute_likelihood_and_prior(ascent.point)
             curvature, fallback, positive = self.determinants(
                 ascent.point, f_new, y, group.x, group.root
             )
@@ -299,7 +303,7 @@ class AllWeightsRefit:
         ascent = self._find_modes(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
         return ~(ascent.norm <= (PROGRESS * first_norm).clamp_min(self.options.tolerance))
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P)."""
         ascent = self._find_modes(_Group(self, x_rows, y), self.options.max_steps)
         return self.posterior.theta + ascent.point
@@ -319,7 +323,7 @@ class AllWeightsRefit:
                 """Return the weighted scores of a block for outputs f (1, b, C) of one network."""
                 return block.apply_weights(likelihood.score(block.y, f[0].double())).unsqueeze(0)
 
-            gradient, _ = self.networks_single.gradients(
+            gradient, _ = self.networks_single.compute_gradients(
                 theta, map_inputs(_to_single, block.x), score
             )
             error = error + gradient.squeeze(0).double()
@@ -465,7 +469,7 @@ class _Group:
         """
         group = self.select_tasks(tasks)
         gradient, f_new = group.compute_gradient(point)
-        return Slope(gradient, group._preconditioned_step(gradient, f_new))
+        return Slope(gradient, group._compute_preconditioned_step(gradient, f_new))
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
         """Compute the gradient of some tasks (m,) at points (m, P), and |H̃|⁻¹ of it.
@@ -475,8 +479,8 @@ class _Group:
         group = self.select_tasks(tasks)
         gradient, _ = group.compute_gradient(point)
         theta = self.refit.posterior.theta + point
-        H = self.refit.step_curvature.augmented_curvature(HESSIAN, theta, group.y, group.x)
-        return Slope(gradient, saddle_free_step(H, gradient))
+        H = self.refit.step_curvature.compute_augmented_curvature(HESSIAN, theta, group.y, group.x)
+        return Slope(gradient, compute_saddle_free_step(H, gradient))
 
     def compute_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Compute the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) at points (m, P).
@@ -486,14 +490,14 @@ class _Group:
         """
         refit, new_likelihood = self.refit, self.refit.new_likelihood
         if not bool(point.any()):
-            return self._gradient_at_start(point)
+            return self._compute_gradient_at_start(point)
         if point.dtype == torch.float64:
             networks, cast = refit.networks, _to_double
         else:
             networks, cast = refit.networks_single, _to_single
         theta = refit.posterior.theta.to(point.dtype) + point
         x = map_inputs(cast, self.x)
-        total, f_new = networks.gradients(
+        total, f_new = networks.compute_gradients(
             theta, x, lambda f: new_likelihood.score(self.y, f.double()), one_row_each=True
         )
         total, outside = self._add_data_gradient(total, theta, networks, cast)
@@ -525,13 +529,13 @@ class _Group:
                 value = likelihood.score(block.y, f.double())
                 return value if block.weights is None else value * block.weights.unsqueeze(-1)
 
-            gradient, f = networks.gradients(theta, map_inputs(cast, block.x), score)
+            gradient, f = networks.compute_gradients(theta, map_inputs(cast, block.x), score)
             total = total + gradient
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.y, f.double())).all(-1)
         return total, outside
 
-    def _gradient_at_start(self, zero: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_gradient_at_start(self, zero: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient at θ̂ (m, P), which needs no pass, and the outputs at x (m, C).
 
         It is that of the new observation, and g₀ with mode="as_is". zero (m, P): gives the dtype.
@@ -545,7 +549,7 @@ class _Group:
             total = total + refit.gradient + prior_gradient
         return total.to(zero.dtype), f_new
 
-    def _preconditioned_step(self, gradient: Tensor, f_new: Tensor) -> Tensor:
+    def _compute_preconditioned_step(self, gradient: Tensor, f_new: Tensor) -> Tensor:
         """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz (m, P), with z = H⁻¹g.
 
         By Woodbury's formula there is no P×P matrix for a task. gradient (m, P), in whose dtype the
@@ -559,10 +563,10 @@ class _Group:
             J, U = self.jacobian_single, self.U_single
             z = refit.precondition_single(gradient)
         Jz = (J @ z.unsqueeze(-1)).squeeze(-1).double()
-        u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, Jz)
+        u = compute_new_row_pull(refit.new_likelihood, self.y, f_new, self.root, Jz)
         return z - (u.to(z.dtype).unsqueeze(-2) @ U).squeeze(-2)
 
-    def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def compute_likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
 
         The third result is the outputs at x (m, C). point (m, P): the modes. mode="as_is" has no
@@ -571,10 +575,10 @@ class _Group:
         refit, likelihood = self.refit, self.refit.posterior.likelihood
         theta = refit.posterior.theta + point
         with torch.no_grad():
-            f_new = refit.networks.outputs_on_own_rows(theta, self.x)
+            f_new = refit.networks.compute_outputs_on_own_rows(theta, self.x)
             increment = refit.new_likelihood.log_prob(self.y, f_new)
             for block in refit.rows:
-                f = refit.networks.outputs_on_same_rows(theta, block.x)
+                f = refit.networks.compute_outputs_on_same_rows(theta, block.x)
                 change = likelihood.log_prob_difference(block.y, f, block.f)
                 change = change if block.weights is None else change * block.weights
                 increment = increment + change.sum(-1)
@@ -607,7 +611,7 @@ def open_all_weights(
         """Return inputs in float64, and f̂ (b, C)."""
         inputs_64 = map_inputs(_to_double, inputs)
         with torch.no_grad():
-            return inputs_64, networks.outputs_of_one(theta, inputs_64)
+            return inputs_64, networks.compute_outputs_of_one(theta, inputs_64)
 
     rows = open_rows(posterior, data, prepare_inputs)
     inputs_64, f = prepare_inputs(network.cast(as_inputs(x)))
@@ -619,11 +623,11 @@ def open_all_weights(
         n += row_count(block.x)
         # The outputs at θ̂ are known, so the scores do not depend on those that are computed again.
         score = block.apply_weights(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
-        block_gradient, _ = networks.gradients(theta.unsqueeze(0), block.x, score.expand_as)
+        block_gradient, _ = networks.compute_gradients(theta.unsqueeze(0), block.x, score.expand_as)
         gradient += block_gradient.squeeze(0)
     check_same_data(posterior, n, gradient)
     step_curvature = determinants = Determinants(
-        posterior, options, networks.outputs_of_one, rows, posterior.objective_prior
+        posterior, options, networks.compute_outputs_of_one, rows, posterior.objective_prior
     )
     if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
         determinants = replace(determinants, prior=posterior.determinant_prior)

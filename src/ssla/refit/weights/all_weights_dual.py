@@ -18,9 +18,12 @@ from torch import Tensor
 
 from ssla.data import Inputs, take_rows
 from ssla.priors import BoundGaussian
-from ssla.refit.weights.all_weights_jacobians import jacobians_of_own_rows, jacobians_of_rows
+from ssla.refit.weights.all_weights_jacobians import (
+    compute_jacobians_on_own_rows,
+    compute_jacobians_on_same_rows,
+)
 from ssla.refit.weights.refit_rows import TrainingRows
-from ssla.refit.weights.solved import curvature_of
+from ssla.refit.weights.solved import compute_row_curvature
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -39,7 +42,7 @@ def allows_dual(posterior: Posterior) -> bool:
     return few and isinstance(posterior.bound_prior, BoundGaussian) and bool((precision > 0).all())
 
 
-def dual_task_bytes(posterior: Posterior) -> int:
+def count_dual_task_bytes(posterior: Posterior) -> int:
     """Return the bytes that one task of `Dual` needs.
 
     They are the Jacobian of all rows (itself, in blocks, and whitened) and six matrices of nC × nC.
@@ -68,13 +71,13 @@ class Dual:
         """
         theta_hat = self.posterior.theta
         if curvature_kind not in self.start_values:
-            self.start_values[curvature_kind] = self._half_logdet(
+            self.start_values[curvature_kind] = self._compute_half_logdet(
                 theta_hat.unsqueeze(0), curvature_kind, None
             )
         start, start_exists = self.start_values[curvature_kind]
-        at_once = max(BYTES_AT_ONCE // dual_task_bytes(self.posterior), 1)
+        at_once = max(BYTES_AT_ONCE // count_dual_task_bytes(self.posterior), 1)
         parts = [
-            self._half_logdet(
+            self._compute_half_logdet(
                 theta_hat + point[tasks], curvature_kind, (y[tasks], take_rows(x, tasks))
             )
             for tasks in torch.arange(len(point)).split(at_once)
@@ -82,7 +85,7 @@ class Dual:
         halves, exist = zip(*parts, strict=True)
         return start - torch.cat(halves), torch.cat(exist) & start_exists
 
-    def _half_logdet(
+    def _compute_half_logdet(
         self, thetas: Tensor, curvature_kind: str, new_rows: tuple[Tensor, Inputs] | None
     ) -> tuple[Tensor, Tensor]:
         """Compute ½ log|I + RᵀΛR| (m,) at each θ (m, P), and where it exists (m,).
@@ -93,8 +96,8 @@ class Dual:
         likelihood, bound_prior = self.posterior.likelihood, self.posterior.bound_prior
         parts, precisions = [], []
         for block in self.rows:
-            J, f = jacobians_of_rows(self.network_outputs, thetas, block.x)
-            precision = curvature_of(likelihood, curvature_kind, block.y, f).expand(
+            J, f = compute_jacobians_on_same_rows(self.network_outputs, thetas, block.x)
+            precision = compute_row_curvature(likelihood, curvature_kind, block.y, f).expand(
                 *f.shape, f.shape[-1]
             )
             if block.weights is not None:
@@ -103,20 +106,20 @@ class Dual:
             precisions.append(precision)
         if new_rows is not None:
             y, x = new_rows
-            J, f = jacobians_of_own_rows(self.network_outputs, thetas, x)
+            J, f = compute_jacobians_on_own_rows(self.network_outputs, thetas, x)
             parts.append(J.unsqueeze(1))
-            precision = curvature_of(likelihood.predictive, curvature_kind, y, f)
+            precision = compute_row_curvature(likelihood.predictive, curvature_kind, y, f)
             precisions.append(precision.expand(*f.shape, f.shape[-1]).unsqueeze(1))
         J, Lambda = torch.cat(parts, 1), torch.cat(precisions, 1)
         # G = J Π⁻¹ Jᵀ of all rows together (m, nC, nC), from J with the rows (i, c) flattened.
         white = (J / bound_prior.precision(self.posterior.theta).sqrt()).flatten(1, 2)
-        R = _gram_root(white @ white.mT)
+        R = _factorise_gram(white @ white.mT)
         LR = (Lambda @ R.reshape(*Lambda.shape[:3], -1)).reshape(R.shape)
         factor, info = torch.linalg.cholesky_ex(torch.eye(R.shape[-1], dtype=R.dtype) + R.mT @ LR)
         return factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), info == 0
 
 
-def _gram_root(G: Tensor) -> Tensor:
+def _factorise_gram(G: Tensor) -> Tensor:
     """Return R with R Rᵀ = G (m, k, k).
 
     It is the Cholesky factor, or Q √max(λ, 0) by eigenvalues where G is singular, as for equal

@@ -225,7 +225,7 @@ def finish_with_newton(
     return ascent.continued_by(unfinished, later)
 
 
-def saddle_free_step(H: Tensor, gradient: Tensor) -> Tensor:
+def compute_saddle_free_step(H: Tensor, gradient: Tensor) -> Tensor:
     """Return |H|⁻¹g: Newton's step, uphill also where H is indefinite.
 
     H (m, P, P) and gradient (m, P) -> (m, P). |H| has the absolute values of the eigenvalues. A

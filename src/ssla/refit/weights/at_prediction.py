@@ -74,9 +74,9 @@ class RefitAtPrediction:
         """Return which refits (m,) of these inputs make no progress; y (m, …) is not used."""
         return self.engine.find_stuck(x_rows, self.prediction[x_rows])
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P), the same for all y (m, …) of an input."""
-        return self.engine.modes(x_rows, self.prediction[x_rows])
+        return self.engine.find_weights_at_modes(x_rows, self.prediction[x_rows])
 
 
 def predict_points(likelihood: Likelihood, f: Tensor) -> Tensor:

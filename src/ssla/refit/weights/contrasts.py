@@ -51,7 +51,7 @@ class Contrasts:
         """Return the two indices of the pairs a ≤ b of contrasts, each (pairs,)."""
         return tuple(torch.triu_indices(self.classes - 1, self.classes - 1))
 
-    def projected_softmax_curvature(self, f: Tensor) -> Tensor:
+    def project_softmax_curvature(self, f: Tensor) -> Tensor:
         """Return the entries a ≤ b of QᵀΛQ (pairs, …) for outputs f (C, …).
 
         Λ = (diag(p) − ppᵀ)/T² with p = softmax(f/T) is the curvature of a softmax.

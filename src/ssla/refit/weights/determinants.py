@@ -19,15 +19,18 @@ from ssla.priors import EXACT as EXACT_CONVENTION
 from ssla.priors import BoundPrior
 from ssla.refit.increments import FISHER
 from ssla.refit.weights.all_weights_dual import Dual
-from ssla.refit.weights.all_weights_jacobians import jacobians_of_own_rows, jacobians_of_rows
+from ssla.refit.weights.all_weights_jacobians import (
+    compute_jacobians_on_own_rows,
+    compute_jacobians_on_same_rows,
+)
 from ssla.refit.weights.refit_rows import Block, PriorChange, TrainingRows, as_batch, as_matrix
 from ssla.refit.weights.solved import (
     FROZEN,
     HESSIAN,
     STRUCTURE,
     Options,
-    curvature_of,
-    new_row_increment,
+    compute_new_row_increment,
+    compute_row_curvature,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ class Determinants:
         indefinite curvature; and where H̃ is positive definite. All are (m,).
         """
         if self.options.logdet == STRUCTURE:
-            return self._increments_by_structure(point, x)
+            return self._compute_increments_by_structure(point, x)
         value = torch.full((len(point),), torch.nan, dtype=torch.float64)
         fallback = torch.zeros(len(point), dtype=torch.bool)
         positive = torch.zeros(len(point), dtype=torch.bool)
@@ -87,12 +90,12 @@ class Determinants:
             if not tasks.numel():
                 break
             if self.options.logdet == FROZEN:
-                precision = curvature_of(
+                precision = compute_row_curvature(
                     self.posterior.likelihood.predictive, curvature_kind, y[tasks], f_new[tasks]
                 )
-                increment = new_row_increment(root[tasks], precision)
+                increment = compute_new_row_increment(root[tasks], precision)
             else:
-                increment = self._exact_increments(
+                increment = self._compute_exact_increments(
                     point[tasks], y[tasks], take_rows(x, tasks), curvature_kind
                 )
             value[tasks], positive[tasks] = increment
@@ -117,12 +120,14 @@ class Determinants:
         The result is stored: the next call with the same kind needs no pass over the data.
         """
         if curvature_kind not in self._start_factors:
-            H = self._posterior_curvature(curvature_kind, self.posterior.theta.unsqueeze(0))[0]
+            H = self._compute_posterior_curvature(
+                curvature_kind, self.posterior.theta.unsqueeze(0)
+            )[0]
             factor, info = torch.linalg.cholesky_ex(H)
             self._start_factors[curvature_kind] = None if int(info) else factor
         return self._start_factors[curvature_kind]
 
-    def _exact_increments(
+    def _compute_exact_increments(
         self, point: Tensor, y: Tensor, x: Inputs, curvature_kind: str
     ) -> tuple[Tensor, Tensor]:
         """Compute −½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ (m,), and where it exists (m,).
@@ -140,7 +145,9 @@ class Determinants:
         for part in torch.arange(len(point)).split(self._tasks_at_once):
             thetas = self.posterior.theta + point[part]
             change = (
-                self.augmented_curvature(curvature_kind, thetas, y[part], take_rows(x, part))
+                self.compute_augmented_curvature(
+                    curvature_kind, thetas, y[part], take_rows(x, part)
+                )
                 - L @ L.mT
             )
             # L⁻¹(L⁻¹ΔH)ᵀ = L⁻¹ΔHL⁻ᵀ, as ΔH is symmetric.
@@ -161,18 +168,18 @@ class Determinants:
         task_bytes = 8 * self.weight_count * (rows * network.outputs * 2 + 6 * self.weight_count)
         return max(JACOBIANS_AT_ONCE // task_bytes, 1)
 
-    def augmented_curvature(
+    def compute_augmented_curvature(
         self, curvature_kind: str, thetas: Tensor, y: Tensor, x: Inputs
     ) -> Tensor:
         """Return H̃ of one kind at each θ (m, P): (m, P, P).
 
         It sums the data, the prior and each task's new row, of target y (m, …) and input x (m, …).
         """
-        return self._posterior_curvature(curvature_kind, thetas) + self._new_row_curvature(
-            curvature_kind, thetas, y, x
-        )
+        return self._compute_posterior_curvature(
+            curvature_kind, thetas
+        ) + self._compute_new_row_curvature(curvature_kind, thetas, y, x)
 
-    def _posterior_curvature(self, curvature_kind: str, thetas: Tensor) -> Tensor:
+    def _compute_posterior_curvature(self, curvature_kind: str, thetas: Tensor) -> Tensor:
         """Return −∇²(ℓ_D + log prior) of one kind at each θ (m, P): (m, P, P).
 
         It is a pass over the training rows.
@@ -183,20 +190,22 @@ class Determinants:
         total = total if change is None else total + change
         for block in self.rows:
             if curvature_kind == HESSIAN:
-                total = total + self._block_hessian(thetas, block)
+                total = total + self._compute_block_hessian(thetas, block)
             else:
-                total = total + self._block_gauss_newton(curvature_kind, thetas, block)
+                total = total + self._compute_block_gauss_newton(curvature_kind, thetas, block)
         return total
 
-    def _block_gauss_newton(self, curvature_kind: str, thetas: Tensor, block: Block) -> Tensor:
+    def _compute_block_gauss_newton(
+        self, curvature_kind: str, thetas: Tensor, block: Block
+    ) -> Tensor:
         """Return Σ_i J_i(θ)ᵀ Λ_i J_i(θ) over a block at each θ (m, P): (m, P, P)."""
-        J, f = jacobians_of_rows(self.network_outputs, thetas, block.x)
-        precision = curvature_of(self.posterior.likelihood, curvature_kind, block.y, f)
+        J, f = compute_jacobians_on_same_rows(self.network_outputs, thetas, block.x)
+        precision = compute_row_curvature(self.posterior.likelihood, curvature_kind, block.y, f)
         if block.weights is not None:
             precision = precision * block.weights[:, None, None]
         return J.flatten(1, 2).mT @ (precision @ J).flatten(1, 2)
 
-    def _block_hessian(self, thetas: Tensor, block: Block) -> Tensor:
+    def _compute_block_hessian(self, thetas: Tensor, block: Block) -> Tensor:
         """Return −∇² of a block's log likelihood at each θ (m, P): (m, P, P).
 
         The network's second derivatives are included.
@@ -213,7 +222,7 @@ class Determinants:
         H: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)), chunk_size=32)(thetas)
         return H.detach()
 
-    def _new_row_curvature(
+    def _compute_new_row_curvature(
         self, curvature_kind: str, thetas: Tensor, y: Tensor, x: Inputs
     ) -> Tensor:
         """Return the curvature of each task's new observation at its θ (m, P): (m, P, P)."""
@@ -227,13 +236,15 @@ class Determinants:
 
             H: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)))(thetas, y, x)
             return H.detach()
-        J, f = jacobians_of_own_rows(self.network_outputs, thetas, x)
-        curvature: Tensor = J.mT @ curvature_of(new_likelihood, curvature_kind, y, f) @ J
+        J, f = compute_jacobians_on_own_rows(self.network_outputs, thetas, x)
+        curvature: Tensor = J.mT @ compute_row_curvature(new_likelihood, curvature_kind, y, f) @ J
         return curvature
 
     # --- by structure ----------------------------------------------------------------------
 
-    def _increments_by_structure(self, point: Tensor, x: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    def _compute_increments_by_structure(
+        self, point: Tensor, x: Inputs
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the increments by the structure, fitted again at each θ̃ with the Fisher
         information.
 
@@ -244,13 +255,14 @@ class Determinants:
         operator = self.posterior.operator if by_convention else self.posterior.data_operator
         start = operator.logdet()
         increments = [
-            -0.5 * (self._logdet_of_structure(theta, take_rows(x, torch.tensor([task]))) - start)
+            -0.5
+            * (self._compute_structure_logdet(theta, take_rows(x, torch.tensor([task]))) - start)
             for task, theta in enumerate(self.posterior.theta + point)
         ]
         always = torch.ones(len(point), dtype=torch.bool)
         return torch.tensor(increments, dtype=torch.float64), ~always, always
 
-    def _logdet_of_structure(self, theta: Tensor, x: Inputs) -> float:
+    def _compute_structure_logdet(self, theta: Tensor, x: Inputs) -> float:
         """Return log|S| of the structure fitted at θ (P,) to the data and one new input."""
         network, likelihood = self.posterior.network, self.posterior.likelihood
         sums = self.posterior.statistics.curvature.zero(self.weight_count)

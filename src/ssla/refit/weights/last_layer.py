@@ -36,8 +36,8 @@ from ssla.refit.weights.last_layer_group import (
     Group,
     InitialCurvature,
     change_basis,
-    index_pairs,
-    pairwise_products,
+    list_index_pairs,
+    multiply_pairs,
 )
 from ssla.refit.weights.last_layer_structure import StructureDeterminants
 from ssla.refit.weights.refit_rows import (
@@ -48,7 +48,7 @@ from ssla.refit.weights.refit_rows import (
     check_same_data,
     open_rows,
 )
-from ssla.refit.weights.solved import STRUCTURE, Options, Solved, curvature_of
+from ssla.refit.weights.solved import STRUCTURE, Options, Solved, compute_row_curvature
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -136,7 +136,7 @@ class LastLayerRefit:
         solved: Tensor = torch.linalg.solve_triangular(self.basis, by_output.mT, upper=False)
         return solved.mT.reshape(gradient.shape)
 
-    def prior_gradient_change(self, point: Tensor) -> Tensor:
+    def compute_prior_gradient_change(self, point: Tensor) -> Tensor:
         """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P), for points δ' (m, P).
 
         The result is in the precision of `point`.
@@ -216,13 +216,13 @@ class LastLayerRefit:
                 return False
         return True
 
-    def feature_products(self, block: Block, dtype: torch.dtype) -> Tensor:
+    def multiply_features(self, block: Block, dtype: torch.dtype) -> Tensor:
         """Return vech(φφᵀ) of the rows of a block (b, F(F + 1)/2), in `dtype`."""
         return self.store_for_block(
-            block, f"squares {dtype}", lambda: pairwise_products(block.x).to(dtype)
+            block, f"squares {dtype}", lambda: multiply_pairs(block.x).to(dtype)
         )
 
-    def paired_covariances(self, block: Block, initial: InitialCurvature) -> Tensor:
+    def list_paired_covariances(self, block: Block, initial: InitialCurvature) -> Tensor:
         """Return the entries a ≤ b of K = J H⁻¹ Jᵀ at the rows of a block (pairs, b).
 
         Entries off the diagonal stand for two of K and are doubled: the sum of products with the
@@ -233,7 +233,7 @@ class LastLayerRefit:
             """Return the entries, which `store_for_block` keeps."""
             K = initial.operator.covariance(Features(block.x, initial.outputs))
             entries = []
-            for a, b in index_pairs(initial.outputs):
+            for a, b in list_index_pairs(initial.outputs):
                 entries.append(K[:, a, b] if a == b else 2 * K[:, a, b])
             return torch.stack(entries)
 
@@ -296,18 +296,18 @@ class LastLayerRefit:
         start = self.determinant_curvatures[0]
         group = Group(self, initial, x_rows, y)
         ascent = self._find_modes(group, progress) if at is None else at
-        likelihood, prior = group.likelihood_and_prior(ascent.point)
+        likelihood, prior = group.compute_likelihood_and_prior(ascent.point)
         if self.options.logdet == STRUCTURE:
             curvature = self._structure_determinants(group, ascent.point)
             positive = torch.ones_like(ascent.converged)
         else:
-            curvature, positive = group.curvature_increments(
+            curvature, positive = group.compute_curvature_increments(
                 ascent.point, self.contrast_curvature or start
             )
         indefinite = (~positive).nonzero().squeeze(-1)
         if indefinite.numel() and start.curvature_kind == OBSERVED:
             fisher_group = group.select_tasks(indefinite)
-            curvature[indefinite], positive[indefinite] = fisher_group.curvature_increments(
+            curvature[indefinite], positive[indefinite] = fisher_group.compute_curvature_increments(
                 ascent.point[indefinite], self.determinant_curvatures[-1]
             )
         # The structure has the Fisher information in any case.
@@ -330,7 +330,7 @@ class LastLayerRefit:
         """Return False for each task (m,): f is linear, so that refits are quick."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P)."""
         ascent = self._find_modes(Group(self, self.initial_curvatures[0], x_rows, y))
         return self.posterior.theta + self.from_basis(ascent.point)
@@ -344,7 +344,7 @@ class LastLayerRefit:
         """
         tolerance, memory = self.options.tolerance, self.options.memory
         steps_left = self.options.max_steps
-        start = group.start_point()
+        start = group.compute_start_point()
         ascent = Ascent.not_started(start)
         tasks = torch.arange(len(start))
         if self.rows.kept is not None and self.fits_single_precision:
@@ -459,7 +459,7 @@ def sum_gradient_and_curvature(
         n += block.y.shape[0]
         gradient += features.pull(block.apply_weights(likelihood.score(block.y, block.f)))
         for curvature_kind, total in sums.items():
-            precision = curvature_of(likelihood, curvature_kind, block.y, block.f)
+            precision = compute_row_curvature(likelihood, curvature_kind, block.y, block.f)
             total += features.gram(block.apply_weights(precision))
     return n, gradient, sums
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ssla.likelihoods import Likelihood
 from ssla.refit.increments import FISHER
-from ssla.refit.weights.last_layer_sketch import Estimate, remainder_from_products
+from ssla.refit.weights.last_layer_sketch import Estimate, compute_remainder_from_products
 from ssla.refit.weights.refit_rows import Block
 
 MOST_VECTORS, LEAST_VECTORS = 64, 8  # guesses
@@ -90,7 +90,7 @@ class SharedBlocks:
             vectors=vectors[:, keep].to(self.z.dtype),
             values=values[keep].to(self.z.dtype),
         )
-        at_once = sampled_rows_at_once(self.outputs, len(self.z))
+        at_once = count_sampled_rows_at_once(self.outputs, len(self.z))
         parts = [
             self._sum_over_rows(likelihood, chunk, probability[positions], step, new_row)
             for positions, chunk in zip(
@@ -103,7 +103,9 @@ class SharedBlocks:
         z_at_x = (self.z.reshape(len(self.z), self.outputs, -1) @ phi).double()
         first_order = ((u_at_x - z_at_x) @ explained * z_at_x).sum(1) + sums.first_order
         controls = torch.stack([sums.trace_control, sums.square_control], 1)
-        remainder = remainder_from_products(sums.products, controls, float(sums.added_square))
+        remainder = compute_remainder_from_products(
+            sums.products, controls, float(sums.added_square)
+        )
         # The variances of the vectors, of the sample of rows and of the sketch add up.
         variance = float(first_order.var() / len(first_order) + sums.sampling_variance)
         variance += remainder.error**2
@@ -128,7 +130,7 @@ class SharedBlocks:
         # The sample of rows adds about Σ (1 − π)(t/π)² to the variance of a sum of terms t/π.
         left_out = 1 - probability
 
-        def times_change(v: Tensor) -> Tensor:
+        def multiply_by_change(v: Tensor) -> Tensor:
             """Return ΔΛ_i v_i of each row (b, C, k), for v (b, C, k)."""
             along = v.permute(2, 0, 1)
             after = likelihood.precision_times(part.y, f, along, fisher)
@@ -136,10 +138,10 @@ class SharedBlocks:
             return (after - before).permute(1, 2, 0)
 
         z, u, variances = self.at_z[rows], self.at_u[rows], self.variances[rows]
-        change_z = times_change(z)
+        change_z = multiply_by_change(z)
         # What the new row explains: tr(G c_iΔΛ_ic_iᵀ) with c_i the diagonal of J_iS⁻¹Jᵀ.
         across = (part.x @ new_row.solved_features).unsqueeze(-1) * new_row.vectors  # (b, C, k)
-        explained = ((across * times_change(across)).sum(1) * new_row.values).sum(1)
+        explained = ((across * multiply_by_change(across)).sum(1) * new_row.values).sum(1)
         # (u − z)ᵀΔH z of each vector (b, S)
         first_order = ((u - z) * change_z).sum(1)
         by_row = first_order.mean(1) - explained
@@ -149,7 +151,7 @@ class SharedBlocks:
         products = u.reshape(b * C, S).mT @ weighted.reshape(b * C, S)
         diagonal = likelihood.precision_diagonal(part.y, f, fisher)
         diagonal = diagonal - likelihood.precision_diagonal(part.y, part.f, fisher)
-        squares = self._traces_of_squares(likelihood, part, f, variances, fisher)
+        squares = self._compute_traces_of_squares(likelihood, part, f, variances, fisher)
         trace_form = (z * weighted).sum(1).sum(0, dtype=torch.float64)
         K_change_z = variances.unsqueeze(-1) * change_z
         square_form = (weighted * K_change_z).sum(1).sum(0, dtype=torch.float64)
@@ -164,7 +166,7 @@ class SharedBlocks:
             added_square=(weight.square() * left_out * squares).sum(dtype=torch.float64),
         )
 
-    def _traces_of_squares(
+    def _compute_traces_of_squares(
         self, likelihood: Likelihood, part: Block, f: Tensor, variances: Tensor, fisher: bool
     ) -> Tensor:
         """Return tr K_iΔΛ_iK_iΔΛ_i of rows (b,), for diagonal K_i: Σ_cd k_c k_d ΔΛ_cd².
@@ -197,7 +199,7 @@ class _RowSums(NamedTuple):
     added_square: Tensor  # what the sample of rows adds to the expected squares of the products ()
 
 
-def sampled_rows_at_once(outputs: int, vectors: int) -> int:
+def count_sampled_rows_at_once(outputs: int, vectors: int) -> int:
     """Return how many sampled rows are worked on together, at least one.
 
     Several tensors (b, C, C) and (b, C, S) are held at a time.
@@ -214,7 +216,7 @@ def solve_blocks(inverse: Tensor, values: Tensor) -> Tensor:
     return (parts @ inverse).movedim(0, 1).reshape(values.shape)
 
 
-def vectors_that_fit(n: int, outputs: int, width: int, itemsize: int, budget: int) -> int:
+def count_vectors_that_fit(n: int, outputs: int, width: int, itemsize: int, budget: int) -> int:
     """Return how many vectors the budget allows beside the blocks; 0 for fewer than LEAST_VECTORS.
 
     n rows, C outputs, `width` features F, and itemsize bytes for a number. Half of the budget is
@@ -252,9 +254,9 @@ def open_shared_blocks(
     del factor
     times = make_curvature_product(rows, likelihood, prior, fisher)
     u, residual = solve_by_conjugate_gradients(times, lambda r: solve_blocks(inverse, r), right, z)
-    variances = _block_variances(rows.x, inverse)
+    variances = _compute_block_variances(rows.x, inverse)
 
-    def outputs_of_vectors(vectors: Tensor) -> Tensor:
+    def compute_outputs_of_vectors(vectors: Tensor) -> Tensor:
         """Return J_i w_s of all rows (n, C, S), for vectors w (S, P)."""
         by_output: Tensor = rows.x @ vectors.reshape(count, C, F).permute(2, 1, 0).flatten(1)
         return by_output.reshape(-1, C, count)
@@ -264,8 +266,8 @@ def open_shared_blocks(
         rows,
         z,
         u,
-        outputs_of_vectors(z),
-        outputs_of_vectors(u),
+        compute_outputs_of_vectors(z),
+        compute_outputs_of_vectors(u),
         variances,
         curvature_kind,
         residual,
@@ -283,7 +285,7 @@ def _join_blocks(parts: list[Block]) -> Block:
     )
 
 
-def _block_variances(features: Tensor, inverse: Tensor) -> Tensor:
+def _compute_block_variances(features: Tensor, inverse: Tensor) -> Tensor:
     """Return φ_iᵀ S_c⁻¹ φ_i of rows φ (n, F) under the blocks of S⁻¹ (C, F, F): (n, C).
 
     One product is kept and overwritten: C new ones are not reused by the allocator, and together
@@ -307,7 +309,7 @@ def make_curvature_product(
     """
     C = len(prior)
 
-    def times_curvature(w: Tensor) -> Tensor:
+    def multiply_by_curvature(w: Tensor) -> Tensor:
         """Return H w for each row of w (m, P)."""
         step = w.reshape(len(w), C, -1)
         total = (step.movedim(1, 0) @ prior).movedim(0, 1).contiguous()
@@ -323,7 +325,7 @@ def make_curvature_product(
             total += pulled.unflatten(0, (C, len(w))).movedim(0, 1)
         return total.reshape(w.shape)
 
-    return times_curvature
+    return multiply_by_curvature
 
 
 def solve_by_conjugate_gradients(

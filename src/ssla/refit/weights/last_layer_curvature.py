@@ -18,9 +18,9 @@ from ssla.curvature.jacobians import Features
 from ssla.likelihoods import Likelihood
 from ssla.refit.increments import FISHER
 from ssla.refit.weights.contrasts import Contrasts
-from ssla.refit.weights.last_layer_group import index_pairs
+from ssla.refit.weights.last_layer_group import list_index_pairs
 from ssla.refit.weights.refit_rows import Block
-from ssla.refit.weights.solved import curvature_of
+from ssla.refit.weights.solved import compute_row_curvature
 
 COPIES = 4  # P×P matrices at the peak: H, its factor, its inverse and what LAPACK needs
 FEW_PROBES = 64  # a guess: the number of probes that any problem may have
@@ -50,7 +50,7 @@ class SharedFactor:
         """Return the number of outputs C."""
         return self.Q.shape[0]
 
-    def missing_error(self, used: int) -> float:
+    def compute_missing_error(self, used: int) -> float:
         """Return the standard error with `used` orthogonal probes, over that of independent ones.
 
         It is zero for all P' of them, which give the trace without an error.
@@ -76,7 +76,7 @@ class SharedFactor:
         count = self.Q.shape[1]
         blocks = self.inverse.reshape(count, self.width, count, self.width)
         in_contrasts = torch.empty(count, count, len(x), dtype=x.dtype)
-        for a, b in index_pairs(count):
+        for a, b in list_index_pairs(count):
             in_contrasts[a, b] = in_contrasts[b, a] = ((x @ blocks[a, :, b, :]) * x).sum(-1)
         return self.Q @ in_contrasts.movedim(-1, 0) @ self.Q.mT
 
@@ -95,7 +95,7 @@ class SharedStructure:
     outputs: int
     curvature_kind: str = FISHER
 
-    def missing_error(self, used: int) -> float:
+    def compute_missing_error(self, used: int) -> float:
         """Return one: the probes are independent, so `used` does not matter."""
         return 1.0
 
@@ -119,7 +119,7 @@ def sample_structure(
     return SharedStructure(operator, probes.to(dtype), outputs, curvature_kind)
 
 
-def factor_bytes(outputs: int, width: int, dtype: torch.dtype) -> int:
+def count_factor_bytes(outputs: int, width: int, dtype: torch.dtype) -> int:
     """Return the most bytes that `factorise_shared` needs for C outputs and `width` features."""
     return COPIES * dtype.itemsize * (outputs * width) ** 2
 
@@ -176,9 +176,9 @@ def _sum_curvature(
     n = 0
     for block in rows:
         n += len(block.f)
-        precision = curvature_of(likelihood, curvature_kind, block.y, block.f)
+        precision = compute_row_curvature(likelihood, curvature_kind, block.y, block.f)
         in_contrasts = Q.mT @ block.apply_weights(precision) @ Q
-        for a, b in index_pairs(count):
+        for a, b in list_index_pairs(count):
             H[b, :, a, :] += (block.x * in_contrasts[:, a, b, None]).mT @ block.x
     for a in range(count):
         for b in range(a + 1):

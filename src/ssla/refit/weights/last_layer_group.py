@@ -39,10 +39,10 @@ from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.refit_rows import Block, PriorChange
 from ssla.refit.weights.solved import (
     FROZEN,
-    curvature_of,
-    matrices_at_once,
-    new_row_increment,
-    new_row_pull,
+    compute_new_row_increment,
+    compute_new_row_pull,
+    compute_row_curvature,
+    count_matrices_at_once,
 )
 from ssla.report import AS_IS
 
@@ -110,7 +110,7 @@ class InitialCurvature:
     def packed_inverse(self) -> Tensor:
         """Return H⁻¹ (pairs · v,), packed so that its product with a packed ΔH is tr H⁻¹ΔH.
 
-        Packed matrices are described at `packed_positions`; v = F(F + 1)/2. Entries off the
+        Packed matrices are described at `list_packed_positions`; v = F(F + 1)/2. Entries off the
         diagonal of a block stand for two of them, and so do blocks off the diagonal.
         """
         C = self.outputs
@@ -119,7 +119,7 @@ class InitialCurvature:
         triangle = torch.triu_indices(F, F)
         entries_counted = torch.where(triangle[0] == triangle[1], 1.0, 2.0)
         packed = []
-        for a, b in index_pairs(C):
+        for a, b in list_index_pairs(C):
             blocks_counted = 1 if a == b else 2
             block = (blocks[a, :, b, :] + blocks[a, :, b, :].mT) / 2
             packed.append(blocks_counted * entries_counted * block[triangle[0], triangle[1]])
@@ -179,23 +179,23 @@ class Group:
     @cached_property
     def root(self) -> Tensor:
         """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), for the H of steps."""
-        return self._covariance_root(self.initial)
+        return self._factorise_covariance(self.initial)
 
-    def _covariance_root(self, initial: InitialCurvature) -> Tensor:
+    def _factorise_covariance(self, initial: InitialCurvature) -> Tensor:
         """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each distinct input."""
         distinct, index = self.x_rows.unique(return_inverse=True)
         K = initial.operator.covariance(Features(self.refit.features[distinct], self.refit.outputs))
         return linalg.covariance_root((K + K.mT) / 2)[index]
 
-    def determinant_root(self, initial: InitialCurvature) -> Tensor:
+    def find_determinant_root(self, initial: InitialCurvature) -> Tensor:
         """Return R with R Rᵀ = K (m, C, C) for determinants that start from `initial`.
 
         It is the root of steps, unless the two have different priors.
         """
         same = initial.prior is self.initial.prior
-        return self.root if same else self._covariance_root(initial)
+        return self.root if same else self._factorise_covariance(initial)
 
-    def start_point(self) -> Tensor:
+    def compute_start_point(self) -> Tensor:
         """Return where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
 
         Where some outputs are not allowed the ascent starts at θ̂, which is allowed.
@@ -219,20 +219,20 @@ class Group:
         The gradient is NaN where an output is not allowed.
         """
         refit, new_likelihood, dtype = self.refit, self.refit.new_likelihood, point.dtype
-        gradient, outside = self._data_gradient_change(point)
+        gradient, outside = self._compute_data_gradient_change(point)
         y = _cast_target(self.y, dtype)
         f_new = self.f.to(dtype) + self.push(point)
         gradient = gradient + self.pull(new_likelihood.score(y, f_new).to(dtype))
-        gradient = gradient + refit.prior_gradient_change(point)
+        gradient = gradient + refit.compute_prior_gradient_change(point)
         # With mode="as_is" g₀ is not subtracted, so it stays in the gradient.
         if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient.unsqueeze(0)).to(dtype)
         if not new_likelihood.linear_domain:
             outside |= ~torch.isfinite(new_likelihood.log_prob(y, f_new))
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
-        return Slope(gradient, self._preconditioned_step(gradient, y, f_new))
+        return Slope(gradient, self._compute_preconditioned_step(gradient, y, f_new))
 
-    def _data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
 
         The second result marks tasks for which the output of a training row is not allowed (m,).
@@ -262,7 +262,9 @@ class Group:
         one.
         """
         group = self.select_tasks(tasks)
-        size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
+        size = count_matrices_at_once(
+            self.refit.posterior.memory_budget, self.refit.gradient.numel()
+        )
         parts = [
             group.select_tasks(rows)._evaluate_with_newton(point[rows])
             for rows in torch.arange(len(point)).split(size)
@@ -276,10 +278,10 @@ class Group:
         """
         shared = self._evaluate_all(point)
         change = self._sum_packed_change(point, self.initial, torch.float64)
-        precision = self._new_row_precision(point, self.initial)
+        precision = self._compute_new_row_precision(point, self.initial)
         newton_steps = []
         for H, gradient, shared_step in zip(
-            self._yield_augmented_curvatures(change.packed, point, precision, self.initial),
+            self._yield_task_curvatures(change.packed, point, precision, self.initial),
             shared.gradient.split(self._matrices_at_once),
             shared.step.split(self._matrices_at_once),
             strict=True,
@@ -290,22 +292,24 @@ class Group:
             newton_steps.append(torch.where(exists.unsqueeze(-1), step, shared_step))
         return Slope(shared.gradient, torch.cat(newton_steps))
 
-    def _new_row_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
+    def _compute_new_row_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
         """Return Λ of each task's new row at f̃ (m, C, C), of the kind of `initial`.
 
         point (m, P): θ̃ in the basis.
         """
         f_new = self.f + self.push(point)
-        return curvature_of(self.refit.new_likelihood, initial.curvature_kind, self.y, f_new)
+        return compute_row_curvature(
+            self.refit.new_likelihood, initial.curvature_kind, self.y, f_new
+        )
 
-    def _preconditioned_step(self, gradient: Tensor, y: Tensor, f_new: Tensor) -> Tensor:
+    def _compute_preconditioned_step(self, gradient: Tensor, y: Tensor, f_new: Tensor) -> Tensor:
         """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P).
 
         By Woodbury's formula there is no P×P matrix for a task. gradient (m, P), y and f_new (m,
         C): targets and outputs of the new rows.
         """
         z = self.initial.solve(gradient)
-        u = new_row_pull(
+        u = compute_new_row_pull(
             self.refit.new_likelihood, y, f_new, self.root.to(gradient.dtype), self.push(z)
         )
         return z - self.initial.solve(self.pull(u))
@@ -323,7 +327,7 @@ class Group:
             f = (block.x @ step).add_(block.f.mT.unsqueeze(-1)).movedim(0, -1)
             yield stored, block, f
 
-    def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
 
         point (m, P): the modes. The tilt is −g₀ᵀ(θ̃−θ̂); mode="as_is" has none.
@@ -341,25 +345,29 @@ class Group:
             increment = increment - step @ refit.gradient
         return increment, refit.prior.value(step)
 
-    def curvature_increments(
+    def compute_curvature_increments(
         self, point: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
         """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|] (m,) at points (m, P), and where it exists (m,).
 
         It exists where H̃ is positive definite. initial: the curvature at θ̂, whose kind H̃ has.
         """
-        precision = self._new_row_precision(point, initial)
+        precision = self._compute_new_row_precision(point, initial)
         if self.refit.options.logdet == FROZEN:
-            return new_row_increment(self.determinant_root(initial), precision)
-        size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
+            return compute_new_row_increment(self.find_determinant_root(initial), precision)
+        size = count_matrices_at_once(
+            self.refit.posterior.memory_budget, self.refit.gradient.numel()
+        )
         parts = [
-            self.select_tasks(rows)._increments_by_factors(point[rows], precision[rows], initial)
+            self.select_tasks(rows)._compute_increments_by_factors(
+                point[rows], precision[rows], initial
+            )
             for rows in torch.arange(len(point)).split(size)
         ]
         increments, positive = zip(*parts, strict=True)
         return torch.cat(increments), torch.cat(positive)
 
-    def _increments_by_factors(
+    def _compute_increments_by_factors(
         self, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
         """Compute the curvature increments by a Cholesky factor of H + ΔH + JᵀΛJ for each task.
@@ -370,10 +378,10 @@ class Group:
         in double. The rest is off by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (2e-10 was
         seen; tests/refit/test_weights.py allows 1e-9). Tasks with ‖ΔH‖ > LARGE_CHANGE·λ are in
         double precision throughout. With a tolerance that single precision meets, see
-        `_increments_in_single`.
+        `_compute_increments_in_single`.
         """
         if self.phi.shape[1] < MANY_FEATURES or not self.refit.fits_single_precision:
-            half, positive = self._half_logdet_change(
+            half, positive = self._compute_half_logdet_change(
                 self._sum_packed_change(point, initial, torch.float64).packed,
                 point,
                 precision,
@@ -381,7 +389,7 @@ class Group:
             )
             return -half, positive
         if self.refit.options.tolerance >= SINGLE_TOLERANCE:
-            return self._increments_in_single(point, precision, initial)
+            return self._compute_increments_in_single(point, precision, initial)
         packed, trace = self._sum_packed_change(point, initial, torch.float32)
         size = (2 * packed.square().sum(-1)).sqrt()
         # `size` is ‖ΔH‖ up to a factor √2: an entry of the packed form stands for 1, 2 or 4 of ΔH.
@@ -393,14 +401,14 @@ class Group:
             )
             packed[large] = in_double.packed
             trace[large] = in_double.trace
-        return self._increments_with_exact_trace(
+        return self._compute_increments_with_exact_trace(
             PackedChange(packed, trace), point, precision, initial
         )
 
-    def _increments_in_single(
+    def _compute_increments_in_single(
         self, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `_increments_by_factors` does with matrices in single precision.
+        """Compute what `_compute_increments_by_factors` does with matrices in single precision.
 
         The trace of H⁻¹ΔH is summed in double precision. Tasks with a small step have log|I + ΛK| +
         tr H⁻¹ΔH and no matrix, where a bound on what that leaves out is small enough.
@@ -412,8 +420,8 @@ class Group:
         if small_steps.numel() and initial.prior.is_gaussian:
             group = self.select_tasks(small_steps)
             trace, bound = group._compute_trace_and_bound(single[small_steps], initial)
-            frozen, exists = new_row_increment(
-                group.determinant_root(initial), precision[small_steps]
+            frozen, exists = compute_new_row_increment(
+                group.find_determinant_root(initial), precision[small_steps]
             )
             value[small_steps] = frozen - 0.5 * trace
             positive[small_steps] = exists & (bound.square() <= LOOSE * SMALL_ERROR)
@@ -422,12 +430,12 @@ class Group:
                 continue
             group = self.select_tasks(tasks)
             change = group._sum_packed_change(single[tasks], initial, torch.float32)
-            value[tasks], positive[tasks] = group._increments_with_exact_trace(
+            value[tasks], positive[tasks] = group._compute_increments_with_exact_trace(
                 change, point[tasks], precision[tasks], initial
             )
         return value, positive
 
-    def _increments_with_exact_trace(
+    def _compute_increments_with_exact_trace(
         self, change: PackedChange, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
         """Return the increments (m,) from a rounded ΔH, and where the determinant exists (m,).
@@ -435,10 +443,10 @@ class Group:
         The trace of the rounded ΔH is replaced by the exact one. point (m, P), precision (m, C, C).
         """
         rounding = change.trace - change.packed.double() @ initial.packed_inverse
-        half, positive = self._half_logdet_change(change.packed, point, precision, initial)
+        half, positive = self._compute_half_logdet_change(change.packed, point, precision, initial)
         return -half - 0.5 * rounding, positive
 
-    def _half_logdet_change(
+    def _compute_half_logdet_change(
         self, change: Tensor, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
         """Compute ½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,), and where it exists (m,).
@@ -449,7 +457,7 @@ class Group:
         subtracted.
         """
         pivots, infos = [], []
-        for H in self._yield_augmented_curvatures(change, point, precision, initial):
+        for H in self._yield_task_curvatures(change, point, precision, initial):
             factor, info = torch.linalg.cholesky_ex(H)
             pivots.append(factor.diagonal(dim1=-2, dim2=-1))
             infos.append(info)
@@ -461,7 +469,7 @@ class Group:
         """Return the number of P×P matrices that fit the cache together, at least one."""
         return max(CACHE_BYTES // (8 * self.refit.gradient.numel() ** 2), 1)
 
-    def _yield_augmented_curvatures(
+    def _yield_task_curvatures(
         self, change: Tensor, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> Iterator[Tensor]:
         """Yield H + ΔH + JᵀΛJ of as many tasks as fit the cache (k, P, P), in the precision of ΔH.
@@ -473,15 +481,15 @@ class Group:
         dtype = change.dtype
         if initial.contrasts is not None:
             precision = initial.contrasts.project_matrices(precision)
-        by_pairs = torch.stack([precision[:, a, b] for a, b in index_pairs(C)], 1)
+        by_pairs = torch.stack([precision[:, a, b] for a, b in list_index_pairs(C)], 1)
         # JᵀΛJ, packed as ΔH: each entry of Λ times all products of two features.
-        new_row = by_pairs.unsqueeze(-1) * pairwise_products(self.phi).unsqueeze(1)
+        new_row = by_pairs.unsqueeze(-1) * multiply_pairs(self.phi).unsqueeze(1)
         packed = new_row.flatten(1).to(dtype) + change
         prior_precision = initial.prior.precision(self.refit.from_basis(point))
         for part in torch.arange(m).split(self._matrices_at_once):
             H = (
                 packed[part]
-                .index_select(1, packed_positions(C, F))
+                .index_select(1, list_packed_positions(C, F))
                 .reshape(-1, C * F, C * F)
                 .add_(initial.matrix.to(dtype))
             )
@@ -510,7 +518,7 @@ class Group:
                 ).unsqueeze(1)
             if bool(change.any()):
                 by_entry = block.apply_weights(change).movedim((-2, -1), (0, 1)).flatten(0, 1)
-                yield stored, by_entry[upper_positions(self.refit.outputs)]
+                yield stored, by_entry[list_upper_positions(self.refit.outputs)]
 
     def _yield_class_row_changes(
         self, point: Tensor, contrasts: Contrasts
@@ -523,9 +531,9 @@ class Group:
             before = self.refit.store_for_block(
                 stored,
                 f"pairs {f.dtype}",
-                partial(contrasts.projected_softmax_curvature, block.f.mT),
+                partial(contrasts.project_softmax_curvature, block.f.mT),
             )
-            change = contrasts.projected_softmax_curvature(f.movedim(-1, 0)).sub_(
+            change = contrasts.project_softmax_curvature(f.movedim(-1, 0)).sub_(
                 before.unsqueeze(-1)
             )
             if block.weights is not None:
@@ -541,14 +549,14 @@ class Group:
         trace of H⁻¹ΔH is summed in double precision.
         """
         m, F = len(point), self.phi.shape[1]
-        count = len(index_pairs(initial.outputs))
+        count = len(list_index_pairs(initial.outputs))
         total = torch.zeros(m * count, F * (F + 1) // 2, dtype=dtype)
         trace = torch.zeros(m, dtype=torch.float64)
         for block, change in self._yield_row_changes(point, initial):
-            K = self.refit.paired_covariances(block, initial).to(change.dtype)
+            K = self.refit.list_paired_covariances(block, initial).to(change.dtype)
             trace += torch.einsum("pb,pbm->m", K, change)
             by_task = change.to(dtype).movedim(-1, 0).reshape(m * count, -1)
-            total.addmm_(by_task, self.refit.feature_products(block, dtype))
+            total.addmm_(by_task, self.refit.multiply_features(block, dtype))
         return PackedChange(total.reshape(m, -1), trace)
 
     def _compute_trace_and_bound(
@@ -562,7 +570,7 @@ class Group:
         trace = torch.zeros(len(point), dtype=torch.float64)
         bound = torch.zeros(len(point), dtype=torch.float64)
         for block, change in self._yield_row_changes(point, initial):
-            K = self.refit.paired_covariances(block, initial).to(change.dtype)
+            K = self.refit.list_paired_covariances(block, initial).to(change.dtype)
             trace += torch.einsum("pb,pbm->m", K, change)
             bound += torch.einsum("pb,pbm->m", K.abs(), change.abs())
         return trace, bound
@@ -573,25 +581,25 @@ def _cast_target(y: Tensor, dtype: torch.dtype) -> Tensor:
     return y.to(dtype) if y.is_floating_point() else y
 
 
-def index_pairs(size: int) -> list[tuple[int, int]]:
+def list_index_pairs(size: int) -> list[tuple[int, int]]:
     """Return all pairs (a, b) with a ≤ b < size, in the order of the rows of an upper triangle."""
     return [(a, b) for a in range(size) for b in range(a, size)]
 
 
 @lru_cache(maxsize=8)
-def upper_positions(size: int) -> Tensor:
+def list_upper_positions(size: int) -> Tensor:
     """Return the positions of the pairs a ≤ b in a flattened size × size matrix (pairs,)."""
-    return torch.tensor([a * size + b for a, b in index_pairs(size)])
+    return torch.tensor([a * size + b for a, b in list_index_pairs(size)])
 
 
-def pairwise_products(phi: Tensor) -> Tensor:
+def multiply_pairs(phi: Tensor) -> Tensor:
     """Return vech(φφᵀ) of rows, the upper triangles by rows: (b, F) -> (b, F(F + 1)/2)."""
     triangle = torch.triu_indices(phi.shape[1], phi.shape[1])
     return phi[:, triangle[0]] * phi[:, triangle[1]]
 
 
 @lru_cache(maxsize=8)
-def packed_positions(outputs: int, size: int) -> Tensor:
+def list_packed_positions(outputs: int, size: int) -> Tensor:
     """Return the position of each entry of a P×P matrix in its packed form (P²,).
 
     The matrix has outputs × outputs symmetric blocks of size × size. The packed form has the upper
@@ -603,7 +611,7 @@ def packed_positions(outputs: int, size: int) -> Tensor:
     position[triangle[0], triangle[1]] = numbers
     position[triangle[1], triangle[0]] = numbers
     index = torch.empty(outputs, size, outputs, size, dtype=torch.long)
-    for k, (a, b) in enumerate(index_pairs(outputs)):
+    for k, (a, b) in enumerate(list_index_pairs(outputs)):
         index[a, :, b, :] = k * triangle.shape[1] + position
         index[b, :, a, :] = index[a, :, b, :]
     return index.flatten()

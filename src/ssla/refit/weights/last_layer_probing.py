@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssla.refit.weights.last_layer_blocks import SharedBlocks
 from ssla.refit.weights.last_layer_curvature import FEW_PROBES
-from ssla.refit.weights.last_layer_sketch import scaled_remainder
+from ssla.refit.weights.last_layer_sketch import compute_scaled_remainder
 from ssla.refit.weights.refit_rows import Block
 
 if TYPE_CHECKING:
@@ -61,11 +61,11 @@ class NewRow(NamedTuple):
         inverse_root = vectors * torch.where(size > least, 1 / size, 0.0).unsqueeze(-2)
         white = R.mT @ precision @ R
         mu, E = torch.linalg.eigh((white + white.mT) / 2)
-        # Below −1 there is no determinant, and `new_row_increment` marks the task.
+        # Below −1 there is no determinant, and `compute_new_row_increment` marks the task.
         mu = mu.clamp_min(LEAST_MU)
         directions = inverse_root @ E
 
-        def with_eigenvalues(eigenvalues: Tensor) -> Tensor:
+        def replace_eigenvalues(eigenvalues: Tensor) -> Tensor:
             """Return R⁺ᵀE diag(eigenvalues) EᵀR⁺ (m, C, C): a matrix in the outputs of the new row.
 
             eigenvalues (m, C) take the place of μ.
@@ -73,7 +73,7 @@ class NewRow(NamedTuple):
             product: Tensor = (directions * eigenvalues.unsqueeze(-2)) @ directions.mT
             return product
 
-        return NewRow(with_eigenvalues(mu / (1 + mu)), with_eigenvalues(1 - (1 + mu).rsqrt()))
+        return NewRow(replace_eigenvalues(mu / (1 + mu)), replace_eigenvalues(1 - (1 + mu).rsqrt()))
 
     def select_tasks(self, tasks: Tensor) -> NewRow:
         """Return the new rows of some tasks (k,)."""
@@ -122,7 +122,7 @@ class Probing:
             value[active] = new_values
             if used == FIRST_PROBES < len(probes):
                 standard_error = pool_standard_errors(value[active], standard_error)
-            standard_error *= shared.missing_error(used)
+            standard_error *= shared.compute_missing_error(used)
             error[active] = (standard_error**2 + quadrature**2).sqrt()
             # The increment is half of the remainder, so twice its target is allowed here.
             too_large = standard_error > 2 * self.target[active]
@@ -160,7 +160,7 @@ class Probing:
         w = probes - torch.einsum("msc,mdc,mdp->msp", at_x, shrink, group.U)
         moments: list[Tensor] = []
         for count in range(1, MOST_NODES + 1):
-            form, r = self.times_change(tasks, w)
+            form, r = self.multiply_by_change(tasks, w)
             assert r is not None
             w = self.solve_augmented(tasks, r)
             # `form` is the last moment of the round before, computed again with `pull`.
@@ -169,7 +169,7 @@ class Probing:
                 break
             if count < nodes:
                 continue
-            moments.append(self.times_change(tasks, w, pull=False)[0])
+            moments.append(self.multiply_by_change(tasks, w, pull=False)[0])
             if count == nodes or self.is_accurate(tasks, torch.stack(moments, -1).mean(1)):
                 break
         return torch.stack(moments, -1)
@@ -180,7 +180,7 @@ class Probing:
         moments (m, 2 or 2j + 1): means over the probes.
         """
         estimates = [
-            remainder_from_moments(moments_of_task.tolist(), float(self.trace[task]))
+            compute_remainder_from_moments(moments_of_task.tolist(), float(self.trace[task]))
             for moments_of_task, task in zip(moments, tasks, strict=True)
         ]
         # The increment is half of the remainder, so twice its target is allowed here.
@@ -197,7 +197,7 @@ class Probing:
         explained = self.new_row.explained[tasks].to(r.dtype)
         return solved - torch.einsum("msc,mcd,mdp->msp", along, explained, group.U)
 
-    def times_change(
+    def multiply_by_change(
         self, tasks: Tensor, w: Tensor, pull: bool = True
     ) -> tuple[Tensor, Tensor | None]:
         """Return wᵀΔHw (m, s) in float64, and ΔHw (m, s, P), for w (m, s, P) of some tasks (m,).
@@ -213,14 +213,14 @@ class Probing:
         form = torch.zeros(m, s, dtype=torch.float64)
         total = torch.zeros(C * m * s, group.phi.shape[1], dtype=refit.dtype)
         for _, part, _ in group.yield_parts(m * s * C):
-            f = group.output_changes(part.x, step).add_(part.f).unsqueeze(1)  # (m, 1, b, C)
-            v = group.output_changes(part.x, directions).unflatten(0, (m, s))
+            f = group.compute_output_changes(part.x, step).add_(part.f).unsqueeze(1)  # (m, 1, b, C)
+            v = group.compute_output_changes(part.x, directions).unflatten(0, (m, s))
             change = likelihood.precision_times(part.y, f, v, fisher)
             change = change - likelihood.precision_times(part.y, part.f, v, fisher)
-            change = times_row_weights(change, part)
+            change = multiply_by_row_weights(change, part)
             form += (v * change).sum(-1).sum(-1, dtype=torch.float64)
             if pull:
-                total += outputs_first(change).flatten(0, 2) @ part.x
+                total += move_outputs_first(change).flatten(0, 2) @ part.x
         if not pull:
             return form, None
         return form, total.reshape(C, m, s, -1).permute(1, 2, 0, 3).reshape(m, s, -1)
@@ -256,18 +256,18 @@ def estimate_from_rounds(rounds: list[Tensor], trace: float) -> tuple[float, flo
     """
     least = min(part.shape[1] for part in rounds)
     moments = torch.cat([part[:, :least] for part in rounds])
-    value, quadrature = remainder_from_moments(moments.mean(0).tolist(), trace)
+    value, quadrature = compute_remainder_from_moments(moments.mean(0).tolist(), trace)
     groups = moments.tensor_split(min(len(moments), GROUPS))
     total = moments.sum(0)
     without = [(total - part.sum(0)) / (len(moments) - len(part)) for part in groups]
     jackknife = torch.tensor(
-        [remainder_from_moments(mean.tolist(), trace).value for mean in without],
+        [compute_remainder_from_moments(mean.tolist(), trace).value for mean in without],
         dtype=torch.float64,
     )
     return value, float((len(jackknife) - 1) * jackknife.var(correction=0)) ** 0.5, quadrature
 
 
-def remainder_from_moments(moments: list[float], trace: float) -> Remainder:
+def compute_remainder_from_moments(moments: list[float], trace: float) -> Remainder:
     """Compute tr[log(I + A) − A] from estimates of tr A, tr A², …: two of them, or an odd number.
 
     With λ the eigenvalues of A it is Σ λ² h(λ), h(λ) = (log(1 + λ) − λ)/λ². Under the weights λ²
@@ -283,12 +283,14 @@ def remainder_from_moments(moments: list[float], trace: float) -> Remainder:
     weight = moments[1] - mean * (moments[0] - trace)
     means = [-0.5 + mean / 3]  # h at the mean, by its series to first order
     for count in range(1, len(moments) // 2 + 1):
-        nodes, shares = gauss_nodes(torch.tensor(moments[1 : 2 * count + 1], dtype=torch.float64))
+        nodes, shares = compute_gauss_nodes(
+            torch.tensor(moments[1 : 2 * count + 1], dtype=torch.float64)
+        )
         if not float(nodes.min()) > -1:
             return Remainder(math.nan, 0.0)
         means.append(
             sum(
-                w * scaled_remainder(t)
+                w * compute_scaled_remainder(t)
                 for t, w in zip(nodes.tolist(), shares.tolist(), strict=True)
             )
         )
@@ -296,7 +298,7 @@ def remainder_from_moments(moments: list[float], trace: float) -> Remainder:
     return Remainder(weight * means[-1], share * abs(weight * (means[-1] - means[-2])))
 
 
-def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
+def compute_gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
     """Return the Gauss nodes and shares of a distribution from 2j moments (2j,), each (j,).
 
     The moments need not be normalised; the shares add up to one. A distribution with fewer atoms
@@ -310,7 +312,7 @@ def gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
     factor, info = torch.linalg.cholesky_ex(hankel)
     pivots = factor.diagonal()
     if int(info) or float(pivots.min()) < SINGULAR * float(hankel.diagonal().max()) ** 0.5:
-        return gauss_nodes(moments[: 2 * (count - 1)])
+        return compute_gauss_nodes(moments[: 2 * (count - 1)])
     shifted = moments[index[:, None] + index + 1]
     # L⁻¹(L⁻¹M)ᵀ = L⁻¹ML⁻ᵀ for the symmetric matrix M of shifted moments.
     white = torch.linalg.solve_triangular(factor, shifted, upper=False)
@@ -324,11 +326,11 @@ def split_by_output(point: Tensor, outputs: int) -> Tensor:
     return point.reshape(len(point), outputs, -1).movedim(1, 0).contiguous()
 
 
-def outputs_first(values: Tensor) -> Tensor:
+def move_outputs_first(values: Tensor) -> Tensor:
     """Return values (..., C) as (C, ...), contiguous: no copy is made where they are stored so."""
     return values.movedim(-1, 0).contiguous()
 
 
-def times_row_weights(values: Tensor, part: Block) -> Tensor:
+def multiply_by_row_weights(values: Tensor, part: Block) -> Tensor:
     """Return values (..., b, C) times the weights of the rows of `part`."""
     return values if part.weights is None else values * part.weights.unsqueeze(-1)

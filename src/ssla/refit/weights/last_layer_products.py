@@ -39,13 +39,13 @@ from ssla.refit.weights.anderson import START_SHARE, Ascent, Progress, Slope, as
 from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.last_layer_blocks import (
     SharedBlocks,
+    count_vectors_that_fit,
     open_shared_blocks,
-    vectors_that_fit,
 )
 from ssla.refit.weights.last_layer_curvature import (
     SharedFactor,
     SharedStructure,
-    factor_bytes,
+    count_factor_bytes,
     factorise_shared,
     sample_structure,
 )
@@ -53,17 +53,17 @@ from ssla.refit.weights.last_layer_probing import (
     MORE_PROBES,
     NewRow,
     Probing,
-    outputs_first,
+    move_outputs_first,
+    multiply_by_row_weights,
     split_by_output,
-    times_row_weights,
 )
 from ssla.refit.weights.last_layer_sketch import (
     Sampled,
     SharedVectors,
+    compute_sampling_probabilities,
     compute_shared_vectors,
     estimate_remainder,
     sample_systematically,
-    sampling_probabilities,
 )
 from ssla.refit.weights.refit_rows import (
     Block,
@@ -76,9 +76,9 @@ from ssla.refit.weights.solved import (
     FROZEN,
     Options,
     Solved,
-    curvature_of,
-    new_row_increment,
-    new_row_pull,
+    compute_new_row_increment,
+    compute_new_row_pull,
+    compute_row_curvature,
 )
 from ssla.report import AS_IS
 
@@ -130,7 +130,7 @@ class ProductsRefit:
         """Return whether the problem is large, so that larger errors are allowed for less work."""
         return is_large_problem(self.posterior)
 
-    def allowed_errors(self, log_density: Tensor) -> Tensor:
+    def choose_allowed_errors(self, log_density: Tensor) -> Tensor:
         """Return the standard error at which probing of each log density ends (m,).
 
         log_density (m,): log densities that are nearly right. Errors e of log probabilities change
@@ -262,14 +262,15 @@ class ProductsRefit:
         """
         group = Group(self, x_rows, y)
         ascent = self._find_modes(group, progress) if at is None else at
-        precision = group.new_row_precision(ascent.point)
-        # Frozen determinants need only the new row's own curvature, which `new_row_increment` has.
+        precision = group.compute_new_row_precision(ascent.point)
+        # Frozen determinants need only the curvature of the new row itself, which
+        # `compute_new_row_increment` has.
         new_row = None
         if self.options.logdet != FROZEN:
             new_row = NewRow.from_covariance(group.K, precision)
         changes = group.sum_row_changes(ascent.point, new_row)
-        likelihood, prior = group.likelihood_and_prior(ascent.point, changes)
-        curvature = group.curvature_increments(
+        likelihood, prior = group.compute_likelihood_and_prior(ascent.point, changes)
+        curvature = group.compute_curvature_increments(
             ascent.point, precision, new_row, changes, likelihood + prior
         )
         finite = torch.isfinite(likelihood + prior + curvature.value)
@@ -288,7 +289,7 @@ class ProductsRefit:
         """Return False for each task (m,): f is linear, so that refits are quick."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (m, P)."""
         ascent = self._find_modes(Group(self, x_rows, y))
         return self.posterior.theta + self.from_basis(ascent.point)
@@ -298,7 +299,7 @@ class ProductsRefit:
         options = self.options
         return ascend(
             group.evaluate,
-            group.start_point(),
+            group.compute_start_point(),
             tolerance=options.tolerance,
             max_steps=options.max_steps,
             memory=options.memory,
@@ -377,7 +378,7 @@ class Group:
             "mcf,mf->mc", point.reshape(len(point), self.refit.outputs, -1), self.phi
         )
 
-    def start_point(self) -> Tensor:
+    def compute_start_point(self) -> Tensor:
         """Return where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
 
         Where some outputs are not allowed the ascent starts at θ̂, which is allowed.
@@ -403,9 +404,9 @@ class Group:
         """
         refit = self.refit
         f_new = self.f + self.push(point).double()
-        gradient, outside = self._data_gradient_change(point)
+        gradient, outside = self._compute_data_gradient_change(point)
         new_score = refit.new_likelihood.score(self.y, f_new)
-        gradient = gradient + self.pull(new_score) + self.prior_gradient_change(point)
+        gradient = gradient + self.pull(new_score) + self.compute_prior_gradient_change(point)
         # With mode="as_is" g₀ is not subtracted, so it stays in the gradient.
         if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient)
@@ -414,10 +415,12 @@ class Group:
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
         # (H + JᵀΛJ)⁻¹g = z − U(I + ΛK)⁻¹ΛJz with z = H⁻¹g
         z = refit.shared.solve(gradient)
-        u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, self.push(z).double())
+        u = compute_new_row_pull(
+            refit.new_likelihood, self.y, f_new, self.root, self.push(z).double()
+        )
         return Slope(gradient, z - torch.einsum("mc,mcp->mp", u.to(z.dtype), self.U))
 
-    def _data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
 
         The second result marks tasks for which the output of a training row is not allowed (m,).
@@ -431,14 +434,16 @@ class Group:
             change = likelihood.score_change(part.y, f, part.f)
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(part.y, f)).all(-1)
-            total += outputs_first(times_row_weights(change, part)).flatten(0, 1) @ part.x
+            total += (
+                move_outputs_first(multiply_by_row_weights(change, part)).flatten(0, 1) @ part.x
+            )
         return total.reshape(C, m, -1).movedim(0, 1).reshape(m, -1), outside
 
     def pull(self, u: Tensor) -> Tensor:
         """Return Jᵀu at each task's input (m, P), for u (m, C)."""
         return (u.to(self.phi.dtype).unsqueeze(-1) * self.phi.unsqueeze(1)).flatten(1)
 
-    def prior_gradient_change(self, point: Tensor) -> Tensor:
+    def compute_prior_gradient_change(self, point: Tensor) -> Tensor:
         """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P)."""
         by_output = point.reshape(len(point), self.refit.outputs, -1).movedim(1, 0)
         return -(by_output @ self.refit.prior_precision).movedim(0, 1).reshape(point.shape)
@@ -461,7 +466,7 @@ class Group:
                     part_rows,
                 )
 
-    def output_changes(self, x: Tensor, step: Tensor) -> Tensor:
+    def compute_output_changes(self, x: Tensor, step: Tensor) -> Tensor:
         """Return the change φᵀΔ of the outputs of rows under m steps (m, b, C).
 
         x (b, F) are features, step (C, m, F) the steps by output. The result is stored
@@ -475,9 +480,11 @@ class Group:
         m, C = self.f.shape
         step = split_by_output(point, C)
         for _, part, _ in self.yield_parts(m * C):
-            yield part, self.output_changes(part.x, step).add_(part.f)
+            yield part, self.compute_output_changes(part.x, step).add_(part.f)
 
-    def likelihood_and_prior(self, point: Tensor, changes: RowChanges) -> tuple[Tensor, Tensor]:
+    def compute_likelihood_and_prior(
+        self, point: Tensor, changes: RowChanges
+    ) -> tuple[Tensor, Tensor]:
         """Return the likelihood increments, with the tilt, and the prior increments (m,).
 
         point (m, P): the modes. changes: those of the training rows there. mode="as_is" has no
@@ -493,14 +500,14 @@ class Group:
 
     # --- determinants ----------------------------------------------------------------------
 
-    def new_row_precision(self, point: Tensor) -> Tensor:
+    def compute_new_row_precision(self, point: Tensor) -> Tensor:
         """Return Λ (m, C, C) of each task's new row at its outputs f̃, for points (m, P)."""
         f_new = self.f + self.push(point).double()
-        return curvature_of(
+        return compute_row_curvature(
             self.refit.new_likelihood, self.refit.shared.curvature_kind, self.y, f_new
         )
 
-    def curvature_increments(
+    def compute_curvature_increments(
         self,
         point: Tensor,
         precision: Tensor,
@@ -516,7 +523,7 @@ class Group:
         is allowed.
         """
         refit = self.refit
-        value, positive = new_row_increment(self.root, precision)
+        value, positive = compute_new_row_increment(self.root, precision)
         error = torch.zeros_like(value)
         if new_row is None:  # frozen at θ̂ but for the new row
             return CurvatureIncrements(value, positive, error)
@@ -528,12 +535,12 @@ class Group:
         assert trace is not None
         value = value - 0.5 * trace
         # The log densities, up to the remainder that is estimated below.
-        target = refit.allowed_errors(other_increments + value)
+        target = refit.choose_allowed_errors(other_increments + value)
         remainder = torch.zeros_like(value)
         # Where no curvature changes there is no remainder.
         not_done = positive & (trace != 0)
         if changes.rows is not None:
-            self._sketch_where_enough(new_row, changes.rows, target, remainder, error, not_done)
+            self._sketch_where_accurate(new_row, changes.rows, target, remainder, error, not_done)
         tasks = not_done.nonzero().squeeze(-1)
         if tasks.numel():
             probing = Probing(
@@ -548,7 +555,7 @@ class Group:
             error[tasks] = 0.5 * standard_error
         return CurvatureIncrements(value - 0.5 * remainder, positive, error)
 
-    def _sketch_where_enough(
+    def _sketch_where_accurate(
         self,
         new_row: NewRow,
         changed: ChangedRows,
@@ -594,7 +601,7 @@ class Group:
             size = shared.variances.sum(1) * likelihood.score_change(y, f, f_hat).norm(dim=-1)
             if not bool(size.any()):
                 continue
-            pi = sampling_probabilities(size, MANY_ROWS_SKETCHED)
+            pi = compute_sampling_probabilities(size, MANY_ROWS_SKETCHED)
             rows = sample_systematically(pi, OFFSET)
             correction = shared.estimate_correction(
                 likelihood, rows, pi[rows], step, self.phi[task], new_row.explained[task]
@@ -635,7 +642,7 @@ class Group:
         Vectors and covariances become those of H₁, which includes the new row.
         """
         outputs = changed.outputs
-        pi = sampling_probabilities(changed.sizes[task], count)
+        pi = compute_sampling_probabilities(changed.sizes[task], count)
         rows = sample_systematically(pi, OFFSET)
         inverse = 1 / pi[rows]
         weight = inverse if shared.weights is None else inverse * shared.weights[rows]
@@ -668,19 +675,19 @@ class Group:
         important = new_row.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT
         outputs = important.any(0).nonzero().squeeze(-1)
         explained = new_row.explained[:, outputs][:, :, outputs]
-        U = self._U_by_output(first, outputs)
+        U = self._select_U_by_output(first, outputs)
         log_prob = torch.zeros(m, dtype=torch.float64)
         trace = torch.zeros(m, dtype=torch.float64)
         step = split_by_output(point, C)
         sizes, new_outputs, cross_covariances = [], [], []
         for block, part, part_rows in self.yield_parts(C * max(m, len(first) * len(outputs), C)):
-            f = self.output_changes(part.x, step).add_(part.f)
-            log_prob += self.log_prob_change(part, f)
+            f = self.compute_output_changes(part.x, step).add_(part.f)
+            log_prob += self.compute_log_prob_change(part, f)
             K = refit.covariances(block)[part_rows]
-            trace += self._trace_change(part, f, K)
-            c = self.output_changes(part.x, U).unflatten(0, (len(first), len(outputs)))
+            trace += self._compute_trace_change(part, f, K)
+            c = self.compute_output_changes(part.x, U).unflatten(0, (len(first), len(outputs)))
             c = c.permute(0, 2, 3, 1).contiguous()  # (k, b, C, r)
-            trace -= self._explained_trace(part, f, c, explained, tasks_at)
+            trace -= self._compute_explained_trace(part, f, c, explained, tasks_at)
             if refit.shared_vectors is not None:
                 variances = K.diagonal(dim1=-2, dim2=-1).sum(-1)
                 score_change = refit.posterior.likelihood.score_change(part.y, f, part.f)
@@ -702,10 +709,10 @@ class Group:
         """Return the change of the data's log likelihood from θ̂ at points (m, P): (m,)."""
         log_prob = torch.zeros(len(point), dtype=torch.float64)
         for part, f in self.yield_outputs(point):
-            log_prob += self.log_prob_change(part, f)
+            log_prob += self.compute_log_prob_change(part, f)
         return log_prob
 
-    def _trace_change(self, part: Block, f: Tensor, K: Tensor) -> Tensor:
+    def _compute_trace_change(self, part: Block, f: Tensor, K: Tensor) -> Tensor:
         """Return Σ_i tr(K_iΔΛ_i) over the rows of a part (m,), summed in float64.
 
         f (m, b, C): their outputs. K (b, C, C): their covariances.
@@ -716,7 +723,7 @@ class Group:
         change = change if part.weights is None else change * part.weights
         return change.sum(-1, dtype=torch.float64)
 
-    def _explained_trace(
+    def _compute_explained_trace(
         self, part: Block, f: Tensor, c: Tensor, explained: Tensor, tasks_at: list[Tensor]
     ) -> Tensor:
         """Return tr(G Σ_i c_iΔΛ_ic_iᵀ) over the rows of a part (m,), which the new rows explain.
@@ -734,7 +741,7 @@ class Group:
             total[tasks] = (explained[tasks] * along_new_row).sum((1, 2))
         return total
 
-    def _U_by_output(self, first: Tensor, outputs: Tensor) -> Tensor:
+    def _select_U_by_output(self, first: Tensor, outputs: Tensor) -> Tensor:
         """Return rows of U = H⁻¹Jᵀ at some inputs by output, as (C, k · r, F).
 
         first (k,): a task at each of the inputs. outputs (r,): the rows of U, which may be none.
@@ -745,7 +752,7 @@ class Group:
         U = self.U[first][:, outputs].reshape(k, r, C, F)
         return U.permute(2, 0, 1, 3).reshape(C, k * r, F).contiguous()
 
-    def log_prob_change(self, part: Block, f: Tensor) -> Tensor:
+    def compute_log_prob_change(self, part: Block, f: Tensor) -> Tensor:
         """Return Σ_i of the change of log p(y_i|f_i) from θ̂ (m,), summed in float64.
 
         f (m, b, C): the outputs of the rows of `part`.
@@ -815,13 +822,13 @@ def open_products(
         assert isinstance(J, Features)
         return J.with_ones().to("cpu", dtype), f.double()
 
-    rows = replace(open_rows(posterior, data, prepare_inputs), size=stored_bytes)
+    rows = replace(open_rows(posterior, data, prepare_inputs), size=count_stored_bytes)
     n, gradient, data_curvature = sum_gradient_and_curvature(posterior, rows)
     check_same_data(posterior, n, gradient)
-    matrix_fits = factor_bytes(C, F, dtype) <= budget
+    matrix_fits = count_factor_bytes(C, F, dtype) <= budget
     vectors = 0  # of the blocks that take the place of a P×P matrix
     if not matrix_fits and rows.kept is not None:
-        vectors = vectors_that_fit(n, C, F, dtype.itemsize, budget)
+        vectors = count_vectors_that_fit(n, C, F, dtype.itemsize, budget)
     # The structure has coordinates of its own, so features stay as they are for it.
     is_whitened = bool(matrix_fits or vectors)
     prior_precision = posterior.bound_prior.precision(posterior.theta).reshape(C, F)
@@ -833,7 +840,7 @@ def open_products(
     prior = _transform_prior(prior_precision, basis, dtype)
     shared: SharedFactor | SharedBlocks | SharedStructure | None
     if is_whitened:
-        kinds = _curvature_kinds(options, single)
+        kinds = _list_curvature_kinds(options, single)
         shared = _share_curvature(posterior, rows, prior, kinds, vectors)
     else:
         _warn_of_structure(posterior)
@@ -841,7 +848,7 @@ def open_products(
     if shared is None:
         if single:
             return open_products(posterior, x, options, data, single=False)
-        raise _no_factor_error(prior_precision)
+        raise _make_no_factor_error(prior_precision)
     parts = [prepare_inputs(network.cast(part)) for part in network.chunks(as_inputs(x), budget)]
     return ProductsRefit(
         posterior=posterior,
@@ -865,18 +872,18 @@ def _factorise_basis(data_curvature: Tensor, prior_precision: Tensor) -> Tensor:
     basis: Tensor
     basis, info = torch.linalg.cholesky_ex(data_curvature + torch.diag(prior_precision.mean(0)))
     if int(info):
-        raise _no_factor_error(prior_precision)
+        raise _make_no_factor_error(prior_precision)
     return basis
 
 
-def _no_factor_error(prior_precision: Tensor) -> NoFactorError:
+def _make_no_factor_error(prior_precision: Tensor) -> NoFactorError:
     """Return the error for a curvature that is not positive definite."""
     return NoFactorError(
         factorisation_error_text(prior_precision.flatten(), " on the data to refit on")
     )
 
 
-def _curvature_kinds(options: Options, single: bool) -> tuple[str, ...]:
+def _list_curvature_kinds(options: Options, single: bool) -> tuple[str, ...]:
     """Return the kinds of curvature to try, in this order.
 
     The Fisher information follows the observed curvature, which may be indefinite. In single
@@ -957,7 +964,7 @@ def _share_curvature(
     of H take the place of H; 0: all of H is factorised. None where no kind is positive definite.
     """
     likelihood = posterior.likelihood
-    contrasts = class_contrasts(posterior)
+    contrasts = find_class_contrasts(posterior)
     for curvature_kind in kinds:
         shared: SharedFactor | SharedBlocks | None
         if vectors:
@@ -981,7 +988,7 @@ def _warn_of_structure(posterior: Posterior) -> None:
     )
 
 
-def class_contrasts(posterior: Posterior) -> Contrasts | None:
+def find_class_contrasts(posterior: Posterior) -> Contrasts | None:
     """Return contrasts of classes; None where they would change the answer.
 
     They are exact where the sum over classes has only the prior's curvature and no gradient.
@@ -994,6 +1001,6 @@ def class_contrasts(posterior: Posterior) -> Contrasts | None:
     return Contrasts(C)
 
 
-def stored_bytes(block: Block) -> int:
+def count_stored_bytes(block: Block) -> int:
     """Return the bytes of a block as it is kept in memory."""
     return sum(part.numel() * part.element_size() for part in (block.x, block.f, block.y))

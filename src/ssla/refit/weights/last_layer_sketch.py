@@ -87,7 +87,7 @@ class Sampled(NamedTuple):
     K: Tensor  # J_i H₁⁻¹ J_iᵀ (b, C, C)
 
 
-def sampling_probabilities(size: Tensor, count: int) -> Tensor:
+def compute_sampling_probabilities(size: Tensor, count: int) -> Tensor:
     """Return the probabilities π (n,) with which rows are sampled, of sum `count` and at most one.
 
     They are in proportion to the sizes (n,) plus a floor. All are one where there are not more rows
@@ -126,7 +126,7 @@ def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -
     """
     y, before, f, weight, inverse, v, K = sampled
     b, C, S = v.shape
-    change = row_precisions(likelihood, y, f, fisher) - row_precisions(
+    change = compute_row_precisions(likelihood, y, f, fisher) - compute_row_precisions(
         likelihood, y, before, fisher
     )
     scaled = change * weight[:, None, None]
@@ -144,10 +144,12 @@ def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -
     torch.matmul(scaled @ K_change, v, out=pushed)
     quadratic = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)
     square_control = quadratic - (weight * squares).sum(dtype=torch.float64)
-    return remainder_from_products(Q, torch.stack([trace_control, square_control], 1), float(added))
+    return compute_remainder_from_products(
+        Q, torch.stack([trace_control, square_control], 1), float(added)
+    )
 
 
-def row_precisions(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
+def compute_row_precisions(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
     """Return Λ_i of rows with targets y and outputs f (b, C): (b, C, C).
 
     fisher: the Fisher information; False: the observed precision.
@@ -156,7 +158,7 @@ def row_precisions(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -
     return precision.expand(*f.shape, f.shape[-1])
 
 
-def remainder_from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
+def compute_remainder_from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
     """Estimate tr[log(I + A) − A] from products Q (S, S) of the vectors.
 
     Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹, need not be symmetric. controls (S, k): control
@@ -192,10 +194,10 @@ def remainder_from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> 
         return Estimate(-0.5 * second, math.inf)
     spread = max(fourth - third * mean, 0.0)
     bend = 0.25 * spread / (1 + mean) ** 2
-    return Estimate(second * scaled_remainder(mean) - bend, math.hypot(0.5 * error, bend))
+    return Estimate(second * compute_scaled_remainder(mean) - bend, math.hypot(0.5 * error, bend))
 
 
-def scaled_remainder(t: float) -> float:
+def compute_scaled_remainder(t: float) -> float:
     """Return (log(1 + t) − t)/t² for t > −1, by its series near zero."""
     if abs(t) < SMALL:
         return -0.5 + t / 3 - t * t / 4

@@ -52,7 +52,7 @@ from ssla.refit.weights.linearised_covariance import (
     SHARE,
     Jacobians,
     OutputCovariance,
-    covariance_bytes,
+    count_covariance_bytes,
     form_output_covariance,
 )
 from ssla.refit.weights.linearised_determinants import CurvatureChange, TaskCurvature
@@ -63,9 +63,9 @@ from ssla.refit.weights.solved import (
     TRACES,
     Options,
     Solved,
-    curvature_of,
-    new_row_increment,
-    new_row_pull,
+    compute_new_row_increment,
+    compute_new_row_pull,
+    compute_row_curvature,
 )
 from ssla.report import AS_IS
 
@@ -92,12 +92,12 @@ class OutputCounts(NamedTuple):
     @staticmethod
     def from_posterior(posterior: Posterior, new_rows: int) -> OutputCounts:
         """Return the counts for a posterior and some new rows; outputs are counted in contrasts."""
-        outputs = output_contrasts(posterior).shape[1]
+        outputs = choose_output_contrasts(posterior).shape[1]
         training = posterior.statistics.n * outputs
         return OutputCounts(training, posterior.theta.numel(), new_rows * outputs)
 
 
-def output_contrasts(posterior: Posterior) -> Tensor:
+def choose_output_contrasts(posterior: Posterior) -> Tensor:
     """Return Q (C, c): contrasts of classes where the likelihood allows them, else the identity.
 
     They are allowed where the likelihood does not depend on the sum of the outputs.
@@ -108,7 +108,7 @@ def output_contrasts(posterior: Posterior) -> Tensor:
     return torch.eye(C, dtype=torch.float64)
 
 
-def why_not_linearised(posterior: Posterior, new_rows: int, single: bool) -> str | None:
+def find_obstacle_to_linearising(posterior: Posterior, new_rows: int, single: bool) -> str | None:
     """Return why refits of the linearised network are not possible, with a remedy; None where they
     are.
 
@@ -128,7 +128,7 @@ def why_not_linearised(posterior: Posterior, new_rows: int, single: bool) -> str
             "mode='as_is'. Use mode='tilt', or refit='output'."
         )
     size = OutputCounts.from_posterior(posterior, new_rows)
-    needed = covariance_bytes(*size, itemsize=4 if single else 8)
+    needed = count_covariance_bytes(*size, itemsize=4 if single else 8)
     if needed > posterior.memory_budget:
         return (
             f"Refits of the linearised network need {needed / 2**30:.2g} GiB for the covariance of "
@@ -220,8 +220,8 @@ class LinearisedRefit:
         with self.interrupted.listen():
             group = Group(self, x_rows, y)
             ascent = self._find_modes(group, progress) if at is None else at
-            likelihood, prior = group.likelihood_and_prior(ascent.point)
-            curvature, positive, error = group.curvature_increments(
+            likelihood, prior = group.compute_likelihood_and_prior(ascent.point)
+            curvature, positive, error = group.compute_curvature_increments(
                 ascent.point, likelihood + prior
             )
         finite = torch.isfinite(likelihood + prior + curvature)
@@ -240,7 +240,7 @@ class LinearisedRefit:
         """Return False for each task (m,): outputs are linear in the weights, and modes exist."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ = θ̂ + T⁻¹(Jᵀ(a − ΛJδ) + J_xᵀb) of each task (m, P).
 
         It needs a pass over the training rows, whose Jacobians are not kept.
@@ -250,7 +250,7 @@ class LinearisedRefit:
         network, theta = self.posterior.network, self.posterior.theta
         total = torch.zeros(len(theta), len(y), dtype=torch.float64)
         # Jᵀ of the training rows, block by block.
-        pulled = (parts.a - group.times_precision(parts.moved)).double()
+        pulled = (parts.a - group.multiply_by_precision(parts.moved)).double()
         by_row = pulled.reshape(len(y), *self.rows.precision.shape[:2]) @ self.Q.mT
         first = 0
         for block in self.blocks:
@@ -276,7 +276,7 @@ class LinearisedRefit:
         curvatures at the points that they have reached.
         """
         options = self.options
-        start = group.start_point()
+        start = group.compute_start_point()
         ascent = Ascent.not_started(start)
         tasks = torch.arange(len(start))
         steps_left = options.max_steps
@@ -296,7 +296,7 @@ class LinearisedRefit:
             steps_left -= SHARED_STEPS
             start = later.point[unfinished]
             if len(tasks) and steps_left > 0:
-                group = group.select_tasks(unfinished).with_task_curvatures(start)
+                group = group.select_tasks(unfinished).add_task_curvatures(start)
         return ascent
 
 
@@ -335,19 +335,21 @@ class Group:
         part.__dict__.update(cached)
         return part
 
-    def with_task_curvatures(self, point: Tensor) -> Group:
+    def add_task_curvatures(self, point: Tensor) -> Group:
         """Return the group with each task's curvature at its point (m, …) in its preconditioner."""
         parts = self.split_point(point)
         changes = self._yield_curvature_changes(
-            parts, self._new_row_precision(parts), range(len(self.y))
+            parts, self._compute_new_row_precision(parts), range(len(self.y))
         )
-        return replace(self, task_curvatures=tuple(change.task_curvature() for change in changes))
+        return replace(
+            self, task_curvatures=tuple(change.select_task_curvature() for change in changes)
+        )
 
-    def _new_row_precision(self, parts: Point) -> Tensor:
+    def _compute_new_row_precision(self, parts: Point) -> Tensor:
         """Return Λ of each new row at its outputs (m, C, C), of the kind of the refits."""
         refit = self.refit
-        return curvature_of(
-            refit.new_likelihood, refit.curvature_kind, self.y, self.new_outputs(parts)
+        return compute_row_curvature(
+            refit.new_likelihood, refit.curvature_kind, self.y, self.compute_new_outputs(parts)
         )
 
     def _yield_curvature_changes(
@@ -360,7 +362,7 @@ class Group:
         explained = NewRow.from_covariance(
             self.K_in_contrasts, self.refit.project_to_contrasts(precision)
         ).explained
-        f = self.training_outputs(parts.moved)
+        f = self.compute_training_outputs(parts.moved)
         for task in tasks:
             yield CurvatureChange(self.refit, f[task], self.cross_covariance[task], explained[task])
 
@@ -394,7 +396,7 @@ class Group:
         R, c = self.refit.covariance.cross_covariance.shape[1:]
         return Point(*point.split([R, c, R, c], -1))
 
-    def start_point(self) -> Tensor:
+    def compute_start_point(self) -> Tensor:
         """Return where the ascent starts (m, 2R + 2c): START_SHARE times the output refit's step.
 
         In that step a = 0. Where some outputs are not allowed the ascent starts at θ̂, which is
@@ -407,10 +409,10 @@ class Group:
             return torch.zeros(m, 2 * (R + c), dtype=refit.dtype)
         output_refit = evaluate_at_mode(refit.new_likelihood, self.y, self.f, self.root)
         b = (START_SHARE * output_refit.pull @ refit.Q).to(refit.dtype)
-        moved, at_x = self._output_changes(torch.zeros(m, R, dtype=refit.dtype), b)
+        moved, at_x = self._compute_output_changes(torch.zeros(m, R, dtype=refit.dtype), b)
         return torch.cat([torch.zeros_like(moved), b, moved, at_x], -1)
 
-    def _output_changes(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_output_changes(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return J δ (m, R) and J_x δ (m, c) for δ = H⁻¹(Jᵀa + J_xᵀb), a (m, R) and b (m, c)."""
         along = (self.cross_covariance @ b.unsqueeze(-1)).squeeze(-1)
         at_x = (self.K_in_contrasts.to(b.dtype) @ b.unsqueeze(-1)).squeeze(-1)
@@ -420,7 +422,7 @@ class Group:
         moved = self.refit.covariance.multiply(a) + along
         return moved, at_x + (a.unsqueeze(-2) @ self.cross_covariance).squeeze(-2)
 
-    def training_outputs(self, moved: Tensor) -> Tensor:
+    def compute_training_outputs(self, moved: Tensor) -> Tensor:
         """Return the outputs of the training rows (m, n, C) after a change Jδ of them (m, R).
 
         They are in the dtype of `moved`.
@@ -429,11 +431,11 @@ class Group:
         by_row = moved.reshape(len(moved), len(rows.f), -1)
         return rows.f.to(moved.dtype) + by_row @ Q.mT
 
-    def new_outputs(self, parts: Point) -> Tensor:
+    def compute_new_outputs(self, parts: Point) -> Tensor:
         """Return the outputs of each task's new row (m, C), in float64."""
         return self.f + parts.at_x.double() @ self.refit.Q.mT
 
-    def times_precision(self, moved: Tensor) -> Tensor:
+    def multiply_by_precision(self, moved: Tensor) -> Tensor:
         """Return Λ Jδ (m, R), for Jδ (m, R) and Λ of the training rows at θ̂."""
         precision = self.refit.rows.precision
         by_row = moved.reshape(len(moved), len(precision), -1)
@@ -456,18 +458,18 @@ class Group:
         refit, new_likelihood = self.refit, self.refit.new_likelihood
         likelihood = refit.posterior.likelihood
         parts = self.split_point(point)
-        f, f_new = self.training_outputs(parts.moved), self.new_outputs(parts)
+        f, f_new = self.compute_training_outputs(parts.moved), self.compute_new_outputs(parts)
         y = refit.rows.y
         change = likelihood.score_change(y, f, refit.rows.f.to(f.dtype))
         change = (refit.rows.apply_weights(change) @ refit.Q.to(refit.dtype)).flatten(1)
-        r = change + self.times_precision(parts.moved) - parts.a
+        r = change + self.multiply_by_precision(parts.moved) - parts.a
         r_x = (new_likelihood.score(self.y, f_new) @ refit.Q).to(refit.dtype) - parts.b
         gradient = torch.cat([torch.zeros_like(r), torch.zeros_like(r_x), r, r_x], -1)
         if not (likelihood.linear_domain and new_likelihood.linear_domain):
             allowed = torch.isfinite(likelihood.log_prob(y, f)).all(-1)
             allowed &= torch.isfinite(new_likelihood.log_prob(self.y, f_new))
             gradient = torch.where(allowed.unsqueeze(-1), gradient, torch.nan)
-        step = self._preconditioned_step(r, r_x, f_new)
+        step = self._compute_preconditioned_step(r, r_x, f_new)
         if self.task_curvatures is not None:
             # Woodbury's formula for the curvature of each task: r is corrected, and the step taken
             # once more.
@@ -479,23 +481,23 @@ class Group:
                 curvature.correct_gradient(r_of_task, moved)
                 for curvature, r_of_task, moved in by_row
             ]
-            step = self._preconditioned_step(torch.stack(corrected).flatten(1), r_x, f_new)
+            step = self._compute_preconditioned_step(torch.stack(corrected).flatten(1), r_x, f_new)
         return Slope(gradient, torch.cat(step, -1))
 
-    def _preconditioned_step(self, r: Tensor, r_x: Tensor, f_new: Tensor) -> Point:
+    def _compute_preconditioned_step(self, r: Tensor, r_x: Tensor, f_new: Tensor) -> Point:
         """Return H₁⁻¹(Jᵀr + J_xᵀr_x) with H₁ = H + J_xᵀΛJ_x, Λ of the new row at f_new (m, C).
 
         It is z − H⁻¹J_xᵀ(I + ΛK_x)⁻¹ΛJ_xz with z = H⁻¹(Jᵀr + J_xᵀr_x), r (m, R) and r_x (m, c).
         """
         Q = self.refit.Q
-        moved, moved_at_x = self._output_changes(r, r_x)
+        moved, moved_at_x = self._compute_output_changes(r, r_x)
         Jz = moved_at_x.double() @ Q.mT
-        pull = new_row_pull(self.refit.new_likelihood, self.y, f_new, self.root, Jz)
+        pull = compute_new_row_pull(self.refit.new_likelihood, self.y, f_new, self.root, Jz)
         u = (pull @ Q).to(r.dtype)
-        taken, taken_at_x = self._output_changes(torch.zeros_like(r), u)
+        taken, taken_at_x = self._compute_output_changes(torch.zeros_like(r), u)
         return Point(r, r_x - u, moved - taken, moved_at_x - taken_at_x)
 
-    def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
+    def compute_likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the likelihood increments, with the tilt, and prior increments (m,), in float64.
 
         point (m, 2R + 2c). log π(θ̃) − log π(θ̂) = ∇log πᵀδ − ½ δᵀTδ, and δᵀTδ = (Jδ)ᵀ(a − ΛJδ) +
@@ -503,22 +505,22 @@ class Group:
         """
         refit, rows, covariance = self.refit, self.refit.rows, self.refit.covariance
         parts = self.split_point(point.double())
-        f = self.training_outputs(parts.moved)
+        f = self.compute_training_outputs(parts.moved)
         change = refit.posterior.likelihood.log_prob_difference(rows.y, f, rows.f)
         if rows.weights is not None:
             change = change * rows.weights
         new_slope = covariance.new_slope[self.x_rows]
         along_prior = parts.a @ covariance.slope + (parts.b * new_slope).sum(-1)
         along_data = parts.moved @ rows.score.flatten()
-        log_prob = refit.new_likelihood.log_prob(self.y, self.new_outputs(parts))
+        log_prob = refit.new_likelihood.log_prob(self.y, self.compute_new_outputs(parts))
         likelihood = log_prob + change.sum(-1) - along_data - along_prior
-        T_product = parts.a - self.times_precision(parts.moved)
+        T_product = parts.a - self.multiply_by_precision(parts.moved)
         square = (parts.moved * T_product).sum(-1) + (parts.at_x * parts.b).sum(-1)
         return likelihood, along_prior - 0.5 * square
 
     # --- determinants ----------------------------------------------------------------------
 
-    def curvature_increments(
+    def compute_curvature_increments(
         self, point: Tensor, other_increments: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|], where it exists, and its standard error: all (m,).
@@ -529,8 +531,8 @@ class Group:
         """
         options = self.refit.options
         parts = self.split_point(point)
-        precision = self._new_row_precision(parts)
-        value, positive = new_row_increment(self.root, precision)
+        precision = self._compute_new_row_precision(parts)
+        value, positive = compute_new_row_increment(self.root, precision)
         error = torch.zeros_like(value)
         if options.logdet == FROZEN:
             return value, positive, error
@@ -542,12 +544,12 @@ class Group:
             if options.logdet != EXACT:
                 probability = float((other_increments[task] + value[task]).clamp(max=0).exp())
                 allowed = TARGET_ERROR * max(probability, RARE_ERROR**-2) ** -0.5
-            half, error[task], positive[task] = change.half_logdet(allowed)
+            half, error[task], positive[task] = change.compute_half_logdet(allowed)
             value[task] -= half
         return value, positive, error
 
 
-def default_logdet(posterior: Posterior) -> str:
+def choose_logdet(posterior: Posterior) -> str:
     """Return the default of the option logdet: exact determinants for few outputs, else traces."""
     has_few_outputs = OutputCounts.from_posterior(posterior, 0).R <= MOST_OUTPUTS
     return EXACT if has_few_outputs else TRACES
@@ -559,17 +561,17 @@ def open_linearised(
     """Prepare all refits of the linearised network at inputs x: what does not depend on y.
 
     Passes over the data give the gradient at θ̂ and the covariance of all outputs. data: the
-    training data; None: those of the posterior. single: products are in float32. ValueError where
-    `why_not_linearised` has a reason, where the inputs do not fit in memory, and where the data are
-    not those of the fit.
+    training data; None: those of the posterior. single: products are in float32. Raises ValueError
+    if `find_obstacle_to_linearising` finds an obstacle, if the inputs do not fit in memory, or if
+    the data are not those of the fit.
     """
     network, theta = posterior.network, posterior.theta
     likelihood = posterior.likelihood
     inputs = network.cast(as_inputs(x))
-    reason = why_not_linearised(posterior, row_count(inputs), single)
+    reason = find_obstacle_to_linearising(posterior, row_count(inputs), single)
     if reason is not None:
         raise ValueError(reason)
-    Q = output_contrasts(posterior)
+    Q = choose_output_contrasts(posterior)
     dtype = torch.float32 if single else torch.float64
 
     def prepare_inputs(part: Inputs) -> tuple[Inputs, Tensor]:
@@ -581,13 +583,13 @@ def open_linearised(
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])
     weights = join_row_weights(list(blocks))
-    curvature_kind, precision = curvature_at_mode(likelihood, options.curvature, y, f)
+    curvature_kind, precision = choose_curvature_at_mode(likelihood, options.curvature, y, f)
     score = likelihood.score(y, f) @ Q
     precision = Q.mT @ precision @ Q
     if weights is not None:
         score = score * weights.unsqueeze(-1)
         precision = precision * weights[:, None, None]
-    jacobians = _open_jacobians(posterior, blocks, inputs, Q, symmetric_roots(precision))
+    jacobians = _open_jacobians(posterior, blocks, inputs, Q, factorise_symmetrically(precision))
     chunks = network.chunks(inputs, posterior.memory_budget)
     return LinearisedRefit(
         posterior=posterior,
@@ -653,7 +655,7 @@ def _open_jacobians(
     )
 
 
-def curvature_at_mode(
+def choose_curvature_at_mode(
     likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tensor
 ) -> tuple[str, Tensor]:
     """Return the kind of curvature that is used, and Λ of all rows at f̂ (n, C, C).
@@ -669,7 +671,7 @@ def curvature_at_mode(
     return FISHER, likelihood.fisher(f).expand(*f.shape, f.shape[-1])
 
 
-def symmetric_roots(precision: Tensor) -> Tensor:
+def factorise_symmetrically(precision: Tensor) -> Tensor:
     """Return the symmetric roots Λ^½ of rows, for Λ (n, c, c): (n, c, c)."""
     values, vectors = torch.linalg.eigh(precision)
     root: Tensor = (vectors * values.clamp_min(0).sqrt().unsqueeze(-2)) @ vectors.mT

@@ -48,7 +48,7 @@ class OutputCovariance:
         assert self.factor is not None
         return (values @ self.factor) @ self.factor.mT
 
-    def covariances_of_directions(self, rows: Tensor, directions: Tensor) -> Tensor:
+    def compute_covariances_of_directions(self, rows: Tensor, directions: Tensor) -> Tensor:
         """Return the covariances of outputs eᵀf_i with all outputs (k, R).
 
         rows (k,): the training rows i; directions (k, c): the vectors e. Chunks bound the memory.
@@ -75,7 +75,7 @@ def keeps_matrix(R: int, P: int) -> bool:
     return R <= 2 * P
 
 
-def covariance_bytes(R: int, P: int, new_outputs: int, itemsize: int) -> int:
+def count_covariance_bytes(R: int, P: int, new_outputs: int, itemsize: int) -> int:
     """Return the bytes that forming K needs at its peak.
 
     R outputs of training rows, P weights, and the outputs of all new rows. itemsize: bytes of a
@@ -105,7 +105,7 @@ class Jacobians:
     root: Tensor  # Λ_i^½ (n, c, c), with the weights of rows
     prior_gradient: Tensor  # T^-½ ∇log π(θ̂) (P,)
 
-    def times_root(self, values: Tensor) -> Tensor:
+    def multiply_by_root(self, values: Tensor) -> Tensor:
         """Return Λ^½ times the columns of values (R, k): (R, k)."""
         by_row = values.reshape(*self.root.shape[:2], values.shape[1])
         return (self.root @ by_row).reshape(values.shape)
@@ -134,14 +134,14 @@ def _form_from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) ->
     n, c, _ = jacobians.root.shape
     R, N = jacobians.R, jacobians.new_outputs // c
     G, sides, new, new_slope = _sum_prior_covariances(jacobians, budget)
-    W = jacobians.times_root(G)
-    B = jacobians.times_root(W.mT)  # I + Λ^½GΛ^½, once one is added to the diagonal
+    W = jacobians.multiply_by_root(G)
+    B = jacobians.multiply_by_root(W.mT)  # I + Λ^½GΛ^½, once one is added to the diagonal
     B.diagonal().add_(1.0)
     L = torch.linalg.cholesky(B)
     del B
     W = torch.linalg.solve_triangular(L, W, upper=False, out=W)
     # Covariances with the new outputs lose what the data explain, like K itself.
-    white = torch.linalg.solve_triangular(L, jacobians.times_root(sides), upper=False)
+    white = torch.linalg.solve_triangular(L, jacobians.multiply_by_root(sides), upper=False)
     del L
     sides -= W.mT @ white
     add_gram(G, W, sign=-1.0)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ssla.refit.increments import FISHER
-from ssla.refit.weights.last_layer_sketch import row_precisions
+from ssla.refit.weights.last_layer_sketch import compute_row_precisions
 
 if TYPE_CHECKING:
     from ssla.refit.weights.linearised import LinearisedRefit
@@ -94,7 +94,7 @@ class CurvatureChange:
     cross_covariance: Tensor  # c (R, c)
     explained: Tensor  # G (c, c), in float64
 
-    def half_logdet(self, allowed_error: float) -> HalfLogdet:
+    def compute_half_logdet(self, allowed_error: float) -> HalfLogdet:
         """Compute ½ log|I + ΔΛ K₁| with an error of about `allowed_error`; exact where that is 0.
 
         More directions are kept until the error is small enough, as LEFT_OUT sets. The last attempt
@@ -103,16 +103,16 @@ class CurvatureChange:
         if allowed_error == 0:
             # In rising order, the directions without a change come first.
             changing = self.direction_sizes.argsort()[int((self.direction_sizes == 0).sum()) :]
-            return self._half_logdet_with_kept(changing, allowed_error)
+            return self._compute_half_logdet_with_kept(changing, allowed_error)
         for left_out in LEFT_OUT:
             order = self.direction_sizes.argsort()
             few = int((self.direction_sizes[order].cumsum(0) <= left_out).sum())
-            half_logdet = self._half_logdet_with_kept(order[few:], allowed_error)
+            half_logdet = self._compute_half_logdet_with_kept(order[few:], allowed_error)
             if half_logdet.error <= allowed_error:
                 break
         return half_logdet
 
-    def task_curvature(self) -> TaskCurvature:
+    def select_task_curvature(self) -> TaskCurvature:
         """Return the changes of the curvature in the directions in which it grows most.
 
         Directions in which it shrinks are left out, so that H₁ with these changes is positive
@@ -125,7 +125,7 @@ class CurvatureChange:
         e = self.eigenpairs[1].flatten(0, 1)[kept].to(self.refit.dtype)
         X = torch.zeros(0, 0, dtype=e.dtype)
         if len(kept):
-            X = self._invert_kept(kept, self._covariances_of(kept)).X.to(e.dtype)
+            X = self._invert_kept(kept, self._compute_covariances_of(kept)).X.to(e.dtype)
         return TaskCurvature(kept // c, e, X)
 
     @cached_property
@@ -133,8 +133,8 @@ class CurvatureChange:
         """Return ΔΛ_i in contrasts, times the weights of rows (n, c, c), in float64."""
         rows, likelihood = self.refit.rows, self.refit.posterior.likelihood
         fisher = self.refit.curvature_kind == FISHER
-        after = row_precisions(likelihood, rows.y, self.f.double(), fisher)
-        change = after - row_precisions(likelihood, rows.y, rows.f, fisher)
+        after = compute_row_precisions(likelihood, rows.y, self.f.double(), fisher)
+        change = after - compute_row_precisions(likelihood, rows.y, rows.f, fisher)
         if rows.weights is not None:
             change = change * rows.weights[:, None, None]
         return self.refit.project_to_contrasts(change)
@@ -151,7 +151,7 @@ class CurvatureChange:
         n, c = self.eigenpairs[0].shape
         cross_covariance = self.cross_covariance.double().reshape(n, c, -1)
         blocks = self.refit.covariance.blocks.double()
-        return self._quadratic_forms(
+        return self._compute_quadratic_forms(
             blocks - cross_covariance @ self.explained @ cross_covariance.mT
         )
 
@@ -160,31 +160,31 @@ class CurvatureChange:
         """Return |s_j| e_jᵀK₁e_j of all directions (n·c,)."""
         return (self.eigenpairs[0].abs() * self.direction_variances.clamp_min(0)).flatten()
 
-    def _quadratic_forms(self, blocks: Tensor) -> Tensor:
+    def _compute_quadratic_forms(self, blocks: Tensor) -> Tensor:
         """Return eᵀBe of each direction (n, c), for blocks B of rows (n, c, c)."""
         vectors = self.eigenpairs[1]
         return ((vectors @ blocks) * vectors).sum(-1)
 
-    def _covariances_of(self, chosen: Tensor) -> Tensor:
+    def _compute_covariances_of(self, chosen: Tensor) -> Tensor:
         """Return eᵀK₁ of some directions (k,): their covariances with all outputs (k, R)."""
         refit = self.refit
         n, c = self.eigenpairs[0].shape
         rows = chosen // c
         e = self.eigenpairs[1].flatten(0, 1)[chosen].to(refit.dtype)
         along = (e.unsqueeze(1) @ self.cross_covariance.reshape(n, c, -1)[rows]).squeeze(1)
-        covariances = refit.covariance.covariances_of_directions(rows, e)
+        covariances = refit.covariance.compute_covariances_of_directions(rows, e)
         return covariances.addmm_(
             along @ self.explained.to(e.dtype), self.cross_covariance.mT, alpha=-1
         )
 
-    def _in_directions(self, products: Tensor) -> Tensor:
+    def _project_to_directions(self, products: Tensor) -> Tensor:
         """Return covariances with all directions (k, n·c), from those with all outputs (k, R)."""
         n, c = self.eigenpairs[0].shape
         vectors = self.eigenpairs[1].to(products.dtype)
         by_row = products.reshape(len(products), n, c).movedim(1, 0) @ vectors.mT
         return by_row.movedim(0, 1).flatten(1)
 
-    def _half_logdet_with_kept(self, kept: Tensor, allowed_error: float) -> HalfLogdet:
+    def _compute_half_logdet_with_kept(self, kept: Tensor, allowed_error: float) -> HalfLogdet:
         """Compute ½ log|I + ΔΛ K₁| with some directions exactly, the others to second order.
 
         kept (k,): the numbers of these directions. The second order comes from random directions,
@@ -201,7 +201,7 @@ class CurvatureChange:
             return HalfLogdet(half, 0.0, exists)
         variances = self.direction_variances
         if condition is not None:
-            variances = variances - self._explained_variances(condition)
+            variances = variances - self._compute_explained_variances(condition)
         diagonal = torch.where(left_out, s * variances.flatten(), 0.0)
         half += 0.5 * float(diagonal.sum())
         # ½ log|I + A| = ½ tr A − ¼ tr A² + …, and tr A² is at most the square of the sum of |A_jj|:
@@ -209,7 +209,7 @@ class CurvatureChange:
         total = float(diagonal.abs().sum())
         if 0.25 * total**2 <= allowed_error:
             return HalfLogdet(half, 0.25 * total**2, exists)
-        second, deviation = self._second_order(condition, left_out, diagonal)
+        second, deviation = self._estimate_second_order(condition, left_out, diagonal)
         third = max(second, 0.0) ** 1.5 / 6  # half of the bound on the next term
         return HalfLogdet(half - 0.25 * second, 0.25 * deviation + third, exists)
 
@@ -220,7 +220,7 @@ class CurvatureChange:
         of the LU factors, and of swaps of rows, is negative.
         """
         s = self.eigenpairs[0].flatten()[kept]
-        matrix = s.unsqueeze(-1) * self._in_directions(products)[:, kept].double()
+        matrix = s.unsqueeze(-1) * self._project_to_directions(products)[:, kept].double()
         matrix.diagonal().add_(1.0)
         factor, pivots, info = torch.linalg.lu_factor_ex(matrix)
         diagonal = factor.diagonal()
@@ -232,12 +232,12 @@ class CurvatureChange:
 
     def _condition_on_kept(self, kept: Tensor) -> Kept:
         """Return the covariances of kept directions (k,), with their changes in the curvature."""
-        products = self._covariances_of(kept)
+        products = self._compute_covariances_of(kept)
         X, half, exists = self._invert_kept(kept, products)
         # A solve of k columns and a product are faster than a solve of all R columns.
         return Kept(products, X.to(products.dtype) @ products, half, exists)
 
-    def _explained_variances(self, kept: Kept) -> Tensor:
+    def _compute_explained_variances(self, kept: Kept) -> Tensor:
         """Return eᵀ(K₁ − K₂)e of each direction (n, c).
 
         It is the part of the variances that the kept changes explain.
@@ -245,9 +245,9 @@ class CurvatureChange:
         n, c = self.eigenpairs[0].shape
         by_row = kept.products.reshape(-1, n, c).permute(1, 2, 0)
         explained = by_row @ kept.solved.reshape(-1, n, c).movedim(1, 0)
-        return self._quadratic_forms(explained.double())
+        return self._compute_quadratic_forms(explained.double())
 
-    def _second_order(
+    def _estimate_second_order(
         self,
         kept: Kept | None,
         left_out: Tensor,
@@ -262,14 +262,14 @@ class CurvatureChange:
         generator = torch.Generator().manual_seed(SEED)
         share = diagonal.abs() / diagonal.abs().sum()
         drawn = torch.multinomial(share, SAMPLES, replacement=True, generator=generator)
-        products = self._covariances_of(drawn)
+        products = self._compute_covariances_of(drawn)
         if kept is not None:
             vectors = self.eigenpairs[1].flatten(0, 1)[drawn].to(products.dtype).unsqueeze(-1)
             by_row = kept.products.reshape(len(kept.products), *self.eigenpairs[0].shape)
             rows = drawn // by_row.shape[2]
             along = (by_row[:, rows].movedim(1, 0) @ vectors).squeeze(-1)  # (q, k)
             products = products - along @ kept.solved
-        squares = self._in_directions(products).double().square()
+        squares = self._project_to_directions(products).double().square()
         s = self.eigenpairs[0].flatten()
         sums = s[drawn] * (squares * torch.where(left_out, s, 0.0)).sum(-1) / share[drawn]
         return float(sums.mean()), float(sums.std() / SAMPLES**0.5)

@@ -55,7 +55,7 @@ class Observations(NamedTuple):
         """Return ℓ(θ) = Σ_i w_i log p(y_i|f_i), for θ (P,)."""
         return (self.weights * self.likelihood.log_prob(self.y, self.f(theta))).sum()
 
-    def log_prob_change(self, theta: Tensor, start: Tensor) -> Tensor:
+    def compute_log_prob_change(self, theta: Tensor, start: Tensor) -> Tensor:
         """Return ℓ(θ) − ℓ(start) as a sum of differences row by row, for θ and start (P,).
 
         Two large sums are never subtracted [5].
@@ -139,7 +139,9 @@ def refit_one(
 
     def likelihood(theta: Tensor, added: Observations) -> Tensor:
         """Return the first bracket of (1) at θ (P,), with the tilt −g₀ᵀ(θ − θ̂)."""
-        log_prob_change = torch.stack([rows.log_prob_change(theta, start) for rows in D]).sum()
+        log_prob_change = torch.stack(
+            [rows.compute_log_prob_change(theta, start) for rows in D]
+        ).sum()
         return log_prob_change + added.log_prob(theta) - g0 @ (theta - start)
 
     def objective(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -155,9 +157,9 @@ def refit_one(
     # The Fisher information where the kind asked for is indefinite [3].
     for used_kind in (curvature_kind, FISHER):
         # [5] forbids to subtract two determinants; few weights in float64 allow it.
-        curvature = half_logdet(H(used_kind, D, start, determinant_prior)) - half_logdet(
-            H(used_kind, [*D, new], theta, determinant_prior)
-        )
+        curvature = compute_half_logdet(
+            H(used_kind, D, start, determinant_prior)
+        ) - compute_half_logdet(H(used_kind, [*D, new], theta, determinant_prior))
         if not curvature.isnan():
             return ReferenceRefit(
                 likelihood(theta, new), prior_increment, curvature, theta, steps, used_kind
@@ -223,7 +225,7 @@ def maximise_by_newton(objective: Callable[[Tensor], Any], theta: Tensor) -> tup
     raise RuntimeError(f"No maximum was reached from θ̂ in {MOST_STEPS} steps: is θ̂ a saddle?")
 
 
-def half_logdet(H: Tensor) -> Tensor:
+def compute_half_logdet(H: Tensor) -> Tensor:
     """Return ½ log|H| of H (P, P) by a Cholesky factor; NaN where H is not positive definite."""
     factor, info = torch.linalg.cholesky_ex(H)
     return factor.diagonal().log().sum() if not info else torch.tensor(torch.nan)

@@ -127,7 +127,7 @@ def check_same_data(
             "drops or samples rows, take that out."
         )
     difference = gradient - posterior.statistics.gradient
-    distance = float(difference @ _operator_with_weak_prior(posterior).solve(difference)) ** 0.5
+    distance = float(difference @ _factorise_with_weak_prior(posterior).solve(difference)) ** 0.5
     if not distance <= SAME_GRADIENT * len(difference) ** 0.5:  # also where it is NaN
         raise ValueError(
             f"{purpose.data} are not those of the fit: the log likelihood's gradient at θ̂ differs "
@@ -137,7 +137,7 @@ def check_same_data(
         )
 
 
-def _operator_with_weak_prior(posterior: Posterior) -> Operator:
+def _factorise_with_weak_prior(posterior: Posterior) -> Operator:
     """Return H⁻¹ with each prior precision at most twice the mean curvature of the data.
 
     A strong prior would make every difference of data look small. A prior with a full precision

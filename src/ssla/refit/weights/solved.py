@@ -115,12 +115,14 @@ class Engine(Protocol):
         """
         ...
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return θ̃ of each task (M, P), for x_rows (M,) and y (M, …)."""
         ...
 
 
-def curvature_of(likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tensor) -> Tensor:
+def compute_row_curvature(
+    likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tensor
+) -> Tensor:
     """Return Λ of one kind at outputs f (…, C): (…, C, C), or a shape that broadcasts to it.
 
     curvature_kind: FISHER for the Fisher information; any other kind has the observed curvature.
@@ -128,7 +130,7 @@ def curvature_of(likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tens
     return likelihood.fisher(f) if curvature_kind == FISHER else likelihood.precision(y, f)
 
 
-def new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+def compute_new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
     """Return −½ log|I + ΛK| (m,), and where it exists (m,); NaN where it does not.
 
     It is the curvature increment with the training rows' curvature frozen at θ̂. root R (m, C, C)
@@ -139,7 +141,9 @@ def new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(factor.positive, -0.5 * factor.logdet(), torch.nan), factor.positive
 
 
-def new_row_pull(likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz: Tensor) -> Tensor:
+def compute_new_row_pull(
+    likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz: Tensor
+) -> Tensor:
     """Return u = (I + ΛK)⁻¹Λ Jz at each task's new row (m, C), for Jz (m, C).
 
     By Woodbury's formula a step z with H⁻¹ becomes z − H⁻¹Jᵀu with (H + JᵀΛJ)⁻¹. Λ is the observed
@@ -158,7 +162,7 @@ def new_row_pull(likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz:
     return v - (precision @ linalg.multiply_root(root, white).unsqueeze(-1)).squeeze(-1)
 
 
-def matrices_at_once(budget: int, size: int) -> int:
+def count_matrices_at_once(budget: int, size: int) -> int:
     """Return how many tasks may form their P×P matrices together, at least one.
 
     budget: the memory budget in bytes; size: the number of weights P. A task counts as four

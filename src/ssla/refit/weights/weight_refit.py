@@ -26,15 +26,15 @@ from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.outputs import OutputRefit
 from ssla.refit.weights.all_weights import open_all_weights
-from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, dual_task_bytes
+from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, count_dual_task_bytes
 from ssla.refit.weights.at_prediction import CANDIDATE, POINTS
 from ssla.refit.weights.determinants import SMALL
 from ssla.refit.weights.last_layer import open_last_layer
-from ssla.refit.weights.last_layer_blocks import vectors_that_fit
-from ssla.refit.weights.last_layer_curvature import factor_bytes
+from ssla.refit.weights.last_layer_blocks import count_vectors_that_fit
+from ssla.refit.weights.last_layer_curvature import count_factor_bytes
 from ssla.refit.weights.last_layer_products import SINGLE_TOLERANCE, is_large_problem, open_products
 from ssla.refit.weights.linearised import (
-    default_logdet,
+    choose_logdet,
     find_obstacle_to_linearising,
     open_linearised,
 )
@@ -71,11 +71,11 @@ NO_STRUCTURE = (
 
 @dataclass(frozen=True, eq=False)
 class WeightRefit:
-    """θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂), then the three increments at
-    θ̃ (docs/design.md).
+    """Refits of the weights: θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂).
 
-    All (x, y) are solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode
-    without (x, y); after mode="polish" it is zero to rounding, with mode="as_is" it is left out.
+    The log density of y is the sum of the three increments at θ̃ (docs/design.md). All (x, y) are
+    solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode without (x, y);
+    after mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
     Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end:
     there is no mode near it to find (docs/refits.md). At an input where a refit of the network
@@ -263,7 +263,7 @@ class WeightRefit:
             )
         return None
 
-    def engine(self, posterior: Posterior, x: Inputs) -> Engine:
+    def open_engine(self, posterior: Posterior, x: Inputs) -> Engine:
         """Open the engine that refits the posterior's own weights, for the inputs x.
 
         It is one of the first three of the module's docstring. Opening takes a pass over the
@@ -271,16 +271,16 @@ class WeightRefit:
         the refits, or if the training data cannot be read again.
         """
         if posterior.network.linear:
-            options = self._resolve_last_layer_options(posterior)
+            options = self._resolve_options_of_last_layer(posterior)
             if self._uses_products(posterior):
-                single = self._in_single_precision(posterior)
+                single = self._uses_single_precision(posterior)
                 return open_products(posterior, x, options, self.data, single)
             return open_last_layer(posterior, x, options, self.data)
         return open_all_weights(
-            posterior, x, self._resolve_all_weights_options(posterior), self.data
+            posterior, x, self._resolve_options_of_all_weights(posterior), self.data
         )
 
-    def linearised_engine(self, posterior: Posterior, x: Inputs) -> Engine:
+    def open_linearised_engine(self, posterior: Posterior, x: Inputs) -> Engine:
         """Open the engine that refits the network linearised at θ̂, for the inputs x.
 
         Raises ValueError if such refits are not possible, as for logdet="structure".
@@ -289,12 +289,12 @@ class WeightRefit:
             raise ValueError(NO_STRUCTURE)
         # The Hessian of outputs that are linear in the weights is the observed curvature.
         curvature = FISHER if self.curvature == FISHER else OBSERVED
-        logdet = self.logdet or default_logdet(posterior)
+        logdet = self.logdet or choose_logdet(posterior)
         options = Options(
             self._resolve_tolerance(posterior), self.max_steps, curvature, logdet, PRODUCT_ROUNDS
         )
         return open_linearised(
-            posterior, x, options, self.data, self._in_single_precision(posterior)
+            posterior, x, options, self.data, self._uses_single_precision(posterior)
         )
 
     def find_obstacle_to_linearising(self, posterior: Posterior, x: Inputs) -> str | None:
@@ -315,7 +315,7 @@ class WeightRefit:
         if posterior.convention != EXACT_CONVENTION:
             return "Refits of the linearised network work with the exact convention only."
         return find_obstacle_to_linearising(
-            posterior, row_count(as_inputs(x)), self._in_single_precision(posterior)
+            posterior, row_count(as_inputs(x)), self._uses_single_precision(posterior)
         )
 
     def _resolve_tolerance(self, posterior: Posterior) -> float:
@@ -331,8 +331,8 @@ class WeightRefit:
         """Return whether y is a class."""
         return posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
 
-    def _resolve_last_layer_options(self, posterior: Posterior) -> Options:
-        """Return the user's options for a last layer, each None replaced by its default.
+    def _resolve_options_of_last_layer(self, posterior: Posterior) -> Options:
+        """Return the user's options for a last layer, with defaults in place of None.
 
         The defaults depend on the posterior's size and likelihood. Raises ValueError if the prior
         or the memory budget does not allow refits with these options.
@@ -343,7 +343,7 @@ class WeightRefit:
         if not self._uses_products(posterior):
             _check_budget(
                 f"A refit of a last layer with {posterior.theta.numel():,} parameters",
-                dense_bytes(posterior),
+                count_dense_bytes(posterior),
                 posterior,
                 "logdet='traces', refit='output'",
             )
@@ -354,7 +354,7 @@ class WeightRefit:
         # A mode nearer than this gains nothing beside the error of the determinants.
         if (
             self.tolerance is None
-            and self._in_single_precision(posterior)
+            and self._uses_single_precision(posterior)
             and is_large_problem(posterior)
         ):
             tolerance = LARGE_TOLERANCE
@@ -368,12 +368,12 @@ class WeightRefit:
         """
         outputs, budget = posterior.network.outputs, posterior.memory_budget
         width = posterior.theta.numel() // outputs
-        dtype = torch.float32 if self._in_single_precision(posterior) else torch.float64
-        if vectors_that_fit(posterior.statistics.n, outputs, width, dtype.itemsize, budget):
+        dtype = torch.float32 if self._uses_single_precision(posterior) else torch.float64
+        if count_vectors_that_fit(posterior.statistics.n, outputs, width, dtype.itemsize, budget):
             return
         _check_budget(
             f"A refit of a last layer with {posterior.theta.numel():,} parameters",
-            factor_bytes(outputs, width, dtype),
+            count_factor_bytes(outputs, width, dtype),
             posterior,
             "refit='output', or logdet='traces' (determinants of the fitted structure, which may "
             "be off by 0.1)",
@@ -388,7 +388,7 @@ class WeightRefit:
         if self.logdet in (EXACT, TRACES, STRUCTURE):
             return self.logdet == TRACES
         gaussian = isinstance(posterior.bound_prior, BoundGaussian)
-        return gaussian and dense_bytes(posterior) > posterior.memory_budget
+        return gaussian and count_dense_bytes(posterior) > posterior.memory_budget
 
     def _check_gaussian_prior(self, posterior: Posterior) -> None:
         """Raise ValueError unless the prior is Gaussian, which products with features need."""
@@ -399,7 +399,7 @@ class WeightRefit:
                 "ssla.priors.Gaussian, or refit='output'."
             )
 
-    def _in_single_precision(self, posterior: Posterior) -> bool:
+    def _uses_single_precision(self, posterior: Posterior) -> bool:
         """Return whether products with the features are in float32.
 
         True for classes, whose targets have no rounding error, at a tolerance that float32 meets.
@@ -408,8 +408,8 @@ class WeightRefit:
             posterior
         )
 
-    def _resolve_all_weights_options(self, posterior: Posterior) -> Options:
-        """Return the user's options for the engine of all weights, each None replaced by its default.
+    def _resolve_options_of_all_weights(self, posterior: Posterior) -> Options:
+        """Return the user's options for the engine of all weights, with defaults in place of None.
 
         The defaults depend on the number of weights and on the likelihood. Raises ValueError for
         logdet="traces"; and, with more than SMALL weights, for curvature="hessian" unless
@@ -457,13 +457,13 @@ def _check_exact_determinants(posterior: Posterior) -> None:
         )
     _check_budget(
         f"logdet='exact' for {size:,} weights",
-        dual_task_bytes(posterior),
+        count_dual_task_bytes(posterior),
         posterior,
         "logdet='frozen'",
     )
 
 
-def dense_bytes(posterior: Posterior) -> int:
+def count_dense_bytes(posterior: Posterior) -> int:
     """Return the bytes that refits of a last layer with P×P matrices in float64 need."""
     return 8 * DENSE_COPIES * posterior.theta.numel() ** 2
 
