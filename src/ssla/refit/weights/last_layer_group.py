@@ -18,6 +18,14 @@ contrasts of classes                                  459 weights in place of 51
 ΔH in single precision, its trace in double           a bound of twice the speed, not measured (the
                                                       notes); 1e-9 off (tests/refit/test_weights.py)
 the trace alone where the step is small               not measured alone
+
+Terms and symbols are those of `ssla.refit.weights`. Here too:
+
+basis    the coordinates φ' = L_B⁻¹φ, δ' = L_Bᵀδ of `ssla.refit.weights.last_layer`
+pairs    the C(C + 1)/2 pairs a ≤ b of outputs, in the order of `list_index_pairs`
+packed   the form of a symmetric P×P matrix whose C×C blocks (F, F) are symmetric too: for each
+         pair a ≤ b the upper triangle of its block, v = F(F + 1)/2 numbers, by rows (pairs · v,)
+exists   the log determinant of a task exists where its H̃ is positive definite
 """
 
 from __future__ import annotations
@@ -65,18 +73,18 @@ CACHE_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class InitialCurvature:
-    """The curvature at θ̂ of one kind, in the basis of `LastLayerRefit`: H = L Lᵀ (P, P).
+    """The curvature at θ̂ of one kind, in the basis: H = L Lᵀ (P, P).
 
-    Steps have the prior of the objective in it; determinants that of the convention (see
-    `Posterior.with_prior`), which may be none.
+    That of the steps includes the prior of the objective. That of the determinants includes the
+    prior that the convention puts there, which may be none (see `Posterior.with_prior`).
 
     contrasts: the outputs are contrasts of classes, Qᵀf (see `ssla.refit.weights.contrasts`); None:
     they are f.
     """
 
-    curvature_kind: str
-    factor: Tensor
-    outputs: int
+    curvature_kind: str  # OBSERVED or FISHER
+    factor: Tensor  # L (P, P)
+    outputs: int  # C, or C − 1 with contrasts
     prior: PriorChange  # the prior whose curvature is part of H
     contrasts: Contrasts | None = None
 
@@ -108,10 +116,10 @@ class InitialCurvature:
 
     @cached_property
     def packed_inverse(self) -> Tensor:
-        """Return H⁻¹ (pairs · v,), packed so that its product with a packed ΔH is tr H⁻¹ΔH.
+        """Return H⁻¹ packed (pairs · v,), so that its dot product with a packed ΔH is tr H⁻¹ΔH.
 
-        Packed matrices are described at `list_packed_positions`; v = F(F + 1)/2. Entries off the
-        diagonal of a block stand for two of them, and so do blocks off the diagonal.
+        An entry off the diagonal of a block stands for two entries and is doubled, and so is a
+        block off the diagonal.
         """
         C = self.outputs
         F = self.factor.shape[0] // C
@@ -127,20 +135,20 @@ class InitialCurvature:
 
 
 class PackedChange(NamedTuple):
-    """ΔH = H(θ̃) − H(θ̂) of the data, for m tasks."""
+    """ΔH = H(θ̃) − H(θ̂) of the training rows, for m tasks."""
 
-    packed: Tensor  # the upper triangles of the blocks a ≤ b of outputs (m, pairs · v)
+    packed: Tensor  # (m, pairs · v)
     trace: Tensor  # tr H⁻¹ΔH (m,), in double precision
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """m tasks that are solved together. Points are δ' (m, P) in the basis of `LastLayerRefit`."""
+    """m tasks that are solved together. Points are steps δ' (m, P) in the basis."""
 
     refit: LastLayerRefit
-    initial: InitialCurvature
-    x_rows: Tensor
-    y: Tensor
+    initial: InitialCurvature  # of steps
+    x_rows: Tensor  # the row of x of each task (m,)
+    y: Tensor  # the target that each task adds (m, …)
 
     def select_tasks(self, tasks: Tensor) -> Group:
         """Return the group of some of the tasks (k,), with the values that were computed for them.
@@ -149,10 +157,10 @@ class Group:
         """
         if len(tasks) == len(self.y):
             return self
-        part = Group(self.refit, self.initial, self.x_rows[tasks], self.y[tasks])
+        selected = Group(self.refit, self.initial, self.x_rows[tasks], self.y[tasks])
         cached = [name for name in ("phi", "f", "root") if name in self.__dict__]
-        part.__dict__.update({name: self.__dict__[name][tasks] for name in cached})
-        return part
+        selected.__dict__.update({name: self.__dict__[name][tasks] for name in cached})
+        return selected
 
     @cached_property
     def phi(self) -> Tensor:
@@ -173,7 +181,7 @@ class Group:
         )
 
     def pull(self, u: Tensor) -> Tensor:
-        """Return Jᵀu at each task's input (m, P), for u (m, C)."""
+        """Return Jᵀu at each task's input (m, P) in the basis, for u (m, C)."""
         return (u.unsqueeze(-1) * self.phi.to(u.dtype).unsqueeze(1)).flatten(1)
 
     @cached_property
@@ -182,23 +190,27 @@ class Group:
         return self._factorise_covariance(self.initial)
 
     def _factorise_covariance(self, initial: InitialCurvature) -> Tensor:
-        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each distinct input."""
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), for H = `initial`.
+
+        It is computed once for each distinct input.
+        """
         distinct, index = self.x_rows.unique(return_inverse=True)
         K = initial.operator.covariance(Features(self.refit.features[distinct], self.refit.outputs))
         return linalg.covariance_root((K + K.mT) / 2)[index]
 
     def find_determinant_root(self, initial: InitialCurvature) -> Tensor:
-        """Return R with R Rᵀ = K (m, C, C) for determinants that start from `initial`.
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), for the H = `initial` of determinants.
 
-        It is the root of steps, unless the two have different priors.
+        It is the root of steps if both have the same prior.
         """
-        same = initial.prior is self.initial.prior
-        return self.root if same else self._factorise_covariance(initial)
+        has_same_prior = initial.prior is self.initial.prior
+        return self.root if has_same_prior else self._factorise_covariance(initial)
 
     def compute_start_point(self) -> Tensor:
-        """Return where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
+        """Compute where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
 
-        Where some outputs are not allowed the ascent starts at θ̂, which is allowed.
+        If the likelihood does not allow all outputs, the ascent starts at θ̂ (zeros), which is
+        allowed.
         """
         if not self.refit.new_likelihood.linear_domain:
             return torch.zeros(len(self.y), self.refit.gradient.numel(), dtype=torch.float64)
@@ -206,18 +218,16 @@ class Group:
         return START_SHARE * self.initial.solve(self.pull(u))
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks (m,) at points (m, P), and (H + JᵀΛJ)⁻¹ of it.
+        """Compute the gradient of the objective at points (m, P), and the step (H + JᵀΛJ)⁻¹ of it.
 
-        It is the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂). Scores are subtracted from
-        those at θ̂ row by row, so that g₀ cancels exactly.
+        tasks (m,): the numbers of the tasks in this group. Scores are subtracted from those at θ̂
+        row by row, so that g₀ cancels exactly. The gradient is NaN where an output is not allowed.
         """
         return self.select_tasks(tasks)._evaluate_all(point)
 
     def _evaluate_all(self, point: Tensor) -> Slope:
-        """Compute gradients and steps of all tasks at points (m, P), in the precision of `point`.
+        """Compute what `evaluate` does for all tasks, in the dtype of the points (m, P)."""
 
-        The gradient is NaN where an output is not allowed.
-        """
         refit, new_likelihood, dtype = self.refit, self.refit.new_likelihood, point.dtype
         gradient, outside = self._compute_data_gradient_change(point)
         y = _cast_target(self.y, dtype)
@@ -233,10 +243,10 @@ class Group:
         return Slope(gradient, self._compute_preconditioned_step(gradient, y, f_new))
 
     def _compute_data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
+        """Compute the change of the data's gradient ∇ℓ_D from θ̂ (m, P), for points (m, P).
 
         The second result marks tasks for which the output of a training row is not allowed (m,).
-        Products are in the precision of `point`.
+        Products are in the dtype of the points.
         """
         likelihood = self.refit.posterior.likelihood
         m, C = self.f.shape
@@ -256,25 +266,25 @@ class Group:
         return total.movedim(0, 1).reshape(m, -1), outside
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks (m,) at points (m, P), and H̃⁻¹ of it.
+        """Compute the gradient of the objective at points (m, P), and Newton's step H̃⁻¹ of it.
 
-        H̃ is each task's own Hessian: this is for tasks that have not converged with the shared
-        one.
+        tasks (m,): the numbers of the tasks in this group. H̃ is the Hessian of each task at its
+        own point. This is for tasks that have not converged with the H that all tasks share.
         """
         group = self.select_tasks(tasks)
-        size = count_matrices_at_once(
+        tasks_at_once = count_matrices_at_once(
             self.refit.posterior.memory_budget, self.refit.gradient.numel()
         )
-        parts = [
-            group.select_tasks(rows)._evaluate_with_newton(point[rows])
-            for rows in torch.arange(len(point)).split(size)
+        slopes = [
+            group.select_tasks(some)._evaluate_with_newton(point[some])
+            for some in torch.arange(len(point)).split(tasks_at_once)
         ]
-        return Slope(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        return Slope(*(torch.cat(column) for column in zip(*slopes, strict=True)))
 
     def _evaluate_with_newton(self, point: Tensor) -> Slope:
-        """Compute gradients and Newton steps of all tasks at points (m, P), in float64.
+        """Compute what `evaluate_newton` does for all tasks of the group, in float64.
 
-        The shared step takes the place of Newton's where H̃ has no Cholesky factor.
+        point (m, P). A task whose H̃ has no Cholesky factor takes the step of `evaluate`.
         """
         shared = self._evaluate_all(point)
         change = self._sum_packed_change(point, self.initial, torch.float64)
@@ -293,20 +303,18 @@ class Group:
         return Slope(shared.gradient, torch.cat(newton_steps))
 
     def _compute_new_row_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
-        """Return Λ of each task's new row at f̃ (m, C, C), of the kind of `initial`.
+        """Compute Λ of each task's new row (m, C, C) at points (m, P), of the kind of `initial`."""
 
-        point (m, P): θ̃ in the basis.
-        """
         f_new = self.f + self.push(point)
         return compute_row_curvature(
             self.refit.new_likelihood, initial.curvature_kind, self.y, f_new
         )
 
     def _compute_preconditioned_step(self, gradient: Tensor, y: Tensor, f_new: Tensor) -> Tensor:
-        """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P).
+        """Compute (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P).
 
-        By Woodbury's formula there is no P×P matrix for a task. gradient (m, P), y and f_new (m,
-        C): targets and outputs of the new rows.
+        J, Λ and K are those of the new rows. By Woodbury's formula no task needs a P×P matrix.
+        gradient: g (m, P). y (m, …), f_new (m, C): the targets and outputs of the new rows.
         """
         z = self.initial.solve(gradient)
         u = compute_new_row_pull(
@@ -315,10 +323,10 @@ class Group:
         return z - self.initial.solve(self.pull(u))
 
     def yield_outputs(self, point: Tensor) -> Iterator[tuple[Block, Block, Tensor]]:
-        """Yield blocks of training rows with the outputs of all tasks on them, for points (m, P).
+        """Yield the training rows in blocks, with their outputs in all tasks, for points (m, P).
 
-        The parts are the block as it is stored, the same in the precision of `point`, and the
-        outputs (b, m, C), stored component-major.
+        The three values are the block as `refit.rows` holds it, the same block in the dtype of the
+        points, and the outputs (b, m, C), stored component-major.
         """
         # Steps have the shape (C, F, m) here: one product with the features for all tasks.
         step = point.reshape(len(point), self.refit.outputs, -1).permute(1, 2, 0).contiguous()
@@ -328,9 +336,9 @@ class Group:
             yield stored, block, f
 
     def compute_likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
+        """Compute the likelihood increments, with the tilt, and the prior increments: both (m,).
 
-        point (m, P): the modes. The tilt is −g₀ᵀ(θ̃−θ̂); mode="as_is" has none.
+        point (m, P): the modes. The tilt is −g₀ᵀ(θ̃ − θ̂); mode="as_is" has none.
         """
         refit = self.refit
         likelihood = refit.posterior.likelihood
@@ -350,21 +358,22 @@ class Group:
     ) -> tuple[Tensor, Tensor]:
         """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|] (m,) at points (m, P), and where it exists (m,).
 
-        It exists where H̃ is positive definite. initial: the curvature at θ̂, whose kind H̃ has.
+        initial: H(θ̂), of whose kind H̃ is too. With logdet="frozen" the training rows keep their
+        curvature at θ̂.
         """
         precision = self._compute_new_row_precision(point, initial)
         if self.refit.options.logdet == FROZEN:
             return compute_new_row_increment(self.find_determinant_root(initial), precision)
-        size = count_matrices_at_once(
+        tasks_at_once = count_matrices_at_once(
             self.refit.posterior.memory_budget, self.refit.gradient.numel()
         )
-        parts = [
-            self.select_tasks(rows)._compute_increments_by_factors(
-                point[rows], precision[rows], initial
+        results = [
+            self.select_tasks(some)._compute_increments_by_factors(
+                point[some], precision[some], initial
             )
-            for rows in torch.arange(len(point)).split(size)
+            for some in torch.arange(len(point)).split(tasks_at_once)
         ]
-        increments, positive = zip(*parts, strict=True)
+        increments, positive = zip(*results, strict=True)
         return torch.cat(increments), torch.cat(positive)
 
     def _compute_increments_by_factors(
@@ -372,13 +381,16 @@ class Group:
     ) -> tuple[Tensor, Tensor]:
         """Compute the curvature increments by a Cholesky factor of H + ΔH + JᵀΛJ for each task.
 
-        point (m, P), precision (m, C, C) of the new rows. Returns the increments and where the
-        matrix is positive definite (m,). With few features all of it is in double precision. With
-        many, ΔH is formed in single precision and tr H⁻¹ΔH, the first order of the log determinant,
-        in double. The rest is off by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (2e-10 was
-        seen; tests/refit/test_weights.py allows 1e-9). Tasks with ‖ΔH‖ > LARGE_CHANGE·λ are in
-        double precision throughout. With a tolerance that single precision meets, see
-        `_compute_increments_in_single`.
+        point (m, P), precision: Λ of the new rows (m, C, C). Returns the increments, and where the
+        matrix is positive definite: both (m,). There are three ways:
+
+        - with fewer than MANY_FEATURES features, or where float32 does not hold the likelihood's
+          derivatives, everything is in float64;
+        - at a tolerance that float32 meets, `_compute_increments_in_single`;
+        - otherwise ΔH is formed in float32, and tr H⁻¹ΔH, the first order of the log determinant,
+          in float64. The rest is off by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (2e-10
+          was seen; tests/refit/test_weights.py allows 1e-9). Tasks with ‖ΔH‖ > LARGE_CHANGE·λ have
+          ΔH in float64.
         """
         if self.phi.shape[1] < MANY_FEATURES or not self.refit.fits_single_precision:
             half, positive = self._compute_half_logdet_change(
@@ -391,9 +403,9 @@ class Group:
         if self.refit.options.tolerance >= SINGLE_TOLERANCE:
             return self._compute_increments_in_single(point, precision, initial)
         packed, trace = self._sum_packed_change(point, initial, torch.float32)
-        size = (2 * packed.square().sum(-1)).sqrt()
-        # `size` is ‖ΔH‖ up to a factor √2: an entry of the packed form stands for 1, 2 or 4 of ΔH.
-        large = (size > LARGE_CHANGE * initial.least_eigenvalue).nonzero().squeeze(-1)
+        # ‖ΔH‖ up to a factor √2: an entry of the packed form stands for 1, 2 or 4 of ΔH.
+        change_norm = (2 * packed.square().sum(-1)).sqrt()
+        large = (change_norm > LARGE_CHANGE * initial.least_eigenvalue).nonzero().squeeze(-1)
         packed = packed.double()
         if large.numel():
             in_double = self.select_tasks(large)._sum_packed_change(
@@ -408,10 +420,11 @@ class Group:
     def _compute_increments_in_single(
         self, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `_compute_increments_by_factors` does with matrices in single precision.
+        """Compute what `_compute_increments_by_factors` does, with matrices in float32.
 
-        The trace of H⁻¹ΔH is summed in double precision. Tasks with a small step have log|I + ΛK| +
-        tr H⁻¹ΔH and no matrix, where a bound on what that leaves out is small enough.
+        The trace of H⁻¹ΔH is summed in float64. A task with a small step takes −½[log|I + ΛK| + tr
+        H⁻¹ΔH], without a matrix, if the bound on ‖H⁻¹ΔH‖ is small: what this leaves out is of the
+        order of its square (see LOOSE).
         """
         single = point.float()
         value = torch.empty(len(point), dtype=torch.float64)
@@ -438,9 +451,10 @@ class Group:
     def _compute_increments_with_exact_trace(
         self, change: PackedChange, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Return the increments (m,) from a rounded ΔH, and where the determinant exists (m,).
+        """Compute the increments (m,) from a rounded ΔH, and where the determinant exists (m,).
 
-        The trace of the rounded ΔH is replaced by the exact one. point (m, P), precision (m, C, C).
+        To first order the log determinant is tr H⁻¹ΔH. That of the rounded ΔH is replaced by
+        `change.trace`, which is in float64. point (m, P), precision: Λ of the new rows (m, C, C).
         """
         rounding = change.trace - change.packed.double() @ initial.packed_inverse
         half, positive = self._compute_half_logdet_change(change.packed, point, precision, initial)
@@ -451,10 +465,9 @@ class Group:
     ) -> tuple[Tensor, Tensor]:
         """Compute ½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,), and where it exists (m,).
 
-        It exists where the matrix is positive definite. change (m, pairs · v) is the packed ΔH;
-        matrices have its precision. point (m, P), precision (m, C, C) of the new rows. The value is
-        a sum of logarithms of ratios of pivots, which are near one: no two large determinants are
-        subtracted.
+        change: the packed ΔH (m, pairs · v), in whose dtype the matrices are. point (m, P),
+        precision: Λ of the new rows (m, C, C). The value is a sum of logarithms of ratios of
+        pivots, which are near one: no two large determinants are subtracted.
         """
         pivots, infos = [], []
         for H in self._yield_task_curvatures(change, point, precision, initial):
@@ -472,10 +485,12 @@ class Group:
     def _yield_task_curvatures(
         self, change: Tensor, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> Iterator[Tensor]:
-        """Yield H + ΔH + JᵀΛJ of as many tasks as fit the cache (k, P, P), in the precision of ΔH.
+        """Yield H̃ = H + ΔH + JᵀΛJ of the tasks as full matrices (k, P, P), k tasks at a time.
 
-        change (m, pairs · v) is the packed ΔH. point (m, P) gives the change of the prior's
-        curvature, precision (m, C, C) is Λ.
+        k is `_matrices_at_once`, and the tasks are in order. change: the packed ΔH of the data (m,
+        pairs · v), in whose dtype the matrices are. point (m, P): where each task is, from which
+        the change of a prior's curvature follows. precision: Λ of the new rows (m, C, C). initial:
+        H, whose contrasts, if any, Λ is projected to.
         """
         m, C, F = len(self.y), initial.outputs, self.phi.shape[1]
         dtype = change.dtype
@@ -486,24 +501,25 @@ class Group:
         new_row = by_pairs.unsqueeze(-1) * multiply_pairs(self.phi).unsqueeze(1)
         packed = new_row.flatten(1).to(dtype) + change
         prior_precision = initial.prior.precision(self.refit.from_basis(point))
-        for part in torch.arange(m).split(self._matrices_at_once):
+        for tasks in torch.arange(m).split(self._matrices_at_once):
             H = (
-                packed[part]
+                packed[tasks]
                 .index_select(1, list_packed_positions(C, F))
                 .reshape(-1, C * F, C * F)
                 .add_(initial.matrix.to(dtype))
             )
             if prior_precision is not None:
-                H += change_basis(prior_precision[part], self.refit.basis).to(dtype)
+                H += change_basis(prior_precision[tasks], self.refit.basis).to(dtype)
             yield H
 
     def _yield_row_changes(
         self, point: Tensor, initial: InitialCurvature
     ) -> Iterator[tuple[Block, Tensor]]:
-        """Yield blocks of rows with Λ(f̃_i) − Λ(f̂_i) of their rows under all tasks (pairs, b, m).
+        """Yield the training rows in blocks, with ΔΛ of their rows in all tasks (pairs, b, m).
 
-        The entries are those of the pairs a ≤ b. Blocks without a change (Gaussian noise) are left
-        out. point (m, P).
+        ΔΛ_i = Λ(f̃_i) − Λ(f̂_i) at points (m, P), times the row's weight, of which the pairs a ≤ b
+        of outputs are kept. initial: its kind is that of Λ, and its contrasts, if any, are the
+        outputs. A block without a change, as with Gaussian noise, is left out.
         """
         if initial.contrasts is not None:
             yield from self._yield_class_row_changes(point, initial.contrasts)
@@ -523,9 +539,9 @@ class Group:
     def _yield_class_row_changes(
         self, point: Tensor, contrasts: Contrasts
     ) -> Iterator[tuple[Block, Tensor]]:
-        """Yield what `_yield_row_changes` does for a softmax, in contrasts of classes.
+        """Yield what `_yield_row_changes` does, for a softmax in contrasts of classes.
 
-        The values at θ̂ are stored for the block.
+        point (m, P). Λ at θ̂ is stored for the block (see `LastLayerRefit.store_for_block`).
         """
         for stored, block, f in self.yield_outputs(point):
             before = self.refit.store_for_block(
@@ -543,10 +559,10 @@ class Group:
     def _sum_packed_change(
         self, point: Tensor, initial: InitialCurvature, dtype: torch.dtype
     ) -> PackedChange:
-        """Compute ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ at points (m, P), packed and in `dtype`.
+        """Compute ΔH = Σ_i ΔΛ_i ⊗ φ_iφ_iᵀ at points (m, P), packed and in `dtype`, and tr H⁻¹ΔH.
 
-        It is a product of the tasks' ΔΛ with vech(φφᵀ) of the rows, which all tasks share. The
-        trace of H⁻¹ΔH is summed in double precision.
+        ΔH is one product of the ΔΛ of all tasks with vech(φφᵀ) of the rows, which all tasks share.
+        The trace is Σ_i tr K_iΔΛ_i, with H = `initial`; it is summed in float64.
         """
         m, F = len(point), self.phi.shape[1]
         count = len(list_index_pairs(initial.outputs))
@@ -562,10 +578,10 @@ class Group:
     def _compute_trace_and_bound(
         self, point: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Compute tr H⁻¹ΔH = Σ_i tr K_iΔΛ_i, and a bound on ‖H⁻¹ΔH‖, Σ_i Σ_ab |K_i||ΔΛ_i|: both
-        (m,).
+        """Compute tr H⁻¹ΔH (m,), and a bound on ‖H⁻¹ΔH‖ (m,), for points (m, P) and H = `initial`.
 
-        No matrix is formed: the K_i of the training rows are shared by all tasks.
+        The trace is Σ_i tr K_iΔΛ_i, and the bound Σ_i Σ_ab |K_iab||ΔΛ_iab|. No P×P matrix is
+        formed: all tasks share the K_i of the training rows.
         """
         trace = torch.zeros(len(point), dtype=torch.float64)
         bound = torch.zeros(len(point), dtype=torch.float64)
@@ -577,7 +593,7 @@ class Group:
 
 
 def _cast_target(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return targets in a precision; whole numbers (classes) stay as they are."""
+    """Return targets y, of any shape, in `dtype`; whole numbers (classes) stay as they are."""
     return y.to(dtype) if y.is_floating_point() else y
 
 
@@ -588,22 +604,22 @@ def list_index_pairs(size: int) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=8)
 def list_upper_positions(size: int) -> Tensor:
-    """Return the positions of the pairs a ≤ b in a flattened size × size matrix (pairs,)."""
+    """Return the positions (pairs,) of the pairs a ≤ b in a flattened size × size matrix."""
     return torch.tensor([a * size + b for a, b in list_index_pairs(size)])
 
 
 def multiply_pairs(phi: Tensor) -> Tensor:
-    """Return vech(φφᵀ) of rows, the upper triangles by rows: (b, F) -> (b, F(F + 1)/2)."""
+    """Return vech(φφᵀ) of rows φ (b, F), the upper triangles of φφᵀ by rows: (b, F(F + 1)/2)."""
     triangle = torch.triu_indices(phi.shape[1], phi.shape[1])
     return phi[:, triangle[0]] * phi[:, triangle[1]]
 
 
 @lru_cache(maxsize=8)
 def list_packed_positions(outputs: int, size: int) -> Tensor:
-    """Return the position of each entry of a P×P matrix in its packed form (P²,).
+    """Return the position of each entry of a P×P matrix in its packed form, flattened (P²,).
 
-    The matrix has outputs × outputs symmetric blocks of size × size. The packed form has the upper
-    triangles of the blocks a ≤ b, one after the other.
+    The matrix has outputs × outputs blocks of size × size, P = outputs · size. The packed form is
+    that of the module's docstring.
     """
     triangle = torch.triu_indices(size, size)
     position = torch.empty(size, size, dtype=torch.long)
@@ -623,9 +639,9 @@ def change_basis(H: Tensor, basis: Tensor) -> Tensor:
 
     def solve_left(matrix: Tensor) -> Tensor:
         """Return T⁻¹ M for a matrix M (…, P, P)."""
-        parts = matrix.reshape(*matrix.shape[:-2], P // F, F, P)
+        by_output = matrix.reshape(*matrix.shape[:-2], P // F, F, P)
         solved: Tensor = torch.linalg.solve_triangular(
-            basis.expand(*parts.shape[:-2], F, F), parts, upper=False
+            basis.expand(*by_output.shape[:-2], F, F), by_output, upper=False
         )
         return solved.reshape(matrix.shape)
 
