@@ -1,6 +1,10 @@
 """−½[log|H̃(θ̃)| − log|H(θ̂)|] of refits of any weights.
 
 Determinants are exact (few weights or few rows), frozen at θ̂, or those of the fitted structure.
+
+Terms and symbols are those of `ssla.refit.weights`. Here the kind of a curvature may be "hessian"
+too: the exact −∇² with the network's second derivatives, where the other kinds have JᵀΛJ for each
+row. Few weights are at most SMALL.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ JACOBIANS_AT_ONCE = 1 << 27  # a guess: bytes of Jacobians and matrices formed t
 
 @dataclass(frozen=True, eq=False)
 class Determinants:
-    """Curvature increments of tasks at their modes."""
+    """Curvature increments −½[log|H̃(θ̃)| − log|H(θ̂)|] of tasks at points θ − θ̂ (m, P)."""
 
     posterior: Posterior
     options: Options
@@ -57,11 +61,10 @@ class Determinants:
 
     @cached_property
     def start_factor(self) -> Tensor | None:
-        """Return the Cholesky factor that preconditions the refits (P, P); None where there is
-        none.
+        """Return the Cholesky factor of the H (P, P) that preconditions the refits.
 
-        It is that of the full Hessian at θ̂ of few weights where that is positive definite, else
-        that of the fitted dense curvature.
+        For few weights H is the full Hessian at θ̂, if that is positive definite; otherwise it is
+        the fitted curvature, if its structure is dense. None without such a factor.
         """
         if self.weight_count <= SMALL:
             hessian = self._factorise_start(HESSIAN)
@@ -75,9 +78,10 @@ class Determinants:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the curvature increments of m tasks at points θ − θ̂ (m, P).
 
-        f_new (m, C): outputs at the new inputs x. root (m, C, C): R with R Rᵀ = K. Returns the
-        increments, NaN where they do not exist; where the Fisher information took the place of an
-        indefinite curvature; and where H̃ is positive definite. All are (m,).
+        f_new (m, C): the outputs at the new inputs x (m, …). y (m, …): the new targets. root: R
+        with R Rᵀ = K (m, C, C). Returns the increments, which have no meaning where they do not
+        exist; where the Fisher information took the place of an indefinite curvature; and where H̃
+        is positive definite, so that they exist. All are (m,).
         """
         if self.options.logdet == STRUCTURE:
             return self._compute_increments_by_structure(point, x)
@@ -115,9 +119,9 @@ class Determinants:
         return {}
 
     def _factorise_start(self, curvature_kind: str) -> Tensor | None:
-        """Return the Cholesky factor of H(θ̂) of one kind (P, P); None where it is indefinite.
+        """Return the Cholesky factor of H(θ̂) of one kind (P, P); None if H(θ̂) is indefinite.
 
-        The result is stored: the next call with the same kind needs no pass over the data.
+        It takes a pass over the data. The result is stored for the next call with the same kind.
         """
         if curvature_kind not in self._start_factors:
             H = self._compute_posterior_curvature(
@@ -132,8 +136,9 @@ class Determinants:
     ) -> tuple[Tensor, Tensor]:
         """Compute −½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ (m,), and where it exists (m,).
 
-        point (m, P), y and x of the new rows. No two large determinants are subtracted. More than
-        SMALL weights have theirs in the dual. NaN for all tasks where H(θ̂) is indefinite.
+        point (m, P). y (m, …), x (m, …): those of the new rows. No two large determinants are
+        subtracted. More than SMALL weights have the `Dual` in its place. If H(θ̂) is indefinite,
+        the values are NaN and none exists.
         """
         if self.weight_count > SMALL:
             return self._dual_determinants(point, y, x, curvature_kind)
@@ -142,11 +147,11 @@ class Determinants:
             nan = torch.full((len(point),), torch.nan, dtype=torch.float64)
             return nan, torch.zeros(len(point), dtype=torch.bool)
         values, positive = [], []
-        for part in torch.arange(len(point)).split(self._tasks_at_once):
-            thetas = self.posterior.theta + point[part]
+        for tasks in torch.arange(len(point)).split(self._tasks_at_once):
+            thetas = self.posterior.theta + point[tasks]
             change = (
                 self.compute_augmented_curvature(
-                    curvature_kind, thetas, y[part], take_rows(x, part)
+                    curvature_kind, thetas, y[tasks], take_rows(x, tasks)
                 )
                 - L @ L.mT
             )
@@ -171,18 +176,19 @@ class Determinants:
     def compute_augmented_curvature(
         self, curvature_kind: str, thetas: Tensor, y: Tensor, x: Inputs
     ) -> Tensor:
-        """Return H̃ of one kind at each θ (m, P): (m, P, P).
+        """Compute H̃ of one kind at each θ (m, P): (m, P, P).
 
-        It sums the data, the prior and each task's new row, of target y (m, …) and input x (m, …).
+        It sums the training rows, the prior and a new row for each θ, with target y (m, …) and
+        input x (m, …).
         """
         return self._compute_posterior_curvature(
             curvature_kind, thetas
         ) + self._compute_new_row_curvature(curvature_kind, thetas, y, x)
 
     def _compute_posterior_curvature(self, curvature_kind: str, thetas: Tensor) -> Tensor:
-        """Return −∇²(ℓ_D + log prior) of one kind at each θ (m, P): (m, P, P).
+        """Compute −∇²(ℓ_D + log prior) of one kind at each θ (m, P): (m, P, P).
 
-        It is a pass over the training rows.
+        It takes a pass over the training rows.
         """
         theta_hat, bound_prior = self.posterior.theta, self.prior
         total = as_matrix(bound_prior.precision(theta_hat)).expand(len(thetas), -1, -1)
@@ -198,7 +204,10 @@ class Determinants:
     def _compute_block_gauss_newton(
         self, curvature_kind: str, thetas: Tensor, block: Block
     ) -> Tensor:
-        """Return Σ_i J_i(θ)ᵀ Λ_i J_i(θ) over a block at each θ (m, P): (m, P, P)."""
+        """Compute Σ_i J_i(θ)ᵀ Λ_i J_i(θ) over a block at each θ (m, P): (m, P, P).
+
+        curvature_kind: of Λ, OBSERVED or FISHER.
+        """
         J, f = compute_jacobians_on_same_rows(self.network_outputs, thetas, block.x)
         precision = compute_row_curvature(self.posterior.likelihood, curvature_kind, block.y, f)
         if block.weights is not None:
@@ -206,7 +215,7 @@ class Determinants:
         return J.flatten(1, 2).mT @ (precision @ J).flatten(1, 2)
 
     def _compute_block_hessian(self, thetas: Tensor, block: Block) -> Tensor:
-        """Return −∇² of a block's log likelihood at each θ (m, P): (m, P, P).
+        """Compute −∇² of a block's log likelihood at each θ (m, P): (m, P, P).
 
         The network's second derivatives are included.
         """
@@ -225,7 +234,10 @@ class Determinants:
     def _compute_new_row_curvature(
         self, curvature_kind: str, thetas: Tensor, y: Tensor, x: Inputs
     ) -> Tensor:
-        """Return the curvature of each task's new observation at its θ (m, P): (m, P, P)."""
+        """Compute the curvature of one kind of each new row at its θ (m, P): (m, P, P).
+
+        y (m, …), x (m, …): a target and an input for each θ.
+        """
         new_likelihood = self.posterior.likelihood.predictive
         if curvature_kind == HESSIAN:
 
@@ -245,14 +257,14 @@ class Determinants:
     def _compute_increments_by_structure(
         self, point: Tensor, x: Inputs
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the increments by the structure, fitted again at each θ̃ with the Fisher
-        information.
+        """Compute the increments by the structure, which is fitted again at each θ̃.
 
-        A structure belongs to one θ, so each task is a pass over the data. Returns what `__call__`
-        returns: no task has a fallback, and all determinants exist.
+        It sums the Fisher information. A structure belongs to one θ, so each task takes a pass over
+        the data. point (m, P). x (m, …): the new inputs. Returns what `__call__` returns: no task
+        has a fallback, and all determinants exist. Raises NoFactorError if one does not.
         """
-        by_convention = self.posterior.convention == EXACT_CONVENTION
-        operator = self.posterior.operator if by_convention else self.posterior.data_operator
+        has_prior = self.posterior.convention == EXACT_CONVENTION
+        operator = self.posterior.operator if has_prior else self.posterior.data_operator
         start = operator.logdet()
         increments = [
             -0.5
@@ -263,7 +275,10 @@ class Determinants:
         return torch.tensor(increments, dtype=torch.float64), ~always, always
 
     def _compute_structure_logdet(self, theta: Tensor, x: Inputs) -> float:
-        """Return log|S| of the structure fitted at θ (P,) to the data and one new input."""
+        """Compute log|S| of the structure S, fitted at θ (P,) to the training rows and a new input.
+
+        x (1, …): the new input.
+        """
         network, likelihood = self.posterior.network, self.posterior.likelihood
         sums = self.posterior.statistics.curvature.zero(self.weight_count)
         for block in self.rows:

@@ -82,8 +82,8 @@ def open_training_data(posterior: Posterior, data: Any, purpose: DataPurpose = R
         return source
     call = purpose.call.format("(X, y)")
     raise ValueError(
-        f"{purpose.task} needs the training data again, but {reason}. Give all the data of the fit: "
-        f"{call}."
+        f"{purpose.task} needs the training data again, but {reason}. Give all the data of the "
+        f"fit: {call}."
     )
 
 
@@ -153,10 +153,10 @@ def _factorise_with_weak_prior(posterior: Posterior) -> Operator:
     # The mean curvature vᵀSv/‖v‖², along a direction v that no symmetry of θ singles out. The
     # squares of P cosines sum to about P/2.
     v = torch.arange(len(posterior.theta), dtype=torch.float64).cos()
-    level = 2 * float(v @ curvature.push(v)) / len(v)
-    if precision.dim() == 2 or not 0 < level < float(precision.max()):
+    largest_allowed = 2 * float(v @ curvature.push(v)) / len(v)
+    if precision.dim() == 2 or not 0 < largest_allowed < float(precision.max()):
         return posterior.operator
-    return curvature.with_prior(precision.clamp(max=level))
+    return curvature.with_prior(precision.clamp(max=largest_allowed))
 
 
 def map_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
