@@ -41,7 +41,7 @@ class StructureDeterminants:
     def _make_features(self, white: Tensor) -> Features:
         """Return the Jacobian of features φ = L_B φ' in their own coordinates, for φ' (b, F).
 
-        A structure depends on the coordinates, unlike a determinant.
+        A structure depends on the coordinates; an exact ratio of determinants does not.
         """
         return Features(white @ self.refit.basis.mT, self.refit.outputs)
 
