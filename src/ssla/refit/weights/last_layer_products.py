@@ -16,6 +16,17 @@ of it take its place (`last_layer_blocks`).
 
 `reference` computes the same for one task, without these tricks. What each of them brings was not
 measured alone; `benchmarks/speed/ssla_speed.py` measures all of them together.
+
+Terms and symbols are those of `ssla.refit.weights`. Here too:
+
+whitened     in the basis of `last_layer`: features φ' = L_B⁻¹φ, steps δ' = L_Bᵀδ
+U            H⁻¹Jᵀ at a task's input, one row for each output (C, P)
+c_i          U J_iᵀ (C, C), the covariance of the outputs at the new row and at training row i
+G            (I + ΛK)⁻¹Λ of the new row (C, C). The new row explains the part UᵀGU of H⁻¹, so that
+             H₁⁻¹ = H⁻¹ − UᵀGU; it explains tr(G Σ_i c_iΔΛ_ic_iᵀ) of the trace
+remainder    tr[log(I + A) − A]
+part         some rows of a block that stay in the processor's cache
+shared       the curvature at θ̂ that all tasks use, in one of three forms
 """
 
 from __future__ import annotations
@@ -107,10 +118,10 @@ OFFSET = 0.5  # a guess: where systematic sampling of rows begins
 
 @dataclass(frozen=True, eq=False)
 class ProductsRefit:
-    """All refits of one posterior's last layer at inputs x. `solve` takes any tasks (row of x, y).
+    """All refits of one posterior's last layer at inputs x.
 
-    Points are δ' (m, P): outputs × whitened features. Everything that is a product is in `dtype`,
-    sums over rows of increments are in float64.
+    An `Engine`: `solve` takes any tasks (row of x, y). Points are whitened steps δ' (m, P).
+    Products with the features are in `dtype`, and sums of increments over rows in float64.
     """
 
     posterior: Posterior
@@ -131,11 +142,12 @@ class ProductsRefit:
         return is_large_problem(self.posterior)
 
     def choose_allowed_errors(self, log_density: Tensor) -> Tensor:
-        """Return the standard error at which probing of each log density ends (m,).
+        """Return the standard error that each log density may have (m,), where its estimate ends.
 
-        log_density (m,): log densities that are nearly right. Errors e of log probabilities change
-        the predictive by a Kullback–Leibler divergence of about ½ Σ p e². A large problem therefore
-        allows LARGE_ERROR/√p for a probability p, and at most RARE_ERROR times LARGE_ERROR.
+        log_density (m,): approximate log densities. Errors e of log probabilities change the
+        predictive by a Kullback–Leibler divergence of about ½ Σ p e². A large problem therefore
+        allows LARGE_ERROR/√p for a probability p, and at most RARE_ERROR times LARGE_ERROR. A small
+        problem allows ERROR.
         """
         if not self.is_large:
             return torch.full_like(log_density, ERROR)
@@ -143,10 +155,10 @@ class ProductsRefit:
 
     @cached_property
     def shared_vectors(self) -> SharedVectors | None:
-        """Return the random vectors with their outputs on all training rows; None without a sketch.
+        """Return the random vectors of the sketch with their outputs on all training rows.
 
-        The sketch is for large problems whose rows are kept in memory, and only where the vectors
-        fit a quarter of the memory budget.
+        None without a sketch. The sketch is for large problems whose rows are kept in memory, and
+        only where the vectors fit a quarter of the memory budget.
         """
         if not self.is_large or self.rows.kept is None or not isinstance(self.shared, SharedFactor):
             return None
@@ -180,10 +192,10 @@ class ProductsRefit:
 
     @property
     def tasks_at_once(self) -> int:
-        """Return the number of tasks that are solved together, by the memory budget.
+        """Return the number of tasks that are solved together, at least one.
 
-        They take at most an eighth of it. Where the rows are in memory they are at most MOST_TASKS;
-        otherwise a pass over the rows is expensive.
+        They take at most an eighth of the memory budget. If the rows are in memory, the number is
+        at most MOST_TASKS; otherwise a pass over the rows is expensive, and there is no such limit.
         """
         P = self.gradient.numel()
         C = self.outputs
@@ -196,11 +208,11 @@ class ProductsRefit:
 
     @cached_property
     def prior(self) -> PriorChange:
-        """Return the change of log π with a step from θ̂, as an object."""
+        """Return the change of log π with a step from θ̂, as an object: the prior increment."""
         return PriorChange(self.posterior.bound_prior, self.posterior.theta)
 
     def from_basis(self, point: Tensor) -> Tensor:
-        """Return steps δ' (m, P) in the coordinates of θ, in float64: δ = L_B⁻ᵀδ' (m, P).
+        """Return whitened steps δ' (m, P) in the coordinates of θ, in float64: δ = L_B⁻ᵀδ' (m, P).
 
         Each output has its own F coordinates.
         """
@@ -209,7 +221,7 @@ class ProductsRefit:
         return solved.mT.reshape(point.shape)
 
     def to_basis(self, gradient: Tensor) -> Tensor:
-        """Return a gradient (P,) in the coordinates δ', in `dtype`: L_B⁻¹g (P,).
+        """Return a gradient g (P,) in the coordinates δ', in `dtype`: L_B⁻¹g (P,).
 
         Each output has its own F coordinates.
         """
@@ -229,8 +241,8 @@ class ProductsRefit:
     def covariances(self, block: Block) -> Tensor:
         """Return K = J H⁻¹ Jᵀ at the rows of a block (b, C, C).
 
-        Results are stored for kept blocks while they fit an eighth of the memory budget. It is not
-        for blocks of H, which have variances alone.
+        Results are stored for kept blocks while they fit an eighth of the memory budget. Raises
+        AssertionError for `SharedBlocks`, which have variances alone.
         """
         stored = self._stored_covariances
         covariances = stored.get(id(block))
@@ -245,7 +257,7 @@ class ProductsRefit:
     # --- one group of tasks ----------------------------------------------------------------
 
     def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
-        """Find the mode of each task, for x_rows (m,) and y (m, …); see `Engine`."""
+        """Find the mode of each task, for x_rows (m,) and y (m, …): see `Engine`."""
         return self._find_modes(Group(self, x_rows, y), progress)
 
     def solve(
@@ -255,10 +267,10 @@ class ProductsRefit:
         progress: Progress | None = None,
         at: Ascent | None = None,
     ) -> Solved:
-        """Compute the three increments of m tasks, each at its own mode.
+        """Compute the three increments of m tasks, each at its own mode: see `Engine`.
 
-        x_rows (m,): the row of x of each task. y (m, …). at: see `Engine`. Tasks that do not reach
-        their mode, or whose determinant does not exist, are marked as not converged.
+        x_rows (m,): the row of x of each task. y (m, …). Tasks that do not reach their mode, or
+        whose determinant does not exist, are marked as not converged.
         """
         group = Group(self, x_rows, y)
         ascent = self._find_modes(group, progress) if at is None else at
@@ -286,7 +298,7 @@ class ProductsRefit:
         )
 
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return False for each task (m,): f is linear, so that refits are quick."""
+        """Return False for each task (m,): f is linear in θ, so that refits are quick."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
     def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
@@ -295,7 +307,7 @@ class ProductsRefit:
         return self.posterior.theta + self.from_basis(ascent.point)
 
     def _find_modes(self, group: Group, progress: Progress | None = None) -> Ascent:
-        """Find the modes of a group's tasks with the shared preconditioner."""
+        """Find the modes of a group's tasks with the curvature at θ̂ that all tasks share."""
         options = self.options
         return ascend(
             group.evaluate,
@@ -308,22 +320,20 @@ class ProductsRefit:
 
 
 class CurvatureIncrements(NamedTuple):
-    """−½[log|H̃(θ̃)| − log|H(θ̂)|] of m tasks, where H̃ is positive definite, and the standard
-    error of the value. All are (m,).
-    """
+    """The curvature increments −½[log|H̃(θ̃)| − log|H(θ̂)|] of m tasks. All are (m,)."""
 
     value: Tensor
-    positive: Tensor
-    error: Tensor
+    positive: Tensor  # where H̃ is positive definite, so that the value exists
+    error: Tensor  # the standard error of the value
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """m tasks that are solved together."""
+    """m tasks that are solved together. Points are whitened steps δ' (m, P)."""
 
     refit: ProductsRefit
-    x_rows: Tensor
-    y: Tensor
+    x_rows: Tensor  # the row of x of each task (m,)
+    y: Tensor  # the target that each task adds (m, …)
 
     def select_tasks(self, tasks: Tensor) -> Group:
         """Return the group of some of the tasks (k,), with the values that were computed for them.
@@ -332,12 +342,12 @@ class Group:
         """
         if len(tasks) == len(self.y):
             return self
-        part = Group(self.refit, self.x_rows[tasks], self.y[tasks])
+        selected = Group(self.refit, self.x_rows[tasks], self.y[tasks])
         cached = ("phi", "f", "U", "K", "root")
-        part.__dict__.update(
+        selected.__dict__.update(
             {name: self.__dict__[name][tasks] for name in cached if name in self.__dict__}
         )
-        return part
+        return selected
 
     @cached_property
     def phi(self) -> Tensor:
@@ -379,9 +389,10 @@ class Group:
         )
 
     def compute_start_point(self) -> Tensor:
-        """Return where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
+        """Compute where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
 
-        Where some outputs are not allowed the ascent starts at θ̂, which is allowed.
+        If the likelihood does not allow all outputs, the ascent starts at θ̂ (zeros), which is
+        allowed.
         """
         refit = self.refit
         if not refit.new_likelihood.linear_domain:
@@ -390,18 +401,15 @@ class Group:
         return START_SHARE * torch.einsum("mc,mcp->mp", u.to(refit.dtype), self.U)
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks (m,) at points (m, P), and H₁⁻¹ of it.
+        """Compute the gradient of the objective at points (m, P), and the step H₁⁻¹ of it.
 
-        It is the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂). Differences from θ̂ are taken
-        row by row, so that g₀ cancels exactly.
+        tasks (m,): the numbers of the tasks in this group. Differences from θ̂ are taken row by
+        row, so that g₀ cancels exactly. The gradient is NaN where an output is not allowed.
         """
         return self.select_tasks(tasks)._evaluate_all(point)
 
     def _evaluate_all(self, point: Tensor) -> Slope:
-        """Compute gradients and steps of all tasks at points (m, P).
-
-        The gradient is NaN where an output is not allowed.
-        """
+        """Compute what `evaluate` does for all tasks of the group, at points (m, P)."""
         refit = self.refit
         f_new = self.f + self.push(point).double()
         gradient, outside = self._compute_data_gradient_change(point)
@@ -421,7 +429,7 @@ class Group:
         return Slope(gradient, z - torch.einsum("mc,mcp->mp", u.to(z.dtype), self.U))
 
     def _compute_data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
+        """Compute the change of the data's gradient ∇ℓ_D from θ̂ (m, P), for points (m, P).
 
         The second result marks tasks for which the output of a training row is not allowed (m,).
         """
@@ -440,20 +448,20 @@ class Group:
         return total.reshape(C, m, -1).movedim(0, 1).reshape(m, -1), outside
 
     def pull(self, u: Tensor) -> Tensor:
-        """Return Jᵀu at each task's input (m, P), for u (m, C)."""
+        """Return Jᵀu at each task's input (m, P), whitened, for u (m, C)."""
         return (u.to(self.phi.dtype).unsqueeze(-1) * self.phi.unsqueeze(1)).flatten(1)
 
     def compute_prior_gradient_change(self, point: Tensor) -> Tensor:
-        """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P)."""
+        """Compute ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P), for points (m, P)."""
         by_output = point.reshape(len(point), self.refit.outputs, -1).movedim(1, 0)
         return -(by_output @ self.refit.prior_precision).movedim(0, 1).reshape(point.shape)
 
     def yield_parts(self, columns: int) -> Iterator[tuple[Block, Block, slice]]:
-        """Yield parts of the training rows that stay in the cache.
+        """Yield the training rows in parts that stay in the processor's cache.
 
-        The values are a block, a part of it, and the rows of the part in the block. columns: the
-        numbers that are worked on for each row. A part has CACHE_ELEMENTS/columns rows, at least
-        FEWEST_ROWS.
+        The three values are a block, the part of it as a block, and the slice of the block's rows
+        that the part has. columns: how many numbers are worked on for each row. A part has
+        CACHE_ELEMENTS/columns rows, at least FEWEST_ROWS; the last of a block may have fewer.
         """
         rows_at_once = max(CACHE_ELEMENTS // columns, FEWEST_ROWS)
         for block in self.refit.rows:
@@ -467,16 +475,19 @@ class Group:
                 )
 
     def compute_output_changes(self, x: Tensor, step: Tensor) -> Tensor:
-        """Return the change φᵀΔ of the outputs of rows under m steps (m, b, C).
+        """Compute the change φᵀδ of the outputs of rows under m steps (m, b, C).
 
-        x (b, F) are features, step (C, m, F) the steps by output. The result is stored
-        component-major.
+        x: the features φ of the rows (b, F). step: the steps by output (C, m, F). The result is
+        stored component-major.
         """
-        moved: Tensor = (step.flatten(0, 1) @ x.mT).unflatten(0, step.shape[:2])
-        return moved.movedim(0, -1)
+        change: Tensor = (step.flatten(0, 1) @ x.mT).unflatten(0, step.shape[:2])
+        return change.movedim(0, -1)
 
     def yield_outputs(self, point: Tensor) -> Iterator[tuple[Block, Tensor]]:
-        """Yield parts of the training rows with the outputs of all tasks on them (m, b, C)."""
+        """Yield the training rows in parts, with their outputs in all tasks (m, b, C).
+
+        point (m, P). The outputs are stored component-major.
+        """
         m, C = self.f.shape
         step = split_by_output(point, C)
         for _, part, _ in self.yield_parts(m * C):
@@ -485,10 +496,10 @@ class Group:
     def compute_likelihood_and_prior(
         self, point: Tensor, changes: RowChanges
     ) -> tuple[Tensor, Tensor]:
-        """Return the likelihood increments, with the tilt, and the prior increments (m,).
+        """Compute the likelihood increments, with the tilt, and the prior increments: both (m,).
 
-        point (m, P): the modes. changes: those of the training rows there. mode="as_is" has no
-        tilt.
+        point (m, P): the modes. changes: those of the training rows there. With mode="as_is" there
+        is no tilt.
         """
         refit = self.refit
         step = refit.from_basis(point)
@@ -501,7 +512,7 @@ class Group:
     # --- determinants ----------------------------------------------------------------------
 
     def compute_new_row_precision(self, point: Tensor) -> Tensor:
-        """Return Λ (m, C, C) of each task's new row at its outputs f̃, for points (m, P)."""
+        """Compute Λ of each task's new row (m, C, C) at points (m, P), of the shared kind."""
         f_new = self.f + self.push(point).double()
         return compute_row_curvature(
             self.refit.new_likelihood, self.refit.shared.curvature_kind, self.y, f_new
@@ -517,10 +528,10 @@ class Group:
     ) -> CurvatureIncrements:
         """Compute the curvature increments at points (m, P) by the terms of the module's docstring.
 
-        precision (m, C, C): Λ of the new rows. new_row: what they explain; None: determinants are
-        frozen at θ̂ but for them. changes: those of the training rows. other_increments (m,): the
-        sum of the likelihood and prior increments. It tells how probable a y is, and so which error
-        is allowed.
+        precision: Λ of the new rows (m, C, C). new_row: what they explain; None: the training rows
+        keep their curvature at θ̂. changes: those of the training rows. other_increments (m,): the
+        sum of the likelihood and prior increments. It tells how probable a y is, and thus which
+        error is allowed.
         """
         refit = self.refit
         value, positive = compute_new_row_increment(self.root, precision)
@@ -534,6 +545,7 @@ class Group:
         trace = changes.trace
         assert trace is not None
         value = value - 0.5 * trace
+
         # The log densities, up to the remainder that is estimated below.
         target = refit.choose_allowed_errors(other_increments + value)
         remainder = torch.zeros_like(value)
@@ -564,10 +576,10 @@ class Group:
         error: Tensor,
         not_done: Tensor,
     ) -> None:
-        """Estimate tr[log(I + A) − A] of tasks by the sketch, in place, all (m,).
+        """Estimate the remainders of the tasks that are `not_done` by the sketch, in place.
 
-        Writes `remainder` and its `error`, and sets `not_done` to False where the error is at most
-        ENOUGH times the target.
+        It writes `remainder` and the `error` of the increment, and sets `not_done` to False where
+        that error is at most ENOUGH times the target: all (m,). new_row, changed: of all tasks.
         """
         for count in (FEW_ROWS_SKETCHED, MANY_ROWS_SKETCHED):
             tasks = not_done.nonzero().squeeze(-1)
@@ -585,8 +597,9 @@ class Group:
     ) -> CurvatureIncrements:
         """Return the increments `at_new_row` with what the training rows change, by blocks of H.
 
-        The formula is that of `ssla.refit.weights.last_layer_blocks`. Tasks run one by one, because
-        each has sampled rows of its own.
+        at_new_row: −½ log|I + ΛK| of each task. point (m, P). shared: the blocks. The formula is
+        that of `ssla.refit.weights.last_layer_blocks`. Tasks run one by one, because each has
+        sampled rows of its own.
         """
         likelihood = self.refit.posterior.likelihood
         value = at_new_row.value.clone()
@@ -614,9 +627,10 @@ class Group:
     def sketch_remainders(
         self, tasks: Tensor, new_row: NewRow, changed: ChangedRows, count: int
     ) -> tuple[Tensor, Tensor]:
-        """Estimate tr[log(I + A) − A] of some tasks (k,) from the shared vectors on `count` rows.
+        """Estimate the remainders of some tasks (k,) from the shared vectors, on `count` rows.
 
         Returns the estimates (k,), and half of their standard errors (k,): those of the increments.
+        Raises AssertionError without shared vectors.
         """
         shared = self.refit.shared_vectors
         assert shared is not None
@@ -637,9 +651,10 @@ class Group:
     def _sample_rows(
         self, task: int, new_row: NewRow, changed: ChangedRows, count: int, shared: SharedVectors
     ) -> Sampled:
-        """Sample about `count` training rows by how much one task changes them.
+        """Sample about `count` training rows, in proportion to how much one task changes them.
 
-        Vectors and covariances become those of H₁, which includes the new row.
+        task: its number. new_row, changed: of all tasks. The vectors and covariances of these rows
+        become those of H₁, which includes the new row.
         """
         outputs = changed.outputs
         pi = compute_sampling_probabilities(changed.sizes[task], count)
@@ -660,10 +675,10 @@ class Group:
         return Sampled(shared.y[rows], shared.f[rows], f, weight, inverse, v, K)
 
     def sum_row_changes(self, point: Tensor, new_row: NewRow | None) -> RowChanges:
-        """Sum over the training rows at points (m, P): changes of log likelihoods, and traces.
+        """Sum the changes of the training rows at points (m, P): of log likelihoods, and traces.
 
-        new_row: what the new rows explain. Without it, or with blocks of H, only log likelihoods
-        are needed. With shared vectors the changes of each row are returned too.
+        new_row: what the new rows explain. If it is None, or with blocks of H, only the log
+        likelihoods are summed. With shared vectors the result has the change of each row too.
         """
         refit = self.refit
         if new_row is None or isinstance(refit.shared, SharedBlocks):
@@ -676,6 +691,7 @@ class Group:
         outputs = important.any(0).nonzero().squeeze(-1)
         explained = new_row.explained[:, outputs][:, :, outputs]
         U = self._select_U_by_output(first, outputs)
+
         log_prob = torch.zeros(m, dtype=torch.float64)
         trace = torch.zeros(m, dtype=torch.float64)
         step = split_by_output(point, C)
@@ -694,6 +710,7 @@ class Group:
                 sizes.append(variances * score_change.norm(dim=-1))
                 new_outputs.append(f.movedim(-1, 0))
                 cross_covariances.append(c)
+
         if refit.shared_vectors is None:
             return RowChanges(log_prob, trace)
         changed = ChangedRows(
@@ -706,16 +723,16 @@ class Group:
         return RowChanges(log_prob, trace, changed)
 
     def _sum_log_prob_changes(self, point: Tensor) -> Tensor:
-        """Return the change of the data's log likelihood from θ̂ at points (m, P): (m,)."""
+        """Sum the change of the training rows' log likelihoods from θ̂ at points (m, P): (m,)."""
         log_prob = torch.zeros(len(point), dtype=torch.float64)
         for part, f in self.yield_outputs(point):
             log_prob += self.compute_log_prob_change(part, f)
         return log_prob
 
     def _compute_trace_change(self, part: Block, f: Tensor, K: Tensor) -> Tensor:
-        """Return Σ_i tr(K_iΔΛ_i) over the rows of a part (m,), summed in float64.
+        """Compute Σ_i tr(K_iΔΛ_i) over the rows of a part (m,), summed in float64.
 
-        f (m, b, C): their outputs. K (b, C, C): their covariances.
+        f: their outputs in all tasks (m, b, C). K: their covariances at θ̂ (b, C, C).
         """
         likelihood, fisher = self.refit.posterior.likelihood, self.refit.uses_fisher
         change = likelihood.precision_trace(part.y, f, K, fisher)
@@ -726,10 +743,11 @@ class Group:
     def _compute_explained_trace(
         self, part: Block, f: Tensor, c: Tensor, explained: Tensor, tasks_at: list[Tensor]
     ) -> Tensor:
-        """Return tr(G Σ_i c_iΔΛ_ic_iᵀ) over the rows of a part (m,), which the new rows explain.
+        """Compute tr(G Σ_i c_iΔΛ_ic_iᵀ) over the rows of a part (m,), which the new rows explain.
 
-        f (m, b, C): the outputs of the rows. c (k, b, C, r): c_iᵀ at the k inputs. explained
-        (m, r, r): G of each task. tasks_at: the tasks at each input, which share c_i.
+        f: the outputs of the rows in all tasks (m, b, C). c: c_iᵀ at the k distinct inputs, for r
+        outputs of the new row (k, b, C, r). explained: G of each task (m, r, r). tasks_at: the
+        tasks at each input, which share c_i.
         """
         likelihood, fisher = self.refit.posterior.likelihood, self.refit.uses_fisher
         total = torch.zeros(len(explained), dtype=torch.float64)
@@ -742,9 +760,10 @@ class Group:
         return total
 
     def _select_U_by_output(self, first: Tensor, outputs: Tensor) -> Tensor:
-        """Return rows of U = H⁻¹Jᵀ at some inputs by output, as (C, k · r, F).
+        """Return some rows of U at some inputs, by output: (C, k · r, F).
 
-        first (k,): a task at each of the inputs. outputs (r,): the rows of U, which may be none.
+        first (k,): a task at each of the inputs. outputs (r,): the numbers of the rows of U; r may
+        be zero.
         """
         k, r = len(first), len(outputs)
         # The shapes are stated in full: −1 is ambiguous where r is zero.
@@ -753,9 +772,9 @@ class Group:
         return U.permute(2, 0, 1, 3).reshape(C, k * r, F).contiguous()
 
     def compute_log_prob_change(self, part: Block, f: Tensor) -> Tensor:
-        """Return Σ_i of the change of log p(y_i|f_i) from θ̂ (m,), summed in float64.
+        """Compute the change of Σ_i log p(y_i|f_i) of the rows of a part from θ̂ (m,), in float64.
 
-        f (m, b, C): the outputs of the rows of `part`.
+        f: their outputs in all tasks (m, b, C).
         """
         change = self.refit.posterior.likelihood.log_prob_difference(part.y, f, part.f)
         change = change if part.weights is None else change * part.weights
@@ -763,9 +782,7 @@ class Group:
 
 
 class ChangedRows(NamedTuple):
-    """The change of the training rows under m tasks at k inputs, as the sketch of determinants
-    needs it.
-    """
+    """How m tasks at k distinct inputs change each training row, as the sketch needs it."""
 
     input_numbers: Tensor  # the number of each task's input among the k (m,)
     outputs: Tensor  # the outputs of the new rows that explain anything (r,)
@@ -777,18 +794,18 @@ class ChangedRows(NamedTuple):
 
 
 class RowChanges(NamedTuple):
-    """The contributions of the training rows to the increments of m tasks."""
+    """What the training rows contribute to the increments of m tasks."""
 
-    log_prob: Tensor  # of all rows, at the mode less at θ̂ (m,)
+    log_prob: Tensor  # the change of their log likelihood from θ̂ to the mode (m,)
     # tr H₁⁻¹ΔH = Σ_i tr(K_iΔΛ_i) − tr(G Σ_i c_iΔΛ_ic_iᵀ), c_i = U J_iᵀ (m,)
     trace: Tensor | None = None
-    rows: ChangedRows | None = None  # where there are shared vectors
+    rows: ChangedRows | None = None  # None without shared vectors
 
 
 def number_distinct_inputs(x_rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of each task's input among the distinct ones (m,), for x_rows (m,).
+    """Number the distinct inputs of tasks, for x_rows (m,), the row of x of each task.
 
-    The second result is the first task at each distinct input (k,).
+    Returns the number of each task's input (m,), and the first task at each distinct input (k,).
     """
     unique, index = x_rows.unique(return_inverse=True)
     first = torch.stack([(index == k).nonzero()[0, 0] for k in range(len(unique))])
@@ -796,8 +813,9 @@ def number_distinct_inputs(x_rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def is_large_problem(posterior: Posterior) -> bool:
-    """Return whether rows × parameters exceed LARGE: products are slow, so larger errors are
-    allowed.
+    """Return whether a problem is large: its training rows × parameters exceed LARGE.
+
+    Products are slow there, so larger errors are allowed.
     """
     return posterior.statistics.n * posterior.theta.numel() > LARGE
 
@@ -807,17 +825,18 @@ def open_products(
 ) -> ProductsRefit:
     """Prepare all refits of a last layer at inputs x: everything that does not depend on y.
 
-    A pass over the data sums gradient and basis at θ̂, another one the curvature. data: the
-    training data; None: those of the posterior. single: products are in float32, unless H is not
-    positive definite in it. ValueError where the data are not those of the fit or cannot be read
-    again; NoFactorError where the curvature at θ̂ is not positive definite.
+    A pass over the data sums gradient and basis at θ̂, another one the curvature. x: N inputs.
+    data: the training data; None: those of the posterior. single: products are in float32, unless H
+    is not positive definite in it. Raises ValueError if the data are not those of the fit or cannot
+    be read again, and NoFactorError if the curvature at θ̂ is not positive definite. Warns if the
+    curvature has to be that of the fitted structure.
     """
     network, budget = posterior.network, posterior.memory_budget
     C, F = network.outputs, posterior.theta.numel() // network.outputs
     dtype = torch.float32 if single else torch.float64
 
     def prepare_inputs(inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the features with their column of ones (b, F), and f̂ (b, C)."""
+        """Return the features of cast inputs, with their column of ones (b, F), and f̂ (b, C)."""
         f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.with_ones().to("cpu", dtype), f.double()
@@ -825,6 +844,7 @@ def open_products(
     rows = replace(open_rows(posterior, data, prepare_inputs), size=count_stored_bytes)
     n, gradient, data_curvature = sum_gradient_and_curvature(posterior, rows)
     check_same_data(posterior, n, gradient)
+
     matrix_fits = count_factor_bytes(C, F, dtype) <= budget
     vectors = 0  # of the blocks that take the place of a P×P matrix
     if not matrix_fits and rows.kept is not None:
@@ -838,6 +858,7 @@ def open_products(
     whitening = _Whitening(basis if is_whitened else None, dtype)
     rows = rows.map_chunks(whitening.whiten_block)
     prior = _transform_prior(prior_precision, basis, dtype)
+
     shared: SharedFactor | SharedBlocks | SharedStructure | None
     if is_whitened:
         kinds = _list_curvature_kinds(options, single)
@@ -849,13 +870,15 @@ def open_products(
         if single:
             return open_products(posterior, x, options, data, single=False)
         raise _make_no_factor_error(prior_precision)
-    parts = [prepare_inputs(network.cast(part)) for part in network.chunks(as_inputs(x), budget)]
+
+    chunks = network.chunks(as_inputs(x), budget)
+    inputs_in_chunks = [prepare_inputs(network.cast(chunk)) for chunk in chunks]
     return ProductsRefit(
         posterior=posterior,
         options=options,
         rows=rows,
-        features=whitening.whiten_features(torch.cat([phi for phi, _ in parts])),
-        f=torch.cat([f for _, f in parts]),
+        features=whitening.whiten_features(torch.cat([phi for phi, _ in inputs_in_chunks])),
+        f=torch.cat([f for _, f in inputs_in_chunks]),
         basis=basis,
         gradient=gradient + posterior.bound_prior.gradient(posterior.theta),
         shared=shared,
@@ -867,7 +890,8 @@ def open_products(
 def _factorise_basis(data_curvature: Tensor, prior_precision: Tensor) -> Tensor:
     """Return the basis L_B (F, F): the Cholesky factor of the mean curvature over outputs.
 
-    data_curvature (F, F), prior_precision (C, F). NoFactorError where it is not positive definite.
+    data_curvature: that mean of the data (F, F). prior_precision: of each output (C, F). Raises
+    NoFactorError if their sum is not positive definite.
     """
     basis: Tensor
     basis, info = torch.linalg.cholesky_ex(data_curvature + torch.diag(prior_precision.mean(0)))
@@ -877,7 +901,10 @@ def _factorise_basis(data_curvature: Tensor, prior_precision: Tensor) -> Tensor:
 
 
 def _make_no_factor_error(prior_precision: Tensor) -> NoFactorError:
-    """Return the error for a curvature that is not positive definite."""
+    """Return the error, to be raised, for a curvature that is not positive definite.
+
+    prior_precision (C, F): its text names a likely cause by it.
+    """
     return NoFactorError(
         factorisation_error_text(prior_precision.flatten(), " on the data to refit on")
     )
@@ -909,7 +936,10 @@ class _Whitening:
         return white.mT.to(self.dtype).contiguous()
 
     def whiten_block(self, block: Block) -> Block:
-        """Return a block with features in the basis, in the dtype of the products."""
+        """Return a block with its features in the basis, and all its numbers in `dtype`.
+
+        Targets that are whole numbers stay as they are.
+        """
         f = block.f.to(self.dtype).mT.contiguous().mT  # component-major, as those of many tasks
         y = block.y.to(self.dtype) if block.y.is_floating_point() else block.y
         weights = None if block.weights is None else block.weights.to(self.dtype)
@@ -921,8 +951,8 @@ def sum_gradient_and_curvature(
 ) -> tuple[int, Tensor, Tensor]:
     """Sum the gradient and the curvature of the training rows at θ̂, in float64.
 
-    Returns the number of rows, ∇ℓ_D (P,), and the mean over outputs of the diagonal blocks of the
-    data's Fisher information (F, F).
+    The features of `rows` are not whitened yet. Returns the number of rows, ∇ℓ_D (P,), and the mean
+    over outputs of the diagonal blocks of the data's Fisher information (F, F).
     """
     C, likelihood = posterior.network.outputs, posterior.likelihood
     P = posterior.theta.numel()
@@ -933,10 +963,10 @@ def sum_gradient_and_curvature(
         n += block.y.shape[0]
         phi = block.x.double()
         gradient += Features(phi, C).pull(block.apply_weights(likelihood.score(block.y, block.f)))
-        level = block.apply_weights(
+        mean_precision = block.apply_weights(
             likelihood.precision_diagonal(block.y, block.f, fisher=True)
         ).mean(-1)
-        data_curvature += (phi * level.unsqueeze(-1)).mT @ phi
+        data_curvature += (phi * mean_precision.unsqueeze(-1)).mT @ phi
     return n, gradient, data_curvature
 
 
@@ -958,10 +988,11 @@ def _transform_prior(precision: Tensor, basis: Tensor, dtype: torch.dtype) -> Te
 def _share_curvature(
     posterior: Posterior, rows: TrainingRows, prior: Tensor, kinds: tuple[str, ...], vectors: int
 ) -> SharedFactor | SharedBlocks | None:
-    """Factorise the curvature at θ̂ of the first kind for which it is positive definite.
+    """Factorise the curvature at θ̂ of the first of some kinds for which it is positive definite.
 
-    prior (C, F, F): its precision in the basis. vectors: the number of random vectors, where blocks
-    of H take the place of H; 0: all of H is factorised. None where no kind is positive definite.
+    rows: with whitened features. prior: its precision in the basis (C, F, F). vectors: the number
+    of random vectors, if blocks of H take the place of H; 0: all of H is factorised. None if no
+    kind is positive definite.
     """
     likelihood = posterior.likelihood
     contrasts = find_class_contrasts(posterior)
@@ -989,18 +1020,19 @@ def _warn_of_structure(posterior: Posterior) -> None:
 
 
 def find_class_contrasts(posterior: Posterior) -> Contrasts | None:
-    """Return contrasts of classes; None where they would change the answer.
+    """Return contrasts of classes; None if they would change the answer.
 
-    They are exact where the sum over classes has only the prior's curvature and no gradient.
+    They do not change it if the sum over classes has only the prior's curvature and no gradient:
+    for a likelihood that does not depend on that sum, and a prior that is the same for all classes.
     """
     C = posterior.network.outputs
     prior_precision = posterior.bound_prior.precision(posterior.theta).reshape(C, -1)
-    same = torch.equal(prior_precision, prior_precision[:1].expand_as(prior_precision))
-    if not (posterior.likelihood.shift_invariant and same) or posterior.mode == AS_IS:
+    has_equal_priors = torch.equal(prior_precision, prior_precision[:1].expand_as(prior_precision))
+    if not (posterior.likelihood.shift_invariant and has_equal_priors) or posterior.mode == AS_IS:
         return None
     return Contrasts(C)
 
 
 def count_stored_bytes(block: Block) -> int:
-    """Return the bytes of a block as it is kept in memory."""
-    return sum(part.numel() * part.element_size() for part in (block.x, block.f, block.y))
+    """Return the bytes of a block as it is kept in memory, without the weights of its rows."""
+    return sum(values.numel() * values.element_size() for values in (block.x, block.f, block.y))
