@@ -125,12 +125,12 @@ def test_all_weights_in_the_networks_own_structure():
     x, y = next(iter(post.source))[:2]
     f, J = post.network.linearise(post.network.cast(x), post.theta)
     Lambda = post.likelihood.precision(y, f)
-    values = J.dense().values
+    values = J.to_dense().values
     H = torch.einsum("bcp,bcd,bdq->pq", values, Lambda, values) + 0.3 * torch.eye(
         len(post.theta), dtype=torch.float64
     )
     assert torch.linalg.eigvalsh(H)[0] > 0
-    Jx = torch.cat([J.dense().values for _, J in post.linearised(new)])
+    Jx = torch.cat([J.to_dense().values for _, J in post.linearised(new)])
     K = Jx @ torch.linalg.solve(H, Jx.mT)
     assert torch.allclose(OBSERVED(post, new).marginal.covariance, K, rtol=1e-9)
 
