@@ -211,10 +211,10 @@ def _refit_memory(parameters: int, head: bool, refits: int, budget: int) -> int:
     parameters: P. head: whether they are those of a last layer. refits: how many are planned.
     budget: in bytes.
     """
-    each = 8 * parameters * (MATRICES * parameters if head else HISTORY)  # in float64
+    refit_bytes = 8 * parameters * (MATRICES * parameters if head else HISTORY)  # in float64
     # As many refits at a time as half of the budget holds, but at least one.
-    together = min(each * min(refits, TASKS), budget // 2)
-    return min(max(each, together), each * refits)
+    together = min(refit_bytes * min(refits, TASKS), budget // 2)
+    return min(max(refit_bytes, together), refit_bytes * refits)
 
 
 def _operations_in_words(count: int) -> str:

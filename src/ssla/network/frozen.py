@@ -1,4 +1,8 @@
-"""The private copy of the user's module, and how it is called."""
+"""The private copy of the user's module, and how it is called.
+
+An input x is one tensor, or a tuple or dict of tensors; each tensor is a part of it and has a row
+for each observation. To cast x is to check it and to move it to the module's dtype and device.
+"""
 
 from __future__ import annotations
 
@@ -250,9 +254,9 @@ def select_output(result: Any, output: Output) -> Any:
             f"The network returns one tensor, which has no part {output!r}. Omit output=, or give "
             "a function."
         )
-    parts = result_parts(result)
-    if output in parts:
-        return parts[output]
+    parts_by_key = result_parts(result)
+    if output in parts_by_key:
+        return parts_by_key[output]
     # Fields of a named tuple may also be given by index, and an index may be negative.
     if (
         isinstance(output, int)

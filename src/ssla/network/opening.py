@@ -1,4 +1,9 @@
-"""Opening a module: copy it, check it on the first batch, find its free parameters."""
+"""Opening a module: copy it, check it on the first batch, find its free parameters.
+
+The head is the linear layer that computes the outputs. A probe records the calls of one forward
+pass (`ssla.network.watch`). A parameter is tied if it has several names or uses. A link is a
+function such as softmax that a likelihood applies to the outputs itself.
+"""
 
 from __future__ import annotations
 
@@ -210,10 +215,10 @@ def _check_repeatable(frozen: Frozen, x: Inputs, buffers: Mapping[str, Tensor]) 
 
 
 def _check_values(module: nn.Module) -> None:
-    """Raise ValueError for NaN in any parameter or buffer, and for infinite parameters or
-    statistics of norms.
+    """Raise ValueError for parameters and buffers that a trained module cannot have.
 
-    Parameters on the device "meta" raise it too, because they have no values.
+    These are NaN in any of them, infinite parameters, infinite statistics of norms, and parameters
+    on the device "meta", which have no values.
     """
     diverged = "The network has diverged: train it again."
     for name, value in module.named_parameters():
@@ -242,9 +247,7 @@ def _check_values(module: nn.Module) -> None:
 
 
 def check_evaluation_mode(model: nn.Module) -> None:
-    """Raise ValueError if a layer is in training mode, and its outputs would be random or depend on
-    the batch.
-    """
+    """Raise ValueError if a layer in training mode would make outputs random or batch-dependent."""
     for name, layer in model.named_modules():
         is_random = isinstance(layer, RANDOM_IN_TRAINING) or (
             isinstance(layer, nn.RNNBase) and layer.dropout > 0
@@ -314,12 +317,13 @@ def _check_independent_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
     """
     if f.shape[0] < 2:
         return
-    alone = frozen.forward(frozen.cast(take_rows(x, slice(0, 1))))
-    size = float(f.abs().max()) + 1e-30  # positive, also if all outputs are zero
+    f_alone = frozen.forward(frozen.cast(take_rows(x, slice(0, 1))))
+    largest = float(f.abs().max()) + 1e-30  # positive, also if all outputs are zero
     # Kernels for one row may round differently, in half precision by much. The limits 1e-2 and
     # 1e-3 are guesses.
     rounding = 4 * torch.finfo(f.dtype).eps
-    if not torch.allclose(alone, f[:1], rtol=max(1e-2, rounding), atol=max(1e-3, rounding) * size):
+    rtol, atol = max(1e-2, rounding), max(1e-3, rounding) * largest
+    if not torch.allclose(f_alone, f[:1], rtol=rtol, atol=atol):
         raise ValueError(
             "The network's output for a row depends on the other rows of its batch, so a row has "
             "no predictive of its own. Remove batch statistics from its forward (model.eval() for "

@@ -114,12 +114,12 @@ def _tensors_per_layer(given: Mapping[str, Any]) -> int:
 
 
 def compute_recurrence(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, ...]:
-    """Return what torch's function does: the states of the last layer at all times, and the last
-    states of all layers.
+    """Compute what torch's function returns, in steps.
 
-    The former are (times, B, directions · H), or (B, times, directions · H) with batch_first. The
-    latter are h, and c for an LSTM, each (layers · directions, B, H). given: the arguments by name,
-    from `read_recurrence`. projection: computes the products.
+    These are the states of the last layer at all times, (times, B, directions · H), or (B, times,
+    directions · H) with batch_first; and the last states of all layers, h, and c for an LSTM, each
+    (layers · directions, B, H). given: the arguments by name, from `read_recurrence`. projection:
+    computes the products.
     """
     directions = 2 if given["bidirectional"] else 1
     # h, or h and c, each (layers · directions, B, H).

@@ -655,8 +655,6 @@ def open_all_weights(
     if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
         determinants = replace(determinants, prior=posterior.determinant_prior)
     factor = step_curvature.start_factor
-    # `AnyParameters` has no Jacobians but LayerJacobian: the test below is for the type checker.
-    jacobians = [J.double() for _, J in posterior.linearised(x)]
     return AllWeightsRefit(
         posterior=posterior,
         options=options,
@@ -665,15 +663,20 @@ def open_all_weights(
         rows=rows,
         x=inputs_64,
         f=f,
-        jacobian=torch.cat(
-            [J.to_dense().values for J in jacobians if isinstance(J, LayerJacobian)]
-        ),
+        jacobian=_compute_jacobian(posterior, x),
         gradient=gradient,
         precondition=lambda v: solve_rows(posterior.operator, factor, v),
         precondition_single=_precondition_in_single(posterior, factor),
         determinants=determinants,
         step_curvature=step_curvature,
     )
+
+
+def _compute_jacobian(posterior: Posterior, x: Inputs) -> Tensor:
+    """Return J at inputs x (N, C, P), in float64, with all its entries."""
+    # `AnyParameters` has no Jacobians but LayerJacobian: the test below is for the type checker.
+    jacobians = [J.double() for _, J in posterior.linearised(x)]
+    return torch.cat([J.to_dense().values for J in jacobians if isinstance(J, LayerJacobian)])
 
 
 def _sum_gradient(

@@ -421,7 +421,6 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     be read again, and NoFactorError if no curvature at θ̂ is positive definite.
     """
     network = posterior.network
-    C = network.outputs
 
     def prepare_inputs(inputs: Any) -> tuple[Tensor, Tensor]:
         """Return the features (b, F) and f̂ (b, C) of cast inputs, in float64."""
@@ -434,20 +433,7 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     n, gradient, sums = sum_gradient_and_curvature(posterior, rows, kinds)
     check_same_data(posterior, n, gradient)
 
-    theta = posterior.theta
-    objective_prior = PriorChange(posterior.objective_prior, theta)
-    prior_precision = as_matrix(objective_prior.bound.precision(theta))
-    curvatures = {curvature_kind: total + prior_precision for curvature_kind, total in sums.items()}
-    # The basis makes the average of the diagonal blocks the identity.
-    blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
-    basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
-    usable = _factorise_all(curvatures, None if int(info) else basis, C, objective_prior)
-    if not usable:
-        raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
-    determinant_curvatures = usable
-    if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
-        determinant_curvatures = _factorise_without_prior(posterior, sums, basis)
-
+    basis, initial_curvatures, determinant_curvatures = _factorise_start(posterior, sums)
     chunks = network.chunks(as_inputs(x), posterior.memory_budget)
     inputs_in_chunks = [prepare_inputs(network.cast(chunk)) for chunk in chunks]
     return LastLayerRefit(
@@ -457,8 +443,8 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
         features=whiten(torch.cat([phi for phi, _ in inputs_in_chunks]), basis),
         f=torch.cat([f for _, f in inputs_in_chunks]),
         basis=basis,
-        gradient=gradient + objective_prior.bound.gradient(theta),
-        initial_curvatures=usable,
+        gradient=gradient + posterior.objective_prior.gradient(posterior.theta),
+        initial_curvatures=initial_curvatures,
         determinant_curvatures=determinant_curvatures,
         fallback=determinant_curvatures[0].curvature_kind != options.curvature,
     )
@@ -492,6 +478,29 @@ def whiten(phi: Tensor, basis: Tensor) -> Tensor:
     """Return φ' = L_B⁻¹φ for the rows of phi (b, F), as (b, F)."""
     white: Tensor = torch.linalg.solve_triangular(basis, phi.mT, upper=False)
     return white.mT.contiguous()
+
+
+def _factorise_start(
+    posterior: Posterior, sums: Mapping[str, Tensor]
+) -> tuple[Tensor, tuple[InitialCurvature, ...], tuple[InitialCurvature, ...]]:
+    """Choose the basis L_B (F, F), and factorise H(θ̂) in it: for steps, and for determinants.
+
+    sums: the data's curvature (P, P) by kind, FISHER among them. Only kinds for which H is positive
+    definite are returned. Raises NoFactorError if there is none.
+    """
+    C = posterior.network.outputs
+    objective_prior = PriorChange(posterior.objective_prior, posterior.theta)
+    prior_precision = as_matrix(objective_prior.bound.precision(posterior.theta))
+    curvatures = {curvature_kind: total + prior_precision for curvature_kind, total in sums.items()}
+    # The basis makes the average of the diagonal blocks the identity.
+    blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
+    basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
+    usable = _factorise_all(curvatures, None if int(info) else basis, C, objective_prior)
+    if not usable:
+        raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
+    if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
+        return basis, usable, _factorise_without_prior(posterior, sums, basis)
+    return basis, usable, usable
 
 
 def _factorise_without_prior(

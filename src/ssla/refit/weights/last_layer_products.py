@@ -864,8 +864,7 @@ def open_products(
         kinds = _list_curvature_kinds(options, single)
         shared = _share_curvature(posterior, rows, prior, kinds, vectors)
     else:
-        _warn_of_structure(posterior)
-        shared = sample_structure(posterior.operator, C, options.curvature, dtype)
+        shared = _share_structure(posterior, options, dtype)
     if shared is None:
         if single:
             return open_products(posterior, x, options, data, single=False)
@@ -1007,8 +1006,11 @@ def _share_curvature(
     return None
 
 
-def _warn_of_structure(posterior: Posterior) -> None:
-    """Warn that determinants come from the fitted structure, with an error that is not known."""
+def _share_structure(posterior: Posterior, options: Options, dtype: torch.dtype) -> SharedStructure:
+    """Return the fitted structure as the curvature that all tasks share.
+
+    It warns that determinants are those of the structure, with an error that is not known.
+    """
     P = posterior.theta.numel()
     warn(
         f"No matrix of {P:,} × {P:,} fits the "
@@ -1017,6 +1019,7 @@ def _warn_of_structure(posterior: Posterior) -> None:
         "with a larger memory_budget, or use refit='output'.",
         RuntimeWarning,
     )
+    return sample_structure(posterior.operator, posterior.network.outputs, options.curvature, dtype)
 
 
 def find_class_contrasts(posterior: Posterior) -> Contrasts | None:

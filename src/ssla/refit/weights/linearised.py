@@ -594,46 +594,58 @@ def open_linearised(
     memory, or if the data are not those of the fit.
     """
     network, theta = posterior.network, posterior.theta
-    likelihood = posterior.likelihood
     inputs = network.cast(as_inputs(x))
-    reason = find_obstacle_to_linearising(posterior, row_count(inputs), single)
-    if reason is not None:
-        raise ValueError(reason)
+    obstacle = find_obstacle_to_linearising(posterior, row_count(inputs), single)
+    if obstacle is not None:
+        raise ValueError(obstacle)
     Q = choose_output_contrasts(posterior)
     dtype = torch.float32 if single else torch.float64
 
-    def prepare_inputs(part: Inputs) -> tuple[Inputs, Tensor]:
+    def prepare_inputs(block: Inputs) -> tuple[Inputs, Tensor]:
         """Return cast inputs as they are, and f̂ (b, C) in float64."""
-        return part, network.evaluate(part, theta).double()
+        return block, network.evaluate(block, theta).double()
 
     blocks = open_rows(posterior, data, prepare_inputs)
     _check_training_rows(posterior, blocks)
 
-    f = torch.cat([block.f for block in blocks])
-    y = torch.cat([block.y for block in blocks])
-    weights = join_row_weights(list(blocks))
-    curvature_kind, precision = choose_curvature_at_mode(likelihood, options.curvature, y, f)
-    score = likelihood.score(y, f) @ Q
-    precision = Q.mT @ precision @ Q
-    if weights is not None:
-        score = score * weights.unsqueeze(-1)
-        precision = precision * weights[:, None, None]
-
-    jacobians = _open_jacobians(posterior, blocks, inputs, Q, factorise_symmetrically(precision))
+    curvature_kind, rows = _evaluate_rows(posterior, options.curvature, blocks, Q)
+    jacobians = _open_jacobians(
+        posterior, blocks, inputs, Q, factorise_symmetrically(rows.precision)
+    )
     chunks = network.chunks(inputs, posterior.memory_budget)
     return LinearisedRefit(
         posterior=posterior,
         options=options,
-        rows=RowsAtMode(f, y, weights, score, precision.to(dtype)),
+        rows=replace(rows, precision=rows.precision.to(dtype)),
         blocks=blocks,
         x=inputs,
-        f=torch.cat([network.evaluate(part, theta).double() for part in chunks]),
+        f=torch.cat([network.evaluate(chunk, theta).double() for chunk in chunks]),
         Q=Q,
         covariance=form_output_covariance(jacobians, dtype, posterior.memory_budget),
         curvature_kind=curvature_kind,
         dtype=dtype,
         interrupted=Interrupted(),
     )
+
+
+def _evaluate_rows(
+    posterior: Posterior, requested_kind: str, blocks: TrainingRows, Q: Tensor
+) -> tuple[str, RowsAtMode]:
+    """Return the kind of curvature that is used, and all training rows at θ̂, in float64.
+
+    requested_kind: see `choose_curvature_at_mode`. Q (C, c): the contrasts of outputs.
+    """
+    likelihood = posterior.likelihood
+    f = torch.cat([block.f for block in blocks])
+    y = torch.cat([block.y for block in blocks])
+    weights = join_row_weights(list(blocks))
+    curvature_kind, precision = choose_curvature_at_mode(likelihood, requested_kind, y, f)
+    score = likelihood.score(y, f) @ Q
+    precision = Q.mT @ precision @ Q
+    if weights is not None:
+        score = score * weights.unsqueeze(-1)
+        precision = precision * weights[:, None, None]
+    return curvature_kind, RowsAtMode(f, y, weights, score, precision)
 
 
 def _check_training_rows(posterior: Posterior, blocks: TrainingRows) -> None:
