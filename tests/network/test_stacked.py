@@ -48,7 +48,7 @@ def test_a_chain_gives_the_outputs_and_gradients_of_the_network(name, weights):
     thetas = post.theta + 0.3 * torch.randn(
         4, len(post.theta), dtype=torch.float64, generator=torch.Generator().manual_seed(2)
     )
-    f, gradient = chain.outputs_and_gradient(thetas, x, torch.cos)
+    f, gradient = chain.compute_outputs_and_gradient(thetas, x, torch.cos)
     for theta, found, slope in zip(thetas, f, gradient, strict=True):
         free = theta.clone().requires_grad_(True)
         expected = post.network.compute_outputs(post.network.layout.unpack(free), x)

@@ -71,11 +71,11 @@ def estimate_kfac_seconds(extent: Extent) -> float:
         seconds += 2 * rows * layer_inputs**2 / SINGLE_PRODUCTS
         # Each node adds p pᵀ (C, C) to the output factor.
         each_node = outputs * SECONDS_PER_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
-        seconds += rounds * rows * nodes_of_row(rows, outputs) * each_node
+        seconds += rounds * rows * count_nodes_of_row(rows, outputs) * each_node
     return seconds
 
 
-def nodes_of_row(rows: int, classes: int) -> int:
+def count_nodes_of_row(rows: int, classes: int) -> int:
     """Return how many nodes each row of classes has in one pass of `ssla.likelihoods.averages`.
 
     That package and this one do not import each other; tests/network/test_cost.py compares them.

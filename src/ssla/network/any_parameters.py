@@ -29,7 +29,13 @@ from ssla.data import Inputs, input_tensors, map_inputs, row_count, take_rows
 from ssla.network.bounds import shrink_factors, shrink_rows
 from ssla.network.frozen import Frozen, rows_within, split_into_chunks
 from ssla.network.layout import Layout
-from ssla.network.watch import NORM, Call, LayerWatch, inputs_by_position, values_by_position
+from ssla.network.watch import (
+    NORM,
+    Call,
+    LayerWatch,
+    arrange_inputs_by_position,
+    arrange_values_by_position,
+)
 
 MAPPED = (
     "torch.func.vmap over inputs is for posteriors of a last layer, but these weights are others: "
@@ -164,7 +170,7 @@ class AnyParameters:
             """Call the module with `tensors` in place of its own parameters and buffers."""
             return functional_call(self.frozen.module, tensors, args, kwargs)
 
-        with _without_fused_attention():
+        with _disable_fused_attention():
             # The function stands for the module, which is only called.
             result = self.frozen.call_module(call_with_tensors, x)  # type: ignore[arg-type]
         return self.frozen.extract_outputs(result, row_count(x))
@@ -216,7 +222,7 @@ class AnyParameters:
         with torch.enable_grad(), self.frozen.explain_failures(x), watch:
             f = self.compute_outputs(free, x)
         rows = row_count(x)
-        gradients = _gradients_of_outputs(f, [zero for _, _, zero in watch.calls], graph)
+        gradients = _compute_gradients_of_outputs(f, [zero for _, _, zero in watch.calls], graph)
         # By the weight's name and its first row: inputs a and gradients δ of each use.
         uses: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
         columns: dict[str, Tensor] = {}
@@ -225,9 +231,11 @@ class AnyParameters:
                 _add_norm_columns(columns, norms[name], call, call_gradients, rows, graph)
             else:
                 plan = plans[name, call.first]
-                a = _append_bias_input(plan, inputs_by_position(call, rows, plan.axis, graph))
+                a = _append_bias_input(
+                    plan, arrange_inputs_by_position(call, rows, plan.axis, graph)
+                )
                 deltas = [
-                    values_by_position(call, gradient, rows, plan.axis)
+                    arrange_values_by_position(call, gradient, rows, plan.axis)
                     for gradient in call_gradients
                 ]
                 uses.setdefault((name, call.first), []).append((a, torch.stack(deltas, 1)))
@@ -327,7 +335,9 @@ def _compute_gradients(
     ]
 
 
-def _gradients_of_outputs(f: Tensor, zeros: list[Tensor], graph: bool) -> list[list[Tensor]]:
+def _compute_gradients_of_outputs(
+    f: Tensor, zeros: list[Tensor], graph: bool
+) -> list[list[Tensor]]:
     """Return, for each zero that was added to the result of a call, the gradient of each output.
 
     f is (B, C), and a gradient has the shape of its zero. graph: whether the gradients have a graph
@@ -372,8 +382,8 @@ def _add_norm_columns(
     The columns are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift. gradients: those of each
     output in the norm's result. graph: whether the columns are differentiable in x.
     """
-    normalised = inputs_by_position(call, rows, plan.axis, graph)  # x̂ (B, T, out)
-    deltas = [values_by_position(call, gradient, rows, plan.axis) for gradient in gradients]
+    normalised = arrange_inputs_by_position(call, rows, plan.axis, graph)  # x̂ (B, T, out)
+    deltas = [arrange_values_by_position(call, gradient, rows, plan.axis) for gradient in gradients]
     new = {plan.weight: torch.stack([(delta * normalised).sum(1) for delta in deltas], 1)}
     if plan.bias is not None:
         new[plan.bias] = torch.stack([delta.sum(1) for delta in deltas], 1)
@@ -382,7 +392,7 @@ def _add_norm_columns(
 
 
 @contextmanager
-def _without_fused_attention() -> Iterator[None]:
+def _disable_fused_attention() -> Iterator[None]:
     """Switch fused attention off inside the context, and restore the setting after it.
 
     Fused attention kernels have no batching rule, and the fused path of a transformer layer has no

@@ -23,7 +23,7 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
     "tensors" are names, dtypes and shapes; "layers" and "values" are digests. The result does not
     depend on the device. Files contain it, so it must not change.
     """
-    named = _named_tensors(module)
+    named = _list_named_tensors(module)
     layers = hashlib.sha256()
     for name, layer in module.named_modules():
         # The text of a layer of torch has its settings, such as the stride. That of another class
@@ -83,6 +83,6 @@ def merge_digests(network: Network) -> dict[str, str]:
     }
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _list_named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

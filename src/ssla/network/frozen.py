@@ -49,7 +49,7 @@ class Frozen:
         are not those of the fit, or if a number is not finite.
         """
         rows = row_count(x)
-        given_shapes = row_shapes(x)
+        given_shapes = list_row_shapes(x)
         if self.shapes and given_shapes.keys() != self.shapes.keys():
             seen, given = ", ".join(self.shapes), ", ".join(given_shapes)
             raise ValueError(f"x must have the parts it had at fit ({seen}), but has ({given}).")
@@ -79,8 +79,8 @@ class Frozen:
                 else ""
             )
             raise ValueError(
-                f"{name} must have shape {_batch_shape(seen)} as at fit, but one row of it is "
-                f"{shape}. Check its columns.{hint}"
+                f"{name} must have shape {_describe_batch_shape(seen)} as at fit, but one row of "
+                f"it is {shape}. Check its columns.{hint}"
             )
 
     def _cast_tensor(self, tensor: Tensor, name: str) -> Tensor:
@@ -131,10 +131,12 @@ class Frozen:
             raise
         except FORWARD_ERRORS as error:
             given = ", ".join(
-                f"{name} {_batch_shape(tensor.shape[1:])} of {tensor.dtype}"
-                for name, tensor in named_tensors(x)
+                f"{name} {_describe_batch_shape(tensor.shape[1:])} of {tensor.dtype}"
+                for name, tensor in list_named_tensors(x)
             )
-            seen = ", ".join(f"{name} {_batch_shape(shape)}" for name, shape in self.shapes.items())
+            seen = ", ".join(
+                f"{name} {_describe_batch_shape(shape)}" for name, shape in self.shapes.items()
+            )
             raise ValueError(
                 f"The network failed on the inputs {given}: {error}. At fit they were "
                 f"{seen or 'others'}. Check the shapes, and that indices are whole numbers within "
@@ -185,7 +187,7 @@ They are functions of a module, and not lambdas, so that they can be pickled.
 """
 
 
-def named_tensors(x: Inputs) -> list[tuple[str, Tensor]]:
+def list_named_tensors(x: Inputs) -> list[tuple[str, Tensor]]:
     """Return the tensors of an input, with the names that errors use: x, x['key'] or x[0]."""
     if isinstance(x, Tensor):
         return [("x", x)]
@@ -193,14 +195,14 @@ def named_tensors(x: Inputs) -> list[tuple[str, Tensor]]:
     return [(f"x[{key!r}]", tensor) for key, tensor in items]
 
 
-def _batch_shape(row_shape: Sequence[int]) -> str:
+def _describe_batch_shape(row_shape: Sequence[int]) -> str:
     """Return the text of a batch's shape, "(N, …)", from the shape of one row."""
     return f"({', '.join(map(str, ('N', *row_shape)))})"
 
 
-def row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
+def list_row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
     """Return the shape of one row of each tensor of an input, by its name."""
-    return {name: tuple(tensor.shape[1:]) for name, tensor in named_tensors(x)}
+    return {name: tuple(tensor.shape[1:]) for name, tensor in list_named_tensors(x)}
 
 
 def split_into_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
@@ -209,14 +211,14 @@ def split_into_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
         yield take_rows(x, slice(start, start + rows))
 
 
-def integer_dtypes(x: Inputs) -> dict[str, str]:
+def list_integer_dtypes(x: Inputs) -> dict[str, str]:
     """Return the dtype of each tensor of x that holds integers or booleans, by its name.
 
     The dtype is text, such as "int64", because it is stored in files.
     """
     return {
         name: str(tensor.dtype).removeprefix("torch.")
-        for name, tensor in named_tensors(x)
+        for name, tensor in list_named_tensors(x)
         if not tensor.is_floating_point()
     }
 
@@ -254,7 +256,7 @@ def select_output(result: Any, output: Output) -> Any:
             f"The network returns one tensor, which has no part {output!r}. Omit output=, or give "
             "a function."
         )
-    parts_by_key = result_parts(result)
+    parts_by_key = list_result_parts(result)
     if output in parts_by_key:
         return parts_by_key[output]
     # Fields of a named tuple may also be given by index, and an index may be negative.
@@ -270,7 +272,7 @@ def select_output(result: Any, output: Output) -> Any:
     )
 
 
-def result_parts(result: Any) -> dict[Any, Any]:
+def list_result_parts(result: Any) -> dict[Any, Any]:
     """Return the parts of a module's result, by key, field, index or attribute.
 
     A tensor has no parts.
@@ -284,14 +286,16 @@ def result_parts(result: Any) -> dict[Any, Any]:
     return {} if isinstance(result, Tensor) else dict(getattr(result, "__dict__", {}))
 
 
-def _tensor_keys(result: Any) -> list[str]:
+def _list_tensor_keys(result: Any) -> list[str]:
     """Return the keys of the parts of a result that are tensors, as Python would write them."""
-    return [repr(key) for key, value in result_parts(result).items() if isinstance(value, Tensor)]
+    return [
+        repr(key) for key, value in list_result_parts(result).items() if isinstance(value, Tensor)
+    ]
 
 
 def describe_result(result: Any) -> str:
     """Return a description of the result, with the parts that hold tensors."""
-    keys = _tensor_keys(result)
+    keys = _list_tensor_keys(result)
     tensors = f"with the tensors {', '.join(keys)}" if keys else "without tensors"
     return f"a {type(result).__name__} {tensors}"
 
@@ -303,7 +307,7 @@ def to_outputs(result: Any, rows: int) -> Tensor:
     not a tensor, and ValueError if it has another shape.
     """
     if not isinstance(result, Tensor):
-        example = next(iter(_tensor_keys(result)), "lambda result: …")
+        example = next(iter(_list_tensor_keys(result)), "lambda result: …")
         raise TypeError(
             f"The network must return one tensor of outputs, but returned "
             f"{describe_result(result)}. Name the part that holds the outputs: output={example} "

@@ -17,7 +17,7 @@ from ssla.data import Inputs, map_inputs, row_count, take_rows
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, collect_fixed_tensors
 from ssla.network.frozen import FORWARD_ERRORS, Frozen
 from ssla.network.layout import Layout, contiguous_layout
-from ssla.network.watch import CONVOLUTION, LINEAR, NORM, Call, Probe, row_axis
+from ssla.network.watch import CONVOLUTION, LINEAR, NORM, Call, Probe, find_row_axis
 
 CHECKED_ROWS = 4  # rows on which a plan is validated; a guess
 UNLIKE_LAYERS = (
@@ -64,9 +64,9 @@ def open_any_parameters(
         head=head,
         norms=_make_norm_plans(uses, layout),
     )
-    network = replace(network, without_kronecker=_unplanned_names(network))
+    network = replace(network, without_kronecker=_list_unplanned_names(network))
     network = _drop_wrong_plans(network, frozen.cast(take_rows(x, slice(0, CHECKED_ROWS))))
-    jacobian, extra = _bytes_per_row(network, probe, row_count(x), materialise)
+    jacobian, extra = _count_bytes_per_row(network, probe, row_count(x), materialise)
     return replace(network, jacobian_per_row=jacobian, extra_per_row=extra)
 
 
@@ -86,7 +86,7 @@ def _drop_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
     # Of a norm, scale or shift may be frozen: only the free ones must be right.
     norms = tuple(plan for plan in network.norms if {plan.weight, plan.bias} & set(names) <= right)
     reduced = replace(network, layers=_keep_fully_covered(layers, network.layout), norms=norms)
-    reduced = replace(reduced, without_kronecker=_unplanned_names(reduced))
+    reduced = replace(reduced, without_kronecker=_list_unplanned_names(reduced))
     if bool(_find_disagreements(reduced, x).any()):
         notes = (*network.notes, UNLIKE_LAYERS)
         return replace(reduced, layers=(), norms=(), without_kronecker=names, notes=notes)
@@ -94,14 +94,14 @@ def _drop_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
     return replace(reduced, notes=(*network.notes, UNLIKE_SOME.format(names=dropped)))
 
 
-def _unplanned_names(network: AnyParameters) -> tuple[str, ...]:
+def _list_unplanned_names(network: AnyParameters) -> tuple[str, ...]:
     """Return the free parameters of which some entry belongs to no layer with a Kronecker form."""
-    planned = _planned_entries(network.layers, network.layout)
+    planned = _mark_planned_entries(network.layers, network.layout)
     positions = network.layout.positions
     return tuple(name for name, index in positions.items() if not bool(planned[index].all()))
 
 
-def _planned_entries(plans: Iterable[LayerPlan], layout: Layout) -> Tensor:
+def _mark_planned_entries(plans: Iterable[LayerPlan], layout: Layout) -> Tensor:
     """Return a mask (P,) of the entries of θ that belong to a planned layer."""
     planned = torch.zeros(layout.size, dtype=torch.bool)
     for plan in plans:
@@ -109,7 +109,7 @@ def _planned_entries(plans: Iterable[LayerPlan], layout: Layout) -> Tensor:
     return planned
 
 
-def _bytes_per_row(
+def _count_bytes_per_row(
     network: AnyParameters, probe: Probe, rows: int, materialise: bool
 ) -> tuple[int, int]:
     """Return the bytes of one row's Jacobian, and of all that a row needs beside the network.
@@ -143,7 +143,7 @@ def _bytes_per_row(
 
 
 def _count_input_entries(call: Call) -> int:
-    """Return the number of entries of `inputs_by_position` for the call of a planned layer."""
+    """Return how many numbers `arrange_inputs_by_position` returns for a planned layer's call."""
     if call.operation == LINEAR:
         return call.input.numel()
     # A convolution: its number of positions, times the entries of a window.
@@ -181,7 +181,7 @@ def _find_row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
     if calls != [(call.operation, call.rows_key) for call in second.calls]:
         return first_axis
     return [
-        row_axis(call, rows, other, len(repeated))
+        find_row_axis(call, rows, other, len(repeated))
         for call, other in zip(probe.calls, second.calls, strict=True)
     ]
 
@@ -203,7 +203,9 @@ def _find_layer_uses(
     uses = []
     for group in groups.values():
         call, axis = group[0]
-        same = all(_same_layer(call, other) and other_axis == axis for other, other_axis in group)
+        same = all(
+            _are_of_same_layer(call, other) and other_axis == axis for other, other_axis in group
+        )
         is_shared = any(
             _share_entries(call, other) for other in first_calls if other.rows_key != call.rows_key
         )
@@ -213,14 +215,14 @@ def _find_layer_uses(
             and same
             and is_parameter
             and not is_shared
-            and _used_only_in_layers(call, probe)
+            and _is_used_only_in_layers(call, probe)
         ):
             bias = None if call.bias is None else names.get(id(call.bias))
             uses.append(_LayerUse(call, names[id(call.weight)], bias, axis))
     return uses
 
 
-def _used_only_in_layers(call: Call, probe: Probe) -> bool:
+def _is_used_only_in_layers(call: Call, probe: Probe) -> bool:
     """Return whether the weight and the bias of a call are used in layers of its kind only.
 
     Linear layers and convolutions are of one kind, and norms of another.
@@ -230,7 +232,7 @@ def _used_only_in_layers(call: Call, probe: Probe) -> bool:
     return all(set(probe.uses.get(id(tensor), ())) <= allowed for tensor in tensors)
 
 
-def _same_layer(call: Call, other: Call) -> bool:
+def _are_of_same_layer(call: Call, other: Call) -> bool:
     """Return whether two calls from the same row of a weight on are of the same layer.
 
     Two such calls have the same operation, rows and bias.
@@ -289,7 +291,7 @@ def _keep_fully_covered(plans: tuple[LayerPlan, ...], layout: Layout) -> tuple[L
     """
     # Dropping one plan may leave another parameter partly covered, so this repeats.
     while True:
-        planned = _planned_entries(plans, layout)
+        planned = _mark_planned_entries(plans, layout)
         partly = torch.zeros_like(planned)
         for index in layout.positions.values():
             partly[index] = not bool(planned[index].all())
@@ -315,7 +317,7 @@ def _find_disagreements(network: AnyParameters, x: Inputs) -> Tensor:
     x are cast rows, and g (B, C) is fixed. All entries differ if the layers cannot be computed.
     Raises ValueError if the gradient is zero.
     """
-    g, expected = _backpropagate(network, x)
+    g, expected = _compute_by_backpropagation(network, x)
     try:
         _, J = network.linearise(x, network.theta)
         by_layers = J.double().pull(g.to("cpu", torch.float64))
@@ -328,7 +330,7 @@ def _find_disagreements(network: AnyParameters, x: Inputs) -> Tensor:
     return ~((by_layers - expected).abs() <= tolerance * (1e-12 + expected.abs().max()))
 
 
-def _backpropagate(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
+def _compute_by_backpropagation(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
     """Return one g (B, C) and Jᵀg (P,) by backpropagation through the whole network, for cast x.
 
     Its graph, which takes as much memory as a Jacobian, is freed on return. Raises ValueError if

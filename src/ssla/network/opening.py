@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ssla._checks import check_finite, unknown_name
 from ssla.data import Inputs, input_tensors, row_count, take_rows
 from ssla.likelihoods.likelihood import SOFTMAX
-from ssla.network.copying import private_copy
+from ssla.network.copying import copy_privately
 from ssla.network.frozen import (
     FORWARD_ERRORS,
     Frozen,
@@ -26,8 +26,8 @@ from ssla.network.frozen import (
     call_by_position,
     call_with_one_argument,
     check_inputs_finite,
-    integer_dtypes,
-    row_shapes,
+    list_integer_dtypes,
+    list_row_shapes,
 )
 from ssla.network.head import LastLayer
 from ssla.network.layer_plans import open_any_parameters
@@ -69,9 +69,9 @@ def open_network(
     names = _select_free_names(model, weights, head)
     _refuse_links(probe, f, links)
     note = describe_frozen_parameters(model) if weights == ALL else None
-    if isinstance(head, _Head) and head.covers(names) and not _tied_names(model, head.weight):
+    if isinstance(head, _Head) and head.covers(names) and not _find_tied_names(model, head.weight):
         return _make_last_layer(frozen, head, head.bias in names, f.shape[1], note)
-    head_names = _free_head_names(model, head, names)
+    head_names = _select_free_head_names(model, head, names)
     return open_any_parameters(frozen, names, first_rows, f, probe, materialise, note, head_names)
 
 
@@ -160,7 +160,7 @@ def _freeze_and_check(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
     check_evaluation_mode(model)
-    module = private_copy(model)
+    module = copy_privately(model)
     floating = next((p for p in module.parameters() if p.is_floating_point()), None)
     if floating is None:
         raise ValueError(
@@ -261,7 +261,7 @@ def check_evaluation_mode(model: nn.Module) -> None:
             )
 
 
-def _ways_to_call(x: Inputs) -> tuple[Callable[[nn.Module, Inputs], Any], ...]:
+def _list_ways_to_call(x: Inputs) -> tuple[Callable[[nn.Module, Inputs], Any], ...]:
     """Return the ways to pass inputs to a module, in the order in which they are tried.
 
     A tuple or a dict is unpacked at first, and then passed as one argument.
@@ -283,7 +283,7 @@ def _run_first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen,
     has_integers = any(not tensor.is_floating_point() for tensor in input_tensors(x))
     # Integers are kept at first: an embedding needs them. A linear layer needs them cast.
     for keep_integers in (True, False) if has_integers else (True,):
-        for call_module in _ways_to_call(x):
+        for call_module in _list_ways_to_call(x):
             frozen = replace(draft, call_module=call_module, keep_integers=keep_integers)
             inputs = frozen.cast(x)
             try:
@@ -298,8 +298,8 @@ def _run_first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen,
             opened = replace(
                 frozen,
                 bytes_per_row=max(probe.bytes // row_count(inputs), 8),  # at least one float64
-                shapes=row_shapes(inputs),
-                integers=integer_dtypes(inputs),
+                shapes=list_row_shapes(inputs),
+                integers=list_integer_dtypes(inputs),
             )
             return opened, probe, f
     shapes = [tuple(tensor.shape) for tensor in input_tensors(batch)]
@@ -383,7 +383,7 @@ def _find_head(probe: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) 
     return _Head(names[id(weight)], bias_name, weight, bias, phi.shape[1])
 
 
-def _free_head_names(
+def _select_free_head_names(
     model: nn.Module, head: _Head | str, names: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the free parameters of the head whose rows change one output only.
@@ -391,12 +391,12 @@ def _free_head_names(
     names: the free parameters. Nothing is returned without a head, which is then the reason (text),
     or with a head whose weight is tied to another parameter: that one may change other outputs.
     """
-    if isinstance(head, str) or _tied_names(model, head.weight):
+    if isinstance(head, str) or _find_tied_names(model, head.weight):
         return ()
     return tuple(name for name in (head.weight, head.bias) if name is not None and name in names)
 
 
-def _tied_names(model: nn.Module, name: str) -> list[str]:
+def _find_tied_names(model: nn.Module, name: str) -> list[str]:
     """Return the other names that the parameter `name` has in the module."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [other for other, p in parameters.items() if p is parameters[name] and other != name]
@@ -422,7 +422,7 @@ def _select_free_names(
                 "Return the raw outputs of a final nn.Linear (the likelihood applies links such "
                 "as softmax and exp itself), or use weights='all' or a list of parameter names."
             )
-        tied = _tied_names(model, head.weight)
+        tied = _find_tied_names(model, head.weight)
         if tied:
             raise ValueError(
                 f"The last layer's weight {head.weight!r} is tied to {', '.join(map(repr, tied))}, "

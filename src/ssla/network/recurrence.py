@@ -98,14 +98,14 @@ def read_recurrence(
     given = dict(zip(ARGUMENTS, args, strict=True))
     directions = 2 if given["bidirectional"] else 1
     # A projection of the state would be one more tensor.
-    expected = _tensors_per_layer(given) * given["layers"] * directions
+    expected = _count_tensors_per_layer(given) * given["layers"] * directions
     is_random = given["training"] and given["dropout"] > 0
     if is_random or len(given["weights"]) != expected:
         return None
     return {"cell": CELLS[func], **given}
 
 
-def _tensors_per_layer(given: Mapping[str, Any]) -> int:
+def _count_tensors_per_layer(given: Mapping[str, Any]) -> int:
     """Return how many tensors one layer has in one direction: two weights, with or without biases.
 
     given: the arguments by name.
@@ -125,7 +125,7 @@ def compute_recurrence(given: Mapping[str, Any], projection: Projection) -> tupl
     # h, or h and c, each (layers · directions, B, H).
     first_states = [given["state"]] if isinstance(given["state"], Tensor) else given["state"]
     x = given["input"].transpose(0, 1) if given["batch_first"] else given["input"]  # (times, B, F)
-    tensors_of_layer = _tensors_per_layer(given)
+    tensors_of_layer = _count_tensors_per_layer(given)
     last_states: list[State] = []
     for layer in range(given["layers"]):
         outputs = []

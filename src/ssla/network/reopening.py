@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, collect_fixed_tensors
-from ssla.network.copying import private_copy
+from ssla.network.copying import copy_privately
 from ssla.network.frozen import CALLS, Frozen, Output
 from ssla.network.head import LastLayer
 from ssla.network.layout import contiguous_layout, last_layer_layout
@@ -197,7 +197,7 @@ def reopen_network(model: nn.Module, opening: Opening, output: Output = None) ->
     Raises ValueError if the opening does not fit the module, and KeyError for an unknown way to
     call it.
     """
-    module = private_copy(model)
+    module = copy_privately(model)
     first = next(p for p in module.parameters() if p.is_floating_point())
     frozen = Frozen(
         module,

@@ -80,9 +80,9 @@ class StackedChain:
 
         x: as in `compute_outputs`.
         """
-        return self.outputs_and_gradient(thetas, x, lambda f: score)[1]
+        return self.compute_outputs_and_gradient(thetas, x, lambda f: score)[1]
 
-    def outputs_and_gradient(
+    def compute_outputs_and_gradient(
         self, thetas: Tensor, x: Tensor, score: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return f (m, b, C) and Σ_i J_iᵀ score(f)_i (m, P), for θ (m, P).
@@ -115,8 +115,8 @@ def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> StackedChain | 
     """
     if not isinstance(x, Tensor) or x.dim() != 2:
         return None
-    steps = _chain_steps(network.frozen.module)
-    ranges = _parameter_ranges(network.layout)
+    steps = _list_chain_steps(network.frozen.module)
+    ranges = _find_parameter_ranges(network.layout)
     if steps is None or ranges is None:
         return None
     used = {name for step in steps if isinstance(step, tuple) for name in step}
@@ -131,26 +131,26 @@ def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> StackedChain | 
     return chain if agrees else None
 
 
-def _chain_steps(module: nn.Module) -> tuple[Step, ...] | None:
+def _list_chain_steps(module: nn.Module) -> tuple[Step, ...] | None:
     """Return the steps of a module that is a plain chain; None for another module.
 
     Dropout is left out.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     steps: list[Step] = []
-    for layer in _layers_in_order(module):
+    for layer in _yield_layers_in_order(module):
         if layer is None:
             return None
         if type(layer) is nn.Linear:
             bias = None if layer.bias is None else names[id(layer.bias)]
             steps.append((names[id(layer.weight)], bias))
-        # `_layers_in_order` yields dropout in evaluation mode only, where it is the identity.
+        # `_yield_layers_in_order` yields dropout in evaluation mode only, where it is the identity.
         elif type(layer) is not nn.Dropout:
             steps.append(layer)
     return tuple(steps)
 
 
-def _parameter_ranges(layout: Layout) -> dict[str, tuple[int, int]] | None:
+def _find_parameter_ranges(layout: Layout) -> dict[str, tuple[int, int]] | None:
     """Return the range of each parameter in θ: its first position, and that after its last.
 
     The result is None if the positions of one are not consecutive.
@@ -166,7 +166,7 @@ def _parameter_ranges(layout: Layout) -> dict[str, tuple[int, int]] | None:
     return ranges
 
 
-def _layers_in_order(module: nn.Module) -> Iterator[nn.Module | None]:
+def _yield_layers_in_order(module: nn.Module) -> Iterator[nn.Module | None]:
     """Yield the layers of a module in their order, with None for one that a chain cannot hold.
 
     A chain holds linear layers and elementwise functions, without hooks. Dropout in training mode
@@ -177,7 +177,7 @@ def _layers_in_order(module: nn.Module) -> Iterator[nn.Module | None]:
         yield None
     elif type(module) is nn.Sequential:
         for layer in module:
-            yield from _layers_in_order(layer)
+            yield from _yield_layers_in_order(layer)
     # Subclasses may compute something else, so only the classes themselves count.
     elif type(module) is nn.Linear or type(module) in ELEMENTWISE:
         yield module

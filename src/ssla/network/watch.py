@@ -334,7 +334,7 @@ class LayerWatch(TorchFunctionMode):
         return call.result + zero
 
 
-def row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
+def find_row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
     """Return the dimension of the call's input that holds the rows; None if there is none.
 
     other: the same call of a forward pass with another number of rows. The dimension is the only
@@ -363,7 +363,7 @@ def row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
     return axis if axis < allowed_axes and has_rows else None
 
 
-def inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool = False) -> Tensor:
+def arrange_inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool = False) -> Tensor:
     """Return the inputs that the weight multiplies at each position: (rows, T, F).
 
     A position is a place of a sequence, or a window of a convolution, with its F entries. axis: the
@@ -372,12 +372,12 @@ def inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool = False
     """
     x = call.input if graph else call.input.detach()
     if call.operation != CONVOLUTION:
-        return values_by_position(call, x, rows, axis)
+        return arrange_values_by_position(call, x, rows, axis)
     n = call.dimensions
     kernel = call.weight.shape[2:]
     stride = _expand_option(call.options.get("stride", 1), n)
     dilation = _expand_option(call.options.get("dilation", 1), n)
-    x = F.pad(x, _padding_sides(call, dilation))
+    x = F.pad(x, _list_padding_sides(call, dilation))
     # Each `unfold` appends the windows along one dimension: (B, C, spatial…) becomes
     # (B, C, positions…, kernel…).
     for k in range(n):
@@ -390,7 +390,7 @@ def inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool = False
     return x.reshape(rows, -1, call.weight[0].numel())
 
 
-def _padding_sides(call: Call, dilation: list[int]) -> list[int]:
+def _list_padding_sides(call: Call, dilation: list[int]) -> list[int]:
     """Return the padding of a convolution before and after each dimension, last dimension first.
 
     This is the order that `F.pad` needs. dilation: one number for each dimension.
@@ -405,7 +405,7 @@ def _padding_sides(call: Call, dilation: list[int]) -> list[int]:
     return [size for size in reversed(sizes) for _ in range(2)]
 
 
-def values_by_position(call: Call, values: Tensor, rows: int, axis: int = 0) -> Tensor:
+def arrange_values_by_position(call: Call, values: Tensor, rows: int, axis: int = 0) -> Tensor:
     """Return values at each position: (rows, T, out).
 
     values: of the shape of the call's result, such as gradients in it, or of its input for a linear

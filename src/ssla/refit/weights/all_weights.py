@@ -179,12 +179,12 @@ class ManyNetworks:
     ) -> tuple[Tensor, Tensor]:
         """Compute what `compute_gradients` does, by the matrix products of a chain of layers."""
         if one_row_each:
-            f, total = chain.outputs_and_gradient(
+            f, total = chain.compute_outputs_and_gradient(
                 thetas, x.unsqueeze(1), lambda f: score(f.squeeze(1)).to(f.dtype).unsqueeze(1)
             )
             return total, f.squeeze(1)
         results = [
-            chain.outputs_and_gradient(some_thetas, x, lambda f: score(f).to(f.dtype))
+            chain.compute_outputs_and_gradient(some_thetas, x, lambda f: score(f).to(f.dtype))
             for some_thetas in thetas.split(_count_networks_at_once(x))
         ]
         return torch.cat([total for _, total in results]), torch.cat([f for f, _ in results])

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Features
-from ssla.curvature.structure import NoFactorError, factorisation_error_text
+from ssla.curvature.structure import NoFactorError, make_factorisation_error_text
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.priors import EXACT, PAPER
@@ -497,7 +497,9 @@ def _factorise_start(
     basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
     usable = _factorise_all(curvatures, None if int(info) else basis, C, objective_prior)
     if not usable:
-        raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
+        raise NoFactorError(
+            make_factorisation_error_text(prior_precision, " on the data to refit on")
+        )
     if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
         return basis, usable, _factorise_without_prior(posterior, sums, basis)
     return basis, usable, usable

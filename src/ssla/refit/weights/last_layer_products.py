@@ -41,7 +41,7 @@ from torch import Tensor
 
 from ssla._checks import warn
 from ssla.curvature.jacobians import Features
-from ssla.curvature.structure import NoFactorError, factorisation_error_text
+from ssla.curvature.structure import NoFactorError, make_factorisation_error_text
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.maths import linalg
@@ -905,7 +905,7 @@ def _make_no_factor_error(prior_precision: Tensor) -> NoFactorError:
     prior_precision (C, F): its text names a likely cause by it.
     """
     return NoFactorError(
-        factorisation_error_text(prior_precision.flatten(), " on the data to refit on")
+        make_factorisation_error_text(prior_precision.flatten(), " on the data to refit on")
     )
 
 
