@@ -2,7 +2,7 @@
 
 S = Σ JᵀΛJ = WᵀW with a row Λ^½J for each observation and output. Fewer rows than parameters are
 stored as rows (the dual or kernel form: memory n·C·P, factorised by Woodbury); more are summed to
-P×P. Both forms are exact and can be merged.
+P×P. Both forms are exact and can be merged. Terms and symbols are those of `ssla.curvature`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The diagonal of the curvature."""
+"""The diagonal of the curvature. Terms and symbols are those of `ssla.curvature`."""
 
 from __future__ import annotations
 

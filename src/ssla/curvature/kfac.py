@@ -14,6 +14,9 @@ refused.
 
 With output_factor="diagonal" only the diagonal of the second factor is summed: C numbers in place
 of C×C, and no eigenvectors. A fit takes it by default for a last layer of very many classes.
+
+The input factor A is the first of the two, the output factor G the second. The eigenbasis of a
+layer is Q_G ⊗ Q_A, with the eigenvectors of both. Other terms are those of `ssla.curvature`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ Variances are never too small, and too large by a share of at most d/τ.
 Without a rank all directions of the sketch are kept, and `fit` doubles l, with one more pass each
 time, until d/τ ≤ `tail`. Where the data determine every direction, l approaches P: then use another
 structure.
+
+Other terms and symbols are those of `ssla.curvature`.
 """
 
 from __future__ import annotations

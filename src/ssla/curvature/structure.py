@@ -2,6 +2,8 @@
 
 A structure is a commutative monoid: `zero`, `add`, `merge`. It depends on the data only, so the
 prior can be changed: `with_prior` factorises H = statistics + prior precision once.
+
+Terms and symbols are those of `ssla.curvature`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""H = D + WᵀW for fewer rows of W than parameters: nothing of size P×P is built."""
+"""H = D + WᵀW for fewer rows of W than parameters: nothing of size P×P is built.
+
+Terms and symbols are those of `ssla.curvature`.
+"""
 
 from __future__ import annotations
 

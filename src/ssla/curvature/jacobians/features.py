@@ -1,4 +1,7 @@
-"""A last layer: J = φᵀ ⊗ I, never built."""
+"""A last layer: J = φᵀ ⊗ I, never built.
+
+Terms and symbols are those of `ssla.curvature`.
+"""
 
 from __future__ import annotations
 

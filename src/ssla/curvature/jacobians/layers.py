@@ -1,4 +1,7 @@
-"""Any layers: J = Σ_t δ_t ⊗ a_t for each layer with a Kronecker form, columns for the others."""
+"""Any layers: J = Σ_t δ_t ⊗ a_t for each layer with a Kronecker form, columns for the others.
+
+Terms and symbols are those of `ssla.curvature`.
+"""
 
 from __future__ import annotations
 
