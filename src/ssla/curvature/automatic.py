@@ -41,6 +41,7 @@ def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choic
             dense,
             f"{cost}, but the prior's precision varies inside a layer, which kfac does not allow",
         )
+
     # Where neither fits, dense is returned: the fit refuses it, and the error names what fits.
     if make_default_kfac(extent).memory(extent) > budget:
         return Choice(dense, f"{cost}, but the memory budget allows no kfac")

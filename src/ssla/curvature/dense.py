@@ -326,12 +326,14 @@ class Dense(Structure):
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):
             return factorise_by_woodbury(self._stacked_rows, precision)
         S = self.as_matrix()
+
         # H is stored by columns, as LAPACK needs it, so that it is factorised in place.
         H = torch.empty_like(S).mT.copy_(S)
         (H.diagonal() if precision.dim() == 1 else H).add_(precision)
         scale = H.diagonal().sqrt()
         factor, info = torch.linalg.cholesky_ex(H, out=(H, torch.empty((), dtype=torch.int32)))
         pivots = factor.diagonal()
+
         # Under a prior without curvature somewhere, a small pivot is rounding error.
         improper = precision.dim() == 1 and bool((precision <= 0).any())
         if int(info) != 0 or (improper and bool((pivots < LEAST_PIVOT * scale).any())):
@@ -339,6 +341,7 @@ class Dense(Structure):
             undetermined = int(info) or int((pivots / scale).argmin()) + 1
             detail = f" (parameter {undetermined} of {len(H)} is not determined)"
             raise NoFactorError(make_factorisation_error_text(precision, detail))
+
         return DenseOperator(factor)
 
     def memory(self, extent: Extent) -> int:

@@ -603,6 +603,7 @@ class Kfac(Structure):
             values_a, basis_a, values_g, basis_g = layer.eigendecomposition
             spectrum = values_g[:, None] * values_a[None, :] + tau[0]
             operators.append(LayerOperator(layer.positions, basis_a, basis_g, spectrum))
+
         rest = self.rest + diagonal[self.rest_positions]
         singular = any(
             float(op.spectrum.min()) <= SMALLEST_EIGENVALUE * float(op.spectrum.max())
@@ -612,6 +613,7 @@ class Kfac(Structure):
             raise NoFactorError(
                 make_factorisation_error_text(precision, " (a Kronecker factor is singular)")
             )
+
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
     def memory(self, extent: Extent) -> int:

@@ -124,6 +124,7 @@ class LowRank(Structure):
                 "Only low_rank statistics of the same settings can be merged, but these have "
                 f"{pair}."
             )
+
         return replace(
             self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal
         )

@@ -29,6 +29,7 @@ def estimate_dense_seconds(extent: Extent) -> float:
     rows = extent.rows or UNKNOWN_ROWS
     size = extent.size
     outputs = extent.outputs
+
     # With fewer rows of Λ^½J than parameters P these m rows are stored, in place of a matrix P×P.
     directions = min(size, rows * outputs)
     # Operations of one pass. A product (a, b) @ (b, c) takes 2abc of them.
@@ -40,6 +41,7 @@ def estimate_dense_seconds(extent: Extent) -> float:
     else:
         sums = 2 * rows * outputs * size**2
     rounds = ROUNDS if extent.averages else 0
+
     # The fit sums once. Each round computes the covariances of the rows, and then sums. A Cholesky
     # factor follows each sum, and an eigendecomposition each choice of the prior.
     seconds = sums * (1 + 2 * rounds) / PRODUCTS
@@ -55,6 +57,7 @@ def estimate_kfac_seconds(extent: Extent) -> float:
     rounds = ROUNDS if extent.averages else 0
     last_layer = extent.is_last_layer
     seconds = rows * _count_layer_inputs(extent) * SECONDS_PER_FEATURE
+
     for layer_inputs, layer_outputs in extent.layers:
         # The input factor is summed and decomposed once, the output factor in each round.
         seconds += layer_inputs**3 / EIGENVECTORS + 2 * rows * layer_inputs**2 / PRODUCTS
@@ -65,6 +68,7 @@ def estimate_kfac_seconds(extent: Extent) -> float:
             + 4 * rows * layer_inputs * backward_passes * layer_outputs / SINGLE_PRODUCTS
         )
         seconds += each_round * (1 + rounds)
+
     if last_layer and rounds:
         layer_inputs, _ = extent.layers[0]
         # The features are multiplied once by the eigenbasis of the input factor.
@@ -72,6 +76,7 @@ def estimate_kfac_seconds(extent: Extent) -> float:
         # Each node adds p pᵀ (C, C) to the output factor.
         each_node = outputs * SECONDS_PER_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
         seconds += rounds * rows * count_nodes_of_row(rows, outputs) * each_node
+
     return seconds
 
 

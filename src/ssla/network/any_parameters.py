@@ -198,6 +198,7 @@ class AnyParameters:
         if self.without_kronecker:
             rest_block = self._compute_rest_block(x, free, norm_columns, graph)
         J = LayerJacobian(self.layout.size, self.outputs, f.shape[0], tuple(blocks), rest_block)
+
         # Rows with huge derivatives are moved along their ray, so that squares do not overflow.
         factors = shrink_factors(f, *J.inputs)
         if factors is None:
@@ -219,10 +220,12 @@ class AnyParameters:
         tensors = {**self.fixed_tensors, **free}
         names = (*norms, *(plan.weight for plan in self.layers))
         watch = LayerWatch({id(tensors[name]): name for name in names})
+
         with torch.enable_grad(), self.frozen.explain_failures(x), watch:
             f = self.compute_outputs(free, x)
         rows = row_count(x)
         gradients = _compute_gradients_of_outputs(f, [zero for _, _, zero in watch.calls], graph)
+
         # By the weight's name and its first row: inputs a and gradients δ of each use.
         uses: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
         columns: dict[str, Tensor] = {}
@@ -241,6 +244,7 @@ class AnyParameters:
                 uses.setdefault((name, call.first), []).append((a, torch.stack(deltas, 1)))
             # The gradients of a call are copied above: those here would only occupy memory.
             call_gradients.clear()
+
         blocks = []
         # A weight that is used twice has one block, with the positions of both uses: a (B, T, in)
         # and delta (B, C, T, out).
@@ -248,6 +252,7 @@ class AnyParameters:
             a = torch.cat([inputs for inputs, _ in pairs], 1)
             delta = torch.cat([gradient for _, gradient in pairs], 2)
             blocks.append(LayerBlock(plans[key].positions, a.to("cpu"), delta.to("cpu")))
+
         return f if graph else f.detach(), blocks, columns
 
     def _compute_rest_block(
@@ -312,6 +317,7 @@ class AnyParameters:
                 gradients = _compute_gradients(output, list(variables.values()), retain, graph)
                 for name, gradient in zip(variables, gradients, strict=True):
                     columns[name].append(gradient)
+
         return {
             name: torch.stack(gradients).unflatten(0, (-1, self.outputs))
             for name, gradients in columns.items()

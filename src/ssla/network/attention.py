@@ -83,6 +83,7 @@ def compute_attention(
     rows = given["query"].shape[1]
     heads = given["num_heads"]
     q, k, v = _project_inputs(given, projection)
+
     # Learned keys and values, and those of zeros, are appended as further places.
     if given["bias_k"] is not None:
         k = torch.cat([k, given["bias_k"].expand(1, rows, -1)])
@@ -93,6 +94,7 @@ def compute_attention(
     mask = _add_masks(*_make_score_masks(given), len(k), rows, heads)
     q, k, v = (_split_heads(values, heads) for values in (q, k, v))
     attention = None
+
     # The operations are those of torch, in its order, so that the results have the same bits.
     if given["need_weights"]:
         scores = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
@@ -128,6 +130,7 @@ def _project_inputs(given: Mapping[str, Any], projection: Projection) -> list[Te
     else:
         weights = [given["in_proj_weight"]] * 3
         firsts = bias_firsts
+
     return [
         projection(x, weight, given["in_proj_bias"], first, bias_first, width)
         for x, weight, first, bias_first in zip(inputs, weights, firsts, bias_firsts, strict=True)

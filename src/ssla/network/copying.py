@@ -57,6 +57,7 @@ def copy_privately(model: nn.Module) -> nn.Module:
                     where=f"'s part {name!r}" if name else "", kind=type(layer).__name__
                 )
             )
+
     inner = model.module if isinstance(model, PARALLEL) else model
     try:
         module = copy.deepcopy(inner)
@@ -66,11 +67,13 @@ def copy_privately(model: nn.Module) -> nn.Module:
             "Remove tensors with gradients from its attributes, or use "
             "torch.nn.utils.parametrizations for weight norm."
         ) from error
+
     # Wrappers inside the module are replaced too.
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, PARALLEL):
                 setattr(parent, name, _wrap_on_one_device(layer, layer.module))
+
     if inner is not model:
         module = _wrap_on_one_device(model, module)
     return module.requires_grad_(False)

@@ -95,6 +95,7 @@ class Cost:
             )
         if not self.fits:
             lines.append(f"instead       {self.instead}, or a larger memory_budget")
+
         return "\n".join(lines)
 
 

@@ -30,11 +30,13 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
         # may have anything, such as an address in memory.
         settings = layer.extra_repr() if type(layer).__module__.startswith("torch.nn") else ""
         layers.update(f"{name}|{type(layer).__qualname__}|{settings}\n".encode())
+
     values = hashlib.sha256()
     for name, tensor in named.items():
         on_cpu = tensor.detach().to("cpu").contiguous()
         values.update(name.encode())
         values.update(on_cpu.flatten().view(torch.uint8).numpy().tobytes())
+
     return {
         "tensors": [
             [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in named.items()

@@ -70,6 +70,7 @@ class Frozen:
         same_dimensions = len(shape) == len(seen)
         # (N, D) numbers have D columns, which are not a length. (N, T) integers are sequences.
         has_columns = len(seen) == 1 and name not in (self.integers or ())
+
         # A single column would be broadcast without an error.
         wrong_size = shape[-1:] != seen[-1:] and (has_columns or shape[-1:] == (1,))
         if not same_dimensions or wrong_size:
@@ -259,6 +260,7 @@ def select_output(result: Any, output: Output) -> Any:
     parts_by_key = list_result_parts(result)
     if output in parts_by_key:
         return parts_by_key[output]
+
     # Fields of a named tuple may also be given by index, and an index may be negative.
     if (
         isinstance(output, int)
@@ -315,6 +317,7 @@ def to_outputs(result: Any, rows: int) -> Tensor:
         )
     if result.dim() == 1 and result.shape[0] == rows:
         return result.unsqueeze(1)
+
     # A forward that ends in squeeze() removes the dimension of a single row.
     if rows == 1 and result.dim() < 2:
         return result.reshape(1, -1)
@@ -323,4 +326,5 @@ def to_outputs(result: Any, rows: int) -> Tensor:
             f"The network must return outputs of shape (N, C), here ({rows}, C), but returned "
             f"{tuple(result.shape)}. Flatten or pool its output to one row for each input."
         )
+
     return result

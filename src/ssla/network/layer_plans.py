@@ -83,6 +83,7 @@ def _drop_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
     positions = network.layout.positions
     right = {name for name, index in positions.items() if not bool(wrong[index].any())}
     layers = tuple(plan for plan in network.layers if not bool(wrong[plan.positions].any()))
+
     # Of a norm, scale or shift may be frozen: only the free ones must be right.
     norms = tuple(plan for plan in network.norms if {plan.weight, plan.bias} & set(names) <= right)
     reduced = replace(network, layers=_keep_fully_covered(layers, network.layout), norms=norms)
@@ -123,6 +124,7 @@ def _count_bytes_per_row(
     planned = {id(parameters[plan.weight]) for plan in network.layers}
     calls = [call for call in probe.calls if id(call.weight) in planned]
     results = [call.result.numel() // rows for call in calls]
+
     # Inputs a, and one gradient δ for each output.
     sizes = [
         _count_input_entries(call) // rows + outputs * result
@@ -130,11 +132,13 @@ def _count_bytes_per_row(
     ]
     positions = network.layout.positions
     columns_size = sum(positions[name].numel() for name in network.without_kronecker)
+
     # 8 below: bytes of a float64.
     jacobian = item * sum(sizes) + 8 * outputs * columns_size
     # Results, zeros and gradients of one output (3 arrays), and one layer at a time in float64,
     # with the product of its gradients and Λ (2 arrays).
     layers = 3 * item * sum(results) + 8 * 2 * max(sizes, default=0)
+
     # All outputs of a row are differentiated together for columns of other parameters.
     activations = outputs * network.frozen.bytes_per_row if network.unplanned_names else 0
     # Three arrays of the entries of J: J, its product with Λ, and one in between. A guess.
@@ -180,6 +184,7 @@ def _find_row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
     calls = [(call.operation, call.rows_key) for call in probe.calls]
     if calls != [(call.operation, call.rows_key) for call in second.calls]:
         return first_axis
+
     return [
         find_row_axis(call, rows, other, len(repeated))
         for call, other in zip(probe.calls, second.calls, strict=True)
@@ -199,6 +204,7 @@ def _find_layer_uses(
     groups: dict[tuple[int, int], list[tuple[Call, int | None]]] = {}
     for call, axis in zip(probe.calls, axes, strict=True):
         groups.setdefault(call.rows_key, []).append((call, axis))
+
     first_calls = [group[0][0] for group in groups.values()]
     uses = []
     for group in groups.values():
@@ -219,6 +225,7 @@ def _find_layer_uses(
         ):
             bias = None if call.bias is None else names.get(id(call.bias))
             uses.append(_LayerUse(call, names[id(call.weight)], bias, axis))
+
     return uses
 
 
@@ -340,6 +347,7 @@ def _compute_by_backpropagation(network: AnyParameters, x: Inputs) -> tuple[Tens
         name: value.requires_grad_(True)
         for name, value in network.free_parameters(network.theta).items()
     }
+
     with torch.enable_grad():
         f = network.compute_outputs(free, x)
         if not f.requires_grad:
@@ -348,6 +356,7 @@ def _compute_by_backpropagation(network: AnyParameters, x: Inputs) -> tuple[Tens
         # Distinct weights, so that errors of different outputs and rows do not cancel.
         g = torch.linspace(-1, 1, f.numel(), dtype=f.dtype, device=f.device).reshape(f.shape) + 0.1
         gradients = torch.autograd.grad((f * g).sum(), list(free.values()), allow_unused=True)
+
     if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
         raise ValueError(
             "The gradient of the network's outputs in its free parameters is zero, so they would "

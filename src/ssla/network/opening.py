@@ -167,6 +167,7 @@ def _freeze_and_check(
             "The network has no floating-point parameters, so it cannot have a posterior."
         )
     _check_values(module)
+
     # How to call the module and the bytes of a row are not known yet: these are placeholders.
     draft = Frozen(
         module,
@@ -229,6 +230,7 @@ def _check_values(module: nn.Module) -> None:
                 "model.load_state_dict(…)."
             )
         check_finite(f"Parameter {name!r}", value, diverged)
+
     # Other buffers may be infinite: masks, bounds.
     statistics = {
         id(buffer)
@@ -236,6 +238,7 @@ def _check_values(module: nn.Module) -> None:
         if isinstance(layer, BATCH_DEPENDENT)
         for buffer in layer.buffers()
     }
+
     for name, buffer in module.named_buffers():
         if id(buffer) in statistics:
             check_finite(f"Buffer {name!r}", buffer, diverged)
@@ -302,6 +305,7 @@ def _run_first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen,
                 integers=list_integer_dtypes(inputs),
             )
             return opened, probe, f
+
     shapes = [tuple(tensor.shape) for tensor in input_tensors(batch)]
     raise ValueError(
         f"The network failed on the inputs (shapes {shapes}): {first_error}. Check the number of "
@@ -319,6 +323,7 @@ def _check_independent_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
         return
     f_alone = frozen.forward(frozen.cast(take_rows(x, slice(0, 1))))
     largest = float(f.abs().max()) + 1e-30  # positive, also if all outputs are zero
+
     # Kernels for one row may round differently, in half precision by much. The limits 1e-2 and
     # 1e-3 are guesses.
     rounding = 4 * torch.finfo(f.dtype).eps
@@ -456,6 +461,7 @@ def select_parameter_names(
         raise ValueError(
             "weights is an empty list. Name at least one parameter, or use 'last_layer' or 'all'."
         )
+
     for name in weights:
         if name not in parameters:
             raise ValueError(unknown_name("parameter", name, parameters))
@@ -473,6 +479,7 @@ def _make_last_layer(
     layout = last_layer_layout(head.weight, bias_name, outputs, head.inputs)
     values: dict[str, Tensor] = {head.weight: head.tensor}
     offset: Tensor | None = None
+
     # A bias that is not free is a constant that is added to the outputs.
     if bias_name is not None:
         assert head.bias_tensor is not None

@@ -97,6 +97,7 @@ def read_recurrence(
         return None
     given = dict(zip(ARGUMENTS, args, strict=True))
     directions = 2 if given["bidirectional"] else 1
+
     # A projection of the state would be one more tensor.
     expected = _count_tensors_per_layer(given) * given["layers"] * directions
     is_random = given["training"] and given["dropout"] > 0
@@ -127,6 +128,7 @@ def compute_recurrence(given: Mapping[str, Any], projection: Projection) -> tupl
     x = given["input"].transpose(0, 1) if given["batch_first"] else given["input"]  # (times, B, F)
     tensors_of_layer = _count_tensors_per_layer(given)
     last_states: list[State] = []
+
     for layer in range(given["layers"]):
         outputs = []
         for direction in range(directions):
@@ -141,6 +143,7 @@ def compute_recurrence(given: Mapping[str, Any], projection: Projection) -> tupl
             outputs.append(states)
             last_states.append(state)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+
     # From one (h, c) for each layer and direction to one array of h and one of c.
     last = [torch.stack(values) for values in zip(*last_states, strict=True)]
     return (x.transpose(0, 1) if given["batch_first"] else x, *last)

@@ -62,6 +62,7 @@ class StackedChain:
         # h: the result of the steps so far, (m, b, width of the layer).
         h = x.expand(m, -1, -1) if x.dim() == 2 else x
         tensors = {**self.network.fixed_tensors, **free}
+
         for step in self.steps:
             if isinstance(step, nn.Module):
                 h = step(h)
@@ -73,6 +74,7 @@ class StackedChain:
                 h = torch.bmm(h, W)
             else:
                 h = torch.baddbmm(tensors[bias_name].unsqueeze(-2).expand(m, 1, -1), h, W)
+
         return h
 
     def gradient(self, thetas: Tensor, x: Tensor, score: Tensor) -> Tensor:
@@ -94,11 +96,13 @@ class StackedChain:
             name: value.detach().requires_grad_(True)
             for name, value in self.parameters(thetas).items()
         }
+
         with torch.enable_grad():
             f = self.compute_outputs(free, x)
             gradients = torch.autograd.grad(
                 f, list(free.values()), score(f.detach()), allow_unused=True
             )
+
         # A parameter that the outputs do not depend on has no gradient: its entries stay zero.
         total = torch.zeros_like(thetas)
         for (start, stop), gradient in zip(self.ranges.values(), gradients, strict=True):
@@ -123,9 +127,11 @@ def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> StackedChain | 
     if not set(ranges) <= used:
         return None
     chain = StackedChain(network, steps, ranges)
+
     with torch.no_grad():
         expected = network.compute_outputs(network.layout.unpack(theta), x)
         f = chain.compute_outputs(chain.parameters(theta.unsqueeze(0)), x).squeeze(0)
+
     # Batched products round differently. The limits are guesses.
     agrees = f.shape == expected.shape and torch.allclose(f, expected, rtol=1e-4, atol=1e-5)
     return chain if agrees else None

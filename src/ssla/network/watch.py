@@ -189,6 +189,7 @@ class Probe(TorchFunctionMode):
         self._record_uses(call, [*args, *kwargs.values()])
         if isinstance(result, Tensor):
             self.bytes += result.numel() * result.element_size()
+
         return result
 
     def _record_uses(self, call: Call | None, arguments: list[Any]) -> None:
@@ -302,6 +303,7 @@ class LayerWatch(TorchFunctionMode):
         call = read_layer(func, args, kwargs, result) or read_norm(func, args, kwargs, result)
         if call is None or id(call.weight) not in self.weights:
             return result
+
         # The values before scale and shift take a second call of the norm, so they are computed
         # only for norms that are watched.
         if call.operation == NORM:
@@ -353,11 +355,13 @@ def find_row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | 
     is_proportional = shape[axis] * other_rows == other_shape[axis] * rows
     if shape[axis] % rows or not is_proportional:
         return None
+
     # Linear layers, and norms over the last dimensions, may have rows in any other dimension.
     # Convolutions and norms over channels have them first.
     trailing = call.dimensions if call.operation == NORM else 1
     over_last = call.operation == LINEAR or (call.operation == NORM and trailing > 0)
     allowed_axes = len(shape) - trailing if over_last else 1
+
     # A convolution also takes an input without a dimension for rows.
     has_rows = call.operation != CONVOLUTION or len(shape) == call.dimensions + 2
     return axis if axis < allowed_axes and has_rows else None
@@ -378,11 +382,13 @@ def arrange_inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool
     stride = _expand_option(call.options.get("stride", 1), n)
     dilation = _expand_option(call.options.get("dilation", 1), n)
     x = F.pad(x, _list_padding_sides(call, dilation))
+
     # Each `unfold` appends the windows along one dimension: (B, C, spatial…) becomes
     # (B, C, positions…, kernel…).
     for k in range(n):
         reach = dilation[k] * (kernel[k] - 1) + 1
         x = x.unfold(2 + k, reach, stride[k])[..., :: dilation[k]]
+
     # In the order of the weight's entries: (B, positions…, C, kernel…).
     positions = range(2, 2 + n)
     windows = range(2 + n, 2 + 2 * n)

@@ -164,6 +164,7 @@ def evaluate_newton_step(
     v = factor.solve(white)
     gain = linalg.dot(white, v)  # gᵀδ with δ = R v
     shift = -0.5 * linalg.dot(v, v)
+
     # The quadratic model of log p at the step: log p + gᵀδ − ½ δᵀΛδ, and δᵀΛδ = gᵀδ − ‖v‖².
     fit = log_prob + 0.5 * gain - shift
     delta = linalg.multiply_root(R, v)
@@ -172,6 +173,7 @@ def evaluate_newton_step(
     evaluated = Evaluated(fit, shift, -0.5 * factor.logdet(), pull, fallback, converged)
     if D is not None:
         evaluated = _replace_determinant(likelihood, y, f, D, evaluated)
+
     return _replace_steps_outside(likelihood, y, f, R, D, f + delta, evaluated)
 
 
@@ -213,6 +215,7 @@ def evaluate_at_mode(
     if boundary is None:
         return _evaluate_inside_domain(likelihood, y, f, R, D)
     never = torch.zeros_like(boundary.cut)
+
     # Clones, because the rows that are not cut are overwritten below.
     evaluated = Evaluated(
         fit=boundary.log_prob.clone(),
@@ -331,6 +334,7 @@ def _climb_to_mode(
     evaluated = evaluated._replace(converged=ascent.converged)
     if not push:
         return evaluated._replace(converged=evaluated.converged & ~evaluated.fallback)
+
     # An indefinite curvature is not that of a maximum: move away from the saddle and go on.
     saddle = evaluated.fallback.nonzero().squeeze(-1)
     if saddle.numel():
@@ -338,6 +342,7 @@ def _climb_to_mode(
         beside = point + PUSH * (1 + point.abs())
         mode = _climb_to_mode(likelihood, *tasks.select_arguments(saddle), beside, push=False)
         _overwrite_rows(evaluated, saddle, mode)
+
     return evaluated
 
 
@@ -412,6 +417,7 @@ def _factorise_with_fallback(
         by_component[..., rows] = stand_in.movedim(0, -1)
         precision = by_component.movedim(-1, 0)
         factor = linalg.factorise_identity_plus(R, precision)
+
     return factor, indefinite, precision
 
 

@@ -56,6 +56,7 @@ def factorise_observed_curvature(posterior: Posterior, data: Any) -> Operator:
         )
     sums = _sum_observed_curvature(posterior, data)
     prior = posterior.bound_prior.precision(posterior.theta)
+
     # A determinant without the prior has a covariance without it.
     precision = prior if posterior.convention == EXACT else torch.zeros_like(posterior.theta)
     reason = ""
@@ -84,6 +85,7 @@ def _sum_observed_curvature(posterior: Posterior, data: Any) -> Structure:
     sums = posterior.statistics.curvature.for_indefinite_rows().zero(size)
     gradient = torch.zeros(size, dtype=torch.float64)
     n = 0
+
     for batch in open_training_data(posterior, data, PURPOSE):
         x, y, weights = check_batch(batch, support, outputs)
         first = 0
@@ -96,5 +98,6 @@ def _sum_observed_curvature(posterior: Posterior, data: Any) -> Structure:
             precision = likelihood.precision(y[rows], f_64).expand(*f.shape, outputs)
             sums = sums.add(J_64, w[:, None, None] * precision, w)
         n += first
+
     check_same_data(posterior, n, gradient, PURPOSE)
     return sums

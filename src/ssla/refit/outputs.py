@@ -277,6 +277,7 @@ class OutputLogDensity:
                     None if D is None else _repeat_rows(D[piece], per_row),
                 )
             )
+
         return Evaluated(*(_join_tensors(list(column)) for column in zip(*pieces, strict=True)))
 
 

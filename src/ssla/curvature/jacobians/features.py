@@ -216,11 +216,13 @@ class Features:
         C, F = self.outputs, self.width
         a, b, outputs = index_pairs(C)
         i, j, _ = index_pairs(F)
+
         # A pair i > j stands for (i, j) and (j, i): its coefficient is the sum of both entries.
         coefficients = torch.empty(len(a), len(i), dtype=S.dtype)
         for number, (first, second) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
             block = S.view(C, F, C, F)[first, :, second, :]  # (F, F)
             coefficients[number] = (block + block.mT)[i, j]
+
         coefficients[:, i == j] /= 2
         # (pairs of outputs, B); `outputs` is the number of the pair of each two outputs (C, C).
         K = torch.cat(

@@ -284,6 +284,7 @@ class AllWeightsRefit:
             )
             finite = torch.isfinite(likelihood + prior + curvature)
             converged = ascent.converged & positive & finite
+
         if self.interrupted.asked:
             warn(
                 f"Refits of the weights were interrupted: {int(converged.sum()):,} of "
@@ -291,6 +292,7 @@ class AllWeightsRefit:
                 "started, count as not converged.",
                 RuntimeWarning,
             )
+
         return Solved(
             likelihood,
             prior,
@@ -343,6 +345,7 @@ class AllWeightsRefit:
                 theta, map_inputs(_to_single, block.x), score
             )
             error = error + gradient.squeeze(0).double()
+
         square = float(error @ self.precondition(error.unsqueeze(0)).squeeze(0))
         # A gradient that overflows in float32 gives NaN: it is never exact enough.
         return float("inf") if math.isnan(square) else max(square, 0.0) ** 0.5
@@ -364,6 +367,7 @@ class AllWeightsRefit:
         few_weights = self.gradient.numel() <= SMALL
         shared_steps = min(max_steps, SHARED_STEPS) if few_weights else max_steps
         start = torch.zeros(len(group.y), self.gradient.numel(), dtype=torch.float64)
+
         # The refit of the linearised network gives a direction, perhaps too long.
         toward: Tensor | None = group.linearised_step
         earlier = None
@@ -386,6 +390,7 @@ class AllWeightsRefit:
             lost = (~ascent.converged & (ascent.norm > LOST)).unsqueeze(-1)
             point = torch.where(lost, torch.zeros_like(ascent.point), ascent.point)
             ascent = replace(ascent, point=point)
+
         return finish_with_newton(
             ascent,
             lambda unfinished: group.select_tasks(unfinished).evaluate_newton,
@@ -523,6 +528,7 @@ class _Group:
         )
         total, outside = self._add_data_gradient(total, theta, networks, cast)
         total = total + refit.objective_prior.gradient(point)
+
         # The prior's change leaves ∇log π(θ̂) out, so "as_is" adds it and "tilt" only takes ∇ℓ_D(θ̂).
         if refit.posterior.mode == AS_IS:
             total = total + refit.posterior.objective_prior.gradient(refit.posterior.theta)
@@ -531,6 +537,7 @@ class _Group:
         f_new = f_new.double()
         if not new_likelihood.linear_domain:
             outside |= ~torch.isfinite(new_likelihood.log_prob(self.y, f_new))
+
         return torch.where(outside.unsqueeze(-1), torch.nan, total).to(point.dtype), f_new
 
     def _add_data_gradient(
@@ -557,6 +564,7 @@ class _Group:
             total = total + gradient
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.y, f.double())).all(-1)
+
         return total, outside
 
     def _compute_gradient_at_start(self, zero: Tensor) -> tuple[Tensor, Tensor]:
@@ -607,6 +615,7 @@ class _Group:
                 change = likelihood.log_prob_difference(block.y, f, block.f)
                 change = change if block.weights is None else change * block.weights
                 increment = increment + change.sum(-1)
+
         if refit.posterior.mode != AS_IS:
             slope = refit.gradient + refit.posterior.objective_prior.gradient(refit.posterior.theta)
             increment = increment - point @ slope

@@ -112,6 +112,7 @@ class Dual:
                 precision = precision * block.weights[:, None, None]
             jacobians.append(J)
             precisions.append(precision)
+
         if new_rows is not None:
             y, x = new_rows
             J, f = compute_jacobians_on_own_rows(self.network_outputs, thetas, x)
@@ -119,6 +120,7 @@ class Dual:
             precision = compute_row_curvature(likelihood.predictive, curvature_kind, y, f)
             precisions.append(precision.expand(*f.shape, f.shape[-1]).unsqueeze(1))
         J, Lambda = torch.cat(jacobians, 1), torch.cat(precisions, 1)
+
         # G = J Π⁻¹ Jᵀ of all rows together (m, nC, nC), from J with the rows (i, c) flattened.
         white = (J / bound_prior.precision(self.posterior.theta).sqrt()).flatten(1, 2)
         R = _factorise_gram(white @ white.mT)

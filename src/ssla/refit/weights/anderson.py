@@ -168,6 +168,7 @@ def ascend(
         advanced = taken[keep]
         direction = torch.where(advanced.unsqueeze(-1), new_direction, direction[keep])
         slope = torch.where(advanced, new_slope, slope[keep])
+
     return Ascent(point, norm, steps, norm <= tolerance, history.write_back())
 
 
@@ -412,6 +413,7 @@ class _ActiveHistory:
         ).to(state.step.dtype)
         mixed = state.step - self._combine_mixes(positions, gamma)
         slope = (state.gradient * mixed).sum(-1)
+
         # Where the mixed step is far longer, the history describes another region.
         not_far = mixed.norm(dim=-1) <= FARTHEST * state.step.norm(dim=-1)
         usable = torch.isfinite(slope) & (slope > LEAST_RISE * plain_slope) & not_far

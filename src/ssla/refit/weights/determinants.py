@@ -88,6 +88,7 @@ class Determinants:
         value = torch.full((len(point),), torch.nan, dtype=torch.float64)
         fallback = torch.zeros(len(point), dtype=torch.bool)
         positive = torch.zeros(len(point), dtype=torch.bool)
+
         # The kind asked for, then the Fisher information for the tasks where that is indefinite.
         for curvature_kind in dict.fromkeys((self.options.curvature, FISHER)):
             tasks = (~positive).nonzero().squeeze(-1)
@@ -104,6 +105,7 @@ class Determinants:
                 )
             value[tasks], positive[tasks] = increment
             fallback[tasks] = curvature_kind != self.options.curvature
+
         return value, fallback, positive
 
     # --- exact -----------------------------------------------------------------------------
@@ -147,6 +149,7 @@ class Determinants:
             nan = torch.full((len(point),), torch.nan, dtype=torch.float64)
             return nan, torch.zeros(len(point), dtype=torch.bool)
         values, positive = [], []
+
         for tasks in torch.arange(len(point)).split(self._tasks_at_once):
             thetas = self.posterior.theta + point[tasks]
             change = (
@@ -162,6 +165,7 @@ class Determinants:
             factor, info = torch.linalg.cholesky_ex(eye + (white + white.mT) / 2)
             values.append(-factor.diagonal(dim1=-2, dim2=-1).log().sum(-1))
             positive.append(info == 0)
+
         return torch.cat(values), torch.cat(positive)
 
     @property

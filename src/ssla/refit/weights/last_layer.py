@@ -338,6 +338,7 @@ class LastLayerRefit:
             curvature[indefinite], positive[indefinite] = fisher_group.compute_curvature_increments(
                 point[indefinite], self.determinant_curvatures[-1]
             )
+
         return curvature, positive, fallback
 
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
@@ -492,6 +493,7 @@ def _factorise_start(
     objective_prior = PriorChange(posterior.objective_prior, posterior.theta)
     prior_precision = as_matrix(objective_prior.bound.precision(posterior.theta))
     curvatures = {curvature_kind: total + prior_precision for curvature_kind, total in sums.items()}
+
     # The basis makes the average of the diagonal blocks the identity.
     blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
     basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
@@ -502,6 +504,7 @@ def _factorise_start(
         )
     if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
         return basis, usable, _factorise_without_prior(posterior, sums, basis)
+
     return basis, usable, usable
 
 

@@ -111,6 +111,7 @@ class SharedBlocks:
         remainder = compute_remainder_from_products(
             sums.products, controls, float(sums.added_square)
         )
+
         # The variances of the vectors, of the sample of rows and of the sketch add up.
         variance = float(first_order.var() / len(first_order) + sums.sampling_variance)
         variance += remainder.error**2
@@ -133,6 +134,7 @@ class SharedBlocks:
         block, fisher = self.select_rows(rows), self.curvature_kind == FISHER
         f = block.f + block.x @ step.mT
         weight = 1 / probability if block.weights is None else block.weights / probability
+
         # The sample of rows adds about Σ (1 − π)(t/π)² to the variance of a sum of terms t/π.
         left_out = 1 - probability
 
@@ -148,6 +150,7 @@ class SharedBlocks:
         # What the new row explains: tr(G c_iΔΛ_ic_iᵀ) with c_i the diagonal of J_iS⁻¹Jᵀ.
         across = (block.x @ new_row.solved_features).unsqueeze(-1) * new_row.vectors  # (b, C, k)
         explained = ((across * multiply_by_change(across)).sum(1) * new_row.values).sum(1)
+
         # (u − z)ᵀΔH z of each vector (b, S)
         first_order = ((u - z) * change_z).sum(1)
         by_row = first_order.mean(1) - explained
@@ -250,6 +253,7 @@ def open_shared_blocks(
     C, F = prior.shape[:2]
     precisions = rows.apply_weights(likelihood.precision_diagonal(rows.y, rows.f, fisher))
     S = prior.clone()
+
     for c in range(C):
         S[c] += (rows.x * precisions[:, c, None]).mT @ rows.x
     factor, info = torch.linalg.cholesky_ex(S)
@@ -358,6 +362,7 @@ def solve_by_conjugate_gradients(
     white = precondition(r)
     rho = (r * white).sum(-1)
     direction = white
+
     for _ in range(MOST_ITERATIONS):
         if bool((rho <= RESIDUAL**2 * scale).all()):
             break
@@ -370,4 +375,5 @@ def solve_by_conjugate_gradients(
         previous_rho = rho
         rho = (r * white).sum(-1)
         direction = white + (rho / previous_rho.clamp_min(TINY)).unsqueeze(-1) * direction
+
     return x, float((rho.clamp_min(0) / scale).max()) ** 0.5

@@ -252,6 +252,7 @@ class Group:
         m, C = self.f.shape
         total = torch.zeros(C, m, self.phi.shape[1], dtype=point.dtype)
         outside = torch.zeros(m, dtype=torch.bool)
+
         for _, block, f in self.yield_outputs(point):
             if likelihood.softmax:
                 # For classes y cancels in the difference.
@@ -263,6 +264,7 @@ class Group:
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
             total += block.apply_weights(score).to(point.dtype).movedim(-1, 0).mT @ block.x
+
         return total.movedim(0, 1).reshape(m, -1), outside
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
@@ -290,6 +292,7 @@ class Group:
         change = self._sum_packed_change(point, self.initial, torch.float64)
         precision = self._compute_new_row_precision(point, self.initial)
         newton_steps = []
+
         for H, gradient, shared_step in zip(
             self._yield_task_curvatures(change.packed, point, precision, self.initial),
             shared.gradient.split(self._matrices_at_once),
@@ -300,6 +303,7 @@ class Group:
             step = torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
             exists = (info == 0) & torch.isfinite(step).all(-1)
             newton_steps.append(torch.where(exists.unsqueeze(-1), step, shared_step))
+
         return Slope(shared.gradient, torch.cat(newton_steps))
 
     def _compute_new_row_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
@@ -403,6 +407,7 @@ class Group:
         if self.refit.options.tolerance >= SINGLE_TOLERANCE:
             return self._compute_increments_in_single(point, precision, initial)
         packed, trace = self._sum_packed_change(point, initial, torch.float32)
+
         # ‖ΔH‖ up to a factor √2: an entry of the packed form stands for 1, 2 or 4 of ΔH.
         change_norm = (2 * packed.square().sum(-1)).sqrt()
         large = (change_norm > LARGE_CHANGE * initial.least_eigenvalue).nonzero().squeeze(-1)
@@ -413,6 +418,7 @@ class Group:
             )
             packed[large] = in_double.packed
             trace[large] = in_double.trace
+
         return self._compute_increments_with_exact_trace(
             PackedChange(packed, trace), point, precision, initial
         )
@@ -438,6 +444,7 @@ class Group:
             )
             value[small_steps] = frozen - 0.5 * trace
             positive[small_steps] = exists & (bound.square() <= LOOSE * SMALL_ERROR)
+
         for tasks in (~positive).nonzero().squeeze(-1).split(CACHED_TASKS):
             if not tasks.numel():  # `split` gives one empty part of nothing
                 continue
@@ -446,6 +453,7 @@ class Group:
             value[tasks], positive[tasks] = group._compute_increments_with_exact_trace(
                 change, point[tasks], precision[tasks], initial
             )
+
         return value, positive
 
     def _compute_increments_with_exact_trace(
@@ -497,10 +505,12 @@ class Group:
         if initial.contrasts is not None:
             precision = initial.contrasts.project_matrices(precision)
         by_pairs = torch.stack([precision[:, a, b] for a, b in list_index_pairs(C)], 1)
+
         # JᵀΛJ, packed as ΔH: each entry of Λ times all products of two features.
         new_row = by_pairs.unsqueeze(-1) * multiply_pairs(self.phi).unsqueeze(1)
         packed = new_row.flatten(1).to(dtype) + change
         prior_precision = initial.prior.precision(self.refit.from_basis(point))
+
         for tasks in torch.arange(m).split(self._matrices_at_once):
             H = (
                 packed[tasks]

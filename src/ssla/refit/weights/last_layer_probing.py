@@ -65,11 +65,13 @@ class NewRow(NamedTuple):
         values, vectors = torch.linalg.eigh(K)
         lengths = values.clamp_min(0).sqrt()
         R = vectors * lengths.unsqueeze(-2)
+
         # The pseudo-inverse R⁺ᵀ: K may be singular.
         least = LEAST_ROOT * lengths.amax(-1, keepdim=True)
         inverse_root = vectors * torch.where(lengths > least, 1 / lengths, 0.0).unsqueeze(-2)
         white = R.mT @ precision @ R
         mu, E = torch.linalg.eigh((white + white.mT) / 2)
+
         # Below −1 there is no determinant, and `compute_new_row_increment` marks the task.
         mu = mu.clamp_min(LEAST_MU)
         directions = inverse_root @ E
@@ -138,6 +140,7 @@ class Probing:
             # The increment is half of the remainder, so twice its target is allowed here.
             too_large = standard_error > 2 * self.target[active]
             active = active[too_large & torch.isfinite(value[active])]
+
         return value, torch.isfinite(value), error
 
     def _add_round(
@@ -185,6 +188,7 @@ class Probing:
             moments.append(self.multiply_by_change(tasks, w, pull=False)[0])
             if count == nodes or self.is_accurate(tasks, torch.stack(moments, -1).mean(1)):
                 break
+
         return torch.stack(moments, -1)
 
     def is_accurate(self, tasks: Tensor, moments: Tensor) -> bool:
@@ -226,6 +230,7 @@ class Probing:
         directions = split_by_output(w.flatten(0, 1), C)
         form = torch.zeros(m, s, dtype=torch.float64)
         total = torch.zeros(C * m * s, group.phi.shape[1], dtype=refit.dtype)
+
         for _, part, _ in group.yield_parts(m * s * C):
             f = group.compute_output_changes(part.x, step).add_(part.f).unsqueeze(1)  # (m, 1, b, C)
             v = group.compute_output_changes(part.x, directions).unflatten(0, (m, s))
@@ -235,6 +240,7 @@ class Probing:
             form += (v * change).sum(-1).sum(-1, dtype=torch.float64)
             if pull:
                 total += move_outputs_first(change).flatten(0, 2) @ part.x
+
         if not pull:
             return form, None
         return form, total.reshape(C, m, s, -1).permute(1, 2, 0, 3).reshape(m, s, -1)
@@ -295,6 +301,7 @@ def compute_remainder_from_moments(moments: list[float], trace: float) -> Remain
     mean = moments[2] / moments[1]
     total_weight = moments[1] - mean * (moments[0] - trace)  # tr A², with the control variate
     h_means = [-0.5 + mean / 3]  # h at the mean of λ, by its series to first order
+
     for count in range(1, len(moments) // 2 + 1):
         nodes, shares = compute_gauss_nodes(
             torch.tensor(moments[1 : 2 * count + 1], dtype=torch.float64)
@@ -307,6 +314,7 @@ def compute_remainder_from_moments(moments: list[float], trace: float) -> Remain
                 for t, w in zip(nodes.tolist(), shares.tolist(), strict=True)
             )
         )
+
     share = FIRST_QUADRATURE if len(h_means) == 2 else QUADRATURE
     return Remainder(
         total_weight * h_means[-1], share * abs(total_weight * (h_means[-1] - h_means[-2]))
@@ -329,6 +337,7 @@ def compute_gauss_nodes(moments: Tensor) -> tuple[Tensor, Tensor]:
     if int(info) or float(pivots.min()) < SINGULAR * float(hankel.diagonal().max()) ** 0.5:
         return compute_gauss_nodes(moments[: 2 * (count - 1)])
     shifted = moments[index[:, None] + index + 1]
+
     # L⁻¹(L⁻¹M)ᵀ = L⁻¹ML⁻ᵀ for the symmetric matrix M of shifted moments.
     white = torch.linalg.solve_triangular(factor, shifted, upper=False)
     white = torch.linalg.solve_triangular(factor, white.mT, upper=False)

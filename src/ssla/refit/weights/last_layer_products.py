@@ -275,6 +275,7 @@ class ProductsRefit:
         group = Group(self, x_rows, y)
         ascent = self._find_modes(group, progress) if at is None else at
         precision = group.compute_new_row_precision(ascent.point)
+
         # Frozen determinants need only the curvature of the new row itself, which
         # `compute_new_row_increment` has.
         new_row = None
@@ -415,12 +416,14 @@ class Group:
         gradient, outside = self._compute_data_gradient_change(point)
         new_score = refit.new_likelihood.score(self.y, f_new)
         gradient = gradient + self.pull(new_score) + self.compute_prior_gradient_change(point)
+
         # With mode="as_is" g₀ is not subtracted, so it stays in the gradient.
         if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient)
         if not refit.new_likelihood.linear_domain:
             outside |= ~torch.isfinite(refit.new_likelihood.log_prob(self.y, f_new))
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
+
         # (H + JᵀΛJ)⁻¹g = z − U(I + ΛK)⁻¹ΛJz with z = H⁻¹g
         z = refit.shared.solve(gradient)
         u = compute_new_row_pull(
@@ -549,6 +552,7 @@ class Group:
         # The log densities, up to the remainder that is estimated below.
         target = refit.choose_allowed_errors(other_increments + value)
         remainder = torch.zeros_like(value)
+
         # Where no curvature changes there is no remainder.
         not_done = positive & (trace != 0)
         if changes.rows is not None:
@@ -565,6 +569,7 @@ class Group:
             remainder[tasks], exists, standard_error = probing.estimate_remainders()
             positive[tasks] &= exists
             error[tasks] = 0.5 * standard_error
+
         return CurvatureIncrements(value - 0.5 * remainder, positive, error)
 
     def _sketch_where_accurate(
@@ -606,6 +611,7 @@ class Group:
         error = at_new_row.error.clone()
         y, f_hat, fisher = shared.rows.y, shared.rows.f, shared.curvature_kind == FISHER
         diagonal = likelihood.precision_diagonal(y, f_hat, fisher)
+
         for task, step in enumerate(point.reshape(len(point), self.refit.outputs, -1)):
             f = f_hat + shared.rows.x @ step.mT
             change = likelihood.precision_diagonal(y, f, fisher) - diagonal
@@ -622,6 +628,7 @@ class Group:
             trace = float(trace_by_row.sum(dtype=torch.float64))
             value[task] -= 0.5 * (trace + correction.value)
             error[task] = 0.5 * correction.error
+
         return CurvatureIncrements(value, at_new_row.positive & torch.isfinite(value), error)
 
     def sketch_remainders(
@@ -635,6 +642,7 @@ class Group:
         shared = self.refit.shared_vectors
         assert shared is not None
         likelihood = self.refit.posterior.likelihood
+
         # A task has its own rows and fills the cache: a guess that tasks together would not be
         # faster.
         estimates = [
@@ -664,6 +672,7 @@ class Group:
         c = changed.cross_covariances[changed.input_numbers[task]].index_select(
             0, rows
         )  # (b, C, r)
+
         # Draws of N(0, H⁻¹) become draws of N(0, H₁⁻¹), and K becomes J_i H₁⁻¹ J_iᵀ.
         w = shared.w.reshape(len(shared.w), self.refit.outputs, -1)
         shrink = new_row.shrink[task, outputs].to(c.dtype) @ (w @ self.phi[task]).mT
@@ -686,6 +695,7 @@ class Group:
         m, C = self.f.shape
         inputs, first = number_distinct_inputs(self.x_rows)
         tasks_at = [(inputs == k).nonzero().squeeze(-1) for k in range(len(first))]
+
         # Outputs that the new row says nothing about have no part in G.
         important = new_row.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT
         outputs = important.any(0).nonzero().squeeze(-1)
@@ -696,6 +706,7 @@ class Group:
         trace = torch.zeros(m, dtype=torch.float64)
         step = split_by_output(point, C)
         sizes, new_outputs, cross_covariances = [], [], []
+
         for block, part, part_rows in self.yield_parts(C * max(m, len(first) * len(outputs), C)):
             f = self.compute_output_changes(part.x, step).add_(part.f)
             log_prob += self.compute_log_prob_change(part, f)
@@ -849,6 +860,7 @@ def open_products(
     vectors = 0  # of the blocks that take the place of a P×P matrix
     if not matrix_fits and rows.kept is not None:
         vectors = count_vectors_that_fit(n, C, F, dtype.itemsize, budget)
+
     # The structure has coordinates of its own, so features stay as they are for it.
     is_whitened = bool(matrix_fits or vectors)
     prior_precision = posterior.bound_prior.precision(posterior.theta).reshape(C, F)
@@ -958,6 +970,7 @@ def sum_gradient_and_curvature(
     n = 0
     gradient = torch.zeros(P, dtype=torch.float64)
     data_curvature = torch.zeros(P // C, P // C, dtype=torch.float64)
+
     for block in rows:
         n += block.y.shape[0]
         phi = block.x.double()
@@ -966,6 +979,7 @@ def sum_gradient_and_curvature(
             likelihood.precision_diagonal(block.y, block.f, fisher=True)
         ).mean(-1)
         data_curvature += (phi * mean_precision.unsqueeze(-1)).mT @ phi
+
     return n, gradient, data_curvature
 
 

@@ -137,13 +137,16 @@ def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -
     pushed = scaled @ v
     Q = (v.reshape(b * C, S).mT @ pushed.reshape(b * C, S)).double()
     K_change = K @ change
+
     # What sampling rows adds to E Q_st Q_ts (see the module's docstring).
     squares = (K_change * K_change.mT).sum((-2, -1))  # tr K_iΔΛ_iK_iΔΛ_i, the row weights apart
     added = (weight * weight * (1 - 1 / inverse) * squares).sum(dtype=torch.float64)
+
     # Both controls have the expectation zero, given the rows.
     trace_control = Q.diagonal() - (weight * K_change.diagonal(dim1=-2, dim2=-1).sum(-1)).sum(
         dtype=torch.float64
     )
+
     # `pushed` is not needed any more, so its memory is used again.
     torch.matmul(scaled @ K_change, v, out=pushed)
     quadratic = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)

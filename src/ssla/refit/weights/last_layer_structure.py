@@ -76,6 +76,7 @@ class StructureDeterminants:
             J = self._make_features(block.x)
             for task in range(len(point)):
                 sums[task] = self._add_rows(sums[task], J, block, f[:, task])
+
         f_new = group.f + group.push(point)
         fisher = posterior.likelihood.predictive.fisher(f_new)
         increments = []
@@ -83,6 +84,7 @@ class StructureDeterminants:
             J = self._make_features(group.phi[task : task + 1])
             augmented = sums[task].add(J, fisher[task : task + 1], None)
             increments.append(-0.5 * (self._compute_logdet(augmented, step) - self.start))
+
         return torch.tensor(increments, dtype=torch.float64)
 
     def _add_rows(self, sums: Structure, J: Features, block: Block, f: Tensor) -> Structure:

@@ -145,6 +145,7 @@ def find_obstacle_to_linearising(posterior: Posterior, new_rows: int, single: bo
             f"more than the memory budget of {posterior.memory_budget / 2**30:.2g} GiB. Fit with a "
             "larger memory_budget, give fewer new rows at a time, or use refit='output'."
         )
+
     return None
 
 
@@ -236,6 +237,7 @@ class LinearisedRefit:
             curvature, positive, error = group.compute_curvature_increments(
                 ascent.point, likelihood + prior
             )
+
         finite = torch.isfinite(likelihood + prior + curvature)
         return Solved(
             likelihood,
@@ -267,6 +269,7 @@ class LinearisedRefit:
         pulled = (mode.a - group.multiply_by_precision(mode.moved)).double()
         by_row = pulled.reshape(len(y), *self.rows.precision.shape[:2]) @ self.Q.mT
         first = 0
+
         for block in self.blocks:
             last = first + len(block.f)
             _, J = network.linearise(block.x, theta)
@@ -277,6 +280,7 @@ class LinearisedRefit:
         at_x = torch.zeros(len(self.f), len(self.Q), len(y), dtype=torch.float64)
         at_x[x_rows, :, torch.arange(len(y))] = mode.b.double() @ self.Q.mT
         first = 0
+
         for inputs in network.chunks(self.x, self.posterior.memory_budget):
             last = first + row_count(inputs)
             _, J = network.linearise(inputs, theta)
@@ -295,6 +299,7 @@ class LinearisedRefit:
         ascent = Ascent.not_started(start)
         tasks = torch.arange(len(start))
         steps_left = options.max_steps
+
         while len(tasks) and steps_left > 0 and not self.interrupted.asked:
             later = ascend(
                 group.evaluate,
@@ -312,6 +317,7 @@ class LinearisedRefit:
             start = later.point[unfinished]
             if len(tasks) and steps_left > 0:
                 group = group.select_tasks(unfinished).add_task_curvatures(start)
+
         return ascent
 
 
@@ -494,6 +500,7 @@ class Group:
             # computed once more.
             corrected = self._correct_gradients(self.task_curvatures, r, step.moved)
             step = self._compute_preconditioned_step(corrected, r_x, f_new)
+
         return Slope(gradient, torch.cat(step, -1))
 
     def _correct_gradients(
@@ -565,6 +572,7 @@ class Group:
         if options.logdet == FROZEN:
             return value, positive, error
         tasks = positive.nonzero().squeeze(-1).tolist()
+
         for task, change in zip(
             tasks, self._yield_curvature_changes(location, precision, tasks), strict=True
         ):
@@ -574,6 +582,7 @@ class Group:
                 allowed = TARGET_ERROR * max(probability, RARE_ERROR**-2) ** -0.5
             half, error[task], positive[task] = change.compute_half_logdet(allowed)
             value[task] -= half
+
         return value, positive, error
 
 

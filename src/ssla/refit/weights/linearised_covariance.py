@@ -144,6 +144,7 @@ def _form_from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) ->
     L = torch.linalg.cholesky(B)
     del B
     W = torch.linalg.solve_triangular(L, W, upper=False, out=W)
+
     # Covariances with the new outputs lose what the data explain, like K itself.
     white = torch.linalg.solve_triangular(L, jacobians.multiply_by_root(sides), upper=False)
     del L
@@ -181,6 +182,7 @@ def _sum_prior_covariances(
     new = torch.zeros(N, c, c, dtype=torch.float64)
     new_slope = torch.zeros(jacobians.new_outputs, dtype=torch.float64)
     width = min(max(budget // SHARE // (8 * R), LEAST_WEIGHTS), P)
+
     for first in range(0, P, width):
         last = min(first + width, P)
         J = torch.empty(R, last - first, dtype=torch.float64)
@@ -195,6 +197,7 @@ def _sum_prior_covariances(
         by_row = J_new.reshape(N, c, -1)
         new += by_row @ by_row.mT
         del J, J_new, by_row  # before the next group is computed
+
     return G, sides, new, new_slope
 
 
@@ -209,6 +212,7 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
     H = torch.eye(P, dtype=torch.float64)
     V = torch.empty(R, P, dtype=dtype)  # J T^-½ at first
     first = 0
+
     for J in jacobians.training(0, P):
         last = first + len(J)
         V[first:last] = J.to(dtype)
@@ -217,6 +221,7 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
         scaled = (roots @ J.reshape(len(roots), c, P)).reshape(J.shape)
         add_gram(H, scaled, sign=1.0)
         first = last
+
     F = torch.linalg.cholesky(H)
     del H
 

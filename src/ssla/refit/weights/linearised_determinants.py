@@ -208,6 +208,7 @@ class CurvatureChange:
             variances = variances - self._compute_explained_variances(condition)
         diagonal = torch.where(left_out, s * variances.flatten(), 0.0)
         half += 0.5 * float(diagonal.sum())
+
         # ½ log|I + A| = ½ tr A − ¼ tr A² + …, and tr A² is at most the square of the sum of |A_jj|:
         # often that is small enough.
         total = float(diagonal.abs().sum())

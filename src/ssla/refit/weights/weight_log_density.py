@@ -249,6 +249,7 @@ class WeightLogDensity:
             for tasks in split_tasks(linearised, engine):
                 answers = self._linearised_engine.solve(x_rows[tasks], flat[tasks], progress)
                 solved = solved.with_tasks(tasks, answers)
+
         return solved
 
     def _solve_network(self, x_rows: Tensor, y: Tensor) -> Solved:
@@ -274,6 +275,7 @@ class WeightLogDensity:
                 if tried >= MANY and failed > MOST * tried:
                     self._linearise_all_inputs("most_fail")
                 tasks_left = tasks_left[~self.linearised_inputs[x_rows[tasks_left]]]
+
         return solved
 
     def find_weights_at_modes(self, y: Tensor) -> Tensor:
@@ -351,6 +353,7 @@ class WeightLogDensity:
         if per_parameter > AT_MODE:
             polish = "mode='polish', " if report.mode != POLISH else ""
             training = f"train the network to convergence under this prior, {polish}"
+
         return (
             f"{context}The weights are {report.residual_after:.3g} posterior standard deviations "
             f"from the mode ({per_parameter:.2g} per parameter). Likely causes: (a) they are no "

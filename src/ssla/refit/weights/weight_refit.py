@@ -166,11 +166,13 @@ class WeightRefit:
             raise ValueError(
                 f"rare must be a number from 0 and below 1, for example 1e-4, but is {self.rare!r}."
             )
+
         for name, value in (("tolerance", self.tolerance), ("interpolation", self.interpolation)):
             if value is not None and (isinstance(value, bool | str) or not 0 < value < 1):
                 raise ValueError(
                     f"{name} must be a number between 0 and 1, for example 1e-8, but is {value!r}."
                 )
+
         is_whole = isinstance(self.max_steps, int) and not isinstance(self.max_steps, bool)
         if not is_whole or self.max_steps < 1:
             raise ValueError(f"max_steps must be a whole number from 1, but is {self.max_steps!r}.")
@@ -261,6 +263,7 @@ class WeightRefit:
                 f"More than {SMALL} weights have their determinants with the exact convention "
                 "only. Use logdet='structure', or weights='last_layer' in the fit."
             )
+
         return None
 
     def open_engine(self, posterior: Posterior, x: Inputs) -> Engine:
@@ -314,6 +317,7 @@ class WeightRefit:
             return NO_STRUCTURE
         if posterior.convention != EXACT_CONVENTION:
             return "Refits of the linearised network work with the exact convention only."
+
         return find_obstacle_to_linearising(
             posterior, row_count(as_inputs(x)), self._uses_single_precision(posterior)
         )
@@ -351,6 +355,7 @@ class WeightRefit:
         self._check_gaussian_prior(posterior)
         if self.logdet is None:
             self._check_shared_curvature(posterior)
+
         # A mode nearer than this gains nothing beside the error of the determinants.
         if (
             self.tolerance is None
@@ -358,6 +363,7 @@ class WeightRefit:
             and is_large_problem(posterior)
         ):
             tolerance = LARGE_TOLERANCE
+
         return Options(tolerance, self.max_steps, curvature, self.logdet or TRACES, PRODUCT_ROUNDS)
 
     def _check_shared_curvature(self, posterior: Posterior) -> None:
@@ -432,6 +438,7 @@ class WeightRefit:
                 )
             if logdet == EXACT:
                 _check_exact_determinants(posterior)
+
         return Options(
             self._resolve_tolerance(posterior),
             self.max_steps,
