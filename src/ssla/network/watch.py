@@ -340,9 +340,9 @@ def find_row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | 
     """Return the dimension of the call's input that holds the rows; None if there is none.
 
     other: the same call of a forward pass with another number of rows. The dimension is the only
-    one whose size differs, in proportion to the rows: it may hold several places for each row
-    (windows, frames), with the places of one row beside each other. The result is also None if the
-    layer itself works on that dimension.
+    one whose size differs, in proportion to the rows: it may hold several places for each
+    row (windows, frames), with the places of one row beside each other. The result is also None if
+    the layer itself works on that dimension.
     """
     shape, other_shape = call.input.shape, other.input.shape
     if len(shape) != len(other_shape) or call.result.dim() != call.input.dim():

@@ -3,8 +3,8 @@
     log p(y|x,D) ≈ log p(y|f̃) − ½ (f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + Λ K|
 
 The rungs differ in f̃. Everything is written in whitened coordinates: K = R Rᵀ and f̃ = f̂ + R v,
-so K may be singular, matrices stay symmetric, and the middle term is −½‖v‖². M tasks (test points ×
-candidate y) are solved at once; there is no loop over either.
+so K may be singular, matrices stay symmetric, and the middle term is −½‖v‖². M tasks (test
+points × candidate y) are solved at once; there is no loop over either.
 
 Where I + RᵀΛR with the observed Λ is not positive definite, that task uses the Fisher information
 and is counted.
@@ -152,8 +152,8 @@ def evaluate_newton_step(
 ) -> Evaluated:
     """Evaluate the quadratic model after one Newton step from f̂.
 
-    Its value is log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|. The second term has a pole where I +
-    RᵀΛR becomes singular. Tasks with a pivot below STEP_MARGIN therefore use the Fisher
+    Its value is log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|. The second term has a pole where
+    I + RᵀΛR becomes singular. Tasks with a pivot below STEP_MARGIN therefore use the Fisher
     information, and are marked. The arguments are those of `Rule`.
     """
     log_prob, score, precision = _compute_derivatives_with_curvature(likelihood, y, f)

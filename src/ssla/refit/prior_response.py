@@ -23,8 +23,8 @@ def prior_response(posterior: Posterior, x: Inputs) -> Marginal:
     """Compute how a refit at inputs x (N rows) changes log π, to second order, in float64.
 
     A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu, and log π by bᵀu − ½ uᵀMu. The result
-    has b = J H⁻¹ ∇log π as its mean (N, C), and M = J H⁻¹ (−∇² log π) H⁻¹ Jᵀ as its covariance (N,
-    C, C): `Marginal` is used for its shapes alone.
+    has b = J H⁻¹ ∇log π as its mean (N, C), and M = J H⁻¹ (−∇² log π) H⁻¹ Jᵀ as its covariance
+    (N, C, C): `Marginal` is used for its shapes alone.
     """
     solved = posterior.covariance.solve(posterior.bound_prior.gradient(posterior.mean))
     precision = posterior.bound_prior.precision(posterior.mean)

@@ -309,8 +309,8 @@ class AllWeightsRefit:
 
         PROGRESS is relative to its value at θ̂. A trial takes TRIAL_STEPS gradients, with the H⁻¹
         that all tasks share. Near a mode each few gradients bring a digit. Near a saddle the
-        objective rises without bound along some direction, or to a mode far away. x_rows (m,), y
-        (m, …): see `Engine`.
+        objective rises without bound along some direction, or to a mode far away. x_rows
+        (m,), y (m, …): see `Engine`.
         """
         group = _Group(self, x_rows, y)
         theta_hat = torch.zeros(len(x_rows), self.gradient.numel(), dtype=torch.float64)

@@ -3,8 +3,8 @@
     log|Π + JᵀΛJ| = log|Π| + log|I + RᵀΛR|,   R Rᵀ = G = J Π⁻¹ Jᵀ (nC × nC),
 
 with J and Λ of all rows at a task's own θ̃. The prior is Gaussian, so log|Π| is the same for every
-task and cancels. H is positive definite exactly where I + RᵀΛR is. A task costs its Jacobian (nC ×
-P), one product and two factorisations of nC × nC.
+task and cancels. H is positive definite exactly where I + RᵀΛR is. A task costs its Jacobian
+(nC × P), one product and two factorisations of nC × nC.
 
 Terms and symbols are those of `ssla.refit.weights`. Here too: Π is the prior's precision, a
 diagonal (P,), and rows i and outputs c are counted together as nC.
@@ -74,8 +74,8 @@ class Dual:
     ) -> tuple[Tensor, Tensor]:
         """Compute the increments (m,) of tasks at points θ − θ̂ (m, P), and where they exist (m,).
 
-        They exist where H(θ̂) and H̃ are positive definite; elsewhere they have no meaning. y (m,
-        …), x (m, …): those of the new rows. curvature_kind: OBSERVED or FISHER.
+        They exist where H(θ̂) and H̃ are positive definite; elsewhere they have no meaning.
+        y (m, …), x (m, …): those of the new rows. curvature_kind: OBSERVED or FISHER.
         """
         theta_hat = self.posterior.theta
         if curvature_kind not in self.start_values:

@@ -8,9 +8,9 @@ true Hessian, without a product with it.
 The line search uses slopes, not values: a gain of 1e-16 is lost in the rounding of a sum over n
 rows, its slope is not.
 
-Terms: g is the gradient of a task's objective, P the preconditioner (P×P for P weights), and s =
-P⁻¹g the plain step. A round is one evaluation of all active tasks, each at its own trial point. A
-task has converged where √(gᵀP⁻¹g), its distance from the mode, is at most the tolerance. The
+Terms: g is the gradient of a task's objective, P the preconditioner (P×P for P weights), and
+s = P⁻¹g the plain step. A round is one evaluation of all active tasks, each at its own trial point.
+A task has converged where √(gᵀP⁻¹g), its distance from the mode, is at most the tolerance. The
 history has, of the last k rounds, the changes Δθ_j of the point and Δs_j of the step. A task is
 active until it has converged or failed. Other terms are those of `ssla.refit.weights`.
 """

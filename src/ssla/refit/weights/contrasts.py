@@ -1,7 +1,7 @@
 """Contrasts of classes: C − 1 outputs in place of C.
 
-A softmax does not see what is added to all of its C outputs, so its curvature has no part along (1,
-…, 1). Under a prior that is the same for every class, that direction of the weights keeps the
+A softmax does not see what is added to all of its C outputs, so its curvature has no part along
+(1, …, 1). Under a prior that is the same for every class, that direction of the weights keeps the
 prior's curvature, and cancels in every ratio of determinants.
 
 A contrast of classes is a combination of their outputs whose coefficients sum to zero. C classes

@@ -182,8 +182,8 @@ class Determinants:
     ) -> Tensor:
         """Compute H̃ of one kind at each θ (m, P): (m, P, P).
 
-        It sums the training rows, the prior and a new row for each θ, with target y (m, …) and
-        input x (m, …).
+        It sums the training rows, the prior and a new row for each θ, with target
+        y (m, …) and input x (m, …).
         """
         return self._compute_posterior_curvature(
             curvature_kind, thetas

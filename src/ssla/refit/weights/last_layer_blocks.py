@@ -182,8 +182,8 @@ class SharedBlocks:
     ) -> Tensor:
         """Compute tr K_iΔΛ_iK_iΔΛ_i of the rows of a block (b,), for diagonal K_i.
 
-        It is Σ_cd k_c k_d ΔΛ_cd². f (b, C): the outputs at the mode. variances: the diagonals k (b,
-        C). fisher: Λ is the Fisher information; False: the observed curvature.
+        It is Σ_cd k_c k_d ΔΛ_cd². f (b, C): the outputs at the mode. variances: the diagonals
+        k (b, C). fisher: Λ is the Fisher information; False: the observed curvature.
         """
         after = likelihood.curvature(block.y, f, fisher)
         before = likelihood.curvature(block.y, block.f, fisher)

@@ -495,10 +495,10 @@ class Group:
     ) -> Iterator[Tensor]:
         """Yield H̃ = H + ΔH + JᵀΛJ of the tasks as full matrices (k, P, P), k tasks at a time.
 
-        k is `_matrices_at_once`, and the tasks are in order. change: the packed ΔH of the data (m,
-        pairs · v), in whose dtype the matrices are. point (m, P): where each task is, from which
-        the change of a prior's curvature follows. precision: Λ of the new rows (m, C, C). initial:
-        H, whose contrasts, if any, Λ is projected to.
+        k is `_matrices_at_once`, and the tasks are in order. change: the packed ΔH of the data
+        (m, pairs · v), in whose dtype the matrices are. point (m, P): where each task is, from
+        which the change of a prior's curvature follows. precision: Λ of the new rows (m, C, C).
+        initial: H, whose contrasts, if any, Λ is projected to.
         """
         m, C, F = len(self.y), initial.outputs, self.phi.shape[1]
         dtype = change.dtype

@@ -291,8 +291,8 @@ def compute_remainder_from_moments(moments: list[float], trace: float) -> Remain
 
     With λ the eigenvalues of A it is Σ λ² h(λ), h(λ) = (log(1 + λ) − λ)/λ². Under the weights λ²
     the Gauss nodes of the moments give the mean of h. The first moment, whose expectation is
-    `trace`, tr A, is a control variate for the second. NaN where a moment or a node shows that I +
-    A is not positive definite.
+    `trace`, tr A, is a control variate for the second. NaN where a moment or a node shows that
+    I + A is not positive definite.
     """
     if not moments[1] > 0:
         return Remainder(0.0 if moments[1] == 0 else math.nan, 0.0)

@@ -522,8 +522,8 @@ class Group:
     def _compute_preconditioned_step(self, r: Tensor, r_x: Tensor, f_new: Tensor) -> Point:
         """Compute the step H₁⁻¹(Jᵀr + J_xᵀr_x) of m tasks, with H₁ = H + J_xᵀΛJ_x.
 
-        By Woodbury's formula it is z − H⁻¹J_xᵀ(I + ΛK_x)⁻¹ΛJ_xz with z = H⁻¹(Jᵀr + J_xᵀr_x). r (m,
-        R), r_x (m, c), and Λ of the new rows at their outputs f_new (m, C).
+        By Woodbury's formula it is z − H⁻¹J_xᵀ(I + ΛK_x)⁻¹ΛJ_xz with z = H⁻¹(Jᵀr + J_xᵀr_x).
+        r (m, R), r_x (m, c), and Λ of the new rows at their outputs f_new (m, C).
         """
         Q = self.refit.Q
         moved, moved_at_x = self._compute_output_changes(r, r_x)
@@ -679,8 +679,8 @@ def _open_jacobians(
 ) -> Jacobians:
     """Return the Jacobians of training rows and new inputs, which each pass computes again.
 
-    inputs: cast new inputs. Q (C, c): the contrasts of outputs. root: Λ^½ of the training rows (n,
-    c, c).
+    inputs: cast new inputs. Q (C, c): the contrasts of outputs. root: Λ^½ of the training rows
+    (n, c, c).
     """
     network, theta, budget = posterior.network, posterior.theta, posterior.memory_budget
     prior_root = posterior.bound_prior.precision(theta).sqrt()

@@ -3,9 +3,9 @@ changes.
 
 ΔΛ is the change of the training rows' curvatures at a task's mode, and K₁ the covariance of their
 outputs under the curvature at θ̂ and of the new row. Few directions of ΔΛ matter: rows that the
-network has learnt well have hardly any curvature before or after. The eigenvectors e_j of all ΔΛ_i
-= Σ_j s_j e_j e_jᵀ are in two parts, those that are kept, E, and those that are left out. With K₂
-the covariance after the kept changes and A the symmetric form of ΔΛ_left K₂,
+network has learnt well have hardly any curvature before or after. The eigenvectors e_j of all
+ΔΛ_i = Σ_j s_j e_j e_jᵀ are in two parts, those that are kept, E, and those that are left out. With
+K₂ the covariance after the kept changes and A the symmetric form of ΔΛ_left K₂,
 
     log|I + ΔΛ K₁| = log|I + S EᵀK₁E| + tr A − ½ tr A² + …
 

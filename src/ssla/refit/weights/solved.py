@@ -118,8 +118,8 @@ class Engine(Protocol):
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
         """Return a mask of the tasks (M,) that do not approach a mode in a few gradients.
 
-        Such a task has no mode near θ̂. It is a cheap trial before many tasks. x_rows (M,), y (M,
-        …): see `solve`.
+        Such a task has no mode near θ̂. It is a cheap trial before many tasks. x_rows
+        (M,), y (M, …): see `solve`.
         """
         ...
 
@@ -146,8 +146,8 @@ def compute_new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, 
     """Compute −½ log|I + ΛK| (m,), and where it exists (m,); NaN where it does not.
 
     It is the curvature increment with the training rows' curvature frozen at θ̂: this leaves out tr
-    H⁻¹ΔH, which is O(1/n). root: R with R Rᵀ = K (m, C, C). precision: Λ of each task's new row (m,
-    C, C). It exists where I + RᵀΛR is positive definite.
+    H⁻¹ΔH, which is O(1/n). root: R with R Rᵀ = K (m, C, C). precision: Λ of each task's new
+    row (m, C, C). It exists where I + RᵀΛR is positive definite.
     """
     factor = linalg.factorise_identity_plus(root, precision)
     return torch.where(factor.positive, -0.5 * factor.logdet(), torch.nan), factor.positive
