@@ -167,13 +167,13 @@ class Features:
         matrix product.
         """
         a, b, _ = index_pairs(self.outputs)
-        i, _, features = index_pairs(self.width)
+        i, _, feature_pair_numbers = index_pairs(self.width)
         precision_pairs = precision[:, a, b].mT.double()
         total = torch.zeros(len(a), len(i), dtype=torch.float64)
         for rows, products in self._yield_feature_products():
             total.addmm_(precision_pairs[:, rows], products.mT)
         for number, (first, second) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
-            yield first, second, total[number, features]
+            yield first, second, total[number, feature_pair_numbers]
 
     def _yield_gram_blocks(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (a, b, Σ_i Λ_iab φ_i φ_iᵀ (F, F)), the blocks of `gram` for outputs a ≥ b.
@@ -214,7 +214,7 @@ class Features:
     def _compute_congruence_by_pairs(self, S: Tensor) -> Tensor:
         """Compute J S Jᵀ from products of pairs of features, in float64.  (P, P) -> (B, C, C)."""
         C, F = self.outputs, self.width
-        a, b, outputs = index_pairs(C)
+        a, b, output_pair_numbers = index_pairs(C)
         i, j, _ = index_pairs(F)
 
         # A pair i > j stands for (i, j) and (j, i): its coefficient is the sum of both entries.
@@ -224,11 +224,11 @@ class Features:
             coefficients[number] = (block + block.mT)[i, j]
 
         coefficients[:, i == j] /= 2
-        # (pairs of outputs, B); `outputs` is the number of the pair of each two outputs (C, C).
         K = torch.cat(
             [coefficients @ products for _, products in self._yield_feature_products()], 1
         )
-        return K[outputs].movedim(2, 0).contiguous()
+        # From (pairs of outputs, B) to (B, C, C), by the number of the pair of each two outputs.
+        return K[output_pair_numbers].movedim(2, 0).contiguous()
 
     def gram(self, precision: Tensor) -> Tensor:
         """Compute Σ_i J_iᵀ Λ_i J_i in float64 for Λ.  (B, C, C) -> (P, P)."""

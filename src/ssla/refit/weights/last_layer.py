@@ -516,8 +516,8 @@ def _factorise_without_prior(
     sums: that curvature (P, P) by kind. basis: L_B (F, F). Raises NoFactorError if none is positive
     definite.
     """
-    flat = PriorChange(posterior.determinant_prior, posterior.theta)
-    curvatures = _factorise_all(sums, basis, posterior.network.outputs, flat)
+    prior = PriorChange(posterior.determinant_prior, posterior.theta)
+    curvatures = _factorise_all(sums, basis, posterior.network.outputs, prior)
     if not curvatures:
         raise NoFactorError(
             "convention='paper' leaves the prior out of the curvature, and the data to refit "

@@ -545,11 +545,15 @@ class Group:
         change = refit.posterior.likelihood.log_prob_difference(rows.y, f, rows.f)
         if rows.weights is not None:
             change = change * rows.weights
+
+        # ∇log πᵀδ and ∇ℓ_Dᵀδ, whose sum is g₀ᵀδ, the tilt with the other sign.
         new_slope = covariance.new_slope[self.x_rows]
         along_prior = location.a @ covariance.slope + (location.b * new_slope).sum(-1)
         along_data = location.moved @ rows.score.flatten()
         log_prob = refit.new_likelihood.log_prob(self.y, self.compute_new_outputs(location))
         likelihood = log_prob + change.sum(-1) - along_data - along_prior
+
+        # δᵀTδ by the identity above.
         T_product = location.a - self.multiply_by_precision(location.moved)
         square = (location.moved * T_product).sum(-1) + (location.at_x * location.b).sum(-1)
         return likelihood, along_prior - 0.5 * square
