@@ -278,8 +278,8 @@ class Group:
             self.refit.posterior.memory_budget, self.refit.gradient.numel()
         )
         slopes = [
-            group.select_tasks(some)._evaluate_with_newton(point[some])
-            for some in torch.arange(len(point)).split(tasks_at_once)
+            group.select_tasks(chosen)._evaluate_with_newton(point[chosen])
+            for chosen in torch.arange(len(point)).split(tasks_at_once)
         ]
         return Slope(*(torch.cat(column) for column in zip(*slopes, strict=True)))
 
@@ -372,10 +372,10 @@ class Group:
             self.refit.posterior.memory_budget, self.refit.gradient.numel()
         )
         results = [
-            self.select_tasks(some)._compute_increments_by_factors(
-                point[some], precision[some], initial
+            self.select_tasks(tasks)._compute_increments_by_factors(
+                point[tasks], precision[tasks], initial
             )
-            for some in torch.arange(len(point)).split(tasks_at_once)
+            for tasks in torch.arange(len(point)).split(tasks_at_once)
         ]
         increments, positive = zip(*results, strict=True)
         return torch.cat(increments), torch.cat(positive)

@@ -86,6 +86,15 @@ class NewRow(NamedTuple):
 
         return NewRow(replace_eigenvalues(mu / (1 + mu)), replace_eigenvalues(1 - (1 + mu).rsqrt()))
 
+    def list_explaining_outputs(self, least: float) -> Tensor:
+        """Return the numbers of the outputs (r,) that have a part in G of any task.
+
+        They are those with a diagonal entry of G above `least`, in size: the new rows say nothing
+        about the others.
+        """
+        is_important = self.explained.diagonal(dim1=-2, dim2=-1).abs() > least
+        return is_important.any(0).nonzero().squeeze(-1)
+
     def select_tasks(self, tasks: Tensor) -> NewRow:
         """Return the new rows of some tasks (k,)."""
         return NewRow(self.explained[tasks], self.shrink[tasks])
@@ -310,8 +319,8 @@ def compute_remainder_from_moments(moments: list[float], trace: float) -> Remain
             return Remainder(math.nan, 0.0)
         h_means.append(
             sum(
-                w * compute_scaled_remainder(t)
-                for t, w in zip(nodes.tolist(), shares.tolist(), strict=True)
+                node_share * compute_scaled_remainder(node)
+                for node, node_share in zip(nodes.tolist(), shares.tolist(), strict=True)
             )
         )
 

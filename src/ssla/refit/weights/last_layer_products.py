@@ -696,9 +696,7 @@ class Group:
         inputs, first = number_distinct_inputs(self.x_rows)
         tasks_at = [(inputs == k).nonzero().squeeze(-1) for k in range(len(first))]
 
-        # Outputs that the new row says nothing about have no part in G.
-        important = new_row.explained.diagonal(dim1=-2, dim2=-1).abs() > RARE_OUTPUT
-        outputs = important.any(0).nonzero().squeeze(-1)
+        outputs = new_row.list_explaining_outputs(RARE_OUTPUT)
         explained = new_row.explained[:, outputs][:, :, outputs]
         U = self._select_U_by_output(first, outputs)
 

@@ -106,7 +106,7 @@ class AugmentedPosterior(NamedTuple):
 
         added: the new row.
         """
-        changes = [rows.compute_log_prob_change(theta, self.start) for rows in self.data]
+        changes = [batch.compute_log_prob_change(theta, self.start) for batch in self.data]
         log_prob_change = torch.stack(changes).sum()
         return log_prob_change + added.log_prob(theta) - self.g0 @ (theta - self.start)
 
@@ -123,7 +123,7 @@ class AugmentedPosterior(NamedTuple):
 
 def sum_gradient(rows: list[Observations], theta: Tensor, prior: BoundPrior) -> Tensor:
     """Compute ∇(ℓ + log prior) of all rows at θ (P,)."""
-    data_gradient = torch.stack([grad(some.log_prob)(theta) for some in rows]).sum(0)
+    data_gradient = torch.stack([grad(batch.log_prob)(theta) for batch in rows]).sum(0)
     return data_gradient + prior.gradient(theta)
 
 
@@ -134,7 +134,7 @@ def sum_curvature(
 
     curvature_kind: see `Observations.curvature`.
     """
-    total = torch.stack([some.curvature(curvature_kind, theta) for some in rows]).sum(0)
+    total = torch.stack([batch.curvature(curvature_kind, theta) for batch in rows]).sum(0)
     return total + as_matrix(prior.precision(theta))
 
 
