@@ -51,6 +51,7 @@ FULL, DIAGONAL = "full", "diagonal"
 # profiles, at most 3e-7 of the largest entry left over.
 MIXTURES, MIXTURE_SEED, MIXTURE_SPREAD = 64, 0, 2.0
 PROFILE_TOLERANCE, MOST_PROFILES = 1e-8, 24
+TINY = 1e-300  # keeps a division by zero away where all eigenvalues are equal
 NEGATIVE = 1e-12  # a guess: share of the largest entry below which a negative value is rounding
 SMALLEST_EIGENVALUE = 1e-14  # share of the largest one below which H has no factor: rounding error
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
@@ -143,7 +144,7 @@ class LayerOperator:
         """
         # a_i up to a factor: the spectrum a_i b_j + τ varies by a_i (max b − min b) over outputs.
         input_values = self.spectrum.amax(0) - self.spectrum.amin(0)
-        input_values = input_values / input_values.max().clamp_min(1e-300)
+        input_values = input_values / input_values.max().clamp_min(TINY)
         generator = torch.Generator().manual_seed(MIXTURE_SEED)
         normals = torch.randn(MIXTURES, len(input_values), dtype=torch.float64, generator=generator)
         uneven = (MIXTURE_SPREAD * normals).exp()

@@ -20,6 +20,10 @@ from ssla.network.layout import Layout, contiguous_layout
 from ssla.network.watch import CONVOLUTION, LINEAR, NORM, Call, Probe, find_row_axis
 
 CHECKED_ROWS = 4  # rows on which a plan is validated; a guess
+# Difference from backpropagation, as a share of the largest entry, beyond which a plan is wrong. A
+# guess: a wrong plan differs by much more.
+LARGEST_DIFFERENCE = 1e-3
+TINY = 1e-12  # is added to the largest entry; a guess
 UNLIKE_LAYERS = (
     "derivatives layer by layer do not agree with backpropagation through the whole network, so no "
     "layer uses the Kronecker form (structure='kfac' is a diagonal)"
@@ -330,11 +334,10 @@ def _find_disagreements(network: AnyParameters, x: Inputs) -> Tensor:
         by_layers = J.double().pull(g.to("cpu", torch.float64))
     except (RuntimeError, KeyError):  # shapes or calls that are not those of the plan
         return torch.ones_like(expected, dtype=torch.bool)
-    # Half precision has a larger rounding error in one product. 1e-3 is a guess: a wrong plan
-    # differs by much more.
-    tolerance = max(1e-3, 4 * torch.finfo(network.dtype).eps)
+    # Half precision has a larger rounding error in one product.
+    tolerance = max(LARGEST_DIFFERENCE, 4 * torch.finfo(network.dtype).eps)
     # Negated, so that NaN differs.
-    return ~((by_layers - expected).abs() <= tolerance * (1e-12 + expected.abs().max()))
+    return ~((by_layers - expected).abs() <= tolerance * (TINY + expected.abs().max()))
 
 
 def _compute_by_backpropagation(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:

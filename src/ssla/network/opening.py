@@ -38,6 +38,12 @@ from ssla.network.watch import Call, Probe
 # Rows of the first batch that open the module: inputs and results of all its layers are kept for
 # them. A guess.
 OPENING_ROWS = 16
+# Guesses, which allow for rounding: how far sums of probabilities may be from one; and how much
+# the outputs of a row alone may differ from those in a batch, relative to themselves and to the
+# largest output.
+SUM_ERROR = 1e-2
+ROW_ERROR, SMALL_ROW_ERROR = 1e-2, 1e-3
+POSITIVE = 1e-30  # is added to the largest output, which may be zero
 LAST_LAYER = "last_layer"
 ALL = "all"
 RANDOM_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.RReLU)
@@ -144,8 +150,8 @@ def _looks_like_probabilities(f: Tensor) -> bool:
         f.shape[0] > 1
         and f.shape[1] > 1
         and bool((f >= 0).all())
-        # Rounding, as that of half precision, is allowed for; 1e-2 is a guess.
-        and bool(((sums - 1).abs() <= 1e-2).all())
+        # Rounding, as that of half precision, is allowed for.
+        and bool(((sums - 1).abs() <= SUM_ERROR).all())
     )
 
 
@@ -322,12 +328,11 @@ def _check_independent_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
     if f.shape[0] < 2:
         return
     f_alone = frozen.forward(frozen.cast(take_rows(x, slice(0, 1))))
-    largest = float(f.abs().max()) + 1e-30  # positive, also if all outputs are zero
+    largest = float(f.abs().max()) + POSITIVE
 
-    # Kernels for one row may round differently, in half precision by much. The limits 1e-2 and
-    # 1e-3 are guesses.
+    # Kernels for one row may round differently, in half precision by much.
     rounding = 4 * torch.finfo(f.dtype).eps
-    rtol, atol = max(1e-2, rounding), max(1e-3, rounding) * largest
+    rtol, atol = max(ROW_ERROR, rounding), max(SMALL_ROW_ERROR, rounding) * largest
     if not torch.allclose(f_alone, f[:1], rtol=rtol, atol=atol):
         raise ValueError(
             "The network's output for a row depends on the other rows of its batch, so a row has "

@@ -30,6 +30,9 @@ ELEMENTWISE = (
 # Rows × weight vectors that are computed together: larger arrays do not fit the processor's cache.
 # A guess.
 ROWS_AT_ONCE = 1 << 13
+# How much the outputs of a chain may differ from those of the network: batched products round
+# differently. Guesses.
+RELATIVE_ERROR, ABSOLUTE_ERROR = 1e-4, 1e-5
 Step = tuple[str, str | None] | nn.Module
 """The names of the weight and the bias of a linear layer, or an elementwise function."""
 
@@ -132,8 +135,9 @@ def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> StackedChain | 
         expected = network.compute_outputs(network.layout.unpack(theta), x)
         f = chain.compute_outputs(chain.parameters(theta.unsqueeze(0)), x).squeeze(0)
 
-    # Batched products round differently. The limits are guesses.
-    agrees = f.shape == expected.shape and torch.allclose(f, expected, rtol=1e-4, atol=1e-5)
+    agrees = f.shape == expected.shape and torch.allclose(
+        f, expected, rtol=RELATIVE_ERROR, atol=ABSOLUTE_ERROR
+    )
     return chain if agrees else None
 
 

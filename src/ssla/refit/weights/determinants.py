@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
 SMALL = 500  # a guess: weights up to which P×P matrices are formed for each task
+HESSIANS_AT_ONCE = 32  # a guess: networks whose Hessians of a block are computed together
 JACOBIANS_AT_ONCE = 1 << 27  # a guess: bytes of Jacobians and matrices formed together
 
 
@@ -231,8 +232,9 @@ class Determinants:
                 likelihood.log_prob(block.y, self.network_outputs(theta, block.x))
             ).sum()
 
-        # Chunks bound the memory; their size is a guess.
-        H: Tensor = torch.func.vmap(torch.func.jacrev(torch.func.grad(loss)), chunk_size=32)(thetas)
+        hessian = torch.func.jacrev(torch.func.grad(loss))
+        # Chunks bound the memory.
+        H: Tensor = torch.func.vmap(hessian, chunk_size=HESSIANS_AT_ONCE)(thetas)
         return H.detach()
 
     def _compute_new_row_curvature(

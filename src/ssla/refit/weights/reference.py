@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-10
 MOST_STEPS = 200  # a guess
 DAMPING = 1e-3  # a guess: the first λ, times the largest diagonal entry of H̃
+GROWTH = 10  # a guess: the factor by which λ grows and shrinks
 ROUNDING = 1e-12  # a guess: of the objective's sum; a step may lower it by so much
 
 
@@ -225,7 +226,7 @@ def _to_double(tensor: Tensor) -> Tensor:
 def maximise_by_newton(objective: Callable[[Tensor], Any], theta: Tensor) -> tuple[Tensor, int]:
     """Return the maximum θ̃ that Newton's method reaches from θ (P,), and the number of steps.
 
-    A step is (H + λI)⁻¹g. The damping λ starts at zero, grows tenfold after a step that is not
+    A step is (H + λI)⁻¹g. The damping λ starts at zero, grows by GROWTH after a step that is not
     uphill, and shrinks again after one that is. objective: a function from θ to its value, gradient
     g (P,) and H = −∇² (P, P). Raises RuntimeError if no maximum is reached in MOST_STEPS.
     """
@@ -242,9 +243,9 @@ def maximise_by_newton(objective: Callable[[Tensor], Any], theta: Tensor) -> tup
         if not info and trial[0] >= value - ROUNDING:  # false where it is NaN
             theta = theta + move
             value, g, H = trial
-            damping = damping / 10 if damping > DAMPING else 0.0
+            damping = damping / GROWTH if damping > DAMPING else 0.0
         else:
-            damping = max(10 * damping, DAMPING)
+            damping = max(GROWTH * damping, DAMPING)
     raise RuntimeError(f"No maximum was reached from θ̂ in {MOST_STEPS} steps: is θ̂ a saddle?")
 
 

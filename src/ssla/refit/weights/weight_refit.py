@@ -55,6 +55,9 @@ from ssla.refit.weights.weight_log_density import WeightLogDensity
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
+# The defaults of `WeightRefit.tolerance` for classes, whose log probabilities are then off by about
+# as much, and for other targets.
+CLASS_TOLERANCE, TOLERANCE = 1e-4, 1e-8
 # A guess: the tolerance for classes of a large last layer, whose determinants have a larger error.
 LARGE_TOLERANCE = 5e-4
 # A guess: P×P matrices that refits of a last layer hold at the peak.
@@ -325,11 +328,11 @@ class WeightRefit:
     def _resolve_tolerance(self, posterior: Posterior) -> float:
         """Return the tolerance of the ascent: the option, or its default for the posterior.
 
-        The default is 1e-4 for classes and 1e-8 for other targets, as the class documents.
+        The default depends on whether y is a class.
         """
         if self.tolerance is not None:
             return self.tolerance
-        return 1e-4 if self._is_for_classes(posterior) else 1e-8
+        return CLASS_TOLERANCE if self._is_for_classes(posterior) else TOLERANCE
 
     def _is_for_classes(self, posterior: Posterior) -> bool:
         """Return whether y is a class."""
