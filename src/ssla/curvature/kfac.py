@@ -218,9 +218,10 @@ class KfacOperator:
     def _yield_quadratic_terms(
         self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor
     ) -> Iterator[Tensor]:
-        """Yield the terms (B, C, C) of `_compute_weighted_quadratic`, which are summed.
+        """Yield the terms (B, C, C) of `_compute_weighted_quadratic`, which are to be summed.
 
-        There is one for each layer, then one for the parameters outside the layers, if any.
+        The arguments are those of that method. There is one for each layer, then one for the
+        parameters outside the layers, if any.
         """
         for op, block, weights in zip(
             self.layers, yield_layer_blocks(J), layer_weights, strict=True
@@ -437,9 +438,10 @@ class Kfac(Structure):
     def _sum_layer_factors(
         self, block: LayerBlock, precision: Tensor, weights: Tensor
     ) -> LayerFactors:
-        """Return the factors of one layer for one batch; precision Λ (B, C, C), weights (B,).
+        """Return the factors of one layer for one batch, from its block of J.
 
-        The factors are those of the module's docstring, by `sharing`.
+        precision: Λ (B, C, C). weights: of rows (B,). The factors are those of the module's
+        docstring, by `sharing`.
         """
         a, delta = block.a, block.delta  # (B, T, in), (B, C, T, out)
         if self.sharing == REDUCE:

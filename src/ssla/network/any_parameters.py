@@ -212,8 +212,9 @@ class AnyParameters:
     ) -> tuple[Tensor, list[LayerBlock], dict[str, Tensor]]:
         """Return f (B, C), the blocks of layers with a Kronecker form, and the columns of norms.
 
-        The columns (B, C, out) are those of scales and shifts, by the parameter's name. graph:
-        whether all of them are differentiable in x. Raises ValueError if the module fails on x.
+        The columns (B, C, out) are those of scales and shifts, by the parameter's name. x: cast
+        rows. free: the free parameters by name. graph: whether all of them are differentiable in x.
+        Raises ValueError if the module fails on x.
         """
         plans = {(plan.weight, plan.first): plan for plan in self.layers}
         norms = {plan.weight: plan for plan in self.norms}
@@ -279,8 +280,9 @@ class AnyParameters:
     ) -> dict[str, Tensor]:
         """Return the columns (B, C, …) of J for some of the free parameters, by name.
 
-        All rows are differentiated together, or one by one where a layer has no batching rule.
-        graph: whether the columns are differentiable in x.
+        free: all free parameters by name; chosen: those whose columns are wanted. All rows are
+        differentiated together, or one by one if a layer has no batching rule. graph: whether the
+        columns are differentiable in x.
         """
 
         def outputs_of_row(parameters: Mapping[str, Tensor], row: Inputs) -> Tensor:
@@ -304,7 +306,10 @@ class AnyParameters:
     def _compute_columns_by_row(
         self, x: Inputs, free: Mapping[str, Tensor], chosen: Mapping[str, Tensor], graph: bool
     ) -> dict[str, Tensor]:
-        """Return what `_compute_columns` does, by one backward pass for each output of each row."""
+        """Return what `_compute_columns` does, by one backward pass for each output of each row.
+
+        The arguments are those of `_compute_columns`.
+        """
         variables = {name: value.detach().requires_grad_(True) for name, value in chosen.items()}
         columns: dict[str, list[Tensor]] = {name: [] for name in chosen}
         for i in range(row_count(x)):
@@ -327,10 +332,11 @@ class AnyParameters:
 def _compute_gradients(
     output: Tensor, variables: list[Tensor], retain: bool, graph: bool
 ) -> list[Tensor]:
-    """Return the gradients of a scalar output, zero for a variable that it does not depend on.
+    """Return the gradients of a scalar output in some variables.
 
-    retain: whether the output's graph is kept for another backward pass. graph: whether the
-    gradients have a graph themselves.
+    The gradient is zero in a variable that the output does not depend on. retain: whether the
+    output's graph is kept for another backward pass. graph: whether the gradients have a graph
+    themselves.
     """
     gradients = torch.autograd.grad(
         output, variables, retain_graph=retain, create_graph=graph, allow_unused=True
@@ -344,11 +350,11 @@ def _compute_gradients(
 def _compute_gradients_of_outputs(
     f: Tensor, zeros: list[Tensor], graph: bool
 ) -> list[list[Tensor]]:
-    """Return, for each zero that was added to the result of a call, the gradient of each output.
+    """Return the gradients of each output in some zeros, as a list of C tensors for each zero.
 
-    f is (B, C), and a gradient has the shape of its zero. graph: whether the gradients have a graph
-    themselves. Rows are independent, so the gradient of an output's sum over rows holds the
-    gradient of each row.
+    f is (B, C). zeros: tensors that were added to the results of calls (see `LayerWatch`); a
+    gradient has the shape of its zero. graph: whether the gradients have a graph themselves. Rows
+    are independent, so the gradient of an output's sum over rows holds the gradient of each row.
     """
     gradients: list[list[Tensor]] = [[] for _ in zeros]
     if not zeros:
@@ -385,8 +391,9 @@ def _add_norm_columns(
 ) -> None:
     """Add the columns (B, C, out) of one use of a norm to `columns` in place, by parameter name.
 
-    The columns are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift. gradients: those of each
-    output in the norm's result. graph: whether the columns are differentiable in x.
+    The columns are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift. plan, call: those of the
+    norm and of its use on `rows` rows. gradients: those of each output in the norm's result. graph:
+    whether the columns are differentiable in x.
     """
     normalised = arrange_inputs_by_position(call, rows, plan.axis, graph)  # x̂ (B, T, out)
     deltas = [arrange_values_by_position(call, gradient, rows, plan.axis) for gradient in gradients]

@@ -415,7 +415,7 @@ def log_density_of_marginal(
 
 
 def _repeat_rows(values: Tensor, times: int) -> Tensor:
-    """Repeat each row `times` times, (N, …) -> (N·times, …).
+    """Repeat each row of values `times` times, (N, …) -> (N·times, …).
 
     The result is stored component-major, as `ssla.maths.linalg` needs it.
     """

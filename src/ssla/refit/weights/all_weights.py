@@ -177,7 +177,10 @@ class ManyNetworks:
         score: Callable[[Tensor], Tensor],
         one_row_each: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `compute_gradients` does, by the matrix products of a chain of layers."""
+        """Compute what `compute_gradients` does, by the matrix products of a chain of layers.
+
+        The arguments after `chain` are those of `compute_gradients`, with x as one tensor.
+        """
         if one_row_each:
             f, total = chain.compute_outputs_and_gradient(
                 thetas, x.unsqueeze(1), lambda f: score(f.squeeze(1)).to(f.dtype).unsqueeze(1)
@@ -691,7 +694,10 @@ def _compute_jacobian(posterior: Posterior, x: Inputs) -> Tensor:
 def _sum_gradient(
     posterior: Posterior, networks: ManyNetworks, rows: TrainingRows
 ) -> tuple[int, Tensor]:
-    """Return the number of training rows, and the gradient ∇ℓ_D(θ̂) (P,) in float64."""
+    """Return the number of training rows, and the gradient ∇ℓ_D(θ̂) (P,) in float64.
+
+    networks: in float64, as the rows are.
+    """
     theta = posterior.theta
     n, gradient = 0, torch.zeros_like(theta)
     for block in rows:

@@ -98,8 +98,8 @@ class Dual:
     ) -> tuple[Tensor, Tensor]:
         """Compute ½ log|I + RᵀΛR| (m,) at each θ (m, P), and where it exists (m,).
 
-        It exists where the matrix is positive definite. new_rows: (y, x) with a row for each θ,
-        which counts as the last training row; None: the training rows alone.
+        It exists where the matrix is positive definite. curvature_kind: of Λ. new_rows: (y, x) with
+        a row for each θ, which counts as the last training row; None: the training rows alone.
         """
         likelihood, bound_prior = self.posterior.likelihood, self.posterior.bound_prior
         jacobians, precisions = [], []

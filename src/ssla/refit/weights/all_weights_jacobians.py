@@ -22,7 +22,8 @@ def compute_jacobians_on_same_rows(
 ) -> tuple[Tensor, Tensor]:
     """Compute J (m, b, C, P) and f (m, b, C) of each θ (m, P) on the same rows x (b, …).
 
-    Neither has a graph. RuntimeErrors of layers without a batching rule are not caught.
+    network_outputs: f_θ of one network. Neither result has a graph. RuntimeErrors of layers without
+    a batching rule are not caught.
     """
     jacobians_of_one_network = torch.func.vmap(
         _make_row_jacobian(network_outputs), in_dims=(None, 0)
@@ -36,7 +37,8 @@ def compute_jacobians_on_own_rows(
 ) -> tuple[Tensor, Tensor]:
     """Compute J (m, C, P) and f (m, C) of each θ (m, P) on a row of its own, for x (m, …).
 
-    Neither has a graph. RuntimeErrors of layers without a batching rule are not caught.
+    network_outputs: f_θ of one network. Neither result has a graph. RuntimeErrors of layers without
+    a batching rule are not caught.
     """
     J, f = torch.func.vmap(_make_row_jacobian(network_outputs))(thetas, x)
     return J.detach(), f.detach()

@@ -175,10 +175,11 @@ def ascend(
 def _start_ascent(
     evaluate: Evaluate, start: Tensor, tolerance: float, earlier: Ascent | None
 ) -> tuple[_State, Ascent, Tensor]:
-    """Evaluate all tasks at `start` (M, P).
+    """Evaluate all tasks at `start` (M, P); the first evaluation of an ascent.
 
-    earlier: an ascent whose evaluations are counted too; None: there is none. Returns the states of
-    the tasks, an ascent that ends at the start, and where gradients and steps are finite (M,).
+    evaluate, tolerance: see `ascend`. earlier: an ascent whose evaluations are counted too; None:
+    there is none. Returns the states of the tasks, an ascent that ends at the start, and where
+    gradients and steps are finite (M,).
     """
     count = start.shape[0]
     first = evaluate(start, torch.arange(count))
@@ -226,8 +227,9 @@ def finish_with_newton(
     """Continue the tasks that have not converged by Newton's method, without mixing.
 
     newton: a function from the numbers of these tasks (m,) to their `Evaluate`, whose steps are
-    those with each task's own Hessian. max_steps: the most further evaluations of a task; below
-    one, the ascent is returned as it is. Returns the ends of all tasks.
+    those with each task's own Hessian. tolerance: where a task has converged. max_steps: the most
+    further evaluations of a task; below one, the ascent is returned as it is. Returns the ends of
+    all tasks.
     """
     unfinished = (~ascent.converged).nonzero().squeeze(-1)
     if not unfinished.numel() or max_steps < 1:
@@ -377,9 +379,9 @@ class _ActiveHistory:
             self.stored = torch.arange(count)
 
     def add_round(self, tasks: Tensor, change: _State) -> None:
-        """Store how the states of some tasks (m,) changed in a round, over the oldest round.
+        """Store a round, over the oldest one: by how much the states of some tasks (m,) changed.
 
-        With a memory of no rounds nothing is stored.
+        change: see `_State.advance`. With a memory of no rounds nothing is stored.
         """
         part, memory = self.part, self.part.gram.shape[-1]
         if not memory:
@@ -459,7 +461,8 @@ class _ActiveHistory:
     def _spread_over_stored(self, positions: Tensor, values: Tensor) -> Tensor:
         """Return values (m, k) in the rows of their tasks, and zero for the other stored tasks.
 
-        A product with the result (stored tasks, k) needs no copy of the history of the m tasks.
+        positions (m,): of the tasks in `part`. A product with the result (stored tasks, k) needs no
+        copy of the history of the m tasks.
         """
         if len(positions) == len(self.stored):
             return values

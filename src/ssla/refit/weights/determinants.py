@@ -124,7 +124,8 @@ class Determinants:
     def _factorise_start(self, curvature_kind: str) -> Tensor | None:
         """Return the Cholesky factor of H(θ̂) of one kind (P, P); None if H(θ̂) is indefinite.
 
-        It takes a pass over the data. The result is stored for the next call with the same kind.
+        curvature_kind: OBSERVED, FISHER or HESSIAN. It takes a pass over the data. The result is
+        stored for the next call with the same kind.
         """
         if curvature_kind not in self._start_factors:
             H = self._compute_posterior_curvature(
@@ -139,9 +140,9 @@ class Determinants:
     ) -> tuple[Tensor, Tensor]:
         """Compute −½ log|I + L⁻¹(H̃ − H)L⁻ᵀ| with H = L Lᵀ (m,), and where it exists (m,).
 
-        point (m, P). y (m, …), x (m, …): those of the new rows. No two large determinants are
-        subtracted. More than SMALL weights have the `Dual` in its place. If H(θ̂) is indefinite,
-        the values are NaN and none exists.
+        point (m, P). y (m, …), x (m, …): those of the new rows. curvature_kind: of H and H̃. No two
+        large determinants are subtracted. More than SMALL weights have the `Dual` in its place. If
+        H(θ̂) is indefinite, the values are NaN and none exists.
         """
         if self.weight_count > SMALL:
             return self._dual_determinants(point, y, x, curvature_kind)
@@ -183,8 +184,8 @@ class Determinants:
     ) -> Tensor:
         """Compute H̃ of one kind at each θ (m, P): (m, P, P).
 
-        It sums the training rows, the prior and a new row for each θ, with target
-        y (m, …) and input x (m, …).
+        curvature_kind: OBSERVED, FISHER or HESSIAN. It sums the training rows, the prior and a new
+        row for each θ, with target y (m, …) and input x (m, …).
         """
         return self._compute_posterior_curvature(
             curvature_kind, thetas
@@ -193,7 +194,7 @@ class Determinants:
     def _compute_posterior_curvature(self, curvature_kind: str, thetas: Tensor) -> Tensor:
         """Compute −∇²(ℓ_D + log prior) of one kind at each θ (m, P): (m, P, P).
 
-        It takes a pass over the training rows.
+        curvature_kind: OBSERVED, FISHER or HESSIAN. It takes a pass over the training rows.
         """
         theta_hat, bound_prior = self.posterior.theta, self.prior
         total = as_matrix(bound_prior.precision(theta_hat)).expand(len(thetas), -1, -1)
@@ -242,7 +243,8 @@ class Determinants:
     ) -> Tensor:
         """Compute the curvature of one kind of each new row at its θ (m, P): (m, P, P).
 
-        y (m, …), x (m, …): a target and an input for each θ.
+        curvature_kind: OBSERVED, FISHER or HESSIAN. y (m, …), x (m, …): a target and an input for
+        each θ.
         """
         new_likelihood = self.posterior.likelihood.predictive
         if curvature_kind == HESSIAN:

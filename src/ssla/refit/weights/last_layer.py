@@ -400,7 +400,8 @@ class LastLayerRefit:
     ) -> Ascent:
         """Ascend from `start` (m, P) in float32, to SINGLE_MODE at best; the result is in float64.
 
-        A coordinate that is not finite at the end is that of the start again.
+        max_steps: the most gradients of a task. A coordinate that is not finite at the end is that
+        of the start again.
         """
         in_single = ascend(
             group.evaluate,

@@ -128,8 +128,8 @@ class SharedBlocks:
     ) -> _RowSums:
         """Sum over some sampled rows (b,), whose terms are divided by their probability (b,).
 
-        step: the task's step by output (C, F). Products are in the dtype of the vectors, sums in
-        float64.
+        step: the task's step by output (C, F). new_row: the row that the task adds. Products are in
+        the dtype of the vectors, sums in float64.
         """
         block, fisher = self.select_rows(rows), self.curvature_kind == FISHER
         f = block.f + block.x @ step.mT

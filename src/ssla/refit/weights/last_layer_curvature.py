@@ -177,7 +177,8 @@ def _sum_curvature(
 ) -> tuple[Tensor, int]:
     """Sum H of the outputs Qᵀf, of which only the lower triangle is correct.
 
-    prior: its precision (C, F, F). Q (C, C'). Returns H (P', P') and the number of rows.
+    prior: its precision (C, F, F). curvature_kind: OBSERVED or FISHER. Q (C, C'). Returns
+    H (P', P') and the number of rows.
     """
     width, count = prior.shape[1], Q.shape[1]
     H = torch.zeros(count, width, count, width, dtype=prior.dtype)

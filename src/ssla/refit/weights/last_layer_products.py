@@ -602,9 +602,9 @@ class Group:
     ) -> CurvatureIncrements:
         """Return the increments `at_new_row` with what the training rows change, by blocks of H.
 
-        at_new_row: −½ log|I + ΛK| of each task. point (m, P). shared: the blocks. The formula is
-        that of `ssla.refit.weights.last_layer_blocks`. Tasks run one by one, because each has
-        sampled rows of its own.
+        at_new_row: −½ log|I + ΛK| of each task. point (m, P). new_row: what the new rows explain.
+        shared: the blocks. The formula is that of `ssla.refit.weights.last_layer_blocks`. Tasks run
+        one by one, because each has sampled rows of its own.
         """
         likelihood = self.refit.posterior.likelihood
         value = at_new_row.value.clone()
@@ -636,8 +636,8 @@ class Group:
     ) -> tuple[Tensor, Tensor]:
         """Estimate the remainders of some tasks (k,) from the shared vectors, on `count` rows.
 
-        Returns the estimates (k,), and half of their standard errors (k,): those of the increments.
-        Raises AssertionError without shared vectors.
+        new_row, changed: of all tasks. Returns the estimates (k,), and half of their standard
+        errors (k,): those of the increments. Raises AssertionError without shared vectors.
         """
         shared = self.refit.shared_vectors
         assert shared is not None
@@ -661,8 +661,8 @@ class Group:
     ) -> Sampled:
         """Sample about `count` training rows, in proportion to how much one task changes them.
 
-        task: its number. new_row, changed: of all tasks. The vectors and covariances of these rows
-        become those of H₁, which includes the new row.
+        task: its number. new_row, changed: of all tasks. shared: see `shared_vectors`. The vectors
+        and covariances of these rows become those of H₁, which includes the new row.
         """
         outputs = changed.outputs
         pi = compute_sampling_probabilities(changed.sizes[task], count)

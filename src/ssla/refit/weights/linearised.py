@@ -508,8 +508,8 @@ class Group:
     ) -> Tensor:
         """Return r (m, R), each corrected for the curvature of its task.
 
-        moved (m, R): J times the step that r gives without the correction. See
-        `TaskCurvature.correct_gradient`.
+        task_curvatures: of the m tasks. moved (m, R): J times the step that r gives without the
+        correction. See `TaskCurvature.correct_gradient`.
         """
         n, c, _ = self.refit.rows.precision.shape
         by_row = zip(task_curvatures, r.reshape(-1, n, c), moved.reshape(-1, n, c), strict=True)
@@ -646,7 +646,8 @@ def _evaluate_rows(
 ) -> tuple[str, RowsAtMode]:
     """Return the kind of curvature that is used, and all training rows at θ̂, in float64.
 
-    requested_kind: see `choose_curvature_at_mode`. Q (C, c): the contrasts of outputs.
+    requested_kind: see `choose_curvature_at_mode`. blocks: the training rows. Q (C, c): the
+    contrasts of outputs.
     """
     likelihood = posterior.likelihood
     f = torch.cat([block.f for block in blocks])

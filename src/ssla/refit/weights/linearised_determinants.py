@@ -170,7 +170,10 @@ class CurvatureChange:
         return ((vectors @ matrices) * vectors).sum(-1)
 
     def _compute_covariances_of(self, chosen: Tensor) -> Tensor:
-        """Compute eᵀK₁ of some directions, by number (k,): covariances with all outputs (k, R)."""
+        """Compute eᵀK₁ of some directions: their covariances with all outputs (k, R).
+
+        chosen (k,): the numbers of the directions.
+        """
         refit = self.refit
         n, c = self.eigenpairs[0].shape
         rows = chosen // c

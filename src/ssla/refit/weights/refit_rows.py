@@ -201,7 +201,7 @@ class PriorChange:
         return map_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
 
     def precision(self, step: Tensor) -> Tensor | None:
-        """Return the change of −∇² log π (m, P, P); None for a Gaussian prior, which has none."""
+        """Return the change of −∇² log π with steps δ (m, P, P); None for a Gaussian prior."""
         if self.is_gaussian:
             return None
         after = map_rows(self.bound.precision, self.theta + step)
