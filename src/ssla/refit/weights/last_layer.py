@@ -104,9 +104,10 @@ class LastLayerRefit:
 
     @property
     def tasks_at_once(self) -> int:
-        """Return the number of tasks that are solved together, at least one.
+        """Return the number of tasks that are solved together, by the memory budget.
 
-        If the rows are in memory, the processor's cache limits it too.
+        If the rows are in memory, the processor's cache limits it too, but it is at least
+        FEWEST_TASKS.
         """
         P = self.gradient.numel()
         # Half of the budget is for the ascent, which keeps three vectors for each mixed round.
