@@ -48,7 +48,7 @@ class StackedChain:
     steps: tuple[Step, ...]  # in the order in which they are computed
     ranges: dict[str, tuple[int, int]]  # by name: the first position in θ, and that after the last
 
-    def parameters(self, thetas: Tensor) -> dict[str, Tensor]:
+    def split_parameters(self, thetas: Tensor) -> dict[str, Tensor]:
         """Return the free parameters (m, …) by name, from θ (m, P)."""
         shapes = self.network.layout.positions
         return {
@@ -80,7 +80,7 @@ class StackedChain:
 
         return h
 
-    def gradient(self, thetas: Tensor, x: Tensor, score: Tensor) -> Tensor:
+    def compute_gradient(self, thetas: Tensor, x: Tensor, score: Tensor) -> Tensor:
         """Return Σ_i J_i(θ)ᵀ score_i (m, P), for θ (m, P) and score (m, b, C).
 
         x: as in `compute_outputs`.
@@ -97,7 +97,7 @@ class StackedChain:
         """
         free = {
             name: value.detach().requires_grad_(True)
-            for name, value in self.parameters(thetas).items()
+            for name, value in self.split_parameters(thetas).items()
         }
 
         with torch.enable_grad():
@@ -133,7 +133,7 @@ def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> StackedChain | 
 
     with torch.no_grad():
         expected = network.compute_outputs(network.layout.unpack(theta), x)
-        f = chain.compute_outputs(chain.parameters(theta.unsqueeze(0)), x).squeeze(0)
+        f = chain.compute_outputs(chain.split_parameters(theta.unsqueeze(0)), x).squeeze(0)
 
     agrees = f.shape == expected.shape and torch.allclose(
         f, expected, rtol=RELATIVE_ERROR, atol=ABSOLUTE_ERROR

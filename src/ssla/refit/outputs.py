@@ -174,7 +174,7 @@ class OutputLogDensity:
         rows (m,): the rows of x that y (m, …) belongs to; None: all rows, so that m = N.
         """
         evaluated = self._evaluate_tasks(y, rows)
-        shape = self._answer_shape(y)
+        shape = self._find_answer_shape(y)
         log = evaluated.total.reshape(shape)
         if self.convention == ADDITIVE:
             pull = evaluated.pull.reshape(*shape, self._outputs)
@@ -184,7 +184,7 @@ class OutputLogDensity:
     def __call__(self, y: Tensor) -> Increments:
         """Compute the three increments, of y's shape."""
         evaluated = self._evaluate_tasks(y, None)
-        shape = self._answer_shape(y)
+        shape = self._find_answer_shape(y)
         prior = self._compute_prior_increment(evaluated.pull.reshape(*shape, self._outputs), None)
         likelihood = (evaluated.fit + evaluated.shift).reshape(shape)
         # −½‖v‖² is the loss of data and prior together. Under the additive convention the prior is
@@ -232,9 +232,9 @@ class OutputLogDensity:
         The unit is posterior standard deviations.
         """
         shift = self._evaluate_tasks(y, None).shift  # −½ uᵀKu
-        return (-2 * shift).clamp_min(0).sqrt().reshape(self._answer_shape(y))
+        return (-2 * shift).clamp_min(0).sqrt().reshape(self._find_answer_shape(y))
 
-    def _answer_shape(self, y: Tensor) -> torch.Size:
+    def _find_answer_shape(self, y: Tensor) -> torch.Size:
         """Return the shape of the answers for y: that of y, without the dimension D of a vector."""
         return y.shape[:-1] if self._has_vector_target else y.shape
 
@@ -257,7 +257,7 @@ class OutputLogDensity:
         f, R, D = self.marginal.mean, self._covariance_root, self._determinant_root
         if rows is not None:
             f, R, D = f[rows], R[rows], None if D is None else D[rows]
-        shape = self._answer_shape(y)
+        shape = self._find_answer_shape(y)
         per_row = shape[1] if len(shape) > 1 else 1
         tasks_at_once = 1
         if len(R):

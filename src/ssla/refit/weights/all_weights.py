@@ -108,7 +108,7 @@ class ManyNetworks:
             chain, rows = self.chain, x
             return torch.cat(
                 [
-                    chain.compute_outputs(chain.parameters(some_thetas), rows)
+                    chain.compute_outputs(chain.split_parameters(some_thetas), rows)
                     for some_thetas in thetas.split(_count_networks_at_once(rows))
                 ]
             )
@@ -118,7 +118,7 @@ class ManyNetworks:
         """Return f of each θ (m, P) on a row of its own, for x (m, …): (m, C)."""
         if self.chain is not None and isinstance(x, Tensor):
             return self.chain.compute_outputs(
-                self.chain.parameters(thetas), x.unsqueeze(1)
+                self.chain.split_parameters(thetas), x.unsqueeze(1)
             ).squeeze(1)
         return self._map_over_first(
             lambda theta, row: self.compute_outputs_of_one(theta, as_batch(row)).squeeze(0),
@@ -530,7 +530,7 @@ class _Group:
             theta, x, lambda f: new_likelihood.score(self.y, f.double()), one_row_each=True
         )
         total, outside = self._add_data_gradient(total, theta, networks, cast)
-        total = total + refit.objective_prior.gradient(point)
+        total = total + refit.objective_prior.compute_gradient_change(point)
 
         # The prior's change leaves ∇log π(θ̂) out, so "as_is" adds it and "tilt" only takes ∇ℓ_D(θ̂).
         if refit.posterior.mode == AS_IS:
@@ -622,7 +622,7 @@ class _Group:
         if refit.posterior.mode != AS_IS:
             slope = refit.gradient + refit.posterior.objective_prior.gradient(refit.posterior.theta)
             increment = increment - point @ slope
-        return increment, refit.prior.value(point), f_new
+        return increment, refit.prior.compute_value_change(point), f_new
 
 
 def open_all_weights(

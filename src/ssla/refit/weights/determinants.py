@@ -198,7 +198,7 @@ class Determinants:
         """
         theta_hat, bound_prior = self.posterior.theta, self.prior
         total = as_matrix(bound_prior.precision(theta_hat)).expand(len(thetas), -1, -1)
-        change = PriorChange(bound_prior, theta_hat).precision(thetas - theta_hat)
+        change = PriorChange(bound_prior, theta_hat).compute_precision_change(thetas - theta_hat)
         total = total if change is None else total + change
         for block in self.rows:
             if curvature_kind == HESSIAN:

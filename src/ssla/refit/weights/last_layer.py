@@ -146,7 +146,7 @@ class LastLayerRefit:
         The result is in the dtype of the points.
         """
         if not self.objective_prior.is_gaussian:
-            change = self.objective_prior.gradient(self.from_basis(point.double()))
+            change = self.objective_prior.compute_gradient_change(self.from_basis(point.double()))
             return self.to_basis(change).to(point.dtype)
         by_output = point.reshape(len(point), self.outputs, -1).movedim(1, 0)
         change = -(by_output @ self._prior_precision_by_dtype[point.dtype])

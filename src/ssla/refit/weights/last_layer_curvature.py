@@ -73,7 +73,7 @@ class SharedFactor:
         solved = in_contrasts.flatten(1) @ self.inverse
         return (self.Q @ solved.reshape(in_contrasts.shape)).flatten(1)
 
-    def covariances(self, x: Tensor) -> Tensor:
+    def compute_covariances(self, x: Tensor) -> Tensor:
         """Compute K = J H⁻¹ Jᵀ of rows with whitened features x (b, F): (b, C, C).
 
         Entries are computed for pairs a ≤ b of the outputs Qᵀf.
@@ -108,7 +108,7 @@ class SharedStructure:
         """Return S⁻¹v for each row v of values (m, P): (m, P)."""
         return self.operator.solve_many(values.double().mT).mT.to(values.dtype)
 
-    def covariances(self, x: Tensor) -> Tensor:
+    def compute_covariances(self, x: Tensor) -> Tensor:
         """Compute J S⁻¹ Jᵀ of rows with features x (b, F), not whitened: (b, C, C)."""
         return self.operator.covariance(Features(x.double(), self.outputs)).to(x.dtype)
 

@@ -355,7 +355,7 @@ class Group:
             increment = increment + block.apply_weights(change).sum(0, dtype=torch.float64)
         if refit.posterior.mode != AS_IS:
             increment = increment - step @ refit.gradient
-        return increment, refit.prior.value(step)
+        return increment, refit.prior.compute_value_change(step)
 
     def compute_curvature_increments(
         self, point: Tensor, initial: InitialCurvature
@@ -509,7 +509,9 @@ class Group:
         # JᵀΛJ, packed as ΔH: each entry of Λ times all products of two features.
         new_row = by_pairs.unsqueeze(-1) * multiply_pairs(self.phi).unsqueeze(1)
         packed = new_row.flatten(1).to(dtype) + change
-        prior_precision = initial.prior.precision(self.refit.from_basis(point))
+        prior_precision_change = initial.prior.compute_precision_change(
+            self.refit.from_basis(point)
+        )
 
         for tasks in torch.arange(m).split(self._matrices_at_once):
             H = (
@@ -518,8 +520,8 @@ class Group:
                 .reshape(-1, C * F, C * F)
                 .add_(initial.matrix.to(dtype))
             )
-            if prior_precision is not None:
-                H += change_basis(prior_precision[tasks], self.refit.basis).to(dtype)
+            if prior_precision_change is not None:
+                H += change_basis(prior_precision_change[tasks], self.refit.basis).to(dtype)
             yield H
 
     def _yield_row_changes(

@@ -167,7 +167,7 @@ class ProductsRefit:
             return None
         blocks = list(self.rows)
         return compute_shared_vectors(
-            blocks, self.shared.vectors, [self.covariances(block) for block in blocks]
+            blocks, self.shared.vectors, [self.compute_covariances(block) for block in blocks]
         )
 
     @property
@@ -231,14 +231,14 @@ class ProductsRefit:
 
     @cached_property
     def _stored_covariances(self) -> dict[int, Tensor]:
-        """Return the dictionary in which `covariances` stores its results, by block.
+        """Return the dictionary in which `compute_covariances` stores its results, by block.
 
         A block is known by its id: a kept block lives as long as this refit, so no other block has
         it.
         """
         return {}
 
-    def covariances(self, block: Block) -> Tensor:
+    def compute_covariances(self, block: Block) -> Tensor:
         """Return K = J H⁻¹ Jᵀ at the rows of a block (b, C, C).
 
         Results are stored for kept blocks while they fit an eighth of the memory budget. Raises
@@ -248,7 +248,7 @@ class ProductsRefit:
         covariances = stored.get(id(block))
         if covariances is None:
             assert not isinstance(self.shared, SharedBlocks)
-            covariances = self.shared.covariances(block.x)
+            covariances = self.shared.compute_covariances(block.x)
             used_bytes = sum(K.numel() * K.element_size() for K in (*stored.values(), covariances))
             if self.rows.kept is not None and used_bytes <= self.posterior.memory_budget // 8:
                 stored[id(block)] = covariances
@@ -510,7 +510,7 @@ class Group:
         likelihood = changes.log_prob + refit.new_likelihood.log_prob(self.y, f_new)
         if refit.posterior.mode != AS_IS:
             likelihood = likelihood - step @ refit.gradient
-        return likelihood, refit.prior.value(step)
+        return likelihood, refit.prior.compute_value_change(step)
 
     # --- determinants ----------------------------------------------------------------------
 
@@ -708,7 +708,7 @@ class Group:
         for block, part, part_rows in self.yield_parts(C * max(m, len(first) * len(outputs), C)):
             f = self.compute_output_changes(part.x, step).add_(part.f)
             log_prob += self.compute_log_prob_change(part, f)
-            K = refit.covariances(block)[part_rows]
+            K = refit.compute_covariances(block)[part_rows]
             trace += self._compute_trace_change(part, f, K)
             c = self.compute_output_changes(part.x, U).unflatten(0, (len(first), len(outputs)))
             c = c.permute(0, 2, 3, 1).contiguous()  # (k, b, C, r)

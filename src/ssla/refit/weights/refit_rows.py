@@ -187,21 +187,23 @@ class PriorChange:
         """Return whether the prior is Gaussian, so that its curvature does not change."""
         return isinstance(self.bound, BoundGaussian)
 
-    def value(self, step: Tensor) -> Tensor:
-        """Return log π(θ̂ + δ) − log π(θ̂) (m,)."""
+    def compute_value_change(self, step: Tensor) -> Tensor:
+        """Compute log π(θ̂ + δ) − log π(θ̂) (m,) for steps δ (m, P)."""
         if self.is_gaussian:
             # ∇log πᵀδ − ½ δᵀTδ, and −Tδ is the change of the gradient.
-            return (step * (self.bound.gradient(self.theta) + 0.5 * self.gradient(step))).sum(-1)
+            return (
+                step * (self.bound.gradient(self.theta) + 0.5 * self.compute_gradient_change(step))
+            ).sum(-1)
         return map_rows(self.bound.log_prob, self.theta + step) - self.bound.log_prob(self.theta)
 
-    def gradient(self, step: Tensor) -> Tensor:
-        """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P)."""
+    def compute_gradient_change(self, step: Tensor) -> Tensor:
+        """Compute ∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P) for steps δ (m, P)."""
         if self.is_gaussian:
             return -self.bound.precision(self.theta) * step
         return map_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
 
-    def precision(self, step: Tensor) -> Tensor | None:
-        """Return the change of −∇² log π with steps δ (m, P, P); None for a Gaussian prior."""
+    def compute_precision_change(self, step: Tensor) -> Tensor | None:
+        """Compute the change of −∇² log π (m, P, P) for steps δ (m, P); None if π is Gaussian."""
         if self.is_gaussian:
             return None
         after = map_rows(self.bound.precision, self.theta + step)

@@ -295,7 +295,7 @@ class WeightLogDensity:
             engine = self._linearised_engine if use_linearised else self._engine
             for group in split_tasks(tasks, engine):
                 weights[group] = engine.find_weights_at_modes(x_rows[group], flat[group])
-        return weights.reshape(*self._answer_shape(y), -1)
+        return weights.reshape(*self._find_answer_shape(y), -1)
 
     def _flatten_tasks(self, y: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the tasks of y (m, …) or (m, k, …): the row of x of each (M,), and its y (M, …).
@@ -313,7 +313,7 @@ class WeightLogDensity:
         """Return the number of dimensions of one target: 1 where y is a vector, else 0."""
         return int(self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector")
 
-    def _answer_shape(self, y: Tensor) -> torch.Size:
+    def _find_answer_shape(self, y: Tensor) -> torch.Size:
         """Return the shape of the answers for y: y's, without the dimension of a vector target."""
         return y.shape[:-1] if self._target_dimensions else y.shape
 
@@ -419,7 +419,7 @@ class WeightLogDensity:
             if self.refit.on_failure == FALLBACK:
                 replacement = self.output.density_at(y, rows).log.reshape(-1)
             total = torch.where(failed, replacement, total)
-        shape = self._answer_shape(y)
+        shape = self._find_answer_shape(y)
         return Density(
             total.reshape(shape),
             solved.fallback.reshape(shape),
@@ -456,7 +456,7 @@ class WeightLogDensity:
                 torch.where(failed, replacement, increment)
                 for increment, replacement in zip(increments, replacements, strict=True)
             ]
-        shape = self._answer_shape(y)
+        shape = self._find_answer_shape(y)
         likelihood, prior, curvature = (increment.reshape(shape) for increment in increments)
         return Increments(likelihood, prior, curvature, self.posterior.convention)
 
