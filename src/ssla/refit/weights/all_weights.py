@@ -324,7 +324,7 @@ class AllWeightsRefit:
         return ~(ascent.norm <= (PROGRESS * first_norm).clamp_min(self.options.tolerance))
 
     def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return θ̃ of each task (m, P)."""
+        """Find the mode of each task, and return its weights θ̃ (m, P): see `Engine`."""
         ascent = self._find_modes(_Group(self, x_rows, y), self.options.max_steps)
         return self.posterior.theta + ascent.point
 

@@ -303,7 +303,7 @@ class ProductsRefit:
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
     def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return θ̃ of each task (m, P)."""
+        """Find the mode of each task, and return its weights θ̃ (m, P): see `Engine`."""
         ascent = self._find_modes(Group(self, x_rows, y))
         return self.posterior.theta + self.from_basis(ascent.point)
 
