@@ -220,8 +220,8 @@ class Group:
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
         """Compute the gradient of the objective at points (m, P), and the step (H + JᵀΛJ)⁻¹ of it.
 
-        tasks (m,): the numbers of the tasks in this group. Scores are subtracted from those at θ̂
-        row by row, so that g₀ cancels exactly. The gradient is NaN where an output is not allowed.
+        tasks (m,): the numbers of the tasks in this group. The scores at θ̂ are subtracted row by
+        row, so that g₀ cancels exactly. The gradient is NaN where an output is not allowed.
         """
         return self.select_tasks(tasks)._evaluate_all(point)
 
