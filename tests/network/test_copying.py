@@ -9,7 +9,7 @@ from torch import nn
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
-from ssla.network.copying import private_copy
+from ssla.network.copying import copy_privately
 from support.plain_network import FIT, X, Y, net
 
 
@@ -71,7 +71,7 @@ def batch_norm_net():
 
 def test_the_copy_has_the_same_values_and_shares_none_of_them():
     model = batch_norm_net()
-    copy = private_copy(model)
+    copy = copy_privately(model)
     assert copy is not model
     ours, theirs = copy.state_dict(), model.state_dict()
     assert list(ours) == list(theirs)
@@ -86,7 +86,7 @@ def test_the_copy_has_the_same_values_and_shares_none_of_them():
 def test_tied_parameters_stay_tied_in_the_copy():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
-    copy = private_copy(model)
+    copy = copy_privately(model)
     assert copy[1].weight is copy[0].weight
     assert copy[0].weight is not model[0].weight
 
@@ -97,7 +97,7 @@ def test_parallel_wrappers_are_replaced_under_the_same_names(place):
     if place in ("inside", "both"):
         inner = nn.Sequential(nn.DataParallel(inner[:2]), inner[2])
     model = nn.DataParallel(inner) if place in ("outside", "both") else inner
-    copy = private_copy(model)
+    copy = copy_privately(model)
     assert not any(isinstance(layer, nn.DataParallel) for layer in copy.modules())
     assert list(copy.state_dict()) == list(model.state_dict())
     assert [type(layer).__name__ for layer in copy.modules()] == [
@@ -110,4 +110,4 @@ def test_a_module_that_cannot_be_copied_is_refused_with_the_reason():
     model = batch_norm_net()
     model.kept = model[0].weight * 2  # has a graph
     with pytest.raises(ValueError, match=r"could not be copied \(.*Remove tensors with gradients"):
-        private_copy(model)
+        copy_privately(model)

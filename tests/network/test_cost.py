@@ -8,7 +8,7 @@ from torch import nn
 
 import ssla
 from ssla import likelihoods as L
-from ssla.curvature.seconds import nodes_of_row
+from ssla.curvature.seconds import count_nodes_of_row
 from ssla.likelihoods.averages import RowNodes, _count_pairs
 from ssla.maths.quadrature.normal import normal_nodes
 
@@ -140,7 +140,7 @@ def test_the_estimate_chooses_what_the_fit_chooses():
 def test_the_nodes_of_an_estimate_are_those_of_the_fit(rows, classes):
     own = RowNodes.for_rows(rows, classes)
     shared = len(normal_nodes(classes, _count_pairs(classes))[0])
-    assert nodes_of_row(rows, classes) == (shared if own is None else own.count)
+    assert count_nodes_of_row(rows, classes) == (shared if own is None else own.count)
 
 
 def test_the_seconds_of_an_estimate_are_those_that_were_measured():

@@ -16,9 +16,9 @@ from ssla.network.frozen import (
     call_with_one_argument,
     checked_output,
     describe_result,
-    integer_dtypes,
-    named_tensors,
-    result_parts,
+    list_integer_dtypes,
+    list_named_tensors,
+    list_result_parts,
     rows_within,
     select_output,
     split_into_chunks,
@@ -207,7 +207,7 @@ RESULTS = {
 @pytest.mark.parametrize("name", RESULTS)
 def test_parts_of_a_result(name):
     result, expected = RESULTS[name]
-    assert result_parts(result) == expected
+    assert list_result_parts(result) == expected
     for key, value in expected.items():
         assert select_output(result, key) == value
     assert select_output(result, None) is result
@@ -253,17 +253,17 @@ def test_chunks_are_the_rows_in_their_order(rows):
     for x in (X, (X, Y), {"a": X, "b": Y}):
         parts = list(split_into_chunks(x, rows))
         assert len(parts) == -(-30 // rows)
-        for place, (_, expected) in enumerate(named_tensors(x)):
-            found = [named_tensors(part)[place][1] for part in parts]
+        for place, (_, expected) in enumerate(list_named_tensors(x)):
+            found = [list_named_tensors(part)[place][1] for part in parts]
             assert torch.equal(torch.cat(found), expected)
             assert max(map(len, found)) <= rows
 
 
 def test_parts_have_names_and_integers_their_dtype():
     x = {"ids": torch.arange(3), "on": torch.tensor([True] * 3), "v": torch.ones(3, 2)}
-    assert [name for name, _ in named_tensors(x)] == ["x['ids']", "x['on']", "x['v']"]
-    assert [name for name, _ in named_tensors((X, Y))] == ["x[0]", "x[1]"]
-    assert integer_dtypes(x) == {"x['ids']": "int64", "x['on']": "bool"}
+    assert [name for name, _ in list_named_tensors(x)] == ["x['ids']", "x['on']", "x['v']"]
+    assert [name for name, _ in list_named_tensors((X, Y))] == ["x[0]", "x[1]"]
+    assert list_integer_dtypes(x) == {"x['ids']": "int64", "x['on']": "bool"}
 
 
 def test_casting_keeps_values_and_refuses_other_shapes():

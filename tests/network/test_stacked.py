@@ -48,7 +48,7 @@ def test_a_chain_gives_the_outputs_and_gradients_of_the_network(name, weights):
     thetas = post.theta + 0.3 * torch.randn(
         4, len(post.theta), dtype=torch.float64, generator=torch.Generator().manual_seed(2)
     )
-    f, gradient = chain.outputs_and_gradient(thetas, x, torch.cos)
+    f, gradient = chain.compute_outputs_and_gradient(thetas, x, torch.cos)
     for theta, found, slope in zip(thetas, f, gradient, strict=True):
         free = theta.clone().requires_grad_(True)
         expected = post.network.compute_outputs(post.network.layout.unpack(free), x)
@@ -109,7 +109,7 @@ def test_every_elementwise_function_is_run_for_many_weights(activation):
     network, x = open_alone(nn.Sequential(nn.Linear(3, 5), activation(), nn.Linear(5, 2)))
     chain = open_chain(network, x, network.theta)
     thetas = network.theta + torch.tensor([[0.0], [0.2], [-0.3]], dtype=torch.float64)
-    found = chain.compute_outputs(chain.parameters(thetas), x)
+    found = chain.compute_outputs(chain.split_parameters(thetas), x)
     expected = torch.stack([network.evaluate(x, theta) for theta in thetas])
     assert torch.allclose(found, expected, atol=1e-13)
 
@@ -120,7 +120,7 @@ def test_each_weight_vector_may_have_rows_of_its_own():
     thetas = network.theta + torch.tensor([[0.1], [-0.2]], dtype=torch.float64)
     rows = torch.stack([x[:4], x[4:8]])
     score = torch.linspace(-1, 1, 2 * 4 * 2, dtype=torch.float64).reshape(2, 4, 2)
-    found = chain.gradient(thetas, rows, score)
+    found = chain.compute_gradient(thetas, rows, score)
     for theta, own, g, expected in zip(thetas, rows, score, found, strict=True):
         J = network.linearise(own, theta)[1]
         assert torch.allclose(J.pull(g), expected, atol=1e-12)

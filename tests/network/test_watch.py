@@ -16,11 +16,11 @@ from ssla.network.watch import (
     InputWatch,
     LayerWatch,
     Probe,
-    inputs_by_position,
+    arrange_inputs_by_position,
+    arrange_values_by_position,
+    find_row_axis,
     read_layer,
     read_norm,
-    row_axis,
-    values_by_position,
 )
 
 F64 = torch.float64
@@ -85,9 +85,9 @@ def test_the_input_of_a_norm_is_what_its_scale_multiplies(name):
     if not dimensions:
         weight, bias = weight[:, None], bias[:, None]
     assert torch.allclose(call.input * weight + bias, result, atol=1e-14)
-    plain = inputs_by_position(call, 4)  # (rows, T, out)
+    plain = arrange_inputs_by_position(call, 4)  # (rows, T, out)
     whole = plain * layer.weight.detach().flatten() + layer.bias.detach().flatten()
-    assert torch.allclose(whole, values_by_position(call, result, 4), atol=1e-14)
+    assert torch.allclose(whole, arrange_values_by_position(call, result, 4), atol=1e-14)
 
 
 CONVOLUTIONS = {
@@ -109,11 +109,11 @@ def test_a_convolution_is_its_weight_times_its_patches(name):
     layer, x = make().double(), numbers(*shape)
     call = call_of(layer, x)
     assert call.operation == CONVOLUTION
-    found = inputs_by_position(call, 4) @ layer.weight.detach().flatten(1).mT
+    found = arrange_inputs_by_position(call, 4) @ layer.weight.detach().flatten(1).mT
     if layer.bias is not None:
         found = found + layer.bias.detach()
-    assert torch.allclose(found, values_by_position(call, call.result, 4), atol=1e-13)
-    assert torch.equal(values_by_position(call, call.result, 4), call.result.flatten(2).mT)
+    assert torch.allclose(found, arrange_values_by_position(call, call.result, 4), atol=1e-13)
+    assert torch.equal(arrange_values_by_position(call, call.result, 4), call.result.flatten(2).mT)
     assert call.output_count == layer.out_channels
 
 
@@ -121,22 +121,24 @@ def test_a_convolution_is_its_weight_times_its_patches(name):
 def test_a_linear_layer_is_its_weight_times_its_inputs_at_each_place(axis, shape):
     layer, x = nn.Linear(3, 2).double(), numbers(*shape)
     call = call_of(layer, x)
-    found = F.linear(inputs_by_position(call, 4, axis), layer.weight.detach(), layer.bias.detach())
+    found = F.linear(
+        arrange_inputs_by_position(call, 4, axis), layer.weight.detach(), layer.bias.detach()
+    )
     assert found.shape == (4, 5, 2)
-    assert torch.allclose(found, values_by_position(call, call.result, 4, axis), atol=1e-14)
+    assert torch.allclose(found, arrange_values_by_position(call, call.result, 4, axis), atol=1e-14)
 
 
 def test_patches_have_a_graph_only_if_asked():
     layer, x = nn.Conv1d(2, 3, 3).double(), numbers(4, 2, 9).requires_grad_(True)
     with Probe() as probe:
         layer(x)
-    assert not inputs_by_position(probe.calls[0], 4).requires_grad
-    assert inputs_by_position(probe.calls[0], 4, graph=True).requires_grad
+    assert not arrange_inputs_by_position(probe.calls[0], 4).requires_grad
+    assert arrange_inputs_by_position(probe.calls[0], 4, graph=True).requires_grad
 
 
 def linear_axis(shape, other, rows=4, other_rows=2):
     layer = nn.Linear(shape[-1], 2).double()
-    return row_axis(
+    return find_row_axis(
         call_of(layer, numbers(*shape)), rows, call_of(layer, numbers(*other)), other_rows
     )
 
@@ -155,14 +157,14 @@ def test_the_rows_of_channels_come_first():
     conv, norm = nn.Conv1d(2, 3, 3).double(), nn.GroupNorm(1, 2).double()
     for layer in (conv, norm):
         one, two = call_of(layer, numbers(4, 2, 9)), call_of(layer, numbers(2, 2, 9))
-        assert row_axis(one, 4, two, 2) == 0
+        assert find_row_axis(one, 4, two, 2) == 0
         shorter = call_of(layer, numbers(4, 2, 18))
-        assert row_axis(one, 2, shorter, 4) is None  # the length follows the rows
+        assert find_row_axis(one, 2, shorter, 4) is None  # the length follows the rows
     unbatched = [call_of(conv, numbers(2, size)) for size in (8, 4)]
-    assert row_axis(unbatched[0], 4, unbatched[1], 2) is None
+    assert find_row_axis(unbatched[0], 4, unbatched[1], 2) is None
     layer = nn.LayerNorm(3).double()
     found = [call_of(layer, numbers(5, rows, 3)) for rows in (4, 2)]
-    assert row_axis(found[0], 4, found[1], 2) == 1
+    assert find_row_axis(found[0], 4, found[1], 2) == 1
 
 
 class Linked(nn.Module):

@@ -56,7 +56,9 @@ def assert_equals_reference(post, new, candidates, kind, close=CLOSE, **options)
             modes.append(found.theta)
             task += 1
         assert torch.equal(modes[0], modes[-1])
-        found_modes = log_density.modes(candidates.expand(len(new), *candidates.shape))[i]
+        found_modes = log_density.find_weights_at_modes(
+            candidates.expand(len(new), *candidates.shape)
+        )[i]
         assert torch.allclose(found_modes, modes[0].expand_as(found_modes), rtol=0, atol=1e-8)
     return solved
 
@@ -182,7 +184,7 @@ def test_a_log_variance_makes_the_one_refit_too_narrow(build):
     assert (spread(once(grid).total, y) < 0.99 * spread(plug_in, y)).all()
     assert (spread(each, y) > 1.02 * spread(plug_in, y)).all()
     # the log variance at x: lower at θ̃ than at θ̂
-    for i, theta in enumerate(once.modes(point_of(post, new))):
+    for i, theta in enumerate(once.find_weights_at_modes(point_of(post, new))):
         before, after = (
             post.network.linearise(post.network.cast(new[i : i + 1]), t)[0][0, 1]
             for t in (post.theta, theta)

@@ -40,7 +40,7 @@ def assert_equals_reference(post, new, candidates, kind, **options):
     y = candidates.expand(len(new), *candidates.shape)
     solved = log_density.solve(y)
     assert solved.converged.all()
-    modes = log_density.modes(y).flatten(0, 1)
+    modes = log_density.find_weights_at_modes(y).flatten(0, 1)
     task = 0
     for i in range(len(new)):
         for value in candidates:
@@ -299,7 +299,7 @@ def test_determinants_of_the_structure_and_of_the_new_row_alone(convention):
     dense = ssla.ssla(changed, new, y, ssla.WeightRefit(logdet="structure", **options))
     assert (exact.curvature - dense.curvature).abs().max() < 1e-8
     frozen = ssla.WeightRefit(logdet="frozen", **options)(changed, new)
-    modes = frozen.modes(y)
+    modes = frozen.find_weights_at_modes(y)
     S = changed.data_operator
     for i in range(len(new)):
         f, J = next(iter(changed.linearised(new[i : i + 1])))

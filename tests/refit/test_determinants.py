@@ -29,7 +29,7 @@ def row_weights():
 
 def opened(post=None, **options):
     base, new, _ = posterior()
-    return ssla.WeightRefit(**options).engine((post or base), new).determinants
+    return ssla.WeightRefit(**options).open_engine((post or base), new).determinants
 
 
 def steps(count=2):
@@ -102,7 +102,7 @@ Y = torch.tensor([0.4, 1.2], dtype=torch.float64)
 @KINDS
 def test_curvature_of_data_and_prior(kind):
     theta = posterior()[0].theta + steps()
-    found = opened()._posterior_curvature(kind, theta)
+    found = opened()._compute_posterior_curvature(kind, theta)
     assert found.shape[0] == 2
     assert all(close(found[k], dense(kind, theta[k])) for k in range(2))
     assert not close(found[0], found[1])
@@ -112,7 +112,7 @@ def test_curvature_of_data_and_prior(kind):
 def test_curvature_of_the_new_observation(kind):
     post, new, _ = posterior()
     theta = post.theta + steps()
-    found = opened()._new_row_curvature(kind, theta, Y, new)
+    found = opened()._compute_new_row_curvature(kind, theta, Y, new)
     for k in range(2):
         expected = dense_rows(kind, theta[k], new[k : k + 1], Y[k : k + 1], torch.ones(1))
         assert close(found[k], expected)
@@ -122,7 +122,7 @@ def test_curvature_of_the_new_observation(kind):
 def test_full_is_the_sum_of_both(kind):
     post, new, _ = posterior()
     theta = post.theta + steps()
-    found = opened().augmented_curvature(kind, theta, Y, new)
+    found = opened().compute_augmented_curvature(kind, theta, Y, new)
     assert all(close(found[k], dense(kind, theta[k], (new[k : k + 1], Y[k]))) for k in range(2))
 
 
@@ -130,7 +130,7 @@ def test_the_curvature_of_a_prior_that_changes():
     """−∇² log π at θ, not at θ̂: Student's t by autograd."""
     post = posterior()[0].with_prior(priors.StudentT(df=4.0, scale=0.7))
     theta = post.theta + steps()
-    found = opened(post)._posterior_curvature("fisher", theta)
+    found = opened(post)._compute_posterior_curvature("fisher", theta)
     bound = post.bound_prior
     for k in range(2):
         by_data = dense("fisher", theta[k]) - 0.5 * torch.eye(len(theta[k]), dtype=torch.float64)
@@ -149,7 +149,7 @@ def expected_increment(kind, step, task):
 @KINDS
 def test_exact_increments_are_those_of_dense_determinants(kind):
     _, new, _ = posterior()
-    found, positive = opened(logdet="exact")._exact_increments(steps(), Y, new, kind)
+    found, positive = opened(logdet="exact")._compute_exact_increments(steps(), Y, new, kind)
     assert positive.all()
     for k in range(2):
         expected = expected_increment(kind, steps()[k], (new[k : k + 1], Y[k]))
@@ -158,9 +158,9 @@ def test_exact_increments_are_those_of_dense_determinants(kind):
 
 def test_tasks_one_after_the_other_have_the_same_determinants(monkeypatch):
     _, new, _ = posterior()
-    together, _ = opened(logdet="exact")._exact_increments(steps(), Y, new, "observed")
+    together, _ = opened(logdet="exact")._compute_exact_increments(steps(), Y, new, "observed")
     monkeypatch.setattr("ssla.refit.weights.determinants.JACOBIANS_AT_ONCE", 1)
-    alone, _ = opened(logdet="exact")._exact_increments(steps(), Y, new, "observed")
+    alone, _ = opened(logdet="exact")._compute_exact_increments(steps(), Y, new, "observed")
     assert torch.allclose(together, alone, rtol=0, atol=1e-12)
 
 
@@ -174,7 +174,7 @@ def test_a_saddle_is_preconditioned_by_the_fitted_curvature(monkeypatch):
     for name in ("start_factor", "_start_factors"):  # cached when the engine was opened
         del determinants.__dict__[name]
     monkeypatch.setattr(
-        type(determinants), "_posterior_curvature", lambda self, kind, thetas: -_eye(thetas)
+        type(determinants), "_compute_posterior_curvature", lambda self, kind, thetas: -_eye(thetas)
     )
     assert determinants.start_factor is posterior()[0].operator.factor
     assert determinants._factorise_start("hessian") is None

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import ssla
 from ssla import likelihoods as L
 from ssla.refit.weights.all_weights_dual import Dual
-from ssla.refit.weights.all_weights_jacobians import jacobians_of_rows
+from ssla.refit.weights.all_weights_jacobians import compute_jacobians_on_same_rows
 from support.refits import T, inputs, seeded, small_network
 
 
@@ -30,7 +30,7 @@ def test_the_dual_determinant_is_the_dense_one(name, kind):
         candidates[[0, 1, -1, 0]].to(torch.long if name == "categorical" else torch.float64),
         new[[0, 1, 0, 1]],
     )
-    dense, positive = determinants._exact_increments(point, y, x, kind)
+    dense, positive = determinants._compute_exact_increments(point, y, x, kind)
     found, exists = dual(point, y, x, kind)
     assert torch.equal(positive, exists)
     assert positive.any()
@@ -81,7 +81,7 @@ def test_many_weights_on_few_rows_have_an_exact_determinant(weighted):
     new = T([0.5, -0.2])
     y = post.predict(new).icdf(T(0.05, 0.8))
     log_density = ssla.WeightRefit(tolerance=1e-6, logdet="exact")(post, new)
-    solved, modes = log_density.solve(y), log_density.modes(y)[0]
+    solved, modes = log_density.solve(y), log_density.find_weights_at_modes(y)[0]
     assert solved.converged.all()
 
     def logdet(theta, rows, weight):
@@ -136,13 +136,13 @@ def test_the_work_for_jacobians_grows_with_the_rows_not_with_their_square():
 
     thetas = torch.stack([theta, 2 * theta])
     x = inputs(80, 1)
-    J, f = jacobians_of_rows(run, thetas, x)
+    J, f = compute_jacobians_on_same_rows(run, thetas, x)
     whole = torch.stack([torch.func.jacrev(lambda t: run(t, x))(t) for t in thetas])
     assert torch.allclose(J, whole, atol=1e-12)
     assert torch.allclose(f, torch.stack([run(t, x) for t in thetas]), atol=1e-12)
     work = []
     for rows in (20, 80):
         with FlopCounterMode(display=False) as counter:
-            jacobians_of_rows(run, thetas, x[:rows])
+            compute_jacobians_on_same_rows(run, thetas, x[:rows])
         work.append(counter.get_total_flops())
     assert 0 < work[1] <= 4 * work[0]

@@ -13,7 +13,11 @@ from ssla import likelihoods as L
 from ssla import priors
 from ssla.refit.weights import last_layer_curvature, last_layer_products
 from ssla.refit.weights import weight_refit as weights
-from ssla.refit.weights.last_layer_probing import NewRow, gauss_nodes, remainder_from_moments
+from ssla.refit.weights.last_layer_probing import (
+    NewRow,
+    compute_gauss_nodes,
+    compute_remainder_from_moments,
+)
 from ssla.refit.weights.last_layer_products import ProductsRefit
 from support.refits import FAMILIES, all_classes, class_problem, inputs, last_layer, seeded
 
@@ -98,8 +102,8 @@ def test_the_modes_are_those_of_the_dense_engine():
     post, new = class_problem()
     y = all_classes(post, new)
     options = {"tolerance": 1e-9}
-    found = ssla.WeightRefit(logdet="traces", **options)(post, new).modes(y)
-    expected = ssla.WeightRefit(logdet="exact", **options)(post, new).modes(y)
+    found = ssla.WeightRefit(logdet="traces", **options)(post, new).find_weights_at_modes(y)
+    expected = ssla.WeightRefit(logdet="exact", **options)(post, new).find_weights_at_modes(y)
     assert torch.allclose(found, expected, rtol=0, atol=1e-6)
 
 
@@ -128,8 +132,8 @@ def test_the_fitted_structure_stands_in_where_no_factor_fits(monkeypatch):
     stated error.
     """
     post, new = class_problem(n=300, width=20, classes=4)
-    monkeypatch.setattr(last_layer_products, "factor_bytes", lambda *_: 1 << 60)
-    monkeypatch.setattr(last_layer_products, "vectors_that_fit", lambda *_: 0)
+    monkeypatch.setattr(last_layer_products, "count_factor_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(last_layer_products, "count_vectors_that_fit", lambda *_: 0)
     y = all_classes(post, new)
     with pytest.warns(
         RuntimeWarning, match=r"No matrix of 84 × 84 fits.*an error that is not known"
@@ -145,8 +149,8 @@ def test_the_fitted_structure_stands_in_where_no_factor_fits(monkeypatch):
 def test_kronecker_factors_steer_to_the_same_modes(monkeypatch):
     """They are not H: the determinant is theirs, likelihood and prior increments are exact."""
     post, new = class_problem(n=300, width=20, classes=4, noise=2.5, structure="kfac")
-    monkeypatch.setattr(last_layer_products, "factor_bytes", lambda *_: 1 << 60)
-    monkeypatch.setattr(last_layer_products, "vectors_that_fit", lambda *_: 0)
+    monkeypatch.setattr(last_layer_products, "count_factor_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(last_layer_products, "count_vectors_that_fit", lambda *_: 0)
     traces, exact = both(post, new, post.predict(new).probs.topk(2).indices.double())
     assert torch.allclose(traces.likelihood, exact.likelihood, rtol=0, atol=1e-3)
     assert torch.allclose(traces.prior, exact.prior, rtol=0, atol=1e-3)
@@ -159,10 +163,10 @@ def test_gauss_nodes_are_those_of_the_distribution():
         torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64),
     )
     moments = torch.stack([3 * (shares * nodes**k).sum() for k in range(8)])
-    found, weights = gauss_nodes(moments[:6])
+    found, weights = compute_gauss_nodes(moments[:6])
     assert torch.allclose(found, nodes, atol=1e-9)
     assert torch.allclose(weights, shares, atol=1e-9)
-    fewer, _ = gauss_nodes(moments)  # of three atoms there are no four nodes
+    fewer, _ = compute_gauss_nodes(moments)  # of three atoms there are no four nodes
     assert torch.allclose(fewer, nodes, atol=1e-6)
 
 
@@ -171,11 +175,13 @@ def test_the_remainder_of_few_eigenvalues_is_exact(count):
     eigenvalues = torch.tensor([-0.5, 0.2, 1.2], dtype=torch.float64)[: count // 2]
     moments = [float((eigenvalues**k).sum()) for k in range(1, count + 1)]
     expected = float((eigenvalues.log1p() - eigenvalues).sum())
-    assert remainder_from_moments(moments, moments[0]).value == pytest.approx(expected, abs=1e-9)
+    assert compute_remainder_from_moments(moments, moments[0]).value == pytest.approx(
+        expected, abs=1e-9
+    )
 
 
 def test_an_eigenvalue_below_minus_one_has_no_determinant():
-    assert math.isnan(remainder_from_moments([-1.5, 2.25, -3.375], -1.5).value)
+    assert math.isnan(compute_remainder_from_moments([-1.5, 2.25, -3.375], -1.5).value)
 
 
 def test_the_new_row_turns_samples_of_one_gaussian_into_those_of_the_other():
@@ -272,9 +278,9 @@ def test_refits_that_change_no_row_have_an_exact_determinant_too():
 def test_without_a_shared_factor_the_default_refuses(monkeypatch):
     """Determinants of a structure may be off by .1: only who asks for them by name gets them."""
     post, new = class_problem(n=300, width=20, classes=4)
-    for module, name in ((weights, "factor_bytes"), (weights, "dense_bytes")):
+    for module, name in ((weights, "count_factor_bytes"), (weights, "count_dense_bytes")):
         monkeypatch.setattr(module, name, lambda *_: 1 << 60)
-    monkeypatch.setattr(weights, "vectors_that_fit", lambda *_: 0)
+    monkeypatch.setattr(weights, "count_vectors_that_fit", lambda *_: 0)
     with pytest.raises(
         ValueError, match=r"more than the memory budget.*logdet='traces'.*may be off by 0.1"
     ):

@@ -42,9 +42,11 @@ def test_a_last_layer_is_refitted_as_by_the_dense_engine(name, weights, way, mon
     post = last_layer(name, weights=weights, mode="tilt")[0]
     post = dataclasses.replace(post, memory_budget=40_000)  # G is a sum over groups of weights
     x = inputs(3, 6)
-    monkeypatch.setattr("ssla.refit.weights.linearised.why_not_linearised", lambda *_: None)
+    monkeypatch.setattr(
+        "ssla.refit.weights.linearised.find_obstacle_to_linearising", lambda *_: None
+    )
     refit = open_linearised(post, x, options(), None, single=False)
-    dense = ssla.WeightRefit(tolerance=1e-9).engine(
+    dense = ssla.WeightRefit(tolerance=1e-9).open_engine(
         dataclasses.replace(post, memory_budget=1 << 30), x
     )
     where, y = tasks(name)
@@ -52,7 +54,9 @@ def test_a_last_layer_is_refitted_as_by_the_dense_engine(name, weights, way, mon
     assert bool(answer.converged.all())
     for part in ("likelihood", "prior", "curvature"):
         assert (getattr(answer, part) - getattr(expected, part)).abs().max() < 1e-7
-    assert (refit.modes(where, y) - dense.modes(where, y)).abs().max() < 1e-7
+    assert (
+        refit.find_weights_at_modes(where, y) - dense.find_weights_at_modes(where, y)
+    ).abs().max() < 1e-7
 
 
 def digits_like(n=60, outputs=3, width=8, dtype=torch.float64, convolutions=False):

@@ -53,7 +53,7 @@ def engine(name, tolerance, **options):
         net.eval(), (x, y), likelihood=likelihood, prior=prior, weights="all", gaussian="laplace"
     )
     where, kind = torch.tensor([0, 0, 1, 1]), torch.long if name == "categorical" else torch.float64
-    made = ssla.WeightRefit(tolerance=tolerance, **options).engine(post, inputs(2, 7))
+    made = ssla.WeightRefit(tolerance=tolerance, **options).open_engine(post, inputs(2, 7))
     return made, where, torch.tensor(candidates * 2).to(kind)
 
 
@@ -83,19 +83,19 @@ def test_float32_with_a_float64_finish_ends_where_float64_ends(name, tolerance, 
 
 def test_float64_decides_whether_a_refit_has_converged():
     refit, where, y = engine("gaussian", 1e-3)
-    point = (refit.modes(where, y) - refit.posterior.theta).double()
+    point = (refit.find_weights_at_modes(where, y) - refit.posterior.theta).double()
     from_scratch = dataclasses.replace(
         refit, networks=dataclasses.replace(refit.networks, chain=None)
     )
     solved = refit.solve(where, y)
     theta = refit.posterior.theta + point
-    gradient = from_scratch.networks.gradients(
+    gradient = from_scratch.networks.compute_gradients(
         theta, refit.x[where], lambda f: refit.new_likelihood.score(y, f), one_row_each=True
     )[0]
     for block in refit.rows:
         gradient = (
             gradient
-            + from_scratch.networks.gradients(
+            + from_scratch.networks.compute_gradients(
                 theta, block.x, lambda f, b=block: refit.posterior.likelihood.score(b.y, f)
             )[0]
         )

@@ -18,7 +18,7 @@ from ssla import priors
 from ssla.refit.weights import reference
 from ssla.refit.weights.last_layer import LastLayerRefit
 from ssla.refit.weights.last_layer_products import ProductsRefit
-from ssla.refit.weights.reference import half_logdet, maximise_by_newton, refit_one
+from ssla.refit.weights.reference import compute_half_logdet, maximise_by_newton, refit_one
 from support.cases import CASES
 from support.oracles import brute_force_refit, linear_predictive
 from support.reference_problems import problem
@@ -47,7 +47,7 @@ def assert_equals_reference(post, new, candidates, kind, **options):
     log_density = ssla.WeightRefit(**(ENGINE | options), curvature=kind)(post, new)
     y = candidates.expand(len(new), *candidates.shape)
     solved = log_density.solve(y)
-    modes = log_density.modes(y).flatten(0, 1)
+    modes = log_density.find_weights_at_modes(y).flatten(0, 1)
     assert solved.converged.all()
     task = 0
     for i in range(len(new)):
@@ -137,8 +137,8 @@ def test_without_a_maximum_it_raises(monkeypatch):
 
 
 def test_half_a_log_determinant():
-    assert float(half_logdet(torch.diag(T(4.0, 9.0)))) == pytest.approx(np.log(6))
-    assert half_logdet(torch.diag(T(4.0, -9.0))).isnan()
+    assert float(compute_half_logdet(torch.diag(T(4.0, 9.0)))) == pytest.approx(np.log(6))
+    assert compute_half_logdet(torch.diag(T(4.0, -9.0))).isnan()
 
 
 # --- the engines against the reference -----------------------------------------------------------

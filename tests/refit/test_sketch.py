@@ -18,9 +18,9 @@ from ssla.refit.weights.last_layer_blocks import (
     solve_by_conjugate_gradients,
 )
 from ssla.refit.weights.last_layer_sketch import (
-    remainder_from_products,
+    compute_remainder_from_products,
+    compute_sampling_probabilities,
     sample_systematically,
-    sampling_probabilities,
 )
 from ssla.refit.weights.refit_rows import Block
 from support.refits import all_classes, class_problem, inputs, seeded
@@ -37,7 +37,9 @@ def test_products_of_many_vectors_give_the_determinant():
     """Over many sketches: no bias beyond the noise, and deviations as large as stated."""
     eigenvalues = 0.1 * torch.randn(300, generator=seeded(1), dtype=torch.float64)
     expected = float((eigenvalues.log1p() - eigenvalues).sum())
-    found = [remainder_from_products(*products(eigenvalues, 64, seed)) for seed in range(2, 42)]
+    found = [
+        compute_remainder_from_products(*products(eigenvalues, 64, seed)) for seed in range(2, 42)
+    ]
     off = torch.tensor([one.value - expected for one in found])
     stated = torch.tensor([one.error for one in found])
     assert abs(float(off.mean())) < 3 * float(off.std()) / 40**0.5 + 0.01 * abs(expected)
@@ -47,13 +49,13 @@ def test_products_of_many_vectors_give_the_determinant():
 def test_large_eigenvalues_have_a_large_stated_error():
     eigenvalues = torch.cat([torch.full((5,), 8.0), 0.01 * torch.ones(100)]).double()
     expected = float((eigenvalues.log1p() - eigenvalues).sum())
-    found = remainder_from_products(*products(eigenvalues, 64, 3))
+    found = compute_remainder_from_products(*products(eigenvalues, 64, 3))
     assert found.error > 0.2 * abs(found.value - expected)
     assert found.error > 1
 
 
 def test_nothing_that_changes_has_no_remainder():
-    found = remainder_from_products(
+    found = compute_remainder_from_products(
         torch.zeros(8, 8, dtype=torch.float64), torch.zeros(8, 1, dtype=torch.float64)
     )
     assert found == (0.0, 0.0)
@@ -61,7 +63,7 @@ def test_nothing_that_changes_has_no_remainder():
 
 def test_rows_are_sampled_with_their_probabilities():
     size = torch.rand(500, generator=seeded(1)).double() ** 12
-    pi = sampling_probabilities(size, 100)
+    pi = compute_sampling_probabilities(size, 100)
     assert float(pi.max()) == 1
     assert float(pi.sum()) == pytest.approx(100, rel=1e-3)
     counts = torch.zeros(500, dtype=torch.float64)
@@ -69,7 +71,7 @@ def test_rows_are_sampled_with_their_probabilities():
     for offset in offsets:
         counts[sample_systematically(pi, offset)] += 1
     assert torch.allclose(counts / len(offsets), pi, atol=0.12)
-    assert torch.equal(sampling_probabilities(size, 500), torch.ones(500).double())
+    assert torch.equal(compute_sampling_probabilities(size, 500), torch.ones(500).double())
 
 
 @pytest.mark.filterwarnings("ignore:On the training rows the predictive is worse")
@@ -100,7 +102,7 @@ def test_blocks_of_the_curvature_have_the_dense_determinants_within_the_stated_e
     post, new = class_problem(n=600, width=15, classes=6, noise=2.5, weights=weights)
     y = all_classes(post, new)
     exact = ssla.WeightRefit(logdet="exact")(post, new).solve(y)
-    monkeypatch.setattr(engine, "factor_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(engine, "count_factor_bytes", lambda *_: 1 << 60)
     log_density = ssla.WeightRefit(logdet="traces")(post, new)
     assert isinstance(log_density._engine.shared, SharedBlocks)
     found = log_density.solve(y)
@@ -155,8 +157,8 @@ def test_the_predictive_states_the_error(monkeypatch):
     post, new = class_problem(n=600, width=15, classes=6, noise=2.5)
     assert not post.predict(new, refit="weights").diagnostics.error.any()
     for module in (engine, refits):
-        monkeypatch.setattr(module, "factor_bytes", lambda *_: 1 << 60)
-    monkeypatch.setattr(refits, "dense_bytes", lambda *_: 1 << 60)
+        monkeypatch.setattr(module, "count_factor_bytes", lambda *_: 1 << 60)
+    monkeypatch.setattr(refits, "count_dense_bytes", lambda *_: 1 << 60)
     found = post.predict(new, refit="weights").diagnostics
     assert 0 < float(found.error.max()) < 0.05
     assert "standard error of log probabilities at most" in str(found)

@@ -166,7 +166,7 @@ def test_lemma_1_and_theorem_1(model):
         log_density = ssla.WeightRefit()(post, new)
         parts = log_density(target)
         plug_in = post.predict(new, refit="plug_in").log_prob(target)
-        lengths.append(float((log_density.modes(target) - post.theta).norm()))
+        lengths.append(float((log_density.find_weights_at_modes(target) - post.theta).norm()))
         gains.append(float(parts.likelihood + parts.prior - plug_in))
     assert abs(slope(sizes, lengths) + 1) < 0.1
     assert abs(slope(sizes, gains) + 1) < 0.1

@@ -63,7 +63,7 @@ def test_kfac_and_diag_by_matrices_written_out(name, structure, weighted):
     y = candidates.expand(len(new), -1)
     refit = ssla.WeightRefit(logdet="structure", tolerance=1e-10, on_failure="raise")
     log_density = refit(post, new)
-    found, modes = log_density(y).curvature, log_density.modes(y)
+    found, modes = log_density(y).curvature, log_density.find_weights_at_modes(y)
     weights = np.ones(len(phi)) if w is None else w.numpy()
     C = post.network.outputs
 

@@ -51,7 +51,7 @@ def test_all_weights_of_a_transformer_are_refitted():
     )
     increments = ssla.ssla(post, x[:1], y[:1], ssla.WeightRefit(on_failure="raise"))
     log_density = ssla.WeightRefit()(post, x[:1])
-    theta = log_density.modes(y[:1])[0]
+    theta = log_density.find_weights_at_modes(y[:1])[0]
     names = post.network.layout.unpack(theta)
     twin = Encoder()  # at θ̃ the gradient of the augmented objective is that of the tilt
     twin.load_state_dict(names)

@@ -97,7 +97,9 @@ def test_a_failed_refit_without_a_linearised_network_falls_back_with_the_reason(
 ):
     post, new = classes
     failing(monkeypatch, lambda where, y: where == 2)
-    monkeypatch.setattr(ssla.WeightRefit, "why_not_linearised", lambda *_: "No room for it.")
+    monkeypatch.setattr(
+        ssla.WeightRefit, "find_obstacle_to_linearising", lambda *_: "No room for it."
+    )
     with pytest.warns(RuntimeWarning, match=r"1 of 5 inputs .*output rung\. No room for it\."):
         answer = post.predict(new, refit=AUTOMATIC)
     assert answer.diagnostics.rung == ("weights", "weights", "output", "weights", "weights")
@@ -153,7 +155,7 @@ def test_the_modes_are_those_of_the_network_that_answers(classes, monkeypatch):
     failing(monkeypatch, lambda where, y: where == 2)
     log_density = AUTOMATIC(post, new)
     log_density.solve(y)
-    modes = log_density.modes(y)
-    expected = [refit(post, new).modes(y) for refit in (NETWORK, LINEARISED)]
+    modes = log_density.find_weights_at_modes(y)
+    expected = [refit(post, new).find_weights_at_modes(y) for refit in (NETWORK, LINEARISED)]
     torch.testing.assert_close(modes[2], expected[1][2].to(modes))
     torch.testing.assert_close(modes[0], expected[0][0].to(modes))

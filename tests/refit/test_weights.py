@@ -189,7 +189,7 @@ def test_many_weights_at_a_true_mode_are_refitted_to_the_mode_of_the_augmented_o
     log_density = ssla.WeightRefit(tolerance=1e-7, logdet="frozen")(post, new)
     solved = log_density.solve(candidates)
     assert bool(solved.converged.all())
-    modes = log_density.modes(candidates).reshape(4, -1)
+    modes = log_density.find_weights_at_modes(candidates).reshape(4, -1)
     base = objective(post.theta, x, y)
     for k, theta in enumerate(modes):
         row, value = new[k // 2 : k // 2 + 1], candidates.flatten()[k : k + 1]
@@ -293,13 +293,13 @@ FAR = r"The 3 easiest made no progress.*are [\d.]+ posterior standard deviations
 
 def counted(monkeypatch):
     """Rows of data times tasks of every gradient that is taken."""
-    work, gradient = [0], all_weights.ManyNetworks.gradients
+    work, gradient = [0], all_weights.ManyNetworks.compute_gradients
 
     def count(self, thetas, *rest, **options):
         work[0] += len(thetas)
         return gradient(self, thetas, *rest, **options)
 
-    monkeypatch.setattr(all_weights.ManyNetworks, "gradients", count)
+    monkeypatch.setattr(all_weights.ManyNetworks, "compute_gradients", count)
     return work
 
 
@@ -464,12 +464,12 @@ def test_rare_classes_change_as_the_rarest_class_with_a_refit():
 @pytest.mark.parametrize("tolerance", [1e-9, 1e-4])
 def test_determinants_in_contrasts_of_classes_are_those_of_all_outputs(weighted, tolerance):
     post, new, y = wide_classes(weighted)
-    engine = ssla.WeightRefit(tolerance=tolerance).engine(post, new)
+    engine = ssla.WeightRefit(tolerance=tolerance).open_engine(post, new)
     where = torch.arange(12).repeat_interleave(4)
     group = Group(engine, engine.initial_curvatures[0], where, y.flatten().long())
     point = engine._find_modes(group).point
-    contrasts, _ = group.curvature_increments(point, engine.contrast_curvature)
-    whole, _ = group.curvature_increments(point, engine.initial_curvatures[0])
+    contrasts, _ = group.compute_curvature_increments(point, engine.contrast_curvature)
+    whole, _ = group.compute_curvature_increments(point, engine.initial_curvatures[0])
     steps = engine.from_basis(point)
     by_hand = torch.stack(
         [
@@ -509,8 +509,8 @@ def test_classes_with_priors_of_their_own_have_no_contrasts():
     weight = torch.full((4, 29), 0.3, dtype=torch.float64)
     weight[0] = 0.6
     different, _, _ = wide_classes(prior={"2.weight": weight, "2.bias": 0.3})
-    assert ssla.WeightRefit().engine(alike, new).contrast_curvature is not None
-    assert ssla.WeightRefit().engine(different, new).contrast_curvature is None
+    assert ssla.WeightRefit().open_engine(alike, new).contrast_curvature is not None
+    assert ssla.WeightRefit().open_engine(different, new).contrast_curvature is None
 
 
 @pytest.mark.parametrize("rare", [-0.1, 1.0, "few", True])

@@ -1,4 +1,24 @@
-"""Curvature of the data: statistics that add and merge -> operator (K, logdet, solve, sample)."""
+"""Curvature of the data: statistics that add and merge, and the operators that they give.
+
+Terms and symbols of all these modules:
+
+J           the Jacobian ∂f/∂θ of the outputs of a batch in the free parameters (B, C, P)
+Λ           the curvature −∇²log p(y|f) of each row in its outputs (B, C, C), called its precision.
+            It includes the row's weight, and mostly it is the Fisher information
+S           the curvature of the data, Σ_i J_iᵀ Λ_i J_i (P, P)
+structure   the form in which S is stored: dense, kfac, low_rank or diag
+statistics  a structure with the sums of some rows. Those of two data sets can be merged
+H           S + the prior's precision (P, P)
+operator    H⁻¹ in a factorised form, for products with it
+K           J H⁻¹ Jᵀ, the covariance of the outputs of each row (B, C, C)
+position    a place at which a layer's weight is used in one row: of a sequence, or a window of a
+            convolution; T of them
+B, C, P     the numbers of rows of a batch, of outputs, and of free parameters θ
+F, n        the numbers of features of a last layer (with the column of ones), and of all rows
+in, out     the numbers of inputs of a layer (with that of the bias), and of its outputs
+
+A docstring that ends in "(P,) -> (B, C)" states the shapes of the argument and of the result.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ssla.curvature import Dense, Extent, Kfac, Structure
-from ssla.curvature.memory import bytes_in_words, default_kfac
+from ssla.curvature.memory import bytes_in_words, make_default_kfac
 
 AUTO = "auto"
 # of a dense fit that is taken by default. A guess: what a user waits without looking for another
@@ -41,8 +41,9 @@ def choose_structure(extent: Extent, budget: int, uneven: bool = False) -> Choic
             dense,
             f"{cost}, but the prior's precision varies inside a layer, which kfac does not allow",
         )
+
     # Where neither fits, dense is returned: the fit refuses it, and the error names what fits.
-    if default_kfac(extent).memory(extent) > budget:
+    if make_default_kfac(extent).memory(extent) > budget:
         return Choice(dense, f"{cost}, but the memory budget allows no kfac")
     return Choice(Kfac(), cost)
 

@@ -2,7 +2,7 @@
 
 S = Σ JᵀΛJ = WᵀW with a row Λ^½J for each observation and output. Fewer rows than parameters are
 stored as rows (the dual or kernel form: memory n·C·P, factorised by Woodbury); more are summed to
-P×P. Both forms are exact and can be merged.
+P×P. Both forms are exact and can be merged. Terms and symbols are those of `ssla.curvature`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ssla.curvature.structure import (
     NoFactorError,
     Operator,
     Structure,
-    factorisation_error_text,
-    mismatch_text,
-    rows_are_constant,
+    has_constant_rows,
+    make_factorisation_error_text,
+    make_mismatch_text,
 )
-from ssla.curvature.woodbury import WoodburyOperator, woodbury_operator
+from ssla.curvature.woodbury import WoodburyOperator, factorise_by_woodbury
 from ssla.maths.roots import FullRoot, full_root
 
 # Ratio of pivots up to which K is taken from H⁻¹: its relative error is then below 1e-8. The error
@@ -198,7 +198,7 @@ class Dense(Structure):
     def add(self, J: Jacobian, precision: Tensor, weights: Tensor | None = None) -> Dense:
         """Return the statistics with one more batch; precision Λ (B, C, C), weights not used."""
         if self._stays_in_rows(J, precision):
-            W = (_precision_root(precision) @ J.to_dense().values.double()).flatten(0, 1)
+            W = (_factorise_precision(precision) @ J.to_dense().values.double()).flatten(0, 1)
             return replace(self, rows=(*self.rows, W))
         return self._with_matrix(J.gram(precision).add_(self.as_matrix()), self.size)
 
@@ -237,7 +237,7 @@ class Dense(Structure):
         Raises ValueError if they are not dense or of another size.
         """
         if not isinstance(other, Dense) or other.size != self.size:
-            raise ValueError(mismatch_text("dense", other))
+            raise ValueError(make_mismatch_text("dense", other))
         return other
 
     def merge(self, other: Structure) -> Dense:
@@ -290,7 +290,7 @@ class Dense(Structure):
 
         None for stored rows, and for precisions that vary over the parameters.
         """
-        if self.matrix is None or not rows_are_constant(precisions):
+        if self.matrix is None or not has_constant_rows(precisions):
             return None
         values, vectors = torch.linalg.eigh(self.matrix)
         # θ is one block of a single output (1, P), so Q_out is 1×1.
@@ -324,21 +324,24 @@ class Dense(Structure):
         NoFactorError if H is not positive definite in double precision.
         """
         if self.matrix is None and precision.dim() == 1 and bool((precision > 0).all()):
-            return woodbury_operator(self._stacked_rows, precision)
+            return factorise_by_woodbury(self._stacked_rows, precision)
         S = self.as_matrix()
+
         # H is stored by columns, as LAPACK needs it, so that it is factorised in place.
         H = torch.empty_like(S).mT.copy_(S)
         (H.diagonal() if precision.dim() == 1 else H).add_(precision)
         scale = H.diagonal().sqrt()
         factor, info = torch.linalg.cholesky_ex(H, out=(H, torch.empty((), dtype=torch.int32)))
         pivots = factor.diagonal()
+
         # Under a prior without curvature somewhere, a small pivot is rounding error.
         improper = precision.dim() == 1 and bool((precision <= 0).any())
         if int(info) != 0 or (improper and bool((pivots < LEAST_PIVOT * scale).any())):
             # info is the number of the first pivot that failed, from one; zero means none.
             undetermined = int(info) or int((pivots / scale).argmin()) + 1
             detail = f" (parameter {undetermined} of {len(H)} is not determined)"
-            raise NoFactorError(factorisation_error_text(precision, detail))
+            raise NoFactorError(make_factorisation_error_text(precision, detail))
+
         return DenseOperator(factor)
 
     def memory(self, extent: Extent) -> int:
@@ -357,7 +360,7 @@ class Dense(Structure):
         return estimate_dense_seconds(extent)
 
 
-def _precision_root(precision: Tensor) -> Tensor:
+def _factorise_precision(precision: Tensor) -> Tensor:
     """Compute R with RᵀR = Λ (B, C, C) for a positive semi-definite Λ.  -> (B, C, C).
 
     Λ may be singular, as it is for classes.

@@ -1,4 +1,4 @@
-"""The diagonal of the curvature."""
+"""The diagonal of the curvature. Terms and symbols are those of `ssla.curvature`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ssla.curvature.structure import (
     NoFactorError,
     Operator,
     Structure,
-    factorisation_error_text,
-    mismatch_text,
+    make_factorisation_error_text,
+    make_mismatch_text,
 )
 from ssla.maths.roots import Root, ScaledRoot, full_root
 
@@ -95,7 +95,7 @@ class Diagonal(Structure):
         Raises ValueError if they are not diagonal or of another size.
         """
         if not isinstance(other, Diagonal) or other._diagonal.shape != self._diagonal.shape:
-            raise ValueError(mismatch_text("diag", other))
+            raise ValueError(make_mismatch_text("diag", other))
         return other._diagonal
 
     def merge(self, other: Structure) -> Diagonal:
@@ -135,7 +135,7 @@ class Diagonal(Structure):
         if not bool((h > 0).all()):
             undetermined = int(h.argmin()) + 1
             detail = f" (parameter {undetermined} of {len(h)} is not determined)"
-            raise NoFactorError(factorisation_error_text(precision, detail))
+            raise NoFactorError(make_factorisation_error_text(precision, detail))
         return DiagonalOperator(h)
 
     def memory(self, extent: Extent) -> int:

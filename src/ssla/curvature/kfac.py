@@ -14,6 +14,9 @@ refused.
 
 With output_factor="diagonal" only the diagonal of the second factor is summed: C numbers in place
 of C×C, and no eigenvectors. A fit takes it by default for a last layer of very many classes.
+
+The input factor A is the first of the two, the output factor G the second. The eigenbasis of a
+layer is Q_G ⊗ Q_A, with the eigenvectors of both. Other terms are those of `ssla.curvature`.
 """
 
 from __future__ import annotations
@@ -34,9 +37,9 @@ from ssla.curvature.structure import (
     NoFactorError,
     Operator,
     Structure,
-    factorisation_error_text,
-    mismatch_text,
-    rows_are_constant,
+    has_constant_rows,
+    make_factorisation_error_text,
+    make_mismatch_text,
 )
 from ssla.maths.linalg import symmetric_product
 from ssla.maths.roots import Root, ScaledRoot, full_root
@@ -48,6 +51,7 @@ FULL, DIAGONAL = "full", "diagonal"
 # profiles, at most 3e-7 of the largest entry left over.
 MIXTURES, MIXTURE_SEED, MIXTURE_SPREAD = 64, 0, 2.0
 PROFILE_TOLERANCE, MOST_PROFILES = 1e-8, 24
+TINY = 1e-300  # keeps a division by zero away where all eigenvalues are equal
 NEGATIVE = 1e-12  # a guess: share of the largest entry below which a negative value is rounding
 SMALLEST_EIGENVALUE = 1e-14  # share of the largest one below which H has no factor: rounding error
 NO_POSITIONS, NO_VALUES = torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.float64)
@@ -115,7 +119,7 @@ class LayerOperator:
         """Return Q_G (out, out) in float32; None for the identity."""
         return None if self.basis_g is None else self.basis_g.float()
 
-    def outputs_basis(self, dtype: torch.dtype) -> Tensor | None:
+    def get_outputs_basis(self, dtype: torch.dtype) -> Tensor | None:
         """Return Q_G (out, out) in a dtype; None for the identity.
 
         The float32 form is kept, because every batch of a float32 network asks for it.
@@ -140,7 +144,7 @@ class LayerOperator:
         """
         # a_i up to a factor: the spectrum a_i b_j + τ varies by a_i (max b − min b) over outputs.
         input_values = self.spectrum.amax(0) - self.spectrum.amin(0)
-        input_values = input_values / input_values.max().clamp_min(1e-300)
+        input_values = input_values / input_values.max().clamp_min(TINY)
         generator = torch.Generator().manual_seed(MIXTURE_SEED)
         normals = torch.randn(MIXTURES, len(input_values), dtype=torch.float64, generator=generator)
         uneven = (MIXTURE_SPREAD * normals).exp()
@@ -184,7 +188,7 @@ class LayerOperator:
         """Compute Q_G v Q_Aᵀ from v in the eigenbasis.  (…, out, in) -> (…, out, in)."""
         return (v if self.basis_g is None else self.basis_g @ v) @ self.basis_a.mT
 
-    def entry_variances(self) -> Tensor:
+    def compute_entry_variances(self) -> Tensor:
         """Compute the diagonal of the layer's H⁻¹ (out, in)."""
         inverse = 1 / self.spectrum
         by_outputs = inverse if self.basis_g is None else self.basis_g**2 @ inverse
@@ -200,7 +204,7 @@ class KfacOperator:
     rest: Tensor  # (P_r,) diagonal of H
     size: int
 
-    def _weighted_quadratic(
+    def _compute_weighted_quadratic(
         self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor
     ) -> Tensor:
         """Compute J M Jᵀ (B, C, C) for an M that is diagonal in the eigenbases.
@@ -208,30 +212,33 @@ class KfacOperator:
         layer_weights: the diagonal of M (out, in) for each layer; rest_weights (P_r,).
         """
         if isinstance(J, Features):
-            return self._last_layer_quadratic(J, layer_weights)
-        return reduce(torch.add, self._quadratic_terms(J, layer_weights, rest_weights))
+            return self._compute_last_layer_quadratic(J, layer_weights)
+        return reduce(torch.add, self._yield_quadratic_terms(J, layer_weights, rest_weights))
 
-    def _quadratic_terms(
+    def _yield_quadratic_terms(
         self, J: Jacobian, layer_weights: list[Tensor], rest_weights: Tensor
     ) -> Iterator[Tensor]:
-        """Yield the terms (B, C, C) of `_weighted_quadratic`, which are summed.
+        """Yield the terms (B, C, C) of `_compute_weighted_quadratic`, which are to be summed.
 
-        There is one for each layer, then one for the parameters outside the layers, if any.
+        The arguments are those of that method. There is one for each layer, then one for the
+        parameters outside the layers, if any.
         """
-        for op, block, weights in zip(self.layers, layer_blocks(J), layer_weights, strict=True):
+        for op, block, weights in zip(
+            self.layers, yield_layer_blocks(J), layer_weights, strict=True
+        ):
             yield op.rotate(block).weighted_covariance(weights)
-        columns = rest_block(J)
+        columns = find_rest_block(J)
         if columns is not None:
             yield columns.weighted_covariance(rest_weights)
 
-    def _last_layer_quadratic(self, J: Features, layer_weights: list[Tensor]) -> Tensor:
+    def _compute_last_layer_quadratic(self, J: Features, layer_weights: list[Tensor]) -> Tensor:
         """Compute J M Jᵀ = Q_G diag(v) Q_Gᵀ (B, C, C) of a last layer.
 
         layer_weights: the diagonal of M (out, in), for the only layer.
         """
         (op,) = self.layers
         (weights,) = layer_weights
-        basis = op.outputs_basis(J.dtype)
+        basis = op.get_outputs_basis(J.dtype)
         v = op.variances(J, weights)
         if basis is None:
             return torch.diag_embed(v)
@@ -239,7 +246,9 @@ class KfacOperator:
 
     def covariance(self, J: Jacobian) -> Tensor:
         """Compute K = J H⁻¹ Jᵀ in the dtype of J (B, C, P).  -> (B, C, C)."""
-        return self._weighted_quadratic(J, [1 / op.spectrum for op in self.layers], 1 / self.rest)
+        return self._compute_weighted_quadratic(
+            J, [1 / op.spectrum for op in self.layers], 1 / self.rest
+        )
 
     def root(self, J: Jacobian) -> Root:
         """Compute a root R of K = R Rᵀ.
@@ -252,7 +261,7 @@ class KfacOperator:
         (op,) = self.layers
         scale = op.variances(J, 1 / op.spectrum).sqrt()
         profiles = None if op.basis_g is None else op.compute_profiles
-        return ScaledRoot(scale, op.outputs_basis(J.dtype), profiles)
+        return ScaledRoot(scale, op.get_outputs_basis(J.dtype), profiles)
 
     def sandwich_covariance(self, J: Jacobian, precisions: Tensor) -> Tensor:
         """Compute J H⁻¹ diag(m) H⁻¹ Jᵀ for precisions m ≥ 0.  (P,) -> (B, C, C).
@@ -261,7 +270,9 @@ class KfacOperator:
         """
         layer_precisions = [precisions[op.positions].flatten()[0] for op in self.layers]
         weights = [m / op.spectrum**2 for m, op in zip(layer_precisions, self.layers, strict=True)]
-        return self._weighted_quadratic(J, weights, precisions[self.rest_positions] / self.rest**2)
+        return self._compute_weighted_quadratic(
+            J, weights, precisions[self.rest_positions] / self.rest**2
+        )
 
     def logdet(self) -> float:
         """Compute log |H|."""
@@ -289,7 +300,7 @@ class KfacOperator:
         """Compute the diagonal of H⁻¹ (P,)."""
         out = torch.zeros(self.size, dtype=torch.float64)
         for op in self.layers:
-            out[op.positions] = op.entry_variances()
+            out[op.positions] = op.compute_entry_variances()
         out[self.rest_positions] = 1 / self.rest
         return out
 
@@ -368,7 +379,7 @@ class Kfac(Structure):
         output factor Σ_i diag Λ_i (1, C). If `inputs` is false, the input factor of a last layer is
         left empty: `with_inputs_of` takes it from an earlier pass over the same rows.
         """
-        return self.merge(self._batch_statistics(J, precision, weights, inputs))
+        return self.merge(self._sum_batch(J, precision, weights, inputs))
 
     def accumulate(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None = None, inputs: bool = True
@@ -377,7 +388,7 @@ class Kfac(Structure):
 
         The old statistics must not be used afterwards.
         """
-        batch = self._batch_statistics(J, precision, weights, inputs)
+        batch = self._sum_batch(J, precision, weights, inputs)
         if self.is_empty:
             return batch
         layers = tuple(
@@ -386,7 +397,7 @@ class Kfac(Structure):
         )
         return replace(self, layers=layers, rest=self.rest + batch.rest)
 
-    def _batch_statistics(
+    def _sum_batch(
         self, J: Jacobian, precision: Tensor, weights: Tensor | None, inputs: bool
     ) -> Kfac:
         """Return the statistics of one batch alone; the arguments are those of `add`."""
@@ -395,15 +406,19 @@ class Kfac(Structure):
             weights = torch.ones(rows, dtype=torch.float64)
         batch = self.zero(J.size)
         if isinstance(J, Features):
-            return replace(batch, layers=(self._last_layer_factors(J, precision, weights, inputs),))
-        layers = tuple(self._layer_factors(block, precision, weights) for block in layer_blocks(J))
-        columns = rest_block(J)
+            return replace(
+                batch, layers=(self._sum_last_layer_factors(J, precision, weights, inputs),)
+            )
+        layers = tuple(
+            self._sum_layer_factors(block, precision, weights) for block in yield_layer_blocks(J)
+        )
+        columns = find_rest_block(J)
         if columns is None:
             return replace(batch, layers=layers)
         squares = columns.square_sum(precision)
         return replace(batch, layers=layers, rest_positions=columns.positions, rest=squares)
 
-    def _last_layer_factors(
+    def _sum_last_layer_factors(
         self, J: Features, precision: Tensor, weights: Tensor, inputs: bool
     ) -> LayerFactors:
         """Return the factors of a last layer for one batch; the arguments are those of `add`.
@@ -418,12 +433,15 @@ class Kfac(Structure):
         else:
             total = precision.sum(0) if len(precision) > 1 else precision[0]
             G = (total + total.mT).div_(2)
-        return LayerFactors(_last_layer_positions(J), A, G, float(weights.sum()))
+        return LayerFactors(_list_last_layer_positions(J), A, G, float(weights.sum()))
 
-    def _layer_factors(self, block: LayerBlock, precision: Tensor, weights: Tensor) -> LayerFactors:
-        """Return the factors of one layer for one batch; precision Λ (B, C, C), weights (B,).
+    def _sum_layer_factors(
+        self, block: LayerBlock, precision: Tensor, weights: Tensor
+    ) -> LayerFactors:
+        """Return the factors of one layer for one batch, from its block of J.
 
-        The factors are those of the module's docstring, by `sharing`.
+        precision: Λ (B, C, C). weights: of rows (B,). The factors are those of the module's
+        docstring, by `sharing`.
         """
         a, delta = block.a, block.delta  # (B, T, in), (B, C, T, out)
         if self.sharing == REDUCE:
@@ -471,7 +489,7 @@ class Kfac(Structure):
             or other.sharing != self.sharing
             or other.diagonal_outputs != self.diagonal_outputs
         ):
-            raise ValueError(mismatch_text("kfac", other))
+            raise ValueError(make_mismatch_text("kfac", other))
         return other
 
     def merge(self, other: Structure) -> Kfac:
@@ -508,7 +526,7 @@ class Kfac(Structure):
         values = torch.zeros_like(precisions[0])
         blocks = []
         for layer in self.layers:
-            if not rows_are_constant(precisions[:, layer.positions.flatten()]):
+            if not has_constant_rows(precisions[:, layer.positions.flatten()]):
                 return None
             values_a, basis_a, values_g, basis_g = layer.eigendecomposition
             values[layer.positions] = values_g[:, None] * values_a[None, :]
@@ -530,7 +548,7 @@ class Kfac(Structure):
         layers = []
         for layer in self.layers:
             entry_factors = factors[layer.positions]  # (out, in)
-            if not rows_are_constant(entry_factors):
+            if not has_constant_rows(entry_factors):
                 raise ValueError(
                     "kfac can be rescaled by output only: the factors vary within a row of a "
                     "layer's weight."
@@ -588,6 +606,7 @@ class Kfac(Structure):
             values_a, basis_a, values_g, basis_g = layer.eigendecomposition
             spectrum = values_g[:, None] * values_a[None, :] + tau[0]
             operators.append(LayerOperator(layer.positions, basis_a, basis_g, spectrum))
+
         rest = self.rest + diagonal[self.rest_positions]
         singular = any(
             float(op.spectrum.min()) <= SMALLEST_EIGENVALUE * float(op.spectrum.max())
@@ -595,8 +614,9 @@ class Kfac(Structure):
         )
         if singular or not bool((rest > 0).all()):
             raise NoFactorError(
-                factorisation_error_text(precision, " (a Kronecker factor is singular)")
+                make_factorisation_error_text(precision, " (a Kronecker factor is singular)")
             )
+
         return KfacOperator(tuple(operators), self.rest_positions, rest, self.size)
 
     def memory(self, extent: Extent) -> int:
@@ -619,7 +639,7 @@ class Kfac(Structure):
         return estimate_kfac_seconds(extent)
 
 
-def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
+def yield_layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
     """Yield the part of J of each layer with a Kronecker form.
 
     Raises TypeError for a Jacobian that is not stored by layers.
@@ -629,14 +649,14 @@ def layer_blocks(J: Jacobian) -> Iterator[LayerBlock]:
         phi = J.with_ones()
         eye = torch.eye(J.outputs, dtype=phi.dtype)
         delta = eye[None, :, None, :].expand(phi.shape[0], -1, -1, -1)  # (B, C, 1, C)
-        yield LayerBlock(_last_layer_positions(J), phi.unsqueeze(1), delta)
+        yield LayerBlock(_list_last_layer_positions(J), phi.unsqueeze(1), delta)
     elif isinstance(J, LayerJacobian):
         yield from J.blocks()
     else:
         raise TypeError("structure='kfac' needs a Jacobian by layers, but got a plain one.")
 
 
-def rest_block(J: Jacobian) -> RestBlock | None:
+def find_rest_block(J: Jacobian) -> RestBlock | None:
     """Return the columns of J for parameters outside the layers; None if there are none."""
     return J.rest if isinstance(J, LayerJacobian) else None
 
@@ -649,6 +669,6 @@ def needs_summed_precision_only(structure: Structure, J: Jacobian) -> bool:
     return structure.by_layers and isinstance(J, Features)
 
 
-def _last_layer_positions(J: Features) -> Tensor:
+def _list_last_layer_positions(J: Features) -> Tensor:
     """Return the indices (C, F) of a last layer's weights in θ."""
     return torch.arange(J.size).reshape(J.outputs, -1)

@@ -17,6 +17,8 @@ Variances are never too small, and too large by a share of at most d/τ.
 Without a rank all directions of the sketch are kept, and `fit` doubles l, with one more pass each
 time, until d/τ ≤ `tail`. Where the data determine every direction, l approaches P: then use another
 structure.
+
+Other terms and symbols are those of `ssla.curvature`.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.structure import Extent, Operator, Structure, mismatch_text
-from ssla.curvature.woodbury import WoodburyOperator, woodbury_operator
+from ssla.curvature.structure import Extent, Operator, Structure, make_mismatch_text
+from ssla.curvature.woodbury import WoodburyOperator, factorise_by_woodbury
 
 FIRST_COLUMNS = 64  # of a sketch without a rank. A guess
 NEGLIGIBLE = 1e-12  # of the largest eigenvalue of ΩᵀSΩ: smaller values are rounding error
@@ -78,7 +80,7 @@ class LowRank(Structure):
                 f"overstated), but is {self.tail!r}."
             )
 
-    def _sketch_width(self, size: int) -> int:
+    def _choose_sketch_width(self, size: int) -> int:
         """Return the number l of columns of the sketch for P = size parameters."""
         default = FIRST_COLUMNS if self.rank is None else 2 * self.rank + 10
         return min(size, self.columns or default)
@@ -87,7 +89,7 @@ class LowRank(Structure):
         """Return the statistics of no data, for P = size parameters, with Ω drawn by the seed."""
         generator = torch.Generator().manual_seed(self.seed)
         normals = torch.randn(
-            size, self._sketch_width(size), dtype=torch.float64, generator=generator
+            size, self._choose_sketch_width(size), dtype=torch.float64, generator=generator
         )
         probe, _ = torch.linalg.qr(normals)
         diagonal = torch.zeros(size, dtype=torch.float64)
@@ -109,7 +111,7 @@ class LowRank(Structure):
             or other.seed != self.seed
             or len(other.diagonal) != len(self.diagonal)
         ):
-            raise ValueError(mismatch_text("low_rank", other))
+            raise ValueError(make_mismatch_text("low_rank", other))
         if other.sketch.shape != self.sketch.shape:
             pair = f"{self.sketch.shape[1]} and {other.sketch.shape[1]} columns"
             raise ValueError(
@@ -122,6 +124,7 @@ class LowRank(Structure):
                 "Only low_rank statistics of the same settings can be merged, but these have "
                 f"{pair}."
             )
+
         return replace(
             self, sketch=self.sketch + other.sketch, diagonal=self.diagonal + other.diagonal
         )
@@ -136,7 +139,7 @@ class LowRank(Structure):
             or other.seed != self.seed
             or other.sketch.shape != self.sketch.shape
         ):
-            raise ValueError(mismatch_text("low_rank", other))
+            raise ValueError(make_mismatch_text("low_rank", other))
         sketch = (1 - share) * self.sketch + share * other.sketch
         diagonal = (1 - share) * self.diagonal + share * other.diagonal
         return replace(self, sketch=sketch, diagonal=diagonal)
@@ -238,10 +241,10 @@ class LowRank(Structure):
                 "structure='low_rank' needs a prior whose curvature is diagonal, but this prior "
                 "couples parameters. Use structure='dense'."
             )
-        return woodbury_operator(self._leading_root, precision)
+        return factorise_by_woodbury(self._leading_root, precision)
 
     def memory(self, extent: Extent) -> int:
         """Estimate the bytes that a fit needs: five matrices of the sketch's size (P, l)."""
         # Five is a guess: Ω, the sketch, its root, and workspace.
         # A number in float64 has 8 bytes.
-        return 5 * 8 * extent.size * self._sketch_width(extent.size)
+        return 5 * 8 * extent.size * self._choose_sketch_width(extent.size)

@@ -25,7 +25,7 @@ def refuse_beyond_budget(
     """
     need = structure.memory(extent)
     if need > budget:
-        instead = affordable_structures(structure.name, extent, budget)
+        instead = describe_affordable_structures(structure.name, extent, budget)
         if len(extent.layers) > 1 and not instead.startswith("fewer weights"):
             instead += ", or fewer weights (weights='last_layer', or a list of parameter names)"
         raise ValueError(
@@ -57,14 +57,14 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(tensor_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def affordable_structures(name: str, extent: Extent, budget: int) -> str:
+def describe_affordable_structures(name: str, extent: Extent, budget: int) -> str:
     """Return in words the other structures that fit the budget, the most accurate first.
 
     name: the structure that does not fit. The words include the memory of each. If none fits, they
     advise fewer weights.
     """
     sizes = {
-        other: (default_kfac(extent) if other == "kfac" else STRUCTURES[other]).memory(extent)
+        other: (make_default_kfac(extent) if other == "kfac" else STRUCTURES[other]).memory(extent)
         for other in BY_ACCURACY
         if other != name
     }
@@ -76,7 +76,7 @@ def affordable_structures(name: str, extent: Extent, budget: int) -> str:
     return " or ".join(affordable) or "fewer weights, such as weights='last_layer'"
 
 
-def default_kfac(extent: Extent) -> Kfac:
+def make_default_kfac(extent: Extent) -> Kfac:
     """Return the Kronecker factors that a fit uses by default.
 
     A last layer of very many classes has a diagonal output factor.

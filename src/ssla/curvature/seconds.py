@@ -2,6 +2,9 @@
 
 The seconds are those of one core, without the network's own forward passes. A source of unknown
 length counts as UNKNOWN_ROWS rows.
+
+A variational Gaussian is fitted in rounds. Each round averages the curvature of every row over the
+row's outputs, by quadrature at some nodes. Terms of the structures are those of `ssla.curvature`.
 """
 
 from __future__ import annotations
@@ -25,10 +28,11 @@ UNKNOWN_ROWS = 100_000  # for a source of unknown length
 
 
 def estimate_dense_seconds(extent: Extent) -> float:
-    """Estimate the seconds of a dense fit from its operations."""
+    """Estimate the seconds of a dense fit from the number of its operations."""
     rows = extent.rows or UNKNOWN_ROWS
     size = extent.size
     outputs = extent.outputs
+
     # With fewer rows of Λ^½J than parameters P these m rows are stored, in place of a matrix P×P.
     directions = min(size, rows * outputs)
     # Operations of one pass. A product (a, b) @ (b, c) takes 2abc of them.
@@ -40,6 +44,7 @@ def estimate_dense_seconds(extent: Extent) -> float:
     else:
         sums = 2 * rows * outputs * size**2
     rounds = ROUNDS if extent.averages else 0
+
     # The fit sums once. Each round computes the covariances of the rows, and then sums. A Cholesky
     # factor follows each sum, and an eigendecomposition each choice of the prior.
     seconds = sums * (1 + 2 * rounds) / PRODUCTS
@@ -49,33 +54,40 @@ def estimate_dense_seconds(extent: Extent) -> float:
 
 
 def estimate_kfac_seconds(extent: Extent) -> float:
-    """Estimate the seconds of a fit with Kronecker factors from its operations."""
+    """Estimate the seconds of a fit with Kronecker factors from the number of its operations.
+
+    Features are read once. Each layer sums and decomposes its two factors. The rounds of a last
+    layer need the averages of classes in addition.
+    """
     rows = extent.rows or UNKNOWN_ROWS
     outputs = extent.outputs
     rounds = ROUNDS if extent.averages else 0
-    last_layer = extent.is_last_layer
+    is_last_layer = extent.is_last_layer
     seconds = rows * _count_layer_inputs(extent) * SECONDS_PER_FEATURE
+
     for layer_inputs, layer_outputs in extent.layers:
         # The input factor is summed and decomposed once, the output factor in each round.
         seconds += layer_inputs**3 / EIGENVECTORS + 2 * rows * layer_inputs**2 / PRODUCTS
-        backward_passes = 1 if last_layer else outputs
+        backward_passes = 1 if is_last_layer else outputs
         # A round has two products of rows × inputs × outputs for each backward pass.
-        each_round = (
+        seconds_of_round = (
             layer_outputs**3 / EIGENVECTORS
             + 4 * rows * layer_inputs * backward_passes * layer_outputs / SINGLE_PRODUCTS
         )
-        seconds += each_round * (1 + rounds)
-    if last_layer and rounds:
+        seconds += seconds_of_round * (1 + rounds)
+
+    if is_last_layer and rounds:
         layer_inputs, _ = extent.layers[0]
         # The features are multiplied once by the eigenbasis of the input factor.
         seconds += 2 * rows * layer_inputs**2 / SINGLE_PRODUCTS
         # Each node adds p pᵀ (C, C) to the output factor.
-        each_node = outputs * SECONDS_PER_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
-        seconds += rounds * rows * nodes_of_row(rows, outputs) * each_node
+        seconds_of_node = outputs * SECONDS_PER_NODE + 2 * outputs**2 / SINGLE_PRODUCTS
+        seconds += rounds * rows * count_nodes_of_row(rows, outputs) * seconds_of_node
+
     return seconds
 
 
-def nodes_of_row(rows: int, classes: int) -> int:
+def count_nodes_of_row(rows: int, classes: int) -> int:
     """Return how many nodes each row of classes has in one pass of `ssla.likelihoods.averages`.
 
     That package and this one do not import each other; tests/network/test_cost.py compares them.

@@ -2,6 +2,8 @@
 
 A structure is a commutative monoid: `zero`, `add`, `merge`. It depends on the data only, so the
 prior can be changed: `with_prior` factorises H = statistics + prior precision once.
+
+Terms and symbols are those of `ssla.curvature`.
 """
 
 from __future__ import annotations
@@ -319,7 +321,7 @@ class Eigenbasis:
         return out
 
 
-def rows_are_constant(values: Tensor) -> bool:
+def has_constant_rows(values: Tensor) -> bool:
     """Return whether all n entries of each row of values (k, n) are equal."""
     return bool((values == values[:, :1]).all())
 
@@ -343,7 +345,7 @@ class NoFactorError(ValueError):
     """A curvature that cannot be factorised in double precision."""
 
 
-def factorisation_error_text(precision: Tensor, detail: str) -> str:
+def make_factorisation_error_text(precision: Tensor, detail: str) -> str:
     """Return the text of the error that S + the prior's precision cannot be factorised.
 
     precision: that of the prior, (P,) or (P, P). If it is positive definite, the prior is not the
@@ -356,7 +358,7 @@ def factorisation_error_text(precision: Tensor, detail: str) -> str:
     return SINGULAR.format(detail=detail)
 
 
-def mismatch_text(name: str, other: object) -> str:
+def make_mismatch_text(name: str, other: object) -> str:
     """Return the text of the error that two different structures cannot be merged.
 
     name: the name of the structure that merges. other: the object that it was given.

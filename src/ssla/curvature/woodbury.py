@@ -1,4 +1,7 @@
-"""H = D + WᵀW for fewer rows of W than parameters: nothing of size P×P is built."""
+"""H = D + WᵀW for fewer rows of W than parameters: nothing of size P×P is built.
+
+Terms and symbols are those of `ssla.curvature`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Jacobian
-from ssla.curvature.structure import NoFactorError, factorisation_error_text
+from ssla.curvature.structure import NoFactorError, make_factorisation_error_text
 from ssla.maths.linalg import symmetric_product
 from ssla.maths.roots import FullRoot, full_root
 
@@ -91,7 +94,7 @@ class WoodburyOperator:
         return (white - ((white @ self.basis) * shrinkage) @ self.basis.mT) / self.prior.sqrt()
 
 
-def woodbury_operator(rows: Tensor, precision: Tensor) -> WoodburyOperator:
+def factorise_by_woodbury(rows: Tensor, precision: Tensor) -> WoodburyOperator:
     """Factorise H = diag(precision) + WᵀW for rows W (m, P) and a precision (P,).
 
     A QR decomposition of (W D^-½)ᵀ and an SVD of its small factor give E and s. So E stays
@@ -100,7 +103,7 @@ def woodbury_operator(rows: Tensor, precision: Tensor) -> WoodburyOperator:
     """
     if not bool((precision > 0).all()):
         detail = f" ({len(rows)} directions of data for {len(precision)} parameters)"
-        raise NoFactorError(factorisation_error_text(precision, detail))
+        raise NoFactorError(make_factorisation_error_text(precision, detail))
     Q, R = torch.linalg.qr((rows / precision.sqrt()).mT)
     U, singular, _ = torch.linalg.svd(R, full_matrices=False)
     # Without rows there is no largest singular value, and the empty comparison keeps none.

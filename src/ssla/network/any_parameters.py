@@ -29,7 +29,13 @@ from ssla.data import Inputs, input_tensors, map_inputs, row_count, take_rows
 from ssla.network.bounds import shrink_factors, shrink_rows
 from ssla.network.frozen import Frozen, rows_within, split_into_chunks
 from ssla.network.layout import Layout
-from ssla.network.watch import NORM, Call, LayerWatch, inputs_by_position, values_by_position
+from ssla.network.watch import (
+    NORM,
+    Call,
+    LayerWatch,
+    arrange_inputs_by_position,
+    arrange_values_by_position,
+)
 
 MAPPED = (
     "torch.func.vmap over inputs is for posteriors of a last layer, but these weights are others: "
@@ -164,7 +170,7 @@ class AnyParameters:
             """Call the module with `tensors` in place of its own parameters and buffers."""
             return functional_call(self.frozen.module, tensors, args, kwargs)
 
-        with _without_fused_attention():
+        with _disable_fused_attention():
             # The function stands for the module, which is only called.
             result = self.frozen.call_module(call_with_tensors, x)  # type: ignore[arg-type]
         return self.frozen.extract_outputs(result, row_count(x))
@@ -192,6 +198,7 @@ class AnyParameters:
         if self.without_kronecker:
             rest_block = self._compute_rest_block(x, free, norm_columns, graph)
         J = LayerJacobian(self.layout.size, self.outputs, f.shape[0], tuple(blocks), rest_block)
+
         # Rows with huge derivatives are moved along their ray, so that squares do not overflow.
         factors = shrink_factors(f, *J.inputs)
         if factors is None:
@@ -205,18 +212,21 @@ class AnyParameters:
     ) -> tuple[Tensor, list[LayerBlock], dict[str, Tensor]]:
         """Return f (B, C), the blocks of layers with a Kronecker form, and the columns of norms.
 
-        The columns (B, C, out) are those of scales and shifts, by the parameter's name. graph:
-        whether all of them are differentiable in x. Raises ValueError if the module fails on x.
+        The columns (B, C, out) are those of scales and shifts, by the parameter's name. x: cast
+        rows. free: the free parameters by name. graph: whether all of them are differentiable in x.
+        Raises ValueError if the module fails on x.
         """
         plans = {(plan.weight, plan.first): plan for plan in self.layers}
         norms = {plan.weight: plan for plan in self.norms}
         tensors = {**self.fixed_tensors, **free}
         names = (*norms, *(plan.weight for plan in self.layers))
         watch = LayerWatch({id(tensors[name]): name for name in names})
+
         with torch.enable_grad(), self.frozen.explain_failures(x), watch:
             f = self.compute_outputs(free, x)
         rows = row_count(x)
-        gradients = _gradients_of_outputs(f, [zero for _, _, zero in watch.calls], graph)
+        gradients = _compute_gradients_of_outputs(f, [zero for _, _, zero in watch.calls], graph)
+
         # By the weight's name and its first row: inputs a and gradients δ of each use.
         uses: dict[tuple[str, int], list[tuple[Tensor, Tensor]]] = {}
         columns: dict[str, Tensor] = {}
@@ -225,14 +235,17 @@ class AnyParameters:
                 _add_norm_columns(columns, norms[name], call, call_gradients, rows, graph)
             else:
                 plan = plans[name, call.first]
-                a = _append_bias_input(plan, inputs_by_position(call, rows, plan.axis, graph))
+                a = _append_bias_input(
+                    plan, arrange_inputs_by_position(call, rows, plan.axis, graph)
+                )
                 deltas = [
-                    values_by_position(call, gradient, rows, plan.axis)
+                    arrange_values_by_position(call, gradient, rows, plan.axis)
                     for gradient in call_gradients
                 ]
                 uses.setdefault((name, call.first), []).append((a, torch.stack(deltas, 1)))
             # The gradients of a call are copied above: those here would only occupy memory.
             call_gradients.clear()
+
         blocks = []
         # A weight that is used twice has one block, with the positions of both uses: a (B, T, in)
         # and delta (B, C, T, out).
@@ -240,6 +253,7 @@ class AnyParameters:
             a = torch.cat([inputs for inputs, _ in pairs], 1)
             delta = torch.cat([gradient for _, gradient in pairs], 2)
             blocks.append(LayerBlock(plans[key].positions, a.to("cpu"), delta.to("cpu")))
+
         return f if graph else f.detach(), blocks, columns
 
     def _compute_rest_block(
@@ -266,8 +280,9 @@ class AnyParameters:
     ) -> dict[str, Tensor]:
         """Return the columns (B, C, …) of J for some of the free parameters, by name.
 
-        All rows are differentiated together, or one by one where a layer has no batching rule.
-        graph: whether the columns are differentiable in x.
+        free: all free parameters by name; chosen: those whose columns are wanted. All rows are
+        differentiated together, or one by one if a layer has no batching rule. graph: whether the
+        columns are differentiable in x.
         """
 
         def outputs_of_row(parameters: Mapping[str, Tensor], row: Inputs) -> Tensor:
@@ -291,7 +306,10 @@ class AnyParameters:
     def _compute_columns_by_row(
         self, x: Inputs, free: Mapping[str, Tensor], chosen: Mapping[str, Tensor], graph: bool
     ) -> dict[str, Tensor]:
-        """Return what `_compute_columns` does, by one backward pass for each output of each row."""
+        """Return what `_compute_columns` does, by one backward pass for each output of each row.
+
+        The arguments are those of `_compute_columns`.
+        """
         variables = {name: value.detach().requires_grad_(True) for name, value in chosen.items()}
         columns: dict[str, list[Tensor]] = {name: [] for name in chosen}
         for i in range(row_count(x)):
@@ -304,6 +322,7 @@ class AnyParameters:
                 gradients = _compute_gradients(output, list(variables.values()), retain, graph)
                 for name, gradient in zip(variables, gradients, strict=True):
                     columns[name].append(gradient)
+
         return {
             name: torch.stack(gradients).unflatten(0, (-1, self.outputs))
             for name, gradients in columns.items()
@@ -313,10 +332,11 @@ class AnyParameters:
 def _compute_gradients(
     output: Tensor, variables: list[Tensor], retain: bool, graph: bool
 ) -> list[Tensor]:
-    """Return the gradients of a scalar output, zero for a variable that it does not depend on.
+    """Return the gradients of a scalar output in some variables.
 
-    retain: whether the output's graph is kept for another backward pass. graph: whether the
-    gradients have a graph themselves.
+    The gradient is zero in a variable that the output does not depend on. retain: whether the
+    output's graph is kept for another backward pass. graph: whether the gradients have a graph
+    themselves.
     """
     gradients = torch.autograd.grad(
         output, variables, retain_graph=retain, create_graph=graph, allow_unused=True
@@ -327,12 +347,14 @@ def _compute_gradients(
     ]
 
 
-def _gradients_of_outputs(f: Tensor, zeros: list[Tensor], graph: bool) -> list[list[Tensor]]:
-    """Return, for each zero that was added to the result of a call, the gradient of each output.
+def _compute_gradients_of_outputs(
+    f: Tensor, zeros: list[Tensor], graph: bool
+) -> list[list[Tensor]]:
+    """Return the gradients of each output in some zeros, as a list of C tensors for each zero.
 
-    f is (B, C), and a gradient has the shape of its zero. graph: whether the gradients have a graph
-    themselves. Rows are independent, so the gradient of an output's sum over rows holds the
-    gradient of each row.
+    f is (B, C). zeros: tensors that were added to the results of calls (see `LayerWatch`); a
+    gradient has the shape of its zero. graph: whether the gradients have a graph themselves. Rows
+    are independent, so the gradient of an output's sum over rows holds the gradient of each row.
     """
     gradients: list[list[Tensor]] = [[] for _ in zeros]
     if not zeros:
@@ -369,11 +391,12 @@ def _add_norm_columns(
 ) -> None:
     """Add the columns (B, C, out) of one use of a norm to `columns` in place, by parameter name.
 
-    The columns are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift. gradients: those of each
-    output in the norm's result. graph: whether the columns are differentiable in x.
+    The columns are Σ_t δ_t x̂_t for its scale and Σ_t δ_t for its shift. plan, call: those of the
+    norm and of its use on `rows` rows. gradients: those of each output in the norm's result. graph:
+    whether the columns are differentiable in x.
     """
-    normalised = inputs_by_position(call, rows, plan.axis, graph)  # x̂ (B, T, out)
-    deltas = [values_by_position(call, gradient, rows, plan.axis) for gradient in gradients]
+    normalised = arrange_inputs_by_position(call, rows, plan.axis, graph)  # x̂ (B, T, out)
+    deltas = [arrange_values_by_position(call, gradient, rows, plan.axis) for gradient in gradients]
     new = {plan.weight: torch.stack([(delta * normalised).sum(1) for delta in deltas], 1)}
     if plan.bias is not None:
         new[plan.bias] = torch.stack([delta.sum(1) for delta in deltas], 1)
@@ -382,7 +405,7 @@ def _add_norm_columns(
 
 
 @contextmanager
-def _without_fused_attention() -> Iterator[None]:
+def _disable_fused_attention() -> Iterator[None]:
     """Switch fused attention off inside the context, and restore the setting after it.
 
     Fused attention kernels have no batching rule, and the fused path of a transformer layer has no

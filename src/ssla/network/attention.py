@@ -83,6 +83,7 @@ def compute_attention(
     rows = given["query"].shape[1]
     heads = given["num_heads"]
     q, k, v = _project_inputs(given, projection)
+
     # Learned keys and values, and those of zeros, are appended as further places.
     if given["bias_k"] is not None:
         k = torch.cat([k, given["bias_k"].expand(1, rows, -1)])
@@ -90,9 +91,10 @@ def compute_attention(
     if given["add_zero_attn"]:
         k = torch.cat([k, torch.zeros_like(k[:1])])
         v = torch.cat([v, torch.zeros_like(v[:1])])
-    mask = _joint_mask(*_score_masks(given), len(k), rows, heads)
+    mask = _add_masks(*_make_score_masks(given), len(k), rows, heads)
     q, k, v = (_split_heads(values, heads) for values in (q, k, v))
     attention = None
+
     # The operations are those of torch, in its order, so that the results have the same bits.
     if given["need_weights"]:
         scores = (q * math.sqrt(1 / q.shape[-1])) @ k.mT
@@ -128,30 +130,31 @@ def _project_inputs(given: Mapping[str, Any], projection: Projection) -> list[Te
     else:
         weights = [given["in_proj_weight"]] * 3
         firsts = bias_firsts
+
     return [
         projection(x, weight, given["in_proj_bias"], first, bias_first, width)
         for x, weight, first, bias_first in zip(inputs, weights, firsts, bias_firsts, strict=True)
     ]
 
 
-def _score_masks(given: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+def _make_score_masks(given: Mapping[str, Any]) -> tuple[Tensor | None, Tensor | None]:
     """Return the mask of the attention and that of the padding; None for one that is not given.
 
     Both are numbers that are added to the scores: (L, S) or (N·heads, L, S), and (N, S).
     """
     query = given["query"]
     keys = len(given["key"])
-    mask = _as_added_numbers(given["attn_mask"], query.dtype)
-    padding = _as_added_numbers(given["key_padding_mask"], query.dtype)
+    mask = _convert_mask(given["attn_mask"], query.dtype)
+    padding = _convert_mask(given["key_padding_mask"], query.dtype)
     # With is_causal torch ignores the values of the mask and uses a causal one.
     causal = given["is_causal"] and padding is None and not given["need_weights"]
     if causal and mask is not None:
         later = torch.ones(len(query), keys, dtype=torch.bool, device=query.device).triu(1)
-        mask = _as_added_numbers(later, query.dtype)
+        mask = _convert_mask(later, query.dtype)
     return mask, padding
 
 
-def _as_added_numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _convert_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     """Return a mask as numbers that are added to the scores: −∞ where a boolean one is true.
 
     The shape stays. None stays None.
@@ -163,7 +166,7 @@ def _as_added_numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
 
 
-def _joint_mask(
+def _add_masks(
     mask: Tensor | None, padding: Tensor | None, keys: int, rows: int, heads: int
 ) -> Tensor | None:
     """Return the sum of both masks, which broadcasts to (N, heads, L, keys); None without a mask.

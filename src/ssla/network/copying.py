@@ -44,7 +44,7 @@ class DistributedDataParallel(_OneDevice):
     """A replacement of torch's class of the same name, for the same reasons."""
 
 
-def private_copy(model: nn.Module) -> nn.Module:
+def copy_privately(model: nn.Module) -> nn.Module:
     """Return a deep copy of the module without gradients and parallel wrappers.
 
     The module itself is not changed. Raises ValueError for a torch.jit module, or if the module
@@ -57,6 +57,7 @@ def private_copy(model: nn.Module) -> nn.Module:
                     where=f"'s part {name!r}" if name else "", kind=type(layer).__name__
                 )
             )
+
     inner = model.module if isinstance(model, PARALLEL) else model
     try:
         module = copy.deepcopy(inner)
@@ -66,17 +67,19 @@ def private_copy(model: nn.Module) -> nn.Module:
             "Remove tensors with gradients from its attributes, or use "
             "torch.nn.utils.parametrizations for weight norm."
         ) from error
+
     # Wrappers inside the module are replaced too.
     for parent in list(module.modules()):
         for name, layer in list(parent.named_children()):
             if isinstance(layer, PARALLEL):
-                setattr(parent, name, _on_one_device(layer, layer.module))
+                setattr(parent, name, _wrap_on_one_device(layer, layer.module))
+
     if inner is not model:
-        module = _on_one_device(model, module)
+        module = _wrap_on_one_device(model, module)
     return module.requires_grad_(False)
 
 
-def _on_one_device(wrapper: nn.Module, module: nn.Module) -> nn.Module:
+def _wrap_on_one_device(wrapper: nn.Module, module: nn.Module) -> nn.Module:
     """Return the module inside the replacement of its parallel wrapper."""
     if isinstance(wrapper, nn.DataParallel):
         return DataParallel(module)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ssla._checks import in_plain_torch
 from ssla.curvature import Extent, Structure, resolve_structure
 from ssla.curvature.automatic import AUTO, choose_structure, time_in_words
-from ssla.curvature.memory import DEFAULT_BUDGET, affordable_structures, bytes_in_words
+from ssla.curvature.memory import DEFAULT_BUDGET, bytes_in_words, describe_affordable_structures
 from ssla.curvature.structure import MANY_CLASSES
 from ssla.network.frozen import Output, checked_output
 from ssla.network.head import MATRICES_PER_ROW
@@ -89,12 +89,13 @@ class Cost:
             lines.append(
                 f"refits        {self.refits:,}: {few:,} to {many:,} gradients over all rows "
                 f"({few // self.refits} to {many // self.refits} for each), about "
-                f"{_operations_in_words(OPERATIONS * few * self.rows * self.parameters)} to "
-                f"{_operations_in_words(OPERATIONS * many * self.rows * self.parameters)}, in "
+                f"{_describe_operations(OPERATIONS * few * self.rows * self.parameters)} to "
+                f"{_describe_operations(OPERATIONS * many * self.rows * self.parameters)}, in "
                 f"{bytes_in_words(self.refit_memory)}"
             )
         if not self.fits:
             lines.append(f"instead       {self.instead}, or a larger memory_budget")
+
         return "\n".join(lines)
 
 
@@ -130,12 +131,12 @@ def estimate_cost(
     chosen = resolve_structure("dense" if automatic else structure)
     checked_output(output)
     last = _find_last_linear(model)
-    head_names = _parameter_names(model, last)
-    names = head_names if weights == LAST_LAYER else _selected_names(model, weights)
+    head_names = _find_parameter_names(model, last)
+    names = head_names if weights == LAST_LAYER else _select_names(model, weights)
     shapes = dict(model.named_parameters())
     parameters = sum(shapes[name].numel() for name in names)
     outputs = last.out_features
-    extent = Extent(parameters, outputs, _layer_shapes(model, names), n, averages=not gaussian)
+    extent = Extent(parameters, outputs, _list_layer_shapes(model, names), n, averages=not gaussian)
     budget = DEFAULT_BUDGET if memory_budget is None else memory_budget
     reason = ""
     if automatic:
@@ -152,19 +153,19 @@ def estimate_cost(
         outputs=outputs,
         structure=chosen.name,
         statistics=chosen.memory(extent),
-        per_row=_bytes_per_row(chosen, extent, head),
-        passes=_passes_in_words(chosen, gaussian, head),
+        per_row=_count_bytes_per_row(chosen, extent, head),
+        passes=_describe_passes(chosen, gaussian, head),
         budget=budget,
-        instead=affordable_structures(chosen.name, extent, budget),
+        instead=describe_affordable_structures(chosen.name, extent, budget),
         refits=refits,
         gradients=(few * refits, many * refits),
-        refit_memory=_refit_memory(parameters, head, refits, budget),
+        refit_memory=_estimate_refit_memory(parameters, head, refits, budget),
         seconds=chosen.estimate_seconds(extent),
         choice=reason,
     )
 
 
-def _bytes_per_row(structure: Structure, extent: Extent, head: bool) -> int:
+def _count_bytes_per_row(structure: Structure, extent: Extent, head: bool) -> int:
     """Return the bytes of one row of a chunk, without the network's activations.
 
     All numbers count as float64, 8 bytes. head: whether the free parameters are those of a last
@@ -184,7 +185,7 @@ def _bytes_per_row(structure: Structure, extent: Extent, head: bool) -> int:
     return 8 * outputs * (layer_sizes + 2 * extent.parameters_outside_layers)
 
 
-def _passes_in_words(structure: Structure, gaussian: bool, head: bool) -> str:
+def _describe_passes(structure: Structure, gaussian: bool, head: bool) -> str:
     """Return the description of a fit's passes over the rows.
 
     gaussian: whether the likelihood is Gaussian with constant noise. head: whether the free
@@ -205,19 +206,19 @@ def _passes_in_words(structure: Structure, gaussian: bool, head: bool) -> str:
     return passes
 
 
-def _refit_memory(parameters: int, head: bool, refits: int, budget: int) -> int:
+def _estimate_refit_memory(parameters: int, head: bool, refits: int, budget: int) -> int:
     """Return the bytes of the refits of weights that are solved together.
 
     parameters: P. head: whether they are those of a last layer. refits: how many are planned.
     budget: in bytes.
     """
-    each = 8 * parameters * (MATRICES * parameters if head else HISTORY)  # in float64
+    refit_bytes = 8 * parameters * (MATRICES * parameters if head else HISTORY)  # in float64
     # As many refits at a time as half of the budget holds, but at least one.
-    together = min(each * min(refits, TASKS), budget // 2)
-    return min(max(each, together), each * refits)
+    together = min(refit_bytes * min(refits, TASKS), budget // 2)
+    return min(max(refit_bytes, together), refit_bytes * refits)
 
 
-def _operations_in_words(count: int) -> str:
+def _describe_operations(count: int) -> str:
     """Return a number of operations in words: 3.2e+12 -> "3 TFlop"."""
     for size, word in ((10**15, "PFlop"), (10**12, "TFlop"), (10**9, "GFlop")):
         if count >= size:
@@ -236,20 +237,20 @@ def _find_last_linear(model: nn.Module) -> nn.Linear:
     return linears[-1]
 
 
-def _parameter_names(model: nn.Module, layer: nn.Linear) -> list[str]:
+def _find_parameter_names(model: nn.Module, layer: nn.Linear) -> list[str]:
     """Return the names that the parameters of a layer of the model have in the model."""
     ids = {id(p) for p in layer.parameters()}
     return [name for name, p in model.named_parameters() if id(p) in ids]
 
 
-def _selected_names(model: nn.Module, weights: str | list[str] | tuple[str, ...]) -> list[str]:
+def _select_names(model: nn.Module, weights: str | list[str] | tuple[str, ...]) -> list[str]:
     """Return the names of the free parameters for weights="all", a module's name, or a list."""
     return list(
         trainable_names(model) if weights == ALL else select_parameter_names(model, weights)
     )
 
 
-def _layer_shapes(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
+def _list_layer_shapes(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], ...]:
     """Return (inputs including the bias, outputs) of each layer that has free parameters.
 
     Only layers with a Kronecker form count. names: those of the free parameters.
@@ -259,11 +260,11 @@ def _layer_shapes(model: nn.Module, names: list[str]) -> tuple[tuple[int, int], 
         parameters = dict(layer.named_parameters(recurse=False))
         full_names = [f"{prefix}.{name}" if prefix else name for name in parameters]
         if not set(full_names).isdisjoint(names):
-            shapes += _shapes_in_layer(layer, parameters)
+            shapes += _list_shapes_in_layer(layer, parameters)
     return tuple(shapes)
 
 
-def _shapes_in_layer(
+def _list_shapes_in_layer(
     layer: nn.Module, parameters: dict[str, nn.Parameter]
 ) -> list[tuple[int, int]]:
     """Return (inputs including the bias, outputs) of each product with a weight of a layer.

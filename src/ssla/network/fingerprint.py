@@ -23,18 +23,20 @@ def fingerprint(module: nn.Module) -> dict[str, Any]:
     "tensors" are names, dtypes and shapes; "layers" and "values" are digests. The result does not
     depend on the device. Files contain it, so it must not change.
     """
-    named = _named_tensors(module)
+    named = _list_named_tensors(module)
     layers = hashlib.sha256()
     for name, layer in module.named_modules():
         # The text of a layer of torch has its settings, such as the stride. That of another class
         # may have anything, such as an address in memory.
         settings = layer.extra_repr() if type(layer).__module__.startswith("torch.nn") else ""
         layers.update(f"{name}|{type(layer).__qualname__}|{settings}\n".encode())
+
     values = hashlib.sha256()
     for name, tensor in named.items():
         on_cpu = tensor.detach().to("cpu").contiguous()
         values.update(name.encode())
         values.update(on_cpu.flatten().view(torch.uint8).numpy().tobytes())
+
     return {
         "tensors": [
             [name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in named.items()
@@ -83,6 +85,6 @@ def merge_digests(network: Network) -> dict[str, str]:
     }
 
 
-def _named_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _list_named_tensors(module: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and buffers of a module by name."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}

@@ -1,4 +1,8 @@
-"""The private copy of the user's module, and how it is called."""
+"""The private copy of the user's module, and how it is called.
+
+An input x is one tensor, or a tuple or dict of tensors; each tensor is a part of it and has a row
+for each observation. To cast x is to check it and to move it to the module's dtype and device.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,7 @@ class Frozen:
         are not those of the fit, or if a number is not finite.
         """
         rows = row_count(x)
-        given_shapes = row_shapes(x)
+        given_shapes = list_row_shapes(x)
         if self.shapes and given_shapes.keys() != self.shapes.keys():
             seen, given = ", ".join(self.shapes), ", ".join(given_shapes)
             raise ValueError(f"x must have the parts it had at fit ({seen}), but has ({given}).")
@@ -66,6 +70,7 @@ class Frozen:
         same_dimensions = len(shape) == len(seen)
         # (N, D) numbers have D columns, which are not a length. (N, T) integers are sequences.
         has_columns = len(seen) == 1 and name not in (self.integers or ())
+
         # A single column would be broadcast without an error.
         wrong_size = shape[-1:] != seen[-1:] and (has_columns or shape[-1:] == (1,))
         if not same_dimensions or wrong_size:
@@ -75,8 +80,8 @@ class Frozen:
                 else ""
             )
             raise ValueError(
-                f"{name} must have shape {_batch_shape(seen)} as at fit, but one row of it is "
-                f"{shape}. Check its columns.{hint}"
+                f"{name} must have shape {_describe_batch_shape(seen)} as at fit, but one row of "
+                f"it is {shape}. Check its columns.{hint}"
             )
 
     def _cast_tensor(self, tensor: Tensor, name: str) -> Tensor:
@@ -127,10 +132,12 @@ class Frozen:
             raise
         except FORWARD_ERRORS as error:
             given = ", ".join(
-                f"{name} {_batch_shape(tensor.shape[1:])} of {tensor.dtype}"
-                for name, tensor in named_tensors(x)
+                f"{name} {_describe_batch_shape(tensor.shape[1:])} of {tensor.dtype}"
+                for name, tensor in list_named_tensors(x)
             )
-            seen = ", ".join(f"{name} {_batch_shape(shape)}" for name, shape in self.shapes.items())
+            seen = ", ".join(
+                f"{name} {_describe_batch_shape(shape)}" for name, shape in self.shapes.items()
+            )
             raise ValueError(
                 f"The network failed on the inputs {given}: {error}. At fit they were "
                 f"{seen or 'others'}. Check the shapes, and that indices are whole numbers within "
@@ -181,7 +188,7 @@ They are functions of a module, and not lambdas, so that they can be pickled.
 """
 
 
-def named_tensors(x: Inputs) -> list[tuple[str, Tensor]]:
+def list_named_tensors(x: Inputs) -> list[tuple[str, Tensor]]:
     """Return the tensors of an input, with the names that errors use: x, x['key'] or x[0]."""
     if isinstance(x, Tensor):
         return [("x", x)]
@@ -189,14 +196,14 @@ def named_tensors(x: Inputs) -> list[tuple[str, Tensor]]:
     return [(f"x[{key!r}]", tensor) for key, tensor in items]
 
 
-def _batch_shape(row_shape: Sequence[int]) -> str:
+def _describe_batch_shape(row_shape: Sequence[int]) -> str:
     """Return the text of a batch's shape, "(N, …)", from the shape of one row."""
     return f"({', '.join(map(str, ('N', *row_shape)))})"
 
 
-def row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
+def list_row_shapes(x: Inputs) -> dict[str, tuple[int, ...]]:
     """Return the shape of one row of each tensor of an input, by its name."""
-    return {name: tuple(tensor.shape[1:]) for name, tensor in named_tensors(x)}
+    return {name: tuple(tensor.shape[1:]) for name, tensor in list_named_tensors(x)}
 
 
 def split_into_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
@@ -205,14 +212,14 @@ def split_into_chunks(x: Inputs, rows: int) -> Iterator[Inputs]:
         yield take_rows(x, slice(start, start + rows))
 
 
-def integer_dtypes(x: Inputs) -> dict[str, str]:
+def list_integer_dtypes(x: Inputs) -> dict[str, str]:
     """Return the dtype of each tensor of x that holds integers or booleans, by its name.
 
     The dtype is text, such as "int64", because it is stored in files.
     """
     return {
         name: str(tensor.dtype).removeprefix("torch.")
-        for name, tensor in named_tensors(x)
+        for name, tensor in list_named_tensors(x)
         if not tensor.is_floating_point()
     }
 
@@ -250,9 +257,10 @@ def select_output(result: Any, output: Output) -> Any:
             f"The network returns one tensor, which has no part {output!r}. Omit output=, or give "
             "a function."
         )
-    parts = result_parts(result)
-    if output in parts:
-        return parts[output]
+    parts_by_key = list_result_parts(result)
+    if output in parts_by_key:
+        return parts_by_key[output]
+
     # Fields of a named tuple may also be given by index, and an index may be negative.
     if (
         isinstance(output, int)
@@ -266,7 +274,7 @@ def select_output(result: Any, output: Output) -> Any:
     )
 
 
-def result_parts(result: Any) -> dict[Any, Any]:
+def list_result_parts(result: Any) -> dict[Any, Any]:
     """Return the parts of a module's result, by key, field, index or attribute.
 
     A tensor has no parts.
@@ -280,14 +288,16 @@ def result_parts(result: Any) -> dict[Any, Any]:
     return {} if isinstance(result, Tensor) else dict(getattr(result, "__dict__", {}))
 
 
-def _tensor_keys(result: Any) -> list[str]:
+def _list_tensor_keys(result: Any) -> list[str]:
     """Return the keys of the parts of a result that are tensors, as Python would write them."""
-    return [repr(key) for key, value in result_parts(result).items() if isinstance(value, Tensor)]
+    return [
+        repr(key) for key, value in list_result_parts(result).items() if isinstance(value, Tensor)
+    ]
 
 
 def describe_result(result: Any) -> str:
     """Return a description of the result, with the parts that hold tensors."""
-    keys = _tensor_keys(result)
+    keys = _list_tensor_keys(result)
     tensors = f"with the tensors {', '.join(keys)}" if keys else "without tensors"
     return f"a {type(result).__name__} {tensors}"
 
@@ -299,7 +309,7 @@ def to_outputs(result: Any, rows: int) -> Tensor:
     not a tensor, and ValueError if it has another shape.
     """
     if not isinstance(result, Tensor):
-        example = next(iter(_tensor_keys(result)), "lambda result: …")
+        example = next(iter(_list_tensor_keys(result)), "lambda result: …")
         raise TypeError(
             f"The network must return one tensor of outputs, but returned "
             f"{describe_result(result)}. Name the part that holds the outputs: output={example} "
@@ -307,6 +317,7 @@ def to_outputs(result: Any, rows: int) -> Tensor:
         )
     if result.dim() == 1 and result.shape[0] == rows:
         return result.unsqueeze(1)
+
     # A forward that ends in squeeze() removes the dimension of a single row.
     if rows == 1 and result.dim() < 2:
         return result.reshape(1, -1)
@@ -315,4 +326,5 @@ def to_outputs(result: Any, rows: int) -> Tensor:
             f"The network must return outputs of shape (N, C), here ({rows}, C), but returned "
             f"{tuple(result.shape)}. Flatten or pool its output to one row for each input."
         )
+
     return result

@@ -17,9 +17,13 @@ from ssla.data import Inputs, map_inputs, row_count, take_rows
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, collect_fixed_tensors
 from ssla.network.frozen import FORWARD_ERRORS, Frozen
 from ssla.network.layout import Layout, contiguous_layout
-from ssla.network.watch import CONVOLUTION, LINEAR, NORM, Call, Probe, row_axis
+from ssla.network.watch import CONVOLUTION, LINEAR, NORM, Call, Probe, find_row_axis
 
 CHECKED_ROWS = 4  # rows on which a plan is validated; a guess
+# Difference from backpropagation, as a share of the largest entry, beyond which a plan is wrong. A
+# guess: a wrong plan differs by much more.
+LARGEST_DIFFERENCE = 1e-3
+TINY = 1e-12  # is added to the largest entry; a guess
 UNLIKE_LAYERS = (
     "derivatives layer by layer do not agree with backpropagation through the whole network, so no "
     "layer uses the Kronecker form (structure='kfac' is a diagonal)"
@@ -64,9 +68,9 @@ def open_any_parameters(
         head=head,
         norms=_make_norm_plans(uses, layout),
     )
-    network = replace(network, without_kronecker=_unplanned_names(network))
+    network = replace(network, without_kronecker=_list_unplanned_names(network))
     network = _drop_wrong_plans(network, frozen.cast(take_rows(x, slice(0, CHECKED_ROWS))))
-    jacobian, extra = _bytes_per_row(network, probe, row_count(x), materialise)
+    jacobian, extra = _count_bytes_per_row(network, probe, row_count(x), materialise)
     return replace(network, jacobian_per_row=jacobian, extra_per_row=extra)
 
 
@@ -83,10 +87,11 @@ def _drop_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
     positions = network.layout.positions
     right = {name for name, index in positions.items() if not bool(wrong[index].any())}
     layers = tuple(plan for plan in network.layers if not bool(wrong[plan.positions].any()))
+
     # Of a norm, scale or shift may be frozen: only the free ones must be right.
     norms = tuple(plan for plan in network.norms if {plan.weight, plan.bias} & set(names) <= right)
     reduced = replace(network, layers=_keep_fully_covered(layers, network.layout), norms=norms)
-    reduced = replace(reduced, without_kronecker=_unplanned_names(reduced))
+    reduced = replace(reduced, without_kronecker=_list_unplanned_names(reduced))
     if bool(_find_disagreements(reduced, x).any()):
         notes = (*network.notes, UNLIKE_LAYERS)
         return replace(reduced, layers=(), norms=(), without_kronecker=names, notes=notes)
@@ -94,14 +99,14 @@ def _drop_wrong_plans(network: AnyParameters, x: Inputs) -> AnyParameters:
     return replace(reduced, notes=(*network.notes, UNLIKE_SOME.format(names=dropped)))
 
 
-def _unplanned_names(network: AnyParameters) -> tuple[str, ...]:
+def _list_unplanned_names(network: AnyParameters) -> tuple[str, ...]:
     """Return the free parameters of which some entry belongs to no layer with a Kronecker form."""
-    planned = _planned_entries(network.layers, network.layout)
+    planned = _mark_planned_entries(network.layers, network.layout)
     positions = network.layout.positions
     return tuple(name for name, index in positions.items() if not bool(planned[index].all()))
 
 
-def _planned_entries(plans: Iterable[LayerPlan], layout: Layout) -> Tensor:
+def _mark_planned_entries(plans: Iterable[LayerPlan], layout: Layout) -> Tensor:
     """Return a mask (P,) of the entries of θ that belong to a planned layer."""
     planned = torch.zeros(layout.size, dtype=torch.bool)
     for plan in plans:
@@ -109,7 +114,7 @@ def _planned_entries(plans: Iterable[LayerPlan], layout: Layout) -> Tensor:
     return planned
 
 
-def _bytes_per_row(
+def _count_bytes_per_row(
     network: AnyParameters, probe: Probe, rows: int, materialise: bool
 ) -> tuple[int, int]:
     """Return the bytes of one row's Jacobian, and of all that a row needs beside the network.
@@ -123,6 +128,7 @@ def _bytes_per_row(
     planned = {id(parameters[plan.weight]) for plan in network.layers}
     calls = [call for call in probe.calls if id(call.weight) in planned]
     results = [call.result.numel() // rows for call in calls]
+
     # Inputs a, and one gradient δ for each output.
     sizes = [
         _count_input_entries(call) // rows + outputs * result
@@ -130,11 +136,13 @@ def _bytes_per_row(
     ]
     positions = network.layout.positions
     columns_size = sum(positions[name].numel() for name in network.without_kronecker)
+
     # 8 below: bytes of a float64.
     jacobian = item * sum(sizes) + 8 * outputs * columns_size
     # Results, zeros and gradients of one output (3 arrays), and one layer at a time in float64,
     # with the product of its gradients and Λ (2 arrays).
     layers = 3 * item * sum(results) + 8 * 2 * max(sizes, default=0)
+
     # All outputs of a row are differentiated together for columns of other parameters.
     activations = outputs * network.frozen.bytes_per_row if network.unplanned_names else 0
     # Three arrays of the entries of J: J, its product with Λ, and one in between. A guess.
@@ -143,7 +151,7 @@ def _bytes_per_row(
 
 
 def _count_input_entries(call: Call) -> int:
-    """Return the number of entries of `inputs_by_position` for the call of a planned layer."""
+    """Return how many numbers `arrange_inputs_by_position` returns for a planned layer's call."""
     if call.operation == LINEAR:
         return call.input.numel()
     # A convolution: its number of positions, times the entries of a window.
@@ -180,8 +188,9 @@ def _find_row_axes(frozen: Frozen, x: Inputs, probe: Probe) -> list[int | None]:
     calls = [(call.operation, call.rows_key) for call in probe.calls]
     if calls != [(call.operation, call.rows_key) for call in second.calls]:
         return first_axis
+
     return [
-        row_axis(call, rows, other, len(repeated))
+        find_row_axis(call, rows, other, len(repeated))
         for call, other in zip(probe.calls, second.calls, strict=True)
     ]
 
@@ -199,11 +208,14 @@ def _find_layer_uses(
     groups: dict[tuple[int, int], list[tuple[Call, int | None]]] = {}
     for call, axis in zip(probe.calls, axes, strict=True):
         groups.setdefault(call.rows_key, []).append((call, axis))
+
     first_calls = [group[0][0] for group in groups.values()]
     uses = []
     for group in groups.values():
         call, axis = group[0]
-        same = all(_same_layer(call, other) and other_axis == axis for other, other_axis in group)
+        same = all(
+            _are_of_same_layer(call, other) and other_axis == axis for other, other_axis in group
+        )
         is_shared = any(
             _share_entries(call, other) for other in first_calls if other.rows_key != call.rows_key
         )
@@ -213,14 +225,15 @@ def _find_layer_uses(
             and same
             and is_parameter
             and not is_shared
-            and _used_only_in_layers(call, probe)
+            and _is_used_only_in_layers(call, probe)
         ):
             bias = None if call.bias is None else names.get(id(call.bias))
             uses.append(_LayerUse(call, names[id(call.weight)], bias, axis))
+
     return uses
 
 
-def _used_only_in_layers(call: Call, probe: Probe) -> bool:
+def _is_used_only_in_layers(call: Call, probe: Probe) -> bool:
     """Return whether the weight and the bias of a call are used in layers of its kind only.
 
     Linear layers and convolutions are of one kind, and norms of another.
@@ -230,7 +243,7 @@ def _used_only_in_layers(call: Call, probe: Probe) -> bool:
     return all(set(probe.uses.get(id(tensor), ())) <= allowed for tensor in tensors)
 
 
-def _same_layer(call: Call, other: Call) -> bool:
+def _are_of_same_layer(call: Call, other: Call) -> bool:
     """Return whether two calls from the same row of a weight on are of the same layer.
 
     Two such calls have the same operation, rows and bias.
@@ -289,7 +302,7 @@ def _keep_fully_covered(plans: tuple[LayerPlan, ...], layout: Layout) -> tuple[L
     """
     # Dropping one plan may leave another parameter partly covered, so this repeats.
     while True:
-        planned = _planned_entries(plans, layout)
+        planned = _mark_planned_entries(plans, layout)
         partly = torch.zeros_like(planned)
         for index in layout.positions.values():
             partly[index] = not bool(planned[index].all())
@@ -315,20 +328,19 @@ def _find_disagreements(network: AnyParameters, x: Inputs) -> Tensor:
     x are cast rows, and g (B, C) is fixed. All entries differ if the layers cannot be computed.
     Raises ValueError if the gradient is zero.
     """
-    g, expected = _backpropagate(network, x)
+    g, expected = _compute_by_backpropagation(network, x)
     try:
         _, J = network.linearise(x, network.theta)
         by_layers = J.double().pull(g.to("cpu", torch.float64))
     except (RuntimeError, KeyError):  # shapes or calls that are not those of the plan
         return torch.ones_like(expected, dtype=torch.bool)
-    # Half precision has a larger rounding error in one product. 1e-3 is a guess: a wrong plan
-    # differs by much more.
-    tolerance = max(1e-3, 4 * torch.finfo(network.dtype).eps)
+    # Half precision has a larger rounding error in one product.
+    tolerance = max(LARGEST_DIFFERENCE, 4 * torch.finfo(network.dtype).eps)
     # Negated, so that NaN differs.
-    return ~((by_layers - expected).abs() <= tolerance * (1e-12 + expected.abs().max()))
+    return ~((by_layers - expected).abs() <= tolerance * (TINY + expected.abs().max()))
 
 
-def _backpropagate(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
+def _compute_by_backpropagation(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
     """Return one g (B, C) and Jᵀg (P,) by backpropagation through the whole network, for cast x.
 
     Its graph, which takes as much memory as a Jacobian, is freed on return. Raises ValueError if
@@ -338,6 +350,7 @@ def _backpropagate(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
         name: value.requires_grad_(True)
         for name, value in network.free_parameters(network.theta).items()
     }
+
     with torch.enable_grad():
         f = network.compute_outputs(free, x)
         if not f.requires_grad:
@@ -346,6 +359,7 @@ def _backpropagate(network: AnyParameters, x: Inputs) -> tuple[Tensor, Tensor]:
         # Distinct weights, so that errors of different outputs and rows do not cancel.
         g = torch.linspace(-1, 1, f.numel(), dtype=f.dtype, device=f.device).reshape(f.shape) + 0.1
         gradients = torch.autograd.grad((f * g).sum(), list(free.values()), allow_unused=True)
+
     if all(gradient is None or not bool(gradient.any()) for gradient in gradients):
         raise ValueError(
             "The gradient of the network's outputs in its free parameters is zero, so they would "

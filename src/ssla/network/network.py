@@ -45,9 +45,7 @@ class Network(Protocol):
 
     @property
     def parameter_outputs(self) -> Tensor:
-        """Return the output of each parameter that changes one output only, and −1 for the others
-        (P,).
-        """
+        """Return the output that each parameter changes (P,); −1 if it may change several."""
 
     @property
     def layer_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -73,7 +71,7 @@ class Network(Protocol):
         """
 
     def chunks(self, x: Inputs, budget: int) -> Iterator[Inputs]:
-        """Yield chunks of rows whose intermediate results fit the budget in bytes."""
+        """Yield chunks of the rows x whose intermediate results fit the budget in bytes."""
 
     @property
     def bytes_per_row(self) -> int:

@@ -1,4 +1,9 @@
-"""Opening a module: copy it, check it on the first batch, find its free parameters."""
+"""Opening a module: copy it, check it on the first batch, find its free parameters.
+
+The head is the linear layer that computes the outputs. A probe records the calls of one forward
+pass (`ssla.network.watch`). A parameter is tied if it has several names or uses. A link is a
+function such as softmax that a likelihood applies to the outputs itself.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from torch import Tensor, nn
 from ssla._checks import check_finite, unknown_name
 from ssla.data import Inputs, input_tensors, row_count, take_rows
 from ssla.likelihoods.likelihood import SOFTMAX
-from ssla.network.copying import private_copy
+from ssla.network.copying import copy_privately
 from ssla.network.frozen import (
     FORWARD_ERRORS,
     Frozen,
@@ -21,8 +26,8 @@ from ssla.network.frozen import (
     call_by_position,
     call_with_one_argument,
     check_inputs_finite,
-    integer_dtypes,
-    row_shapes,
+    list_integer_dtypes,
+    list_row_shapes,
 )
 from ssla.network.head import LastLayer
 from ssla.network.layer_plans import open_any_parameters
@@ -33,6 +38,12 @@ from ssla.network.watch import Call, Probe
 # Rows of the first batch that open the module: inputs and results of all its layers are kept for
 # them. A guess.
 OPENING_ROWS = 16
+# Guesses, which allow for rounding: how far sums of probabilities may be from one; and how much
+# the outputs of a row alone may differ from those in a batch, relative to themselves and to the
+# largest output.
+SUM_ERROR = 1e-2
+ROW_ERROR, SMALL_ROW_ERROR = 1e-2, 1e-3
+POSITIVE = 1e-30  # is added to the largest output, which may be zero
 LAST_LAYER = "last_layer"
 ALL = "all"
 RANDOM_IN_TRAINING = (nn.modules.dropout._DropoutNd, nn.RReLU)
@@ -64,9 +75,9 @@ def open_network(
     names = _select_free_names(model, weights, head)
     _refuse_links(probe, f, links)
     note = describe_frozen_parameters(model) if weights == ALL else None
-    if isinstance(head, _Head) and head.covers(names) and not _tied_names(model, head.weight):
+    if isinstance(head, _Head) and head.covers(names) and not _find_tied_names(model, head.weight):
         return _make_last_layer(frozen, head, head.bias in names, f.shape[1], note)
-    head_names = _free_head_names(model, head, names)
+    head_names = _select_free_head_names(model, head, names)
     return open_any_parameters(frozen, names, first_rows, f, probe, materialise, note, head_names)
 
 
@@ -139,8 +150,8 @@ def _looks_like_probabilities(f: Tensor) -> bool:
         f.shape[0] > 1
         and f.shape[1] > 1
         and bool((f >= 0).all())
-        # Rounding, as that of half precision, is allowed for; 1e-2 is a guess.
-        and bool(((sums - 1).abs() <= 1e-2).all())
+        # Rounding, as that of half precision, is allowed for.
+        and bool(((sums - 1).abs() <= SUM_ERROR).all())
     )
 
 
@@ -155,13 +166,14 @@ def _freeze_and_check(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is a {type(model).__name__}.")
     check_evaluation_mode(model)
-    module = private_copy(model)
+    module = copy_privately(model)
     floating = next((p for p in module.parameters() if p.is_floating_point()), None)
     if floating is None:
         raise ValueError(
             "The network has no floating-point parameters, so it cannot have a posterior."
         )
     _check_values(module)
+
     # How to call the module and the bytes of a row are not known yet: these are placeholders.
     draft = Frozen(
         module,
@@ -210,10 +222,10 @@ def _check_repeatable(frozen: Frozen, x: Inputs, buffers: Mapping[str, Tensor]) 
 
 
 def _check_values(module: nn.Module) -> None:
-    """Raise ValueError for NaN in any parameter or buffer, and for infinite parameters or
-    statistics of norms.
+    """Raise ValueError for parameters and buffers that a trained module cannot have.
 
-    Parameters on the device "meta" raise it too, because they have no values.
+    These are NaN in any of them, infinite parameters, infinite statistics of norms, and parameters
+    on the device "meta", which have no values.
     """
     diverged = "The network has diverged: train it again."
     for name, value in module.named_parameters():
@@ -224,6 +236,7 @@ def _check_values(module: nn.Module) -> None:
                 "model.load_state_dict(…)."
             )
         check_finite(f"Parameter {name!r}", value, diverged)
+
     # Other buffers may be infinite: masks, bounds.
     statistics = {
         id(buffer)
@@ -231,6 +244,7 @@ def _check_values(module: nn.Module) -> None:
         if isinstance(layer, BATCH_DEPENDENT)
         for buffer in layer.buffers()
     }
+
     for name, buffer in module.named_buffers():
         if id(buffer) in statistics:
             check_finite(f"Buffer {name!r}", buffer, diverged)
@@ -242,9 +256,7 @@ def _check_values(module: nn.Module) -> None:
 
 
 def check_evaluation_mode(model: nn.Module) -> None:
-    """Raise ValueError if a layer is in training mode, and its outputs would be random or depend on
-    the batch.
-    """
+    """Raise ValueError if a layer in training mode would make outputs random or batch-dependent."""
     for name, layer in model.named_modules():
         is_random = isinstance(layer, RANDOM_IN_TRAINING) or (
             isinstance(layer, nn.RNNBase) and layer.dropout > 0
@@ -258,7 +270,7 @@ def check_evaluation_mode(model: nn.Module) -> None:
             )
 
 
-def _ways_to_call(x: Inputs) -> tuple[Callable[[nn.Module, Inputs], Any], ...]:
+def _list_ways_to_call(x: Inputs) -> tuple[Callable[[nn.Module, Inputs], Any], ...]:
     """Return the ways to pass inputs to a module, in the order in which they are tried.
 
     A tuple or a dict is unpacked at first, and then passed as one argument.
@@ -280,7 +292,7 @@ def _run_first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen,
     has_integers = any(not tensor.is_floating_point() for tensor in input_tensors(x))
     # Integers are kept at first: an embedding needs them. A linear layer needs them cast.
     for keep_integers in (True, False) if has_integers else (True,):
-        for call_module in _ways_to_call(x):
+        for call_module in _list_ways_to_call(x):
             frozen = replace(draft, call_module=call_module, keep_integers=keep_integers)
             inputs = frozen.cast(x)
             try:
@@ -295,10 +307,11 @@ def _run_first_forward(draft: Frozen, x: Inputs, batch: Inputs) -> tuple[Frozen,
             opened = replace(
                 frozen,
                 bytes_per_row=max(probe.bytes // row_count(inputs), 8),  # at least one float64
-                shapes=row_shapes(inputs),
-                integers=integer_dtypes(inputs),
+                shapes=list_row_shapes(inputs),
+                integers=list_integer_dtypes(inputs),
             )
             return opened, probe, f
+
     shapes = [tuple(tensor.shape) for tensor in input_tensors(batch)]
     raise ValueError(
         f"The network failed on the inputs (shapes {shapes}): {first_error}. Check the number of "
@@ -314,12 +327,13 @@ def _check_independent_rows(frozen: Frozen, x: Inputs, f: Tensor) -> None:
     """
     if f.shape[0] < 2:
         return
-    alone = frozen.forward(frozen.cast(take_rows(x, slice(0, 1))))
-    size = float(f.abs().max()) + 1e-30  # positive, also if all outputs are zero
-    # Kernels for one row may round differently, in half precision by much. The limits 1e-2 and
-    # 1e-3 are guesses.
+    f_alone = frozen.forward(frozen.cast(take_rows(x, slice(0, 1))))
+    largest = float(f.abs().max()) + POSITIVE
+
+    # Kernels for one row may round differently, in half precision by much.
     rounding = 4 * torch.finfo(f.dtype).eps
-    if not torch.allclose(alone, f[:1], rtol=max(1e-2, rounding), atol=max(1e-3, rounding) * size):
+    rtol, atol = max(ROW_ERROR, rounding), max(SMALL_ROW_ERROR, rounding) * largest
+    if not torch.allclose(f_alone, f[:1], rtol=rtol, atol=atol):
         raise ValueError(
             "The network's output for a row depends on the other rows of its batch, so a row has "
             "no predictive of its own. Remove batch statistics from its forward (model.eval() for "
@@ -379,7 +393,7 @@ def _find_head(probe: Probe, f: Tensor, parameters: Mapping[str, nn.Parameter]) 
     return _Head(names[id(weight)], bias_name, weight, bias, phi.shape[1])
 
 
-def _free_head_names(
+def _select_free_head_names(
     model: nn.Module, head: _Head | str, names: tuple[str, ...]
 ) -> tuple[str, ...]:
     """Return the free parameters of the head whose rows change one output only.
@@ -387,12 +401,12 @@ def _free_head_names(
     names: the free parameters. Nothing is returned without a head, which is then the reason (text),
     or with a head whose weight is tied to another parameter: that one may change other outputs.
     """
-    if isinstance(head, str) or _tied_names(model, head.weight):
+    if isinstance(head, str) or _find_tied_names(model, head.weight):
         return ()
     return tuple(name for name in (head.weight, head.bias) if name is not None and name in names)
 
 
-def _tied_names(model: nn.Module, name: str) -> list[str]:
+def _find_tied_names(model: nn.Module, name: str) -> list[str]:
     """Return the other names that the parameter `name` has in the module."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     return [other for other, p in parameters.items() if p is parameters[name] and other != name]
@@ -418,7 +432,7 @@ def _select_free_names(
                 "Return the raw outputs of a final nn.Linear (the likelihood applies links such "
                 "as softmax and exp itself), or use weights='all' or a list of parameter names."
             )
-        tied = _tied_names(model, head.weight)
+        tied = _find_tied_names(model, head.weight)
         if tied:
             raise ValueError(
                 f"The last layer's weight {head.weight!r} is tied to {', '.join(map(repr, tied))}, "
@@ -452,6 +466,7 @@ def select_parameter_names(
         raise ValueError(
             "weights is an empty list. Name at least one parameter, or use 'last_layer' or 'all'."
         )
+
     for name in weights:
         if name not in parameters:
             raise ValueError(unknown_name("parameter", name, parameters))
@@ -469,6 +484,7 @@ def _make_last_layer(
     layout = last_layer_layout(head.weight, bias_name, outputs, head.inputs)
     values: dict[str, Tensor] = {head.weight: head.tensor}
     offset: Tensor | None = None
+
     # A bias that is not free is a constant that is added to the outputs.
     if bias_name is not None:
         assert head.bias_tensor is not None

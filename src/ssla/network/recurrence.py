@@ -97,15 +97,16 @@ def read_recurrence(
         return None
     given = dict(zip(ARGUMENTS, args, strict=True))
     directions = 2 if given["bidirectional"] else 1
+
     # A projection of the state would be one more tensor.
-    expected = _tensors_per_layer(given) * given["layers"] * directions
+    expected = _count_tensors_per_layer(given) * given["layers"] * directions
     is_random = given["training"] and given["dropout"] > 0
     if is_random or len(given["weights"]) != expected:
         return None
     return {"cell": CELLS[func], **given}
 
 
-def _tensors_per_layer(given: Mapping[str, Any]) -> int:
+def _count_tensors_per_layer(given: Mapping[str, Any]) -> int:
     """Return how many tensors one layer has in one direction: two weights, with or without biases.
 
     given: the arguments by name.
@@ -114,19 +115,20 @@ def _tensors_per_layer(given: Mapping[str, Any]) -> int:
 
 
 def compute_recurrence(given: Mapping[str, Any], projection: Projection) -> tuple[Tensor, ...]:
-    """Return what torch's function does: the states of the last layer at all times, and the last
-    states of all layers.
+    """Compute what torch's function returns, in steps.
 
-    The former are (times, B, directions · H), or (B, times, directions · H) with batch_first. The
-    latter are h, and c for an LSTM, each (layers · directions, B, H). given: the arguments by name,
-    from `read_recurrence`. projection: computes the products.
+    These are the states of the last layer at all times, (times, B, directions · H), or (B, times,
+    directions · H) with batch_first; and the last states of all layers, h, and c for an LSTM, each
+    (layers · directions, B, H). given: the arguments by name, from `read_recurrence`. projection:
+    computes the products.
     """
     directions = 2 if given["bidirectional"] else 1
     # h, or h and c, each (layers · directions, B, H).
     first_states = [given["state"]] if isinstance(given["state"], Tensor) else given["state"]
     x = given["input"].transpose(0, 1) if given["batch_first"] else given["input"]  # (times, B, F)
-    tensors_of_layer = _tensors_per_layer(given)
+    tensors_of_layer = _count_tensors_per_layer(given)
     last_states: list[State] = []
+
     for layer in range(given["layers"]):
         outputs = []
         for direction in range(directions):
@@ -141,6 +143,7 @@ def compute_recurrence(given: Mapping[str, Any], projection: Projection) -> tupl
             outputs.append(states)
             last_states.append(state)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
+
     # From one (h, c) for each layer and direction to one array of h and one of c.
     last = [torch.stack(values) for values in zip(*last_states, strict=True)]
     return (x.transpose(0, 1) if given["batch_first"] else x, *last)

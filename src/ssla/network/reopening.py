@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ssla.network.any_parameters import AnyParameters, LayerPlan, NormPlan, collect_fixed_tensors
-from ssla.network.copying import private_copy
+from ssla.network.copying import copy_privately
 from ssla.network.frozen import CALLS, Frozen, Output
 from ssla.network.head import LastLayer
 from ssla.network.layout import contiguous_layout, last_layer_layout
@@ -67,6 +67,7 @@ def describe_opening(network: Network) -> Opening:
     )
     if isinstance(network, LastLayer):
         return replace(opening, offset=network.offset, row_scale=network.row_scale)
+
     return replace(
         opening,
         layers=network.layers,
@@ -96,6 +97,7 @@ def _check_opening(opening: Opening, parameters: Mapping[str, Tensor]) -> None:
         raise ValueError("the last layer is not one of the network with a row for each output")
     if not set((opening.integers or {}).values()) <= INTEGERS:
         raise ValueError("the integer inputs have no integer type")
+
     # The first two are at least 1, and the third at least 0.
     sizes = (opening.outputs, opening.bytes_per_row, opening.extra_per_row + 1)
     if min(sizes) < 1 or max(sizes) >= 1 << 63:
@@ -123,9 +125,11 @@ def _check_positions(opening: Opening, parameters: Mapping[str, Tensor]) -> None
             or int(plan.positions.max()) >= size
         ):
             raise ValueError("the positions of a layer are outside the parameters")
+
     positions = torch.cat([plan.positions.flatten() for plan in opening.layers])
     elsewhere = sum(parameters[name].numel() for name in opening.others)
     not_covered = size - elsewhere - positions.numel()
+
     # A repeated position would make up for a missing one, so distinct positions are counted too.
     if positions.unique().numel() + not_covered != positions.numel():
         raise ValueError("the layers do not cover the free parameters once each")
@@ -197,7 +201,7 @@ def reopen_network(model: nn.Module, opening: Opening, output: Output = None) ->
     Raises ValueError if the opening does not fit the module, and KeyError for an unknown way to
     call it.
     """
-    module = private_copy(model)
+    module = copy_privately(model)
     first = next(p for p in module.parameters() if p.is_floating_point())
     frozen = Frozen(
         module,

@@ -30,6 +30,9 @@ ELEMENTWISE = (
 # Rows × weight vectors that are computed together: larger arrays do not fit the processor's cache.
 # A guess.
 ROWS_AT_ONCE = 1 << 13
+# How much the outputs of a chain may differ from those of the network: batched products round
+# differently. Guesses.
+RELATIVE_ERROR, ABSOLUTE_ERROR = 1e-4, 1e-5
 Step = tuple[str, str | None] | nn.Module
 """The names of the weight and the bias of a linear layer, or an elementwise function."""
 
@@ -45,7 +48,7 @@ class StackedChain:
     steps: tuple[Step, ...]  # in the order in which they are computed
     ranges: dict[str, tuple[int, int]]  # by name: the first position in θ, and that after the last
 
-    def parameters(self, thetas: Tensor) -> dict[str, Tensor]:
+    def split_parameters(self, thetas: Tensor) -> dict[str, Tensor]:
         """Return the free parameters (m, …) by name, from θ (m, P)."""
         shapes = self.network.layout.positions
         return {
@@ -62,6 +65,7 @@ class StackedChain:
         # h: the result of the steps so far, (m, b, width of the layer).
         h = x.expand(m, -1, -1) if x.dim() == 2 else x
         tensors = {**self.network.fixed_tensors, **free}
+
         for step in self.steps:
             if isinstance(step, nn.Module):
                 h = step(h)
@@ -73,16 +77,17 @@ class StackedChain:
                 h = torch.bmm(h, W)
             else:
                 h = torch.baddbmm(tensors[bias_name].unsqueeze(-2).expand(m, 1, -1), h, W)
+
         return h
 
-    def gradient(self, thetas: Tensor, x: Tensor, score: Tensor) -> Tensor:
+    def compute_gradient(self, thetas: Tensor, x: Tensor, score: Tensor) -> Tensor:
         """Return Σ_i J_i(θ)ᵀ score_i (m, P), for θ (m, P) and score (m, b, C).
 
         x: as in `compute_outputs`.
         """
-        return self.outputs_and_gradient(thetas, x, lambda f: score)[1]
+        return self.compute_outputs_and_gradient(thetas, x, lambda f: score)[1]
 
-    def outputs_and_gradient(
+    def compute_outputs_and_gradient(
         self, thetas: Tensor, x: Tensor, score: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return f (m, b, C) and Σ_i J_iᵀ score(f)_i (m, P), for θ (m, P).
@@ -92,13 +97,15 @@ class StackedChain:
         """
         free = {
             name: value.detach().requires_grad_(True)
-            for name, value in self.parameters(thetas).items()
+            for name, value in self.split_parameters(thetas).items()
         }
+
         with torch.enable_grad():
             f = self.compute_outputs(free, x)
             gradients = torch.autograd.grad(
                 f, list(free.values()), score(f.detach()), allow_unused=True
             )
+
         # A parameter that the outputs do not depend on has no gradient: its entries stay zero.
         total = torch.zeros_like(thetas)
         for (start, stop), gradient in zip(self.ranges.values(), gradients, strict=True):
@@ -115,42 +122,45 @@ def open_chain(network: AnyParameters, x: Any, theta: Tensor) -> StackedChain | 
     """
     if not isinstance(x, Tensor) or x.dim() != 2:
         return None
-    steps = _chain_steps(network.frozen.module)
-    ranges = _parameter_ranges(network.layout)
+    steps = _list_chain_steps(network.frozen.module)
+    ranges = _find_parameter_ranges(network.layout)
     if steps is None or ranges is None:
         return None
     used = {name for step in steps if isinstance(step, tuple) for name in step}
     if not set(ranges) <= used:
         return None
     chain = StackedChain(network, steps, ranges)
+
     with torch.no_grad():
         expected = network.compute_outputs(network.layout.unpack(theta), x)
-        f = chain.compute_outputs(chain.parameters(theta.unsqueeze(0)), x).squeeze(0)
-    # Batched products round differently. The limits are guesses.
-    agrees = f.shape == expected.shape and torch.allclose(f, expected, rtol=1e-4, atol=1e-5)
+        f = chain.compute_outputs(chain.split_parameters(theta.unsqueeze(0)), x).squeeze(0)
+
+    agrees = f.shape == expected.shape and torch.allclose(
+        f, expected, rtol=RELATIVE_ERROR, atol=ABSOLUTE_ERROR
+    )
     return chain if agrees else None
 
 
-def _chain_steps(module: nn.Module) -> tuple[Step, ...] | None:
+def _list_chain_steps(module: nn.Module) -> tuple[Step, ...] | None:
     """Return the steps of a module that is a plain chain; None for another module.
 
     Dropout is left out.
     """
     names = {id(p): name for name, p in module.named_parameters()}
     steps: list[Step] = []
-    for layer in _layers_in_order(module):
+    for layer in _yield_layers_in_order(module):
         if layer is None:
             return None
         if type(layer) is nn.Linear:
             bias = None if layer.bias is None else names[id(layer.bias)]
             steps.append((names[id(layer.weight)], bias))
-        # `_layers_in_order` yields dropout in evaluation mode only, where it is the identity.
+        # `_yield_layers_in_order` yields dropout in evaluation mode only, where it is the identity.
         elif type(layer) is not nn.Dropout:
             steps.append(layer)
     return tuple(steps)
 
 
-def _parameter_ranges(layout: Layout) -> dict[str, tuple[int, int]] | None:
+def _find_parameter_ranges(layout: Layout) -> dict[str, tuple[int, int]] | None:
     """Return the range of each parameter in θ: its first position, and that after its last.
 
     The result is None if the positions of one are not consecutive.
@@ -166,7 +176,7 @@ def _parameter_ranges(layout: Layout) -> dict[str, tuple[int, int]] | None:
     return ranges
 
 
-def _layers_in_order(module: nn.Module) -> Iterator[nn.Module | None]:
+def _yield_layers_in_order(module: nn.Module) -> Iterator[nn.Module | None]:
     """Yield the layers of a module in their order, with None for one that a chain cannot hold.
 
     A chain holds linear layers and elementwise functions, without hooks. Dropout in training mode
@@ -177,7 +187,7 @@ def _layers_in_order(module: nn.Module) -> Iterator[nn.Module | None]:
         yield None
     elif type(module) is nn.Sequential:
         for layer in module:
-            yield from _layers_in_order(layer)
+            yield from _yield_layers_in_order(layer)
     # Subclasses may compute something else, so only the classes themselves count.
     elif type(module) is nn.Linear or type(module) in ELEMENTWISE:
         yield module

@@ -28,11 +28,11 @@ class LayerInputs(nn.Module):
         self.keys = tuple(example) if isinstance(example, Mapping) else None
         self.single = isinstance(example, Tensor)
 
-    def forward(self, *parts: Tensor) -> Tensor:
+    def forward(self, *tensors: Tensor) -> Tensor:
         """Return φ (N, F) for an input x, given as its tensors in the order of the example."""
-        x: Inputs = parts[0] if self.single else parts
+        x: Inputs = tensors[0] if self.single else tensors
         if self.keys is not None:
-            x = dict(zip(self.keys, parts, strict=True))
+            x = dict(zip(self.keys, tensors, strict=True))
         # The weight is looked up at each call: while a graph is traced, other tensors stand for the
         # parameters.
         with InputWatch(self.module.get_parameter(self.weight)) as watch:

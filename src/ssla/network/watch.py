@@ -189,6 +189,7 @@ class Probe(TorchFunctionMode):
         self._record_uses(call, [*args, *kwargs.values()])
         if isinstance(result, Tensor):
             self.bytes += result.numel() * result.element_size()
+
         return result
 
     def _record_uses(self, call: Call | None, arguments: list[Any]) -> None:
@@ -302,6 +303,7 @@ class LayerWatch(TorchFunctionMode):
         call = read_layer(func, args, kwargs, result) or read_norm(func, args, kwargs, result)
         if call is None or id(call.weight) not in self.weights:
             return result
+
         # The values before scale and shift take a second call of the norm, so they are computed
         # only for norms that are watched.
         if call.operation == NORM:
@@ -334,13 +336,13 @@ class LayerWatch(TorchFunctionMode):
         return call.result + zero
 
 
-def row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
+def find_row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
     """Return the dimension of the call's input that holds the rows; None if there is none.
 
     other: the same call of a forward pass with another number of rows. The dimension is the only
-    one whose size differs, in proportion to the rows: it may hold several places for each row
-    (windows, frames), with the places of one row beside each other. The result is also None if the
-    layer itself works on that dimension.
+    one whose size differs, in proportion to the rows: it may hold several places for each
+    row (windows, frames), with the places of one row beside each other. The result is also None if
+    the layer itself works on that dimension.
     """
     shape, other_shape = call.input.shape, other.input.shape
     if len(shape) != len(other_shape) or call.result.dim() != call.input.dim():
@@ -353,17 +355,19 @@ def row_axis(call: Call, rows: int, other: Call, other_rows: int) -> int | None:
     is_proportional = shape[axis] * other_rows == other_shape[axis] * rows
     if shape[axis] % rows or not is_proportional:
         return None
+
     # Linear layers, and norms over the last dimensions, may have rows in any other dimension.
     # Convolutions and norms over channels have them first.
     trailing = call.dimensions if call.operation == NORM else 1
     over_last = call.operation == LINEAR or (call.operation == NORM and trailing > 0)
     allowed_axes = len(shape) - trailing if over_last else 1
+
     # A convolution also takes an input without a dimension for rows.
     has_rows = call.operation != CONVOLUTION or len(shape) == call.dimensions + 2
     return axis if axis < allowed_axes and has_rows else None
 
 
-def inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool = False) -> Tensor:
+def arrange_inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool = False) -> Tensor:
     """Return the inputs that the weight multiplies at each position: (rows, T, F).
 
     A position is a place of a sequence, or a window of a convolution, with its F entries. axis: the
@@ -372,17 +376,19 @@ def inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool = False
     """
     x = call.input if graph else call.input.detach()
     if call.operation != CONVOLUTION:
-        return values_by_position(call, x, rows, axis)
+        return arrange_values_by_position(call, x, rows, axis)
     n = call.dimensions
     kernel = call.weight.shape[2:]
     stride = _expand_option(call.options.get("stride", 1), n)
     dilation = _expand_option(call.options.get("dilation", 1), n)
-    x = F.pad(x, _padding_sides(call, dilation))
+    x = F.pad(x, _list_padding_sides(call, dilation))
+
     # Each `unfold` appends the windows along one dimension: (B, C, spatial…) becomes
     # (B, C, positions…, kernel…).
     for k in range(n):
         reach = dilation[k] * (kernel[k] - 1) + 1
         x = x.unfold(2 + k, reach, stride[k])[..., :: dilation[k]]
+
     # In the order of the weight's entries: (B, positions…, C, kernel…).
     positions = range(2, 2 + n)
     windows = range(2 + n, 2 + 2 * n)
@@ -390,7 +396,7 @@ def inputs_by_position(call: Call, rows: int, axis: int = 0, graph: bool = False
     return x.reshape(rows, -1, call.weight[0].numel())
 
 
-def _padding_sides(call: Call, dilation: list[int]) -> list[int]:
+def _list_padding_sides(call: Call, dilation: list[int]) -> list[int]:
     """Return the padding of a convolution before and after each dimension, last dimension first.
 
     This is the order that `F.pad` needs. dilation: one number for each dimension.
@@ -405,7 +411,7 @@ def _padding_sides(call: Call, dilation: list[int]) -> list[int]:
     return [size for size in reversed(sizes) for _ in range(2)]
 
 
-def values_by_position(call: Call, values: Tensor, rows: int, axis: int = 0) -> Tensor:
+def arrange_values_by_position(call: Call, values: Tensor, rows: int, axis: int = 0) -> Tensor:
     """Return values at each position: (rows, T, out).
 
     values: of the shape of the call's result, such as gradients in it, or of its input for a linear

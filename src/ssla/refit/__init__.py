@@ -65,10 +65,10 @@ REFITS: dict[str, Refit] = {
 
 
 def resolve(refit: str | Refit) -> Refit:
-    """Return the refit of a name, or `refit` itself where it is an object.
+    """Return the refit of a name, or `refit` itself if it is an object.
 
-    ValueError for an unknown name. TypeError for a class, and for an object that is not callable or
-    has no `name`.
+    Raises ValueError for an unknown name, and TypeError for a class and for an object that is not
+    callable or has no `name`.
     """
     if not isinstance(refit, str):
         if isinstance(refit, type) or not callable(refit) or not hasattr(refit, "name"):
@@ -83,11 +83,12 @@ def resolve(refit: str | Refit) -> Refit:
 
 
 def increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Increments:
-    """Return the un-normalised log densities at y as increments.
+    """Return the un-normalised log densities of y at inputs x (N rows), as increments.
 
-    y has one value for each row of x, or k candidates for each. The increments have the dtype and
-    the device of the rung's answers. ValueError where the shape of y does not fit, or a value is
-    not in the support of the likelihood.
+    y: a target for each row, or k candidates for each; a number is (N,) or (N, k), a vector (N, D)
+    or (N, k, D). The increments have y's shape, without D, and the dtype and the device of the
+    rung's answers. Raises ValueError if the shape of y does not fit, or if a value is not in the
+    support of the likelihood.
     """
     log_density = rung(posterior, x)
     rows, outputs = log_density.marginal.mean.shape
@@ -100,7 +101,7 @@ def increments_at(rung: Refit, posterior: Posterior, x: Inputs, y: Any) -> Incre
 
 
 def _check_shape(y: Tensor, rows: int, outputs: int, is_vector: bool) -> None:
-    """Raise a ValueError unless y has one target, or several candidates, for each row of x.
+    """Raise ValueError unless y has one target, or several candidates, for each row of x.
 
     rows: the number of rows of x. is_vector: whether a target has a value for each of the outputs;
     False: it is a number.

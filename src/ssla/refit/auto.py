@@ -1,4 +1,8 @@
-"""The output refit first; a refit of the weights where that is doubtful."""
+"""The output refit first; a refit of the weights where that is doubtful.
+
+A rung is a kind of refit. An input, a row of x, is doubtful where an indicator says that the output
+refit may be off by more than the target.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +55,10 @@ class AutoRefit:
     level = 0.95  # of the interval whose ends are the plausible y
 
     def __post_init__(self) -> None:
-        """Raise an error for arguments of the wrong kind.
+        """Check the arguments.
 
-        ValueError for a target that is not above zero, and for options of the refit that make it
-        less accurate; TypeError for `weights` that are not a WeightRefit.
+        Raises ValueError for a target that is not above zero, and for options of the refit that
+        make it less accurate, and TypeError for `weights` that are not a WeightRefit.
         """
         if isinstance(self.target, bool | str) or not self.target > 0:
             raise ValueError(
@@ -83,20 +87,21 @@ class AutoRefit:
     ) -> list[str]:
         """Return for each row why its output predictive is doubtful; an empty text where it is not.
 
-        mass (N,) of the output predictive; flagged (N,): whether it did not converge or is
-        inaccurate; likely: the probabilities of classes (N, C), or the ends of an interval (N, 2).
+        weights: the log density whose output refit is judged. mass (N,): of the output predictive.
+        flagged (N,): whether it did not converge or is inaccurate. likely: the probabilities of
+        classes (N, C), or the ends of an interval of plausible y (N, 2).
         """
         if _is_for_classes(weights.output):
             factor = CLASS_ERROR[weights.posterior.report.gaussian]
             indicated = [
-                self._class_reasons(rest_probability, factor)
+                self._list_class_reasons(rest_probability, factor)
                 for rest_probability in (1 - likely.double().cpu().amax(1)).tolist()
             ]
         else:
             mass_errors = (mass.double().cpu() - 1).abs().tolist()
             steps = largest_step(weights.output, likely).tolist()
             indicated = [
-                self._density_reasons(mass_error, step)
+                self._list_density_reasons(mass_error, step)
                 for mass_error, step in zip(mass_errors, steps, strict=True)
             ]
         for reasons, is_flagged in zip(indicated, flagged.tolist(), strict=True):
@@ -104,19 +109,21 @@ class AutoRefit:
                 reasons.append("flagged")
         return [", ".join(reasons) for reasons in indicated]
 
-    def _class_reasons(self, rest_probability: float, factor: float) -> list[str]:
-        """Return why a row is doubtful, given the probability of all classes but the likeliest.
+    def _list_class_reasons(self, rest_probability: float, factor: float) -> list[str]:
+        """Return why a row is doubtful, as texts; an empty list if it is not.
 
-        factor: the entry of CLASS_ERROR for the posterior's Gaussian. NaN counts as doubtful.
+        rest_probability: of all classes but the likeliest; NaN counts as doubtful. factor: the
+        entry of CLASS_ERROR for the posterior's Gaussian.
         """
         if factor * rest_probability <= self.target:
             return []
         return [f"probability of {rest_probability:.2g} for other classes"]
 
-    def _density_reasons(self, mass_error: float, step: float) -> list[str]:
-        """Return why a row is doubtful, given the error of its mass and the step of its weights.
+    def _list_density_reasons(self, mass_error: float, step: float) -> list[str]:
+        """Return why a row is doubtful, as texts; an empty list if it is not.
 
-        The step is in posterior standard deviations.
+        mass_error: |mass − 1|. step: how far plausible y move the weights, in posterior standard
+        deviations. NaN counts as doubtful.
         """
         reasons = []
         # `not … <=` rather than `>`, so that NaN counts as doubtful.
@@ -133,8 +140,8 @@ def _is_for_classes(output: OutputLogDensity) -> bool:
 
 
 def largest_step(output: OutputLogDensity, likely: Tensor) -> Tensor:
-    """Return how far the ends of an interval (N, 2) move the weights: the larger step (N,).
+    """Return how far the ends of an interval move the weights: the larger of two steps (N,).
 
-    The unit is posterior standard deviations.
+    likely: the two ends for each row (N, 2). The unit is posterior standard deviations.
     """
     return output.step_length(likely.double().cpu()).amax(1)

@@ -2,12 +2,22 @@
 
     log p(y|x,D) ≈ log p(y|f̃) − ½ (f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + Λ K|
 
-The rungs differ in f̃. Everything is written in whitened coordinates: K = R Rᵀ and
-f̃ = f̂ + R v, so K may be singular, matrices stay symmetric, and the middle term is −½‖v‖². M tasks
-(test points × candidate y) are solved at once; there is no loop over either.
+The rungs differ in f̃. Everything is written in whitened coordinates: K = R Rᵀ and f̃ = f̂ + R v,
+so K may be singular, matrices stay symmetric, and the middle term is −½‖v‖². M tasks (test
+points × candidate y) are solved at once; there is no loop over either.
 
-Where I + RᵀΛR with the observed Λ is not positive definite, that task uses the Fisher and is
-counted.
+Where I + RᵀΛR with the observed Λ is not positive definite, that task uses the Fisher information
+and is counted.
+
+task       one y at one test point; M of them, each with C outputs
+rung       a kind of refit, which is a `Rule` here: it decides which f̃ is evaluated
+f̂, K       mean and covariance of the outputs; R is a root of K
+f̃, v       the outputs after the refit, and the same in whitened coordinates
+g, Λ       the gradient of log p(y|f) in f, also called the score, and minus its second derivative.
+           Λ is "observed"; its mean over y is the Fisher information, "fisher"; g gᵀ is "empirical"
+pull       u (C,) with f̃ = f̂ + K u
+mode       a maximum of log p(y|f̂ + Rv) − ½‖v‖² in v
+domain     the outputs f that the likelihood allows; log p is not finite outside
 """
 
 from __future__ import annotations
@@ -33,7 +43,7 @@ CURVATURES = (OBSERVED, FISHER, EMPIRICAL)
 
 @dataclass(frozen=True)
 class Increments:
-    """The three increments of an un-normalised log predictive density, and their total.
+    """The three increments of an un-normalised log predictive density, all of y's shape.
 
     likelihood: the change of the data's log likelihood, and log p(y|x,θ̃) of the new observation.
     prior: the change of log π. curvature: −½ times the change of the log determinant. convention:
@@ -78,16 +88,17 @@ class Evaluated(NamedTuple):
 
 
 class Rule(Protocol):
-    """A function (likelihood, y (M, …), f̂ (M, C), R (M, C, C)) -> Evaluated, with K = R Rᵀ.
+    """A function that evaluates the log densities of M tasks from f̂ and K = R Rᵀ.
 
-    D (M, C, C) is a root of the covariance in the determinant, where that is not K: the paper
-    leaves the prior out of the curvature but not out of the refit. None: it is K.
+    Its arguments are likelihood, y (M, …), f: f̂ (M, C), R (M, C, C), and D (M, C, C), a root of
+    the covariance in the determinant if that is not K: the paper leaves the prior out of the
+    curvature but not out of the refit. D=None: it is K.
     """
 
     def __call__(
         self, likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, D: Tensor | None = None, /
     ) -> Evaluated:
-        """Evaluate M tasks: y (M, …) at f̂ (M, C) with a root R of K and perhaps another root D."""
+        """Evaluate M tasks: the arguments are those of the class."""
         ...
 
 
@@ -131,7 +142,7 @@ def evaluate_without_refit(
     if curvature == FISHER:
         precision = likelihood.fisher(f)
     else:
-        precision = _derivatives_with_curvature(likelihood, y, f).precision
+        precision = _compute_derivatives_with_curvature(likelihood, y, f).precision
     factor, fallback, _ = _factorise_with_fallback(likelihood, f, R, precision)
     return without_curvature._replace(curvature=-0.5 * factor.logdet(), fallback=fallback)
 
@@ -141,11 +152,11 @@ def evaluate_newton_step(
 ) -> Evaluated:
     """Evaluate the quadratic model after one Newton step from f̂.
 
-    Its value is log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|. The gain has a pole where I + RᵀΛR
-    becomes singular. Tasks with a pivot below STEP_MARGIN therefore use the Fisher information, and
-    are marked. The arguments are those of `Rule`.
+    Its value is log p(y|f̂) + ½ gᵀK(I+ΛK)⁻¹g − ½ log|I + ΛK|. The second term has a pole where
+    I + RᵀΛR becomes singular. Tasks with a pivot below STEP_MARGIN therefore use the Fisher
+    information, and are marked. The arguments are those of `Rule`.
     """
-    log_prob, score, precision = _derivatives_with_curvature(likelihood, y, f)
+    log_prob, score, precision = _compute_derivatives_with_curvature(likelihood, y, f)
     factor, fallback, used_precision = _factorise_with_fallback(
         likelihood, f, R, precision, margin=STEP_MARGIN
     )
@@ -153,6 +164,7 @@ def evaluate_newton_step(
     v = factor.solve(white)
     gain = linalg.dot(white, v)  # gᵀδ with δ = R v
     shift = -0.5 * linalg.dot(v, v)
+
     # The quadratic model of log p at the step: log p + gᵀδ − ½ δᵀΛδ, and δᵀΛδ = gᵀδ − ‖v‖².
     fit = log_prob + 0.5 * gain - shift
     delta = linalg.multiply_root(R, v)
@@ -161,6 +173,7 @@ def evaluate_newton_step(
     evaluated = Evaluated(fit, shift, -0.5 * factor.logdet(), pull, fallback, converged)
     if D is not None:
         evaluated = _replace_determinant(likelihood, y, f, D, evaluated)
+
     return _replace_steps_outside(likelihood, y, f, R, D, f + delta, evaluated)
 
 
@@ -173,15 +186,16 @@ def _replace_steps_outside(
     f_tilde: Tensor,
     evaluated: Evaluated,
 ) -> Evaluated:
-    """Replace Newton steps that end at an f̃ (M, C) outside the domain by the mode, in `evaluated`.
+    """Replace Newton steps that end outside the domain by the mode, in `evaluated`, and return it.
 
-    The quadratic model has no meaning outside the domain. These tasks count as fallbacks. The
-    tensors of `evaluated` are changed in place.
+    The quadratic model has no meaning outside the domain. These tasks count as fallbacks. f_tilde:
+    the ends of the steps (M, C). The tensors of `evaluated` are changed in place. The other
+    arguments are those of `Rule`.
     """
     if not likelihood.has_boundary:
         return evaluated
     rows = (~torch.isfinite(likelihood.log_prob(y, f_tilde))).nonzero().squeeze(-1)
-    tasks = _Tasks(likelihood, y, f, R).arguments_of(rows)
+    tasks = _Tasks(likelihood, y, f, R).select_arguments(rows)
     mode = evaluate_at_mode(likelihood, *tasks, None if D is None else D[rows])
     mode = mode._replace(fallback=torch.ones_like(mode.fallback))
     _overwrite_rows(evaluated, rows, mode)
@@ -201,6 +215,7 @@ def evaluate_at_mode(
     if boundary is None:
         return _evaluate_inside_domain(likelihood, y, f, R, D)
     never = torch.zeros_like(boundary.cut)
+
     # Clones, because the rows that are not cut are overwritten below.
     evaluated = Evaluated(
         fit=boundary.log_prob.clone(),
@@ -211,7 +226,7 @@ def evaluate_at_mode(
         converged=~never,
     )
     rows = (~boundary.cut).nonzero().squeeze(-1)
-    tasks = _Tasks(likelihood, y, f, R).arguments_of(rows)
+    tasks = _Tasks(likelihood, y, f, R).select_arguments(rows)
     mode = _evaluate_inside_domain(likelihood, *tasks, None if D is None else D[rows])
     _overwrite_rows(evaluated, rows, mode)
     return evaluated
@@ -232,8 +247,12 @@ def _evaluate_inside_domain(
 def _replace_determinant(
     likelihood: Likelihood, y: Tensor, f: Tensor, D: Tensor, evaluated: Evaluated
 ) -> Evaluated:
-    """Return the values with −½ log|I + DᵀΛ(y, f)D| as curvature increment, for D (M, C, C)."""
-    precision = _derivatives_with_curvature(likelihood, y, f).precision
+    """Return `evaluated` with −½ log|I + DᵀΛ(y, f)D| as the curvature increment.
+
+    D (M, C, C): a root of the covariance in the determinant. f (M, C): the outputs of Λ. Tasks that
+    need the Fisher information here are marked too.
+    """
+    precision = _compute_derivatives_with_curvature(likelihood, y, f).precision
     factor, fallback, _ = _factorise_with_fallback(likelihood, f, D, precision)
     return evaluated._replace(
         curvature=-0.5 * factor.logdet(), fallback=evaluated.fallback | fallback
@@ -250,10 +269,10 @@ def _evaluate_at_highest_mode(likelihood: Likelihood, y: Tensor, f: Tensor, R: T
         return _climb_to_mode(likelihood, y, f, R, torch.zeros_like(f))
     best = _evaluate_from_start(likelihood, y, f, R, starts[0])
     for start in starts[1:]:
-        other = _evaluate_from_start(likelihood, y, f, R, start)
-        higher = other.fit + other.shift > best.fit + best.shift + HIGHER
-        rows = higher.nonzero().squeeze(-1)
-        _overwrite_rows(best, rows, Evaluated(*(values[rows] for values in other)))
+        at_mode = _evaluate_from_start(likelihood, y, f, R, start)
+        is_higher = at_mode.fit + at_mode.shift > best.fit + best.shift + HIGHER
+        rows = is_higher.nonzero().squeeze(-1)
+        _overwrite_rows(best, rows, Evaluated(*(values[rows] for values in at_mode)))
     return best
 
 
@@ -262,13 +281,14 @@ def _evaluate_from_start(
 ) -> Evaluated:
     """Evaluate at the mode reached from v (M, C), in whitened coordinates.
 
-    v itself is taken where its gradient is zero to TOLERANCE; other tasks ascend from it.
+    Where the gradient at v is zero to TOLERANCE, v is the mode; other tasks ascend from v. The
+    other arguments are those of `Rule`.
     """
     evaluated, gradient = _evaluate_at_point(likelihood, y, f, R, v)
     is_mode = linalg.dot(gradient, gradient) <= TOLERANCE**2 * (1 + linalg.dot(v, v))
     rows = (~(is_mode & ~evaluated.fallback)).nonzero().squeeze(-1)
     if rows.numel():
-        tasks = _Tasks(likelihood, y, f, R).arguments_of(rows)
+        tasks = _Tasks(likelihood, y, f, R).select_arguments(rows)
         mode = _climb_to_mode(likelihood, *tasks, linalg.select_rows(v, rows))
         _overwrite_rows(evaluated, rows, mode)
     return evaluated
@@ -279,14 +299,14 @@ def evaluate_at_mode_from(
 ) -> Evaluated:
     """Evaluate at the mode that an ascent reaches from f̂ + K·pull, with pull (M, C).
 
-    The pull is for example that of the mode of a y nearby. An ascent that ends at a saddle is not
-    continued: it has not converged.
+    The pull is, for example, that of the mode of a y nearby. An ascent that ends at a saddle is not
+    continued: it has not converged. The other arguments are those of `Rule`.
     """
     return _climb_to_mode(likelihood, y, f, R, linalg.multiply_root_transposed(R, pull), push=False)
 
 
 def _overwrite_rows(target: Evaluated, rows: Tensor, values: Evaluated) -> None:
-    """Write the values of some rows (m,) into `target` in place.
+    """Write the values of some tasks into `target` in place, at the rows (m,) of its tensors.
 
     The tensors of `target` must not be shared with a caller.
     """
@@ -300,35 +320,38 @@ def _climb_to_mode(
 ) -> Evaluated:
     """Evaluate at the mode that Newton ascent reaches from `start` (M, C), in whitened coordinates.
 
-    push: where v = 0 is higher than the start, the ascent begins at v = 0, and where it ends at an
-    indefinite curvature it continues from a point nearby. Without it such tasks have not converged.
+    push: if v = 0 is higher than the start, the ascent begins at v = 0; and if it ends at an
+    indefinite curvature, a saddle, it continues from a point nearby. Without it such tasks have not
+    converged. The other arguments are those of `Rule`.
     """
     tasks = _Tasks(likelihood, y, f, R)
     if push:
         origin = torch.zeros_like(start)
-        better = tasks.values_at(start) >= tasks.values_at(origin)
+        better = tasks.compute_values(start) >= tasks.compute_values(origin)
         start = torch.where(better.unsqueeze(-1), start, origin)
     ascent = linalg.newton_ascent(tasks.evaluate, start, tolerance=TOLERANCE)
     evaluated, _ = _evaluate_at_point(likelihood, y, f, R, ascent.point)
     evaluated = evaluated._replace(converged=ascent.converged)
     if not push:
         return evaluated._replace(converged=evaluated.converged & ~evaluated.fallback)
+
     # An indefinite curvature is not that of a maximum: move away from the saddle and go on.
     saddle = evaluated.fallback.nonzero().squeeze(-1)
     if saddle.numel():
         point = linalg.select_rows(ascent.point, saddle)
         beside = point + PUSH * (1 + point.abs())
-        mode = _climb_to_mode(likelihood, *tasks.arguments_of(saddle), beside, push=False)
+        mode = _climb_to_mode(likelihood, *tasks.select_arguments(saddle), beside, push=False)
         _overwrite_rows(evaluated, saddle, mode)
+
     return evaluated
 
 
 def _evaluate_at_point(
     likelihood: Likelihood, y: Tensor, f: Tensor, R: Tensor, v: Tensor
 ) -> tuple[Evaluated, Tensor]:
-    """Evaluate at f̂ + Rv, v (M, C), and return the gradient of the objective there (M, C)."""
+    """Evaluate at f̂ + Rv, for v (M, C), and return the objective's gradient in v too (M, C)."""
     f_tilde = linalg.multiply_root(R, v).add_(f)
-    log_prob, score, precision = _derivatives_with_curvature(likelihood, y, f_tilde)
+    log_prob, score, precision = _compute_derivatives_with_curvature(likelihood, y, f_tilde)
     factor, fallback, _ = _factorise_with_fallback(likelihood, f_tilde, R, precision)
     evaluated = Evaluated(
         fit=log_prob,
@@ -341,10 +364,10 @@ def _evaluate_at_point(
     return evaluated, linalg.multiply_root_transposed(R, score).sub_(v)
 
 
-def _derivatives_with_curvature(
+def _compute_derivatives_with_curvature(
     likelihood: Likelihood, y: Tensor, f: Tensor, for_step: bool = False
 ) -> Derivatives:
-    """Return log p (M,), g (M, C) and a Λ (M, C, C) that is not zero everywhere.
+    """Compute log p (M,), g (M, C) and a Λ (M, C, C) that is not zero for all tasks.
 
     Where log p has kinks and no curvature (|y − f|), Λ is the Fisher information if it has a closed
     form, and g gᵀ otherwise. Exactly at a kink g may be zero: there the Fisher information is
@@ -373,11 +396,12 @@ def _factorise_with_fallback(
     score: Tensor | None = None,
     margin: float = 0.0,
 ) -> tuple[linalg.IdentityPlus, Tensor, Tensor]:
-    """Factorise I + RᵀΛR, with the Fisher information where Λ (M, C, C) makes it indefinite.
+    """Factorise I + RᵀΛR, with the Fisher information in tasks where Λ makes it indefinite.
 
-    Returns the factor, which tasks have the Fisher information (M,), and the Λ used (M, C, C).
-    score (M, C): given where Λ only steers a step: g gᵀ then takes the place of a Fisher
-    information that costs a quadrature. margin: the least pivot that counts as positive.
+    f (M, C): the outputs of Λ. precision: Λ (M, C, C). score: g (M, C) if Λ only steers a step; g
+    gᵀ then takes the place of a Fisher information that costs a quadrature. margin: the least pivot
+    that counts as positive. Returns the factor, a mask of the tasks that have the Fisher
+    information (M,), and the Λ used (M, C, C).
     """
     factor = linalg.factorise_identity_plus(R, precision, margin)
     indefinite = ~factor.positive
@@ -393,29 +417,34 @@ def _factorise_with_fallback(
         by_component[..., rows] = stand_in.movedim(0, -1)
         precision = by_component.movedim(-1, 0)
         factor = linalg.factorise_identity_plus(R, precision)
+
     return factor, indefinite, precision
 
 
 @dataclass(eq=False)
 class _Tasks:
-    """M objectives log p(y|f̂ + Rv) − ½‖v‖² in v, with y, f̂ and R of the last rows asked for."""
+    """M objectives log p(y|f̂ + Rv) − ½‖v‖² in v.
+
+    `select_arguments` stores its last result in this object.
+    """
 
     likelihood: Likelihood
-    y: Tensor
-    f: Tensor
-    R: Tensor
+    y: Tensor  # (M, …)
+    f: Tensor  # f̂ (M, C)
+    R: Tensor  # (M, C, C)
     last_rows: Tensor | None = None
     last_arguments: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def values_at(self, v: Tensor) -> Tensor:
-        """Return the objectives at v (M, C), −∞ where they are not a number (M,)."""
+    def compute_values(self, v: Tensor) -> Tensor:
+        """Compute the objectives (M,) at v (M, C), −∞ where they are not a number."""
         log_prob = self.likelihood.log_prob(self.y, self.f + linalg.multiply_root(self.R, v))
         return torch.nan_to_num(log_prob - 0.5 * linalg.dot(v, v), nan=-torch.inf)
 
-    def arguments_of(self, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, f̂ and R of some tasks (m,), or of all for None.
+    def select_arguments(self, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return y, f̂ and R of some tasks, by number (m,); None: of all tasks.
 
-        Those of the last rows are stored, because an ascent asks for the same rows in every round.
+        The last result is stored, because an ascent asks for the same tasks in every round: for the
+        same tensor `rows`, which must not be changed in place.
         """
         if rows is None:
             return self.y, self.f, self.R
@@ -427,10 +456,13 @@ class _Tasks:
         return self.last_arguments
 
     def evaluate(self, v: Tensor, rows: Tensor | None) -> linalg.Evaluation:
-        """Return objective, gradient and Newton's solve of some tasks (None: all) at v (m, C)."""
-        y, f, R = self.arguments_of(rows)
+        """Compute objectives, gradients and the solve of Newton's steps at v (m, C).
+
+        rows (m,): the numbers of the tasks; None: all tasks.
+        """
+        y, f, R = self.select_arguments(rows)
         f_tilde = f + linalg.multiply_root(R, v)
-        log_prob, score, precision = _derivatives_with_curvature(
+        log_prob, score, precision = _compute_derivatives_with_curvature(
             self.likelihood, y, f_tilde, for_step=True
         )
         factor, _, _ = _factorise_with_fallback(self.likelihood, f_tilde, R, precision, score)

@@ -13,7 +13,10 @@ from types import FrameType
 
 
 class Interrupted:
-    """A flag: whether the user has asked to stop. Calling it returns the flag."""
+    """A flag: whether the user has asked to stop. Calling the object returns the flag.
+
+    The flag is never taken back.
+    """
 
     def __init__(self) -> None:
         """Start without a request to stop."""
@@ -25,10 +28,10 @@ class Interrupted:
 
     @contextmanager
     def listen(self) -> Iterator[None]:
-        """Set `asked` on the first Ctrl-C in this context, and raise on the second one.
+        """Set `asked` on the first Ctrl-C in this context; the second is a KeyboardInterrupt.
 
-        The second one is a KeyboardInterrupt. Nothing changes outside the main thread, which alone
-        receives signals, and where the user has set another handler for Ctrl-C.
+        The earlier handler is restored on leaving. Nothing changes outside the main thread, which
+        alone receives signals, or if the user has set another handler for Ctrl-C.
         """
         previous_handler = signal.getsignal(signal.SIGINT)
         if (

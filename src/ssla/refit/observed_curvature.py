@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ssla.curvature import Operator
+from ssla.curvature import Operator, Structure
 from ssla.data import Inputs, check_batch
 from ssla.priors import EXACT
 from ssla.refit.weights.refit_rows import DataPurpose, check_same_data, open_training_data
@@ -30,11 +30,11 @@ PURPOSE = DataPurpose(
 
 
 def observed_covariance(posterior: Posterior, x: Inputs, data: Any) -> Tensor:
-    """Return K = J H⁻¹ Jᵀ (N, C, C) with the observed curvature of the training rows in H.
+    """Compute K = J H⁻¹ Jᵀ (N, C, C) with the observed curvature of the training rows in H.
 
-    data: the training data; None: those of the posterior. H holds the prior under the exact
-    convention only, as the determinant needs it. ValueError for a variational Gaussian, for other
-    data, and where H is not positive definite.
+    x: N inputs. data: the training data; None: those of the posterior. H includes the prior under
+    the exact convention only, as the determinant needs it. Raises ValueError for a variational
+    Gaussian, for data that are not those of the fit, and if H is not positive definite.
     """
     operator = factorise_observed_curvature(posterior, data)
     return join_chunks(
@@ -54,26 +54,9 @@ def factorise_observed_curvature(posterior: Posterior, data: Any) -> Operator:
             "Gaussian around another mean. Fit with gaussian='laplace', or use "
             "data_curvature='fisher'."
         )
-    likelihood, outputs = posterior.likelihood, posterior.network.outputs
-    support = likelihood.support_for(outputs)
-    size = posterior.theta.numel()
-    sums = posterior.statistics.curvature.for_indefinite_rows().zero(size)
-    gradient = torch.zeros(size, dtype=torch.float64)
-    n = 0
-    for batch in open_training_data(posterior, data, PURPOSE):
-        x, y, weights = check_batch(batch, support, outputs)
-        first = 0
-        for f, J in posterior.linearised(x):
-            rows = slice(first, first + len(f))
-            first += len(f)
-            w = torch.ones(len(f), dtype=torch.float64) if weights is None else weights[rows]
-            f_64, J_64 = f.double(), J.double()
-            gradient += J_64.pull(w.unsqueeze(-1) * likelihood.score(y[rows], f_64))
-            precision = likelihood.precision(y[rows], f_64).expand(*f.shape, outputs)
-            sums = sums.add(J_64, w[:, None, None] * precision, w)
-        n += first
-    check_same_data(posterior, n, gradient, PURPOSE)
+    sums = _sum_observed_curvature(posterior, data)
     prior = posterior.bound_prior.precision(posterior.theta)
+
     # A determinant without the prior has a covariance without it.
     precision = prior if posterior.convention == EXACT else torch.zeros_like(posterior.theta)
     reason = ""
@@ -88,3 +71,33 @@ def factorise_observed_curvature(posterior: Posterior, data: Any) -> Operator:
         "mode='tilt' far from the mode; (b) outliers under a likelihood that is not concave; (c) a "
         "weak prior. Remedy: mode='polish', a stronger prior, or data_curvature='fisher'." + reason
     )
+
+
+def _sum_observed_curvature(posterior: Posterior, data: Any) -> Structure:
+    """Sum Σ_i J_iᵀ Λ(y_i, f̂_i) J_i over the training rows, in the posterior's structure.
+
+    data: see `observed_covariance`. Raises ValueError if the data are not those of the fit, or if
+    the structure cannot sum indefinite rows.
+    """
+    likelihood, outputs = posterior.likelihood, posterior.network.outputs
+    support = likelihood.support_for(outputs)
+    size = posterior.theta.numel()
+    sums = posterior.statistics.curvature.for_indefinite_rows().zero(size)
+    gradient = torch.zeros(size, dtype=torch.float64)
+    n = 0
+
+    for batch in open_training_data(posterior, data, PURPOSE):
+        x, y, weights = check_batch(batch, support, outputs)
+        first = 0
+        for f, J in posterior.linearised(x):
+            rows = slice(first, first + len(f))
+            first += len(f)
+            w = torch.ones(len(f), dtype=torch.float64) if weights is None else weights[rows]
+            f_64, J_64 = f.double(), J.double()
+            gradient += J_64.pull(w.unsqueeze(-1) * likelihood.score(y[rows], f_64))
+            precision = likelihood.precision(y[rows], f_64).expand(*f.shape, outputs)
+            sums = sums.add(J_64, w[:, None, None] * precision, w)
+        n += first
+
+    check_same_data(posterior, n, gradient, PURPOSE)
+    return sums

@@ -1,5 +1,15 @@
-"""What a refit is (stage one runs once for each x, stage two for any y), and the refits that
-need f̂ and K only.
+"""What a refit is, and the refits that need f̂ and K only.
+
+A refit has two stages. The first runs once for each x and returns a `LogDensity`; the second
+evaluates that for any y.
+
+rung      a kind of refit: an object of a class below, or of `ssla.refit.weights`
+rule      the function of `ssla.refit.increments` by which an output rung evaluates log densities
+f̂, K      mean and covariance of the outputs at x; f̃ is the outputs after the refit
+task      one y at one row of x
+portion   some of the candidates of some rows, which are evaluated together
+y         of a number (N,), or (N, k) with k candidates for each row; of a vector with D entries
+          (N, D) or (N, k, D). Answers "of y's shape" are (N,) or (N, k)
 """
 
 from __future__ import annotations
@@ -45,20 +55,17 @@ class Density(NamedTuple):
     """Un-normalised log densities and flags, all of y's shape."""
 
     log: Tensor
-    fallback: Tensor
-    converged: Tensor
+    fallback: Tensor  # whether the Fisher information replaced an indefinite observed curvature
+    converged: Tensor  # whether the mode was reached
     error: Tensor | None = None  # standard error of log, where determinants are estimated
 
 
 class LogDensity(Protocol):
-    """Log densities at fixed inputs, as a function of y.
-
-    A scalar y is (N,) or (N, k); a vector y (N, D) or (N, k, D).
-    """
+    """Log densities at fixed inputs x (N rows), as a function of y."""
 
     @property
     def likelihood(self) -> Likelihood:
-        """Return the likelihood of the new observation, which for `Tempered` is its base."""
+        """Return the likelihood of the new observation; for `Tempered` it is the base."""
         ...
 
     @property
@@ -77,19 +84,19 @@ class LogDensity(Protocol):
         ...
 
     def __call__(self, y: Tensor) -> Increments:
-        """Return the three increments, of y's shape."""
+        """Compute the three increments, of y's shape."""
         ...
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return log densities and flags of y's shape.
+        """Compute log densities and flags, of y's shape.
 
-        rows (m,): the rows that y (m, …) belongs to; None: all rows.
+        rows (m,): the rows of x that y (m, …) belongs to; None: all rows, so that m = N.
         """
         ...
 
 
 class Refit(Protocol):
-    """One kind of refit (a rung)."""
+    """One kind of refit, a rung: its first stage."""
 
     @property
     def name(self) -> str:
@@ -103,7 +110,7 @@ class Refit(Protocol):
 
 @runtime_checkable
 class OutputRung(Refit, Protocol):
-    """A rung that needs f̂ and K only."""
+    """A rung that needs f̂ and K only, an output rung."""
 
     @property
     def rule(self) -> Rule:
@@ -155,30 +162,30 @@ class OutputLogDensity:
 
     @cached_property
     def prior_response(self) -> Marginal:
-        """Return how log π responds to a refit: mean (N, C), covariance (N, C, C).
+        """Return how log π responds to a refit, b (N, C) and M (N, C, C): see the function.
 
-        It is computed once.
+        That is `ssla.refit.prior_response.prior_response`. It is computed once.
         """
         return self.prior()
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return log densities and flags of y's shape.
+        """Compute log densities and flags, of y's shape.
 
-        rows (m,): the rows that y (m, …) belongs to; None: all rows.
+        rows (m,): the rows of x that y (m, …) belongs to; None: all rows, so that m = N.
         """
         evaluated = self._evaluate_tasks(y, rows)
-        shape = self._answer_shape(y)
+        shape = self._find_answer_shape(y)
         log = evaluated.total.reshape(shape)
         if self.convention == ADDITIVE:
             pull = evaluated.pull.reshape(*shape, self._outputs)
-            log = log + self._prior_increment(pull, rows)
+            log = log + self._compute_prior_increment(pull, rows)
         return Density(log, evaluated.fallback.reshape(shape), evaluated.converged.reshape(shape))
 
     def __call__(self, y: Tensor) -> Increments:
-        """Return the three increments, of y's shape."""
+        """Compute the three increments, of y's shape."""
         evaluated = self._evaluate_tasks(y, None)
-        shape = self._answer_shape(y)
-        prior = self._prior_increment(evaluated.pull.reshape(*shape, self._outputs), None)
+        shape = self._find_answer_shape(y)
+        prior = self._compute_prior_increment(evaluated.pull.reshape(*shape, self._outputs), None)
         likelihood = (evaluated.fit + evaluated.shift).reshape(shape)
         # −½‖v‖² is the loss of data and prior together. Under the additive convention the prior is
         # not in K, so it is the loss of the data alone.
@@ -187,11 +194,11 @@ class OutputLogDensity:
         curvature = evaluated.curvature.reshape(shape)
         return Increments(likelihood, prior, curvature, self.convention)
 
-    def _prior_increment(self, pull: Tensor, rows: Tensor | None) -> Tensor:
-        """Return log π(θ̃) − log π(θ̂) to second order, bᵀu − ½ uᵀMu.
+    def _compute_prior_increment(self, pull: Tensor, rows: Tensor | None) -> Tensor:
+        """Compute log π(θ̃) − log π(θ̂) to second order, bᵀu − ½ uᵀMu.
 
-        pull: u (N, …, C); the result is (N, …), and zero where f̃ does not depend on y. rows (N,):
-        the rows that the pull belongs to; None: all rows.
+        pull: u, (m, C) or (m, k, C); the result is (m,) or (m, k), and zero if f̃ does not depend
+        on y. rows (m,): the rows of x that the pull belongs to; None: all rows.
         """
         if not self.outputs_move:
             return torch.zeros(pull.shape[:-1], dtype=pull.dtype)
@@ -206,7 +213,7 @@ class OutputLogDensity:
         return (b * pull).sum(-1) - 0.5 * square
 
     def select_rows(self, rows: Tensor) -> OutputLogDensity:
-        """Return the log density at some rows (m,) only.
+        """Return the log density at some rows of x only, by number (m,).
 
         The prior's response is still computed for all rows.
         """
@@ -215,20 +222,20 @@ class OutputLogDensity:
         return replace(
             self,
             marginal=Marginal(f[rows], K[rows]),
-            prior=lambda: Marginal(*(part[rows] for part in self.prior_response)),
+            prior=lambda: Marginal(*(values[rows] for values in self.prior_response)),
             determinant=None if determinant is None else lambda: determinant()[rows],
         )
 
     def step_length(self, y: Tensor) -> Tensor:
-        """Return √(uᵀKu), of y's shape: how far a refit with (x, y) moves the parameters.
+        """Compute √(uᵀKu), of y's shape: how far a refit with (x, y) moves the parameters.
 
         The unit is posterior standard deviations.
         """
         shift = self._evaluate_tasks(y, None).shift  # −½ uᵀKu
-        return (-2 * shift).clamp_min(0).sqrt().reshape(self._answer_shape(y))
+        return (-2 * shift).clamp_min(0).sqrt().reshape(self._find_answer_shape(y))
 
-    def _answer_shape(self, y: Tensor) -> torch.Size:
-        """Return the shape of the answers for y: y's, without the dimension of a vector target."""
+    def _find_answer_shape(self, y: Tensor) -> torch.Size:
+        """Return the shape of the answers for y: that of y, without the dimension D of a vector."""
         return y.shape[:-1] if self._has_vector_target else y.shape
 
     @property
@@ -242,18 +249,21 @@ class OutputLogDensity:
         return self.likelihood.support_for(self._outputs).kind == "vector"
 
     def _evaluate_tasks(self, y: Tensor, rows: Tensor | None) -> Evaluated:
-        """Evaluate all tasks (row, y) in the order of y, flat: (M,) for M tasks.
+        """Evaluate all tasks in the order of y, flattened: (M,) for M tasks.
 
-        rows (m,): the rows that y (m, …) belongs to; None: all rows. The rule is called for pieces
-        of the rows, which bounds the memory.
+        rows (m,): the rows of x that y (m, …) belongs to; None: all rows. The rule is called for
+        pieces of the rows, which bounds the memory.
         """
         f, R, D = self.marginal.mean, self._covariance_root, self._determinant_root
         if rows is not None:
             f, R, D = f[rows], R[rows], None if D is None else D[rows]
-        shape = self._answer_shape(y)
+        shape = self._find_answer_shape(y)
         per_row = shape[1] if len(shape) > 1 else 1
-        tasks = min(TASKS_AT_ONCE, ENTRIES_AT_ONCE // max(R[0].numel(), 1)) if len(R) else 1
-        rows_at_once = max(tasks // per_row, 1)
+        tasks_at_once = 1
+        if len(R):
+            tasks_at_once = min(TASKS_AT_ONCE, ENTRIES_AT_ONCE // max(R[0].numel(), 1))
+        rows_at_once = max(tasks_at_once // per_row, 1)
+
         pieces = []
         # Without rows there is one empty piece, which gives the result its dtypes.
         for first in range(0, max(shape[0], 1), rows_at_once):
@@ -267,14 +277,15 @@ class OutputLogDensity:
                     None if D is None else _repeat_rows(D[piece], per_row),
                 )
             )
-        return Evaluated(*(_join(list(column)) for column in zip(*pieces, strict=True)))
+
+        return Evaluated(*(_join_tensors(list(column)) for column in zip(*pieces, strict=True)))
 
 
 @dataclass(frozen=True, eq=False)
 class ByChunks:
     """The log density of a rung at x, computed for a chunk of rows at a time when y is given.
 
-    K of all rows is not stored. Targets are scalars: y is (N,) or (N, k).
+    K of all rows is not stored. Targets are numbers: y is (N,) or (N, k).
     """
 
     rung: OutputRung
@@ -303,9 +314,9 @@ class ByChunks:
         return self.posterior.answer_template(Marginal(torch.empty(0, C), torch.empty(0, C, C)))
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return log densities and flags of y's shape.
+        """Compute log densities and flags, of y's shape.
 
-        rows (m,): the rows that y (m, …) belongs to; None: all rows.
+        rows (m,): the rows of x that y (m, …) belongs to; None: all rows, so that m = N.
         """
         chunks = [
             [log_density.density_at(portion) for portion in portions]
@@ -313,56 +324,58 @@ class ByChunks:
         ]
         # The fourth field, the standard error, is None: nothing is estimated here.
         return Density(
-            log=_join_portions([[part.log for part in parts] for parts in chunks]),
-            fallback=_join_portions([[part.fallback for part in parts] for parts in chunks]),
-            converged=_join_portions([[part.converged for part in parts] for parts in chunks]),
+            log=_join_portions([[density.log for density in chunk] for chunk in chunks]),
+            fallback=_join_portions([[density.fallback for density in chunk] for chunk in chunks]),
+            converged=_join_portions(
+                [[density.converged for density in chunk] for chunk in chunks]
+            ),
         )
 
     def __call__(self, y: Tensor) -> Increments:
-        """Return the three increments, of y's shape."""
+        """Compute the three increments, of y's shape."""
         chunks = [
             [log_density(portion) for portion in portions]
             for log_density, portions in self._yield_chunks(y, None)
         ]
         return Increments(
-            likelihood=_join_portions([[part.likelihood for part in parts] for parts in chunks]),
-            prior=_join_portions([[part.prior for part in parts] for parts in chunks]),
-            curvature=_join_portions([[part.curvature for part in parts] for parts in chunks]),
+            likelihood=_join_portions([[item.likelihood for item in chunk] for chunk in chunks]),
+            prior=_join_portions([[item.prior for item in chunk] for chunk in chunks]),
+            curvature=_join_portions([[item.curvature for item in chunk] for chunk in chunks]),
             convention=self.posterior.convention,
         )
 
     def _yield_chunks(
         self, y: Tensor, rows: Tensor | None
     ) -> Iterator[tuple[OutputLogDensity, list[Tensor]]]:
-        """Yield log densities at chunks of rows, each with its y in portions (m,) or (m, k).
+        """Yield the log density at each chunk of rows, with its y in portions (m,) or (m, k).
 
-        rows (n,): the rows that y (n, …) belongs to; None: all rows. Portions bound the memory: the
-        task of each y takes MATRICES C×C matrices.
+        rows (n,): the rows of x that y (n, …) belongs to; None: all rows. Chunks and portions bound
+        the memory: a task takes MATRICES matrices C×C. Without rows there is one empty chunk.
         """
         index = torch.arange(row_count(self.x)) if rows is None else rows
         task_bytes = MATRICES * 8 * self.posterior.network.outputs**2
-        tasks = max(self.posterior.memory_budget // task_bytes, 1)
+        tasks_at_once = max(self.posterior.memory_budget // task_bytes, 1)
         per_row = y.shape[1] if y.dim() > 1 else 1
-        rows_at_once = max(min(tasks // per_row, TASKS_AT_ONCE), 1)
+        rows_at_once = max(min(tasks_at_once // per_row, TASKS_AT_ONCE), 1)
         for first in range(0, max(len(index), 1), rows_at_once):
             chunk = slice(first, first + rows_at_once)
             x = take_rows(self.x, index[chunk])
-            portions = [y[chunk]] if y.dim() == 1 else list(y[chunk].split(tasks, 1))
+            portions = [y[chunk]] if y.dim() == 1 else list(y[chunk].split(tasks_at_once, 1))
             yield log_density_of_posterior(self.rung, self.posterior, x), portions
 
 
 def _join_portions(chunks: list[list[Tensor]]) -> Tensor:
     """Join the portions of each chunk along the columns, and the chunks along the rows."""
-    return _join([_join(portions, dimension=1) for portions in chunks])
+    return _join_tensors([_join_tensors(portions, dimension=1) for portions in chunks])
 
 
-def _join(parts: list[Tensor], dimension: int = 0) -> Tensor:
+def _join_tensors(tensors: list[Tensor], dimension: int = 0) -> Tensor:
     """Join tensors along a dimension; a single tensor is returned without a copy."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dimension)
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dimension)
 
 
 def log_density_of_posterior(rung: OutputRung, posterior: Posterior, x: Inputs) -> OutputLogDensity:
-    """Return the log density of a rung at x, from f̂ and K of the posterior there."""
+    """Return the log density of a rung at inputs x (N rows), from the posterior's f̂ and K there."""
     marginal = posterior.outputs_at(x)
     determinant = None
     if posterior.convention == PAPER:
@@ -402,7 +415,7 @@ def log_density_of_marginal(
 
 
 def _repeat_rows(values: Tensor, times: int) -> Tensor:
-    """Repeat each row `times` times, (N, …) -> (N·times, …).
+    """Repeat each row of values `times` times, (N, …) -> (N·times, …).
 
     The result is stored component-major, as `ssla.maths.linalg` needs it.
     """
@@ -429,7 +442,7 @@ class PlugIn:
         return evaluate_plug_in
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
-        """Return the log density at x."""
+        """Return the log density at inputs x (N rows)."""
         return log_density_of_posterior(self, posterior, x)
 
 
@@ -461,7 +474,7 @@ class NoRefit:
     outputs_known = False
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for an unknown curvature."""
+        """Raise ValueError for an unknown curvature, and for data that would not be read."""
         check_name("curvature", self.curvature, CURVATURES)
         check_name("data_curvature", self.data_curvature, (FISHER, OBSERVED))
         if self.data is not None and self.data_curvature == FISHER:
@@ -476,9 +489,9 @@ class NoRefit:
         return partial(evaluate_without_refit, curvature=self.curvature)
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
-        """Return the log density at x.
+        """Return the log density at inputs x.
 
-        ValueError where the observed curvature of the data is asked for and does not exist.
+        Raises ValueError if the observed curvature of the data is asked for and does not exist.
         """
         log_density = log_density_of_posterior(self, posterior, x)
         if self.data_curvature == FISHER:
@@ -491,11 +504,11 @@ class NoRefit:
 
 @dataclass(frozen=True)
 class OutputRefit:
-    """f̃ = mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂): the refit of the linearised network, exactly, in
-    C dimensions.
+    """The output refit: f̃ is the mode of log p(y|f) − ½(f−f̂)ᵀK⁻¹(f−f̂), in C dimensions.
 
-    steps = None goes to the mode; steps = 1 takes one Newton step and its quadratic value. Both are
-    exact for Gaussian noise and a network linear in its free parameters.
+    It is the refit of the network linearised at θ̂, exactly, with the training rows' curvature at
+    θ̂. steps = None goes to the mode; steps = 1 takes one Newton step and its quadratic value. Both
+    are exact for Gaussian noise and a network linear in its free parameters.
     """
 
     steps: int | None = None
@@ -504,7 +517,7 @@ class OutputRefit:
     outputs_known = False
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for a number of steps other than one."""
+        """Raise ValueError for steps other than None and 1."""
         if self.steps not in (None, 1):
             raise ValueError(
                 f"steps must be None (to the mode) or 1 (one Newton step), but is {self.steps!r}."
@@ -521,5 +534,5 @@ class OutputRefit:
         return evaluate_at_mode if self.steps is None else evaluate_newton_step
 
     def __call__(self, posterior: Posterior, x: Inputs) -> OutputLogDensity:
-        """Return the log density at x."""
+        """Return the log density at inputs x (N rows)."""
         return log_density_of_posterior(self, posterior, x)

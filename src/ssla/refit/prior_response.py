@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 
 def prior_response(posterior: Posterior, x: Inputs) -> Marginal:
-    """Return how a refit at x changes log π, to second order, in float64.
+    """Compute how a refit at inputs x (N rows) changes log π, to second order, in float64.
 
-    A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu and log π by bᵀu − ½ uᵀMu. The mean is b
-    = J H⁻¹ ∇log π (N, C), the covariance M = J H⁻¹ (−∇² log π) H⁻¹ Jᵀ (N, C, C).
+    A refit that moves the outputs by K u moves θ by H⁻¹Jᵀu, and log π by bᵀu − ½ uᵀMu. The result
+    has b = J H⁻¹ ∇log π as its mean (N, C), and M = J H⁻¹ (−∇² log π) H⁻¹ Jᵀ as its covariance
+    (N, C, C): `Marginal` is used for its shapes alone.
     """
     solved = posterior.covariance.solve(posterior.bound_prior.gradient(posterior.mean))
     precision = posterior.bound_prior.precision(posterior.mean)
@@ -37,9 +38,10 @@ def prior_response(posterior: Posterior, x: Inputs) -> Marginal:
 
 
 def data_covariance(posterior: Posterior, x: Inputs) -> Tensor:
-    """Return J S⁻¹ Jᵀ (N, C, C) in float64, with S the curvature of the data without the prior.
+    """Compute J S⁻¹ Jᵀ (N, C, C) in float64, with S the curvature of the data without the prior.
 
-    It is the covariance in the determinant of the paper's convention.
+    It is the covariance in the determinant of the paper's convention. x: N inputs. Raises
+    ValueError if the data alone do not determine every parameter.
     """
     return join_chunks(
         posterior.network.outputs,
@@ -48,9 +50,10 @@ def data_covariance(posterior: Posterior, x: Inputs) -> Tensor:
 
 
 def _project_precision(operator: Operator, J: Jacobian, M: Tensor) -> Tensor:
-    """Return J H⁻¹ M H⁻¹ Jᵀ (B, C, C) for any symmetric M.
+    """Compute J H⁻¹ M H⁻¹ Jᵀ (B, C, C) for any symmetric M, and J (B, C, P).
 
-    M is a diagonal (P,) of either sign, or a full matrix (P, P), used by its eigenvectors.
+    operator: H⁻¹. M: a diagonal (P,), whose entries may have either sign, or a full matrix (P, P),
+    which is used by its eigenvectors.
     """
     if M.dim() == 1:
         # `sandwich_covariance` takes entries that are not negative, so the two signs are apart.

@@ -1,5 +1,6 @@
-"""The settings of the paper's regression experiments, as arguments for `fit`, `tune` and
-`predict`.
+"""The settings of the paper's regression experiments, as arguments of the library's functions.
+
+The functions are `ssla.fit`, `Posterior.tune` and `Posterior.predict`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def paper_settings(
     half_width: of the candidates' grid ŷ ± half_width, in units of y; the paper does not state it
     (its code has ŷ ± 1.96 standard deviations of the targets). at: "prediction", or "candidate" for
     the refit with each y that the derivation needs. They are settings to check the paper with; the
-    library's defaults are more accurate. ValueError for options that do not exist.
+    library's defaults are more accurate. Raises ValueError for an unknown structure, and for other
+    options that do not exist.
 
     >>> settings = ssla.paper_settings(half_width=1.96 * float(y.std()))           # doctest: +SKIP
     >>> posterior = ssla.fit(net, (x, y), likelihood=likelihood, **settings.fit)   # doctest: +SKIP

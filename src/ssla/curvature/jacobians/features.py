@@ -1,4 +1,7 @@
-"""A last layer: J = φᵀ ⊗ I, never built."""
+"""A last layer: J = φᵀ ⊗ I, never built.
+
+Terms and symbols are those of `ssla.curvature`.
+"""
 
 from __future__ import annotations
 
@@ -63,13 +66,13 @@ class Features:
         """Return φ (B, F), with its column of ones if there is a bias."""
         return torch.cat([self.phi, torch.ones_like(self.phi[:, :1])], 1) if self.bias else self.phi
 
-    def _double_phi(self) -> Tensor:
+    def _convert_phi_to_double(self) -> Tensor:
         """Return φ (B, F) in float64, with its column of ones if there is a bias."""
         return Features(self.phi.double(), self.outputs, self.bias).with_ones()
 
     def double(self) -> Features:
         """Return the same J in float64; its column of ones, if any, is stored in φ."""
-        return Features(self._double_phi(), self.outputs)
+        return Features(self._convert_phi_to_double(), self.outputs)
 
     def rotated_squares(self, basis: Tensor) -> Tensor:
         """Compute (φ Q)², entry by entry, for a basis Q (F, F).  -> (B, F).
@@ -88,7 +91,7 @@ class Features:
 
     def second_moment(self, weights: Tensor) -> Tensor:
         """Compute Σ_i w_i φ_i φ_iᵀ in float64 for weights w.  (B,) -> (F, F)."""
-        phi = self._double_phi()
+        phi = self._convert_phi_to_double()
         return (phi * weights[:, None]).mT @ phi
 
     def _multiply_phi(self, matrix: Tensor) -> Tensor:
@@ -144,7 +147,7 @@ class Features:
         """
         return self.outputs > FEW_OUTPUTS and self.width > WIDEST
 
-    def _feature_products(self) -> Iterator[tuple[slice, Tensor]]:
+    def _yield_feature_products(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, φ_i φ_j (m, b)) of all m pairs of features i ≥ j, for b rows at a time.
 
         The products are float64.
@@ -153,33 +156,34 @@ class Features:
         rows_at_once = max(CACHED // len(i), 1)
         for start in range(0, len(self.phi), rows_at_once):
             rows = slice(start, start + rows_at_once)
-            phi = Features(self.phi[rows], self.outputs, self.bias)._double_phi()
+            phi = Features(self.phi[rows], self.outputs, self.bias)._convert_phi_to_double()
             phi = phi.mT.contiguous()  # (F, b)
             yield rows, phi[i].mul_(phi[j])
 
-    def _gram_blocks_by_pairs(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
-        """Yield what `_gram_blocks` does, from sums over pairs of features; precision Λ (B, C, C).
+    def _yield_gram_blocks_by_pairs(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+        """Yield what `_yield_gram_blocks` does, from sums over pairs of features.
 
-        The sums of all pairs of outputs and all pairs of features are one matrix product.
+        precision: Λ (B, C, C). The sums of all pairs of outputs and all pairs of features are one
+        matrix product.
         """
         a, b, _ = index_pairs(self.outputs)
-        i, _, features = index_pairs(self.width)
+        i, _, feature_pair_numbers = index_pairs(self.width)
         precision_pairs = precision[:, a, b].mT.double()
         total = torch.zeros(len(a), len(i), dtype=torch.float64)
-        for rows, products in self._feature_products():
+        for rows, products in self._yield_feature_products():
             total.addmm_(precision_pairs[:, rows], products.mT)
         for number, (first, second) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
-            yield first, second, total[number, features]
+            yield first, second, total[number, feature_pair_numbers]
 
-    def _gram_blocks(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    def _yield_gram_blocks(self, precision: Tensor) -> Iterator[tuple[int, int, Tensor]]:
         """Yield (a, b, Σ_i Λ_iab φ_i φ_iᵀ (F, F)), the blocks of `gram` for outputs a ≥ b.
 
         precision: Λ (B, C, C).
         """
         if self.pairs_are_faster:
-            yield from self._gram_blocks_by_pairs(precision)
+            yield from self._yield_gram_blocks_by_pairs(precision)
             return
-        phi = self._double_phi()
+        phi = self._convert_phi_to_double()
         for a in range(self.outputs):
             for b in range(a + 1):
                 yield a, b, (phi * precision[:, a, b, None]).mT @ phi
@@ -187,19 +191,19 @@ class Features:
     def congruence(self, S: Tensor) -> Tensor:
         """Compute J S Jᵀ for a symmetric S (P, P), in float64.  -> (B, C, C)."""
         return (
-            self._congruence_by_blocks(S)
+            self._compute_congruence_by_blocks(S)
             if self.blocks_are_faster
-            else self._congruence_by_pairs(S)
+            else self._compute_congruence_by_pairs(S)
         )
 
-    def _congruence_by_blocks(self, S: Tensor) -> Tensor:
+    def _compute_congruence_by_blocks(self, S: Tensor) -> Tensor:
         """Compute J S Jᵀ from K_ab = ((φ S_ab) ∘ φ) 1 in float64.  (P, P) -> (B, C, C).
 
         This takes one product B × F × F for each pair of outputs, and a factor of S takes C of
         them. Only the pairs a ≥ b are computed.
         """
         C, F = self.outputs, self.width
-        phi = self._double_phi()
+        phi = self._convert_phi_to_double()
         K = torch.empty(len(phi), C, C, dtype=torch.float64)
         for a in range(C):
             for b in range(a + 1):
@@ -207,20 +211,24 @@ class Features:
                 K[:, a, b] = K[:, b, a] = torch.linalg.vecdot(phi @ block, phi)
         return K
 
-    def _congruence_by_pairs(self, S: Tensor) -> Tensor:
+    def _compute_congruence_by_pairs(self, S: Tensor) -> Tensor:
         """Compute J S Jᵀ from products of pairs of features, in float64.  (P, P) -> (B, C, C)."""
         C, F = self.outputs, self.width
-        a, b, outputs = index_pairs(C)
+        a, b, output_pair_numbers = index_pairs(C)
         i, j, _ = index_pairs(F)
+
         # A pair i > j stands for (i, j) and (j, i): its coefficient is the sum of both entries.
         coefficients = torch.empty(len(a), len(i), dtype=S.dtype)
         for number, (first, second) in enumerate(zip(a.tolist(), b.tolist(), strict=True)):
             block = S.view(C, F, C, F)[first, :, second, :]  # (F, F)
             coefficients[number] = (block + block.mT)[i, j]
+
         coefficients[:, i == j] /= 2
-        # (pairs of outputs, B); `outputs` is the number of the pair of each two outputs (C, C).
-        K = torch.cat([coefficients @ products for _, products in self._feature_products()], 1)
-        return K[outputs].movedim(2, 0).contiguous()
+        K = torch.cat(
+            [coefficients @ products for _, products in self._yield_feature_products()], 1
+        )
+        # From (pairs of outputs, B) to (B, C, C), by the number of the pair of each two outputs.
+        return K[output_pair_numbers].movedim(2, 0).contiguous()
 
     def gram(self, precision: Tensor) -> Tensor:
         """Compute Σ_i J_iᵀ Λ_i J_i in float64 for Λ.  (B, C, C) -> (P, P)."""
@@ -233,7 +241,7 @@ class Features:
         """
         C, F = self.outputs, self.width
         total_blocks = total.view(C, F, C, F)
-        for a, b, block in self._gram_blocks(precision):
+        for a, b, block in self._yield_gram_blocks(precision):
             total_blocks[b, :, a, :] += block.mT
             if a != b:
                 total_blocks[a, :, b, :] += block
@@ -241,7 +249,7 @@ class Features:
 
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         """Compute the diagonal of `gram`.  (B, C, C) -> (P,)."""
-        phi = self._double_phi()
+        phi = self._convert_phi_to_double()
         return (precision.diagonal(dim1=-2, dim2=-1).mT @ (phi * phi)).flatten()
 
     def quadratic(self, whitener: Tensor) -> Tensor:
@@ -249,7 +257,7 @@ class Features:
         C, F = self.outputs, self.width
         W = whitener.to(self.phi.dtype)
         if C > FEW_OUTPUTS:
-            return self._quadratic_by_chunks(W)
+            return self._compute_quadratic_by_chunks(W)
         # The columns a·F … (a + 1)·F of W belong to output a. W is lower triangular, so they are
         # zero above row a·F: white[a] starts at that row.
         white = [self._multiply_phi(W[a * F :, a * F : (a + 1) * F]) for a in range(C)]
@@ -260,7 +268,7 @@ class Features:
             K[a][a] = torch.linalg.vecdot(white[a], white[a])
         return stack_square(K)
 
-    def _quadratic_by_chunks(self, W: Tensor) -> Tensor:
+    def _compute_quadratic_by_chunks(self, W: Tensor) -> Tensor:
         """Compute J WᵀW Jᵀ for many outputs.  W (P, P) -> (B, C, C).
 
         This takes a few rows at a time, so that W Jᵀ of these rows stays in the processor's cache.

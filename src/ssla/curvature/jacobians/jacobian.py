@@ -1,4 +1,7 @@
-"""The Jacobian protocol, and the Jacobian that stores its entries."""
+"""The Jacobian protocol, and the Jacobian that stores its entries.
+
+Terms and symbols are those of `ssla.curvature`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Any layers: J = Σ_t δ_t ⊗ a_t for each layer with a Kronecker form, columns for the others."""
+"""Any layers: J = Σ_t δ_t ⊗ a_t for each layer with a Kronecker form, columns for the others.
+
+Terms and symbols are those of `ssla.curvature`.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,10 @@ class LayerBlock:
         """Compute J (B, C, out, in)."""
         return torch.einsum("bcto,bti->bcoi", self.delta, self.a)
 
-    def entries_by_rows(self) -> Iterator[tuple[slice, Tensor]]:
+    def yield_entries_by_rows(self) -> Iterator[tuple[slice, Tensor]]:
         """Yield (rows, J (B, C, r, in)) for r rows of the weight at a time, to bound memory."""
         B, C, _, out = self.delta.shape
-        for rows in _bounded_slices(out, B * C * self.a.shape[2]):
+        for rows in _make_bounded_slices(out, B * C * self.a.shape[2]):
             yield rows, torch.einsum("bcto,bti->bcoi", self.delta[..., rows], self.a)
 
     def push(self, direction: Tensor) -> Tensor:
@@ -63,7 +66,7 @@ class LayerBlock:
         """Compute the products J D with k directions.  (P, k) -> (B, C, k)."""
         B, _, T, out = self.delta.shape
         products = []
-        for columns in _bounded_slices(directions.shape[1], B * T * out):
+        for columns in _make_bounded_slices(directions.shape[1], B * T * out):
             D = directions[:, columns][self.positions].to(self.a.dtype)  # (out, in, k)
             aD = self.a.flatten(0, 1) @ D.movedim(1, 0).flatten(1)  # (B·T, out·k)
             products.append(self.delta.flatten(2) @ aD.view(B, T * out, -1))
@@ -73,7 +76,7 @@ class LayerBlock:
         """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (out, in, k)."""
         B, _, T, out = self.delta.shape
         products = []
-        for columns in _bounded_slices(g.shape[-1], B * T * out):
+        for columns in _make_bounded_slices(g.shape[-1], B * T * out):
             weighted = self.delta.flatten(2).mT @ g[..., columns]  # (B, T·out, k)
             pulled = self.a.flatten(0, 1).mT @ weighted.view(B * T, -1)  # (in, out·k)
             products.append(pulled.view(self.a.shape[2], out, -1).movedim(1, 0))
@@ -86,7 +89,7 @@ class LayerBlock:
             d = self.delta[:, :, 0]
             return torch.einsum("bco,bcd,bdo->bo", d, precision, d).mT @ self.a[:, 0] ** 2
         out = torch.empty(self.positions.shape, dtype=self.a.dtype)
-        for rows, J in self.entries_by_rows():
+        for rows, J in self.yield_entries_by_rows():
             flat = J.flatten(2)
             out[rows] = (flat * (precision @ flat)).sum((0, 1)).view(-1, out.shape[1])
         return out
@@ -99,7 +102,7 @@ class LayerBlock:
             return symmetric_product(d * (self.a[:, 0] ** 2 @ w.mT).unsqueeze(1), d)
         B, C = self.delta.shape[:2]
         K = torch.zeros(B, C, C, dtype=self.a.dtype)
-        for rows, J in self.entries_by_rows():
+        for rows, J in self.yield_entries_by_rows():
             K += symmetric_product((J * w[rows]).flatten(2), J.flatten(2))
         return K
 
@@ -182,7 +185,7 @@ class LayerJacobian:
         for block in self.layers:
             yield block.double() if self.wide else block
 
-    def _all_blocks(self) -> Iterator[LayerBlock | RestBlock]:
+    def _yield_all_blocks(self) -> Iterator[LayerBlock | RestBlock]:
         """Yield the blocks of the layers, then that of the other parameters if there are any."""
         yield from self.blocks()
         if self.rest is not None:
@@ -217,35 +220,35 @@ class LayerJacobian:
     def to_dense(self) -> DenseJacobian:
         """Compute all entries of J (B, C, P), which take 8·B·C·P bytes in float64."""
         J = torch.zeros(self.rows, self.outputs, self.size, dtype=self.dtype)
-        for block in self._all_blocks():
+        for block in self._yield_all_blocks():
             J[:, :, block.positions.flatten()] = block.entries().flatten(2)
         return DenseJacobian(J)
 
     def push(self, direction: Tensor) -> Tensor:
         """Compute the product J d with a direction d.  (P,) -> (B, C)."""
         out = torch.zeros(self.rows, self.outputs, dtype=self.dtype)
-        for block in self._all_blocks():
+        for block in self._yield_all_blocks():
             out = out + block.push(direction)
         return out
 
     def pull(self, g: Tensor) -> Tensor:
         """Compute Σ_i J_iᵀ g_i.  (B, C) -> (P,)."""
         out = torch.zeros(self.size, dtype=self.dtype)
-        for block in self._all_blocks():
+        for block in self._yield_all_blocks():
             out[block.positions] = block.pull(g)
         return out
 
     def push_many(self, directions: Tensor) -> Tensor:
         """Compute the products J D with k directions.  (P, k) -> (B, C, k)."""
         out = torch.zeros(self.rows, self.outputs, directions.shape[1], dtype=self.dtype)
-        for block in self._all_blocks():
+        for block in self._yield_all_blocks():
             out = out + block.push_many(directions)
         return out
 
     def pull_many(self, g: Tensor) -> Tensor:
         """Compute Σ_i J_iᵀ G_i.  (B, C, k) -> (P, k)."""
         out = torch.zeros(self.size, g.shape[-1], dtype=self.dtype)
-        for block in self._all_blocks():
+        for block in self._yield_all_blocks():
             out[block.positions] = block.pull_many(g)
         return out
 
@@ -260,7 +263,7 @@ class LayerJacobian:
     def gram_diagonal(self, precision: Tensor) -> Tensor:
         """Compute the diagonal of `gram`.  (B, C, C) -> (P,)."""
         out = torch.zeros(self.size, dtype=self.dtype)
-        for block in self._all_blocks():
+        for block in self._yield_all_blocks():
             out[block.positions] = block.square_sum(precision)
         return out
 
@@ -271,12 +274,12 @@ class LayerJacobian:
     def quadratic_diagonal(self, variances: Tensor) -> Tensor:
         """Compute J diag(v) Jᵀ for v (P,), exactly symmetric.  -> (B, C, C)."""
         out = torch.zeros(self.rows, self.outputs, self.outputs, dtype=self.dtype)
-        for block in self._all_blocks():
+        for block in self._yield_all_blocks():
             out = out + block.weighted_covariance(variances[block.positions])
         return out
 
 
-def _bounded_slices(count: int, entries: int) -> list[slice]:
+def _make_bounded_slices(count: int, entries: int) -> list[slice]:
     """Return slices of `count` items, so that each holds at most ENTRIES_AT_ONCE numbers.
 
     entries: how many numbers one item has. A slice has at least one item.

@@ -15,6 +15,10 @@ the fitted structure      24.5 gradients, where the exact Hessian at θ̂ takes 
                           seconds to build (2,851 weights)
 a linearised start        not measured alone
 batched products          not measured alone
+
+Terms and symbols are those of `ssla.refit.weights`. Points are θ − θ̂ (P,). The preconditioner is
+H⁻¹ at θ̂, which all tasks share: that of the full Hessian for few weights (at most
+`determinants.SMALL`) if it is positive definite, otherwise that of the fitted structure.
 """
 
 from __future__ import annotations
@@ -45,8 +49,8 @@ from ssla.refit.weights.anderson import (
     Progress,
     Slope,
     ascend,
+    compute_saddle_free_step,
     finish_with_newton,
-    saddle_free_step,
 )
 from ssla.refit.weights.determinants import SMALL, Determinants
 from ssla.refit.weights.refit_rows import (
@@ -58,7 +62,7 @@ from ssla.refit.weights.refit_rows import (
     open_rows,
     solve_rows,
 )
-from ssla.refit.weights.solved import HESSIAN, Options, Solved, new_row_pull
+from ssla.refit.weights.solved import HESSIAN, Options, Solved, compute_new_row_pull
 from ssla.report import AS_IS
 
 if TYPE_CHECKING:
@@ -91,11 +95,11 @@ class ManyNetworks:
     network: AnyParameters
     chain: StackedChain | None = None
 
-    def outputs_of_one(self, theta: Tensor, x: Inputs) -> Tensor:
-        """Return f of one θ (P,) on rows x: (b, C)."""
+    def compute_outputs_of_one(self, theta: Tensor, x: Inputs) -> Tensor:
+        """Return f of one θ (P,) on rows x (b, …): (b, C)."""
         return self.network.compute_outputs(self.network.layout.unpack(theta), x)
 
-    def outputs_on_same_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
+    def compute_outputs_on_same_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
         """Return f of every θ (m, P) on the same rows x (b, …): (m, b, C).
 
         A chain runs as many networks together as stay in the cache.
@@ -104,55 +108,61 @@ class ManyNetworks:
             chain, rows = self.chain, x
             return torch.cat(
                 [
-                    chain.compute_outputs(chain.parameters(part), rows)
-                    for part in thetas.split(_networks_at_once(rows))
+                    chain.compute_outputs(chain.split_parameters(some_thetas), rows)
+                    for some_thetas in thetas.split(_count_networks_at_once(rows))
                 ]
             )
-        return self._map_over_first(lambda theta: self.outputs_of_one(theta, x), thetas)
+        return self._map_over_first(lambda theta: self.compute_outputs_of_one(theta, x), thetas)
 
-    def outputs_on_own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
-        """Return f of each θ (m, P) on its own row of x: (m, C)."""
+    def compute_outputs_on_own_rows(self, thetas: Tensor, x: Inputs) -> Tensor:
+        """Return f of each θ (m, P) on a row of its own, for x (m, …): (m, C)."""
         if self.chain is not None and isinstance(x, Tensor):
             return self.chain.compute_outputs(
-                self.chain.parameters(thetas), x.unsqueeze(1)
+                self.chain.split_parameters(thetas), x.unsqueeze(1)
             ).squeeze(1)
         return self._map_over_first(
-            lambda theta, row: self.outputs_of_one(theta, as_batch(row)).squeeze(0), thetas, x
+            lambda theta, row: self.compute_outputs_of_one(theta, as_batch(row)).squeeze(0),
+            thetas,
+            x,
         )
 
     @staticmethod
     def _map_over_first(function: Callable[..., Tensor], *values: Any) -> Tensor:
-        """Return a function's values over the first dimension of `values`, stacked.
+        """Call a function for each index of the first dimension of all `values`; stack the results.
 
-        All are computed at once where every layer has a batching rule, and one by one otherwise.
+        All calls are made at once if every layer has a batching rule, and one by one otherwise. An
+        error of the function itself is raised there.
         """
         try:
             result: Tensor = torch.func.vmap(function)(*values)
         except RuntimeError:
-            # A layer has no batching rule, as recurrent ones: task by task. Any other error is
-            # raised again there.
+            # A layer without a batching rule, such as a recurrent one. Any other error is raised
+            # again below.
             index = torch.arange(len(values[0]))
             result = torch.stack(
                 [function(*(take_rows(value, i) for value in values)) for i in index]
             )
         return result
 
-    def gradients(
+    def compute_gradients(
         self,
         thetas: Tensor,
         x: Inputs,
         score: Callable[[Tensor], Tensor],
         one_row_each: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """Return Σ_i J_i(θ)ᵀ score(f_i) for each θ (m, P), and the outputs f.
+        """Compute Σ_i J_i(θ)ᵀ score(f_i) for each θ (m, P), and the outputs f; neither has a graph.
 
-        score: from outputs f to scores of their shape. one_row_each: each θ has its own row of x,
-        and f is (m, C); otherwise all θ have the same rows, f is (m, b, C), and `score` is
-        elementwise in the θ.
+        score: a function from outputs f to scores of their shape, which is not differentiated.
+        one_row_each: x (m, …) has one row for each θ, and f is (m, C). Otherwise all θ have the
+        same rows x (b, …) and f is (m, b, C); `score` may then be called for some of the θ at a
+        time.
         """
         if self.chain is not None and isinstance(x, Tensor):
-            return self._chain_gradients(self.chain, thetas, x, score, one_row_each)
-        run = self.outputs_on_own_rows if one_row_each else self.outputs_on_same_rows
+            return self._compute_chain_gradients(self.chain, thetas, x, score, one_row_each)
+        run = (
+            self.compute_outputs_on_own_rows if one_row_each else self.compute_outputs_on_same_rows
+        )
         with torch.enable_grad():
             free = thetas.detach().clone().requires_grad_(True)
             f = run(free, x)
@@ -160,45 +170,51 @@ class ManyNetworks:
         return total, f.detach()
 
     @staticmethod
-    def _chain_gradients(
+    def _compute_chain_gradients(
         chain: StackedChain,
         thetas: Tensor,
         x: Tensor,
         score: Callable[[Tensor], Tensor],
         one_row_each: bool,
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `gradients` does by the matrix products of a chain of layers."""
+        """Compute what `compute_gradients` does, by the matrix products of a chain of layers.
+
+        The arguments after `chain` are those of `compute_gradients`, with x as one tensor.
+        """
         if one_row_each:
-            f, total = chain.outputs_and_gradient(
+            f, total = chain.compute_outputs_and_gradient(
                 thetas, x.unsqueeze(1), lambda f: score(f.squeeze(1)).to(f.dtype).unsqueeze(1)
             )
             return total, f.squeeze(1)
-        parts = [
-            chain.outputs_and_gradient(part, x, lambda f: score(f).to(f.dtype))
-            for part in thetas.split(_networks_at_once(x))
+        results = [
+            chain.compute_outputs_and_gradient(some_thetas, x, lambda f: score(f).to(f.dtype))
+            for some_thetas in thetas.split(_count_networks_at_once(x))
         ]
-        return torch.cat([total for _, total in parts]), torch.cat([f for f, _ in parts])
+        return torch.cat([total for _, total in results]), torch.cat([f for f, _ in results])
 
 
-def _networks_at_once(x: Tensor) -> int:
+def _count_networks_at_once(x: Tensor) -> int:
     """Return how many networks run together on rows x (b, …), at least one."""
     return max(ROWS_AT_ONCE // len(x), 1)
 
 
 @dataclass(frozen=True, eq=False)
 class AllWeightsRefit:
-    """All refits of one posterior's weights at inputs x. `solve` takes any tasks (row of x, y)."""
+    """All refits of one posterior's weights at inputs x.
+
+    An `Engine`: `solve` takes any tasks (row of x, y). Points are θ − θ̂ (m, P).
+    """
 
     posterior: Posterior
     options: Options
     networks: ManyNetworks
     networks_single: ManyNetworks  # the same in float32
     rows: TrainingRows  # inputs in float64
-    x: Inputs
+    x: Inputs  # in float64
     f: Tensor  # f̂ at x (N, C)
     jacobian: Tensor  # J at x (N, C, P)
     gradient: Tensor  # ∇ℓ_D(θ̂) (P,)
-    precondition: Callable[[Tensor], Tensor]  # H⁻¹ on the rows of (m, P)
+    precondition: Callable[[Tensor], Tensor]  # H⁻¹v for each row v of (m, P)
     precondition_single: Callable[[Tensor], Tensor]  # the same in float32
     determinants: Determinants
     # the same with the prior of the objective, whose curvature steers the steps
@@ -227,16 +243,21 @@ class AllWeightsRefit:
         They take at most half of the memory budget.
         """
         budget = self.posterior.memory_budget
-        row_count = min(self.posterior.network.rows_at_once(budget), self.posterior.statistics.n)
+        rows_of_block = min(
+            self.posterior.network.rows_at_once(budget), self.posterior.statistics.n
+        )
         vectors = VECTORS_OF_HISTORY * self.options.memory + VECTORS_OF_ASCENT
         activation_bytes = (
-            ACTIVATION_COPIES * self.networks.network.frozen.bytes_per_row * row_count
+            ACTIVATION_COPIES * self.networks.network.frozen.bytes_per_row * rows_of_block
         )
         task_bytes = 8 * self.gradient.numel() * vectors + activation_bytes
         return max(min(budget // 2 // task_bytes, MOST_TASKS), 1)
 
     def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
-        """Find the mode of each task, for x_rows (m,) and y (m, …); see `Engine`."""
+        """Find the mode of each task, for x_rows (m,) and y (m, …): see `Engine`.
+
+        Ctrl-C ends the ascent: tasks that have not converged count as such.
+        """
         with self.interrupted.listen():
             return self._find_modes(_Group(self, x_rows, y), self.options.max_steps, progress)
 
@@ -247,11 +268,11 @@ class AllWeightsRefit:
         progress: Progress | None = None,
         at: Ascent | None = None,
     ) -> Solved:
-        """Compute the three increments of m tasks, each at its own mode.
+        """Compute the three increments of m tasks, each at its own mode: see `Engine`.
 
-        x_rows (m,): the row of x of each task. y (m, …). at: see `Engine`. Ctrl-C ends the ascent:
-        tasks that have converged keep their answers, the others and all later tasks count as not
-        converged.
+        x_rows (m,): the row of x of each task. y (m, …). Ctrl-C ends the ascent, with a warning:
+        tasks that have converged keep their answers, and the others count as not converged. Later
+        calls then return untried tasks, unless `at` is given.
         """
         if self.interrupted.asked and at is None:
             return Solved.untried(len(x_rows))
@@ -260,12 +281,13 @@ class AllWeightsRefit:
             ascent = at
             if ascent is None:
                 ascent = self._find_modes(group, self.options.max_steps, progress)
-            likelihood, prior, f_new = group.likelihood_and_prior(ascent.point)
+            likelihood, prior, f_new = group.compute_likelihood_and_prior(ascent.point)
             curvature, fallback, positive = self.determinants(
                 ascent.point, f_new, y, group.x, group.root
             )
             finite = torch.isfinite(likelihood + prior + curvature)
             converged = ascent.converged & positive & finite
+
         if self.interrupted.asked:
             warn(
                 f"Refits of the weights were interrupted: {int(converged.sum()):,} of "
@@ -273,6 +295,7 @@ class AllWeightsRefit:
                 "started, count as not converged.",
                 RuntimeWarning,
             )
+
         return Solved(
             likelihood,
             prior,
@@ -285,11 +308,12 @@ class AllWeightsRefit:
         )
 
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return which tasks (m,) are stuck: √(gᵀP⁻¹g) stays above PROGRESS times its value at θ̂.
+        """Return a mask of the tasks (m,) that are stuck: √(gᵀH⁻¹g) does not fall below PROGRESS.
 
-        A trial has TRIAL_STEPS gradients, with the shared preconditioner P. At a mode each few
-        gradients bring a digit. At a saddle the objective rises without bound along some direction,
-        or to a mode far away.
+        PROGRESS is relative to its value at θ̂. A trial takes TRIAL_STEPS gradients, with the H⁻¹
+        that all tasks share. Near a mode each few gradients bring a digit. Near a saddle the
+        objective rises without bound along some direction, or to a mode far away. x_rows
+        (m,), y (m, …): see `Engine`.
         """
         group = _Group(self, x_rows, y)
         theta_hat = torch.zeros(len(x_rows), self.gradient.numel(), dtype=torch.float64)
@@ -299,8 +323,8 @@ class AllWeightsRefit:
         ascent = self._find_modes(group, min(TRIAL_STEPS, self.options.max_steps), tolerance=enough)
         return ~(ascent.norm <= (PROGRESS * first_norm).clamp_min(self.options.tolerance))
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return θ̃ of each task (m, P)."""
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Find the mode of each task, and return its weights θ̃ (m, P): see `Engine`."""
         ascent = self._find_modes(_Group(self, x_rows, y), self.options.max_steps)
         return self.posterior.theta + ascent.point
 
@@ -308,7 +332,8 @@ class AllWeightsRefit:
     def float32_rounding(self) -> float:
         """Return √(eᵀH⁻¹e) of the error e that float32 makes in the data's gradient at θ̂.
 
-        It is infinite where the gradient overflows. It costs a pass over the data, once.
+        The unit is posterior standard deviations. It is infinite if the gradient overflows. It
+        costs a pass over the data, once.
         """
         likelihood = self.posterior.likelihood
         theta = self.posterior.theta.float().unsqueeze(0)
@@ -319,10 +344,11 @@ class AllWeightsRefit:
                 """Return the weighted scores of a block for outputs f (1, b, C) of one network."""
                 return block.apply_weights(likelihood.score(block.y, f[0].double())).unsqueeze(0)
 
-            gradient, _ = self.networks_single.gradients(
+            gradient, _ = self.networks_single.compute_gradients(
                 theta, map_inputs(_to_single, block.x), score
             )
             error = error + gradient.squeeze(0).double()
+
         square = float(error @ self.precondition(error.unsqueeze(0)).squeeze(0))
         # A gradient that overflows in float32 gives NaN: it is never exact enough.
         return float("inf") if math.isnan(square) else max(square, 0.0) ** 0.5
@@ -334,19 +360,21 @@ class AllWeightsRefit:
         progress: Progress | None = None,
         tolerance: float | None = None,
     ) -> Ascent:
-        """Find the modes of a group's tasks with the shared preconditioner.
+        """Find the modes of a group's tasks with the preconditioner that all tasks share.
 
-        Many weights start with gradients in float32. Tasks of few weights that have not converged
-        continue with their own Hessians. tolerance: where the ascent ends; None: that of the
-        options.
+        Many weights start with gradients in float32, if these are accurate enough. Tasks of few
+        weights that have not converged continue with their own Hessians. max_steps: the most
+        gradients of a task. tolerance: where the ascent ends; None: that of the options.
         """
         tolerance = self.options.tolerance if tolerance is None else tolerance
         few_weights = self.gradient.numel() <= SMALL
         shared_steps = min(max_steps, SHARED_STEPS) if few_weights else max_steps
         start = torch.zeros(len(group.y), self.gradient.numel(), dtype=torch.float64)
+
         # The refit of the linearised network gives a direction, perhaps too long.
         toward: Tensor | None = group.linearised_step
         earlier = None
+
         if not few_weights and self.float32_rounding * ABOVE_ROUNDING < PROGRESS:
             earlier = self._ascend_in_single(group, group.linearised_step, max_steps, tolerance)
             start, toward = earlier.point.double(), None
@@ -365,6 +393,7 @@ class AllWeightsRefit:
             lost = (~ascent.converged & (ascent.norm > LOST)).unsqueeze(-1)
             point = torch.where(lost, torch.zeros_like(ascent.point), ascent.point)
             ascent = replace(ascent, point=point)
+
         return finish_with_newton(
             ascent,
             lambda unfinished: group.select_tasks(unfinished).evaluate_newton,
@@ -376,9 +405,10 @@ class AllWeightsRefit:
     def _ascend_in_single(
         self, group: _Group, toward: Tensor, max_steps: int, tolerance: float
     ) -> Ascent:
-        """Ascend with gradients in float32 from θ̂, as far as their rounding allows.
+        """Ascend from θ̂ with gradients in float32, as far as their rounding allows.
 
-        toward (m, P): the first direction. The result is in float32.
+        toward (m, P): the first direction. max_steps, tolerance: see `_find_modes`. The result is
+        in float32.
         """
         return ascend(
             group.evaluate,
@@ -396,12 +426,12 @@ class _Group:
     """m tasks that are solved together. Points are θ − θ̂ (m, P)."""
 
     refit: AllWeightsRefit
-    x_rows: Tensor
-    y: Tensor
+    x_rows: Tensor  # the row of x of each task (m,)
+    y: Tensor  # the target that each task adds (m, …)
 
     @cached_property
     def x(self) -> Inputs:
-        """Return the input of each task."""
+        """Return the input of each task, m rows in float64."""
         return take_rows(self.refit.x, self.x_rows)
 
     @cached_property
@@ -434,9 +464,9 @@ class _Group:
 
     @cached_property
     def linearised_step(self) -> Tensor:
-        """Return Uᵀu (m, P), the step of the refit of the linearised network.
+        """Return H⁻¹Jᵀu (m, P), the step of the refit of the network linearised at θ̂.
 
-        u (m, C) is its pull. The step is zero where some outputs are not allowed.
+        u (m, C) is its pull. The step is zero if the likelihood does not allow all outputs.
         """
         f = self.refit.f[self.x_rows]
         if not self.refit.new_likelihood.linear_domain:
@@ -451,53 +481,57 @@ class _Group:
         """
         if len(tasks) == len(self.y):
             return self
-        part = _Group(self.refit, self.x_rows[tasks], self.y[tasks])
+        selected = _Group(self.refit, self.x_rows[tasks], self.y[tasks])
         cached = ("jacobian", "U", "root", "jacobian_single", "U_single")
-        part.__dict__.update(
+        selected.__dict__.update(
             {name: self.__dict__[name][tasks] for name in cached if name in self.__dict__}
         )
-        return part
+        return selected
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks (m,) at points (m, P), and (H + JᵀΛJ)⁻¹ of it.
+        """Compute the gradient of the objective at points (m, P), and the step (H + JᵀΛJ)⁻¹ of it.
 
-        H and J are those at θ̂. Both are in the dtype of the points.
+        tasks (m,): the numbers of the tasks in this group. H and J are those at θ̂. Both results
+        are in the dtype of the points. The gradient is NaN where an output is not allowed.
         """
         group = self.select_tasks(tasks)
         gradient, f_new = group.compute_gradient(point)
-        return Slope(gradient, group._preconditioned_step(gradient, f_new))
+        return Slope(gradient, group._compute_preconditioned_step(gradient, f_new))
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks (m,) at points (m, P), and |H̃|⁻¹ of it.
+        """Compute the gradient of the objective at points (m, P), and the step |H̃|⁻¹ of it.
 
-        H̃ is each task's own Hessian at its point.
+        tasks (m,): the numbers of the tasks in this group. H̃ is the Hessian of each task at its
+        point; see `compute_saddle_free_step`.
         """
         group = self.select_tasks(tasks)
         gradient, _ = group.compute_gradient(point)
         theta = self.refit.posterior.theta + point
-        H = self.refit.step_curvature.augmented_curvature(HESSIAN, theta, group.y, group.x)
-        return Slope(gradient, saddle_free_step(H, gradient))
+        H = self.refit.step_curvature.compute_augmented_curvature(HESSIAN, theta, group.y, group.x)
+        return Slope(gradient, compute_saddle_free_step(H, gradient))
 
     def compute_gradient(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂) at points (m, P).
+        """Compute the gradient of the objective at points (m, P), and the outputs at x there.
 
-        Returns the gradient (m, P) in the dtype of the point, NaN where an output is not allowed,
-        and the outputs at x (m, C) in float64.
+        The gradient (m, P) is in the dtype of the points, float32 or float64, and NaN where an
+        output is not allowed. The outputs (m, C) are in float64. Points that are all zero need no
+        pass over the data.
         """
         refit, new_likelihood = self.refit, self.refit.new_likelihood
         if not bool(point.any()):
-            return self._gradient_at_start(point)
+            return self._compute_gradient_at_start(point)
         if point.dtype == torch.float64:
             networks, cast = refit.networks, _to_double
         else:
             networks, cast = refit.networks_single, _to_single
         theta = refit.posterior.theta.to(point.dtype) + point
         x = map_inputs(cast, self.x)
-        total, f_new = networks.gradients(
+        total, f_new = networks.compute_gradients(
             theta, x, lambda f: new_likelihood.score(self.y, f.double()), one_row_each=True
         )
         total, outside = self._add_data_gradient(total, theta, networks, cast)
-        total = total + refit.objective_prior.gradient(point)
+        total = total + refit.objective_prior.compute_gradient_change(point)
+
         # The prior's change leaves ∇log π(θ̂) out, so "as_is" adds it and "tilt" only takes ∇ℓ_D(θ̂).
         if refit.posterior.mode == AS_IS:
             total = total + refit.posterior.objective_prior.gradient(refit.posterior.theta)
@@ -506,6 +540,7 @@ class _Group:
         f_new = f_new.double()
         if not new_likelihood.linear_domain:
             outside |= ~torch.isfinite(new_likelihood.log_prob(self.y, f_new))
+
         return torch.where(outside.unsqueeze(-1), torch.nan, total).to(point.dtype), f_new
 
     def _add_data_gradient(
@@ -515,7 +550,10 @@ class _Group:
         networks: ManyNetworks,
         cast: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor]:
-        """Return total + ∇ℓ_D(θ) for each θ (m, P), and where an output is not allowed (m,)."""
+        """Return total + ∇ℓ_D(θ) for each θ (m, P), and where an output is not allowed (m,).
+
+        total (m, P) is not changed. networks and cast, which casts inputs, have the dtype of theta.
+        """
         likelihood = self.refit.posterior.likelihood
         outside = torch.zeros(len(theta), dtype=torch.bool)
         for block in self.refit.rows:
@@ -525,16 +563,18 @@ class _Group:
                 value = likelihood.score(block.y, f.double())
                 return value if block.weights is None else value * block.weights.unsqueeze(-1)
 
-            gradient, f = networks.gradients(theta, map_inputs(cast, block.x), score)
+            gradient, f = networks.compute_gradients(theta, map_inputs(cast, block.x), score)
             total = total + gradient
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.y, f.double())).all(-1)
+
         return total, outside
 
-    def _gradient_at_start(self, zero: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient at θ̂ (m, P), which needs no pass, and the outputs at x (m, C).
+    def _compute_gradient_at_start(self, zero: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the objective's gradient at θ̂ (m, P), and the outputs at x (m, C).
 
-        It is that of the new observation, and g₀ with mode="as_is". zero (m, P): gives the dtype.
+        It needs no pass over the data: it is the gradient of log p(y|x,θ̂), and g₀ in addition with
+        mode="as_is". zero (m, P): the points, whose dtype the gradient gets.
         """
         refit = self.refit
         f_new = refit.f[self.x_rows]
@@ -545,11 +585,11 @@ class _Group:
             total = total + refit.gradient + prior_gradient
         return total.to(zero.dtype), f_new
 
-    def _preconditioned_step(self, gradient: Tensor, f_new: Tensor) -> Tensor:
-        """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz (m, P), with z = H⁻¹g.
+    def _compute_preconditioned_step(self, gradient: Tensor, f_new: Tensor) -> Tensor:
+        """Compute (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz (m, P), with z = H⁻¹g.
 
-        By Woodbury's formula there is no P×P matrix for a task. gradient (m, P), in whose dtype the
-        products are. f_new (m, C): the outputs at x.
+        J, Λ and K are those of the new rows. By Woodbury's formula no task needs a P×P matrix.
+        gradient: g (m, P), in whose dtype the products are. f_new (m, C): the outputs at x.
         """
         refit = self.refit
         if gradient.dtype == torch.float64:
@@ -559,29 +599,30 @@ class _Group:
             J, U = self.jacobian_single, self.U_single
             z = refit.precondition_single(gradient)
         Jz = (J @ z.unsqueeze(-1)).squeeze(-1).double()
-        u = new_row_pull(refit.new_likelihood, self.y, f_new, self.root, Jz)
+        u = compute_new_row_pull(refit.new_likelihood, self.y, f_new, self.root, Jz)
         return z - (u.to(z.dtype).unsqueeze(-2) @ U).squeeze(-2)
 
-    def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
+    def compute_likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the likelihood increments (m,) with the tilt, and the prior increments (m,).
 
-        The third result is the outputs at x (m, C). point (m, P): the modes. mode="as_is" has no
-        tilt.
+        The third result is the outputs at x (m, C). point (m, P): the modes. With mode="as_is"
+        there is no tilt.
         """
         refit, likelihood = self.refit, self.refit.posterior.likelihood
         theta = refit.posterior.theta + point
         with torch.no_grad():
-            f_new = refit.networks.outputs_on_own_rows(theta, self.x)
+            f_new = refit.networks.compute_outputs_on_own_rows(theta, self.x)
             increment = refit.new_likelihood.log_prob(self.y, f_new)
             for block in refit.rows:
-                f = refit.networks.outputs_on_same_rows(theta, block.x)
+                f = refit.networks.compute_outputs_on_same_rows(theta, block.x)
                 change = likelihood.log_prob_difference(block.y, f, block.f)
                 change = change if block.weights is None else change * block.weights
                 increment = increment + change.sum(-1)
+
         if refit.posterior.mode != AS_IS:
             slope = refit.gradient + refit.posterior.objective_prior.gradient(refit.posterior.theta)
             increment = increment - point @ slope
-        return increment, refit.prior.value(point), f_new
+        return increment, refit.prior.compute_value_change(point), f_new
 
 
 def open_all_weights(
@@ -589,9 +630,9 @@ def open_all_weights(
 ) -> AllWeightsRefit:
     """Prepare all refits of any weights at inputs x: everything that does not depend on y.
 
-    A pass over the data sums the gradient at θ̂ (and the Hessian of few weights). data: the
-    training data; None: those of the posterior. TypeError for a network of another kind; ValueError
-    where the data are not those of the fit or cannot be read again.
+    A pass over the data sums the gradient at θ̂, and for few weights another one the Hessian. x: N
+    inputs. data: the training data; None: those of the posterior. Raises TypeError for a network of
+    another kind, and ValueError if the data are not those of the fit or cannot be read again.
     """
     network, theta = posterior.network, posterior.theta
     if not isinstance(network, AnyParameters):
@@ -604,32 +645,28 @@ def open_all_weights(
     )
 
     def prepare_inputs(inputs: Inputs) -> tuple[Inputs, Tensor]:
-        """Return inputs in float64, and f̂ (b, C)."""
+        """Return cast inputs (b, …) in float64, and f̂ (b, C)."""
         inputs_64 = map_inputs(_to_double, inputs)
         with torch.no_grad():
-            return inputs_64, networks.outputs_of_one(theta, inputs_64)
+            return inputs_64, networks.compute_outputs_of_one(theta, inputs_64)
 
     rows = open_rows(posterior, data, prepare_inputs)
     inputs_64, f = prepare_inputs(network.cast(as_inputs(x)))
+
+    # The same networks by matrix products, where they are a chain, and in float32.
     networks = replace(networks, chain=open_chain(networks.network, inputs_64, theta))
     single = replace(network, fixed_tensors=_map_values(network.fixed_tensors, _to_single))
     chain = None if networks.chain is None else replace(networks.chain, network=single)
-    n, gradient = 0, torch.zeros_like(theta)
-    for block in rows:
-        n += row_count(block.x)
-        # The outputs at θ̂ are known, so the scores do not depend on those that are computed again.
-        score = block.apply_weights(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
-        block_gradient, _ = networks.gradients(theta.unsqueeze(0), block.x, score.expand_as)
-        gradient += block_gradient.squeeze(0)
+
+    n, gradient = _sum_gradient(posterior, networks, rows)
     check_same_data(posterior, n, gradient)
+
     step_curvature = determinants = Determinants(
-        posterior, options, networks.outputs_of_one, rows, posterior.objective_prior
+        posterior, options, networks.compute_outputs_of_one, rows, posterior.objective_prior
     )
     if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
         determinants = replace(determinants, prior=posterior.determinant_prior)
     factor = step_curvature.start_factor
-    # `AnyParameters` has no Jacobians but LayerJacobian: the test below is for the type checker.
-    parts = [J.double() for _, J in posterior.linearised(x)]
     return AllWeightsRefit(
         posterior=posterior,
         options=options,
@@ -638,7 +675,7 @@ def open_all_weights(
         rows=rows,
         x=inputs_64,
         f=f,
-        jacobian=torch.cat([J.to_dense().values for J in parts if isinstance(J, LayerJacobian)]),
+        jacobian=_compute_jacobian(posterior, x),
         gradient=gradient,
         precondition=lambda v: solve_rows(posterior.operator, factor, v),
         precondition_single=_precondition_in_single(posterior, factor),
@@ -647,13 +684,38 @@ def open_all_weights(
     )
 
 
+def _compute_jacobian(posterior: Posterior, x: Inputs) -> Tensor:
+    """Return J at inputs x (N, C, P), in float64, with all its entries."""
+    # `AnyParameters` has no Jacobians but LayerJacobian: the test below is for the type checker.
+    jacobians = [J.double() for _, J in posterior.linearised(x)]
+    return torch.cat([J.to_dense().values for J in jacobians if isinstance(J, LayerJacobian)])
+
+
+def _sum_gradient(
+    posterior: Posterior, networks: ManyNetworks, rows: TrainingRows
+) -> tuple[int, Tensor]:
+    """Return the number of training rows, and the gradient ∇ℓ_D(θ̂) (P,) in float64.
+
+    networks: in float64, as the rows are.
+    """
+    theta = posterior.theta
+    n, gradient = 0, torch.zeros_like(theta)
+    for block in rows:
+        n += row_count(block.x)
+        # The outputs at θ̂ are known, so the scores do not depend on those that are computed again.
+        score = block.apply_weights(posterior.likelihood.score(block.y, block.f)).unsqueeze(0)
+        block_gradient, _ = networks.compute_gradients(theta.unsqueeze(0), block.x, score.expand_as)
+        gradient += block_gradient.squeeze(0)
+    return n, gradient
+
+
 def _precondition_in_single(
     posterior: Posterior, factor: Tensor | None
 ) -> Callable[[Tensor], Tensor]:
-    """Return a function that applies H⁻¹ to the rows of (m, P) and returns float32.
+    """Return the function that maps each row v of a tensor (m, P) to H⁻¹v, in float32.
 
-    It computes in float32 where the structure allows it. factor: a Cholesky factor of H (P, P);
-    None: the structure is used.
+    It computes in float32 if the structure allows it. factor: the Cholesky factor of H (P, P);
+    None: H⁻¹ is that of the posterior's structure.
     """
     operator = posterior.operator
     if isinstance(operator, WoodburyOperator):
@@ -667,14 +729,14 @@ def _precondition_in_single(
     return lambda v: solve_rows(operator, factor, v.double()).float()
 
 
-def _to_double(part: Tensor) -> Tensor:
-    """Return a tensor on the CPU, in float64 where it is not of whole numbers."""
-    return part.to("cpu", torch.float64) if part.is_floating_point() else part.to("cpu")
+def _to_double(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU, in float64 unless it holds whole numbers or booleans."""
+    return tensor.to("cpu", torch.float64) if tensor.is_floating_point() else tensor.to("cpu")
 
 
-def _to_single(part: Tensor) -> Tensor:
-    """Return a tensor on the CPU, in float32 where it is not of whole numbers."""
-    return part.to("cpu", torch.float32) if part.is_floating_point() else part.to("cpu")
+def _to_single(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU, in float32 unless it holds whole numbers or booleans."""
+    return tensor.to("cpu", torch.float32) if tensor.is_floating_point() else tensor.to("cpu")
 
 
 def _map_values(

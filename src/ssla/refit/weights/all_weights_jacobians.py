@@ -1,6 +1,7 @@
-"""Jacobians of the outputs in the weights, for many weights at once.
+"""Jacobians of the outputs in the weights, for many weight vectors at once.
 
-Each row is differentiated alone, so the work grows with b, not with b².
+Each row is differentiated alone, so the work grows with the number of rows b, not with b². Symbols
+are those of `ssla.refit.weights`.
 """
 
 from __future__ import annotations
@@ -16,34 +17,44 @@ from ssla.refit.weights.refit_rows import as_batch
 NetworkOutputs = Callable[[Tensor, Inputs], Tensor]  # (θ (P,), x) -> f (b, C)
 
 
-def jacobians_of_rows(
+def compute_jacobians_on_same_rows(
     network_outputs: NetworkOutputs, thetas: Tensor, x: Inputs
 ) -> tuple[Tensor, Tensor]:
-    """Return J (m, b, C, P) and f (m, b, C) of each θ (m, P) on the same rows x (b, …)."""
-    jacobians_of_one_network = torch.func.vmap(_jacobian_of_row(network_outputs), in_dims=(None, 0))
+    """Compute J (m, b, C, P) and f (m, b, C) of each θ (m, P) on the same rows x (b, …).
+
+    network_outputs: f_θ of one network. Neither result has a graph. RuntimeErrors of layers without
+    a batching rule are not caught.
+    """
+    jacobians_of_one_network = torch.func.vmap(
+        _make_row_jacobian(network_outputs), in_dims=(None, 0)
+    )
     J, f = torch.func.vmap(jacobians_of_one_network, in_dims=(0, None))(thetas, x)
     return J.detach(), f.detach()
 
 
-def jacobians_of_own_rows(
+def compute_jacobians_on_own_rows(
     network_outputs: NetworkOutputs, thetas: Tensor, x: Inputs
 ) -> tuple[Tensor, Tensor]:
-    """Return J (m, C, P) and f (m, C) of each θ (m, P) on a row of its own, for x (m, …)."""
-    J, f = torch.func.vmap(_jacobian_of_row(network_outputs))(thetas, x)
+    """Compute J (m, C, P) and f (m, C) of each θ (m, P) on a row of its own, for x (m, …).
+
+    network_outputs: f_θ of one network. Neither result has a graph. RuntimeErrors of layers without
+    a batching rule are not caught.
+    """
+    J, f = torch.func.vmap(_make_row_jacobian(network_outputs))(thetas, x)
     return J.detach(), f.detach()
 
 
-def _jacobian_of_row(
+def _make_row_jacobian(
     network_outputs: NetworkOutputs,
 ) -> Callable[[Tensor, Inputs], tuple[Tensor, Tensor]]:
-    """Return the function (θ (P,), a row of x) -> J (C, P) and f (C,), in one pass."""
+    """Return the function from θ (P,) and one row of x to J (C, P) and f (C,), in one pass."""
 
-    def f_twice(theta: Tensor, row: Inputs) -> tuple[Tensor, Tensor]:
-        """Return f twice: `jacrev` differentiates the first and returns the second."""
+    def compute_outputs_twice(theta: Tensor, row: Inputs) -> tuple[Tensor, Tensor]:
+        """Return f (C,) twice: `jacrev` differentiates the first and returns the second."""
         f = network_outputs(theta, as_batch(row)).squeeze(0)
         return f, f
 
     jacobian: Callable[[Tensor, Inputs], tuple[Tensor, Tensor]] = torch.func.jacrev(
-        f_twice, has_aux=True
+        compute_outputs_twice, has_aux=True
     )
     return jacobian

@@ -1,8 +1,11 @@
 """Contrasts of classes: C − 1 outputs in place of C.
 
-A softmax does not see what is added to all of its C outputs, so its curvature has no part along (1,
-…, 1). Under a prior that is the same for every class that direction of the weights keeps the
-prior's curvature, and leaves every ratio of determinants.
+A softmax does not see what is added to all of its C outputs, so its curvature has no part along
+(1, …, 1). Under a prior that is the same for every class, that direction of the weights keeps the
+prior's curvature, and cancels in every ratio of determinants.
+
+A contrast of classes is a combination of their outputs whose coefficients sum to zero. C classes
+have C − 1 orthogonal contrasts, the columns of Q (C, C − 1).
 """
 
 from __future__ import annotations
@@ -16,10 +19,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Contrasts:
-    """Qᵀf with Q (C, C − 1) orthonormal and orthogonal to (1, …, 1)."""
+    """The contrasts Qᵀf of C classes, with Q (C, C − 1) orthonormal and orthogonal to (1, …, 1)."""
 
-    classes: int
-    temperature: float = 1.0
+    classes: int  # C
+    temperature: float = 1.0  # T of the softmax of f/T; for `project_softmax_curvature` only
 
     @cached_property
     def matrix(self) -> Tensor:
@@ -33,14 +36,14 @@ class Contrasts:
         return unscaled / (k * (k + 1)).sqrt()
 
     def project_matrices(self, values: Tensor) -> Tensor:
-        """Return QᵀΛQ (m, C − 1, C − 1) for matrices Λ (m, C, C)."""
+        """Compute QᵀΛQ (m, C − 1, C − 1) for matrices Λ (m, C, C)."""
         Q = self.matrix.to(values.dtype)
         return Q.mT @ values @ Q
 
     def project_blocks(self, H: Tensor) -> Tensor:
-        """Return (Q ⊗ I)ᵀ H (Q ⊗ I) for a matrix H of C × C blocks (C·F, C·F).
+        """Compute (Q ⊗ I)ᵀ H (Q ⊗ I) for a matrix H (C·F, C·F) of C × C blocks.
 
-        The result is ((C − 1)·F, (C − 1)·F).
+        It is H in the contrasts of the outputs: ((C − 1)·F, (C − 1)·F).
         """
         C, F = self.classes, H.shape[0] // self.classes
         blocks = torch.einsum("afbg,ac,bd->cfdg", H.reshape(C, F, C, F), self.matrix, self.matrix)
@@ -48,13 +51,14 @@ class Contrasts:
 
     @cached_property
     def _pair_indices(self) -> tuple[Tensor, Tensor]:
-        """Return the two indices of the pairs a ≤ b of contrasts, each (pairs,)."""
+        """Return the indices a and b of the pairs a ≤ b of contrasts, each (pairs,)."""
         return tuple(torch.triu_indices(self.classes - 1, self.classes - 1))
 
-    def projected_softmax_curvature(self, f: Tensor) -> Tensor:
-        """Return the entries a ≤ b of QᵀΛQ (pairs, …) for outputs f (C, …).
+    def project_softmax_curvature(self, f: Tensor) -> Tensor:
+        """Compute the entries a ≤ b of QᵀΛQ (pairs, …) for outputs f (C, …).
 
-        Λ = (diag(p) − ppᵀ)/T² with p = softmax(f/T) is the curvature of a softmax.
+        Λ = (diag(p) − ppᵀ)/T² with p = softmax(f/T) is the curvature of a softmax. The C(C − 1)/2
+        pairs of contrasts are in the order of `_pair_indices`.
         """
         a, b = self._pair_indices
         Q = self.matrix.to(f.dtype) / self.temperature

@@ -9,8 +9,11 @@ and the gradients of all tasks are one product with Φ again. Nothing is formed 
 
 Features are first brought to a basis in which the curvature's diagonal blocks average to the
 identity. Pivots are then of the order of one, and log|H̃| − log|H| = Σ_j log(l̃_j²/l_j²) is a sum
-of small terms, not a difference of large ones. What each trick brings: `last_layer_group`. The
-same for one task and without tricks: `reference`.
+of small terms, not a difference of large ones. What each trick brings: `last_layer_group`. The same
+for one task and without tricks: `reference`.
+
+Terms and symbols are those of `ssla.refit.weights` and of `last_layer_group`. The basis is L_B:
+features are φ' = L_B⁻¹φ in it, and the step of each output is δ' = L_Bᵀδ, so φ'ᵀδ' = φᵀδ.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ssla.curvature.jacobians import Features
-from ssla.curvature.structure import NoFactorError, factorisation_error_text
+from ssla.curvature.structure import NoFactorError, make_factorisation_error_text
 from ssla.data import as_inputs
 from ssla.likelihoods import Likelihood
 from ssla.priors import EXACT, PAPER
@@ -36,8 +39,8 @@ from ssla.refit.weights.last_layer_group import (
     Group,
     InitialCurvature,
     change_basis,
-    index_pairs,
-    pairwise_products,
+    list_index_pairs,
+    multiply_pairs,
 )
 from ssla.refit.weights.last_layer_structure import StructureDeterminants
 from ssla.refit.weights.refit_rows import (
@@ -48,7 +51,7 @@ from ssla.refit.weights.refit_rows import (
     check_same_data,
     open_rows,
 )
-from ssla.refit.weights.solved import STRUCTURE, Options, Solved, curvature_of
+from ssla.refit.weights.solved import STRUCTURE, Options, Solved, compute_row_curvature
 
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
@@ -69,7 +72,7 @@ VECTORS_OF_ASCENT, FEWEST_TASKS = 12, 8
 class LastLayerRefit:
     """All refits of one posterior's last layer at inputs x.
 
-    `solve` takes any tasks (row of x, y).
+    An `Engine`: `solve` takes any tasks (row of x, y). Points are steps δ' (m, P) in the basis.
     """
 
     posterior: Posterior
@@ -101,9 +104,10 @@ class LastLayerRefit:
 
     @property
     def tasks_at_once(self) -> int:
-        """Return the number of tasks that are solved together.
+        """Return the number of tasks that are solved together, by the memory budget.
 
-        The cache limits it where the rows are in memory, the memory budget otherwise.
+        If the rows are in memory, the processor's cache limits it too, but it is at least
+        FEWEST_TASKS.
         """
         P = self.gradient.numel()
         # Half of the budget is for the ascent, which keeps three vectors for each mixed round.
@@ -136,13 +140,13 @@ class LastLayerRefit:
         solved: Tensor = torch.linalg.solve_triangular(self.basis, by_output.mT, upper=False)
         return solved.mT.reshape(gradient.shape)
 
-    def prior_gradient_change(self, point: Tensor) -> Tensor:
-        """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) in the coordinates δ' (m, P), for points δ' (m, P).
+    def compute_prior_gradient_change(self, point: Tensor) -> Tensor:
+        """Compute ∇log π(θ̂ + δ) − ∇log π(θ̂) in the basis (m, P), for points δ' (m, P).
 
-        The result is in the precision of `point`.
+        The result is in the dtype of the points.
         """
         if not self.objective_prior.is_gaussian:
-            change = self.objective_prior.gradient(self.from_basis(point.double()))
+            change = self.objective_prior.compute_gradient_change(self.from_basis(point.double()))
             return self.to_basis(change).to(point.dtype)
         by_output = point.reshape(len(point), self.outputs, -1).movedim(1, 0)
         change = -(by_output @ self._prior_precision_by_dtype[point.dtype])
@@ -171,24 +175,26 @@ class LastLayerRefit:
         return {}
 
     def store_for_block(self, block: Block, name: str, compute: Callable[[], Tensor]) -> Tensor:
-        """Return the value of `compute` for a block, and store it under a name for the next call.
+        """Return the value of `compute` for a block, and store it for the next call.
 
-        It is stored for blocks that are kept in memory, while all such values fit a quarter of the
+        name: what the value is; the same name must always belong to the same computation. A value
+        is stored if the rows are kept in memory and all stored values together fit a quarter of the
         memory budget. Otherwise it is computed at every call.
         """
         value = self._stored_values.get((id(block), name))
         if value is None:
             value = compute()
             all_values = (*self._stored_values.values(), value)
-            used_bytes = sum(kept.numel() * kept.element_size() for kept in all_values)
+            used_bytes = sum(stored.numel() * stored.element_size() for stored in all_values)
             if self.rows.kept is not None and used_bytes <= self.posterior.memory_budget // 4:
                 self._stored_values[id(block), name] = value
         return value
 
     def cast_block(self, block: Block, dtype: torch.dtype) -> Block:
-        """Return a block in single or double precision.
+        """Return a block (b rows) with its numbers in `dtype`, float32 or float64.
 
-        Targets that are whole numbers stay as they are. Results in single precision are stored.
+        Targets that are whole numbers stay as they are. Results in float32 are stored for the next
+        call (see `store_for_block`).
         """
         if dtype == torch.float64:
             return block
@@ -204,9 +210,9 @@ class LastLayerRefit:
 
     @cached_property
     def fits_single_precision(self) -> bool:
-        """Return whether single precision holds the likelihood's derivatives on all training rows.
+        """Return whether float32 holds the likelihood's derivatives on all training rows.
 
-        It does not where the units of y are very small or very large.
+        It does not if the unit of y is very small or very large.
         """
         likelihood = self.posterior.likelihood
         for block in self.rows:
@@ -216,24 +222,25 @@ class LastLayerRefit:
                 return False
         return True
 
-    def feature_products(self, block: Block, dtype: torch.dtype) -> Tensor:
-        """Return vech(φφᵀ) of the rows of a block (b, F(F + 1)/2), in `dtype`."""
+    def multiply_features(self, block: Block, dtype: torch.dtype) -> Tensor:
+        """Return vech(φφᵀ) of the rows of a block (b, F(F + 1)/2), in `dtype`, and store it."""
         return self.store_for_block(
-            block, f"squares {dtype}", lambda: pairwise_products(block.x).to(dtype)
+            block, f"squares {dtype}", lambda: multiply_pairs(block.x).to(dtype)
         )
 
-    def paired_covariances(self, block: Block, initial: InitialCurvature) -> Tensor:
+    def list_paired_covariances(self, block: Block, initial: InitialCurvature) -> Tensor:
         """Return the entries a ≤ b of K = J H⁻¹ Jᵀ at the rows of a block (pairs, b).
 
-        Entries off the diagonal stand for two of K and are doubled: the sum of products with the
-        entries of ΔΛ is then tr KΔΛ.
+        H is that of `initial`. An entry off the diagonal stands for two of K and is doubled: the
+        sum of its products with the entries of ΔΛ is then tr KΔΛ. The result is stored for the next
+        call.
         """
 
         def compute_entries() -> Tensor:
-            """Return the entries, which `store_for_block` keeps."""
+            """Return the entries (pairs, b), which `store_for_block` keeps."""
             K = initial.operator.covariance(Features(block.x, initial.outputs))
             entries = []
-            for a, b in index_pairs(initial.outputs):
+            for a, b in list_index_pairs(initial.outputs):
                 entries.append(K[:, a, b] if a == b else 2 * K[:, a, b])
             return torch.stack(entries)
 
@@ -246,11 +253,11 @@ class LastLayerRefit:
 
     @cached_property
     def contrast_curvature(self) -> InitialCurvature | None:
-        """Return the curvature in contrasts of classes, which has C − 1 outputs in place of C.
+        """Return H(θ̂) in contrasts of classes, which are C − 1 outputs in place of C.
 
-        None where the ratio of determinants would not be the same: other likelihoods, the Fisher in
-        place of the observed curvature, priors that differ by class, and determinants without the
-        prior.
+        See `ssla.refit.weights.contrasts`. None if the ratio of determinants would not be the same:
+        for other likelihoods, for the Fisher information in place of the observed curvature, for
+        priors that differ by class, and for determinants without the prior.
         """
         prior, likelihood = self.prior, self.posterior.likelihood
         initial = self.initial_curvatures[0]
@@ -276,7 +283,7 @@ class LastLayerRefit:
     # --- one group of tasks ----------------------------------------------------------------
 
     def find_modes(self, x_rows: Tensor, y: Tensor, progress: Progress | None = None) -> Ascent:
-        """Find the mode of each task, for x_rows (m,) and y (m, …); see `Engine`."""
+        """Find the mode of each task, for x_rows (m,) and y (m, …): see `Engine`."""
         return self._find_modes(Group(self, self.initial_curvatures[0], x_rows, y), progress)
 
     def solve(
@@ -286,34 +293,16 @@ class LastLayerRefit:
         progress: Progress | None = None,
         at: Ascent | None = None,
     ) -> Solved:
-        """Compute the three increments of m tasks, each at its own mode.
+        """Compute the three increments of m tasks, each at its own mode: see `Engine`.
 
-        x_rows (m,): the row of x of each task. y (m, …). at: see `Engine`. progress: called with
-        the number of tasks that converged. Tasks whose observed curvature is indefinite at the mode
-        use the Fisher information, and are marked. Tasks that fail are marked as not converged.
+        x_rows (m,): the row of x of each task. y (m, …). Tasks whose observed curvature is
+        indefinite at the mode use the Fisher information, and are marked. Tasks that fail are
+        marked as not converged.
         """
-        initial = self.initial_curvatures[0]
-        start = self.determinant_curvatures[0]
-        group = Group(self, initial, x_rows, y)
+        group = Group(self, self.initial_curvatures[0], x_rows, y)
         ascent = self._find_modes(group, progress) if at is None else at
-        likelihood, prior = group.likelihood_and_prior(ascent.point)
-        if self.options.logdet == STRUCTURE:
-            curvature = self._structure_determinants(group, ascent.point)
-            positive = torch.ones_like(ascent.converged)
-        else:
-            curvature, positive = group.curvature_increments(
-                ascent.point, self.contrast_curvature or start
-            )
-        indefinite = (~positive).nonzero().squeeze(-1)
-        if indefinite.numel() and start.curvature_kind == OBSERVED:
-            fisher_group = group.select_tasks(indefinite)
-            curvature[indefinite], positive[indefinite] = fisher_group.curvature_increments(
-                ascent.point[indefinite], self.determinant_curvatures[-1]
-            )
-        # The structure has the Fisher information in any case.
-        by_structure = self.options.logdet == STRUCTURE
-        fallback = torch.full_like(positive, self.fallback and not by_structure)
-        fallback[indefinite] = True
+        likelihood, prior = group.compute_likelihood_and_prior(ascent.point)
+        curvature, positive, fallback = self._compute_curvature_increments(group, ascent.point)
         finite = torch.isfinite(likelihood + prior + curvature)
         return Solved(
             likelihood,
@@ -326,46 +315,66 @@ class LastLayerRefit:
             error=torch.zeros_like(curvature),
         )
 
+    def _compute_curvature_increments(
+        self, group: Group, point: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the curvature increments of a group at points (m, P), as the options set.
+
+        Returns the increments, where they exist, and where the Fisher information took the place of
+        an indefinite observed curvature: all (m,).
+        """
+        if self.options.logdet == STRUCTURE:
+            # The structure has the Fisher information in any case.
+            never = torch.zeros(len(point), dtype=torch.bool)
+            return self._structure_determinants(group, point), ~never, never
+        start = self.determinant_curvatures[0]
+        curvature, positive = group.compute_curvature_increments(
+            point, self.contrast_curvature or start
+        )
+        fallback = torch.full_like(positive, self.fallback)
+        indefinite = (~positive).nonzero().squeeze(-1)
+        fallback[indefinite] = True
+        if indefinite.numel() and start.curvature_kind == OBSERVED:
+            fisher_group = group.select_tasks(indefinite)
+            curvature[indefinite], positive[indefinite] = fisher_group.compute_curvature_increments(
+                point[indefinite], self.determinant_curvatures[-1]
+            )
+
+        return curvature, positive, fallback
+
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return False for each task (m,): f is linear, so that refits are quick."""
+        """Return False for each task (m,): f is linear in θ, so that refits are quick."""
         return torch.zeros(len(x_rows), dtype=torch.bool)
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return θ̃ of each task (m, P)."""
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Find the mode of each task, and return its weights θ̃ (m, P): see `Engine`."""
         ascent = self._find_modes(Group(self, self.initial_curvatures[0], x_rows, y))
         return self.posterior.theta + self.from_basis(ascent.point)
 
     def _find_modes(self, group: Group, progress: Progress | None = None) -> Ascent:
         """Find the modes of a group's tasks, in three stages.
 
-        First the shared preconditioner in single precision, where the rows are in memory; then the
-        same in double precision; then the task's own Hessian, for tasks that have not converged.
-        Classes (targets without rounding) may end after the first stage.
+        First with the curvature at θ̂, which all tasks share, in float32, if the rows are in
+        memory; then the same in float64; then with the task's own Hessian, for tasks that have not
+        converged. Classes (targets without rounding error) may end after the first stage.
         """
-        tolerance, memory = self.options.tolerance, self.options.memory
+        tolerance = self.options.tolerance
         steps_left = self.options.max_steps
-        start = group.start_point()
+        start = group.compute_start_point()
         ascent = Ascent.not_started(start)
         tasks = torch.arange(len(start))
+
         if self.rows.kept is not None and self.fits_single_precision:
             may_end = tolerance >= SINGLE_MODE and not group.y.is_floating_point()
             single_steps = min(SHARED_STEPS, steps_left // 2)
-            in_single = ascend(
-                group.evaluate,
-                start.float(),
-                tolerance=max(tolerance, SINGLE_MODE),
-                max_steps=single_steps,
-                memory=memory,
-                # Tasks that go on in double precision are counted there.
-                progress=progress if may_end else None,
+            # Tasks that go on in float64 are counted there.
+            ascent = self._ascend_in_single(
+                group, start, single_steps, progress if may_end else None
             )
-            point = in_single.point.double()
-            # Where single precision overflowed, the next stage begins at the start again.
-            point = torch.where(torch.isfinite(in_single.point), point, start)
-            ascent = replace(in_single, point=point, norm=in_single.norm.double())
             steps_left -= single_steps
             if may_end:
                 tasks = (~ascent.converged).nonzero().squeeze(-1)
+
         if tasks.numel():
             double_steps = min(SHARED_STEPS, steps_left)
             in_double = ascend(
@@ -373,11 +382,12 @@ class LastLayerRefit:
                 ascent.point[tasks],
                 tolerance=tolerance,
                 max_steps=double_steps,
-                memory=memory,
+                memory=self.options.memory,
                 progress=progress,
             )
             ascent = ascent.continued_by(tasks, in_double)
             steps_left -= double_steps
+
         return finish_with_newton(
             ascent,
             lambda unfinished: group.select_tasks(unfinished).evaluate_newton,
@@ -386,19 +396,37 @@ class LastLayerRefit:
             progress=progress,
         )
 
+    def _ascend_in_single(
+        self, group: Group, start: Tensor, max_steps: int, progress: Progress | None
+    ) -> Ascent:
+        """Ascend from `start` (m, P) in float32, to SINGLE_MODE at best; the result is in float64.
+
+        max_steps: the most gradients of a task. A coordinate that is not finite at the end is that
+        of the start again.
+        """
+        in_single = ascend(
+            group.evaluate,
+            start.float(),
+            tolerance=max(self.options.tolerance, SINGLE_MODE),
+            max_steps=max_steps,
+            memory=self.options.memory,
+            progress=progress,
+        )
+        point = torch.where(torch.isfinite(in_single.point), in_single.point.double(), start)
+        return replace(in_single, point=point, norm=in_single.norm.double())
+
 
 def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -> LastLayerRefit:
     """Prepare all refits of a last layer at inputs x: everything that does not depend on y.
 
-    A pass over the data sums gradient and curvature at θ̂. data: the training data; None: those of
-    the posterior. ValueError where the data are not those of the fit or cannot be read again;
-    NoFactorError where no curvature at θ̂ is positive definite.
+    A pass over the data sums gradient and curvature at θ̂. x: N inputs. data: the training data;
+    None: those of the posterior. Raises ValueError if the data are not those of the fit or cannot
+    be read again, and NoFactorError if no curvature at θ̂ is positive definite.
     """
     network = posterior.network
-    C = network.outputs
 
     def prepare_inputs(inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the features (b, F) and f̂ (b, C) in float64."""
+        """Return the features (b, F) and f̂ (b, C) of cast inputs, in float64."""
         f, J = network.linearise(inputs, posterior.theta)
         assert isinstance(J, Features)
         return J.double().phi, f.double()
@@ -407,36 +435,19 @@ def open_last_layer(posterior: Posterior, x: Any, options: Options, data: Any) -
     kinds = (OBSERVED, FISHER) if options.curvature == OBSERVED else (FISHER,)
     n, gradient, sums = sum_gradient_and_curvature(posterior, rows, kinds)
     check_same_data(posterior, n, gradient)
-    theta = posterior.theta
-    objective_prior = PriorChange(posterior.objective_prior, theta)
-    prior_precision = as_matrix(objective_prior.bound.precision(theta))
-    curvatures = {curvature_kind: total + prior_precision for curvature_kind, total in sums.items()}
-    # The basis makes the average of the diagonal blocks the identity.
-    blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
-    basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
-    usable = _factorise_all(curvatures, None if int(info) else basis, C, objective_prior)
-    if not usable:
-        raise NoFactorError(factorisation_error_text(prior_precision, " on the data to refit on"))
-    determinant_curvatures = usable
-    if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
-        flat = PriorChange(posterior.determinant_prior, theta)
-        determinant_curvatures = _factorise_all(sums, basis, C, flat)
-        if not determinant_curvatures:
-            raise NoFactorError(
-                "convention='paper' leaves the prior out of the curvature, and the data to refit "
-                "on alone do not determine every parameter. Use convention='exact'."
-            )
+
+    basis, initial_curvatures, determinant_curvatures = _factorise_start(posterior, sums)
     chunks = network.chunks(as_inputs(x), posterior.memory_budget)
-    parts = [prepare_inputs(network.cast(part)) for part in chunks]
+    inputs_in_chunks = [prepare_inputs(network.cast(chunk)) for chunk in chunks]
     return LastLayerRefit(
         posterior=posterior,
         options=options,
         rows=rows.map_chunks(lambda block: block._replace(x=whiten(block.x, basis))),
-        features=whiten(torch.cat([phi for phi, _ in parts]), basis),
-        f=torch.cat([f for _, f in parts]),
+        features=whiten(torch.cat([phi for phi, _ in inputs_in_chunks]), basis),
+        f=torch.cat([f for _, f in inputs_in_chunks]),
         basis=basis,
-        gradient=gradient + objective_prior.bound.gradient(theta),
-        initial_curvatures=usable,
+        gradient=gradient + posterior.objective_prior.gradient(posterior.theta),
+        initial_curvatures=initial_curvatures,
         determinant_curvatures=determinant_curvatures,
         fallback=determinant_curvatures[0].curvature_kind != options.curvature,
     )
@@ -447,7 +458,9 @@ def sum_gradient_and_curvature(
 ) -> tuple[int, Tensor, dict[str, Tensor]]:
     """Sum the gradient and the curvature of the training rows at θ̂, in float64.
 
-    Returns the number of rows, ∇ℓ_D (P,), and the data's curvature of each kind (P, P).
+    kinds: OBSERVED, FISHER or both. The blocks of `rows` have features x (b, F) that are not
+    whitened. Returns the number of rows, ∇ℓ_D (P,), and by kind the data's curvature (P, P), which
+    is without the prior.
     """
     C, likelihood = posterior.network.outputs, posterior.likelihood
     P = posterior.theta.numel()
@@ -459,7 +472,7 @@ def sum_gradient_and_curvature(
         n += block.y.shape[0]
         gradient += features.pull(block.apply_weights(likelihood.score(block.y, block.f)))
         for curvature_kind, total in sums.items():
-            precision = curvature_of(likelihood, curvature_kind, block.y, block.f)
+            precision = compute_row_curvature(likelihood, curvature_kind, block.y, block.f)
             total += features.gram(block.apply_weights(precision))
     return n, gradient, sums
 
@@ -470,13 +483,58 @@ def whiten(phi: Tensor, basis: Tensor) -> Tensor:
     return white.mT.contiguous()
 
 
+def _factorise_start(
+    posterior: Posterior, sums: Mapping[str, Tensor]
+) -> tuple[Tensor, tuple[InitialCurvature, ...], tuple[InitialCurvature, ...]]:
+    """Choose the basis L_B (F, F), and factorise H(θ̂) in it: for steps, and for determinants.
+
+    sums: the data's curvature (P, P) by kind, FISHER among them. Only kinds for which H is positive
+    definite are returned. Raises NoFactorError if there is none.
+    """
+    C = posterior.network.outputs
+    objective_prior = PriorChange(posterior.objective_prior, posterior.theta)
+    prior_precision = as_matrix(objective_prior.bound.precision(posterior.theta))
+    curvatures = {curvature_kind: total + prior_precision for curvature_kind, total in sums.items()}
+
+    # The basis makes the average of the diagonal blocks the identity.
+    blocks = curvatures[FISHER].reshape(C, -1, C, posterior.theta.numel() // C)
+    basis, info = torch.linalg.cholesky_ex(blocks.diagonal(dim1=0, dim2=2).mean(-1))
+    usable = _factorise_all(curvatures, None if int(info) else basis, C, objective_prior)
+    if not usable:
+        raise NoFactorError(
+            make_factorisation_error_text(prior_precision, " on the data to refit on")
+        )
+    if posterior.convention == PAPER:  # the prior is in the steps, and not in the determinants
+        return basis, usable, _factorise_without_prior(posterior, sums, basis)
+
+    return basis, usable, usable
+
+
+def _factorise_without_prior(
+    posterior: Posterior, sums: Mapping[str, Tensor], basis: Tensor
+) -> tuple[InitialCurvature, ...]:
+    """Factorise the data's curvature alone, for the determinants of the paper's convention.
+
+    sums: that curvature (P, P) by kind. basis: L_B (F, F). Raises NoFactorError if none is positive
+    definite.
+    """
+    prior = PriorChange(posterior.determinant_prior, posterior.theta)
+    curvatures = _factorise_all(sums, basis, posterior.network.outputs, prior)
+    if not curvatures:
+        raise NoFactorError(
+            "convention='paper' leaves the prior out of the curvature, and the data to refit "
+            "on alone do not determine every parameter. Use convention='exact'."
+        )
+    return curvatures
+
+
 def _factorise_all(
     curvatures: Mapping[str, Tensor], basis: Tensor | None, outputs: int, prior: PriorChange
 ) -> tuple[InitialCurvature, ...]:
     """Factorise H = L Lᵀ of each kind in the basis, and return those that are positive definite.
 
-    curvatures: H (P, P) by kind, with the curvature of `prior` in it. basis (F, F): None where
-    there is none, and then no kind is returned.
+    curvatures: H (P, P) by kind, which includes the curvature of `prior`. basis: L_B (F, F); None
+    if there is none, and then nothing is returned. outputs: C.
     """
     usable = []
     for curvature_kind, H in curvatures.items():

@@ -18,6 +18,14 @@ contrasts of classes                                  459 weights in place of 51
 ΔH in single precision, its trace in double           a bound of twice the speed, not measured (the
                                                       notes); 1e-9 off (tests/refit/test_weights.py)
 the trace alone where the step is small               not measured alone
+
+Terms and symbols are those of `ssla.refit.weights`. Here too:
+
+basis    the coordinates φ' = L_B⁻¹φ, δ' = L_Bᵀδ of `ssla.refit.weights.last_layer`
+pairs    the C(C + 1)/2 pairs a ≤ b of outputs, in the order of `list_index_pairs`
+packed   the form of a symmetric P×P matrix whose C×C blocks (F, F) are symmetric too: for each
+         pair a ≤ b the upper triangle of its block, v = F(F + 1)/2 numbers, by rows (pairs · v,)
+exists   the log determinant of a task exists where its H̃ is positive definite
 """
 
 from __future__ import annotations
@@ -39,10 +47,10 @@ from ssla.refit.weights.contrasts import Contrasts
 from ssla.refit.weights.refit_rows import Block, PriorChange
 from ssla.refit.weights.solved import (
     FROZEN,
-    curvature_of,
-    matrices_at_once,
-    new_row_increment,
-    new_row_pull,
+    compute_new_row_increment,
+    compute_new_row_pull,
+    compute_row_curvature,
+    count_matrices_at_once,
 )
 from ssla.report import AS_IS
 
@@ -65,18 +73,18 @@ CACHE_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class InitialCurvature:
-    """The curvature at θ̂ of one kind, in the basis of `LastLayerRefit`: H = L Lᵀ (P, P).
+    """The curvature at θ̂ of one kind, in the basis: H = L Lᵀ (P, P).
 
-    Steps have the prior of the objective in it; determinants that of the convention (see
-    `Posterior.with_prior`), which may be none.
+    That of the steps includes the prior of the objective. That of the determinants includes the
+    prior that the convention puts there, which may be none (see `Posterior.with_prior`).
 
     contrasts: the outputs are contrasts of classes, Qᵀf (see `ssla.refit.weights.contrasts`); None:
     they are f.
     """
 
-    curvature_kind: str
-    factor: Tensor
-    outputs: int
+    curvature_kind: str  # OBSERVED or FISHER
+    factor: Tensor  # L (P, P)
+    outputs: int  # C, or C − 1 with contrasts
     prior: PriorChange  # the prior whose curvature is part of H
     contrasts: Contrasts | None = None
 
@@ -108,10 +116,10 @@ class InitialCurvature:
 
     @cached_property
     def packed_inverse(self) -> Tensor:
-        """Return H⁻¹ (pairs · v,), packed so that its product with a packed ΔH is tr H⁻¹ΔH.
+        """Return H⁻¹ packed (pairs · v,), so that its dot product with a packed ΔH is tr H⁻¹ΔH.
 
-        Packed matrices are described at `packed_positions`; v = F(F + 1)/2. Entries off the
-        diagonal of a block stand for two of them, and so do blocks off the diagonal.
+        An entry off the diagonal of a block stands for two entries and is doubled, and so is a
+        block off the diagonal.
         """
         C = self.outputs
         F = self.factor.shape[0] // C
@@ -119,7 +127,7 @@ class InitialCurvature:
         triangle = torch.triu_indices(F, F)
         entries_counted = torch.where(triangle[0] == triangle[1], 1.0, 2.0)
         packed = []
-        for a, b in index_pairs(C):
+        for a, b in list_index_pairs(C):
             blocks_counted = 1 if a == b else 2
             block = (blocks[a, :, b, :] + blocks[a, :, b, :].mT) / 2
             packed.append(blocks_counted * entries_counted * block[triangle[0], triangle[1]])
@@ -127,20 +135,20 @@ class InitialCurvature:
 
 
 class PackedChange(NamedTuple):
-    """ΔH = H(θ̃) − H(θ̂) of the data, for m tasks."""
+    """ΔH = H(θ̃) − H(θ̂) of the training rows, for m tasks."""
 
-    packed: Tensor  # the upper triangles of the blocks a ≤ b of outputs (m, pairs · v)
+    packed: Tensor  # (m, pairs · v)
     trace: Tensor  # tr H⁻¹ΔH (m,), in double precision
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """m tasks that are solved together. Points are δ' (m, P) in the basis of `LastLayerRefit`."""
+    """m tasks that are solved together. Points are steps δ' (m, P) in the basis."""
 
     refit: LastLayerRefit
-    initial: InitialCurvature
-    x_rows: Tensor
-    y: Tensor
+    initial: InitialCurvature  # of steps
+    x_rows: Tensor  # the row of x of each task (m,)
+    y: Tensor  # the target that each task adds (m, …)
 
     def select_tasks(self, tasks: Tensor) -> Group:
         """Return the group of some of the tasks (k,), with the values that were computed for them.
@@ -149,10 +157,10 @@ class Group:
         """
         if len(tasks) == len(self.y):
             return self
-        part = Group(self.refit, self.initial, self.x_rows[tasks], self.y[tasks])
+        selected = Group(self.refit, self.initial, self.x_rows[tasks], self.y[tasks])
         cached = [name for name in ("phi", "f", "root") if name in self.__dict__]
-        part.__dict__.update({name: self.__dict__[name][tasks] for name in cached})
-        return part
+        selected.__dict__.update({name: self.__dict__[name][tasks] for name in cached})
+        return selected
 
     @cached_property
     def phi(self) -> Tensor:
@@ -173,32 +181,36 @@ class Group:
         )
 
     def pull(self, u: Tensor) -> Tensor:
-        """Return Jᵀu at each task's input (m, P), for u (m, C)."""
+        """Return Jᵀu at each task's input (m, P) in the basis, for u (m, C)."""
         return (u.unsqueeze(-1) * self.phi.to(u.dtype).unsqueeze(1)).flatten(1)
 
     @cached_property
     def root(self) -> Tensor:
         """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), for the H of steps."""
-        return self._covariance_root(self.initial)
+        return self._factorise_covariance(self.initial)
 
-    def _covariance_root(self, initial: InitialCurvature) -> Tensor:
-        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), computed once for each distinct input."""
+    def _factorise_covariance(self, initial: InitialCurvature) -> Tensor:
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), for H = `initial`.
+
+        It is computed once for each distinct input.
+        """
         distinct, index = self.x_rows.unique(return_inverse=True)
         K = initial.operator.covariance(Features(self.refit.features[distinct], self.refit.outputs))
         return linalg.covariance_root((K + K.mT) / 2)[index]
 
-    def determinant_root(self, initial: InitialCurvature) -> Tensor:
-        """Return R with R Rᵀ = K (m, C, C) for determinants that start from `initial`.
+    def find_determinant_root(self, initial: InitialCurvature) -> Tensor:
+        """Return R with R Rᵀ = K = J H⁻¹ Jᵀ (m, C, C), for the H = `initial` of determinants.
 
-        It is the root of steps, unless the two have different priors.
+        It is the root of steps if both have the same prior.
         """
-        same = initial.prior is self.initial.prior
-        return self.root if same else self._covariance_root(initial)
+        has_same_prior = initial.prior is self.initial.prior
+        return self.root if has_same_prior else self._factorise_covariance(initial)
 
-    def start_point(self) -> Tensor:
-        """Return where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
+    def compute_start_point(self) -> Tensor:
+        """Compute where the ascent starts (m, P): START_SHARE times the output refit's step H⁻¹Jᵀu.
 
-        Where some outputs are not allowed the ascent starts at θ̂, which is allowed.
+        If the likelihood does not allow all outputs, the ascent starts at θ̂ (zeros), which is
+        allowed.
         """
         if not self.refit.new_likelihood.linear_domain:
             return torch.zeros(len(self.y), self.refit.gradient.numel(), dtype=torch.float64)
@@ -206,42 +218,41 @@ class Group:
         return START_SHARE * self.initial.solve(self.pull(u))
 
     def evaluate(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks (m,) at points (m, P), and (H + JᵀΛJ)⁻¹ of it.
+        """Compute the gradient of the objective at points (m, P), and the step (H + JᵀΛJ)⁻¹ of it.
 
-        It is the gradient of ℓ_D + log p(y|x,·) + log π − g₀ᵀ(θ−θ̂). Scores are subtracted from
-        those at θ̂ row by row, so that g₀ cancels exactly.
+        tasks (m,): the numbers of the tasks in this group. The scores at θ̂ are subtracted row by
+        row, so that g₀ cancels exactly. The gradient is NaN where an output is not allowed.
         """
         return self.select_tasks(tasks)._evaluate_all(point)
 
     def _evaluate_all(self, point: Tensor) -> Slope:
-        """Compute gradients and steps of all tasks at points (m, P), in the precision of `point`.
+        """Compute what `evaluate` does for all tasks, in the dtype of the points (m, P)."""
 
-        The gradient is NaN where an output is not allowed.
-        """
         refit, new_likelihood, dtype = self.refit, self.refit.new_likelihood, point.dtype
-        gradient, outside = self._data_gradient_change(point)
+        gradient, outside = self._compute_data_gradient_change(point)
         y = _cast_target(self.y, dtype)
         f_new = self.f.to(dtype) + self.push(point)
         gradient = gradient + self.pull(new_likelihood.score(y, f_new).to(dtype))
-        gradient = gradient + refit.prior_gradient_change(point)
+        gradient = gradient + refit.compute_prior_gradient_change(point)
         # With mode="as_is" g₀ is not subtracted, so it stays in the gradient.
         if refit.posterior.mode == AS_IS:
             gradient = gradient + refit.to_basis(refit.gradient.unsqueeze(0)).to(dtype)
         if not new_likelihood.linear_domain:
             outside |= ~torch.isfinite(new_likelihood.log_prob(y, f_new))
             gradient = torch.where(outside.unsqueeze(-1), torch.nan, gradient)
-        return Slope(gradient, self._preconditioned_step(gradient, y, f_new))
+        return Slope(gradient, self._compute_preconditioned_step(gradient, y, f_new))
 
-    def _data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the change of the data's gradient from θ̂ (m, P), for points (m, P).
+    def _compute_data_gradient_change(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the change of the data's gradient ∇ℓ_D from θ̂ (m, P), for points (m, P).
 
         The second result marks tasks for which the output of a training row is not allowed (m,).
-        Products are in the precision of `point`.
+        Products are in the dtype of the points.
         """
         likelihood = self.refit.posterior.likelihood
         m, C = self.f.shape
         total = torch.zeros(C, m, self.phi.shape[1], dtype=point.dtype)
         outside = torch.zeros(m, dtype=torch.bool)
+
         for _, block, f in self.yield_outputs(point):
             if likelihood.softmax:
                 # For classes y cancels in the difference.
@@ -253,33 +264,37 @@ class Group:
             if not likelihood.linear_domain:
                 outside |= ~torch.isfinite(likelihood.log_prob(block.targets, f)).all(0)
             total += block.apply_weights(score).to(point.dtype).movedim(-1, 0).mT @ block.x
+
         return total.movedim(0, 1).reshape(m, -1), outside
 
     def evaluate_newton(self, point: Tensor, tasks: Tensor) -> Slope:
-        """Compute the gradient of some tasks (m,) at points (m, P), and H̃⁻¹ of it.
+        """Compute the gradient of the objective at points (m, P), and Newton's step H̃⁻¹ of it.
 
-        H̃ is each task's own Hessian: this is for tasks that have not converged with the shared
-        one.
+        tasks (m,): the numbers of the tasks in this group. H̃ is the Hessian of each task at its
+        own point. This is for tasks that have not converged with the H that all tasks share.
         """
         group = self.select_tasks(tasks)
-        size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
-        parts = [
-            group.select_tasks(rows)._evaluate_with_newton(point[rows])
-            for rows in torch.arange(len(point)).split(size)
+        tasks_at_once = count_matrices_at_once(
+            self.refit.posterior.memory_budget, self.refit.gradient.numel()
+        )
+        slopes = [
+            group.select_tasks(chosen)._evaluate_with_newton(point[chosen])
+            for chosen in torch.arange(len(point)).split(tasks_at_once)
         ]
-        return Slope(*(torch.cat(part) for part in zip(*parts, strict=True)))
+        return Slope(*(torch.cat(column) for column in zip(*slopes, strict=True)))
 
     def _evaluate_with_newton(self, point: Tensor) -> Slope:
-        """Compute gradients and Newton steps of all tasks at points (m, P), in float64.
+        """Compute what `evaluate_newton` does for all tasks of the group, in float64.
 
-        The shared step takes the place of Newton's where H̃ has no Cholesky factor.
+        point (m, P). A task whose H̃ has no Cholesky factor takes the step of `evaluate`.
         """
         shared = self._evaluate_all(point)
         change = self._sum_packed_change(point, self.initial, torch.float64)
-        precision = self._new_row_precision(point, self.initial)
+        precision = self._compute_new_row_precision(point, self.initial)
         newton_steps = []
+
         for H, gradient, shared_step in zip(
-            self._yield_augmented_curvatures(change.packed, point, precision, self.initial),
+            self._yield_task_curvatures(change.packed, point, precision, self.initial),
             shared.gradient.split(self._matrices_at_once),
             shared.step.split(self._matrices_at_once),
             strict=True,
@@ -288,33 +303,34 @@ class Group:
             step = torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
             exists = (info == 0) & torch.isfinite(step).all(-1)
             newton_steps.append(torch.where(exists.unsqueeze(-1), step, shared_step))
+
         return Slope(shared.gradient, torch.cat(newton_steps))
 
-    def _new_row_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
-        """Return Λ of each task's new row at f̃ (m, C, C), of the kind of `initial`.
+    def _compute_new_row_precision(self, point: Tensor, initial: InitialCurvature) -> Tensor:
+        """Compute Λ of each task's new row (m, C, C) at points (m, P), of the kind of `initial`."""
 
-        point (m, P): θ̃ in the basis.
-        """
         f_new = self.f + self.push(point)
-        return curvature_of(self.refit.new_likelihood, initial.curvature_kind, self.y, f_new)
+        return compute_row_curvature(
+            self.refit.new_likelihood, initial.curvature_kind, self.y, f_new
+        )
 
-    def _preconditioned_step(self, gradient: Tensor, y: Tensor, f_new: Tensor) -> Tensor:
-        """Return (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P).
+    def _compute_preconditioned_step(self, gradient: Tensor, y: Tensor, f_new: Tensor) -> Tensor:
+        """Compute (H + JᵀΛJ)⁻¹g = z − H⁻¹Jᵀ(I + ΛK)⁻¹ΛJz with z = H⁻¹g (m, P).
 
-        By Woodbury's formula there is no P×P matrix for a task. gradient (m, P), y and f_new (m,
-        C): targets and outputs of the new rows.
+        J, Λ and K are those of the new rows. By Woodbury's formula no task needs a P×P matrix.
+        gradient: g (m, P). y (m, …), f_new (m, C): the targets and outputs of the new rows.
         """
         z = self.initial.solve(gradient)
-        u = new_row_pull(
+        u = compute_new_row_pull(
             self.refit.new_likelihood, y, f_new, self.root.to(gradient.dtype), self.push(z)
         )
         return z - self.initial.solve(self.pull(u))
 
     def yield_outputs(self, point: Tensor) -> Iterator[tuple[Block, Block, Tensor]]:
-        """Yield blocks of training rows with the outputs of all tasks on them, for points (m, P).
+        """Yield the training rows in blocks, with their outputs in all tasks, for points (m, P).
 
-        The parts are the block as it is stored, the same in the precision of `point`, and the
-        outputs (b, m, C), stored component-major.
+        The three values are the block as `refit.rows` holds it, the same block in the dtype of the
+        points, and the outputs (b, m, C), stored component-major.
         """
         # Steps have the shape (C, F, m) here: one product with the features for all tasks.
         step = point.reshape(len(point), self.refit.outputs, -1).permute(1, 2, 0).contiguous()
@@ -323,10 +339,10 @@ class Group:
             f = (block.x @ step).add_(block.f.mT.unsqueeze(-1)).movedim(0, -1)
             yield stored, block, f
 
-    def likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the likelihood increments (m,) with the tilt, and the prior increments (m,).
+    def compute_likelihood_and_prior(self, point: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the likelihood increments, with the tilt, and the prior increments: both (m,).
 
-        point (m, P): the modes. The tilt is −g₀ᵀ(θ̃−θ̂); mode="as_is" has none.
+        point (m, P): the modes. The tilt is −g₀ᵀ(θ̃ − θ̂); mode="as_is" has none.
         """
         refit = self.refit
         likelihood = refit.posterior.likelihood
@@ -339,41 +355,49 @@ class Group:
             increment = increment + block.apply_weights(change).sum(0, dtype=torch.float64)
         if refit.posterior.mode != AS_IS:
             increment = increment - step @ refit.gradient
-        return increment, refit.prior.value(step)
+        return increment, refit.prior.compute_value_change(step)
 
-    def curvature_increments(
+    def compute_curvature_increments(
         self, point: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
         """Compute −½[log|H̃(θ̃)| − log|H(θ̂)|] (m,) at points (m, P), and where it exists (m,).
 
-        It exists where H̃ is positive definite. initial: the curvature at θ̂, whose kind H̃ has.
+        initial: H(θ̂), of whose kind H̃ is too. With logdet="frozen" the training rows keep their
+        curvature at θ̂.
         """
-        precision = self._new_row_precision(point, initial)
+        precision = self._compute_new_row_precision(point, initial)
         if self.refit.options.logdet == FROZEN:
-            return new_row_increment(self.determinant_root(initial), precision)
-        size = matrices_at_once(self.refit.posterior.memory_budget, self.refit.gradient.numel())
-        parts = [
-            self.select_tasks(rows)._increments_by_factors(point[rows], precision[rows], initial)
-            for rows in torch.arange(len(point)).split(size)
+            return compute_new_row_increment(self.find_determinant_root(initial), precision)
+        tasks_at_once = count_matrices_at_once(
+            self.refit.posterior.memory_budget, self.refit.gradient.numel()
+        )
+        results = [
+            self.select_tasks(tasks)._compute_increments_by_factors(
+                point[tasks], precision[tasks], initial
+            )
+            for tasks in torch.arange(len(point)).split(tasks_at_once)
         ]
-        increments, positive = zip(*parts, strict=True)
+        increments, positive = zip(*results, strict=True)
         return torch.cat(increments), torch.cat(positive)
 
-    def _increments_by_factors(
+    def _compute_increments_by_factors(
         self, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
         """Compute the curvature increments by a Cholesky factor of H + ΔH + JᵀΛJ for each task.
 
-        point (m, P), precision (m, C, C) of the new rows. Returns the increments and where the
-        matrix is positive definite (m,). With few features all of it is in double precision. With
-        many, ΔH is formed in single precision and tr H⁻¹ΔH, the first order of the log determinant,
-        in double. The rest is off by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (2e-10 was
-        seen; tests/refit/test_weights.py allows 1e-9). Tasks with ‖ΔH‖ > LARGE_CHANGE·λ are in
-        double precision throughout. With a tolerance that single precision meets, see
-        `_increments_in_single`.
+        point (m, P), precision: Λ of the new rows (m, C, C). Returns the increments, and where the
+        matrix is positive definite: both (m,). There are three ways:
+
+        - with fewer than MANY_FEATURES features, or where float32 does not hold the likelihood's
+          derivatives, everything is in float64;
+        - at a tolerance that float32 meets, `_compute_increments_in_single`;
+        - otherwise ΔH is formed in float32, and tr H⁻¹ΔH, the first order of the log determinant,
+          in float64. The rest is off by less than 1e-7·‖ΔH‖/λ, λ the least eigenvalue of H (2e-10
+          was seen; tests/refit/test_weights.py allows 1e-9). Tasks with ‖ΔH‖ > LARGE_CHANGE·λ have
+          ΔH in float64.
         """
         if self.phi.shape[1] < MANY_FEATURES or not self.refit.fits_single_precision:
-            half, positive = self._half_logdet_change(
+            half, positive = self._compute_half_logdet_change(
                 self._sum_packed_change(point, initial, torch.float64).packed,
                 point,
                 precision,
@@ -381,11 +405,12 @@ class Group:
             )
             return -half, positive
         if self.refit.options.tolerance >= SINGLE_TOLERANCE:
-            return self._increments_in_single(point, precision, initial)
+            return self._compute_increments_in_single(point, precision, initial)
         packed, trace = self._sum_packed_change(point, initial, torch.float32)
-        size = (2 * packed.square().sum(-1)).sqrt()
-        # `size` is ‖ΔH‖ up to a factor √2: an entry of the packed form stands for 1, 2 or 4 of ΔH.
-        large = (size > LARGE_CHANGE * initial.least_eigenvalue).nonzero().squeeze(-1)
+
+        # ‖ΔH‖ up to a factor √2: an entry of the packed form stands for 1, 2 or 4 of ΔH.
+        change_norm = (2 * packed.square().sum(-1)).sqrt()
+        large = (change_norm > LARGE_CHANGE * initial.least_eigenvalue).nonzero().squeeze(-1)
         packed = packed.double()
         if large.numel():
             in_double = self.select_tasks(large)._sum_packed_change(
@@ -393,17 +418,19 @@ class Group:
             )
             packed[large] = in_double.packed
             trace[large] = in_double.trace
-        return self._increments_with_exact_trace(
+
+        return self._compute_increments_with_exact_trace(
             PackedChange(packed, trace), point, precision, initial
         )
 
-    def _increments_in_single(
+    def _compute_increments_in_single(
         self, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Compute what `_increments_by_factors` does with matrices in single precision.
+        """Compute what `_compute_increments_by_factors` does, with matrices in float32.
 
-        The trace of H⁻¹ΔH is summed in double precision. Tasks with a small step have log|I + ΛK| +
-        tr H⁻¹ΔH and no matrix, where a bound on what that leaves out is small enough.
+        The trace of H⁻¹ΔH is summed in float64. A task with a small step takes −½[log|I + ΛK| + tr
+        H⁻¹ΔH], without a matrix, if the bound on ‖H⁻¹ΔH‖ is small: what this leaves out is of the
+        order of its square (see LOOSE).
         """
         single = point.float()
         value = torch.empty(len(point), dtype=torch.float64)
@@ -412,44 +439,46 @@ class Group:
         if small_steps.numel() and initial.prior.is_gaussian:
             group = self.select_tasks(small_steps)
             trace, bound = group._compute_trace_and_bound(single[small_steps], initial)
-            frozen, exists = new_row_increment(
-                group.determinant_root(initial), precision[small_steps]
+            frozen, exists = compute_new_row_increment(
+                group.find_determinant_root(initial), precision[small_steps]
             )
             value[small_steps] = frozen - 0.5 * trace
             positive[small_steps] = exists & (bound.square() <= LOOSE * SMALL_ERROR)
+
         for tasks in (~positive).nonzero().squeeze(-1).split(CACHED_TASKS):
             if not tasks.numel():  # `split` gives one empty part of nothing
                 continue
             group = self.select_tasks(tasks)
             change = group._sum_packed_change(single[tasks], initial, torch.float32)
-            value[tasks], positive[tasks] = group._increments_with_exact_trace(
+            value[tasks], positive[tasks] = group._compute_increments_with_exact_trace(
                 change, point[tasks], precision[tasks], initial
             )
+
         return value, positive
 
-    def _increments_with_exact_trace(
+    def _compute_increments_with_exact_trace(
         self, change: PackedChange, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Return the increments (m,) from a rounded ΔH, and where the determinant exists (m,).
+        """Compute the increments (m,) from a rounded ΔH, and where the determinant exists (m,).
 
-        The trace of the rounded ΔH is replaced by the exact one. point (m, P), precision (m, C, C).
+        To first order the log determinant is tr H⁻¹ΔH. That of the rounded ΔH is replaced by
+        `change.trace`, which is in float64. point (m, P), precision: Λ of the new rows (m, C, C).
         """
         rounding = change.trace - change.packed.double() @ initial.packed_inverse
-        half, positive = self._half_logdet_change(change.packed, point, precision, initial)
+        half, positive = self._compute_half_logdet_change(change.packed, point, precision, initial)
         return -half - 0.5 * rounding, positive
 
-    def _half_logdet_change(
+    def _compute_half_logdet_change(
         self, change: Tensor, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
         """Compute ½ log|H + ΔH + JᵀΛJ| − ½ log|H| (m,), and where it exists (m,).
 
-        It exists where the matrix is positive definite. change (m, pairs · v) is the packed ΔH;
-        matrices have its precision. point (m, P), precision (m, C, C) of the new rows. The value is
-        a sum of logarithms of ratios of pivots, which are near one: no two large determinants are
-        subtracted.
+        change: the packed ΔH (m, pairs · v), in whose dtype the matrices are. point (m, P),
+        precision: Λ of the new rows (m, C, C). The value is a sum of logarithms of ratios of
+        pivots, which are near one: no two large determinants are subtracted.
         """
         pivots, infos = [], []
-        for H in self._yield_augmented_curvatures(change, point, precision, initial):
+        for H in self._yield_task_curvatures(change, point, precision, initial):
             factor, info = torch.linalg.cholesky_ex(H)
             pivots.append(factor.diagonal(dim1=-2, dim2=-1))
             infos.append(info)
@@ -461,41 +490,48 @@ class Group:
         """Return the number of P×P matrices that fit the cache together, at least one."""
         return max(CACHE_BYTES // (8 * self.refit.gradient.numel() ** 2), 1)
 
-    def _yield_augmented_curvatures(
+    def _yield_task_curvatures(
         self, change: Tensor, point: Tensor, precision: Tensor, initial: InitialCurvature
     ) -> Iterator[Tensor]:
-        """Yield H + ΔH + JᵀΛJ of as many tasks as fit the cache (k, P, P), in the precision of ΔH.
+        """Yield H̃ = H + ΔH + JᵀΛJ of the tasks as full matrices (k, P, P), k tasks at a time.
 
-        change (m, pairs · v) is the packed ΔH. point (m, P) gives the change of the prior's
-        curvature, precision (m, C, C) is Λ.
+        k is `_matrices_at_once`, and the tasks are in order. change: the packed ΔH of the data
+        (m, pairs · v), in whose dtype the matrices are. point (m, P): where each task is, from
+        which the change of a prior's curvature follows. precision: Λ of the new rows (m, C, C).
+        initial: H, whose contrasts, if any, Λ is projected to.
         """
         m, C, F = len(self.y), initial.outputs, self.phi.shape[1]
         dtype = change.dtype
         if initial.contrasts is not None:
             precision = initial.contrasts.project_matrices(precision)
-        by_pairs = torch.stack([precision[:, a, b] for a, b in index_pairs(C)], 1)
+        by_pairs = torch.stack([precision[:, a, b] for a, b in list_index_pairs(C)], 1)
+
         # JᵀΛJ, packed as ΔH: each entry of Λ times all products of two features.
-        new_row = by_pairs.unsqueeze(-1) * pairwise_products(self.phi).unsqueeze(1)
+        new_row = by_pairs.unsqueeze(-1) * multiply_pairs(self.phi).unsqueeze(1)
         packed = new_row.flatten(1).to(dtype) + change
-        prior_precision = initial.prior.precision(self.refit.from_basis(point))
-        for part in torch.arange(m).split(self._matrices_at_once):
+        prior_precision_change = initial.prior.compute_precision_change(
+            self.refit.from_basis(point)
+        )
+
+        for tasks in torch.arange(m).split(self._matrices_at_once):
             H = (
-                packed[part]
-                .index_select(1, packed_positions(C, F))
+                packed[tasks]
+                .index_select(1, list_packed_positions(C, F))
                 .reshape(-1, C * F, C * F)
                 .add_(initial.matrix.to(dtype))
             )
-            if prior_precision is not None:
-                H += change_basis(prior_precision[part], self.refit.basis).to(dtype)
+            if prior_precision_change is not None:
+                H += change_basis(prior_precision_change[tasks], self.refit.basis).to(dtype)
             yield H
 
     def _yield_row_changes(
         self, point: Tensor, initial: InitialCurvature
     ) -> Iterator[tuple[Block, Tensor]]:
-        """Yield blocks of rows with Λ(f̃_i) − Λ(f̂_i) of their rows under all tasks (pairs, b, m).
+        """Yield the training rows in blocks, with ΔΛ of their rows in all tasks (pairs, b, m).
 
-        The entries are those of the pairs a ≤ b. Blocks without a change (Gaussian noise) are left
-        out. point (m, P).
+        ΔΛ_i = Λ(f̃_i) − Λ(f̂_i) at points (m, P), times the row's weight, of which the pairs a ≤ b
+        of outputs are kept. initial: its kind is that of Λ, and its contrasts, if any, are the
+        outputs. A block without a change, as with Gaussian noise, is left out.
         """
         if initial.contrasts is not None:
             yield from self._yield_class_row_changes(point, initial.contrasts)
@@ -510,22 +546,22 @@ class Group:
                 ).unsqueeze(1)
             if bool(change.any()):
                 by_entry = block.apply_weights(change).movedim((-2, -1), (0, 1)).flatten(0, 1)
-                yield stored, by_entry[upper_positions(self.refit.outputs)]
+                yield stored, by_entry[list_upper_positions(self.refit.outputs)]
 
     def _yield_class_row_changes(
         self, point: Tensor, contrasts: Contrasts
     ) -> Iterator[tuple[Block, Tensor]]:
-        """Yield what `_yield_row_changes` does for a softmax, in contrasts of classes.
+        """Yield what `_yield_row_changes` does, for a softmax in contrasts of classes.
 
-        The values at θ̂ are stored for the block.
+        point (m, P). Λ at θ̂ is stored for the block (see `LastLayerRefit.store_for_block`).
         """
         for stored, block, f in self.yield_outputs(point):
             before = self.refit.store_for_block(
                 stored,
                 f"pairs {f.dtype}",
-                partial(contrasts.projected_softmax_curvature, block.f.mT),
+                partial(contrasts.project_softmax_curvature, block.f.mT),
             )
-            change = contrasts.projected_softmax_curvature(f.movedim(-1, 0)).sub_(
+            change = contrasts.project_softmax_curvature(f.movedim(-1, 0)).sub_(
                 before.unsqueeze(-1)
             )
             if block.weights is not None:
@@ -535,67 +571,67 @@ class Group:
     def _sum_packed_change(
         self, point: Tensor, initial: InitialCurvature, dtype: torch.dtype
     ) -> PackedChange:
-        """Compute ΔH = Σ_i (Λ(f̃_i) − Λ(f̂_i)) ⊗ φφᵀ at points (m, P), packed and in `dtype`.
+        """Compute ΔH = Σ_i ΔΛ_i ⊗ φ_iφ_iᵀ at points (m, P), packed and in `dtype`, and tr H⁻¹ΔH.
 
-        It is a product of the tasks' ΔΛ with vech(φφᵀ) of the rows, which all tasks share. The
-        trace of H⁻¹ΔH is summed in double precision.
+        ΔH is one product of the ΔΛ of all tasks with vech(φφᵀ) of the rows, which all tasks share.
+        The trace is Σ_i tr K_iΔΛ_i, with H = `initial`; it is summed in float64.
         """
         m, F = len(point), self.phi.shape[1]
-        count = len(index_pairs(initial.outputs))
+        count = len(list_index_pairs(initial.outputs))
         total = torch.zeros(m * count, F * (F + 1) // 2, dtype=dtype)
         trace = torch.zeros(m, dtype=torch.float64)
         for block, change in self._yield_row_changes(point, initial):
-            K = self.refit.paired_covariances(block, initial).to(change.dtype)
+            K = self.refit.list_paired_covariances(block, initial).to(change.dtype)
             trace += torch.einsum("pb,pbm->m", K, change)
             by_task = change.to(dtype).movedim(-1, 0).reshape(m * count, -1)
-            total.addmm_(by_task, self.refit.feature_products(block, dtype))
+            total.addmm_(by_task, self.refit.multiply_features(block, dtype))
         return PackedChange(total.reshape(m, -1), trace)
 
     def _compute_trace_and_bound(
         self, point: Tensor, initial: InitialCurvature
     ) -> tuple[Tensor, Tensor]:
-        """Compute tr H⁻¹ΔH = Σ_i tr K_iΔΛ_i, and a bound on ‖H⁻¹ΔH‖, Σ_i Σ_ab |K_i||ΔΛ_i|: both
-        (m,).
+        """Compute tr H⁻¹ΔH (m,), and a bound on ‖H⁻¹ΔH‖ (m,), for points (m, P) and H = `initial`.
 
-        No matrix is formed: the K_i of the training rows are shared by all tasks.
+        The trace is Σ_i tr K_iΔΛ_i, and the bound Σ_i Σ_ab |K_iab||ΔΛ_iab|. No P×P matrix is
+        formed: all tasks share the K_i of the training rows.
         """
         trace = torch.zeros(len(point), dtype=torch.float64)
         bound = torch.zeros(len(point), dtype=torch.float64)
         for block, change in self._yield_row_changes(point, initial):
-            K = self.refit.paired_covariances(block, initial).to(change.dtype)
+            K = self.refit.list_paired_covariances(block, initial).to(change.dtype)
             trace += torch.einsum("pb,pbm->m", K, change)
             bound += torch.einsum("pb,pbm->m", K.abs(), change.abs())
         return trace, bound
 
 
 def _cast_target(y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return targets in a precision; whole numbers (classes) stay as they are."""
+    """Return targets y, of any shape, in `dtype`; whole numbers (classes) stay as they are."""
     return y.to(dtype) if y.is_floating_point() else y
 
 
-def index_pairs(size: int) -> list[tuple[int, int]]:
+def list_index_pairs(size: int) -> list[tuple[int, int]]:
     """Return all pairs (a, b) with a ≤ b < size, in the order of the rows of an upper triangle."""
     return [(a, b) for a in range(size) for b in range(a, size)]
 
 
 @lru_cache(maxsize=8)
-def upper_positions(size: int) -> Tensor:
-    """Return the positions of the pairs a ≤ b in a flattened size × size matrix (pairs,)."""
-    return torch.tensor([a * size + b for a, b in index_pairs(size)])
+def list_upper_positions(size: int) -> Tensor:
+    """Return the positions (pairs,) of the pairs a ≤ b in a flattened size × size matrix."""
+    return torch.tensor([a * size + b for a, b in list_index_pairs(size)])
 
 
-def pairwise_products(phi: Tensor) -> Tensor:
-    """Return vech(φφᵀ) of rows, the upper triangles by rows: (b, F) -> (b, F(F + 1)/2)."""
+def multiply_pairs(phi: Tensor) -> Tensor:
+    """Return vech(φφᵀ) of rows φ (b, F), the upper triangles of φφᵀ by rows: (b, F(F + 1)/2)."""
     triangle = torch.triu_indices(phi.shape[1], phi.shape[1])
     return phi[:, triangle[0]] * phi[:, triangle[1]]
 
 
 @lru_cache(maxsize=8)
-def packed_positions(outputs: int, size: int) -> Tensor:
-    """Return the position of each entry of a P×P matrix in its packed form (P²,).
+def list_packed_positions(outputs: int, size: int) -> Tensor:
+    """Return the position of each entry of a P×P matrix in its packed form, flattened (P²,).
 
-    The matrix has outputs × outputs symmetric blocks of size × size. The packed form has the upper
-    triangles of the blocks a ≤ b, one after the other.
+    The matrix has outputs × outputs blocks of size × size, P = outputs · size. The packed form is
+    that of the module's docstring.
     """
     triangle = torch.triu_indices(size, size)
     position = torch.empty(size, size, dtype=torch.long)
@@ -603,7 +639,7 @@ def packed_positions(outputs: int, size: int) -> Tensor:
     position[triangle[0], triangle[1]] = numbers
     position[triangle[1], triangle[0]] = numbers
     index = torch.empty(outputs, size, outputs, size, dtype=torch.long)
-    for k, (a, b) in enumerate(index_pairs(outputs)):
+    for k, (a, b) in enumerate(list_index_pairs(outputs)):
         index[a, :, b, :] = k * triangle.shape[1] + position
         index[b, :, a, :] = index[a, :, b, :]
     return index.flatten()
@@ -615,9 +651,9 @@ def change_basis(H: Tensor, basis: Tensor) -> Tensor:
 
     def solve_left(matrix: Tensor) -> Tensor:
         """Return T⁻¹ M for a matrix M (…, P, P)."""
-        parts = matrix.reshape(*matrix.shape[:-2], P // F, F, P)
+        by_output = matrix.reshape(*matrix.shape[:-2], P // F, F, P)
         solved: Tensor = torch.linalg.solve_triangular(
-            basis.expand(*parts.shape[:-2], F, F), parts, upper=False
+            basis.expand(*by_output.shape[:-2], F, F), by_output, upper=False
         )
         return solved.reshape(matrix.shape)
 

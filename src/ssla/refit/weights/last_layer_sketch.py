@@ -17,6 +17,9 @@ cheap:
 - the vectors are the same for all tasks.
 
 It fails where A has eigenvalues that are not small beside one. The stated error is then large.
+
+Terms and symbols are those of `ssla.refit.weights`; H₁ and G are those of `last_layer_products`. S
+is the number of vectors, π_i the probability with which row i is sampled, and K_i = J_i H₁⁻¹ J_iᵀ.
 """
 
 from __future__ import annotations
@@ -46,13 +49,14 @@ class Estimate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class SharedVectors:
-    """The random vectors of a sketch with their outputs on all training rows, which all tasks
-    share.
+    """The random vectors of a sketch, with their outputs on all training rows.
+
+    All tasks share them.
     """
 
-    f: Tensor  # at θ̂ (n, C)
-    y: Tensor
-    weights: Tensor | None
+    f: Tensor  # outputs at θ̂ (n, C)
+    y: Tensor  # targets (n, …)
+    weights: Tensor | None  # of rows (n,); None: all one
     w: Tensor  # of N(0, H⁻¹) (S, P)
     v: Tensor  # J_i w_s (n, C, S)
     K: Tensor  # J_i H⁻¹ J_iᵀ (n, C, C)
@@ -61,10 +65,10 @@ class SharedVectors:
 def compute_shared_vectors(
     blocks: list[Block], w: Tensor, covariances: list[Tensor]
 ) -> SharedVectors:
-    """Compute the outputs of vectors w (S, P) on the rows of all blocks, with features (b, F).
+    """Compute the outputs of vectors w (S, P) on the training rows of all blocks.
 
-    covariances: J_i H⁻¹ J_iᵀ of the rows of each block (b, C, C). Blocks all have weights, or none
-    has.
+    covariances: J_i H⁻¹ J_iᵀ of the rows of each block (b, C, C). Either all blocks have weights,
+    or none has.
     """
     f = torch.cat([block.f for block in blocks])
     y = torch.cat([block.y for block in blocks])
@@ -76,9 +80,9 @@ def compute_shared_vectors(
 
 
 class Sampled(NamedTuple):
-    """Some training rows and what one task does to them."""
+    """Sampled training rows (b of them), and what one task does to them."""
 
-    y: Tensor
+    y: Tensor  # (b, …)
     before: Tensor  # f̂ (b, C)
     f: Tensor  # the task's own outputs (b, C)
     weight: Tensor  # 1/π_i times the row's own weight (b,)
@@ -87,11 +91,11 @@ class Sampled(NamedTuple):
     K: Tensor  # J_i H₁⁻¹ J_iᵀ (b, C, C)
 
 
-def sampling_probabilities(size: Tensor, count: int) -> Tensor:
-    """Return the probabilities π (n,) with which rows are sampled, of sum `count` and at most one.
+def compute_sampling_probabilities(size: Tensor, count: int) -> Tensor:
+    """Compute the probabilities π (n,) with which rows are sampled: at most one, of sum `count`.
 
-    They are in proportion to the sizes (n,) plus a floor. All are one where there are not more rows
-    than `count`.
+    They are in proportion to the sizes (n,) plus a floor: the size of a row is how much it changes.
+    If there are not more rows than `count`, all are one.
     """
     n = len(size)
     if count >= n:
@@ -109,10 +113,10 @@ def sampling_probabilities(size: Tensor, count: int) -> Tensor:
 
 
 def sample_systematically(pi: Tensor, offset: float) -> Tensor:
-    """Choose rows (b,) with inclusion probabilities π (n,) by systematic sampling.
+    """Choose rows (b,), by number, with inclusion probabilities π (n,), by systematic sampling.
 
-    A row is chosen where the cumulated sum of π passes `offset` plus a whole number, with offset in
-    [0, 1).
+    A row is chosen if the cumulated sum of π passes a whole number at it. The sum begins at
+    `offset`, in [0, 1). Nothing is random here: the offset decides.
     """
     after = pi.double().cumsum(0) + offset
     before = after - pi.double()
@@ -120,61 +124,60 @@ def sample_systematically(pi: Tensor, offset: float) -> Tensor:
 
 
 def estimate_remainder(likelihood: Likelihood, sampled: Sampled, fisher: bool) -> Estimate:
-    """Estimate tr[log(I + A) − A] of one task from sampled rows.
+    """Estimate tr[log(I + A) − A] of one task from sampled rows, with the standard error.
 
     fisher: ΔΛ is the change of the Fisher information; False: of the observed curvature.
     """
     y, before, f, weight, inverse, v, K = sampled
     b, C, S = v.shape
-    change = row_precisions(likelihood, y, f, fisher) - row_precisions(
+    change = compute_row_precisions(likelihood, y, f, fisher) - compute_row_precisions(
         likelihood, y, before, fisher
     )
     scaled = change * weight[:, None, None]
     pushed = scaled @ v
     Q = (v.reshape(b * C, S).mT @ pushed.reshape(b * C, S)).double()
     K_change = K @ change
+
     # What sampling rows adds to E Q_st Q_ts (see the module's docstring).
     squares = (K_change * K_change.mT).sum((-2, -1))  # tr K_iΔΛ_iK_iΔΛ_i, the row weights apart
     added = (weight * weight * (1 - 1 / inverse) * squares).sum(dtype=torch.float64)
+
     # Both controls have the expectation zero, given the rows.
     trace_control = Q.diagonal() - (weight * K_change.diagonal(dim1=-2, dim2=-1).sum(-1)).sum(
         dtype=torch.float64
     )
+
     # `pushed` is not needed any more, so its memory is used again.
     torch.matmul(scaled @ K_change, v, out=pushed)
     quadratic = pushed.mul_(v).sum(1).sum(0, dtype=torch.float64)
     square_control = quadratic - (weight * squares).sum(dtype=torch.float64)
-    return remainder_from_products(Q, torch.stack([trace_control, square_control], 1), float(added))
+    return compute_remainder_from_products(
+        Q, torch.stack([trace_control, square_control], 1), float(added)
+    )
 
 
-def row_precisions(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
-    """Return Λ_i of rows with targets y and outputs f (b, C): (b, C, C).
+def compute_row_precisions(likelihood: Likelihood, y: Tensor, f: Tensor, fisher: bool) -> Tensor:
+    """Compute Λ_i of rows with targets y (b, …) and outputs f (b, C): (b, C, C).
 
-    fisher: the Fisher information; False: the observed precision.
+    fisher: the Fisher information; False: the observed curvature.
     """
     precision = likelihood.fisher(f) if fisher else likelihood.precision(y, f)
     return precision.expand(*f.shape, f.shape[-1])
 
 
-def remainder_from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
-    """Estimate tr[log(I + A) − A] from products Q (S, S) of the vectors.
+def compute_remainder_from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> Estimate:
+    """Estimate tr[log(I + A) − A] from products Q (S, S) of the vectors, with the standard error.
 
     Q_st = u_sᵀ ΔH z_t, where E z_s u_sᵀ = H⁻¹, need not be symmetric. controls (S, k): control
     variates with the expectation zero. added: what the sampling of rows adds to E Q_st Q_ts. The
-    error is infinite where the mean eigenvalue is at most −½.
+    error is infinite if the mean eigenvalue of A, under the weights λ², is at most −½.
     """
     S = len(Q)
     off_diagonal = Q - torch.diag(Q.diagonal())
     squared = off_diagonal @ off_diagonal
     pairs = off_diagonal * off_diagonal.mT  # Q_st Q_ts
-    means = pairs.sum(1) / (S - 1) - added  # of each vector s, over all other vectors t
-    # The means are regressed on the control variates, which leaves less of their variance.
-    centred = controls - controls.mean(0)
-    beta = torch.linalg.lstsq(centred, (means - means.mean()).unsqueeze(1)).solution.squeeze(1)
-    residuals = means - means.mean() - centred @ beta
-    # Each pair belongs to two vectors, so a vector's own deviation counts twice.
-    second = float(means.mean() - 2 * controls.mean(0) @ beta)
-    error = 2 * float(residuals.square().sum() / (S - 1 - len(beta)) / S) ** 0.5
+    second, error = _estimate_second_moment(pairs, controls, added)
+
     # Estimates of tr A³ and tr A⁴ from triples and quadruples of distinct vectors. The diagonal is
     # zero, so neighbours in a cycle differ; quadruples whose opposite vectors are the same are
     # taken out.
@@ -185,18 +188,39 @@ def remainder_from_products(Q: Tensor, controls: Tensor, added: float = 0.0) -> 
     fourth /= S * (S - 1) * (S - 2) * (S - 3)
     if not second > 0:
         return Estimate(-0.5 * second, error)
+
     # With h(λ) = (log(1 + λ) − λ)/λ² the remainder is Σ λ² h(λ), the mean of h under the weights λ²
     # times their sum. h is expanded at the mean of λ to second order, with ½|h″| ≈ ¼/(1 + λ)².
     mean = third / second
     if not mean > -0.5:
         return Estimate(-0.5 * second, math.inf)
-    spread = max(fourth - third * mean, 0.0)
-    bend = 0.25 * spread / (1 + mean) ** 2
-    return Estimate(second * scaled_remainder(mean) - bend, math.hypot(0.5 * error, bend))
+    variance = max(fourth - third * mean, 0.0)  # of λ under the weights λ², times their sum
+    second_order = 0.25 * variance / (1 + mean) ** 2
+    return Estimate(
+        second * compute_scaled_remainder(mean) - second_order,
+        math.hypot(0.5 * error, second_order),
+    )
 
 
-def scaled_remainder(t: float) -> float:
-    """Return (log(1 + t) − t)/t² for t > −1, by its series near zero."""
+def _estimate_second_moment(pairs: Tensor, controls: Tensor, added: float) -> tuple[float, float]:
+    """Estimate tr A² from the products Q_st Q_ts (S, S), and return it with its standard error.
+
+    The diagonal of `pairs` is zero. controls (S, k), added: see `compute_remainder_from_products`.
+    """
+    S = len(pairs)
+    means = pairs.sum(1) / (S - 1) - added  # of each vector s, over all other vectors t
+    # The means are regressed on the control variates, which leaves less of their variance.
+    centred = controls - controls.mean(0)
+    beta = torch.linalg.lstsq(centred, (means - means.mean()).unsqueeze(1)).solution.squeeze(1)
+    residuals = means - means.mean() - centred @ beta
+    # Each pair belongs to two vectors, so a vector's own deviation counts twice.
+    second = float(means.mean() - 2 * controls.mean(0) @ beta)
+    error = 2 * float(residuals.square().sum() / (S - 1 - len(beta)) / S) ** 0.5
+    return second, error
+
+
+def compute_scaled_remainder(t: float) -> float:
+    """Compute (log(1 + t) − t)/t² for t > −1, by its series near zero."""
     if abs(t) < SMALL:
         return -0.5 + t / 3 - t * t / 4
     return (math.log1p(t) - t) / t**2

@@ -9,6 +9,9 @@ two ways to form it, both in float64:
 J itself is not kept in the first way: G is a sum over groups of weights, and the Jacobians of a
 group are computed when their turn comes. The assumptions are a Gaussian prior with T > 0 for every
 weight, and curvatures Λ that are positive semi-definite.
+
+Terms and symbols are those of `ssla.refit.weights` and `ssla.refit.weights.linearised`: R = n·c
+outputs of n training rows, P weights, N new rows, and J_x their Jacobians.
 """
 
 from __future__ import annotations
@@ -33,8 +36,9 @@ class OutputCovariance:
     Large parts are in the dtype of the refits, values of new rows alone are in float64.
     """
 
-    matrix: Tensor | None  # K (R, R), or
-    factor: Tensor | None  # V (R, P) with K = VVᵀ
+    # one of the two: K, or V with K = VVᵀ
+    matrix: Tensor | None  # (R, R)
+    factor: Tensor | None  # (R, P)
     blocks: Tensor  # K_i of each training row (n, c, c)
     cross_covariance: Tensor  # J H⁻¹ J_xᵀ (N, R, c)
     new_covariance: Tensor  # J_x H⁻¹ J_xᵀ (N, c, c)
@@ -48,38 +52,38 @@ class OutputCovariance:
         assert self.factor is not None
         return (values @ self.factor) @ self.factor.mT
 
-    def covariances_of_directions(self, rows: Tensor, directions: Tensor) -> Tensor:
-        """Return the covariances of outputs eᵀf_i with all outputs (k, R).
+    def compute_covariances_of_directions(self, rows: Tensor, directions: Tensor) -> Tensor:
+        """Compute the covariances eᵀK of combinations eᵀf_i with all outputs (k, R).
 
-        rows (k,): the training rows i; directions (k, c): the vectors e. Chunks bound the memory.
+        rows (k,): the training rows i. directions (k, c): the vectors e. Chunks bound the memory.
         """
         n, c, _ = self.blocks.shape
         source = self.factor if self.matrix is None else self.matrix
         assert source is not None
-        parts = []
+        covariances = []
         for chunk in torch.arange(len(rows)).split(PANEL // 8):
             e = directions[chunk].unsqueeze(1)
             at_rows = (e @ source.reshape(n, c, -1)[rows[chunk]]).squeeze(1)
             # With a factor V, eᵀK is eᵀV Vᵀ.
-            parts.append(at_rows if self.matrix is not None else at_rows @ source.mT)
-        return torch.cat(parts)
+            covariances.append(at_rows if self.matrix is not None else at_rows @ source.mT)
+        return torch.cat(covariances)
 
 
 def is_from_outputs(R: int, P: int) -> bool:
-    """Return whether K is formed from G, of all outputs, and not from H, of all weights."""
+    """Return whether K is formed from G (R × R), of all outputs, and not from H (P × P)."""
     return R <= P
 
 
 def keeps_matrix(R: int, P: int) -> bool:
-    """Return whether products with K (R × R) cost less than two with its factor (R × P)."""
+    """Return whether a product with K (R × R) costs less than two with its factor (R × P)."""
     return R <= 2 * P
 
 
-def covariance_bytes(R: int, P: int, new_outputs: int, itemsize: int) -> int:
+def count_covariance_bytes(R: int, P: int, new_outputs: int, itemsize: int) -> int:
     """Return the bytes that forming K needs at its peak.
 
-    R outputs of training rows, P weights, and the outputs of all new rows. itemsize: bytes of a
-    number in the products with K.
+    new_outputs: the number of outputs of all new rows. itemsize: bytes of a number in the products
+    with K.
     """
     # Covariances with the new outputs and with the prior's gradient, in three copies: a guess.
     sides = 3 * 8 * R * (new_outputs + 1)
@@ -99,14 +103,14 @@ class Jacobians:
 
     training: Columns
     new: Columns
-    P: int
-    R: int
-    new_outputs: int
+    P: int  # weights
+    R: int  # outputs of all training rows
+    new_outputs: int  # outputs of all new rows
     root: Tensor  # Λ_i^½ (n, c, c), with the weights of rows
     prior_gradient: Tensor  # T^-½ ∇log π(θ̂) (P,)
 
-    def times_root(self, values: Tensor) -> Tensor:
-        """Return Λ^½ times the columns of values (R, k): (R, k)."""
+    def multiply_by_root(self, values: Tensor) -> Tensor:
+        """Return Λ^½ times each column of values (R, k): (R, k)."""
         by_row = values.reshape(*self.root.shape[:2], values.shape[1])
         return (self.root @ by_row).reshape(values.shape)
 
@@ -126,22 +130,23 @@ def form_output_covariance(
 
 
 def _form_from_outputs(jacobians: Jacobians, dtype: torch.dtype, budget: int) -> OutputCovariance:
-    """Form K from G = J T⁻¹ Jᵀ of all outputs, by conditioning on the data.
+    """Form K from G = J T⁻¹ Jᵀ of all outputs, by the first way of the module's docstring.
 
-    The steps are those of the module's docstring. Arrays of R × R are deleted as soon as they are
-    not needed: COPIES counts them.
+    Arrays of R × R are changed in place, and deleted as soon as they are not needed: COPIES counts
+    them. dtype, budget: see `form_output_covariance`.
     """
     n, c, _ = jacobians.root.shape
     R, N = jacobians.R, jacobians.new_outputs // c
     G, sides, new, new_slope = _sum_prior_covariances(jacobians, budget)
-    W = jacobians.times_root(G)
-    B = jacobians.times_root(W.mT)  # I + Λ^½GΛ^½, once one is added to the diagonal
+    W = jacobians.multiply_by_root(G)
+    B = jacobians.multiply_by_root(W.mT)  # I + Λ^½GΛ^½, once one is added to the diagonal
     B.diagonal().add_(1.0)
     L = torch.linalg.cholesky(B)
     del B
     W = torch.linalg.solve_triangular(L, W, upper=False, out=W)
+
     # Covariances with the new outputs lose what the data explain, like K itself.
-    white = torch.linalg.solve_triangular(L, jacobians.times_root(sides), upper=False)
+    white = torch.linalg.solve_triangular(L, jacobians.multiply_by_root(sides), upper=False)
     del L
     sides -= W.mT @ white
     add_gram(G, W, sign=-1.0)
@@ -177,6 +182,7 @@ def _sum_prior_covariances(
     new = torch.zeros(N, c, c, dtype=torch.float64)
     new_slope = torch.zeros(jacobians.new_outputs, dtype=torch.float64)
     width = min(max(budget // SHARE // (8 * R), LEAST_WEIGHTS), P)
+
     for first in range(0, P, width):
         last = min(first + width, P)
         J = torch.empty(R, last - first, dtype=torch.float64)
@@ -191,13 +197,14 @@ def _sum_prior_covariances(
         by_row = J_new.reshape(N, c, -1)
         new += by_row @ by_row.mT
         del J, J_new, by_row  # before the next group is computed
+
     return G, sides, new, new_slope
 
 
 def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovariance:
-    """Form V with K = VVᵀ by the Cholesky factor F of H in the weights.
+    """Form V with K = VVᵀ, by the second way of the module's docstring.
 
-    K itself is formed too where products with it are cheaper.
+    K itself takes its place if products with K are cheaper. dtype: see `form_output_covariance`.
     """
     P, R, root = jacobians.P, jacobians.R, jacobians.root
     n, c, _ = root.shape
@@ -205,6 +212,7 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
     H = torch.eye(P, dtype=torch.float64)
     V = torch.empty(R, P, dtype=dtype)  # J T^-½ at first
     first = 0
+
     for J in jacobians.training(0, P):
         last = first + len(J)
         V[first:last] = J.to(dtype)
@@ -213,6 +221,7 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
         scaled = (roots @ J.reshape(len(roots), c, P)).reshape(J.shape)
         add_gram(H, scaled, sign=1.0)
         first = last
+
     F = torch.linalg.cholesky(H)
     del H
 
@@ -222,8 +231,8 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
         return solved.mT
 
     # V = J T^-½ F^-T, in place and in panels, which bounds the memory.
-    for part in torch.arange(R).split(PANEL):
-        V[part] = whiten(V[part]).to(dtype)
+    for panel in torch.arange(R).split(PANEL):
+        V[panel] = whiten(V[panel]).to(dtype)
     V_new = torch.cat([whiten(J) for J in jacobians.new(0, P)])
     gradient = whiten(jacobians.prior_gradient.unsqueeze(0)).squeeze(0)
     by_row = V.reshape(n, c, P)
@@ -241,7 +250,7 @@ def _form_from_weights(jacobians: Jacobians, dtype: torch.dtype) -> OutputCovari
 
 
 def fill_rows(total: Tensor, blocks: Iterable[Tensor]) -> None:
-    """Write blocks of rows into `total`, one below the other, in place."""
+    """Write blocks of rows (b, k) into `total` (r, k), one below the other, in place."""
     first = 0
     for block in blocks:
         total[first : first + len(block)] = block

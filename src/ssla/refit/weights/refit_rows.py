@@ -1,4 +1,7 @@
-"""The training data as a refit reads them, the change of the log prior, and operations on rows."""
+"""The training data as a refit reads them, the change of the log prior, and operations on rows.
+
+Terms and symbols are those of `ssla.refit.weights`.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ class Block(NamedTuple):
 
     x: Any  # features (b, F) with their column of ones for a last layer, cast inputs otherwise
     f: Tensor  # outputs at θ̂ (b, C)
-    y: Tensor
-    weights: Tensor | None
+    y: Tensor  # (b, …)
+    weights: Tensor | None  # (b,)
 
     @property
     def targets(self) -> Tensor:
@@ -55,7 +58,7 @@ class Block(NamedTuple):
         return self.y.unsqueeze(1)
 
     def apply_weights(self, values: Tensor) -> Tensor:
-        """Return values (b, …) times the row weights."""
+        """Return values (b, …), with each row times its weight; unchanged without weights."""
         if self.weights is None:
             return values
         return values * self.weights.reshape(-1, *[1] * (values.dim() - 1))
@@ -65,33 +68,34 @@ TrainingRows = Rows[Block]
 
 
 def open_training_data(posterior: Posterior, data: Any, purpose: DataPurpose = REFIT) -> Source:
-    """Return the data behind a posterior, or those the user gives.
+    """Return the training data behind a posterior, or those that the user gives.
 
-    data: the user's data; None: those of the posterior. purpose: the words of the error. ValueError
-    where there are none, or they can be read only once.
+    data: the user's data; None: those of the posterior. purpose: the words of the error. Raises
+    ValueError if there are no data, or if they can be read only once.
     """
     source = posterior.source if data is None else open_source(data)
     if source is None:
-        why = "this posterior does not hold them (it was loaded from a file or put together)"
+        reason = "this posterior does not hold them (it was loaded from a file or put together)"
     elif not source.repeatable:
-        why = "they came from a generator, which can be read only once"
+        reason = "they came from a generator, which can be read only once"
     else:
         return source
     call = purpose.call.format("(X, y)")
     raise ValueError(
-        f"{purpose.task} needs the training data again, but {why}. Give all the data of the fit: "
-        f"{call}."
+        f"{purpose.task} needs the training data again, but {reason}. Give all the data of the "
+        f"fit: {call}."
     )
 
 
 def open_rows(
     posterior: Posterior, data: Any, prepare: Callable[[Inputs], tuple[Any, Tensor]]
 ) -> TrainingRows:
-    """Open the training rows behind a posterior, or those the user gives, as blocks.
+    """Open the training rows behind a posterior, or those that the user gives, as blocks.
 
-    data: the user's data; None: those of the posterior. prepare: from cast inputs to (x, f at θ̂)
-    of a `Block`. Blocks are kept in memory where all of them fit a quarter of the memory budget.
-    ValueError where the rows cannot be read again.
+    data: the user's data; None: those of the posterior. prepare: a function from cast inputs to x
+    and f of a `Block`. Blocks are kept in memory (`Rows.kept`) if all of them fit a quarter of the
+    memory budget; otherwise each pass reads them again. Raises ValueError if they cannot be read
+    again; a pass raises ValueError for targets or weights that are not valid.
     """
     source = open_training_data(posterior, data)
     network, budget = posterior.network, posterior.memory_budget
@@ -114,10 +118,11 @@ def _count_bytes(block: Block) -> int:
 def check_same_data(
     posterior: Posterior, n: int, gradient: Tensor, purpose: DataPurpose = REFIT
 ) -> None:
-    """Raise a ValueError unless these rows are those of the fit: as many, with the same gradient.
+    """Raise ValueError unless some rows are those of the fit: as many, with the same gradient.
 
-    n: the number of rows; gradient (P,): ∇ℓ_D(θ̂). A difference of the gradients is measured in
-    posterior standard deviations. purpose: the words of the error.
+    n: the number of these rows. gradient (P,): their ∇ℓ_D(θ̂). A difference e of the gradients is
+    measured as √(eᵀH⁻¹e), in posterior standard deviations, and may be SAME_GRADIENT·√P. purpose:
+    the words of the error.
     """
     call = purpose.call.format("…")
     if n != posterior.statistics.n:
@@ -127,7 +132,7 @@ def check_same_data(
             "drops or samples rows, take that out."
         )
     difference = gradient - posterior.statistics.gradient
-    distance = float(difference @ _operator_with_weak_prior(posterior).solve(difference)) ** 0.5
+    distance = float(difference @ _factorise_with_weak_prior(posterior).solve(difference)) ** 0.5
     if not distance <= SAME_GRADIENT * len(difference) ** 0.5:  # also where it is NaN
         raise ValueError(
             f"{purpose.data} are not those of the fit: the log likelihood's gradient at θ̂ differs "
@@ -137,28 +142,28 @@ def check_same_data(
         )
 
 
-def _operator_with_weak_prior(posterior: Posterior) -> Operator:
-    """Return H⁻¹ with each prior precision at most twice the mean curvature of the data.
+def _factorise_with_weak_prior(posterior: Posterior) -> Operator:
+    """Return H⁻¹ in which no prior precision exceeds twice the mean curvature of the data.
 
-    A strong prior would make every difference of data look small. A prior with a full precision
-    matrix stays as it is.
+    A strong prior would make every difference of data look small. The posterior's own H⁻¹ is
+    returned if its prior is weak enough, or has a full precision matrix.
     """
     curvature = posterior.statistics.curvature
     precision = posterior.objective_prior.precision(posterior.theta)
     # The mean curvature vᵀSv/‖v‖², along a direction v that no symmetry of θ singles out. The
     # squares of P cosines sum to about P/2.
     v = torch.arange(len(posterior.theta), dtype=torch.float64).cos()
-    level = 2 * float(v @ curvature.push(v)) / len(v)
-    if precision.dim() == 2 or not 0 < level < float(precision.max()):
+    largest_allowed = 2 * float(v @ curvature.push(v)) / len(v)
+    if precision.dim() == 2 or not 0 < largest_allowed < float(precision.max()):
         return posterior.operator
-    return curvature.with_prior(precision.clamp(max=level))
+    return curvature.with_prior(precision.clamp(max=largest_allowed))
 
 
 def map_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
-    """Apply a function to each row of values and stack the results.
+    """Apply a function to each row of values (m, …), and stack the results (m, …).
 
-    Rows are mapped at once where the function can be vectorised. A user's own code with control
-    flow cannot: it is called row by row.
+    All rows are mapped at once if the function can be vectorised. A user's own code with control
+    flow cannot be: it is called row by row, and its errors are raised there.
     """
     try:
         result: Tensor = torch.func.vmap(function)(values)
@@ -169,34 +174,36 @@ def map_rows(function: Callable[[Tensor], Tensor], values: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class PriorChange:
-    """The change of log π with a step δ (m, P) from θ̂.
+    """The change of a log prior, its gradient and its curvature with steps δ (m, P) from θ̂.
 
-    For a Gaussian prior it is computed without cancellation.
+    Each step is in the coordinates of θ. For a Gaussian prior no two large values are subtracted.
     """
 
-    bound: BoundPrior
-    theta: Tensor
+    bound: BoundPrior  # π
+    theta: Tensor  # θ̂ (P,)
 
     @property
     def is_gaussian(self) -> bool:
         """Return whether the prior is Gaussian, so that its curvature does not change."""
         return isinstance(self.bound, BoundGaussian)
 
-    def value(self, step: Tensor) -> Tensor:
-        """Return log π(θ̂ + δ) − log π(θ̂) (m,)."""
+    def compute_value_change(self, step: Tensor) -> Tensor:
+        """Compute log π(θ̂ + δ) − log π(θ̂) (m,) for steps δ (m, P)."""
         if self.is_gaussian:
             # ∇log πᵀδ − ½ δᵀTδ, and −Tδ is the change of the gradient.
-            return (step * (self.bound.gradient(self.theta) + 0.5 * self.gradient(step))).sum(-1)
+            return (
+                step * (self.bound.gradient(self.theta) + 0.5 * self.compute_gradient_change(step))
+            ).sum(-1)
         return map_rows(self.bound.log_prob, self.theta + step) - self.bound.log_prob(self.theta)
 
-    def gradient(self, step: Tensor) -> Tensor:
-        """Return ∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P)."""
+    def compute_gradient_change(self, step: Tensor) -> Tensor:
+        """Compute ∇log π(θ̂ + δ) − ∇log π(θ̂) (m, P) for steps δ (m, P)."""
         if self.is_gaussian:
             return -self.bound.precision(self.theta) * step
         return map_rows(self.bound.gradient, self.theta + step) - self.bound.gradient(self.theta)
 
-    def precision(self, step: Tensor) -> Tensor | None:
-        """Return the change of −∇² log π (m, P, P); None for a Gaussian prior, which has none."""
+    def compute_precision_change(self, step: Tensor) -> Tensor | None:
+        """Compute the change of −∇² log π (m, P, P) for steps δ (m, P); None if π is Gaussian."""
         if self.is_gaussian:
             return None
         after = map_rows(self.bound.precision, self.theta + step)
@@ -206,7 +213,7 @@ class PriorChange:
 
 
 def as_batch(row: Inputs) -> Inputs:
-    """Return one row of an input as a batch of one."""
+    """Return one row of an input, without a dimension for rows, as a batch of one row."""
     return map_inputs(lambda part: part.unsqueeze(0), row)
 
 
@@ -218,7 +225,7 @@ def as_matrix(precision: Tensor) -> Tensor:
 def solve_rows(operator: Operator, factor: Tensor | None, values: Tensor) -> Tensor:
     """Return H⁻¹v for each row v of values (m, P): (m, P).
 
-    factor: the Cholesky factor of H (P, P); None: the operator of the fitted structure is used.
+    factor: the Cholesky factor of H (P, P); None: H⁻¹ is `operator`, that of the fitted structure.
     """
     if factor is not None:
         return torch.cholesky_solve(values.mT, factor).mT

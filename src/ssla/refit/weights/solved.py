@@ -1,4 +1,7 @@
-"""The options and the result of a refit of the weights."""
+"""The options and the result of a refit of the weights, and the `Engine` that solves tasks.
+
+Terms and symbols are those of `ssla.refit.weights`.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +26,12 @@ MATRICES_AT_ONCE = 1 << 26  # a guess: bytes of P×P matrices formed together
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one refit. Defaults are resolved."""
+    """The options of refits, as `WeightRefit` describes them, with all defaults resolved."""
 
-    tolerance: float
-    max_steps: int
-    curvature: str
-    logdet: str
+    tolerance: float  # in posterior standard deviations
+    max_steps: int  # gradients of each task
+    curvature: str  # OBSERVED, FISHER or HESSIAN
+    logdet: str  # one of LOGDETS
     memory: int  # rounds that the ascent mixes
 
 
@@ -72,7 +75,10 @@ class Solved(NamedTuple):
 
 
 class Engine(Protocol):
-    """Refits at fixed inputs for any tasks (row of x (M,), y (M, …))."""
+    """Refits at fixed inputs x, for any tasks: rows of x (M,) and targets y (M, …).
+
+    All that does not depend on y is computed when an engine is opened.
+    """
 
     @property
     def f(self) -> Tensor:
@@ -88,7 +94,8 @@ class Engine(Protocol):
         """Find the mode of each task, in the engine's own coordinates.
 
         x_rows (M,): the row of x of each task. y (M, …): the target that is added. progress: called
-        with the number of tasks that converged (see `Progress`).
+        with the number of tasks that converged (see `Progress`). Tasks that fail are returned where
+        they ended, and marked as not converged.
         """
         ...
 
@@ -101,50 +108,60 @@ class Engine(Protocol):
     ) -> Solved:
         """Compute the increments of each task at its own mode.
 
-        x_rows (M,): the row of x of each task. y (M, …). progress: called with the number of tasks
-        that converged (see `Progress`). at: what `find_modes` returned for other targets at the
-        same rows, where the increments are computed in place of the modes for y. Tasks that fail
-        are marked as not converged.
+        x_rows (M,): the row of x of each task. y (M, …): the target that is added. progress: called
+        with the number of tasks that converged (see `Progress`). at: None, or a result of
+        `find_modes` for other targets at the same rows; no mode is searched then, and the
+        increments of y are computed at those points. Tasks that fail are marked as not converged.
         """
         ...
 
     def find_stuck(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return which tasks (M,) do not approach a mode in a few gradients: none is near θ̂.
+        """Return a mask of the tasks (M,) that do not approach a mode in a few gradients.
 
-        It is a trial before many tasks. x_rows (M,), y (M, …).
+        Such a task has no mode near θ̂. It is a cheap trial before many tasks. x_rows
+        (M,), y (M, …): see `solve`.
         """
         ...
 
-    def modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
-        """Return θ̃ of each task (M, P), for x_rows (M,) and y (M, …)."""
+    def find_weights_at_modes(self, x_rows: Tensor, y: Tensor) -> Tensor:
+        """Find the mode of each task, and return its weights θ̃ (M, P).
+
+        x_rows (M,), y (M, …): see `solve`. Tasks that fail are returned where they ended.
+        """
         ...
 
 
-def curvature_of(likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tensor) -> Tensor:
-    """Return Λ of one kind at outputs f (…, C): (…, C, C), or a shape that broadcasts to it.
+def compute_row_curvature(
+    likelihood: Likelihood, curvature_kind: str, y: Tensor, f: Tensor
+) -> Tensor:
+    """Compute Λ of one kind at outputs f (…, C): (…, C, C), or a shape that broadcasts to it.
 
-    curvature_kind: FISHER for the Fisher information; any other kind has the observed curvature.
+    y (…): the targets. curvature_kind: FISHER for the Fisher information; any other kind means the
+    observed curvature.
     """
     return likelihood.fisher(f) if curvature_kind == FISHER else likelihood.precision(y, f)
 
 
-def new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
-    """Return −½ log|I + ΛK| (m,), and where it exists (m,); NaN where it does not.
+def compute_new_row_increment(root: Tensor, precision: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute −½ log|I + ΛK| (m,), and where it exists (m,); NaN where it does not.
 
-    It is the curvature increment with the training rows' curvature frozen at θ̂. root R (m, C, C)
-    with R Rᵀ = K, precision Λ (m, C, C) of the new row. It leaves out tr H⁻¹(H(θ̃) − H(θ̂)), which
-    is O(1/n).
+    It is the curvature increment with the training rows' curvature frozen at θ̂: this leaves out tr
+    H⁻¹ΔH, which is O(1/n). root: R with R Rᵀ = K (m, C, C). precision: Λ of each task's new
+    row (m, C, C). It exists where I + RᵀΛR is positive definite.
     """
     factor = linalg.factorise_identity_plus(root, precision)
     return torch.where(factor.positive, -0.5 * factor.logdet(), torch.nan), factor.positive
 
 
-def new_row_pull(likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz: Tensor) -> Tensor:
-    """Return u = (I + ΛK)⁻¹Λ Jz at each task's new row (m, C), for Jz (m, C).
+def compute_new_row_pull(
+    likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz: Tensor
+) -> Tensor:
+    """Compute u = (I + ΛK)⁻¹Λ Jz at each task's new row (m, C), for Jz (m, C).
 
-    By Woodbury's formula a step z with H⁻¹ becomes z − H⁻¹Jᵀu with (H + JᵀΛJ)⁻¹. Λ is the observed
-    precision at outputs f (m, C), and the Fisher information where that makes I + RᵀΛR indefinite:
-    u only steers steps and is in no answer. root R (m, C, C) with R Rᵀ = K.
+    By Woodbury's formula a step z = H⁻¹g becomes z − H⁻¹Jᵀu = (H + JᵀΛJ)⁻¹g. Λ is the observed
+    curvature of target y (m, …) at outputs f (m, C), and the Fisher information where the observed
+    one makes I + RᵀΛR indefinite: u only steers steps and is in no answer. root: R with R Rᵀ = K
+    (m, C, C).
     """
     precision = likelihood.precision(y, f)
     factor = linalg.factorise_identity_plus(root, precision)
@@ -158,7 +175,7 @@ def new_row_pull(likelihood: Likelihood, y: Tensor, f: Tensor, root: Tensor, Jz:
     return v - (precision @ linalg.multiply_root(root, white).unsqueeze(-1)).squeeze(-1)
 
 
-def matrices_at_once(budget: int, size: int) -> int:
+def count_matrices_at_once(budget: int, size: int) -> int:
     """Return how many tasks may form their P×P matrices together, at least one.
 
     budget: the memory budget in bytes; size: the number of weights P. A task counts as four

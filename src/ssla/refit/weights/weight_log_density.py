@@ -9,6 +9,10 @@ at all inputs     where refits that are tried before many make no progress, or w
                   refits so far failed
 at one input      where one of its refits failed. All y of an input are then refitted by the
                   linearised network, so that its predictive is of one model.
+
+Terms and symbols are those of `ssla.refit.weights`. Here too: an input is a row of x; the rung is
+the kind of refit that a user asks for; the output refit is that of `ssla.refit.outputs`, which
+needs f̂ and K only; a trial is a short refit that shows whether there is a mode near θ̂.
 """
 
 from __future__ import annotations
@@ -53,13 +57,15 @@ MOST = 0.5  # a guess: the share of failed refits above which all inputs are lin
 class WeightLogDensity:
     """Log densities at fixed inputs, each by a refit of the weights with (x, y) added.
 
-    Every y costs a refit; `ssla.predictive.interpolation` needs few for a density.
+    Every y costs a refit; `ssla.predictive.interpolation` needs few for a density. The object
+    remembers what its refits showed: which inputs are linearised (`linearised_inputs`), and what
+    the trials found (`_findings`). Later calls depend on it.
     """
 
     refit: WeightRefit
     posterior: Posterior
     x: Inputs
-    # the output refit: where refits start from, and the fallback of failures
+    # the output refit: the fallback of failures, and the order in which refits are tried
     output: OutputLogDensity
 
     outputs_move = True
@@ -83,8 +89,8 @@ class WeightLogDensity:
     def equals_output_refit(self) -> bool:
         """Return whether the output refit gives the same answer, so that no refit is needed.
 
-        It does for Gaussian noise, a linear model, a dense structure and a Gaussian prior, if each
-        y has its own refit.
+        True for Gaussian noise, a linear model, a dense structure and a Gaussian prior, if each y
+        has its own refit.
         """
         gaussian = isinstance(self.posterior.bound_prior, BoundGaussian)
         return self.posterior.quadratic and gaussian and not self.refits_at_prediction
@@ -107,11 +113,14 @@ class WeightLogDensity:
 
     @cached_property
     def _engine(self) -> Engine:
-        """Return the engine of the network itself; ValueError where options or budget forbid it."""
-        return self._at_requested_point(self.refit.engine(self.posterior, self.x))
+        """Return the engine of the network itself.
 
-    def _at_requested_point(self, engine: Engine) -> Engine:
-        """Return the engine as it is, or one that refits with the point prediction."""
+        It is opened at the first use. Raises ValueError if options or memory budget forbid it.
+        """
+        return self._wrap_for_requested_point(self.refit.open_engine(self.posterior, self.x))
+
+    def _wrap_for_requested_point(self, engine: Engine) -> Engine:
+        """Return the engine itself for at="candidate", or around it one for at="prediction"."""
         if not self.refits_at_prediction:
             return engine
         return RefitAtPrediction(engine, predict_points(self.likelihood, engine.f))
@@ -127,35 +136,39 @@ class WeightLogDensity:
 
     @cached_property
     def _linearised_engine(self) -> Engine:
-        """Return the engine of the network linearised at θ̂; ValueError where there is none.
+        """Return the engine of the network linearised at θ̂.
 
-        Where all inputs are linearised the engine of the network is deleted: it holds the Jacobians
-        at x.
+        It is opened at the first use. If all inputs are linearised by then, the engine of the
+        network is deleted, because it holds the Jacobians at x. Raises ValueError if there can be
+        no such engine.
         """
         if bool(self.linearised_inputs.all()):
             self.__dict__.pop("_engine", None)  # where `cached_property` stores it
-        return self._at_requested_point(self.refit.linearised_engine(self.posterior, self.x))
+        return self._wrap_for_requested_point(
+            self.refit.open_linearised_engine(self.posterior, self.x)
+        )
 
     @cached_property
     def linearised_inputs(self) -> Tensor:
-        """Return which inputs have refits of the linearised network (N,).
+        """Return a mask of the inputs whose refits are those of the linearised network (N,).
 
-        Refits that fail set entries of this tensor in place.
+        Refits that fail set entries of this tensor to True, in place; none is set back.
         """
         is_requested = self.refit.linearised is True and not self.posterior.network.linear
         return torch.full((len(self.marginal.mean),), is_requested, dtype=torch.bool)
 
     @cached_property
-    def _why_not_linearised(self) -> str | None:
+    def _obstacle_to_linearising(self) -> str | None:
         """Return why the linearised network cannot replace the network; None where it can."""
-        return self.refit.why_not_linearised(self.posterior, self.x)
+        return self.refit.find_obstacle_to_linearising(self.posterior, self.x)
 
     @cached_property
     def _findings(self) -> dict[str, bool]:
-        """Return the findings of the refits so far, by name; a missing name counts as False.
+        """Return what the refits have shown so far, by name; a missing name counts as False.
 
-        tried: the easiest ones were tried. no_mode: they all made no progress. most_fail: most of
-        those at the median made none, or most of the refits failed.
+        The dictionary is changed in place. "tried": trials were made. "no_mode": no easy trial made
+        progress. "most_fail": most of the trials at the median made none, or most of the refits
+        failed.
         """
         return {}
 
@@ -166,33 +179,41 @@ class WeightLogDensity:
         return no_mode and not bool(self.linearised_inputs.all())
 
     def _linearise_inputs(self, inputs: Tensor) -> None:
-        """Mark inputs (k,) for refits of the linearised network, where that is possible.
+        """Mark inputs, by their rows of x (k,), as linearised, if that is possible.
 
-        A last layer is linear already: a refit of it that failed would fail again.
+        It is not where there is an obstacle, nor for a last layer. That is linear already: a refit
+        that failed would fail again.
         """
-        if not self.posterior.network.linear and self._why_not_linearised is None:
+        if not self.posterior.network.linear and self._obstacle_to_linearising is None:
             self.linearised_inputs[inputs] = True
 
     def _linearise_all_inputs(self, finding: str) -> None:
-        """Record a finding, and mark all inputs for refits of the linearised network."""
+        """Record a finding (a name in `_findings`), and mark all inputs as linearised.
+
+        Nothing is marked where linearising is not possible, as `_linearise_inputs` says.
+        """
         self._findings[finding] = True
         self._linearise_inputs(torch.arange(len(self.linearised_inputs)))
 
     def _try_some_refits(self, x_rows: Tensor, y: Tensor, steps: Tensor) -> None:
-        """Try refits of the network before many: a trial costs less than an hour of failures.
+        """Make trials of a few tasks, and linearise all inputs if these find no mode near θ̂.
 
-        The task that moves the weights least is tried first (steps (M,): by how much), then the
-        next ones of other inputs. If all are stuck, no refit has a mode near θ̂. Of many tasks,
-        those at the median are tried too, because easy refits say little about the others. Findings
-        are recorded, and inputs marked.
+        x_rows (M,), y (M, …): the tasks. steps (M,): how far the output refit moves the weights in
+        each of them. The task with the smallest step is tried first, then the next ones of other
+        inputs. If all are stuck, no refit has a mode near θ̂. Of many tasks, those at the median
+        are tried too, because easy refits say little about the others. Findings are recorded.
         """
         self._findings["tried"] = True
         order = torch.nan_to_num(steps, nan=math.inf).argsort(stable=True)
         first, later = order[:1], order[1:]
         elsewhere = later[x_rows[later] != x_rows[first]]
-        few = (elsewhere if len(elsewhere) else later)[: TRIALS - 1]
+        next_easiest = (elsewhere if len(elsewhere) else later)[: TRIALS - 1]
+
         # `all` stops after the easiest task where that makes progress.
-        if all(bool(self._engine.find_stuck(x_rows[part], y[part]).all()) for part in (first, few)):
+        if all(
+            bool(self._engine.find_stuck(x_rows[tasks], y[tasks]).all())
+            for tasks in (first, next_easiest)
+        ):
             self._linearise_all_inputs("no_mode")
         elif len(order) >= MANY:
             at_median = order[len(order) // 2 :][:TRIALS]
@@ -203,10 +224,12 @@ class WeightLogDensity:
     # --- refits ------------------------------------------------------------------------------
 
     def solve(self, y: Tensor, rows: Tensor | None = None) -> Solved:
-        """Refit with y (m, …) or (m, k, …) added at rows (m,): the refits (M,), in y's order.
+        """Refit with each y added, and return the results of the M tasks in the order of y.
 
-        rows: None for all inputs. Tasks that failed are returned as they ended. The first call with
-        more than TRIALS tasks tries some of them first (`_try_some_refits`).
+        y (m, …), or (m, k, …) with k candidates for each row; M is m or m·k. rows (m,): the rows of
+        x that y belongs to; None: all rows. Tasks that failed are returned as they ended, and those
+        that were not tried as `Solved.untried`. The first call with more than TRIALS tasks makes
+        trials (`_try_some_refits`); it and failures change `linearised_inputs`.
         """
         x_rows, flat = self._flatten_tasks(y, rows)
         if not len(x_rows):
@@ -218,78 +241,89 @@ class WeightLogDensity:
         if self.refits_stopped:
             return Solved.untried(len(x_rows))
         solved = self._solve_network(x_rows, flat)
-        again = self.linearised_inputs[x_rows].nonzero().squeeze(-1)
-        with _progress_bar(len(again), self.refit.progress) as progress:
+
+        linearised = self.linearised_inputs[x_rows].nonzero().squeeze(-1)
+        with _show_progress_bar(len(linearised), self.refit.progress) as progress:
             # Without tasks the engine is not opened.
-            for tasks in split_tasks(again, self._linearised_engine if len(again) else None):
-                part = self._linearised_engine.solve(x_rows[tasks], flat[tasks], progress)
-                solved = solved.with_tasks(tasks, part)
+            engine = self._linearised_engine if len(linearised) else None
+            for tasks in split_tasks(linearised, engine):
+                answers = self._linearised_engine.solve(x_rows[tasks], flat[tasks], progress)
+                solved = solved.with_tasks(tasks, answers)
+
         return solved
 
     def _solve_network(self, x_rows: Tensor, y: Tensor) -> Solved:
-        """Refit the network itself with y (M, …) added at inputs (M,) that are not linearised.
+        """Refit the network itself in those tasks whose inputs are not linearised.
 
-        An input with a failed refit is linearised from then on; all inputs are, once most refits
-        failed. Tasks that are left out are returned as untried.
+        x_rows (M,), y (M, …): all tasks. Returns the results of all of them (M,), untried for the
+        tasks that are left out. An input with a failed refit is linearised from then on, and all
+        inputs are once most refits have failed.
         """
         solved = Solved.untried(len(x_rows))
         tasks_left = (~self.linearised_inputs[x_rows]).nonzero().squeeze(-1)
         tried = failed = 0
-        with _progress_bar(len(tasks_left), self.refit.progress) as progress:
+        with _show_progress_bar(len(tasks_left), self.refit.progress) as progress:
             while len(tasks_left):
                 tasks = split_tasks(tasks_left, self._engine)[0]
-                part = self._engine.solve(x_rows[tasks], y[tasks], progress)
-                solved = solved.with_tasks(tasks, part)
+                answers = self._engine.solve(x_rows[tasks], y[tasks], progress)
+                solved = solved.with_tasks(tasks, answers)
                 tried += len(tasks)
-                failed += int((~part.converged).sum())
-                self._linearise_inputs(x_rows[tasks[~part.converged]])
+                failed += int((~answers.converged).sum())
+                self._linearise_inputs(x_rows[tasks[~answers.converged]])
+
                 tasks_left = tasks_left[len(tasks) :]
                 if tried >= MANY and failed > MOST * tried:
                     self._linearise_all_inputs("most_fail")
                 tasks_left = tasks_left[~self.linearised_inputs[x_rows[tasks_left]]]
+
         return solved
 
-    def modes(self, y: Tensor) -> Tensor:
-        """Return θ̃(y), where each refit ends: of y's shape, and P.
+    def find_weights_at_modes(self, y: Tensor) -> Tensor:
+        """Refit with each y added at its row of x, and return the weights θ̃(y) where it ends.
 
-        Refits that fail are returned where they end.
+        y (N, …), or (N, k, …) with k candidates for each row: the result is (N, P) or (N, k, P).
+        Refits that fail are returned where they end: no input is linearised by this call.
         """
         x_rows, flat = self._flatten_tasks(y, None)
-        modes = torch.empty(len(x_rows), len(self.posterior.theta), dtype=torch.float64)
-        linearised = self.linearised_inputs[x_rows]
-        # Engines are named, so that one without tasks is not opened.
-        for chosen, name in ((~linearised, "_engine"), (linearised, "_linearised_engine")):
+        weights = torch.empty(len(x_rows), len(self.posterior.theta), dtype=torch.float64)
+        is_linearised = self.linearised_inputs[x_rows]
+
+        for use_linearised, chosen in ((False, ~is_linearised), (True, is_linearised)):
             tasks = chosen.nonzero().squeeze(-1)
-            if len(tasks):
-                engine: Engine = getattr(self, name)
-                for part in split_tasks(tasks, engine):
-                    modes[part] = engine.modes(x_rows[part], flat[part])
-        return modes.reshape(*self._answer_shape(y), -1)
+            if not len(tasks):  # an engine without tasks is not opened
+                continue
+            engine = self._linearised_engine if use_linearised else self._engine
+            for group in split_tasks(tasks, engine):
+                weights[group] = engine.find_weights_at_modes(x_rows[group], flat[group])
+        return weights.reshape(*self._find_answer_shape(y), -1)
 
     def _flatten_tasks(self, y: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return the row of x of each task (M,), and its y (M, …), for y (m, …) or (m, k, …).
+        """Return the tasks of y (m, …) or (m, k, …): the row of x of each (M,), and its y (M, …).
 
-        rows (m,): the rows that y belongs to; None: all rows.
+        rows (m,): the rows of x that y belongs to; None: all rows. Classes become whole numbers.
         """
         per_row = y.shape[1] if y.dim() > 1 + self._target_dimensions else 1
         index = torch.arange(len(y)) if rows is None else rows
         flat = y.reshape(-1, *y.shape[y.dim() - self._target_dimensions :])
-        classes = self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "class"
-        return index.repeat_interleave(per_row), flat.long() if classes else flat
+        has_classes = self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "class"
+        return index.repeat_interleave(per_row), flat.long() if has_classes else flat
 
     @property
     def _target_dimensions(self) -> int:
         """Return the number of dimensions of one target: 1 where y is a vector, else 0."""
         return int(self.likelihood.support_for(self.marginal.mean.shape[1]).kind == "vector")
 
-    def _answer_shape(self, y: Tensor) -> torch.Size:
+    def _find_answer_shape(self, y: Tensor) -> torch.Size:
         """Return the shape of the answers for y: y's, without the dimension of a vector target."""
         return y.shape[:-1] if self._target_dimensions else y.shape
 
-    # --- what refits that failed come to -----------------------------------------------------
+    # --- failures ----------------------------------------------------------------------------
 
     def check_failures(self, solved: Solved) -> Tensor:
-        """Return which tasks failed (M,); RuntimeError if some did and on_failure is "raise"."""
+        """Return a mask of the tasks that failed (M,).
+
+        Raises RuntimeError if some failed and on_failure is "raise".
+        """
         failed = ~solved.converged
         if self.refit.on_failure == RAISE and bool(failed.any()):
             worst = float(torch.nan_to_num(solved.norm[failed], nan=math.inf).max())
@@ -303,19 +337,23 @@ class WeightLogDensity:
 
     @property
     def _failure_cause(self) -> str:
-        """Return the part of a message that says why refits fail, with the figure of the report."""
+        """Return the part of a message that says why refits fail and what to do about it.
+
+        It states how far the report says that θ̂ is from the mode.
+        """
         report = self.posterior.report
         per_parameter = report.residual_after / math.sqrt(report.parameters)
         context = ""
         if self.refits_stopped:
             context += f"The {TRIALS} easiest made no progress, so the others were not tried. "
         may_linearise = not self.posterior.network.linear and self.refit.linearised is None
-        if may_linearise and self._why_not_linearised is not None:
-            context += f"{self._why_not_linearised} "
+        if may_linearise and self._obstacle_to_linearising is not None:
+            context += f"{self._obstacle_to_linearising} "
         training = ""
         if per_parameter > AT_MODE:
             polish = "mode='polish', " if report.mode != POLISH else ""
             training = f"train the network to convergence under this prior, {polish}"
+
         return (
             f"{context}The weights are {report.residual_after:.3g} posterior standard deviations "
             f"from the mode ({per_parameter:.2g} per parameter). Likely causes: (a) they are no "
@@ -325,10 +363,11 @@ class WeightLogDensity:
         )
 
     def warn_of_failures(self, failed: int, count: int, answers: str) -> None:
-        """Warn where the linearised network took the network's place, and of refits that failed.
+        """Warn that inputs were linearised, and that refits failed, if this happened.
 
-        failed: how many of `count` answers are NaN or those of the output refit. answers: what they
-        are called. Nothing is said of failures that raise or that the user asked for as NaN.
+        failed: how many of the `count` answers are NaN or those of the output refit. answers: their
+        plural name in the warning. No warning is given for linearised=True, for failures with
+        on_failure="raise", and for those with on_failure="nan" unless all refits were stopped.
         """
         linearised = int(self.linearised_inputs.sum())
         if linearised and self.refit.linearised is None:
@@ -365,10 +404,12 @@ class WeightLogDensity:
     # --- answers -----------------------------------------------------------------------------
 
     def density_at(self, y: Tensor, rows: Tensor | None = None) -> Density:
-        """Return un-normalised log densities of y (m, …) at rows (m,); None: all rows.
+        """Return the un-normalised log density of each y, with flags; all have y's shape.
 
-        Refits that failed have the output refit's density, NaN, or raise a RuntimeError, as
-        `on_failure` sets.
+        y (m, …), or (m, k, …) with k candidates for each row. rows (m,): the rows of x that y
+        belongs to; None: all rows. A refit that failed gives the output refit's density for
+        on_failure="fallback", and NaN for "nan". Raises RuntimeError for "raise". No warning is
+        given: `warn_of_failures` does that.
         """
         solved = self.solve(y, rows)
         failed = self.check_failures(solved)
@@ -378,7 +419,7 @@ class WeightLogDensity:
             if self.refit.on_failure == FALLBACK:
                 replacement = self.output.density_at(y, rows).log.reshape(-1)
             total = torch.where(failed, replacement, total)
-        shape = self._answer_shape(y)
+        shape = self._find_answer_shape(y)
         return Density(
             total.reshape(shape),
             solved.fallback.reshape(shape),
@@ -391,47 +432,49 @@ class WeightLogDensity:
         return self.increments(y)
 
     def increments(self, y: Tensor, rows: Tensor | None = None) -> Increments:
-        """Return the three increments of y (m, …) at rows (m,); None: all rows.
+        """Return the three increments of each y; all have y's shape.
 
-        Each has the shape of y. Where a refit failed they are those of the output refit, or NaN,
-        with a warning, or a RuntimeError is raised, as `on_failure` sets.
+        y (m, …), or (m, k, …) with k candidates for each row. rows (m,): the rows of x that y
+        belongs to; None: all rows. A refit that failed gives the output refit's increments for
+        on_failure="fallback", and NaN for "nan", with a warning. Raises RuntimeError for "raise".
         """
         solved = self.solve(y, rows)
         failed = self.check_failures(solved)
         self.warn_of_failures(int(failed.sum()), failed.numel(), "refits of the weights")
-        parts = [solved.likelihood, solved.prior, solved.curvature]
+        increments = [solved.likelihood, solved.prior, solved.curvature]
         if bool(failed.any()):
             if self.refit.on_failure == FALLBACK:
                 output_refit = self.output if rows is None else self.output.select_rows(rows)
-                instead = output_refit(y)
-                replacement = [
-                    part.reshape(-1)
-                    for part in (instead.likelihood, instead.prior, instead.curvature)
+                of_outputs = output_refit(y)
+                replacements = [
+                    increment.reshape(-1)
+                    for increment in (of_outputs.likelihood, of_outputs.prior, of_outputs.curvature)
                 ]
             else:
-                replacement = [torch.full_like(parts[0], torch.nan)] * 3
-            parts = [
-                torch.where(failed, replaced, part)
-                for part, replaced in zip(parts, replacement, strict=True)
+                replacements = [torch.full_like(increments[0], torch.nan)] * 3
+            increments = [
+                torch.where(failed, replacement, increment)
+                for increment, replacement in zip(increments, replacements, strict=True)
             ]
-        likelihood, prior, curvature = (part.reshape(self._answer_shape(y)) for part in parts)
+        shape = self._find_answer_shape(y)
+        likelihood, prior, curvature = (increment.reshape(shape) for increment in increments)
         return Increments(likelihood, prior, curvature, self.posterior.convention)
 
 
 def split_tasks(tasks: Tensor, engine: Engine | None) -> list[Tensor]:
-    """Return the tasks (M,) in groups that the engine solves together.
+    """Return the numbers of the tasks (M,) in groups that the engine solves together.
 
-    None for the engine, where there are no tasks, gives no groups.
+    engine: None if there are no tasks; the list is then empty.
     """
     return [] if engine is None else list(tasks.split(engine.tasks_at_once))
 
 
 @contextmanager
-def _progress_bar(count: int, show: bool | None) -> Iterator[Progress | None]:
-    """Show a bar over `count` tasks where that is wanted, and yield the function that moves it.
+def _show_progress_bar(count: int, show: bool | None) -> Iterator[Progress | None]:
+    """Show a progress bar over `count` tasks, and yield the function that moves it.
 
-    The function is None without a bar. The bar counts the tasks that converged, and says how many
-    gradients were taken. show: True, False, or None: as `is_progress_wanted` decides.
+    The bar counts the tasks that converged, and shows how many gradients were taken. show: True or
+    False; None: as `is_progress_wanted` decides. Without a bar, None is yielded.
     """
     tqdm = tqdm_class(required=show is True) if count and is_progress_wanted(show) else None
     if tqdm is None:

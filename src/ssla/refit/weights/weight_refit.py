@@ -1,4 +1,15 @@
-"""SSLA: a real refit of the weights on all of the data plus (x, y), for every candidate y."""
+"""SSLA: a real refit of the weights on all of the data plus (x, y), for every candidate y.
+
+Terms and symbols are those of `ssla.refit.weights`. An engine prepares what does not depend on y,
+and then solves any tasks (`ssla.refit.weights.solved.Engine`):
+
+dense          a last layer whose P×P matrices for each task fit the memory budget
+products       a larger last layer, by products with its features
+all weights    any other weights
+linearised     the network linearised at θ̂, where the network itself has no mode near θ̂
+
+An obstacle is a text for a user: why something is not possible, and what to do instead.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +26,18 @@ from ssla.priors import BoundGaussian
 from ssla.refit.increments import FISHER, OBSERVED
 from ssla.refit.outputs import OutputRefit
 from ssla.refit.weights.all_weights import open_all_weights
-from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, dual_task_bytes
+from ssla.refit.weights.all_weights_dual import MOST_OUTPUTS, allows_dual, count_dual_task_bytes
 from ssla.refit.weights.at_prediction import CANDIDATE, POINTS
 from ssla.refit.weights.determinants import SMALL
 from ssla.refit.weights.last_layer import open_last_layer
-from ssla.refit.weights.last_layer_blocks import vectors_that_fit
-from ssla.refit.weights.last_layer_curvature import factor_bytes
+from ssla.refit.weights.last_layer_blocks import count_vectors_that_fit
+from ssla.refit.weights.last_layer_curvature import count_factor_bytes
 from ssla.refit.weights.last_layer_products import SINGLE_TOLERANCE, is_large_problem, open_products
-from ssla.refit.weights.linearised import default_logdet, open_linearised, why_not_linearised
+from ssla.refit.weights.linearised import (
+    choose_logdet,
+    find_obstacle_to_linearising,
+    open_linearised,
+)
 from ssla.refit.weights.solved import (
     EXACT,
     FAILURES,
@@ -40,6 +55,9 @@ from ssla.refit.weights.weight_log_density import WeightLogDensity
 if TYPE_CHECKING:
     from ssla.posterior import Posterior
 
+# The defaults of `WeightRefit.tolerance` for classes, whose log probabilities are then off by about
+# as much, and for other targets.
+CLASS_TOLERANCE, TOLERANCE = 1e-4, 1e-8
 # A guess: the tolerance for classes of a large last layer, whose determinants have a larger error.
 LARGE_TOLERANCE = 5e-4
 # A guess: P×P matrices that refits of a last layer hold at the peak.
@@ -56,11 +74,11 @@ NO_STRUCTURE = (
 
 @dataclass(frozen=True, eq=False)
 class WeightRefit:
-    """θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂), then the three increments at
-    θ̃ (docs/design.md).
+    """Refits of the weights: θ̃(y) = argmax ℓ_D(θ) + log p(y|x,θ) + log π(θ) − g₀ᵀ(θ − θ̂).
 
-    All (x, y) are solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode
-    without (x, y); after mode="polish" it is zero to rounding, with mode="as_is" it is left out.
+    The log density of y is the sum of the three increments at θ̃ (docs/design.md). All (x, y) are
+    solved together, deterministically. g₀, the gradient at θ̂, makes θ̂ the mode without (x, y);
+    after mode="polish" it is zero to rounding, with mode="as_is" it is left out.
 
     Fails where θ̂ is not a maximum, as in large networks trained on few rows or not to their end:
     there is no mode near it to find (docs/refits.md). At an input where a refit of the network
@@ -146,16 +164,18 @@ class WeightRefit:
     name = "weights"
 
     def __post_init__(self) -> None:
-        """Raise a ValueError for an option that is out of its range or unknown."""
+        """Raise ValueError for an option that is out of its range or unknown."""
         if self.rare is not None and (isinstance(self.rare, bool | str) or not 0 <= self.rare < 1):
             raise ValueError(
                 f"rare must be a number from 0 and below 1, for example 1e-4, but is {self.rare!r}."
             )
+
         for name, value in (("tolerance", self.tolerance), ("interpolation", self.interpolation)):
             if value is not None and (isinstance(value, bool | str) or not 0 < value < 1):
                 raise ValueError(
                     f"{name} must be a number between 0 and 1, for example 1e-8, but is {value!r}."
                 )
+
         is_whole = isinstance(self.max_steps, int) and not isinstance(self.max_steps, bool)
         if not is_whole or self.max_steps < 1:
             raise ValueError(f"max_steps must be a whole number from 1, but is {self.max_steps!r}.")
@@ -172,7 +192,7 @@ class WeightRefit:
             )
 
     def _check_candidates(self) -> None:
-        """Raise a ValueError unless candidates and half_width are both None, or both in range."""
+        """Raise ValueError unless candidates and half_width are both None, or both in range."""
         count, width = self.candidates, self.half_width
         if count is None and width is None:
             return
@@ -195,31 +215,31 @@ class WeightRefit:
 
     @property
     def refitted_point(self) -> str:
-        """Return which y is added in the refits: `at` with its default."""
+        """Return which y is added in the refits, CANDIDATE or PREDICTION: `at` with its default."""
         return CANDIDATE if self.at is None else self.at
 
     def __call__(self, posterior: Posterior, x: Inputs) -> WeightLogDensity:
-        """Return the log density of y at x by refits.
+        """Return the log density of y at the inputs x (N rows), by refits.
 
-        ValueError for a convention that the options do not allow.
+        No refit is made yet. Raises ValueError for a convention that the options do not allow.
         """
-        reason = self._why_not_convention(posterior)
-        if reason is not None:
+        obstacle = self._find_obstacle_to_convention(posterior)
+        if obstacle is not None:
             raise ValueError(
-                f"{reason} This posterior has convention={posterior.convention!r}, which leaves "
+                f"{obstacle} This posterior has convention={posterior.convention!r}, which leaves "
                 "the prior out of the curvature. Or use refit='output', 'newton' or 'none', or "
                 "posterior.with_prior(posterior.prior), the exact convention."
             )
         output = OutputRefit()(posterior, x)
         return WeightLogDensity(self, posterior, x, output)
 
-    def _why_not_convention(self, posterior: Posterior) -> str | None:
-        """Return which option forbids the posterior's convention, with a remedy; None where none
-        does.
+    def _find_obstacle_to_convention(self, posterior: Posterior) -> str | None:
+        """Return why these options do not allow the posterior's convention, with a remedy.
 
-        The conventions "paper" and "additive" have the dense engine of a last layer and that of all
-        weights with exact determinants, or determinants of the structure. The other engines divide
-        by the prior's precision, or take one curvature for steps and determinants.
+        None if they allow it. The conventions "paper" and "additive" have the dense engine of a
+        last layer and that of all weights with exact determinants, or determinants of the
+        structure. The other engines divide by the prior's precision, or take one curvature for
+        steps and determinants.
         """
         if posterior.convention == EXACT_CONVENTION:
             return None
@@ -246,45 +266,48 @@ class WeightRefit:
                 f"More than {SMALL} weights have their determinants with the exact convention "
                 "only. Use logdet='structure', or weights='last_layer' in the fit."
             )
+
         return None
 
-    def engine(self, posterior: Posterior, x: Inputs) -> Engine:
-        """Open the engine that refits the posterior's own weights at x: what does not depend on y.
+    def open_engine(self, posterior: Posterior, x: Inputs) -> Engine:
+        """Open the engine that refits the posterior's own weights, for the inputs x.
 
-        A last layer has the dense engine or products with features, other weights that of all
-        weights. ValueError where the options, the prior or the memory budget do not allow it.
+        It is one of the first three of the module's docstring. Opening takes a pass over the
+        training rows. Raises ValueError if the options, the prior or the memory budget do not allow
+        the refits, or if the training data cannot be read again.
         """
         if posterior.network.linear:
-            options = self._resolve_last_layer_options(posterior)
+            options = self._resolve_options_of_last_layer(posterior)
             if self._uses_products(posterior):
-                single = self._in_single_precision(posterior)
+                single = self._uses_single_precision(posterior)
                 return open_products(posterior, x, options, self.data, single)
             return open_last_layer(posterior, x, options, self.data)
         return open_all_weights(
-            posterior, x, self._resolve_all_weights_options(posterior), self.data
+            posterior, x, self._resolve_options_of_all_weights(posterior), self.data
         )
 
-    def linearised_engine(self, posterior: Posterior, x: Inputs) -> Engine:
-        """Open the engine that refits the network linearised at θ̂.
+    def open_linearised_engine(self, posterior: Posterior, x: Inputs) -> Engine:
+        """Open the engine that refits the network linearised at θ̂, for the inputs x.
 
-        ValueError where that is not possible, as for logdet="structure".
+        Raises ValueError if such refits are not possible, as for logdet="structure".
         """
         if self.logdet == STRUCTURE:
             raise ValueError(NO_STRUCTURE)
         # The Hessian of outputs that are linear in the weights is the observed curvature.
         curvature = FISHER if self.curvature == FISHER else OBSERVED
-        logdet = self.logdet or default_logdet(posterior)
+        logdet = self.logdet or choose_logdet(posterior)
         options = Options(
             self._resolve_tolerance(posterior), self.max_steps, curvature, logdet, PRODUCT_ROUNDS
         )
         return open_linearised(
-            posterior, x, options, self.data, self._in_single_precision(posterior)
+            posterior, x, options, self.data, self._uses_single_precision(posterior)
         )
 
-    def why_not_linearised(self, posterior: Posterior, x: Inputs) -> str | None:
-        """Return why the linearised network cannot take the network's place; None where it can.
+    def find_obstacle_to_linearising(self, posterior: Posterior, x: Inputs) -> str | None:
+        """Return why refits of the linearised network cannot replace refits of the network.
 
-        The text names the option or the reason, with a remedy.
+        The text names the option or the reason, with a remedy. None if they can replace them, for
+        the inputs x.
         """
         if self.linearised is False:
             return "linearised=False rules out refits of the linearised network."
@@ -297,27 +320,29 @@ class WeightRefit:
             return NO_STRUCTURE
         if posterior.convention != EXACT_CONVENTION:
             return "Refits of the linearised network work with the exact convention only."
-        return why_not_linearised(
-            posterior, row_count(as_inputs(x)), self._in_single_precision(posterior)
+
+        return find_obstacle_to_linearising(
+            posterior, row_count(as_inputs(x)), self._uses_single_precision(posterior)
         )
 
     def _resolve_tolerance(self, posterior: Posterior) -> float:
         """Return the tolerance of the ascent: the option, or its default for the posterior.
 
-        The default is 1e-4 for classes and 1e-8 for other targets, as the class documents.
+        The default depends on whether y is a class.
         """
         if self.tolerance is not None:
             return self.tolerance
-        return 1e-4 if self._is_for_classes(posterior) else 1e-8
+        return CLASS_TOLERANCE if self._is_for_classes(posterior) else TOLERANCE
 
     def _is_for_classes(self, posterior: Posterior) -> bool:
         """Return whether y is a class."""
         return posterior.likelihood.support_for(posterior.network.outputs).kind == "class"
 
-    def _resolve_last_layer_options(self, posterior: Posterior) -> Options:
-        """Return the options for a last layer with their defaults resolved.
+    def _resolve_options_of_last_layer(self, posterior: Posterior) -> Options:
+        """Return the user's options for a last layer, with defaults in place of None.
 
-        ValueError where they are not possible for it.
+        The defaults depend on the posterior's size and likelihood. Raises ValueError if the prior
+        or the memory budget does not allow refits with these options.
         """
         # f is linear, so the Hessian is the observed curvature.
         curvature = FISHER if self.curvature == FISHER else OBSERVED
@@ -325,7 +350,7 @@ class WeightRefit:
         if not self._uses_products(posterior):
             _check_budget(
                 f"A refit of a last layer with {posterior.theta.numel():,} parameters",
-                dense_bytes(posterior),
+                count_dense_bytes(posterior),
                 posterior,
                 "logdet='traces', refit='output'",
             )
@@ -333,47 +358,49 @@ class WeightRefit:
         self._check_gaussian_prior(posterior)
         if self.logdet is None:
             self._check_shared_curvature(posterior)
+
         # A mode nearer than this gains nothing beside the error of the determinants.
         if (
             self.tolerance is None
-            and self._in_single_precision(posterior)
+            and self._uses_single_precision(posterior)
             and is_large_problem(posterior)
         ):
             tolerance = LARGE_TOLERANCE
+
         return Options(tolerance, self.max_steps, curvature, self.logdet or TRACES, PRODUCT_ROUNDS)
 
     def _check_shared_curvature(self, posterior: Posterior) -> None:
-        """Raise a ValueError where neither a shared P×P matrix nor blocks of it fit the budget.
+        """Raise ValueError if neither one P×P matrix for all tasks nor blocks of it fit the budget.
 
         Determinants would then come from the fitted structure, and may be off by 0.1: a user has to
         ask for that.
         """
         outputs, budget = posterior.network.outputs, posterior.memory_budget
         width = posterior.theta.numel() // outputs
-        dtype = torch.float32 if self._in_single_precision(posterior) else torch.float64
-        if vectors_that_fit(posterior.statistics.n, outputs, width, dtype.itemsize, budget):
+        dtype = torch.float32 if self._uses_single_precision(posterior) else torch.float64
+        if count_vectors_that_fit(posterior.statistics.n, outputs, width, dtype.itemsize, budget):
             return
         _check_budget(
             f"A refit of a last layer with {posterior.theta.numel():,} parameters",
-            factor_bytes(outputs, width, dtype),
+            count_factor_bytes(outputs, width, dtype),
             posterior,
             "refit='output', or logdet='traces' (determinants of the fitted structure, which may "
             "be off by 0.1)",
         )
 
     def _uses_products(self, posterior: Posterior) -> bool:
-        """Return whether a last layer is refitted without a P×P matrix for each task.
+        """Return whether a last layer is refitted by products, without a P×P matrix for each task.
 
-        It is where that was asked for, or where no such matrix fits the memory budget. Priors that
-        are not Gaussian have the dense engine only.
+        True if logdet="traces" asks for that, or if no such matrices fit the memory budget. Priors
+        that are not Gaussian have the dense engine only.
         """
         if self.logdet in (EXACT, TRACES, STRUCTURE):
             return self.logdet == TRACES
         gaussian = isinstance(posterior.bound_prior, BoundGaussian)
-        return gaussian and dense_bytes(posterior) > posterior.memory_budget
+        return gaussian and count_dense_bytes(posterior) > posterior.memory_budget
 
     def _check_gaussian_prior(self, posterior: Posterior) -> None:
-        """Raise a ValueError unless the prior is Gaussian, which products with features need."""
+        """Raise ValueError unless the prior is Gaussian, which products with features need."""
         if not isinstance(posterior.bound_prior, BoundGaussian):
             raise ValueError(
                 "logdet='traces' needs a Gaussian prior, whose curvature is the same everywhere, "
@@ -381,20 +408,21 @@ class WeightRefit:
                 "ssla.priors.Gaussian, or refit='output'."
             )
 
-    def _in_single_precision(self, posterior: Posterior) -> bool:
-        """Return whether products are in single precision.
+    def _uses_single_precision(self, posterior: Posterior) -> bool:
+        """Return whether products with the features are in float32.
 
-        They are for classes, whose targets have no rounding, at a tolerance that single precision
-        meets.
+        True for classes, whose targets have no rounding error, at a tolerance that float32 meets.
         """
         return self._resolve_tolerance(posterior) >= SINGLE_TOLERANCE and self._is_for_classes(
             posterior
         )
 
-    def _resolve_all_weights_options(self, posterior: Posterior) -> Options:
-        """Return the options for any weights with their defaults resolved.
+    def _resolve_options_of_all_weights(self, posterior: Posterior) -> Options:
+        """Return the user's options for the engine of all weights, with defaults in place of None.
 
-        ValueError where they are not possible for them.
+        The defaults depend on the number of weights and on the likelihood. Raises ValueError for
+        logdet="traces"; and, with more than SMALL weights, for curvature="hessian" unless
+        logdet="structure", and for logdet="exact" where `_check_exact_determinants` does.
         """
         size = posterior.theta.numel()
         if self.logdet == TRACES:
@@ -413,6 +441,7 @@ class WeightRefit:
                 )
             if logdet == EXACT:
                 _check_exact_determinants(posterior)
+
         return Options(
             self._resolve_tolerance(posterior),
             self.max_steps,
@@ -423,7 +452,10 @@ class WeightRefit:
 
 
 def _check_exact_determinants(posterior: Posterior) -> None:
-    """Raise a ValueError unless many weights can have exact determinants, by `all_weights_dual`."""
+    """Raise ValueError unless more than SMALL weights can have logdet="exact".
+
+    They can where `ssla.refit.weights.all_weights_dual` is possible and fits the memory budget.
+    """
     size = posterior.theta.numel()
     if not allows_dual(posterior):
         raise ValueError(
@@ -435,21 +467,21 @@ def _check_exact_determinants(posterior: Posterior) -> None:
         )
     _check_budget(
         f"logdet='exact' for {size:,} weights",
-        dual_task_bytes(posterior),
+        count_dual_task_bytes(posterior),
         posterior,
         "logdet='frozen'",
     )
 
 
-def dense_bytes(posterior: Posterior) -> int:
+def count_dense_bytes(posterior: Posterior) -> int:
     """Return the bytes that refits of a last layer with P×P matrices in float64 need."""
     return 8 * DENSE_COPIES * posterior.theta.numel() ** 2
 
 
 def _check_budget(task: str, needed: int, posterior: Posterior, instead: str) -> None:
-    """Raise a ValueError where the bytes `needed` exceed the memory budget.
+    """Raise ValueError if the bytes `needed` exceed the memory budget of the posterior.
 
-    task and instead are parts of its text: what needs them, and what the user may do.
+    task and instead are parts of its text: what needs the bytes, and what the user may do.
     """
     if needed > posterior.memory_budget:
         raise ValueError(
