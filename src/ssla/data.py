@@ -111,7 +111,7 @@ def open_source(data: Any) -> Source:
     iterate = _make_batch_iterator(data) or (lambda: map(as_batch, _iterate_items(data)))
     # An iterator is used up after one pass; other iterables start again.
     repeatable = not isinstance(data, Iterator)
-    return Source(iterate, repeatable, length, _stated_row_count(data))
+    return Source(iterate, repeatable, length, _get_stated_row_count(data))
 
 
 def _make_array_source(arrays: Batch) -> Source:
@@ -193,7 +193,7 @@ def _select_share(source: Source, share: float, held_out: bool) -> Source:
     return Source(yield_batches, repeatable=True, length=source.length, rows=rows)
 
 
-def _stated_row_count(data: Any) -> int | None:
+def _get_stated_row_count(data: Any) -> int | None:
     """Return the number of rows that a DataLoader states.
 
     The result is None for other data, or if it states none.

@@ -88,7 +88,7 @@ class ExplicitModel:
                 "log_prob(row, theta) must return a scalar tensor for one row. Index θ as "
                 "theta[0], theta[1], …"
             )
-        if not bool(torch.isfinite(self._objective(start))):
+        if not bool(torch.isfinite(self._compute_objective(start))):
             raise ValueError(
                 "The log posterior is not finite at start. Give a θ inside the support of "
                 "likelihood and prior."
@@ -109,19 +109,19 @@ class ExplicitModel:
             return Flat().bind(contiguous_layout({"theta": self.start.shape}))
         return self.bound
 
-    def _log_probs(self, theta: Tensor) -> Tensor:
+    def _compute_log_probs(self, theta: Tensor) -> Tensor:
         """Return log p of every row of the data (n,) at θ (P,)."""
         return vmap(self.log_prob, in_dims=(0, None))(self.data, theta)
 
-    def _objective(self, theta: Tensor) -> Tensor:
+    def _compute_objective(self, theta: Tensor) -> Tensor:
         """Return ℓ(θ) + log π(θ), whose maximum is the mode: (P,) -> ()."""
-        return self._log_probs(theta).sum() + self.prior_of_objective.log_prob(theta)
+        return self._compute_log_probs(theta).sum() + self.prior_of_objective.log_prob(theta)
 
-    def _data_curvature(self, theta: Tensor) -> Tensor:
+    def _compute_data_curvature(self, theta: Tensor) -> Tensor:
         """Return −∇²ℓ(θ): (P,) -> (P, P)."""
-        return -hessian(lambda t: self._log_probs(t).sum())(theta)
+        return -hessian(lambda t: self._compute_log_probs(t).sum())(theta)
 
-    def _prior_curvature(self, theta: Tensor, bound: BoundPrior) -> Tensor:
+    def _compute_prior_curvature(self, theta: Tensor, bound: BoundPrior) -> Tensor:
         """Return −∇² log π(θ) of a prior as a matrix: (P,) -> (P, P)."""
         precision = bound.precision(theta)  # (P,) for a diagonal one
         return torch.diag(precision) if precision.dim() == 1 else precision
@@ -142,9 +142,9 @@ class ExplicitModel:
             index: the numbers (m,) of the tasks; None for all. NaN becomes a value of −∞ and a
             derivative of zero, so that the ascent rejects such a point.
             """
-            value = vmap(self._log_probs)(points).sum(1)
-            gradient = vmap(grad(lambda t: self._log_probs(t).sum()))(points)
-            H = vmap(self._data_curvature)(points)
+            value = vmap(self._compute_log_probs)(points).sum(1)
+            gradient = vmap(grad(lambda t: self._compute_log_probs(t).sum()))(points)
+            H = vmap(self._compute_data_curvature)(points)
             if rows is not None:
                 added = rows if index is None else rows[index]
                 value = value + vmap(self.log_prob)(added, points)
@@ -153,8 +153,8 @@ class ExplicitModel:
             # A bound prior takes one θ, so this is a loop over candidates: they are a few hundred.
             value = value + torch.stack([prior.log_prob(p) for p in points])
             gradient = gradient + torch.stack([prior.gradient(p) for p in points])
-            H = H + torch.stack([self._prior_curvature(p, prior) for p in points])
-            factor = _ascent_factor(torch.nan_to_num(H))
+            H = H + torch.stack([self._compute_prior_curvature(p, prior) for p in points])
+            factor = _factorise_for_ascent(torch.nan_to_num(H))
             return linalg.Evaluation(
                 torch.nan_to_num(value, nan=-torch.inf),
                 torch.nan_to_num(gradient),
@@ -177,7 +177,7 @@ class ExplicitModel:
         """Return θ̂ (P,), the mode for the data alone; raise ValueError if it is not found."""
         return self._find_modes(self.start.unsqueeze(0), None)[0]
 
-    def _as_candidates(self, rows: Any) -> Tensor:
+    def _convert_candidates(self, rows: Any) -> Tensor:
         """Return candidate rows as (k,) or (k, E) in float64.
 
         Raises ValueError unless they have the form of the rows of the data.
@@ -195,7 +195,7 @@ class ExplicitModel:
 
         rows: the candidates, (k,) or (k, E). Raises ValueError if a mode is not found.
         """
-        y = self._as_candidates(rows)
+        y = self._convert_candidates(rows)
         return self._find_modes(self.mode.expand(len(y), -1).clone(), y)
 
     def increments(self, rows: Any, refit: bool = True) -> Increments:
@@ -204,17 +204,17 @@ class ExplicitModel:
         rows: the candidates, (k,) or (k, E). refit=False holds θ̃ = θ̂ (ASSLA). Raises ValueError
         if a mode is not found, or if the curvature at θ̂ is not positive definite.
         """
-        y = self._as_candidates(rows)
+        y = self._convert_candidates(rows)
         hat = self.mode
         tilde = self.modes(y) if refit else hat.expand(len(y), -1)
         # Differences are taken row by row, so that sums over n rows are never subtracted.
-        of_data = (vmap(self._log_probs)(tilde) - self._log_probs(hat)).sum(1)
+        of_data = (vmap(self._compute_log_probs)(tilde) - self._compute_log_probs(hat)).sum(1)
         likelihood = of_data + vmap(self.log_prob)(y, tilde)
         prior = torch.stack([self.bound.log_prob(t) for t in tilde]) - self.bound.log_prob(hat)
-        curvature = self._curvature_increment(hat, tilde, y)
+        curvature = self._compute_curvature_increment(hat, tilde, y)
         return Increments(likelihood, prior, curvature, self.convention)
 
-    def _curvature_increment(self, hat: Tensor, tilde: Tensor, y: Tensor) -> Tensor:
+    def _compute_curvature_increment(self, hat: Tensor, tilde: Tensor, y: Tensor) -> Tensor:
         """Return −½ log|H⁻¹H̃| (k,) by log1p of the eigenvalues of L⁻¹(H̃ − H)L⁻ᵀ, with H = LLᵀ.
 
         H is the curvature at θ̂ of the data, and H̃ that at θ̃ with the candidate; the exact
@@ -223,13 +223,15 @@ class ExplicitModel:
         not.
         """
         row_hessian = vmap(hessian(lambda t, row: self.log_prob(row, t)))
-        change = vmap(self._data_curvature)(tilde) - self._data_curvature(hat)
+        change = vmap(self._compute_data_curvature)(tilde) - self._compute_data_curvature(hat)
         change = change - row_hessian(tilde, y)
-        H = self._data_curvature(hat)
+        H = self._compute_data_curvature(hat)
         if self.convention == EXACT:
-            change = change + torch.stack([self._prior_curvature(t, self.bound) for t in tilde])
-            change = change - self._prior_curvature(hat, self.bound)
-            H = H + self._prior_curvature(hat, self.bound)
+            change = change + torch.stack(
+                [self._compute_prior_curvature(t, self.bound) for t in tilde]
+            )
+            change = change - self._compute_prior_curvature(hat, self.bound)
+            H = H + self._compute_prior_curvature(hat, self.bound)
         factor, info = torch.linalg.cholesky_ex(H)
         if int(info):
             raise ValueError(
@@ -251,7 +253,7 @@ def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return second_derivative
 
 
-def _ascent_factor(H: Tensor) -> Tensor:
+def _factorise_for_ascent(H: Tensor) -> Tensor:
     """Return the Cholesky factor of H (k, P, P); where H is not positive definite, that of Q|λ|Qᵀ.
 
     Q and λ are the eigenvectors and eigenvalues of H. So a Newton step is always in an ascent

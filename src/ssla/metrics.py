@@ -37,7 +37,7 @@ def nll(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
     y: one value for each row. reduce=False: one score for each row (N,), not their mean.
     """
-    return _mean_or_rows(-predictive.log_prob(squeeze_column(as_tensor(y))), reduce)
+    return _reduce_rows(-predictive.log_prob(squeeze_column(as_tensor(y))), reduce)
 
 
 @in_plain_torch
@@ -61,7 +61,7 @@ def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
     if predictive.kind == "circular":
         raise TypeError("CRPS needs ordered targets. For angles use nll, rmse or coverage.")
-    return _mean_or_rows(_compute_crps(predictive, y), reduce)
+    return _reduce_rows(_compute_crps(predictive, y), reduce)
 
 
 def _compute_crps(predictive: Predictive, y: Any) -> Tensor:
@@ -191,7 +191,7 @@ def interval_score(
         1 - level,
         backend="torch",
     )
-    return _mean_or_rows(score, reduce)
+    return _reduce_rows(score, reduce)
 
 
 @in_plain_torch
@@ -209,7 +209,7 @@ def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor
     level = checked_level(q)
     quantile: Tensor = predictive.icdf(level)
     error = _reshape_like(y, quantile) - quantile
-    return _mean_or_rows(torch.maximum(level * error, (level - 1) * error), reduce)
+    return _reduce_rows(torch.maximum(level * error, (level - 1) * error), reduce)
 
 
 @in_plain_torch
@@ -250,9 +250,9 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
     y (N,): the classes. reduce=False: one score for each row, not their mean.
     """
-    p = _class_probs(predictive)
+    p = _get_class_probs(predictive)
     hit = torch.nn.functional.one_hot(as_tensor(y).long().flatten(), p.shape[1]).to(p)
-    return _mean_or_rows(((p - hit) ** 2).sum(1), reduce)
+    return _reduce_rows(((p - hit) ** 2).sum(1), reduce)
 
 
 @in_plain_torch
@@ -262,7 +262,7 @@ def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
     Bins are of equal width, by the confidence: the probability of the most probable class. y (N,):
     the classes. Raises TypeError for other targets.
     """
-    confidence, guess = _class_probs(predictive).double().max(1)
+    confidence, guess = _get_class_probs(predictive).double().max(1)
     right = (guess == as_tensor(y).long().flatten()).double()
     bin_of_row = (confidence * bins).long().clamp(0, bins - 1)
     # Σ (right − confidence) of a bin is its number of rows times its gap, so shares follow from /N.
@@ -312,7 +312,7 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
     return Summary({name: float(value) for name, value in scores.items()})
 
 
-def _class_probs(predictive: Any) -> Tensor:
+def _get_class_probs(predictive: Any) -> Tensor:
     """Return the probabilities of classes (N, C); raise TypeError for other targets."""
     if predictive.kind != "class":
         raise TypeError(
@@ -340,7 +340,7 @@ def _reshape_like_mean(y: Any, predictive: Predictive) -> Tensor:
     return mean + wrap_angles(value - mean) if predictive.kind == "circular" else value
 
 
-def _mean_or_rows(by_row: Tensor, reduce: bool) -> Tensor:
+def _reduce_rows(by_row: Tensor, reduce: bool) -> Tensor:
     """Return the mean over rows if `reduce`, else the values (N,) or (N, D) themselves."""
     return by_row.mean() if reduce else by_row
 

@@ -50,7 +50,7 @@ def without_subjects(notes: Iterable[str], *subjects: str) -> list[str]:
     return [note for note in notes if subject_of(note) not in subjects]
 
 
-def _plural_ending(count: int, ending: str = "s") -> str:
+def _choose_plural_ending(count: int, ending: str = "s") -> str:
     """Return the ending of a plural after a count; the empty text after 1."""
     return "" if count == 1 else ending
 
@@ -175,8 +175,8 @@ class Report:
         if self.mode == AS_IS:
             return "taken as it is"
         return (
-            f"polished in {self.steps} Newton step{_plural_ending(self.steps)}: residual now "
-            f"{self.residual_after:.2g}, training outputs moved by "
+            f"polished in {self.steps} Newton step{_choose_plural_ending(self.steps)}: residual "
+            f"now {self.residual_after:.2g}, training outputs moved by "
             f"{self.output_shift:.2g} noise units (rms); your module is unchanged"
         )
 
@@ -187,11 +187,11 @@ class Report:
         blocks = ", ".join(f"{name or 'network'}: {block}" for name, block in self.blocks.items())
         lines = [
             f"n seen       {self.n:,} rows{weighted}, {self.passes} "
-            f"pass{_plural_ending(self.passes, 'es')} over the data",
+            f"pass{_choose_plural_ending(self.passes, 'es')} over the data",
             f"parameters   {self.parameters:,} free "
             f"({', '.join(self.names[:4])}{', …' if len(self.names) > 4 else ''})",
             f"likelihood   {self.likelihood} on {self.outputs} "
-            f"output{_plural_ending(self.outputs)}",
+            f"output{_choose_plural_ending(self.outputs)}",
             f"structure    {self.structure} "
             f"({blocks}{f'; chosen: {self.choice}' if self.choice else ''})",
             f"prior        {self.prior or 'not described'} (convention: {self.convention})",

@@ -51,10 +51,10 @@ from ssla._checks import warn
 from ssla.data import Inputs, as_inputs, as_tensor, row_count, take_rows
 from ssla.diagnostics.explanations import (
     Query,
+    compute_first_order_variance,
     compute_mean_slopes,
-    first_order_variance,
+    count_queries_at_once,
     iterate_queries,
-    queries_at_once,
 )
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Classes, Counts, Real, Support
@@ -131,11 +131,11 @@ def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
     # A few new inputs at a time, so that their covariances with all training rows fit the budget.
     compared_rows = sum(len(comparison.rows.y) for comparison in comparisons)
     numbers = NUMBERS * first.network.outputs * compared_rows
-    at_once = queries_at_once(first, numbers)
+    at_once = count_queries_at_once(first, numbers)
     for start in range(0, row_count(members[0].x), at_once):
         inputs = slice(start, start + at_once)
         candidates = [comparison.make_candidates(inputs) for comparison in comparisons]
-        sets.append(find_sets(_share_mean_output(candidates), level))
+        sets.append(find_sets(_use_mean_output(candidates), level))
     result = torch.cat(sets)
     if isinstance(support, Counts):  # the whole numbers inside
         return torch.stack([result[:, 0].clamp_min(0).ceil(), result[:, 1].floor()], 1)
@@ -335,7 +335,7 @@ class _Candidates(NamedTuple):
         return torch.where(rows.sound, scores, torch.inf)
 
 
-def _share_mean_output(members: list[_Candidates]) -> list[_Candidates]:
+def _use_mean_output(members: list[_Candidates]) -> list[_Candidates]:
     """Return the candidates with the mean output of all networks in place of each network's own."""
     f = torch.stack([member.query.f for member in members]).mean(0)
     return [member._replace(query=member.query._replace(f=f)) for member in members]
@@ -369,7 +369,7 @@ def _compute_moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple
 
     f (M, C), K (M, C, C). Raises ValueError where the standard deviation is not finite.
     """
-    doubt = first_order_variance(compute_mean_slopes(likelihood, f, K), K).squeeze(1)
+    doubt = compute_first_order_variance(compute_mean_slopes(likelihood, f, K), K).squeeze(1)
     scale = (likelihood.variance(f) + doubt).sqrt()
     if not bool(scale.isfinite().all()):
         raise ValueError(

@@ -58,7 +58,7 @@ def find_smallest_interval(predictives: Sequence[Predictive], level: float) -> T
     return _select_shortest(a, b)
 
 
-def probability_between(predictive: Any, ends: Tensor) -> Tensor:
+def compute_probability_between(predictive: Any, ends: Tensor) -> Tensor:
     """Compute P(a ≤ Y ≤ b) of each row (N,), for ends a, b (N, 2)."""
     # For a count, P(a ≤ Y ≤ b) is P(Y ≤ b) − P(Y ≤ a − 1).
     before = ends - torch.tensor([float(predictive.kind == "count"), 0.0])
@@ -66,7 +66,7 @@ def probability_between(predictive: Any, ends: Tensor) -> Tensor:
     return between
 
 
-def _least_probability(members: Sequence[Any], below: list[Tensor], b: Tensor) -> Tensor:
+def _compute_least_probability(members: Sequence[Any], below: list[Tensor], b: Tensor) -> Tensor:
     """Compute the least probability of the members between a and b: min_m (F_m(b) − below_m).
 
     below: for each member its probability below a (N, k). b (N, k) -> (N, k).
@@ -86,10 +86,10 @@ def _find_least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level
     below = [p.cdf(a).double() for p in members]
     low, high = a.clone(), far[:, None].expand_as(a).clone()
     # [a, low] has less than the level, and [a, high] has enough where it is possible at all.
-    possible = _least_probability(members, below, high) >= level
+    possible = _compute_least_probability(members, below, high) >= level
     for _ in range(BISECTIONS):
         centre = (low + high) / 2
-        enough = _least_probability(members, below, centre) >= level
+        enough = _compute_least_probability(members, below, centre) >= level
         high = torch.where(enough, centre, high)
         low = torch.where(enough, low, centre)
     return torch.where(possible, high, torch.inf)
@@ -117,7 +117,7 @@ def _find_smallest_interval_of_counts(members: Sequence[Any], level: float) -> T
     low, high = a - 1, far[:, None].expand_as(a).clone()
     while bool((high - low > 1).any()):
         centre = torch.floor((low + high) / 2)
-        enough = _least_probability(members, below, centre) >= level
+        enough = _compute_least_probability(members, below, centre) >= level
         high = torch.where(enough, centre, high)
         low = torch.where(enough, low, centre)
     return _select_shortest(a, high)

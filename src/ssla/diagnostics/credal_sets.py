@@ -27,9 +27,9 @@ from ssla._checks import check_level as checked_level
 from ssla.data import Inputs
 from ssla.diagnostics.credal_intervals import (
     Merged,
+    compute_probability_between,
     find_smallest_interval,
     merge_regions,
-    probability_between,
 )
 from ssla.diagnostics.likely_outputs import LikelyOutputs
 from ssla.diagnostics.predictive_sets import Bounds, FiniteMembers, Members, require_order
@@ -163,7 +163,7 @@ class Credal:
         known = self.members.list_members()
         ends = find_smallest_interval(known, level)
         for _ in range(ROUNDS if self.members.is_family else 0):
-            worst = self.members.find_worst(partial(probability_between, ends=ends))
+            worst = self.members.find_worst(partial(compute_probability_between, ends=ends))
             if bool((worst.value >= level - SLACK).all()):
                 return ends
             known = [*known, worst.predictive]

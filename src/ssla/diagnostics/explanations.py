@@ -223,8 +223,8 @@ def _split_variance(posterior: Posterior, x: Inputs, marginal: Marginal) -> Spli
     law = predict(posterior, x).law
     doubt = law.epistemic
     A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
-    by_prior = first_order_variance(A, prior_response(posterior, x).covariance)
-    share = by_prior / first_order_variance(A, marginal.covariance)
+    by_prior = compute_first_order_variance(A, prior_response(posterior, x).covariance)
+    share = by_prior / compute_first_order_variance(A, marginal.covariance)
     # 0/0 where y does not depend on θ: nothing is the prior's.
     prior = doubt * share.nan_to_num(0.0, 0.0, 0.0).reshape(doubt.shape)
     return Split(law.aleatoric, doubt, prior)
@@ -247,7 +247,7 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
         posterior, targets, _count_query_numbers(posterior, row_count(pool))
     ):
         A = compute_mean_slopes(posterior.likelihood.predictive, query.f, query.K)
-        doubt += float(first_order_variance(A, query.K).sum())
+        doubt += float(compute_first_order_variance(A, query.K).sum())
         start = 0
         for f, J in _linearise_in_chunks(posterior, pool):
             gain[start : start + len(f)] += _compute_removed_doubt(posterior, f, J, query, A)
@@ -309,7 +309,7 @@ class Query(NamedTuple):
     solved: Tensor  # H⁻¹Jᵀ (P, q·C)
 
 
-def queries_at_once(posterior: Posterior, numbers: int) -> int:
+def count_queries_at_once(posterior: Posterior, numbers: int) -> int:
     """Return how many inputs of a query fit an eighth of the memory budget (a guess), at least one.
 
     numbers: how many numbers each output of an input needs, beside four vectors of the size of θ.
@@ -319,8 +319,11 @@ def queries_at_once(posterior: Posterior, numbers: int) -> int:
 
 
 def iterate_queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Query]:
-    """Yield the inputs x as queries, a few inputs at a time; numbers: as in `queries_at_once`."""
-    at_once = queries_at_once(posterior, numbers)
+    """Yield the inputs x as queries, a few inputs at a time.
+
+    numbers: as in `count_queries_at_once`.
+    """
+    at_once = count_queries_at_once(posterior, numbers)
     for start in range(0, row_count(x), at_once):
         for f, J in posterior.linearised(take_rows(x, slice(start, start + at_once))):
             J = J.double()
@@ -571,7 +574,7 @@ def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
     return torch.stack(rows, 1)
 
 
-def first_order_variance(A: Tensor, K: Tensor) -> Tensor:
+def compute_first_order_variance(A: Tensor, K: Tensor) -> Tensor:
     """Compute the variance of E[y|f] to first order, which is the diagonal of A K Aᵀ.
 
     A (N, M, C): the slopes of `compute_mean_slopes`. K (N, C, C). The result is (N, M).
@@ -648,4 +651,4 @@ def _compute_doubt(posterior: Posterior, x: Tensor) -> Tensor:
     """Compute the variance of E[y|f] to first order at x (N, D), summed over values of y: (N,)."""
     marginal = posterior.outputs_at(x)
     A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
-    return first_order_variance(A, marginal.covariance).sum(-1)
+    return compute_first_order_variance(A, marginal.covariance).sum(-1)

@@ -97,7 +97,7 @@ class LeaveOneOut:
 
         Rows without an answer are left out.
         """
-        return -self._weighted_mean(self.log_prob)
+        return -self._compute_weighted_mean(self.log_prob)
 
     def coverage(self, level: float = 0.95) -> float:
         """Return the share of rows, by weight, whose central interval at that level contains y.
@@ -111,9 +111,9 @@ class LeaveOneOut:
         else:
             inside = (self.upper >= tail) & (self.lower <= 1 - tail)
         covered = inside.double()
-        return self._weighted_mean(covered if covered.dim() == 1 else covered.mean(1))
+        return self._compute_weighted_mean(covered if covered.dim() == 1 else covered.mean(1))
 
-    def _weighted_mean(self, values: Tensor) -> float:
+    def _compute_weighted_mean(self, values: Tensor) -> float:
         """Return the mean of values (n,) by row weight, over the rows with an answer."""
         weights = self.weights.masked_fill(self.failed, 0.0)
         return float((weights * values.nan_to_num()).sum() / weights.sum())

@@ -60,19 +60,19 @@ def ascend(
     rows = torch.arange(len(start))
     v = start.clone()
     value, gradient = evaluate(v, rows)
-    step = _far_step(gradient)
+    step = _compute_far_step(gradient)
     stalled = torch.zeros_like(value, dtype=torch.bool)
     for _ in range(rounds):
-        todo = ~stalled & (_gap(v, gradient) > TOLERANCE * scale)
+        todo = ~stalled & (_compute_gap(v, gradient) > TOLERANCE * scale)
         if not bool(todo.any()):
             break
         active = rows[todo.any(1)] if leave_out_rows else rows
         point, height, slope = v[active], value[active], gradient[active]
-        trial = _step(evaluate, point, height, slope, step[active], todo[active], active)
+        trial = _take_step(evaluate, point, height, slope, step[active], todo[active], active)
         v[active], value[active], gradient[active] = trial.v, trial.value, trial.gradient
         stalled[active] |= ~trial.gained
-        step[active] = _next_step(trial.v - point, trial.gradient - slope, trial.gradient)
-    unconverged = ~stalled & (_gap(v, gradient) > LOOSE * scale)
+        step[active] = _compute_next_step(trial.v - point, trial.gradient - slope, trial.gradient)
+    unconverged = ~stalled & (_compute_gap(v, gradient) > LOOSE * scale)
     return Maxima(v, value, unconverged)
 
 
@@ -85,7 +85,7 @@ class _Trial(NamedTuple):
     gained: Tensor  # bool: False where no step gains
 
 
-def _step(
+def _take_step(
     evaluate: Evaluate,
     v: Tensor,
     value: Tensor,
@@ -118,21 +118,21 @@ def _step(
     return best
 
 
-def _gap(v: Tensor, gradient: Tensor) -> Tensor:
+def _compute_gap(v: Tensor, gradient: Tensor) -> Tensor:
     """Return max over the ball of gᵀ(u − v) = ‖g‖ − gᵀv (m, t), at least zero."""
     length: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
     return (length - (gradient * v).sum(-1)).clamp_min(0.0)
 
 
-def _far_step(gradient: Tensor) -> Tensor:
+def _compute_far_step(gradient: Tensor) -> Tensor:
     """Return the step length (m, t) that leads to the boundary of the ball."""
     length: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
     return FAR / length.clamp_min(torch.finfo(length.dtype).tiny)
 
 
-def _next_step(moved: Tensor, change: Tensor, gradient: Tensor) -> Tensor:
+def _compute_next_step(moved: Tensor, change: Tensor, gradient: Tensor) -> Tensor:
     """Return the step length (m, t) after v has moved and the gradient has changed, (m, t, C)."""
     bend = -(moved * change).sum(-1)
-    far = _far_step(gradient)
+    far = _compute_far_step(gradient)
     step = moved.square().sum(-1) / bend
     return torch.where((bend > 0) & (step > 0), torch.minimum(step, far), far)

@@ -430,13 +430,13 @@ def differentiate_precision(
     """
     with torch.enable_grad():
         free = f.detach().clone().requires_grad_(True)
-        score = _gradient_or_zero(likelihood.log_prob(y, free).sum(), free)
-        columns = [-_gradient_or_zero(score[:, c].sum(), free) for c in range(f.shape[1])]
-        rows = [_gradient_or_zero((column * direction).sum(), free) for column in columns]
+        score = _compute_gradient_or_zero(likelihood.log_prob(y, free).sum(), free)
+        columns = [-_compute_gradient_or_zero(score[:, c].sum(), free) for c in range(f.shape[1])]
+        rows = [_compute_gradient_or_zero((column * direction).sum(), free) for column in columns]
     return torch.stack([row.detach() for row in rows], 1)
 
 
-def _gradient_or_zero(value: Tensor, variable: Tensor) -> Tensor:
+def _compute_gradient_or_zero(value: Tensor, variable: Tensor) -> Tensor:
     """Compute the gradient of a number `value`, in the shape of the variable, with its graph.
 
     The gradient is zero if the value does not depend on the variable.

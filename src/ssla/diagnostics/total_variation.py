@@ -111,11 +111,11 @@ def _search_from(members: Members, start: Predictive) -> Tensor:
     for _ in range(ROUNDS):
         fixed = last
 
-        def closeness(predictive: Predictive, fixed: Predictive = fixed) -> Tensor:
+        def negate_distance(predictive: Predictive, fixed: Predictive = fixed) -> Tensor:
             """Return minus the distance of a member from the last one (N,)."""
             return -compute_distance(predictive, fixed)
 
-        farthest = members.find_worst(closeness)
+        farthest = members.find_worst(negate_distance)
         gained = -farthest.value > best * (1 + GAIN)
         best = torch.maximum(best, -farthest.value)
         if not bool(gained.any()):
@@ -149,11 +149,11 @@ def _add_crossings(p: Law, q: Law, nodes: Tensor, is_count: bool) -> Tensor:
     low, high = nodes[:, :-1], nodes[:, 1:]
     ratio = p.log_prob(nodes) - q.log_prob(nodes)
     at_low, at_high = ratio[:, :-1], ratio[:, 1:]
-    first = _secant(low, high, at_low, at_high, is_count)
+    first = _find_secant_zero(low, high, at_low, at_high, is_count)
     at_first = p.log_prob(first) - q.log_prob(first)
     # The second step is in the part in which the sign changes.
     is_left = (at_first >= 0) != (at_low >= 0)
-    second = _secant(
+    second = _find_secant_zero(
         torch.where(is_left, low, first),
         torch.where(is_left, first, high),
         torch.where(is_left, at_low, at_first),
@@ -163,7 +163,9 @@ def _add_crossings(p: Law, q: Law, nodes: Tensor, is_count: bool) -> Tensor:
     return torch.cat([nodes, first, second], 1).sort(1).values
 
 
-def _secant(low: Tensor, high: Tensor, at_low: Tensor, at_high: Tensor, is_count: bool) -> Tensor:
+def _find_secant_zero(
+    low: Tensor, high: Tensor, at_low: Tensor, at_high: Tensor, is_count: bool
+) -> Tensor:
     """Return the zero of the line through two points, between low and high; for counts rounded
     down.
 

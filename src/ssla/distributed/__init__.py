@@ -26,7 +26,7 @@ from torch import nn
 from ssla._checks import in_plain_torch
 from ssla.curvature import Structure
 from ssla.data import Inputs, open_source, take_rows
-from ssla.distributed.engines import Engine, engine_of
+from ssla.distributed.engines import Engine, choose_engine
 from ssla.fitting import fit as fitting
 from ssla.fitting.arguments import checked_budget, checked_plan, checked_weights
 from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_network_within, with_row_scale
@@ -89,7 +89,7 @@ def fit(
     budget = checked_budget(memory_budget)
     answer_part = checked_output(output)
     names = checked_weights(weights)
-    engine = engine_of(client)
+    engine = choose_engine(client)
     cluster = Cluster(engine, shards, model, names, budget, progress, output=answer_part)
     plan = checked_plan(Posterior, cluster, likelihood, prior, structure, mode, gaussian, budget)
     if validation is None:

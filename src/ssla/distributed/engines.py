@@ -33,7 +33,7 @@ class Engine(Protocol):
         ...
 
 
-def engine_of(client: Any) -> Engine:
+def choose_engine(client: Any) -> Engine:
     """Return the engine for a user's client; raise TypeError for a client of another kind."""
     if isinstance(client, Executor):
         return ExecutorEngine(client)
@@ -56,7 +56,7 @@ class DaskEngine:
 
     def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
         """Run the function as a task, and return its result."""
-        return self.client.submit(function, self._future_of(shard), pure=False).result()
+        return self.client.submit(function, self._convert_to_future(shard), pure=False).result()
 
     def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
@@ -65,7 +65,7 @@ class DaskEngine:
         # The task is sent as the result of a task: scattered data are lost if their worker dies.
         sent_task = self.client.submit(_return_value, task, pure=False)
         results = [
-            self.client.submit(function, sent_task, self._future_of(shard), pure=False)
+            self.client.submit(function, sent_task, self._convert_to_future(shard), pure=False)
             for shard in shards
         ]
         merged = _merge_tree(results, lambda a, b: self.client.submit(merge, a, b, pure=False))
@@ -79,7 +79,7 @@ class DaskEngine:
                 pass
         return merged.result()
 
-    def _future_of(self, shard: Any) -> Any:
+    def _convert_to_future(self, shard: Any) -> Any:
         """Return a delayed value or collection as a future; a future or plain value as it is."""
         return self.client.compute(shard) if hasattr(shard, "__dask_graph__") else shard
 

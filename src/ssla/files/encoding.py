@@ -40,7 +40,7 @@ PRIORS = (
 STRUCTURES = tuple(type(structure).__name__ for structure in curvature.STRUCTURES.values())
 
 
-def _classes_by_name() -> dict[str, type]:
+def _collect_classes_by_name() -> dict[str, type]:
     """Return the classes that files may hold, by the names that they have there."""
     values: tuple[type, ...] = (
         Report,
@@ -68,7 +68,7 @@ def _classes_by_name() -> dict[str, type]:
     return table
 
 
-CLASSES: dict[str, type] = _classes_by_name()
+CLASSES: dict[str, type] = _collect_classes_by_name()
 NAMES = {cls: name for name, cls in CLASSES.items()}
 
 
@@ -174,7 +174,7 @@ class Decoder:
 
         Raises TypeError if a type hint excludes one.
         """
-        hints = _type_hints(cls)
+        hints = _get_type_hints(cls)
         for name, value in fields.items():
             if not _fits_hint(value, hints[name]):
                 raise TypeError(f"{cls.__name__}.{name} cannot be a {type(value).__name__}")
@@ -182,7 +182,7 @@ class Decoder:
 
 
 @lru_cache
-def _type_hints(cls: type) -> dict[str, Any]:
+def _get_type_hints(cls: type) -> dict[str, Any]:
     """Return the type hints of a class by field. They take a while to resolve, so they are kept."""
     return typing.get_type_hints(cls)
 

@@ -146,7 +146,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         whose covariance is singular to rounding.
         """
         _check_inputs(X)
-        mean, K = self._conditional_moments(X)
+        mean, K = self._compute_conditional_moments(X)
         q = X.shape[-2]
         m = self.num_outputs
         # In units of Y. K is (…, q·m, q·m), with the m outcomes of an input side by side.
@@ -157,7 +157,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             noise = _expand_noise("observation_noise", observation_noise, mean.shape)
             K = K + torch.diag_embed(noise.flatten(-2))
         elif observation_noise:
-            K = K + torch.block_diag(*[self._noise_covariance(self.scale)] * q)
+            K = K + torch.block_diag(*[self._compute_noise_covariance(self.scale)] * q)
         if output_indices is not None:
             mean = mean[..., output_indices]
             # The row of outcome j of input i is i·m + j.
@@ -174,20 +174,20 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         result = GPyTorchPosterior(distribution)
         return result if posterior_transform is None else posterior_transform(result, X=X)
 
-    def _conditional_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_conditional_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean (…, q·m) and covariance K (…, q·m, q·m) of f at X (…, q, d), given the
         observations, on the network's scale.
 
         Raises LinAlgError if the covariance of the observations is singular to rounding.
         """
         if self.observations is None:
-            return self._joint_moments(X)
+            return self._compute_joint_moments(X)
         x, y, noise = self.observations
         batch = torch.broadcast_shapes(X.shape[:-2], x.shape[:-2])
         rows = [inputs.expand(*batch, *inputs.shape[-2:]) for inputs in (x.to(X), X)]
-        mean, K = self._joint_moments(torch.cat(rows, -2))
+        mean, K = self._compute_joint_moments(torch.cat(rows, -2))
         if noise is None:
-            noise_covariance = torch.block_diag(*[self._noise_covariance()] * y.shape[-2])
+            noise_covariance = torch.block_diag(*[self._compute_noise_covariance()] * y.shape[-2])
         else:
             noise_covariance = torch.diag_embed(noise.flatten(-2))
         # The first n outputs are observed: the others follow by conditioning the joint Gaussian.
@@ -203,7 +203,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         batch = conditional_mean.shape[:-1]
         return conditional_mean, conditional_K.expand(*batch, *conditional_K.shape[-2:])
 
-    def _joint_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_joint_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean (…, q·m) and covariance (…, q·m, q·m) of f at X (…, q, d), under the
         fitted posterior, on the network's scale.
         """
@@ -215,7 +215,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         K = joint.covariance
         return joint.mean.reshape(*batch, -1), K.reshape(*batch, *K.shape[-2:])
 
-    def _noise_covariance(self, scale: Tensor | None = None) -> Tensor:
+    def _compute_noise_covariance(self, scale: Tensor | None = None) -> Tensor:
         """Return the covariance Σ (m, m) of the likelihood's noise.
 
         scale (m,): the unit of each outcome, in which Σ is returned; None: on the network's scale.
@@ -262,7 +262,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             updated = self.fitted.update((X, y.squeeze(-1) if self.num_outputs == 1 else y))
             return SSLAModel(updated, offset=self.offset, scale=self.scale)
         observations = _join_observations(
-            self.observations, Observations(X, y, known_noise), self._noise_covariance().diagonal()
+            self.observations,
+            Observations(X, y, known_noise),
+            self._compute_noise_covariance().diagonal(),
         )
         return SSLAModel(
             self.fitted, offset=self.offset, scale=self.scale, observations=observations
@@ -283,9 +285,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
                 "fantasies or on rows that its posterior has not seen. Draw from the model before, "
                 "or train on all rows."
             )
-        return [self._deterministic_model(f) for f in self.fitted.draw_functions(n, generator)]
+        return [self._make_deterministic_model(f) for f in self.fitted.draw_functions(n, generator)]
 
-    def _deterministic_model(self, function: Any) -> Any:
+    def _make_deterministic_model(self, function: Any) -> Any:
         """Return a drawn function as a deterministic model, in units of Y.
 
         function: as `Posterior.draw_functions` returns it, on the network's scale.
@@ -341,7 +343,7 @@ def train(
         network = cosine_networks.draw_network(
             x, y.shape[1], bounds, dict(categories or {}), tuple(hidden), seed
         )
-        settings = cosine_networks.expected_settings(network)
+        settings = cosine_networks.make_expected_settings(network)
     elif bounds is None and categories is None:
         network, settings = cosine_networks.continue_from(start.fitted)
     else:
@@ -446,12 +448,12 @@ def _join_observations(
     noise = None
     if old.noise is not None or new.noise is not None:
         noise = join_rows(
-            _noise_variances(old, likelihood_noise), _noise_variances(new, likelihood_noise)
+            _get_noise_variances(old, likelihood_noise), _get_noise_variances(new, likelihood_noise)
         )
     return Observations(join_rows(old.x, new.x.to(old.x)), join_rows(old.y, new.y), noise)
 
 
-def _noise_variances(rows: Observations, likelihood_noise: Tensor) -> Tensor:
+def _get_noise_variances(rows: Observations, likelihood_noise: Tensor) -> Tensor:
     """Return the noise variances of rows (…, n, m); likelihood_noise (m,) for each row if they have
     none.
     """

@@ -174,7 +174,7 @@ def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> 
             )
 
 
-def expected_settings(network: nn.Sequential) -> Settings:
+def make_expected_settings(network: nn.Sequential) -> Settings:
     """Return the settings before data are seen.
 
     The prior is centred on the present hidden weights, and on zero for the last layer. So the
@@ -185,7 +185,9 @@ def expected_settings(network: nn.Sequential) -> Settings:
     named = {name: p.detach().clone() for name, p in network.named_parameters()}
     precision = {name: float(p.shape[1]) if p.dim() == 2 else 1.0 for name, p in named.items()}
     mean = {name: 0 * p if name.startswith(f"{last}.") else p for name, p in named.items()}
-    return Settings(_scaled_inputs(network).lengths.clone(), precision, mean, math.exp(NOISE[0]))
+    return Settings(
+        _get_scaled_inputs(network).lengths.clone(), precision, mean, math.exp(NOISE[0])
+    )
 
 
 def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
@@ -210,7 +212,7 @@ def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
     return network, Settings(network[0].lengths.clone(), precision, mean, noise)
 
 
-def _scaled_inputs(network: nn.Sequential) -> ScaledInputs:
+def _get_scaled_inputs(network: nn.Sequential) -> ScaledInputs:
     """Return the first layer of a cosine network, which scales its inputs."""
     layer = network[0]
     assert isinstance(layer, ScaledInputs)
@@ -241,7 +243,7 @@ def fit_by_evidence(
     rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)  # a single target is (n,) for `fit`
     for _ in range(rounds):
         settings = maximise_evidence(network, settings, x, y, known_noise, steps)
-        _scaled_inputs(network).lengths.copy_(settings.lengths)
+        _get_scaled_inputs(network).lengths.copy_(settings.lengths)
         likelihood = Gaussian(noise=settings.noise if known_noise is None else known_noise)
         posterior = _fit_linearised(network, rows, likelihood, settings.prior)
         network.load_state_dict(posterior.network.layout.unpack(posterior.mean), strict=False)
@@ -265,14 +267,14 @@ class _Coordinates(NamedTuple):
     def build(network: nn.Sequential) -> _Coordinates:
         """Return the coordinates of a network's settings, with LENGTH, SPREAD and NOISE."""
         sizes = {name: p.shape[1] if p.dim() == 2 else 1 for name, p in network.named_parameters()}
-        expected_lengths = _scaled_inputs(network).expected
+        expected_lengths = _get_scaled_inputs(network).expected
         count = len(expected_lengths)
         table = [LENGTH] * count + [SPREAD] * len(sizes) + [NOISE]
         expected, deviation, reach = torch.tensor(table, dtype=torch.float64).unbind(1)
         expected[:count] = expected_lengths
         return _Coordinates(expected, deviation, reach, sizes, count)
 
-    def point_of(self, settings: Settings) -> Tensor:
+    def find_point(self, settings: Settings) -> Tensor:
         """Return the point (k + parameters + 1,) with the coordinates of settings."""
         # The precision is size/spread², so log spread = −½ log (precision/size).
         spreads = [
@@ -281,7 +283,7 @@ class _Coordinates(NamedTuple):
         spreads_and_noise = torch.tensor([*spreads, math.log(settings.noise)], dtype=torch.float64)
         return torch.cat([settings.lengths.log(), spreads_and_noise])
 
-    def settings_at(self, point: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    def read_settings(self, point: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the length scales (k,), the prior variance () of each parameter by its name, and
         the noise (1,), at a point (k + parameters + 1,).
         """
@@ -311,13 +313,13 @@ def maximise_evidence(
     expected, deviation, reach, *_ = coordinates
 
     @torch.enable_grad()
-    def loss_and_slope(flat: Any) -> tuple[float, Any]:
+    def compute_loss_and_slope(flat: Any) -> tuple[float, Any]:
         """Return the negative log of evidence times expected density, and its gradient.
 
         flat: the point as an array. The loss is infinite where the evidence does not exist.
         """
         point = torch.from_numpy(flat.copy()).requires_grad_()
-        lengths, variances, noise = coordinates.settings_at(point)
+        lengths, variances, noise = coordinates.read_settings(point)
         if known_noise is not None:
             noise = known_noise.clamp_min(LEAST_NOISE)
         try:
@@ -332,14 +334,14 @@ def maximise_evidence(
 
     low, high = expected - reach, expected + reach
     result = minimize(
-        loss_and_slope,
-        coordinates.point_of(settings).clamp(low, high).numpy(),
+        compute_loss_and_slope,
+        coordinates.find_point(settings).clamp(low, high).numpy(),
         jac=True,
         method="L-BFGS-B",
         bounds=Bounds(low, high),
         options={"maxiter": steps},
     )
-    lengths, variances, _ = coordinates.settings_at(torch.from_numpy(result.x))
+    lengths, variances, _ = coordinates.read_settings(torch.from_numpy(result.x))
     precision = {name: 1 / float(variance) for name, variance in variances.items()}
     return Settings(lengths, precision, settings.mean, math.exp(result.x[-1]))
 

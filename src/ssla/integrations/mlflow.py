@@ -69,7 +69,7 @@ def log_model(
 
     Raises FileError for a directory of a posterior, and TypeError for a refit that is an object.
     """
-    with _pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
+    with _make_pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
         return pyfunc.log_model(name=name, **arguments, **options)
 
 
@@ -90,12 +90,12 @@ def save_model(
     path: the directory, which must not exist or be empty. The other arguments and the errors are
     those of `log_model`; options are keywords of `mlflow.pyfunc.save_model`.
     """
-    with _pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
+    with _make_pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
         pyfunc.save_model(path=str(path), **arguments, **options)
 
 
 @contextmanager
-def _pyfunc_arguments(
+def _make_pyfunc_arguments(
     model: Any,
     level: float,
     refit: str | None,
@@ -134,16 +134,18 @@ def _pyfunc_arguments(
             "inputs": None if inputs is None else list(inputs),
         }
         (data / OPTIONS).write_text(json.dumps(options, indent=1))
-        packages = installed_packages() if pip_requirements is None else list(pip_requirements)
+        packages = list_installed_packages() if pip_requirements is None else list(pip_requirements)
         yield {
             "loader_module": __name__,
             "data_path": str(data),
-            "signature": _model_signature(_load_pyfunc(str(data)).scorer, checked_level(level)),
+            "signature": _make_model_signature(
+                _load_pyfunc(str(data)).scorer, checked_level(level)
+            ),
             "pip_requirements": packages,
         }
 
 
-def installed_packages() -> list[str]:
+def list_installed_packages() -> list[str]:
     """Return the packages that a prediction needs, as pip requirements of the installed versions.
 
     A suffix of a version, such as +cpu, is left out, because no package index has it.
@@ -193,7 +195,7 @@ def _load_pyfunc(path: str) -> Model:
     )
 
 
-def _model_signature(scorer: Scorer, level: float) -> Any:
+def _make_model_signature(scorer: Scorer, level: float) -> Any:
     """Return the signature of a model: its inputs by name, the columns of its prediction at the
     default level, and the parameter `level`.
 
@@ -215,12 +217,14 @@ def _model_signature(scorer: Scorer, level: float) -> Any:
         no_rows = {name: np.zeros(0) for name in wanted}
     # A prediction for no rows has the columns and types of any other.
     columns = scorer(no_rows)
-    outputs = Schema([ColSpec(_column_type(column), name) for name, column in columns.items()])
+    outputs = Schema(
+        [ColSpec(_choose_column_type(column), name) for name, column in columns.items()]
+    )
     parameters = ParamSchema([ParamSpec("level", DataType.double, level)])
     return ModelSignature(inputs, outputs, parameters)
 
 
-def _column_type(column: np.ndarray) -> Any:
+def _choose_column_type(column: np.ndarray) -> Any:
     """Return the MLflow type of an output column; text unless it has numbers or booleans."""
     # The keys are NumPy's letters for floats, integers and booleans.
     types = {"f": DataType.double, "i": DataType.long, "b": DataType.boolean}

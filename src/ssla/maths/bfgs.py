@@ -108,17 +108,17 @@ def _climb(task: _Task, place: _Place) -> Maximum:
     # The inverse of minus the Hessian, in units in which the scale is one
     first_inverse = torch.eye(len(place.point), dtype=torch.float64)
     inverse = first_inverse
-    unit = _coordinate_units(place, task.scale, task.tolerance * level)
+    unit = _compute_units(place, task.scale, task.tolerance * level)
     error = task.noise * level
     converged = False
     for _ in range(task.rounds):
-        held = place.edges_pushed(low, high, at_rest=True)
+        held = place.find_pushed_edges(low, high, at_rest=True)
         free_gradient = torch.where(held, 0.0, place.gradient)
         slope = float(free_gradient.abs().max())
         if slope <= task.tolerance * level:
             converged = True
             break
-        step = unit * _ascent_direction(inverse, unit * free_gradient, held)
+        step = unit * _choose_ascent_direction(inverse, unit * free_gradient, held)
         predicted_gain = float(free_gradient @ step)
         steep = slope > STEEP * level
         # The remaining gain is below rounding error.
@@ -137,7 +137,7 @@ def _climb(task: _Task, place: _Place) -> Maximum:
             # The curvature that was learned misleads, so the next step is along the gradient.
             inverse = first_inverse
             continue
-        unit = _coordinate_units(higher, task.scale, task.tolerance * level)
+        unit = _compute_units(higher, task.scale, task.tolerance * level)
         fall = place.gradient - higher.gradient
         inverse = _update_inverse(inverse, higher.point - place.point, fall, unit)
         gain = higher.value - place.value
@@ -158,7 +158,7 @@ def _describe_maximum(
         place.point,
         place.value,
         place.gradient,
-        place.edges_pushed(low, high, at_rest=False),
+        place.find_pushed_edges(low, high, at_rest=False),
         converged,
         torch.stack([visit.point for visit in visited]),
         torch.tensor([visit.value for visit in visited], dtype=torch.float64),
@@ -182,7 +182,7 @@ class _Place(NamedTuple):
         """Return the gradient of the function (d,)."""
         return self.function.gradient
 
-    def edges_pushed(self, low: Tensor, high: Tensor, at_rest: bool) -> Tensor:
+    def find_pushed_edges(self, low: Tensor, high: Tensor, at_rest: bool) -> Tensor:
         """Return which coordinates are at an edge with a gradient that points outwards (d,) bool.
 
         at_rest: whether a gradient of zero counts too.
@@ -225,7 +225,7 @@ def _search_line(
             return None, evaluations
 
 
-def _coordinate_units(place: _Place, scale: Tensor, least_curvature: float) -> Tensor:
+def _compute_units(place: _Place, scale: Tensor, least_curvature: float) -> Tensor:
     """Return the unit of length (d,) of each coordinate: curvature^(−½).
 
     scale (d,): the inverse of the curvature, for a function that does not return one. A returned
@@ -238,7 +238,7 @@ def _coordinate_units(place: _Place, scale: Tensor, least_curvature: float) -> T
     return raised.clamp_min(least_curvature).rsqrt()
 
 
-def _ascent_direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor:
+def _choose_ascent_direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor:
     """Return an ascent direction (d,) that is zero for held coordinates.
 
     inverse (d, d): the inverse of minus the Hessian. gradient (d,): zero for held coordinates too.

@@ -110,7 +110,7 @@ def _factorise_by_components(R: Tensor, precision: Tensor, margin: float) -> Ide
     The pivots d_j are also held as e_j = d_j − 1, so that log1p gets them without rounding.
     """
     span = range(R.shape[-1])
-    L, excess, pivots = _unit_lower_factor(_congruence_entries(R, precision))
+    L, excess, pivots = _factorise_unit_lower(_compute_congruence_entries(R, precision))
     positive = pivots[0] > margin
     for pivot in pivots[1:]:
         positive = positive & (pivot > margin)
@@ -138,7 +138,7 @@ def _factorise_by_components(R: Tensor, precision: Tensor, margin: float) -> Ide
     return IdentityPlus(positive, logdet, solve)
 
 
-def _congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
+def _compute_congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
     """Compute the entries (M,) of S = RᵀΛR for a lower triangular R.  R, Λ (M, C, C).
 
     Both entries of a symmetric pair are one tensor, so a change of one changes the other.
@@ -159,7 +159,7 @@ def _congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
     return S
 
 
-def _unit_lower_factor(
+def _factorise_unit_lower(
     S: list[list[Tensor]],
 ) -> tuple[list[list[Tensor]], list[Tensor], list[Tensor]]:
     """Factorise I + S = LDLᵀ and return L, the pivots minus one d_j − 1, and the pivots d_j.
@@ -320,7 +320,7 @@ def newton_ascent(
             slope = slope[keep]
             trusted_steps = trusted_steps[keep]
             value = value[keep]
-        point, current, stuck = _line_search(objective, rows, point, value, step, slope)
+        point, current, stuck = _search_line(objective, rows, point, value, step, slope)
         # Where no step gains, the point is the maximum up to rounding if the slope is small.
         if bool(stuck.any()):
             flat = slope <= 1e-6 * (1 + value.abs())
@@ -335,7 +335,7 @@ def newton_ascent(
     raise AssertionError("unreachable")  # the last round returns
 
 
-def _line_search(
+def _search_line(
     objective: Objective,
     rows: Tensor | None,
     point: Tensor,

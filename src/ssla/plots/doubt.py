@@ -12,7 +12,7 @@ from torch import Tensor
 from ssla._checks import check_name, in_plain_torch
 from ssla.diagnostics.explanations import MEAN, VARIANCE, Explanation
 from ssla.plots.canvas import add_legend, open_axes, set_log_ticks
-from ssla.plots.distributions import by_name, check_row
+from ssla.plots.distributions import check_row, name_predictives
 from ssla.predictive import Predictive
 
 KNOWN = 0.95  # quantile of the known rows' doubt above which a row counts as foreign
@@ -29,11 +29,11 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
     Axes to draw on; None: a new figure. Raises ValueError where every row has an epistemic variance
     of zero.
     """
-    named = by_name(predictives, "rows")
+    named = name_predictives(predictives, "rows")
     ax, color = open_axes(ax)
     shades = (color.main, color.other, color.ink)
     for i, (name, predictive) in enumerate(named.items()):
-        noise, epistemic = _deviations(predictive)
+        noise, epistemic = _compute_deviations(predictive)
         marker = MARKERS[i % 3]
         ax.scatter(
             noise,
@@ -72,12 +72,12 @@ def out_of_distribution(known: Predictive, foreign: Predictive, *, ax: Any = Non
     """
     ax = doubt({"known": known, "foreign": foreign}, ax=ax)
     _, color = open_axes(ax)
-    _, known_doubt = _deviations(known)
-    _, foreign_doubt = _deviations(foreign)
+    _, known_doubt = _compute_deviations(known)
+    _, foreign_doubt = _compute_deviations(foreign)
     limit = float(torch.quantile(known_doubt, KNOWN))
     ax.axhline(limit, color=color.ink, ls="--", lw=1, label=f"{KNOWN:.0%} of known below")
     share = float((foreign_doubt > limit).double().mean())
-    area = auroc(known_doubt, foreign_doubt)
+    area = compute_auroc(known_doubt, foreign_doubt)
     ax.set_title(f"{share:.0%} of foreign above, AUROC {area:.2f}", fontsize="medium")
     add_legend(ax, markerscale=2)
     return ax
@@ -121,7 +121,7 @@ def influence(
     return ax
 
 
-def auroc(low: Tensor, high: Tensor) -> float:
+def compute_auroc(low: Tensor, high: Tensor) -> float:
     """Return the area under the ROC curve: the probability that a random value of `high` (k,) is
     above one of `low` (n,).
 
@@ -134,7 +134,7 @@ def auroc(low: Tensor, high: Tensor) -> float:
     return float((smaller + not_larger).mean() / 2 / len(low))
 
 
-def _deviations(predictive: Predictive) -> tuple[Tensor, Tensor]:
+def _compute_deviations(predictive: Predictive) -> tuple[Tensor, Tensor]:
     """Return the aleatoric and the epistemic standard deviation (N,) of each row.
 
     Variances are summed over targets or classes first. Zeros are replaced by the smallest positive

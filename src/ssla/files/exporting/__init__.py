@@ -32,13 +32,13 @@ def export(
 ) -> Exported:
     """Write the graph of a posterior to a file; see Posterior.export for arguments and errors."""
     check_exportable(posterior)
-    x = posterior.network.cast(_example_inputs(posterior, example))
+    x = posterior.network.cast(_choose_example_inputs(posterior, example))
     graph = Graph(posterior, x, checked_levels(levels))
     facts = {"likelihood": posterior.report.likelihood, "rows": posterior.report.n}
     return write_graph(path, graph, x, lambda: predict(posterior, x), facts)
 
 
-def _example_inputs(posterior: Posterior, example: Any) -> Inputs:
+def _choose_example_inputs(posterior: Posterior, example: Any) -> Inputs:
     """Return the given rows x, or those of the first batch of the training data.
 
     example: rows, or None. Raises ValueError if there are no rows.

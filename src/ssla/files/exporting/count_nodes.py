@@ -136,7 +136,7 @@ def make_count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
     for reach in REACHES:
         table = _make_table(overdispersion, f, K, mean, scale, reach)
         # Small and growing counts come first in the sorted edges of rows that do not have them.
-        _, single, growing = _edge_patterns(reach)
+        _, single, growing = _make_edge_patterns(reach)
         lower_tail, upper_tail = estimate_tails(table, len(single) + len(growing))
         is_first = remaining & (lower_tail <= TAIL) & (upper_tail <= TAIL)
         tables.append(table)
@@ -176,27 +176,27 @@ def _make_table(
 
     f: f̂ (N, 1). K (N, 1, 1). mean and scale (N,): the centre of the blocks and their unit.
     """
-    edges = _block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
+    edges = _make_block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
     # Logs and centres are placeholders: only the edges are used at first.
     frame = Table(mean, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(mean, dtype=torch.bool))
     y = frame.middles.clamp_min(0)
     if overdispersion == 0:
-        logs = modes.poisson_log_density(y, f, K)
+        logs = modes.compute_poisson_log_density(y, f, K)
     else:
-        logs = modes.negative_binomial_log_density(overdispersion, y, f, K)
+        logs = modes.compute_negative_binomial_log_density(overdispersion, y, f, K)
     totals, centres, corrections = sum_blocks(frame, logs)
     totals = torch.where(frame.widths > 0, totals, NOTHING).clamp_min(NOTHING)
     accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH
     return frame._replace(logs=totals, centres=centres, accurate=accurate)
 
 
-def _block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
+def _make_block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
     """Return the edges of the blocks (N, k + 1) in rising order, as in `ssla.predictive.count_law`.
 
     mean and scale (N, 1). All rows have the same number of edges. Those that a row does not need
     repeat its first edge, so that their blocks have no counts.
     """
-    pattern, single, growing = _edge_patterns(reach)
+    pattern, single, growing = _make_edge_patterns(reach)
     edges = (mean + scale * pattern).round().clamp(0, LARGEST_COUNT)
     last = edges[:, -1:]
     has_small = mean - scale * math.sinh(reach) < SINGLE_COUNTS
@@ -208,7 +208,7 @@ def _block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
 
 
 @lru_cache(maxsize=8)  # there are three reaches
-def _edge_patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
+def _make_edge_patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return three patterns of edges, which are constants of the graph.
 
     The patterns are sinh(t) for t up to the reach, the small counts, and counts that grow by equal

@@ -101,7 +101,7 @@ def write_graph(
         )
     check_writable(target)
     inputs = input_tensors(example)
-    names = _input_names(example)
+    names = _list_input_names(example)
     expected = _predict_with_library(predict(), graph)
     levels = tuple(graph.levels.q.tolist())
     facts = {**facts, "inputs": list(names), "answers": list(graph.names), "levels": list(levels)}
@@ -127,7 +127,7 @@ def write_graph(
     return Exported(target, names, graph.names, levels, len(inputs[0]), differences)
 
 
-def _input_names(example: Inputs) -> tuple[str, ...]:
+def _list_input_names(example: Inputs) -> tuple[str, ...]:
     """Return the name of each tensor of x in the file: its key, x0, x1, …, or x if it is alone."""
     if isinstance(example, Tensor):
         return ("x",)
@@ -183,8 +183,8 @@ def _describe_difference(name: str, program: str, gap: Tensor, answer: Tensor) -
     name: of the answer. program: the name of what ran the graph. gap, answer: the differences and
     the graph's answer, N rows of the same shape.
     """
-    bad = _largest_by_row(gap) > TOLERANCE
-    nan_rows = int(_largest_by_row(answer.isnan()).sum())
+    bad = _find_largest_by_row(gap) > TOLERANCE
+    nan_rows = int(_find_largest_by_row(answer.isnan()).sum())
     return (
         f"The exported graph is not exact enough, and no file was written: {name} by "
         f"{program} differs from posterior.predict by up to {float(gap.max()):.2g} (allowed: "
@@ -196,7 +196,7 @@ def _describe_difference(name: str, program: str, gap: Tensor, answer: Tensor) -
     )
 
 
-def _largest_by_row(values: Tensor) -> Tensor:
+def _find_largest_by_row(values: Tensor) -> Tensor:
     """Return the largest value of each row: (N, …) -> (N,)."""
     return values.flatten(1).amax(1) if values.dim() > 1 else values
 

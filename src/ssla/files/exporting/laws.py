@@ -58,7 +58,7 @@ def make_gaussian_law(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
     return GaussianLaw(f[:, 0], variance[:, 0]) if f.shape[1] == 1 else GaussianLaw(f, variance)
 
 
-def binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
+def compute_binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
     """Return the probabilities (N, 2) of two classes, for logits f ~ N(f̂, K).
 
     f (N, C), K (N, C, C). C = 1: one logit of the second class. C = 2: one logit of each class, of
@@ -75,18 +75,18 @@ def binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
     return torch.softmax(torch.stack([log_zero, log_one], 1), 1)
 
 
-def softmax_probabilities(f: Tensor, root: Root) -> Tensor:
+def compute_softmax_probabilities(f: Tensor, root: Root) -> Tensor:
     """Return the mean (N, C) of softmax(f̂ + R z) over the nodes z, some of them at a time.
 
     f: f̂ (N, C). root: R, with R Rᵀ = K.
     """
     total = torch.zeros_like(f)
-    for moves in _moves_of_nodes(root, softmax_nodes(f.shape[1])):
+    for moves in _iterate_moves_of_nodes(root, softmax_nodes(f.shape[1])):
         total = total + torch.softmax(f.unsqueeze(-1) + moves, 1).sum(-1)
     return total / total.sum(1, keepdim=True)
 
 
-def _moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
+def _iterate_moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
     """Yield R z (N, C, s) for some of the nodes z (C, S) at a time."""
     if z.shape[1] < 4 * z.shape[0]:
         # So few nodes are rescaled together. The limit is that of `whitened` in
@@ -97,7 +97,7 @@ def _moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
         yield root.multiply(nodes)
 
 
-def covariance_root_of(operator: Operator, J: Features) -> Root:
+def compute_covariance_root(operator: Operator, J: Features) -> Root:
     """Return a root R of K = J H⁻¹ Jᵀ, with R Rᵀ = K, which is the one that the library takes.
 
     Kronecker factors and a diagonal have a root without steps. Others take an unrolled Cholesky
@@ -105,10 +105,10 @@ def covariance_root_of(operator: Operator, J: Features) -> Root:
     """
     if isinstance(operator, KfacOperator | DiagonalOperator):
         return operator.root(J)
-    return FullRoot(_unrolled_cholesky(operator.covariance(J)))
+    return FullRoot(_factorise_unrolled(operator.covariance(J)))
 
 
-def _unrolled_cholesky(K: Tensor) -> Tensor:
+def _factorise_unrolled(K: Tensor) -> Tensor:
     """Return the lower Cholesky factor (N, C, C) of K (N, C, C), in C unrolled steps.
 
     A column without a positive pivot is zero, so a singular K is allowed. Up to three outputs have

@@ -22,7 +22,7 @@ SHRINK = 0.9  # a step of Newton's method is at most that part of the step befor
 TINY = 1e-300  # a variance that counts as zero; its logarithm is finite
 
 
-def poisson_log_density(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+def compute_poisson_log_density(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """Compute the log density of counts y (N, k) with mean e^f.
 
     At the mode f̃ = f̂ + K(y − e^f̃), so that w = K e^f̃ solves w + log w = log K + f̂ + Ky.
@@ -50,7 +50,9 @@ def _solve_lambert(x: Tensor) -> Tensor:
     return s.exp()
 
 
-def negative_binomial_log_density(dispersion: float, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+def compute_negative_binomial_log_density(
+    dispersion: float, y: Tensor, f: Tensor, K: Tensor
+) -> Tensor:
     """Compute the log density of counts y (N, k) with mean e^f and variance e^f + α e^2f.
 
     dispersion: α. At the mode f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), with r = 1/α and the logistic

@@ -48,7 +48,7 @@ class Circle:
     @property
     def angles(self) -> Tensor:
         """Return the angles −π + 2πj/k (k,)."""
-        return _spaced_points(self.logs.shape[1])[:-1]
+        return _space_points(self.logs.shape[1])[:-1]
 
     @cached_property
     def log_mass(self) -> Tensor:
@@ -101,7 +101,7 @@ class Circle:
         # The distribution function is the integral of the series: a line and periodic waves.
         integrated = torch.where(j > 0, phi / (1j * j.clamp_min(1)), 0)
         waves = torch.fft.irfft(integrated, count, dim=1) * count / (2 * math.pi)
-        place = _spaced_points(count)
+        place = _space_points(count)
         # The value at π is that at −π.
         density, waves = (torch.cat([values, values[:, :1]], 1) for values in (density, waves))
         below = (place + math.pi) / (2 * math.pi) + waves - waves[:, :1]
@@ -166,7 +166,7 @@ class Circle:
         return regions_above(density, place, low)
 
 
-def _spaced_points(count: int) -> Tensor:
+def _space_points(count: int) -> Tensor:
     """Return count + 1 equally spaced points (count + 1,) from −π to π."""
     return torch.linspace(-math.pi, math.pi, count + 1, dtype=torch.float64)
 
@@ -190,7 +190,7 @@ def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) ->
     while pending.numel():
         again = []
         for chunk in pending.split(max(ANGLES_AT_ONCE // count, 1)):
-            logs = log_density(_spaced_points(count)[:-1].expand(chunk.numel(), -1), chunk).double()
+            logs = log_density(_space_points(count)[:-1].expand(chunk.numel(), -1), chunk).double()
             # The relative difference of the mass by every second angle from that by all angles
             error = (logs[:, ::2].logsumexp(1) - logs.logsumexp(1) + math.log(2)).expm1().abs()
             good = error <= HALF_RULE

@@ -45,7 +45,7 @@ def node_pattern(count: int, reach: float) -> tuple[Tensor, Tensor]:
 
 
 @cached_constant
-def _second_derivative_matrix(count: int, reach: float) -> Tensor:
+def _build_second_derivative_matrix(count: int, reach: float) -> Tensor:
     """Return the matrix (k, k) from nodal values to the second derivatives of their spline.
 
     The spline is cubic and not-a-knot, on the k = count nodes of `node_pattern`. Its second
@@ -68,13 +68,13 @@ def _second_derivative_matrix(count: int, reach: float) -> Tensor:
 
 
 @cached_constant
-def _midpoint_matrix(count: int, reach: float) -> Tensor:
+def _build_midpoint_matrix(count: int, reach: float) -> Tensor:
     """Return the matrix (k − 1, k) from nodal values to the spline in the middle of its panels.
 
     With width h the spline is there the mean of both values less h²/16 times the sum of both second
     derivatives.
     """
-    x, bends = node_pattern(count, reach)[0], _second_derivative_matrix(count, reach)
+    x, bends = node_pattern(count, reach)[0], _build_second_derivative_matrix(count, reach)
     eye = torch.eye(count, dtype=torch.float64)
     square = ((x[1:] - x[:-1]) ** 2)[:, None]
     return (eye[1:] + eye[:-1]) / 2 - square / 16 * (bends[1:] + bends[:-1])
@@ -257,7 +257,9 @@ class Grid:
     @cached_property
     def _second_derivatives(self) -> Tensor:
         """Return the second derivatives of the spline in x at the nodes (m, k)."""
-        return self._relative_logs @ _second_derivative_matrix(self.logs.shape[1], self.reach).mT
+        return (
+            self._relative_logs @ _build_second_derivative_matrix(self.logs.shape[1], self.reach).mT
+        )
 
     def find_overshooting_rows(self) -> Tensor:
         """Return which rows (m,) have a spline that rises well above the nodes of a panel.
@@ -266,11 +268,11 @@ class Grid:
         do not resolve.
         """
         logs = self._relative_logs
-        middle = logs @ _midpoint_matrix(logs.shape[1], self.reach).mT
+        middle = logs @ _build_midpoint_matrix(logs.shape[1], self.reach).mT
         above = middle - torch.maximum(logs[:, :-1], logs[:, 1:])
         return ((above > OVERSHOOT) & (middle > -RELEVANT)).any(1)
 
-    def _panel_data(self, panel: Tensor) -> tuple[Tensor, ...]:
+    def _gather_panel_data(self, panel: Tensor) -> tuple[Tensor, ...]:
         """Return the spline's data for some panels, given by their numbers (m, q).
 
         The data are width, left value, right value, left and right second derivative, each (m, q).
@@ -299,11 +301,11 @@ class Grid:
             self._second_derivatives[:, :-1],
             self._second_derivatives[:, 1:],
         )
-        panels = _panel_integral(ends, torch.ones_like(ends[0]))
+        panels = _integrate_panels(ends, torch.ones_like(ends[0]))
         left = self.tails[0].moment(0, self.peak) / self.scale
         return torch.cat([left[:, None], panels], 1).cumsum(1)
 
-    def spline_error(self) -> Tensor:
+    def compute_spline_error(self) -> Tensor:
         """Compute the relative difference of the spline's mass from the trapezoidal rule's (m,)."""
         log_spline_mass = self._total_mass.log() + self.scale.log() + self.peak
         return (log_spline_mass - self.log_mass).expm1().abs()
@@ -318,9 +320,9 @@ class Grid:
         pattern = self.pattern
         x = (z - self.centre[:, None]) / self.scale[:, None]
         panel = (torch.searchsorted(pattern, x.contiguous()) - 1).clamp(0, pattern.numel() - 2)
-        ends = self._panel_data(panel)
+        ends = self._gather_panel_data(panel)
         fraction = ((x - pattern[panel]) / ends[0]).clamp(0, 1)
-        value = self._cumulative_mass.gather(1, panel) + _panel_integral(ends, fraction)
+        value = self._cumulative_mass.gather(1, panel) + _integrate_panels(ends, fraction)
         # Beyond the last nodes the mass of the power laws takes the place of the spline's.
         distance = (z - self.centre[:, None]).abs()
         for is_right, tail in zip((False, True), self.tails, strict=True):
@@ -340,7 +342,7 @@ class Grid:
         q ≤ 0 gives −∞ and q ≥ 1 gives ∞. It is NaN where the mass is NaN.
         """
         target = q * self._total_mass[:, None]
-        z = self._to_places(self._spline_quantile(target))
+        z = self._to_places(self._find_spline_quantile(target))
         # Targets in a tail are quantiles of its power law.
         for is_right, tail in zip((False, True), self.tails, strict=True):
             tail_mass = tail.moment(0, self.peak)[:, None] / self.scale[:, None]
@@ -354,7 +356,7 @@ class Grid:
             self._total_mass[:, None].isnan(), torch.nan, torch.where(q >= 1, math.inf, z)
         )
 
-    def _spline_quantile(self, target: Tensor) -> Tensor:
+    def _find_spline_quantile(self, target: Tensor) -> Tensor:
         """Compute the x up to which the spline and the left tail have the mass `target`.
 
         target (m, k), in the units of `_cumulative_mass` -> (m, k). A target in a tail gives the
@@ -364,16 +366,16 @@ class Grid:
         panel = (torch.searchsorted(self._cumulative_mass, target.contiguous()) - 1).clamp(
             0, pattern.numel() - 2
         )
-        ends = self._panel_data(panel)
+        ends = self._gather_panel_data(panel)
         need = (target - self._cumulative_mass.gather(1, panel)).clamp_min(0)
         low, high = torch.zeros_like(need), torch.ones_like(need)
-        fraction = (need / _panel_integral(ends, high).clamp_min(1e-300)).clamp(0, 1)
+        fraction = (need / _integrate_panels(ends, high).clamp_min(1e-300)).clamp(0, 1)
         # Newton steps inside a shrinking bracket, and bisection where they leave it: usually five
         # rounds.
         for _ in range(50):
-            gap = _panel_integral(ends, fraction) - need
+            gap = _integrate_panels(ends, fraction) - need
             low, high = torch.where(gap <= 0, fraction, low), torch.where(gap >= 0, fraction, high)
-            density = _spline_value(ends, fraction).exp() * ends[0]
+            density = _evaluate_spline(ends, fraction).exp() * ends[0]
             step = gap / density.clamp_min(1e-300)
             if bool((step.abs() <= 1e-13).all()):
                 break
@@ -390,13 +392,13 @@ class Grid:
         y(z); the set is then the smallest in y, {z: p(z) / y′(z) ≥ c}. None: the set is the
         smallest in z.
         """
-        heights, places = self._fine_heights()
+        heights, places = self._compute_fine_heights()
         if log_slope is not None:
             changed = heights - log_slope(self._to_places(places))
             # A density of zero stays zero in every y.
             heights = torch.where(heights > NO_DENSITY, changed, -math.inf)
         low = torch.maximum(heights[:, 0], heights[:, -1])
-        short = self._region_probability(self._regions_above(heights, places, low)) < level
+        short = self._compute_region_probability(self._regions_above(heights, places, low)) < level
         # Where the region above the end nodes is too small, the density is high at an end, or the
         # tails beyond the nodes are needed.
         if bool(short.any()):
@@ -407,11 +409,14 @@ class Grid:
         high = heights.max(1).values
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            enough = self._region_probability(self._regions_above(heights, places, middle)) >= level
+            enough = (
+                self._compute_region_probability(self._regions_above(heights, places, middle))
+                >= level
+            )
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
         return self._regions_above(heights, places, low)
 
-    def _fine_heights(self) -> tuple[Tensor, Tensor]:
+    def _compute_fine_heights(self) -> tuple[Tensor, Tensor]:
         """Return log p relative to its peak (m, F), and the F places (F,), FINE in each panel.
 
         The places are in units of the scale. The last node is one of them too.
@@ -422,7 +427,7 @@ class Grid:
         # FINE fractions of each panel in turn, the same for all rows
         panel = torch.arange(panels).repeat_interleave(FINE).expand(self.logs.shape[0], -1)
         fraction = fractions.repeat(panels).expand_as(panel)
-        inner = _spline_value(self._panel_data(panel), fraction)
+        inner = _evaluate_spline(self._gather_panel_data(panel), fraction)
         places = (x[:-1, None] + fractions * (x[1:] - x[:-1])[:, None]).flatten()
         return torch.cat([inner, self._relative_logs[:, -1:]], 1), torch.cat([places, x[-1:]])
 
@@ -437,7 +442,7 @@ class Grid:
         heights = torch.cat([left.flip(1), heights, right], 1).clamp_min(NO_DENSITY)
         return heights, torch.cat([x[0] * ratios.flip(0), places, x[-1] * ratios])
 
-    def _region_probability(self, regions: Regions) -> Tensor:
+    def _compute_region_probability(self, regions: Regions) -> Tensor:
         """Compute the probability (m,) of unions of intervals in z."""
         ends = torch.cat([regions.lower, regions.upper], 1)
         # NaN pads rows with fewer intervals, and counts as zero.
@@ -498,11 +503,11 @@ def _interpolate_crossing(excess: Tensor, places: Tensor, inner: Tensor, step: i
     return places[inner] + share * (places[outer] - places[inner])
 
 
-def _spline_value(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
+def _evaluate_spline(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
     """Compute the cubic spline at a fraction of panels.  (m, q) -> (m, q).
 
-    ends: what `_panel_data` returns for the panels. fraction: the distance from the left end, as a
-    share of the width.
+    ends: what `_gather_panel_data` returns for the panels. fraction: the distance from the left end,
+    as a share of the width.
     """
     width, left, right, left_bend, right_bend = ends
     remainder = 1 - fraction
@@ -513,12 +518,12 @@ def _spline_value(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
     return remainder * left + fraction * right + width * width / 6 * bend
 
 
-def _panel_integral(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
+def _integrate_panels(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
     """Compute ∫ exp(spline) dx from a panel's left end over a fraction of it.  (m, q) -> (m, q).
 
-    ends: what `_panel_data` returns for the panels. It takes four Gauss–Legendre nodes.
+    ends: what `_gather_panel_data` returns for the panels. It takes four Gauss–Legendre nodes.
     """
     total = torch.zeros_like(fraction)
     for node, weight in zip(*_legendre_rule(), strict=True):
-        total = total + weight * _spline_value(ends, fraction * node).exp()
+        total = total + weight * _evaluate_spline(ends, fraction * node).exp()
     return total * fraction * ends[0]

@@ -61,22 +61,25 @@ def expected_entropy(mean: Tensor, sd: Tensor) -> Tensor:
     Beyond the last node h is below 1e-15.
     """
     z, weights = normal_trapezoidal_rule()
-    near = _entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z) @ weights
-    L = _spaced_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
+    near = (
+        _compute_entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z)
+        @ weights
+    )
+    L = _space_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
     wide = sd.clamp_min(LARGE)
     scores = (L - mean.unsqueeze(1)) / wide.unsqueeze(1)
-    far = (-0.5 * scores * scores).exp() @ _entropy_of_logit(L)
+    far = (-0.5 * scores * scores).exp() @ _compute_entropy_of_logit(L)
     return torch.where(sd <= LARGE, near, far * LOGISTIC_STEP / (wide * math.sqrt(2 * math.pi)))
 
 
-def _entropy_of_logit(f: Tensor) -> Tensor:
+def _compute_entropy_of_logit(f: Tensor) -> Tensor:
     """Compute the entropy h(σ(f)) in nats, elementwise, without cancellation for large |f|."""
     return -torch.sigmoid(f) * logsigmoid(f) - torch.sigmoid(-f) * logsigmoid(-f)
 
 
 def normal_trapezoidal_rule() -> tuple[Tensor, Tensor]:
     """Return nodes z and weights, each (J,), of the trapezoidal rule for E h(Z), Z ~ N(0, 1)."""
-    z = _spaced_nodes(NORMAL_REACH, NORMAL_STEP)
+    z = _space_nodes(NORMAL_REACH, NORMAL_STEP)
     return z, torch.softmax(-0.5 * z * z, 0)
 
 
@@ -95,7 +98,7 @@ def _integrate_by_logistic(
     m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]
 ) -> LogisticNormal:
     """Compute the expectations by nodes of a logistic variable, for s ≥ LARGE.  m, s (N,)."""
-    L = _spaced_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
+    L = _space_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
     log_weights = torch.log_softmax(logsigmoid(L) + logsigmoid(-L), 0)
     z = (m.unsqueeze(1) - L) / s.unsqueeze(1)
     log_one, log_zero = (
@@ -140,6 +143,6 @@ def _log_mills(t: Tensor) -> Tensor:
     return -torch.log(-t) - 0.5 * math.log(2 * math.pi) + torch.log1p(inverse * (3 * inverse - 1))
 
 
-def _spaced_nodes(reach: float, step: float) -> Tensor:
+def _space_nodes(reach: float, step: float) -> Tensor:
     """Return equally spaced nodes (J,) from −reach to reach."""
     return torch.linspace(-reach, reach, round(2 * reach / step) + 1, dtype=torch.float64)

@@ -33,26 +33,28 @@ def mapped_moments(
     this log_density. accuracy: of the integrals. A moment is infinite where it does not exist.
 
     Nodes that resolve the mass may miss a moment: the second moment of a log-normal with σ = 3 lies
-    six standard deviations out. So the nodes must integrate p·w² as well, with w of `_log_weight`,
-    and rows where they do not get other nodes.
+    six standard deviations out. So the nodes must integrate p·w² as well, with w of
+    `_compute_log_weight`, and rows where they do not get other nodes.
     """
     count = sum(piece.rows.numel() for piece in pieces)
     mean, variance = torch.empty(2, count, dtype=torch.float64).unbind(0)
     for rows, grid in pieces:
-        mean[rows] = _moment_from_nodes(grid, grid.log_mass, h, h(grid.centre), 1)
-        variance[rows] = _moment_from_nodes(grid, grid.log_mass, h, mean[rows], 2)
+        mean[rows] = _compute_moment_from_nodes(grid, grid.log_mass, h, h(grid.centre), 1)
+        variance[rows] = _compute_moment_from_nodes(grid, grid.log_mass, h, mean[rows], 2)
         lost = (~_resolves_moments(grid, h, accuracy)).nonzero().squeeze(-1)
         if not lost.numel():
             continue
         piece = RowGrid(rows[lost], grid.select_rows(lost))
         around = h(piece.grid.centre)
-        mean[piece.rows] = _refined_moment(log_density, piece, h, around, 1, accuracy)
+        mean[piece.rows] = _compute_refined_moment(log_density, piece, h, around, 1, accuracy)
         around = mean[piece.rows]
-        variance[piece.rows] = _refined_moment(log_density, piece, h, around, 2, accuracy)
+        variance[piece.rows] = _compute_refined_moment(log_density, piece, h, around, 2, accuracy)
     return mean, variance
 
 
-def _moment_from_nodes(grid: Grid, log_mass: Tensor, h: Map, around: Tensor, order: int) -> Tensor:
+def _compute_moment_from_nodes(
+    grid: Grid, log_mass: Tensor, h: Map, around: Tensor, order: int
+) -> Tensor:
     """Compute a moment of y = h(z) from the nodes of a grid.  log_mass, around (m,) -> (m,).
 
     Order 1 gives the mean, as around + E[y − around], and order 2 gives E[(y − around)²]. Terms are
@@ -63,10 +65,10 @@ def _moment_from_nodes(grid: Grid, log_mass: Tensor, h: Map, around: Tensor, ord
     return around + (terms * offset.sign()).sum(1) if order == 1 else terms.sum(1)
 
 
-def _refined_moment(
+def _compute_refined_moment(
     log_density: LogDensity, piece: RowGrid, h: Map, around: Tensor, order: int, accuracy: Accuracy
 ) -> Tensor:
-    """Compute `_moment_from_nodes` (m,) for the rows of a piece, from new nodes that resolve it.
+    """Compute a moment of y = h(z) (m,) for the rows of a piece, from new nodes that resolve it.
 
     The new nodes are those for p·wᵒʳᵈᵉʳ. around (m,). The moment is infinite where p·wᵒʳᵈᵉʳ has no
     integral.
@@ -75,7 +77,9 @@ def _refined_moment(
 
     def log_integrand(z: Tensor, i: Tensor) -> Tensor:
         """Compute log(p·wᵒʳᵈᵉʳ) at z (r, k) for some rows i (r,) of the piece."""
-        return log_density(z, rows[i]).double() + order * _log_weight(grid.select_rows(i), h, z)
+        return log_density(z, rows[i]).double() + order * _compute_log_weight(
+            grid.select_rows(i), h, z
+        )
 
     moment = torch.full_like(grid.centre, math.inf)
     finite = _integrand_falls(log_integrand, grid, h).nonzero().squeeze(-1)
@@ -88,13 +92,13 @@ def _refined_moment(
         ):
             i = finite[part]
             # The nodes hold log(p·wᵒʳᵈᵉʳ); the moment needs log p.
-            log_weights = order * _log_weight(grid.select_rows(i), h, refined.nodes)
+            log_weights = order * _compute_log_weight(grid.select_rows(i), h, refined.nodes)
             density = replace(refined, logs=refined.logs - log_weights)
-            moment[i] = _moment_from_nodes(density, grid.log_mass[i], h, around[i], order)
+            moment[i] = _compute_moment_from_nodes(density, grid.log_mass[i], h, around[i], order)
     return moment
 
 
-def _log_weight(grid: Grid, h: Map, z: Tensor) -> Tensor:
+def _compute_log_weight(grid: Grid, h: Map, z: Tensor) -> Tensor:
     """Compute log w at z, with w² = 1 + ((h(z) − h(c))/d)².  (m, k) -> (m, k).
 
     c is the grid's centre, and d the change of h over one scale to either side of it. So p·w² has
@@ -110,7 +114,7 @@ def _resolves_moments(grid: Grid, h: Map, accuracy: Accuracy) -> Tensor:
 
     The end terms must be a small share, and the rule on every second node must give the same.
     """
-    terms = grid.relative_terms * (2 * _log_weight(grid, h, grid.nodes)).exp()
+    terms = grid.relative_terms * (2 * _compute_log_weight(grid, h, grid.nodes)).exp()
     total = terms.sum(1)
     ends_are_small = terms[:, 0] + terms[:, -1] <= accuracy.tail * total
     half_rule = 2 * terms[:, ::2].sum(1)

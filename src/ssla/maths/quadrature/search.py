@@ -73,7 +73,7 @@ def build_grids(
     work = [_Work(torch.arange(centre.numel()), *start, FIRST_REACH, FIRST_NODES, 0)]
     while work:
         task = work.pop()
-        for chunk in _row_chunks(task.rows.numel(), task.node_count):
+        for chunk in _iterate_row_chunks(task.rows.numel(), task.node_count):
             rows_work = task.select_rows(chunk)
             grid = _evaluate_grid(log_density, rows_work)
             verdict = _judge_grid(grid, accuracy)
@@ -198,7 +198,7 @@ def _cut_at_valleys(grid: Grid) -> Grid:
     return Grid(grid.centre, grid.scale, grid.reach, logs, torch.zeros_like(grid.accurate))
 
 
-def _row_chunks(rows: int, count: int) -> Iterator[slice]:
+def _iterate_row_chunks(rows: int, count: int) -> Iterator[slice]:
     """Yield slices of rows that are evaluated together, with `count` nodes each.
 
     There is one slice for zero rows.
@@ -234,13 +234,13 @@ def _judge_grid(grid: Grid, accuracy: Accuracy) -> _Verdict:
     body = shares.sum(1)
     half_rule = 2 * shares[:, ::2].sum(1)
     left, right = (t.moment(0, grid.peak) / grid.scale for t in grid.tails)
-    mean, spread = _mass_location(shares, x, body)
+    mean, spread = _locate_mass(shares, x, body)
     edge = (grid.logs[:, 0] == grid.peak) | (grid.logs[:, -1] == grid.peak)
     off_centre = (mean.abs() > MOST_SHIFT) | (spread < LEAST_SPREAD) | (spread > MOST_SPREAD) | edge
     # Conditions with `~` and `<=` are true for NaN too.
     coarse = ~((half_rule / body - 1).abs() <= accuracy.half_rule) | grid.find_overshooting_rows()
     if accuracy.spline is not None:
-        coarse |= ~(grid.spline_error() <= accuracy.spline)
+        coarse |= ~(grid.compute_spline_error() <= accuracy.spline)
     heavy = ~((left + right) / body <= accuracy.tail)
     # A heavy tail shifts mean and spread, so such a grid is widened before it is moved, unless the
     # peak is at the edge.
@@ -256,22 +256,22 @@ def _judge_grid(grid: Grid, accuracy: Accuracy) -> _Verdict:
     return _Verdict(~(off_centre | heavy | coarse), off_centre, coarse, heavy, centre, scale)
 
 
-def _mass_location(shares: Tensor, x: Tensor, body: Tensor) -> tuple[Tensor, Tensor]:
+def _locate_mass(shares: Tensor, x: Tensor, body: Tensor) -> tuple[Tensor, Tensor]:
     """Compute mean (m,) and spread (m,) of the mass shares (m, k) at nodes x (k,).
 
     Both are in units of the scale. body (m,): the sum of the shares. Where the spread is large, far
-    tails have most of the second moment, and the result is that of `_bulk_location`.
+    tails have most of the second moment, and the result is that of `_locate_bulk`.
     """
     moments = shares @ torch.stack([x, x * x], 1) / body[:, None]
     mean = moments[:, 0]
     spread = (moments[:, 1] - mean * mean).clamp_min(0).sqrt()
     wide = (spread > MOST_SPREAD).nonzero().squeeze(-1)
     if wide.numel():
-        mean[wide], spread[wide] = _bulk_location(shares[wide], x)
+        mean[wide], spread[wide] = _locate_bulk(shares[wide], x)
     return mean, spread
 
 
-def _bulk_location(shares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _locate_bulk(shares: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the median (m,) and half the distance between the 16% and the 84% quantile (m,).
 
     shares (m, k): mass at nodes x (k,). For a Gaussian half that distance is one standard
@@ -317,13 +317,13 @@ def locate_densities(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor
         logs = torch.cat(
             [
                 log_density(centre[chunk, None] + scale[chunk, None] * x, index[chunk])
-                for chunk in _row_chunks(rows, count)
+                for chunk in _iterate_row_chunks(rows, count)
             ]
         )
         logs = torch.nan_to_num(logs.double(), nan=-math.inf, neginf=-1e300)
         best = logs.argmax(1).clamp(1, count - 2)
         shares = (logs - logs.max(1, keepdim=True).values).exp() * weights
-        median, spread = _bulk_location(shares, x)
+        median, spread = _locate_bulk(shares, x)
         # A density may be narrower than the distance of the nodes. That distance is then the scale.
         spacing = (x[best + 1] - x[best - 1]) / 2
         centre = centre + scale * median
