@@ -206,6 +206,7 @@ def all_in_plain_torch(cls: type[C]) -> type[C]:
             setattr(cls, name, member.getter(in_plain_torch(member.fget)))
         elif isinstance(member, functools.cached_property):
             member.func = in_plain_torch(member.func)
+
     return cls
 
 
@@ -283,6 +284,7 @@ def check_draw_count(n: Any) -> int:
         count = operator.index(n)
     except TypeError:
         count = None
+
     if count is None or isinstance(n, bool):
         raise TypeError(f"The number of draws must be a whole number, but is {n!r}.{shape_hint}")
     if count < 0:
@@ -312,6 +314,7 @@ def check_level(value: float) -> float:
             "level must be one number strictly between 0 and 1, for example 0.95, but is "
             f"{value!r}."
         ) from error
+
     if not 0.0 < number < 1.0:
         hint = f" For {number:g}% write {number / 100:g}." if 1.0 < number < 100.0 else ""
         raise ValueError(f"level must be strictly between 0 and 1, but is {number:g}.{hint}")
@@ -329,6 +332,7 @@ def check_writable(path: Path) -> None:
         raise ValueError(
             f"{path} cannot be written: {folder} is a file and not a folder. Give another path."
         )
+
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(
             f"{path} cannot be written: you have no permission to write to {folder}. Give another "
@@ -345,10 +349,12 @@ def checked_covariances(subject: str, K: Tensor) -> Tensor:
     """
     if not K.numel():
         return K.double()
+
     # Integers are exact.
     eps = torch.finfo(K.dtype).eps if K.is_floating_point() else 0.0
     values = K.detach().to("cpu", torch.float64)
     size = values.abs().amax((1, 2))
+
     # The rounding error of a product of matrices is at most √ε of its row; that of a difference of
     # larger numbers is ε of those, where the factor 16 is a guess. A 1×1 covariance is not a
     # product of matrices.

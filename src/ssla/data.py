@@ -98,17 +98,21 @@ def open_source(data: Any) -> Source:
             columns = tuple(map(as_tensor, columns))
         if all(map(_is_array, columns)):
             return _make_array_source(as_batch((data[0], *columns)))
+
     if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
         raise TypeError(
             f"data is a {type(data).__name__}, which does not separate inputs from targets. "
             f"{EXPECTED}"
         )
+
     try:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
         length = None
+
     # Where one index cannot select a batch, the iterable itself yields it.
     iterate = _make_batch_iterator(data) or (lambda: map(as_batch, _iterate_items(data)))
+
     # An iterator is used up after one pass; other iterables start again.
     repeatable = not isinstance(data, Iterator)
     return Source(iterate, repeatable, length, _get_stated_row_count(data))
@@ -143,11 +147,13 @@ def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | N
                 f"but is {validation!r}."
             )
         return source, open_source(validation)
+
     if not 0 < validation < 1:
         raise ValueError(
             "validation as a share of the data must lie between 0 and 1, for example 0.2, but is "
             f"{validation!r}."
         )
+
     if not source.repeatable or isinstance(getattr(data, "sampler", None), RandomSampler):
         obstacle = (
             "the loader shuffles them in each pass"
@@ -159,6 +165,7 @@ def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | N
             f"order each time, but {obstacle}. Give arrays, a loader with shuffle=False, or the "
             "validation rows themselves."
         )
+
     training = _select_share(source, validation, held_out=False)
     return training, _select_share(source, validation, held_out=True)
 
@@ -219,8 +226,10 @@ def _make_batch_iterator(loader: Any) -> Callable[[], Iterator[Batch]] | None:
         or loader.collate_fn is not default_collate
     ):
         return None
+
     dataset = loader.dataset
     subsets: list[Tensor] = []
+
     # Subclasses may select other rows, so only the classes themselves count.
     while type(dataset) is Subset:
         subsets.append(torch.as_tensor(dataset.indices))
@@ -270,12 +279,14 @@ def as_batch(item: Any) -> Batch:
         x = as_inputs(x)
         y = as_tensor(y)
         weights = None if weights is None else as_tensor(weights)
+
     rows = row_count(x)
     if y.dim() == 0 or y.shape[0] != rows:
         raise ValueError(
             f"x has {rows} rows, but y has shape {tuple(y.shape)}. Both need one row for each "
             "observation."
         )
+
     if weights is not None:
         weights = _check_weights(weights, rows)
     return Batch(x, y, weights)
@@ -293,11 +304,13 @@ def _split_columns(item: Any) -> tuple[Any, Any, Any]:
                 "A dict batch needs the key 'y' (or 'labels', 'target'), but has "
                 f"{', '.join(map(repr, item))}."
             )
+
         weight = next((key for key in WEIGHT_KEYS if key in item), None)
         inputs = {key: value for key, value in item.items() if key not in (target, weight)}
         x = inputs["x"] if set(inputs) == {"x"} else inputs
         weights = None if weight is None else item[weight]
         return x, item[target], weights
+
     if isinstance(item, tuple | list):
         if len(item) in (2, 3):
             weights = item[2] if len(item) == 3 else None
@@ -305,6 +318,7 @@ def _split_columns(item: Any) -> tuple[Any, Any, Any]:
         form = f"a {type(item).__name__} of {len(item)}"
     else:
         form = f"a {type(item).__name__}"
+
     raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but is {form}. {EXPECTED}")
 
 
@@ -319,11 +333,13 @@ def _check_weights(weights: Tensor, rows: int) -> Tensor:
             f"Row weights must have shape ({rows},), one for each row, but have "
             f"{tuple(weights.shape)}."
         )
+
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError(
             "Row weights must be finite and not negative. A row of weight 2 counts as two equal "
             "rows."
         )
+
     return weights
 
 
@@ -356,17 +372,20 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
                 f"{tuple(value.shape)} and no values. Make it on a real device: torch.tensor(…, "
                 "device='cpu')."
             )
+
         _refuse_layout(value)
         if differentiable:
             _refuse_transform(value)
             return copy_if_inference(value)
         _refuse_gradient(value)
         return copy_if_inference(value.detach())
+
     if _is_sparse(value):
         raise TypeError(
             f"Expected a dense array, but got the sparse {type(value).__name__}. Give "
             "value.toarray()."
         )
+
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":  # booleans, integers, unsigned integers, floats
@@ -394,11 +413,13 @@ def _refuse_layout(value: Tensor) -> None:
             "Expected a dense tensor, but got a nested tensor. Pad its rows to one length: "
             "x.to_padded_tensor(0.0)."
         )
+
     if value.layout != torch.strided:
         name = str(value.layout).removeprefix("torch.")
         raise TypeError(
             f"Expected a dense tensor, but got one with the layout {name}. Give x.to_dense()."
         )
+
     if value.is_quantized:
         raise TypeError("Expected plain numbers, but got a quantised tensor. Give x.dequantize().")
 
@@ -415,6 +436,7 @@ def _refuse_gradient(value: Tensor) -> None:
         offender = "a tensor inside a torch.func transform (grad, jacrev, jvp, vmap, …)"
     else:
         return
+
     raise ValueError(
         f"Expected plain numbers, but got {offender}. Its gradient would be zero here. Gradients "
         "need differentiable=True, as in posterior.predict(x, differentiable=True). Without them "
@@ -476,12 +498,14 @@ def row_count(x: Inputs) -> int:
             "x must have at least one dimension, the rows. A single input needs a leading "
             "dimension: x[None]."
         )
+
     counts = {tensor.shape[0] for tensor in tensors}
     if len(counts) > 1:
         raise ValueError(
             f"The parts of x have different numbers of rows: {sorted(counts)}. Each needs one row "
             "for each observation."
         )
+
     return counts.pop()
 
 
@@ -571,6 +595,7 @@ class Rows(Generic[T]):
                     kept.append(chunk)
                     total += size
                 yield chunk, piece.x
+
         self.kept = kept
 
     def map_chunks(self, function: Callable[[T], T]) -> Rows[T]:

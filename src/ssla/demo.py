@@ -83,8 +83,10 @@ def train_network(
             best_loss = validation_loss
             epochs_waited = 0
             best_weights = copy.deepcopy(network.state_dict())
+
         if epochs_waited > PATIENCE:
             break
+
     network.load_state_dict(best_weights)
     return network.eval()
 
@@ -160,6 +162,7 @@ def compare_refits(
             f"{seconds / seconds_of_pass:12.0f}"
         )
         scores[label] = s
+
     return scores
 
 
@@ -200,6 +203,7 @@ def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> N
     density_axes.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
     for axes in (bands_axes, density_axes):
         axes.spines[["top", "right"]].set_visible(False)
+
     # The draft of a link has the suffix of the file to which it points, so the format is given.
     with replace_file(out) as draft:
         figure.savefig(draft, dpi=130, format=out.suffix[1:])

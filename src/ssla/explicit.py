@@ -74,11 +74,13 @@ class ExplicitModel:
                 f"start must be a vector of 1 to {LARGEST} parameters, but has shape "
                 f"{tuple(start.shape)}. For a network use ssla.fit."
             )
+
         if data.dim() not in (1, 2) or not len(data):
             raise ValueError(
                 "data must be (n,) or (n, E) with at least one row, but has shape "
                 f"{tuple(data.shape)}."
             )
+
         object.__setattr__(self, "data", data)
         object.__setattr__(self, "start", start)
         object.__setattr__(self, "prior", as_prior(self.prior))
@@ -88,6 +90,7 @@ class ExplicitModel:
                 "log_prob(row, theta) must return a scalar tensor for one row. Index θ as "
                 "theta[0], theta[1], …"
             )
+
         if not bool(torch.isfinite(self._compute_objective(start))):
             raise ValueError(
                 "The log posterior is not finite at start. Give a θ inside the support of "
@@ -150,6 +153,7 @@ class ExplicitModel:
                 value = value + vmap(self.log_prob)(added, points)
                 gradient = gradient + row_gradient(points, added)
                 H = H - row_hessian(points, added)
+
             # A bound prior takes one θ, so this is a loop over candidates: they are a few hundred.
             value = value + torch.stack([prior.log_prob(p) for p in points])
             gradient = gradient + torch.stack([prior.gradient(p) for p in points])
@@ -170,6 +174,7 @@ class ExplicitModel:
                 "none there. Start closer, or choose another parameterisation (a logarithm for a "
                 "positive parameter)."
             )
+
         return ascent.point
 
     @cached_property
@@ -232,12 +237,14 @@ class ExplicitModel:
             )
             change = change - self._compute_prior_curvature(hat, self.bound)
             H = H + self._compute_prior_curvature(hat, self.bound)
+
         factor, info = torch.linalg.cholesky_ex(H)
         if int(info):
             raise ValueError(
                 "The curvature at the mode is not positive definite: the data do not determine "
                 "every parameter. Give a proper prior with convention='exact'."
             )
+
         # L⁻¹ (H̃ − H) L⁻ᵀ: the second solve takes the transpose of the first.
         half = torch.linalg.solve_triangular(factor, change, upper=False)
         white = torch.linalg.solve_triangular(factor, half.mT, upper=False)
@@ -268,4 +275,5 @@ def _factorise_for_ascent(H: Tensor) -> Tensor:
         # H of zeros invertible.
         values = values.abs().clamp_min(1e-8 * values.abs().amax(-1, keepdim=True) + 1e-300)
         factor[indefinite] = torch.linalg.cholesky((vectors * values.unsqueeze(-2)) @ vectors.mT)
+
     return factor

@@ -70,16 +70,19 @@ def _compute_crps(predictive: Predictive, y: Any) -> Tensor:
     y: one value for each prediction. Raises TypeError for mixtures of several targets.
     """
     law = predictive.law
+
     # Laws made of others come first: their parts may be Gaussian.
     if isinstance(law, JoinedLaw):
         return law.ask_by_rows(
             _reshape_like(y, predictive.mean),
             lambda part, y_part: _compute_crps(replace(predictive, law=part), y_part),
         )
+
     if isinstance(law, AffineLaw):
         # The score is in the unit of the target, so it is that of the base times the scale.
         z = (_reshape_like(y, predictive.mean).to("cpu", torch.float64) - law.shift) / law.scale
         return law.scale * _compute_crps(replace(predictive, law=law.base), z).double()
+
     if isinstance(law, GaussianLaw):
         mean = predictive.mean.double().cpu()
         scale = predictive.stddev.double().cpu()
@@ -88,10 +91,12 @@ def _compute_crps(predictive: Predictive, y: Any) -> Tensor:
             _reshape_like(y, mean).numpy(), mean.numpy(), scale.numpy()
         )
         return torch.as_tensor(score)
+
     if predictive.kind == "vector":
         raise TypeError(
             "CRPS of several targets has a form for single Gaussians only. Score a mixture by nll."
         )
+
     compute = _sum_crps_of_counts if predictive.kind == "count" else _integrate_crps
     return compute(predictive, _reshape_like(y, predictive.mean))
 
@@ -114,6 +119,7 @@ def _integrate_crps(predictive: Predictive, y: Tensor) -> Tensor:
         torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(CRPS_NODES)
     )
     total = (y - inside).abs()
+
     # Below y the integrand is F², and above it (1 − F)².
     for start, stop, is_above in ((low, inside, False), (inside, high, True)):
         a = torch.asinh((start - median) / scale)
@@ -123,6 +129,7 @@ def _integrate_crps(predictive: Predictive, y: Tensor) -> Tensor:
         height = (1 - F if is_above else F) ** 2
         # dt = scale · cosh(u) du, and the rule's interval of length 2 becomes [a, b].
         total = total + (height * torch.cosh(u) * weights).sum(1) * (b - a) / 2 * scale
+
     return total
 
 
@@ -138,10 +145,12 @@ def _sum_crps_of_counts(predictive: Predictive, y: Tensor) -> Tensor:
     width = ends[:, 1] - ends[:, 0] + 1
     step = (width / CRPS_COUNTS).ceil()
     steps = int((width / step).max().ceil())
+
     # (N, steps); rows with a narrower window have counts beyond it, whose terms are zero.
     k = ends[:, :1] + step[:, None] * torch.arange(steps, dtype=torch.float64)
     F: Tensor = predictive.cdf(k).double()
     terms = (F - (k >= y[:, None]).double()) ** 2 * (k < ends[:, 1:] + 1)
+
     # A y beyond the window: each count between the two has a term of one.
     outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(0)
     return (terms * step[:, None]).sum(1) + outside
@@ -308,6 +317,7 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
             scores[f"coverage {level:.0%}"] = coverage(predictive, y, level)
             scores[f"width {level:.0%}"] = mean_width(predictive, level)
         scores["calibration error"] = calibration_error(predictive, y)
+
     scores["mass"] = mass
     return Summary({name: float(value) for name, value in scores.items()})
 

@@ -463,6 +463,7 @@ class Posterior:
             and torch.is_grad_enabled()
             and any(part.requires_grad for part in input_tensors(inputs))
         )
+
         # Outputs of a last layer are linear in θ, so they can be taken at the mean itself.
         linear = self.network.linear
         theta = self.mean if linear else self.theta
@@ -476,6 +477,7 @@ class Posterior:
                 f,
                 "Its own layers overflow there, or have no value: leave out these inputs.",
             )
+
             # Other weights: the outputs of the network linearised at θ̂, taken at the mean.
             if self.variational is not None and not linear:
                 f = f.double() + J.double().push(self.mean - self.theta)
@@ -492,6 +494,7 @@ class Posterior:
         f, K = marginal
         dtype, device = self.network.dtype, self.network.device
         centre, scale = self.likelihood.predictive.centre_and_deviation(f, K)
+
         # Under vmap no branch may depend on values.
         if is_inside_vmap(f):
             return torch.empty(0, dtype=torch.float64, device=device)
@@ -631,8 +634,10 @@ def fit(
         plan = checked_plan(
             Posterior, data_of_ranks(reader), likelihood, prior, structure, mode, gaussian, budget
         )
+
     if unseen is None:
         return fitting.fit(plan)
+
     # A number is the share of the training data that was held out.
     return choose_by_validation(plan, unseen, held_out=isinstance(validation, float))
 

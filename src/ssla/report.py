@@ -89,6 +89,7 @@ class Validation:
             caveat = (
                 "; the network may have seen them in its training, then they are too optimistic"
             )
+
         dispersion = self.words or "the likelihood has no dispersion to choose"
         lines = [
             f"validation   {self.rows:,} rows chose between {self.settings} settings{caveat}",
@@ -104,11 +105,13 @@ class Validation:
                 f"row's are divided by a number of its own, {low:.2g} to {high:.2g} for most of "
                 "these rows"
             )
+
         if self.coverage:
             shares = ", ".join(
                 f"{share:.1%} at {float(level):.0%}" for level, share in self.coverage.items()
             )
             lines.append(f"             coverage: {shares}")
+
         return lines
 
     @property
@@ -183,6 +186,7 @@ class Report:
     def __str__(self) -> str:
         """Return the report as lines of text, each with its label in the first 13 columns."""
         weighted = "" if math.isclose(self.weight, self.n) else f" (total weight {self.weight:g})"
+
         # The network's own parameters have the empty layer name.
         blocks = ", ".join(f"{name or 'network'}: {block}" for name, block in self.blocks.items())
         lines = [

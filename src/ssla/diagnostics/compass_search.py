@@ -72,8 +72,10 @@ def climb(
             u = torch.where(better[:, None], trial, u)
             height = torch.where(better, trial_height, height)
             gained |= better
+
         # Where no direction is better, the next round tries nearer points.
         step = torch.where(gained, step, step / 2)
         if float(step.max()) < tolerance:
             break
+
     return u, height

@@ -121,6 +121,7 @@ def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
         level,
     )
     find_sets: Callable[[list[_Candidates], float], Tensor]
+
     # The first, empty result gives the right shape where there are no inputs.
     if isinstance(support, Classes):
         find_sets = _find_class_sets
@@ -128,6 +129,7 @@ def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
     else:
         find_sets = _solve_gaussian_ends if first.likelihood.quadratic else _search_ends
         sets = [torch.empty(0, 2, dtype=torch.float64)]
+
     # A few new inputs at a time, so that their covariances with all training rows fit the budget.
     compared_rows = sum(len(comparison.rows.y) for comparison in comparisons)
     numbers = NUMBERS * first.network.outputs * compared_rows
@@ -136,6 +138,7 @@ def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
         inputs = slice(start, start + at_once)
         candidates = [comparison.make_candidates(inputs) for comparison in comparisons]
         sets.append(find_sets(_use_mean_output(candidates), level))
+
     result = torch.cat(sets)
     if isinstance(support, Counts):  # the whole numbers inside
         return torch.stack([result[:, 0].clamp_min(0).ceil(), result[:, 1].floor()], 1)
@@ -154,6 +157,7 @@ def _check_posterior(posterior: Posterior) -> Support:
             f"convention={posterior.convention!r}. Use "
             "posterior.with_prior(posterior.prior).predictive_set(x)."
         )
+
     support = posterior.likelihood.predictive.support_for(posterior.network.outputs)
     if not isinstance(support, Real | Counts | Classes):
         raise TypeError(
@@ -161,6 +165,7 @@ def _check_posterior(posterior: Posterior) -> Support:
             f"likelihood has {support!r}. Fit a posterior for each target, or use "
             "posterior.predict(x).interval(level)."
         )
+
     return support
 
 
@@ -178,6 +183,7 @@ def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
             f"A predictive set of {level:g} {short}: every set is infinite (all classes). Use more "
             "rows or a lower level."
         )
+
     if not bool(sound.all()):
         warn(
             f"predictive_set cannot remove {int((~sound).sum())} of {len(sound)} rows from the "
@@ -236,15 +242,19 @@ class _ComparedRows:
         for site, kept in zip(sites, _split_by_chunk(chosen, sites), strict=True):
             weights = site.row_weights
             K = posterior.covariance.covariance(site.J)
+
             # A row of weight w stands for w equal rows; one of them is removed.
             once = weights.clamp_max(1.0)
             sound = compute_cavity(site, None, posterior.covariance).sound
+
             # A row that cannot be removed has no site here; its score is infinite later.
             score = torch.where(sound[:, None], site.score * once[:, None], 0.0)
             precision = torch.where(sound[:, None, None], site.precision * once[:, None, None], 0.0)
+
             # in the order of the fields
             columns = (site.y.double(), site.f, K, score, precision, once, weights, sound)
             chunks.append(tuple(column[kept] for column in columns))
+
         return _ComparedRows(*map(torch.cat, zip(*chunks, strict=True)))
 
 
@@ -277,6 +287,7 @@ class _Comparison:
         """
         posterior = self.member.posterior
         x = take_rows(self.member.x, inputs)
+
         # The network may return these inputs in several chunks.
         chunks = list(iterate_queries(posterior, x, NUMBERS * len(self.rows.y)))
         f = torch.cat([query.f for query in chunks])
@@ -309,6 +320,7 @@ class _Candidates(NamedTuple):
         f, K, _ = self.query
         rows = self.rows
         X = self.X
+
         # The refit at the new inputs, with the letters of the module
         R = covariance_root(K)
         u = evaluate_at_mode(self.likelihood, y, f, R).pull
@@ -316,10 +328,12 @@ class _Candidates(NamedTuple):
         eye = torch.eye(f.shape[1], dtype=torch.float64)
         inner = torch.linalg.cholesky(eye + L.mT @ K @ L)
         B = torch.linalg.solve_triangular(inner, L.mT, upper=False)  # Q = BᵀB
+
         # The refit with (x, y) moves f of every row and takes X Q Xᵀ from its K.
         XB = X @ B.mT.unsqueeze(1)
         K = rows.K - XB @ XB.mT
         move = (X @ u[:, None, :, None]).squeeze(-1)  # (q, m, C)
+
         # The row's own site is removed: K₋ = (I − KΛ)⁻¹ K and f₋ = f − K₋ g, with g at the moved f.
         g = rows.score - (rows.precision @ move.unsqueeze(-1)).squeeze(-1)
         without = torch.linalg.solve(eye - K @ rows.precision, K)
@@ -407,6 +421,7 @@ def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor
     likelihood, query, X, rows = candidates
     noise = likelihood.covariance_for(query.f).flatten()[0].double()
     s = (noise + query.K.flatten())[:, None]
+
     # One output: scalars in place of 1×1 matrices.
     X = X[..., 0, 0]
     K = rows.K.flatten()
@@ -464,6 +479,7 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
     ]
     centres = [centre for centre, _ in moments]
     scales = [scale for _, scale in moments]
+
     # With too few rows, or too many that cannot be removed, the quantile is infinite: every y is in
     # the set.
     if bool(conformal_quantile(torch.where(sound, 0.0, torch.inf), weights, level).isinf()):
@@ -482,6 +498,7 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
             "Likely cause: few training rows. Use posterior.predict(x).interval(level).",
             RuntimeWarning,
         )
+
     return torch.stack([lower, upper], 1)
 
 
@@ -491,6 +508,7 @@ def _search_end(search: _EndSearch, side: float) -> tuple[Tensor, Tensor]:
     Returns the ends (q,), and which of them converged (q,) bool.
     """
     scale = torch.stack(search.scales).mean(0)
+
     # In the coordinate t = side · y the end is the largest t in the set. The bracket has `inside`
     # in the set and `outside` not in it.
     inside = (side * torch.stack(search.centres)).amin(0)
@@ -504,10 +522,12 @@ def _search_end(search: _EndSearch, side: float) -> tuple[Tensor, Tensor]:
         converged = (implied - t).abs() <= TOLERANCE * scale
         if bool(converged.all()):
             break
+
         # The fixed-point step where it stays in the bracket, bisection elsewhere.
         in_bracket = (implied > inside) & (implied < outside)
         step = torch.where(in_bracket, implied, (inside + outside) / 2)
         t = torch.where(converged, t, step)
+
     return side * t, converged
 
 
@@ -527,4 +547,5 @@ def _find_class_sets(members: list[_Candidates], level: float) -> Tensor:
             )
             excess.append(member.score_rows(y) - candidate_score[:, None])
         is_in_set.append(conformal_quantile(torch.cat(excess, 1), weights, level) >= 0)
+
     return torch.stack(is_in_set, 1)

@@ -41,6 +41,7 @@ def find_smallest_interval(predictives: Sequence[Predictive], level: float) -> T
     members: Sequence[Any] = predictives
     if predictives[0].kind == "count":
         return _find_smallest_interval_of_counts(members, level)
+
     # The first grid (N, k): the least quantiles of the members at probabilities up to 1 − level,
     # because no member may have more below a.
     share = torch.linspace(1e-6, 1 - 1e-6, FIRST_POINTS, dtype=torch.float64) * (1 - level)
@@ -55,6 +56,7 @@ def find_smallest_interval(predictives: Sequence[Predictive], level: float) -> T
         a_after = a.gather(1, (best + 1).clamp_max(a.shape[1] - 1))
         a = a_before + (a_after - a_before) * grid
         b = _find_least_upper_ends(members, a, far, level)
+
     return _select_shortest(a, b)
 
 
@@ -85,6 +87,7 @@ def _find_least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level
     """
     below = [p.cdf(a).double() for p in members]
     low, high = a.clone(), far[:, None].expand_as(a).clone()
+
     # [a, low] has less than the level, and [a, high] has enough where it is possible at all.
     possible = _compute_least_probability(members, below, high) >= level
     for _ in range(BISECTIONS):
@@ -92,6 +95,7 @@ def _find_least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level
         enough = _compute_least_probability(members, below, centre) >= level
         high = torch.where(enough, centre, high)
         low = torch.where(enough, low, centre)
+
     return torch.where(possible, high, torch.inf)
 
 
@@ -111,8 +115,10 @@ def _find_smallest_interval_of_counts(members: Sequence[Any], level: float) -> T
             f"The smallest interval of counts would be sought over {count} starts; use "
             "quantile([…]) bounds instead."
         )
+
     a = torch.minimum(first[:, None] + torch.arange(count, dtype=torch.float64), last[:, None])
     below = [p.cdf(a - 1).double() for p in members]
+
     # [a, low] has less than the level, and [a, high] has enough.
     low, high = a - 1, far[:, None].expand_as(a).clone()
     while bool((high - low > 1).any()):
@@ -120,6 +126,7 @@ def _find_smallest_interval_of_counts(members: Sequence[Any], level: float) -> T
         enough = _compute_least_probability(members, below, centre) >= level
         high = torch.where(enough, centre, high)
         low = torch.where(enough, low, centre)
+
     return _select_shortest(a, high)
 
 
@@ -137,6 +144,7 @@ def merge_regions(regions: Sequence[Any]) -> Merged:
     """
     if not hasattr(regions[0], "lower"):
         raise TypeError("The union of regions is for one ordered continuous target.")
+
     # All intervals of a row in the order of their lower ends. Padding becomes [∞, −∞], which comes
     # last and changes no other interval.
     lower = torch.cat([torch.nan_to_num(r.lower.double(), nan=torch.inf) for r in regions], 1)
@@ -144,6 +152,7 @@ def merge_regions(regions: Sequence[Any]) -> Merged:
     order = lower.argsort(1)
     lower = lower.gather(1, order)
     greatest_upper = upper.gather(1, order).cummax(1).values
+
     # Intervals that overlap form a group. One opens a new group if it begins after the upper ends
     # of all before it. Padding opens none.
     finite = torch.isfinite(lower)
@@ -151,6 +160,7 @@ def merge_regions(regions: Sequence[Any]) -> Merged:
     opens[:, 1:] = lower[:, 1:] > greatest_upper[:, :-1]
     opens &= finite
     group = opens.long().cumsum(1) - 1
+
     # The union of a group runs from its least lower end to its greatest upper end.
     shape = (len(lower), int(group.max()) + 1)
     index = group.clamp_min(0)

@@ -168,6 +168,7 @@ class Credal:
                 return ends
             known = [*known, worst.predictive]
             ends = find_smallest_interval(known, level)
+
         return ends
 
     def hdr(self, level: float = 0.95) -> Merged:
@@ -261,6 +262,7 @@ class Credal:
                 f"distance 1 from every single value, and the target is of kind {kind!r}. Ask for "
                 "distance(), its epistemic part."
             )
+
         epistemic = self.distance()
         aleatoric = (1 - highest).clamp_min(0.0)
         return TotalVariation(aleatoric + epistemic, aleatoric, epistemic)
@@ -344,11 +346,13 @@ def credal(
             "for a set of priors, or a number such as relative_likelihood=0.15 for the likely "
             "weights."
         )
+
     if posterior.likelihood.support_for(posterior.network.outputs).kind == "circular":
         raise TypeError(
             "Bounds are for targets on a line: angles have no order. Compare the predictives of "
             "single priors."
         )
+
     if priors is None:
         assert relative_likelihood is not None
         return _make_likely_set(posterior, x, relative_likelihood, convention, refit)
@@ -357,6 +361,7 @@ def credal(
         return Credal(box, box.names, convention, box.notes)
     chosen = name_priors(posterior, priors)
     posteriors = [posterior.with_prior(prior, convention) for prior in chosen.values()]
+
     # The notes of the reports that θ̂ does not follow the prior, each once.
     notes = dict.fromkeys(
         note

@@ -149,6 +149,7 @@ class Explanation:
             largest = effects.abs().argsort(descending=True, stable=True)[:SHOWN].tolist()
             listed = ", ".join(f"{j}: {float(effects[j]):+.3g}" for j in largest)
             lines.append(f"  inputs     {listed} of the doubt")
+
         return lines
 
 
@@ -194,9 +195,11 @@ def explain(
         raise ValueError(
             f"top must be a whole number from 1, or None for all rows, but is {top!r}."
         )
+
     x = as_inputs(x)
     if row_count(x) == 0:
         raise ValueError("x has no rows. Give at least one input to explain.")
+
     # The reference is checked before the long pass over the training rows.
     reference_row = _choose_reference(posterior, x, reference, data)
     influence, failed = _measure_influence(posterior, x, top, by, data)
@@ -207,6 +210,7 @@ def explain(
             "'kfac' describes these rows badly. Use structure='dense'.",
             RuntimeWarning,
         )
+
     marginal = posterior.outputs_at(x)
     split = _split_variance(posterior, x, marginal)
     inputs = None
@@ -252,6 +256,7 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
         for f, J in _linearise_in_chunks(posterior, pool):
             gain[start : start + len(f)] += _compute_removed_doubt(posterior, f, J, query, A)
             start += len(f)
+
     count = row_count(targets)
     return LabelGains(gain / count, doubt / count)
 
@@ -291,6 +296,7 @@ def _check_posterior(posterior: Posterior, task: str) -> None:
             f"{task} works with the exact convention only, but this posterior has "
             f"convention={posterior.convention!r}. Use posterior.with_prior(posterior.prior)."
         )
+
     if posterior.likelihood.predictive.support_for(posterior.network.outputs).kind == "circular":
         raise TypeError(
             f"{task} is for targets on a line or classes: the mean of an angle is not a smooth "
@@ -362,6 +368,7 @@ def _measure_influence(
             f"MiB, more than the memory budget of {posterior.memory_budget / 2**20:,.0f} MiB. Give "
             "a smaller top, or fewer inputs."
         )
+
     sites = collect_sites(posterior, data, PURPOSE, ROWS_AT_ONCE)
     failed = torch.zeros(n, dtype=torch.bool)
     ranked = []
@@ -379,9 +386,12 @@ def _measure_influence(
             rows = _compute_influence(posterior, site, removal, query, response, by)
             best = _keep_best_rows(best, rows._replace(rows=rows.rows + start), most)
             start += len(site.f)
+
         assert best is not None
         ranked.append(best)
+
     score, places, mean, variance = (torch.cat(column) for column in zip(*ranked, strict=True))
+
     # Rows that cannot be removed have a negative score. They are last, and the same number of them
     # for every input.
     kept = most - int((score[0] < 0).sum())
@@ -416,6 +426,7 @@ def _compute_influence(
             "baqc,bad,bdqc->qbc", X, _differentiate_own_precision(posterior, site, a), X
         )
         variance -= of_all_rows - OWN * of_own_row
+
     # Rows are ranked in units of the outputs' own variances, summed over outputs.
     scale = query.K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY)  # (q, C)
     score = (mean.square() if by == MEAN else variance.abs()) / scale.unsqueeze(1)
@@ -442,7 +453,9 @@ def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query
             # A central difference; where the precision is not finite, it counts as zero.
             change = torch.nan_to_num(change / (2 * steps[:, d, None, None]), 0.0, 0.0, 0.0)
             slopes.append((X * (change @ X)).sum(1))
+
         total += site.J.pull_many(torch.stack(slopes, 1) * site.row_weights[:, None, None])
+
     return posterior.covariance.solve_many(total)
 
 
@@ -527,10 +540,12 @@ def _compute_removal(site: Site, covariance: Operator) -> _Removal:
     once = site.row_weights.clamp_max(1.0)
     g = site.score * once[:, None]
     Lambda = site.precision * once[:, None, None]
+
     # A site that is not finite counts as zero here and as not sound below.
     known = torch.isfinite(g).all(-1) & torch.isfinite(Lambda).all(-1).all(-1)
     g = torch.where(known[:, None], g, 0.0)
     Lambda = torch.where(known[:, None, None], Lambda, 0.0)
+
     # I − RᵀΛR = M in its eigenvectors: M⁻¹ needs no inverse, and its smallest eigenvalue tells
     # whether the row can be removed.
     R = covariance_root(covariance.covariance(site.J))
@@ -564,6 +579,7 @@ def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
             change = likelihood.mean(f + move) - likelihood.mean(f - move)
             columns.append(change.reshape(len(f), -1) / (2 * steps[:, c, None]))
         return torch.stack(columns, -1)
+
     with torch.enable_grad():
         free = f.detach().clone().requires_grad_(True)
         mean = likelihood.mean(free).reshape(len(f), -1)
@@ -571,6 +587,7 @@ def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
             torch.autograd.grad(mean[:, m].sum(), free, retain_graph=True)[0]
             for m in range(mean.shape[1])
         ]
+
     return torch.stack(rows, 1)
 
 
@@ -597,6 +614,7 @@ def _choose_reference(posterior: Posterior, x: Inputs, reference: Any, data: Any
                 "out."
             )
         return None
+
     if reference is not None:
         values = as_tensor(reference).to("cpu", torch.float64)
         if values.shape != cast.shape[1:]:
@@ -606,6 +624,7 @@ def _choose_reference(posterior: Posterior, x: Inputs, reference: Any, data: Any
             )
         check_finite("reference", values, "Give finite values.")
         return values
+
     return _average_inputs(posterior, cast.shape[1], data)
 
 
@@ -624,6 +643,7 @@ def _average_inputs(posterior: Posterior, columns: int, data: Any) -> Tensor:
             weights = batch.weights.to("cpu", torch.float64)
         total += weights @ rows
         weight += float(weights.sum())
+
     return total / weight
 
 
@@ -644,6 +664,7 @@ def _compute_input_effects(posterior: Posterior, x: Tensor, reference: Tensor) -
         changed[torch.arange(len(columns)), :, columns] = reference[columns, None]
         changed_doubt = _compute_doubt(posterior, changed.flatten(0, 1))
         doubt_at_reference.append(changed_doubt.view(len(columns), N))
+
     return doubt[:, None] - torch.cat(doubt_at_reference).mT
 
 

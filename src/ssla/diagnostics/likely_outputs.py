@@ -86,6 +86,7 @@ class LikelyOutputs:
                 f"ellipsoid around f̂ may leave its domain, but this one is {likelihood!r}. Use a "
                 "likelihood on another scale (log rates, a log variance), or give priors."
             )
+
         inputs = as_inputs(x)
         outputs = posterior.network.outputs
         needed = 8 * row_count(inputs) * outputs**2
@@ -96,6 +97,7 @@ class LikelyOutputs:
                 f"{posterior.memory_budget / 2**20:,.0f} MiB. Give fewer inputs at a time, or fit "
                 "with a larger memory_budget."
             )
+
         mean, covariance = posterior.outputs_at(inputs)
         radius = math.sqrt(-2 * math.log(alpha))
         return LikelyOutputs(likelihood, mean, radius * full_root(covariance).values)
@@ -137,6 +139,7 @@ class LikelyOutputs:
             v = maxima.v[:, 0]
         else:
             v, _ = self._search(lambda v: -functional(self._make_predictive(v)), at_starts)
+
         worst = self._make_predictive(v)
         return Worst(worst, functional(worst))
 
@@ -163,9 +166,11 @@ class LikelyOutputs:
                 directions = torch.cat([directions - directions.mean(2, keepdim=True), pairs], 2)
             elif self.likelihood.softmax:
                 directions = directions - directions.mean(2, keepdim=True)
+
             length = torch.linalg.vector_norm(directions, dim=1, keepdim=True)
             unit = torch.where(length > 0, directions / length, 0.0).mT
             return torch.cat([zero.expand(row_count, 1, -1), unit, -unit], 1)
+
         if outputs == 1:
             line = torch.linspace(-1, 1, LINE_POINTS, dtype=torch.float64)
             points = torch.cat([zero, line[line != 0][:, None]])
@@ -177,6 +182,7 @@ class LikelyOutputs:
             length = torch.linalg.vector_norm(cube, dim=1, keepdim=True).clamp_min(1e-12)
             inside = cube * cube.abs().amax(1, keepdim=True) / length
             points = torch.cat([zero, axes, -axes, inside])
+
         return points.expand(row_count, -1, -1)
 
     @cached_property
@@ -188,6 +194,7 @@ class LikelyOutputs:
         """Yield blocks of rows with the set at these rows, for an argument with k columns."""
         outputs = self.mean.shape[1]
         starts = self._start_points.shape[1]
+
         # The numbers of a row: its tasks, or its starting points with all columns.
         numbers = max(STARTS * columns * outputs, starts * max(outputs, columns))
         size = max(ENTRIES_AT_ONCE // numbers, 1)
@@ -255,6 +262,7 @@ class LikelyOutputs:
 
             maxima = self._ascend_from_best(evaluate, sign * at_starts)
             sides.append(sign * maxima.value)
+
         return Bounds(*sides)
 
     def _ascend_from_best(
@@ -283,6 +291,7 @@ class LikelyOutputs:
                 slope = torch.zeros_like(f)
                 if value.requires_grad:  # it does not where the answer is the same for every f
                     (slope,) = torch.autograd.grad(value.sum(), f)
+
             # A slope without a value, as that of √(p(1 − p)) at p = 0, ends the search.
             slope = torch.nan_to_num(slope, nan=0.0, posinf=0.0, neginf=0.0)
             return value.detach().view(v.shape[:2]), slope.view(v.shape) @ root
@@ -299,6 +308,7 @@ class LikelyOutputs:
                     for i in range(v.shape[1])
                 ]
                 return Maxima(*(torch.stack(part, 1) for part in zip(*searches, strict=True)))
+
             # Tasks are ordered by function, and then by starting point.
             ordered = ascend(
                 differentiate,
@@ -329,6 +339,7 @@ class LikelyOutputs:
                 "have not converged: the true bounds are wider. Use a relative_likelihood nearer "
                 "to 1."
             )
+
         return Maxima(v, value, unconverged)
 
     def _make_predictive(self, v: Tensor) -> Predictive:
@@ -343,6 +354,7 @@ class LikelyOutputs:
         if not self.likelihood.softmax or temperature is None:
             covariance = torch.zeros(*f.shape, f.shape[1], dtype=torch.float64)
             return predictive_of_outputs(self.likelihood, f, covariance, PLUG_IN)
+
         # The same for softmax, without a C×C matrix for each task and without a call by class.
         exact = Marginal(f, f.new_zeros(()).expand(*f.shape, f.shape[1]))
         log_density = OutputLogDensity(

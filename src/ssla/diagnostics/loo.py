@@ -166,10 +166,12 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
             "loo() works with the exact convention only, but this posterior has "
             f"convention={posterior.convention!r}. Use posterior.with_prior(posterior.prior).loo()."
         )
+
     if refits is not None and (
         isinstance(refits, bool) or not isinstance(refits, int) or refits < 0
     ):
         raise ValueError(f"refits must be a whole number from 0, or None, but is {refits!r}.")
+
     sites = collect_sites(posterior, data)
     answers = []
     influences = []
@@ -179,8 +181,10 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
         answers.append(_predict_rows(sites.likelihood, without.marginal, site.y))
         influences.append(without.influence)
         weights.append(site.row_weights)
+
     answer = _RowAnswers(*map(torch.cat, zip(*answers, strict=True)))
     influence = torch.cat(influences)
+
     # Rows without a cavity have no answer, unless they are refitted.
     failed = influence.isinf()
     for values in (answer.log_prob, answer.lower, answer.upper):
@@ -208,6 +212,7 @@ def _replace_by_refits(answer: _RowAnswers, refits: list[_RefitRow], sites: Site
         for values, better_values in zip(answer, better, strict=True):
             values[rows] = better_values
         refitted[rows] = True
+
     return refitted
 
 
@@ -219,6 +224,7 @@ def _warn_of_bad_rows(failed: Tensor, inaccurate: Tensor) -> None:
             "inaccurate: their density has no integral, or a spike that could not be resolved. "
             "See loo().inaccurate."
         )
+
     if bool(failed.any()):
         warn(
             f"loo() has no answer for {int(failed.sum())} of {len(failed)} rows (NaN): their "
@@ -261,12 +267,14 @@ def _refit_without_rows(posterior: Posterior, sites: Sites, rows: list[int]) -> 
     if not posterior.network.linear or kept is None or not mode_moves:
         return
     chunks = [_make_chunk(site, posterior) for site in kept]
+
     # the number of the first row of each chunk
     starts = torch.tensor([0, *(len(site.f) for site in kept)]).cumsum(0)
     for row in rows:
         chunk_number = int(torch.searchsorted(starts, row, right=True)) - 1
         site = kept[chunk_number]
         i = row - int(starts[chunk_number])  # the place of the row in its chunk
+
         # A row of weight w stands for w equal rows, of which one is left out (all of it if w < 1).
         weights = site.row_weights.clone()
         weights[i] -= weights[i].clamp_max(1.0)
@@ -276,6 +284,7 @@ def _refit_without_rows(posterior: Posterior, sites: Sites, rows: list[int]) -> 
             refit = refit_to_chunks(posterior, chunks_without_row)
         except ValueError:  # without this row there is no mode, or no positive definite curvature
             continue
+
         # The outputs of the row follow from the step of the mean, because they are linear in the
         # last layer.
         assert isinstance(site.J, Features)

@@ -98,6 +98,7 @@ class BoxMembers:
                 f"A box of priors is for the exact convention, but it is {convention!r}. Give a "
                 "list of priors."
             )
+
         layout = posterior.network.layout
         ranges = _find_precision_ranges(box, layout)
         lowest_mean, highest_mean = box.means(layout)
@@ -111,7 +112,9 @@ class BoxMembers:
                 "A range of means is for networks with one output. Give fixed means, or a list of "
                 "priors."
             )
+
         parts = [(f.double(), J.to_dense().values.double()) for f, J in posterior.linearised(x)]
+
         # A thin basis has k + P coordinates, which share one precision.
         groups = ranges.groups
         if len(basis.values) != layout.size:
@@ -179,6 +182,7 @@ class BoxMembers:
             f = f + (Z @ ((gradient - tau * offset) / h).unsqueeze(-1)).squeeze(-1)
             slope = self.basis.from_eigenbasis(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
             f = f + (2 * u[:, -1:] - 1) * (slope.abs() * self.box_radius).sum(-1)
+
         return Marginal(f, K)
 
     def predictive(self, u: Tensor, rows: Tensor) -> Predictive:
@@ -279,6 +283,7 @@ def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
     layers = layout.layers()
     groups = torch.zeros(layout.size, dtype=torch.long)
     labels = ["precision"]
+
     # A dict names layers, so that each of them has a coordinate, even where the ranges are equal.
     equal = bool((low == low[0]).all()) and bool((high == high[0]).all())
     if not equal or isinstance(box.precision, dict):
@@ -286,6 +291,7 @@ def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
         for i, names in enumerate(layers.values()):
             for name in names:
                 groups[layout.positions[name]] = i
+
     # The range of a group is that of its first parameter; all others must have the same.
     first_of_group = [int((groups == g).nonzero()[0]) for g in range(int(groups.max()) + 1)]
     group_low, group_high = low[first_of_group], high[first_of_group]
@@ -293,6 +299,7 @@ def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
         raise ValueError(
             "A box of priors needs one range of precisions for each layer: weight and bias alike."
         )
+
     return _PrecisionRanges(labels, groups, group_low.log(), group_high.log())
 
 
@@ -315,4 +322,5 @@ def _find_basis(
             f"this posterior has structure={curvature.name!r}. Give one range for all layers, "
             "or fit with structure='kfac'."
         )
+
     return basis

@@ -72,6 +72,7 @@ def ascend(
         v[active], value[active], gradient[active] = trial.v, trial.value, trial.gradient
         stalled[active] |= ~trial.gained
         step[active] = _compute_next_step(trial.v - point, trial.gradient - slope, trial.gradient)
+
     unconverged = ~stalled & (_compute_gap(v, gradient) > LOOSE * scale)
     return Maxima(v, value, unconverged)
 
@@ -112,9 +113,11 @@ def _take_step(
         )
         if bool(best.gained.all()):
             break
+
         # The maximum of the parabola through the last value and the slope at v, within limits.
         parabola = share * expected / (2 * (share * expected - (height - value)))
         share = share * torch.nan_to_num(parabola, 0.5).clamp(0.1, 0.5)
+
     return best
 
 

@@ -102,4 +102,5 @@ def pseudo_label(posterior: Posterior, pool: Inputs, refit: str | Refit = "outpu
             f"{int(unknown.sum())} of {len(scores)} rows have no score: their refits failed and "
             "on_failure='nan' was asked for. Use on_failure='fallback', or another refit."
         )
+
     return PseudoLabels(labels, scores)

@@ -164,6 +164,7 @@ class Sensitivity:
                 f"{self.posteriors[i].log_evidence():>10.2f}  "
                 f"{self.posteriors[i].report.residual_after:>8.2g}"
             )
+
         return "\n".join(lines)
 
 
@@ -195,6 +196,7 @@ def sensitivity(
             if not _keeps_averages(posterior, convention):
                 raise
             failed[name] = error
+
     if failed:
         message = (
             f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): the "
@@ -204,6 +206,7 @@ def sensitivity(
         if not posteriors:
             raise ValueError(message) from next(iter(failed.values()))
         warn(message)
+
     return Sensitivity(
         tuple(posteriors),
         tuple(posteriors.values()),
@@ -267,6 +270,7 @@ def name_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
             "priors must be a dict, a list of priors, or a range (low, high) of precisions, but "
             f"is {priors!r}."
         )
+
     if not chosen:
         raise ValueError("priors is empty: give at least one prior.")
     return chosen
@@ -317,12 +321,14 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
             "Local sensitivity is the derivative in the precision of a Gaussian prior under the "
             "exact convention. Use with_prior(priors.Gaussian(…)) first."
         )
+
     marginal = posterior.outputs_at(x)
     b, M = prior_response(posterior, x)  # (N, C), (N, C, C): see the module's docstring
     change = Marginal(b if posterior.follows_prior else torch.zeros_like(b), -M)
     likelihood = posterior.likelihood.predictive
     predictive = posterior.predict(x)
     value = as_tensor(y).to("cpu", torch.float64)
+
     # One y for each input is a grid of one column.
     is_grid = value.dim() == (3 if predictive.kind == "vector" else 2)
     grid = value if is_grid else value.unsqueeze(1)
@@ -333,6 +339,7 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
         slope = slope.gather(1, grid.long())
         exact = torch.ones(len(grid), dtype=torch.bool)
         return Local(slope.reshape(shape), change.mean, change.covariance, exact)
+
     slope, exact = _differentiate_log_density(likelihood, grid, marginal, change)
     if not isinstance(predictive.law, GaussianLaw):
         # The log of the mass is subtracted. Its derivative is the expectation of the slope.
@@ -343,6 +350,7 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
         used = weights > USED_WEIGHT
         slope = slope - (weights * torch.where(used, slope_at_nodes, 0.0)).sum(1, keepdim=True)
         exact = torch.cat([exact, exact_at_nodes | ~used], 1)
+
     return Local(slope.reshape(shape), change.mean, change.covariance, exact.all(1))
 
 
@@ -376,16 +384,19 @@ def _differentiate_log_density(
         # These rows get the slope at the boundary in the end. Here they need any y whose mode is
         # inside the allowed outputs.
         y = torch.where(boundary.cut, likelihood.mean(f), y)
+
     mode = evaluate_at_mode(likelihood, y, f, covariance_root(K))
     u = mode.pull.unsqueeze(-1)  # K⁻¹(f̃ − f̂)
     f_mode = f + (K @ u).squeeze(-1)
     eye = torch.eye(f.shape[1], dtype=torch.float64)
     Lambda = likelihood.precision(y, f_mode)
+
     # f̃ = f̂ + K u with u = g(f̃), differentiated: (I + KΛ) df̃ = df̂ + dK u.
     df_mode = torch.linalg.solve(eye + K @ Lambda, df.unsqueeze(-1) + dK @ u).squeeze(-1)
     dLambda = differentiate_precision(likelihood, y, f_mode, df_mode)
     inner = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + dLambda @ K)
     trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)  # d log|I + ΛK|
+
     # d(log p(y|f̃) − ½uᵀKu) at a mode is uᵀdf̂ + ½uᵀdK u, since moving f̃ changes nothing there.
     slope = (mode.pull * df).sum(-1) + 0.5 * (u.mT @ dK @ u).squeeze((-2, -1)) - 0.5 * trace
     if boundary is not None:
@@ -487,6 +498,7 @@ def conflict(posterior: Posterior) -> Conflict:
         raise ValueError(
             "A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…))."
         )
+
     tau = bound.scale_precision
     curvature = posterior.sums.curvature
     if not curvature.exact and not posterior.quadratic:
@@ -496,6 +508,7 @@ def conflict(posterior: Posterior) -> Conflict:
             "report conflicts that are not there. Fit with structure='dense', for example of the "
             "last layer."
         )
+
     r = curvature.push(posterior.mean - bound.mean) + posterior.sums.gradient
     basis = eigenbasis(curvature, tau, torch.zeros(len(tau), dtype=torch.long))
     if basis is not None:
@@ -505,13 +518,16 @@ def conflict(posterior: Posterior) -> Conflict:
         values = basis.values[kept]
         statistic = float((c * c / (values + values**2 / tau[kept])).sum())
         return _make_conflict(statistic, len(values))
+
     if not curvature.exact:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
         )
+
     values, vectors = torch.linalg.eigh(curvature.as_matrix())
     kept = values > RANK_TOLERANCE * values.max()
     values, vectors = values[kept], vectors[:, kept]
+
     # S + S T⁻¹ S in the coordinates of the eigenvectors that are kept.
     spread = torch.diag(values) + values[:, None] * (vectors.mT @ (vectors / tau[:, None])) * values
     c = vectors.mT @ r

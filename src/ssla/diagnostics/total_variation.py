@@ -57,8 +57,10 @@ def compute_distance(first: Predictive, second: Predictive) -> Tensor:
             "Total-variation distances are for classes, counts and one number, but the target is "
             f"of kind {first.kind!r}. Ask for the bounds of the mean."
         )
+
     p, q = first.law, second.law
     points = _place_cuts(p, q, is_count=first.kind == "count")
+
     # P(Y ≤ y) − Q(Y ≤ y) is zero at both ends of the line.
     difference = pad(p.cdf(points) - q.cdf(points), (1, 1))
     return (difference.diff(dim=1).abs().sum(1) / 2).clamp_max(1.0)
@@ -78,6 +80,7 @@ def find_largest_distance(members: Members) -> Tensor:
         return best
     listed = listed[:MOST_PAIRED]
     best, first = _compare_pairs(listed)
+
     # Each row has its own best pair, but a search starts from one member for all rows. So there is
     # one from each of the members that are in the best pairs of the most rows.
     starts = first.bincount().topk(min(SEARCHES, int(first.max()) + 1 if len(first) else 0)).indices
@@ -121,6 +124,7 @@ def _search_from(members: Members, start: Predictive) -> Tensor:
         if not bool(gained.any()):
             break
         last = farthest.predictive
+
     return best
 
 
@@ -135,6 +139,7 @@ def _place_cuts(p: Law, q: Law, is_count: bool) -> Tensor:
     reach = (nodes[:, -1:] - lowest).amax() if len(nodes) else torch.zeros(())
     if float(reach) <= MOST_SINGLE_COUNTS:
         return lowest + torch.arange(int(reach) + 1, dtype=torch.float64)
+
     # A count of its own cell needs a cut below it.
     nodes = torch.cat([nodes, (nodes - 1).clamp_min(0)], 1).sort(1).values
     return _add_crossings(p, q, nodes, is_count)
@@ -151,6 +156,7 @@ def _add_crossings(p: Law, q: Law, nodes: Tensor, is_count: bool) -> Tensor:
     at_low, at_high = ratio[:, :-1], ratio[:, 1:]
     first = _find_secant_zero(low, high, at_low, at_high, is_count)
     at_first = p.log_prob(first) - q.log_prob(first)
+
     # The second step is in the part in which the sign changes.
     is_left = (at_first >= 0) != (at_low >= 0)
     second = _find_secant_zero(

@@ -86,6 +86,7 @@ def fit(
             "shards is empty. Give a list with the data of each shard, or functions that return "
             "them."
         )
+
     budget = checked_budget(memory_budget)
     answer_part = checked_output(output)
     names = checked_weights(weights)
@@ -124,6 +125,7 @@ def read_shard(task: ShardTask, shard: Any) -> Pass:
     network = open_network(task.model, task.weights, task.opening, materialise, task.output)
     if task.row_scale is not None:
         network = with_row_scale(network, task.row_scale)
+
     # A worker may itself be a rank of a group: its shard is its own all the same.
     with alone():
         source = open_source(_load_shard(shard))
@@ -193,8 +195,10 @@ class Cluster:
             self.opened = open_network_within(
                 self.model, self.weights, self.opening, order, self.budget, None, self.output
             )
+
         order = order.with_chosen_structure(self.opened, self.budget)
         self.passes += 1
+
         # The private copy and its names are sent, so that later changes to the user's module do not
         # change the sums.
         task = ShardTask(

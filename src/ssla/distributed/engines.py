@@ -77,6 +77,7 @@ class DaskEngine:
             # The bar moves while it is iterated.
             for _ in progress_bar(completed, len(results), show, label, "shard"):
                 pass
+
         return merged.result()
 
     def _convert_to_future(self, shard: Any) -> Any:

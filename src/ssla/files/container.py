@@ -54,6 +54,7 @@ def write_model(
         COPIES * sum(value.nbytes for value in tensors.values()), f"Saving {target}"
     ):
         data = _serialize(tensors)
+
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -72,6 +73,7 @@ def write_model(
             f"{target} cannot be written ({error}). Nothing was changed. Give a folder with write "
             "permission."
         ) from error
+
     return target
 
 
@@ -119,11 +121,13 @@ def check_target(target: Path) -> None:
         raise FileError(
             f"{target} is a file, but a saved model is a directory. Give another path."
         ) from None
+
     if names and MANIFEST not in names:
         raise FileError(
             f"{target} is a directory with other files, which are not overwritten. Give another "
             "path."
         )
+
     if os.path.realpath(target) == os.path.realpath("."):
         raise FileError(
             f"{target} is the current directory, which is not replaced. Give another path."
@@ -161,6 +165,7 @@ def read_model(
             if after == before and not between_renames:
                 break
             continue
+
         if not was_interrupted:
             return content_and_tensors
         if _stays_after_wait(target, source):
@@ -169,8 +174,10 @@ def read_model(
                 f"from {source}. Save the model again, or move that directory back."
             )
             return content_and_tensors
+
         # The writer has not ended: it has replaced the directory in the meantime.
         fault = FileError(f"{path} is replaced all the time. Try again later.")
+
     raise fault
 
 
@@ -233,6 +240,7 @@ def _read_manifest(source: Path) -> dict[str, Any]:
         raise FileError(
             f"{source} is a file, but a saved model is a directory with {MANIFEST} in it."
         )
+
     file = source / MANIFEST
     if not file.is_file():
         raise FileError(f"{source} is not a saved model: it has no {MANIFEST}.")
@@ -244,6 +252,7 @@ def _read_manifest(source: Path) -> dict[str, Any]:
         raise FileError(
             f"{file} is damaged: it is not valid JSON ({str(error)[:80]}). Save the model again."
         ) from error
+
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FileError(f"{file} was not written by ssla.")
     version = manifest.get("version")
@@ -254,11 +263,13 @@ def _read_manifest(source: Path) -> dict[str, Any]:
             f"{source} was written by a newer ssla (format {version}; this one reads up to "
             f"{VERSION}). Update ssla."
         )
+
     stated = manifest.pop("sha256", None)
     if stated != _compute_checksum(manifest):
         raise FileError(
             f"{file} is damaged or was edited: its checksum does not match. Save the model again."
         )
+
     return manifest
 
 

@@ -65,6 +65,7 @@ def _collect_classes_by_name() -> dict[str, type]:
             for name in names
             if dataclasses.is_dataclass(getattr(package, name, None))
         }
+
     return table
 
 
@@ -103,6 +104,7 @@ class Encoder:
             )
             self.tensors[path] = value.mT if is_transposed else value
             return {"turned": path} if is_transposed else {"tensor": path}
+
         if isinstance(value, tuple | list):
             name = "tuple" if isinstance(value, tuple) else "list"
             return {name: [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]}
@@ -116,6 +118,7 @@ class Encoder:
                 if f.init
             }
             return {"class": NAMES[type(value)], "fields": fields}
+
         raise NotStorableError(
             f"{path} is a {type(value).__name__}, which cannot be stored in a file."
         )
@@ -209,8 +212,10 @@ def _fits_hint(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and (
             item_hint is Any or all(_fits_hint(item, item_hint) for item in value)
         )
+
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return isinstance(value, dict) and all(
             _fits_hint(item, arguments[1]) for item in value.values()
         )
+
     return type(value) in NAMES or value is None

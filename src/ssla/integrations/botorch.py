@@ -87,6 +87,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
                 "SSLAModel takes a Posterior, as ssla.fit returns it, but got a "
                 f"{type(posterior).__name__}."
             )
+
         if not isinstance(posterior.likelihood, Gaussian):
             raise ValueError(
                 "A BoTorch model needs outcomes that are the network's outputs plus Gaussian "
@@ -94,6 +95,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
                 "likelihood=ssla.likelihoods.Gaussian(…), for classes or counts on a numerical "
                 "score of them."
             )
+
         m = posterior.network.outputs
         self.fitted = posterior
         self.observations = observations
@@ -149,6 +151,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         mean, K = self._compute_conditional_moments(X)
         q = X.shape[-2]
         m = self.num_outputs
+
         # In units of Y. K is (…, q·m, q·m), with the m outcomes of an input side by side.
         mean = self.offset + self.scale * mean.unflatten(-1, (q, m))
         scales = self.scale.repeat(q)
@@ -158,12 +161,15 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             K = K + torch.diag_embed(noise.flatten(-2))
         elif observation_noise:
             K = K + torch.block_diag(*[self._compute_noise_covariance(self.scale)] * q)
+
         if output_indices is not None:
             mean = mean[..., output_indices]
             # The row of outcome j of input i is i·m + j.
             rows = (torch.arange(q)[:, None] * m + torch.arange(m)[output_indices]).flatten()
             K = K[..., rows, :][..., rows]
+
         mean = mean.to(X)
+
         # A lazy operator is factorised only where BoTorch draws: K may be singular without noise.
         covariance = to_linear_operator(K.to(X))
         if mean.shape[-1] == 1:
@@ -171,6 +177,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         else:
             # Interleaved: the outcomes of an input are side by side in the covariance.
             distribution = MultitaskMultivariateNormal(mean, covariance, interleaved=True)
+
         result = GPyTorchPosterior(distribution)
         return result if posterior_transform is None else posterior_transform(result, X=X)
 
@@ -190,6 +197,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             noise_covariance = torch.block_diag(*[self._compute_noise_covariance()] * y.shape[-2])
         else:
             noise_covariance = torch.diag_embed(noise.flatten(-2))
+
         # The first n outputs are observed: the others follow by conditioning the joint Gaussian.
         n = y.shape[-2] * y.shape[-1]
         factor = torch.linalg.cholesky(K[..., :n, :n] + noise_covariance)
@@ -199,6 +207,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         )
         conditional_mean = mean[..., n:] + (white.mT @ residual).squeeze(-1)
         conditional_K = K[..., n:, n:] - white.mT @ white
+
         # Only the mean depends on y, which may have more batches than the inputs.
         batch = conditional_mean.shape[:-1]
         return conditional_mean, conditional_K.expand(*batch, *conditional_K.shape[-2:])
@@ -250,11 +259,13 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
                 f"{tuple(Y.shape) if isinstance(Y, Tensor) else type(Y).__name__}. Give one "
                 "outcome as Y[:, None]."
             )
+
         check_finite("Y", Y, "Drop those rows.")
         y = (Y.double() - self.offset) / self.scale
         known_noise = None
         if noise is not None:
             known_noise = _expand_noise("noise", noise, Y.shape) / self.scale**2
+
         # An update has the noise of the likelihood, one batch, and no gradients in X and Y.
         is_plain = self.observations is None and known_noise is None and X.dim() == Y.dim() == 2
         needs_graph = torch.is_grad_enabled() and (X.requires_grad or Y.requires_grad)
@@ -348,6 +359,7 @@ def train(
         network, settings = cosine_networks.continue_from(start.fitted)
     else:
         raise ValueError("bounds and categories are those of start. Give them only without start=.")
+
     known_noise = None if noise is None else noise / scale
     posterior = cosine_networks.fit_by_evidence(network, settings, x, y, known_noise, rounds, steps)
     return SSLAModel(posterior, offset=offset, scale=scale)
@@ -367,6 +379,7 @@ def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             "train needs X (n, d) and Y (n, m) with the same n, at least 2, but X is "
             f"{tuple(X.shape)} and Y is {shown}. Give one outcome as Y[:, None]."
         )
+
     check_finite("Y", Y, "Drop those rows.")
     x = X.detach().double()
     Y = Y.detach().double()
@@ -392,6 +405,7 @@ def _expand_to_outputs(name: str, value: float | Tensor, m: int) -> Tensor:
             f"{name} must be a number, or one for each of the {m} outcomes, but has shape "
             f"{tuple(numbers.shape)}."
         )
+
     check_finite(
         name, numbers, "Give the mean and standard deviation that the targets were standardised by."
     )
@@ -407,12 +421,14 @@ def _expand_noise(name: str, noise: Tensor, shape: torch.Size) -> Tensor:
         fits = torch.broadcast_shapes(noise.shape, shape) == shape
     except RuntimeError:  # torch's error for shapes that do not broadcast
         fits = False
+
     if not fits:
         raise ValueError(
             f"{name} must hold variances that broadcast to the outcomes {tuple(shape)}, but has "
             f"shape {tuple(noise.shape)}. Give one variance for each outcome, with the outcomes as "
             "the last dimension."
         )
+
     return noise.double().expand(shape)
 
 
@@ -450,6 +466,7 @@ def _join_observations(
         noise = join_rows(
             _get_noise_variances(old, likelihood_noise), _get_noise_variances(new, likelihood_noise)
         )
+
     return Observations(join_rows(old.x, new.x.to(old.x)), join_rows(old.y, new.y), noise)
 
 

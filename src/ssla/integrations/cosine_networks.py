@@ -60,11 +60,14 @@ class ScaledInputs(nn.Module):
         super().__init__()
         self.categories = dict(categories)
         self.numbers = [i for i in range(bounds.shape[1]) if i not in categories]
+
         # Buffers are tensors that the network saves and moves with its parameters.
         self.register_buffer("low", bounds[0, self.numbers])
         self.register_buffer("width", bounds[1, self.numbers] - bounds[0, self.numbers])
+
         # how many columns each length scale divides
         self.counts = torch.tensor([1] * len(self.numbers) + list(categories.values()))
+
         # The distance of two random inputs grows with √columns, and so do the length scales.
         log_length = LENGTH[0] + 0.5 * math.log(int(self.counts.sum()))
         self.expected = torch.full((len(self.counts),), log_length, dtype=torch.float64)
@@ -150,6 +153,7 @@ def draw_network(
             else:
                 phases = torch.rand(layer.bias.shape, generator=generator, dtype=torch.float64)
                 layer.bias.copy_(2 * math.pi * phases)
+
     return network
 
 
@@ -164,6 +168,7 @@ def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> 
             f"bounds must be (2, {x.shape[1]}), lower before upper in every column, but are "
             f"{bounds.tolist()}."
         )
+
     for column, count in categories.items():
         if not 0 <= column < x.shape[1] or not bool(
             ((x[:, column] >= 0) & (x[:, column] < count) & (x[:, column] % 1 == 0)).all()
@@ -201,10 +206,12 @@ def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
             "start must be a model of ssla.botorch.train, but it has another network. Leave start= "
             "out."
         )
+
     prior = posterior.prior
     likelihood = posterior.likelihood
     assert isinstance(prior, priors.Gaussian)
     assert isinstance(likelihood, Gaussian)
+
     # The prior of such a fit has a value for each parameter.
     precision = cast("dict[str, float]", prior.precision)
     mean = cast("dict[str, Tensor]", prior.mean)
@@ -328,6 +335,7 @@ def maximise_evidence(
             # The covariance is singular to rounding. L-BFGS takes a shorter step then, without the
             # gradient.
             return math.inf, 0 * flat
+
         loss = 0.5 * (((point - expected) / deviation) ** 2).sum() - evidence
         (slope,) = torch.autograd.grad(loss, point)
         return float(loss.detach()), slope.numpy()
@@ -379,6 +387,7 @@ def log_evidence(
             assert isinstance(layer, Cosine)
             slopes.append(layer.slope(f))
             f = layer(f)
+
     # Backward: δ (n, m, outputs of the layer), J T⁻¹ Jᵀ (n, m, n, m), and J(μ − θ̂) (n, m).
     delta: Tensor = torch.eye(y.shape[1], dtype=y.dtype).expand(len(y), -1, -1)
     K = y.new_zeros(())
@@ -393,6 +402,7 @@ def log_evidence(
         # Before each layer but the first there is a cosine.
         if slopes:
             delta = (delta @ weight) * slopes.pop()[:, None]
+
     covariance = K.reshape(y.numel(), y.numel()) + torch.diag(noise.expand_as(y).flatten() ** 2)
     factor = torch.linalg.cholesky(covariance)
     residual = (y - f - change).flatten()[:, None]

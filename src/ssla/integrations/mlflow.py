@@ -114,6 +114,7 @@ def _make_pyfunc_arguments(
             f"refit={refit!r} is an object, which a file cannot hold. Give it by name, for example "
             "refit='newton'."
         )
+
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         data.mkdir()
@@ -127,6 +128,7 @@ def _make_pyfunc_arguments(
             shutil.copytree(model, data / MODEL)
         else:
             model.save(data / MODEL)
+
         options = {
             "level": checked_level(level),
             "refit": refit,
@@ -215,6 +217,7 @@ def _make_model_signature(scorer: Scorer, level: float) -> Any:
             [ColSpec(input_type if name in names else AnyType(), name) for name in wanted]
         )
         no_rows = {name: np.zeros(0) for name in wanted}
+
     # A prediction for no rows has the columns and types of any other.
     columns = scorer(no_rows)
     outputs = Schema(

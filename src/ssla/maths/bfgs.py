@@ -105,6 +105,7 @@ def _climb(task: _Task, place: _Place) -> Maximum:
     low, high, level = task.low, task.high, task.level
     evaluations = 1
     visited = [place]
+
     # The inverse of minus the Hessian, in units in which the scale is one
     first_inverse = torch.eye(len(place.point), dtype=torch.float64)
     inverse = first_inverse
@@ -121,10 +122,12 @@ def _climb(task: _Task, place: _Place) -> Maximum:
         step = unit * _choose_ascent_direction(inverse, unit * free_gradient, held)
         predicted_gain = float(free_gradient @ step)
         steep = slope > STEEP * level
+
         # The remaining gain is below rounding error.
         if not steep and predicted_gain <= ROUNDING * level:
             converged = True
             break
+
         # A shorter step gains less than the error of a value, or than rounding.
         shortest = max(SHORTEST_STEP, error / predicted_gain)
         higher, tried = _search_line(task.function, place, step, low, high, level, shortest)
@@ -137,6 +140,7 @@ def _climb(task: _Task, place: _Place) -> Maximum:
             # The curvature that was learned misleads, so the next step is along the gradient.
             inverse = first_inverse
             continue
+
         unit = _compute_units(higher, task.scale, task.tolerance * level)
         fall = place.gradient - higher.gradient
         inverse = _update_inverse(inverse, higher.point - place.point, fall, unit)
@@ -146,6 +150,7 @@ def _climb(task: _Task, place: _Place) -> Maximum:
         if gain < error:
             converged = True
             break
+
     return _describe_maximum(visited, low, high, converged, evaluations)
 
 
@@ -217,6 +222,7 @@ def _search_line(
         trial = _Place(point, Value(*function(point)))
         evaluations += 1
         enough = place.value + SUFFICIENT_GAIN * float(place.gradient @ (point - place.point))
+
         # The prediction may be negative after the clamp, so a fall beyond rounding is refused too.
         if trial.value >= enough and trial.value > place.value - ROUNDING * level:
             return trial, evaluations

@@ -32,6 +32,7 @@ def conjugate_gradients(
     direction = preconditioned
     squared_length = float(residual @ preconditioned)
     first_squared_length = squared_length
+
     # Written with `not`, so that it is true for NaN too, as are the comparisons below.
     if not squared_length > 0:
         return x
@@ -47,7 +48,9 @@ def conjugate_gradients(
         new_squared_length = float(residual @ preconditioned)
         if not new_squared_length > tolerance**2 * first_squared_length:
             break
+
         # The next direction d′ is conjugate to all before it: dᵀAd′ = 0.
         direction = preconditioned + new_squared_length / squared_length * direction
         squared_length = new_squared_length
+
     return x

@@ -42,6 +42,7 @@ def _digest_part(value: Any, above: tuple[int, ...]) -> str:
     type_name, content, parts = _take_apart(value)
     hashed = hashlib.sha256(f"{type_name}|{content!r}".encode())
     digests = [_digest_part(part, (*above, id(value))) for part in parts]
+
     # The order of these containers does not count.
     if isinstance(value, Mapping | set | frozenset):
         digests.sort()
@@ -65,6 +66,7 @@ def _take_apart(value: Any) -> tuple[str, Any, list[Any]]:
         # Up to 2⁵³ every integer is a float too, so that 1 and 1.0 have one content.
         exact = isinstance(value, int) and abs(value) >= 2**53
         return "number", value if exact else float(value), []
+
     if isinstance(value, Tensor | np.ndarray):
         return _describe_array(value)
     if isinstance(value, Mapping):

@@ -66,6 +66,7 @@ def covariance_root(K: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(K)
         R_by_eigh: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
         return R_by_eigh
+
     zero = torch.zeros_like(K[..., 0, 0])
     R: list[list[Tensor]] = [[zero] * size for _ in range(size)]
     for j in range(size):
@@ -73,6 +74,7 @@ def covariance_root(K: Tensor) -> Tensor:
         for k in range(j):
             pivot = pivot - R[j][k] * R[j][k]
         R[j][j] = pivot.clamp_min(0).sqrt()
+
         # Below a pivot of zero the column is zero too.
         scale = torch.where(R[j][j] > 0, 1 / R[j][j], zero)
         for i in range(j + 1, size):
@@ -80,6 +82,7 @@ def covariance_root(K: Tensor) -> Tensor:
             for k in range(j):
                 entry = entry - R[i][k] * R[j][k]
             R[i][j] = entry * scale
+
     return stack_square(R)
 
 
@@ -156,6 +159,7 @@ def _compute_congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tenso
         ]
         for i in range(j + 1):
             S[i][j] = S[j][i] = sum_products([R[..., a, i] for a in range(i, size)], column[i:])
+
     return S
 
 
@@ -178,6 +182,7 @@ def _factorise_unit_lower(
         pivots.append(1 + S[j][j])
         for i in range(j + 1, size):
             L[i][j] = S[i][j] / pivots[j]
+
     return L, [S[j][j] for j in range(size)], pivots
 
 
@@ -294,6 +299,7 @@ def newton_ascent(
     """
     best = start.clone()
     converged = torch.zeros(start.shape[0], dtype=torch.bool, device=start.device)
+
     # The numbers of the tasks that are still in the batch (None: all), their points and evaluations
     rows: Tensor | None = None
     point = start
@@ -302,6 +308,7 @@ def newton_ascent(
     for used in range(max_rounds + 1):
         step = current.solve(current.gradient)
         slope = dot(current.gradient, step)
+
         # Newton converges quadratically: two full steps reach rounding accuracy.
         done = (slope <= tolerance * tolerance) | (trusted_steps >= 2)
         trusted_steps = trusted_steps + (slope <= TRUSTED_SLOPE)
@@ -310,6 +317,7 @@ def newton_ascent(
             _record_tasks(best, converged, rows, point, done)
             return Ascent(best, converged, used)
         value = current.value
+
         # Removing tasks copies the others, so it waits for a quarter of them.
         if finished * 4 >= done.numel():
             _record_tasks(best, converged, rows, point, done)
@@ -320,7 +328,9 @@ def newton_ascent(
             slope = slope[keep]
             trusted_steps = trusted_steps[keep]
             value = value[keep]
+
         point, current, stuck = _search_line(objective, rows, point, value, step, slope)
+
         # Where no step gains, the point is the maximum up to rounding if the slope is small.
         if bool(stuck.any()):
             flat = slope <= 1e-6 * (1 + value.abs())
@@ -332,6 +342,7 @@ def newton_ascent(
             point = select_rows(point, keep)
             trusted_steps = trusted_steps[keep]
             current = objective(point, rows)
+
     raise AssertionError("unreachable")  # the last round returns
 
 

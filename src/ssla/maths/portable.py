@@ -70,6 +70,7 @@ def log_gamma(x: Tensor) -> Tensor:
     product = x
     for k in range(1, SHIFT):
         product = product * (x + k)
+
     # Stirling's series for log Γ(z), by Horner's rule in 1/z²
     inverse = 1 / z
     square = inverse * inverse

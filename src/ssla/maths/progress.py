@@ -104,7 +104,9 @@ class ProgressText:
             or now - self.last < EVERY
         ):
             return
+
         line = f"{self.label}: {words}, {now - self.started:.0f} s"
+
         # A carriage return starts the line again. Blanks overwrite the end of a longer one.
         sys.stderr.write(f"\r{line:<{self.width}}")
         sys.stderr.flush()

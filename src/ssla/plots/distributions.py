@@ -46,6 +46,7 @@ def bands(
     ax, color = open_axes(ax, title)
     order = np.argsort(x_values, kind="stable")
     sorted_x = x_values[order]
+
     # The widest interval is drawn first, below the others, and is the faintest.
     widest_first = sorted(map(checked_level, levels), reverse=True)
     shades = np.linspace(0.2, 0.6, len(levels)) if len(levels) > 1 else [0.35]
@@ -56,6 +57,7 @@ def bands(
         ax.fill_between(
             sorted_x, low, high, color=color.tint(float(shade)), lw=0, label=f"{level:.0%}"
         )
+
     mean = _convert_to_double(predictive.mean).numpy()
     ax.plot(sorted_x, mean[order], color=color.ink, lw=1.6, label="mean")
     if data is not None:
@@ -67,6 +69,7 @@ def bands(
             lw=0,
             label="data",
         )
+
     ax.set(xlabel="x", ylabel="y")
     add_legend(ax, ncols=2)
     return ax
@@ -108,6 +111,7 @@ def density(
         if name == last:
             style = {"ls": "-", "color": color.main, "lw": 2}
         ax.plot(y, curve, label=name, **style)
+
     # `curve` is now that of the last predictive. The legend has its region once.
     region = named[last].hdr(level)
     for k, (start, stop) in enumerate(_list_intervals(region, row)):
@@ -116,6 +120,7 @@ def density(
         ax.fill_between(
             y[inside], 0, curve[inside], color=color.tint(0.35), lw=0, label=label, zorder=0
         )
+
     ax.set_ylim(bottom=0)
     ax.set(xlabel="y", ylabel="probability" if counts else "density")
     add_legend(ax)
@@ -139,6 +144,7 @@ def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: A
     check_row(row, predictive.law.rows)
     ax, color = open_axes(ax)
     y = _choose_drawn_values([predictive], row, points, counts=predictive.kind == "count")
+
     # The values at the mode are computed with the others, as the last ones.
     mode = _convert_to_double(predictive.mode)[row]
     y_and_mode = torch.cat([y, mode[None]])
@@ -187,6 +193,7 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
         ax.plot(sorted_x, mean[order], color=shade, lw=1.8, label=label)
         for end in _convert_to_double(predictive.interval(level)).unbind(-1):
             ax.plot(sorted_x, end.numpy()[order], color=shade, lw=1, ls="--")
+
     ax.set(xlabel="x", ylabel="y")
     add_legend(ax)
     return ax
@@ -205,6 +212,7 @@ def p_box(
     check_row(row, credal.members.rows)
     checked_level(level)
     ax, color = open_axes(ax)
+
     # Functions are drawn between these quantiles of all priors; the numbers are a guess.
     ends = credal.quantile([0.002, 0.998])
     y = torch.linspace(
@@ -217,6 +225,7 @@ def p_box(
     for bound in (lower, upper):
         ax.plot(y, bound, color=color.main, lw=1.6)
     low, high = credal.interval(level)[row].tolist()
+
     # The interval is a bar below both functions.
     ax.plot(
         [low, high],

@@ -45,7 +45,9 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
             lw=1 if marker == "x" else 0,
             label=name,
         )
+
     ax.set(xscale="log", yscale="log", xlabel="noise (aleatoric sd)", ylabel="doubt (epistemic sd)")
+
     # The diagonal spans both axes, whose limits stay those of the dots.
     x_limits = ax.get_xlim()
     y_limits = ax.get_ylim()
@@ -150,6 +152,7 @@ def _compute_deviations(predictive: Predictive) -> tuple[Tensor, Tensor]:
             f"Every row has a doubt of zero (refit={predictive.diagnostics.refit!r}), which a "
             "logarithmic axis cannot show. Use refit='output'."
         )
+
     noise, epistemic = (
         variance.clamp_min(float(variance[variance > 0].min())) for variance in (noise, epistemic)
     )

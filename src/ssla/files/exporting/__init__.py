@@ -53,6 +53,7 @@ def _choose_example_inputs(posterior: Posterior, example: Any) -> Inputs:
             "(it was loaded, or fitted to a stream). Give some rows: posterior.export(path, "
             "example=x)."
         )
+
     if not row_count(x):
         raise ValueError("export needs at least one example row, but the example is empty.")
     return x

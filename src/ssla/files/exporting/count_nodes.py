@@ -118,6 +118,7 @@ class CountLaw:
             share = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
             last_needed = (share * table.widths.gather(1, block)).ceil().clamp_min(1) - 1
             values.append(table.edges.gather(1, block) + last_needed)
+
         return self._choose_by_row(values)
 
 
@@ -135,16 +136,19 @@ def make_count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
     remaining = torch.isfinite(mean)  # rows without a table so far
     for reach in REACHES:
         table = _make_table(overdispersion, f, K, mean, scale, reach)
+
         # Small and growing counts come first in the sorted edges of rows that do not have them.
         _, single, growing = _make_edge_patterns(reach)
         lower_tail, upper_tail = estimate_tails(table, len(single) + len(growing))
         is_first = remaining & (lower_tail <= TAIL) & (upper_tail <= TAIL)
         tables.append(table)
+
         # Growing blocks that begin among the small counts end at HIGHEST_GROWING: not far enough.
         is_mixed = (table.edges[:, 0] < SINGLE_COUNTS) & (mean > SINGLE_COUNTS)
         ends_early = is_mixed & (table.edges[:, -1] > HIGHEST_GROWING)
         used_by.append(is_first & table.accurate & ~ends_early)
         remaining = remaining & ~is_first
+
     return CountLaw(tuple(tables), tuple(used_by))
 
 
@@ -177,6 +181,7 @@ def _make_table(
     f: f̂ (N, 1). K (N, 1, 1). mean and scale (N,): the centre of the blocks and their unit.
     """
     edges = _make_block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
+
     # Logs and centres are placeholders: only the edges are used at first.
     frame = Table(mean, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(mean, dtype=torch.bool))
     y = frame.middles.clamp_min(0)
@@ -184,6 +189,7 @@ def _make_table(
         logs = modes.compute_poisson_log_density(y, f, K)
     else:
         logs = modes.compute_negative_binomial_log_density(overdispersion, y, f, K)
+
     totals, centres, corrections = sum_blocks(frame, logs)
     totals = torch.where(frame.widths > 0, totals, NOTHING).clamp_min(NOTHING)
     accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH

@@ -99,6 +99,7 @@ def write_graph(
             f"export writes {ONNX} (ONNX) or {TORCH} (torch.export) files, but the path is "
             f"{str(target)!r}."
         )
+
     check_writable(target)
     inputs = input_tensors(example)
     names = _list_input_names(example)
@@ -112,6 +113,7 @@ def write_graph(
             "torch": _compare_answers("torch", graph, program.module()(*inputs), expected)
         }
         program.module()(*(tensor[:1] for tensor in inputs))  # fails if the rows are fixed
+
     with replace_file(target) as draft:
         if target.suffix == TORCH:
             loaded = _write_torch_file(program, draft, facts)
@@ -124,6 +126,7 @@ def write_graph(
                 differences["onnxruntime"] = _compare_answers(
                     "onnxruntime", graph, answers, expected
                 )
+
     return Exported(target, names, graph.names, levels, len(inputs[0]), differences)
 
 
@@ -157,6 +160,7 @@ def _compare_answers(
     tolerance.
     """
     differences = {}
+
     # Classes have one answer more, the label, which follows from the probabilities.
     for name, answer, reference in zip(graph.names, answers, expected, strict=False):
         answer, reference = answer.double(), reference.double()
@@ -166,14 +170,18 @@ def _compare_answers(
             sd = expected[1].double()
             sd = sd if reference.dim() == sd.dim() else sd.unsqueeze(-1)
             unit = torch.maximum(reference.abs(), sd)
+
         gap = (answer - reference).abs() / unit
+
         # Equal infinities and equal NaN do not differ.
         equal = (answer == reference) | (answer.isnan() & reference.isnan())
+
         # A NaN on one side only is an infinite difference.
         gap = torch.where(equal, 0.0, gap).nan_to_num(nan=torch.inf)
         differences[name] = float(gap.max()) if gap.numel() else 0.0
         if differences[name] > TOLERANCE:
             raise ValueError(_describe_difference(name, program, gap, answer))
+
     return differences
 
 
@@ -208,6 +216,7 @@ def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedPro
     traced.
     """
     rows = torch.export.Dim("rows", min=1)
+
     # torch.export would take a number of one row as a constant. Rows are repeated, so that a single
     # row of the example is enough.
     several = tuple(torch.cat([tensor[:1], tensor[:1], tensor[:2]]) for tensor in inputs)
@@ -246,6 +255,7 @@ def _write_onnx_file(
         import onnxscript  # noqa: F401
     except ImportError:
         raise ImportError(MISSING) from None
+
     try:
         with _silence_exporter():
             onnx_program = torch.onnx.export(
@@ -261,6 +271,7 @@ def _write_onnx_file(
             f"The graph could not be written as ONNX: {error}. A likely cause: an operation of the "
             f"network that ONNX lacks. Write a {TORCH} file, which holds every operation of torch."
         ) from error
+
     assert onnx_program is not None
     metadata = {f"ssla.{key}": json.dumps(value) for key, value in facts.items()}
     onnx_program.model.metadata_props.update(metadata)
@@ -291,6 +302,7 @@ def _run_onnx_file(path: Path, inputs: Mapping[str, Tensor]) -> list[Tensor] | N
         import onnxruntime
     except ImportError:
         return None
+
     try:
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         session.run(None, {name: tensor[:1].numpy() for name, tensor in inputs.items()})
@@ -301,4 +313,5 @@ def _run_onnx_file(path: Path, inputs: Mapping[str, Tensor]) -> list[Tensor] | N
             "network that it does not have in float64, such as ELU or GELU. Convert the network "
             f"with model.float() before the fit, or write a {TORCH} file."
         ) from error
+
     return [torch.from_numpy(answer) for answer in answers]

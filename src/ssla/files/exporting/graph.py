@@ -118,17 +118,20 @@ def check_exportable(posterior: Posterior) -> None:
             f"{shown}: its covariance needs the derivatives of the whole network. Fit with "
             "weights='last_layer'."
         )
+
     if posterior.convention != EXACT:
         raise ValueError(
             "export works with the exact convention only, but this posterior has "
             f"convention={posterior.convention!r}. Use posterior.with_prior(posterior.prior)."
         )
+
     if not likelihood.linear_domain:
         raise ValueError(
             f"{likelihood!r} does not allow every output, and its refit has no fixed number of "
             "steps. Use the default: Poisson(link='log') or "
             "HeteroscedasticGaussian(parameters='mean_log_variance')."
         )
+
     is_count = likelihood.overdispersion is not None
     is_class = likelihood.logit_temperature is not None
     if not (likelihood.quadratic or is_class or is_count):
@@ -138,6 +141,7 @@ def check_exportable(posterior: Posterior) -> None:
             "static graph cannot hold. Export the network alone (torch.onnx.export), or serve "
             "posterior.predict."
         )
+
     has_root = isinstance(posterior.covariance, KfacOperator | DiagonalOperator)
     if likelihood.softmax and not has_root and network.outputs > MOST_CLASSES:
         raise ValueError(

@@ -127,4 +127,5 @@ def _factorise_unrolled(K: Tensor) -> Tensor:
         pivot = column[:, j : j + 1].clamp_min(0).sqrt()
         column = torch.where(pivot > 0, column / pivot.clamp_min(TINY), 0.0)
         columns.append(column * (torch.arange(size) >= j))  # zeros above the diagonal
+
     return torch.stack(columns, -1)

@@ -83,16 +83,19 @@ def _find_negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v
     step = 2 * (high - low)
     for _ in range(BRACKET_ROUNDS):
         p = torch.sigmoid(f_mode + shift)
+
         # The gap rises with f̃: it is negative below the root, and positive above it.
         gap = f_mode - f - v * (y - (y + r) * p)
         low = torch.where(gap <= 0, f_mode, low)
         high = torch.where(gap >= 0, f_mode, high)
         new = f_mode - gap / (1 + v * (y + r) * p * (1 - p))
         size = (new - f_mode).abs()
+
         # Bisection where the step leaves the bracket or does not shrink. A step within rounding
         # error is taken in any case.
         good = (new >= low) & (new <= high) & (size <= SHRINK * step)
         new = torch.where(good | (size <= ROUNDING * (1 + f_mode.abs())), new, (low + high) / 2)
         step = (new - f_mode).abs()
         f_mode = new
+
     return f_mode

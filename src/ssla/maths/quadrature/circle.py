@@ -98,10 +98,12 @@ class Circle:
         phi = self._harmonics.conj()
         j = torch.arange(phi.shape[1], dtype=torch.float64)
         density = torch.fft.irfft(phi, count, dim=1) * count / (2 * math.pi)
+
         # The distribution function is the integral of the series: a line and periodic waves.
         integrated = torch.where(j > 0, phi / (1j * j.clamp_min(1)), 0)
         waves = torch.fft.irfft(integrated, count, dim=1) * count / (2 * math.pi)
         place = _space_points(count)
+
         # The value at π is that at −π.
         density, waves = (torch.cat([values, values[:, :1]], 1) for values in (density, waves))
         below = (place + math.pi) / (2 * math.pi) + waves - waves[:, :1]
@@ -117,6 +119,7 @@ class Circle:
         width = place[1] - place[0]
         t = ((y - place[panel]) / width).clamp(0, 1)
         low, high = below.gather(1, panel), below.gather(1, panel + 1)
+
         # Hermite's cubic, from the values and the slopes at both ends of the panel.
         left_slope = density.gather(1, panel) * width
         right_slope = density.gather(1, panel + 1) * width
@@ -163,6 +166,7 @@ class Circle:
             )
             enough = (below_upper - below_lower).sum(1) >= level
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+
         return regions_above(density, place, low)
 
 
@@ -198,6 +202,8 @@ def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) ->
             if bool(kept.any()):
                 circles.append(RowCircle(chunk[kept], Circle(logs[kept], good[kept])))
             again.append(chunk[~kept])
+
         pending = torch.cat(again)
         count *= 2
+
     return circles

@@ -55,13 +55,16 @@ def _build_second_derivative_matrix(count: int, reach: float) -> Tensor:
     h = np.diff(x)
     system = np.zeros((count, count))
     right = np.zeros((count, count))
+
     # Inner rows: the first derivatives of two neighbouring panels agree at their node.
     for j in range(1, count - 1):
         system[j, j - 1 : j + 2] = h[j - 1], 2 * (h[j - 1] + h[j]), h[j]
         right[j, j - 1 : j + 2] = 6 / h[j - 1], -6 / h[j - 1] - 6 / h[j], 6 / h[j]
+
     # First and last row: the third derivatives of the outer two panels agree (not-a-knot).
     system[0, :3] = h[1], -(h[0] + h[1]), h[0]
     system[-1, -3:] = h[-1], -(h[-2] + h[-1]), h[-2]
+
     # Rows of very unequal size are brought to one size before the solve.
     scale = np.abs(system).max(1, keepdims=True)
     return torch.from_numpy(np.linalg.solve(system / scale, right / scale))
@@ -235,11 +238,13 @@ class Grid:
         left, mid, right = (self.logs.gather(1, best + d).squeeze(1) for d in (-1, 0, 1))
         x = self.pattern
         best = best.squeeze(1)
+
         # Distances to the left and to the right neighbour, and slopes of the chords to them
         a = x[best] - x[best - 1]
         b = x[best + 1] - x[best]
         left_slope = (mid - left) / a
         right_slope = (right - mid) / b
+
         # The parabola's second and first derivative at the highest node
         curvature = (right_slope - left_slope) / ((a + b) / 2)
         slope = (left_slope * b + right_slope * a) / (a + b)
@@ -323,6 +328,7 @@ class Grid:
         ends = self._gather_panel_data(panel)
         fraction = ((x - pattern[panel]) / ends[0]).clamp(0, 1)
         value = self._cumulative_mass.gather(1, panel) + _integrate_panels(ends, fraction)
+
         # Beyond the last nodes the mass of the power laws takes the place of the spline's.
         distance = (z - self.centre[:, None]).abs()
         for is_right, tail in zip((False, True), self.tails, strict=True):
@@ -334,6 +340,7 @@ class Grid:
                 value = torch.where(
                     beyond, self._total_mass[:, None] - mass if is_right else mass, value
                 )
+
         return (value / self._total_mass[:, None]).clamp(0, 1)
 
     def icdf(self, q: Tensor) -> Tensor:
@@ -343,6 +350,7 @@ class Grid:
         """
         target = q * self._total_mass[:, None]
         z = self._to_places(self._find_spline_quantile(target))
+
         # Targets in a tail are quantiles of its power law.
         for is_right, tail in zip((False, True), self.tails, strict=True):
             tail_mass = tail.moment(0, self.peak)[:, None] / self.scale[:, None]
@@ -351,6 +359,7 @@ class Grid:
             if bool(beyond.any()):
                 radius = tail.radius((mass / tail_mass).clamp(0, 1))
                 z = torch.where(beyond, self.centre[:, None] + (radius if is_right else -radius), z)
+
         z = torch.where(q <= 0, -math.inf, z)
         return torch.where(
             self._total_mass[:, None].isnan(), torch.nan, torch.where(q >= 1, math.inf, z)
@@ -370,6 +379,7 @@ class Grid:
         need = (target - self._cumulative_mass.gather(1, panel)).clamp_min(0)
         low, high = torch.zeros_like(need), torch.ones_like(need)
         fraction = (need / _integrate_panels(ends, high).clamp_min(1e-300)).clamp(0, 1)
+
         # Newton steps inside a shrinking bracket, and bisection where they leave it: usually five
         # rounds.
         for _ in range(50):
@@ -382,6 +392,7 @@ class Grid:
             new = fraction - step
             inside = (new >= low) & (new <= high)
             fraction = torch.where(inside, new, (low + high) / 2)
+
         return pattern[panel] + fraction * ends[0]
 
     def hdr(self, level: float, log_slope: Callable[[Tensor], Tensor] | None = None) -> Regions:
@@ -397,8 +408,10 @@ class Grid:
             changed = heights - log_slope(self._to_places(places))
             # A density of zero stays zero in every y.
             heights = torch.where(heights > NO_DENSITY, changed, -math.inf)
+
         low = torch.maximum(heights[:, 0], heights[:, -1])
         short = self._compute_region_probability(self._regions_above(heights, places, low)) < level
+
         # Where the region above the end nodes is too small, the density is high at an end, or the
         # tails beyond the nodes are needed.
         if bool(short.any()):
@@ -406,6 +419,7 @@ class Grid:
                 heights, places = self._extend_by_tails(heights, places)
             least = torch.where(heights.isneginf(), math.inf, heights).amin(1)
             low = torch.where(short, least, low)
+
         high = heights.max(1).values
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
@@ -414,6 +428,7 @@ class Grid:
                 >= level
             )
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+
         return self._regions_above(heights, places, low)
 
     def _compute_fine_heights(self) -> tuple[Tensor, Tensor]:
@@ -466,10 +481,12 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
     excess = heights - threshold[:, None]
     above = excess > 0
     below = torch.zeros_like(above[:, :1])  # beyond either end nothing is above
+
     # A place starts an interval where its left neighbour is not above, and stops one where its
     # right neighbour is not.
     starts = ~torch.cat([below, above[:, :-1]], 1) & above
     stops = ~torch.cat([above[:, 1:], below], 1) & above
+
     # The number of the interval that starts or stops at a place
     start_number = starts.cumsum(1)
     stop_number = stops.cumsum(1)
@@ -477,6 +494,7 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
     most = max(int(count.max()), 1) if len(count) else 1
     lowers: list[Tensor] = []
     uppers: list[Tensor] = []
+
     # A row has one interval, rarely two or three.
     for number in range(1, most + 1):
         missing = count < number
@@ -486,6 +504,7 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
         upper = _interpolate_crossing(excess, places, last, 1)
         lowers.append(lower.masked_fill(missing, math.nan))
         uppers.append(upper.masked_fill(missing, math.nan))
+
     return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
 
 

@@ -107,6 +107,7 @@ def _integrate_by_logistic(
         )
         for sign in (1, -1)
     )
+
     # Var σ = E σ · E(1 − σ) − E[σ(1 − σ)], and the last term is dE σ/dm.
     slope = (-0.5 * z * z).exp() @ log_weights.exp() / (s * math.sqrt(2 * math.pi))
     spread = ((log_one + log_zero).exp() - slope).clamp_min(0)
@@ -126,6 +127,7 @@ def _log_tail(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Ten
     a = (end - m) / s
     t = a - s
     far = t < -FAR
+
     # Where one form is used, the other gets an argument that keeps it finite.
     near = torch.where(far, torch.zeros_like(m), m + s * s / 2) + log_ndtr(
         torch.where(far, torch.zeros_like(t), t)

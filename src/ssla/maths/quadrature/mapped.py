@@ -49,6 +49,7 @@ def mapped_moments(
         mean[piece.rows] = _compute_refined_moment(log_density, piece, h, around, 1, accuracy)
         around = mean[piece.rows]
         variance[piece.rows] = _compute_refined_moment(log_density, piece, h, around, 2, accuracy)
+
     return mean, variance
 
 
@@ -95,6 +96,7 @@ def _compute_refined_moment(
             log_weights = order * _compute_log_weight(grid.select_rows(i), h, refined.nodes)
             density = replace(refined, logs=refined.logs - log_weights)
             moment[i] = _compute_moment_from_nodes(density, grid.log_mass[i], h, around[i], order)
+
     return moment
 
 

@@ -23,10 +23,12 @@ def bracketed_root(
     the function is zero, or has the other sign by rounding, is the root.
     """
     settled = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
+
     # Settled entries are evaluated too, at a finite point whose value is not used.
     finite_low = torch.nan_to_num(low, nan=0.0, posinf=0.0, neginf=0.0)
     a, b = torch.where(settled, finite_low, high), torch.where(settled, finite_low, low)
     fa, fb = function(a), function(b)
+
     # At the ends a = high and b = low, unless settled.
     settled_root = torch.where((fa <= 0) & (fb < 0) & ~settled, high, low)
     settled = settled | (fa <= 0) | (fb >= 0)
@@ -35,6 +37,7 @@ def bracketed_root(
     for _ in range(MOST_ROUNDS):
         x = a + fraction * (b - a)
         fx = function(x)
+
         # The new point becomes a, and b the end at which the function has the other sign. c is the
         # end that is dropped.
         same = torch.sign(fx) == torch.sign(fa)
@@ -43,10 +46,12 @@ def bracketed_root(
         a, fa = x, fx
         best = torch.where(fa.abs() < fb.abs(), a, b)
         width = (b - a).abs()
+
         # The smallest step, as a fraction of the bracket, that is not rounding error
         least = RELATIVE * torch.maximum(a.abs(), b.abs()) / width.clamp_min(1e-300)
         if bool((settled | (least > 0.5) | (torch.minimum(fa.abs(), fb.abs()) <= noise)).all()):
             break
+
         # Chandrupatla: the inverse quadratic through a, b, c is monotone where place and height of
         # a between b and c satisfy both inequalities.
         place, height = (a - b) / (c - b), (fa - fb) / (fc - fb)
@@ -55,4 +60,5 @@ def bracketed_root(
         bisection = torch.full_like(step, 0.5)
         fraction = torch.where(safe & torch.isfinite(step), step, bisection)
         fraction = torch.minimum(torch.maximum(fraction, least), 1 - least).clamp(0, 1)
+
     return torch.where(settled, settled_root, best)

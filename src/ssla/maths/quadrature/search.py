@@ -68,6 +68,7 @@ def build_grids(
         none = torch.arange(0)
         empty = _Work(none, centre.double(), scale.double(), FIRST_REACH, FIRST_NODES, 0)
         return [RowGrid(none, _evaluate_grid(log_density, empty))]
+
     start = _Start(centre.double(), scale.double())
     accepted: dict[tuple[int, float], list[RowGrid]] = defaultdict(list)
     work = [_Work(torch.arange(centre.numel()), *start, FIRST_REACH, FIRST_NODES, 0)]
@@ -77,6 +78,7 @@ def build_grids(
             rows_work = task.select_rows(chunk)
             grid = _evaluate_grid(log_density, rows_work)
             verdict = _judge_grid(grid, accuracy)
+
             # In the last round all rows are done, whether they pass or not.
             done = torch.ones_like(verdict.good) if rows_work.is_last else verdict.good
             failed = done & ~verdict.good
@@ -90,7 +92,9 @@ def build_grids(
                 accepted[task.node_count, task.reach].append(
                     _accept_rows(rows_work, grid, verdict, kept)
                 )
+
             work += _plan_retries(rows_work, verdict, ~done)
+
     return [_join_grids(grids) for grids in accepted.values()]
 
 
@@ -156,6 +160,7 @@ def _plan_retries(work: _Work, verdict: _Verdict, pending: Tensor) -> list[_Work
         if bool(again.any()):
             moved = verdict.centre[again], verdict.scale[again]
             retries.append(_Work(work.rows[again], *moved, reach, count, work.round + 1))
+
     return retries
 
 
@@ -194,6 +199,7 @@ def _cut_at_valleys(grid: Grid) -> Grid:
         # log p is 1e4 below the middle, which stands for no density and keeps logs finite.
         after_rise = (half > half.cummin(1).values + 1e-9).cumsum(1) > 0
         halves.append(torch.where(after_rise, half[:, :1] - 1e4, half))
+
     logs = torch.cat([halves[0].flip(1)[:, :-1], halves[1]], 1)
     return Grid(grid.centre, grid.scale, grid.reach, logs, torch.zeros_like(grid.accurate))
 
@@ -237,19 +243,23 @@ def _judge_grid(grid: Grid, accuracy: Accuracy) -> _Verdict:
     mean, spread = _locate_mass(shares, x, body)
     edge = (grid.logs[:, 0] == grid.peak) | (grid.logs[:, -1] == grid.peak)
     off_centre = (mean.abs() > MOST_SHIFT) | (spread < LEAST_SPREAD) | (spread > MOST_SPREAD) | edge
+
     # Conditions with `~` and `<=` are true for NaN too.
     coarse = ~((half_rule / body - 1).abs() <= accuracy.half_rule) | grid.find_overshooting_rows()
     if accuracy.spline is not None:
         coarse |= ~(grid.compute_spline_error() <= accuracy.spline)
     heavy = ~((left + right) / body <= accuracy.tail)
+
     # A heavy tail shifts mean and spread, so such a grid is widened before it is moved, unless the
     # peak is at the edge.
     off_centre = off_centre & ~(heavy & (spread > MOST_SPREAD) & ~edge)
+
     # A density narrower than the nodes is enlarged until they resolve it.
     spacing = float(x[x.numel() // 2 + 1])
     width = torch.maximum(spread, torch.full_like(spread, spacing))
     centre = torch.where(off_centre, grid.centre + grid.scale * mean, grid.centre)
     scale = torch.where(off_centre, grid.scale * width, grid.scale)
+
     # Each row has one reason at most: first it is moved, then widened, then refined.
     heavy = heavy & ~off_centre
     coarse = coarse & ~off_centre & ~heavy
@@ -324,9 +334,11 @@ def locate_densities(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor
         best = logs.argmax(1).clamp(1, count - 2)
         shares = (logs - logs.max(1, keepdim=True).values).exp() * weights
         median, spread = _locate_bulk(shares, x)
+
         # A density may be narrower than the distance of the nodes. That distance is then the scale.
         spacing = (x[best + 1] - x[best - 1]) / 2
         centre = centre + scale * median
         scale = scale * torch.maximum(spread, spacing)
         reach, count = CLOSE_SEARCH
+
     return centre, scale
