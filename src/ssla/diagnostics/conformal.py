@@ -1,14 +1,26 @@
 """Approximate full conformal sets: without calibration rows, and without refits.
 
 Full conformal prediction adds the candidate (x, y) to the data, fits again, and keeps y unless its
-score is among the highest of all rows. The score of a row says how badly the other rows predict it:
+score is among the highest of all rows. The terms:
+
+    candidate      a new input x with a y that may be in its set
+    compared rows  the training rows whose scores are compared with that of the candidate
+    score          how badly the other rows predict a row: large for a surprising y
+    site           what a row contributes to the fit: the gradient g (C,) of its log likelihood in
+                   its outputs, and Λ (C, C), minus the second derivative or its expectation
+    cavity         the Gaussian of a row's outputs when its own site is removed from the fit
+    member         a posterior with its training rows; several networks have one member each
+
+The scores are
 
     numbers, counts    |y − μ| / √v       μ = E[y|f],  v = Var[y|f] + Var E[y|f] to first order
     classes            1 − p(y)           p at f/√(1 + πk/8), k the variances of f
 
-where f and K are those without the row. For the candidate they are the posterior's own. Its refit
-has the mode in the outputs, f̃ = f_x + K_x u, and the precision Λ̃ there. With X = J_i S J_xᵀ and Q
-= Λ̃(I + K_xΛ̃)⁻¹ it moves the outputs of row i to
+where f (C,) and K (C, C) are mean and covariance of the outputs without the row. For the candidate
+they are the posterior's own, f_x and K_x. The refit with the candidate has the mode f̃ = f_x + K_x u
+in the outputs, with u the gradient of log p(y|f) at f̃, and the precision Λ̃ there. Let S be the
+covariance of θ, and J_i and J_x the Jacobians of the outputs. With X = J_i S J_xᵀ and
+Q = Λ̃(I + K_xΛ̃)⁻¹ the refit moves the outputs of row i to
 
     f_i + X u        K_i − X Q Xᵀ
 
@@ -106,7 +118,8 @@ def predictive_set(
 def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
     """Compute conformal sets from one or several posteriors of the same likelihood.
 
-    Returns intervals (N, 2) in float64, or sets of classes, bool (N, C). Warns of sets that are
+    members: at least one, all with the same N new inputs. level: the least coverage, between 0 and
+    1. Returns intervals (N, 2) in float64, or sets of classes, bool (N, C). Warns of sets that are
     infinite or too large. Raises ValueError for another convention than the exact one, for rows
     that are not those of the fit and for a y of infinite variance, and TypeError for targets other
     than numbers on the whole line, counts and classes.
@@ -177,11 +190,11 @@ def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
 
     weights (m,): of the compared rows. sound (m,) bool: whether the row can be removed.
     """
-    short = describe_row_shortage(weights, level, "rows")
-    if short is not None:
+    shortage = describe_row_shortage(weights, level, "rows")
+    if shortage is not None:
         warn(
-            f"A predictive set of {level:g} {short}: every set is infinite (all classes). Use more "
-            "rows or a lower level."
+            f"A predictive set of {level:g} {shortage}: every set is infinite (all classes). Use "
+            "more rows or a lower level."
         )
 
     if not bool(sound.all()):
@@ -215,7 +228,7 @@ def _check_rows(rows: Any, n: int) -> Tensor:
 
 
 def _split_by_chunk(chosen: Tensor, sites: Sites) -> list[Tensor]:
-    """Split flags of all training rows (n,) bool into those of the chunks of the sites."""
+    """Split flags of all training rows (n,) bool into those of each chunk of rows in `sites`."""
     return list(chosen.split([len(site.f) for site in sites]))
 
 
@@ -315,27 +328,21 @@ class _Candidates(NamedTuple):
     def score_rows(self, y: Tensor) -> Tensor:
         """Compute the scores of the training rows after a refit with y (q,) at the new inputs.
 
-        The result is (q, m). It is infinite for rows that cannot be removed.
+        The result is (q, m), with the letters of the module. It is infinite for rows that cannot be
+        removed from the fit.
         """
-        f, K, _ = self.query
         rows = self.rows
         X = self.X
+        u, B = self._refit_outputs(y)
 
-        # The refit at the new inputs, with the letters of the module
-        R = covariance_root(K)
-        u = evaluate_at_mode(self.likelihood, y, f, R).pull
-        L = covariance_root(self.likelihood.fisher(f + (K @ u.unsqueeze(-1)).squeeze(-1)))
-        eye = torch.eye(f.shape[1], dtype=torch.float64)
-        inner = torch.linalg.cholesky(eye + L.mT @ K @ L)
-        B = torch.linalg.solve_triangular(inner, L.mT, upper=False)  # Q = BᵀB
-
-        # The refit with (x, y) moves f of every row and takes X Q Xᵀ from its K.
+        # The refit with (x, y) moves f of every row and takes X Q Xᵀ from its K, with Q = BᵀB.
         XB = X @ B.mT.unsqueeze(1)
         K = rows.K - XB @ XB.mT
         move = (X @ u[:, None, :, None]).squeeze(-1)  # (q, m, C)
 
         # The row's own site is removed: K₋ = (I − KΛ)⁻¹ K and f₋ = f − K₋ g, with g at the moved f.
         g = rows.score - (rows.precision @ move.unsqueeze(-1)).squeeze(-1)
+        eye = torch.eye(u.shape[1], dtype=torch.float64)
         without = torch.linalg.solve(eye - K @ rows.precision, K)
         without = (without + without.mT) / 2  # symmetric but for rounding
         f_without = rows.f + move - (without @ g.unsqueeze(-1)).squeeze(-1)
@@ -348,9 +355,26 @@ class _Candidates(NamedTuple):
         ).view_as(targets)
         return torch.where(rows.sound, scores, torch.inf)
 
+    def _refit_outputs(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute u (q, C) and B (q, C, C) of the refit with y (q,), where Q = BᵀB.
+
+        The letters are those of the module. With Λ̃ = L Lᵀ, Q = Λ̃(I + KΛ̃)⁻¹ is L(I + LᵀKL)⁻¹Lᵀ,
+        which needs no inverse of K.
+        """
+        f, K, _ = self.query
+        u = evaluate_at_mode(self.likelihood, y, f, covariance_root(K)).pull
+        f_mode = f + (K @ u.unsqueeze(-1)).squeeze(-1)
+        L = covariance_root(self.likelihood.fisher(f_mode))
+        eye = torch.eye(f.shape[1], dtype=torch.float64)
+        inner = torch.linalg.cholesky(eye + L.mT @ K @ L)
+        return u, torch.linalg.solve_triangular(inner, L.mT, upper=False)
+
 
 def _use_mean_output(members: list[_Candidates]) -> list[_Candidates]:
-    """Return the candidates with the mean output of all networks in place of each network's own."""
+    """Return the candidates with the mean output of all networks in place of each network's own.
+
+    Only the mean of the outputs changes; every network keeps its own covariance. See the module.
+    """
     f = torch.stack([member.query.f for member in members]).mean(0)
     return [member._replace(query=member.query._replace(f=f)) for member in members]
 
@@ -439,7 +463,7 @@ def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor
 
 
 class _EndSearch(NamedTuple):
-    """What the search for the ends of q intervals needs."""
+    """The values that the search for the ends of q intervals needs, the same in every step."""
 
     members: list[_Candidates]
     centres: list[Tensor]  # for each member the mean of y at the new inputs (q,)

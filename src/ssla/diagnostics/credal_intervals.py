@@ -1,5 +1,8 @@
 """The smallest interval and the union of regions of a set of predictives.
 
+The predictives of a set are its members m. All have the same N rows, and P_m and F_m are the
+probability and the distribution function of y under member m, row by row.
+
 The argument `members` has the type Any where attributes are used that only some kinds of targets
 have.
 """
@@ -32,9 +35,10 @@ class Merged(NamedTuple):
 def find_smallest_interval(predictives: Sequence[Predictive], level: float) -> Tensor:
     """Compute for each row the shortest interval [a, b] with min_m P_m([a, b]) ≥ level: (N, 2).
 
-    For each a the least b is found by bisection, because the least probability grows with b. a is
-    searched for on a grid, which is then narrowed around its best point. Raises TypeError for
-    classes, and ValueError for counts with too many possible a.
+    predictives: at least one. level: between 0 and 1. For each a the least b is found by bisection,
+    because the least probability min_m P_m([a, b]) grows with b. a is searched for on a grid, which
+    is then narrowed around its best point. Raises TypeError for classes, and ValueError for counts
+    with too many possible a.
     """
     if any(p.kind == "class" for p in predictives):
         raise TypeError("Classes have no intervals. Ask for probability([…]).")
@@ -81,9 +85,10 @@ def _compute_least_probability(members: Sequence[Any], below: list[Tensor], b: T
 
 
 def _find_least_upper_ends(members: Sequence[Any], a: Tensor, far: Tensor, level: float) -> Tensor:
-    """Find the least b with min_m P_m([a, b]) ≥ level, for a (N, k) and the largest b, far (N,).
+    """Find the least b with min_m P_m([a, b]) ≥ level, for lower ends a (N, k).
 
-    Returns (N, k), infinite where no b up to `far` has that probability. Targets are continuous.
+    far (N,): the largest b that is tried. Returns b (N, k), infinite where no b up to `far` has
+    that probability. Targets are continuous.
     """
     below = [p.cdf(a).double() for p in members]
     low, high = a.clone(), far[:, None].expand_as(a).clone()
@@ -153,8 +158,8 @@ def merge_regions(regions: Sequence[Any]) -> Merged:
     lower = lower.gather(1, order)
     greatest_upper = upper.gather(1, order).cummax(1).values
 
-    # Intervals that overlap form a group. One opens a new group if it begins after the upper ends
-    # of all before it. Padding opens none.
+    # Intervals that overlap form a group. An interval opens a new group if it begins after the
+    # upper ends of all intervals before it. Padding opens none.
     finite = torch.isfinite(lower)
     opens = torch.ones_like(lower, dtype=torch.bool)
     opens[:, 1:] = lower[:, 1:] > greatest_upper[:, :-1]

@@ -1,14 +1,17 @@
-"""Credal sets: bounds of the answers of a predictive, over a set of priors or
-over all likely weights.
+"""Credal sets: bounds of the answers of a predictive over a set of priors or of likely weights.
 
-A set of priors gives a set of predictives, and its convex hull is a credal set. Probabilities and
-expectations are linear in the predictive, so their bounds over the hull are those over the members;
-a quantile of a mixture lies between the members' quantiles.
+A set of priors gives a set of predictives, its *members*, and the convex hull of these is a credal
+set. Probabilities and expectations are linear in the predictive, so their bounds over the hull are
+those over the members. A quantile of a mixture lies between the members' quantiles.
 
-Two things widen an answer, and they are kept apart: each member has a *width* of its own (noise and
-what the data left open), and the members differ (*imprecision*: what only the prior decides). More
-data shrink the second to nothing, not the first. In a set of likely weights the width of a member
-is noise alone, and what the data left open is imprecision.
+An answer is wide for two reasons, which are kept apart. Each member has a *width* of its own: the
+noise and the uncertainty about the weights that the data leave. And the members differ: this
+*imprecision* depends on the prior alone. With more data the imprecision goes to zero, but the width
+does not. In a set of likely weights the width of a member is noise alone, and the uncertainty about
+the weights is imprecision.
+
+A *family* is a set with infinitely many members, such as all priors of a box. Its bounds are found
+by a search in each row (see `predictive_sets`).
 """
 
 from __future__ import annotations
@@ -48,13 +51,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Bounds", "Credal", "Decomposition", "TotalVariation", "credal"]
 
-ROUNDS = 20  # of the exchange between an interval and the member that it serves worst; a guess
-SLACK = 1e-7  # of probability; a guess
+ROUNDS = 20  # of `Credal.interval`, each with one more member; a guess
+SLACK = 1e-7  # by which a member's probability may be below the level; a guess
 IMPRECISION_POINTS = 41  # of y, between the bounds of the 0.5% and 99.5% quantiles; a guess
 
 
 class Decomposition(NamedTuple):
-    """The reasons for the width of an answer: the members differ, and each has a width."""
+    """How much of the width of an answer is imprecision, and how much is width of its members."""
 
     imprecision: Tensor  # upper mean − lower mean (N,)
     narrowest: Tensor  # the least width of a member's interval (N,)

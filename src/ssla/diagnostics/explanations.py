@@ -1,9 +1,17 @@
 """Explanations of the uncertainty of predictions, without refits.
 
-An explanation has the shares of training rows, inputs, noise and prior, or says which row to label
-next. Row i contributes a site to the Gaussian of θ: its score g and its precision Λ (see
-`leave_one_out`). Without the site, the outputs at another input x, with X = J_x S J_iᵀ (C, C), K =
-J_i S J_iᵀ = R Rᵀ and M = I − RᵀΛR, have
+An explanation says how training rows, inputs, noise and prior contribute to the uncertainty, or
+which row to label next. The terms:
+
+    doubt   the epistemic variance of a prediction: what uncertain weights add to that of y
+    noise   the aleatoric variance: that of y with known weights
+    site    what training row i contributes to the Gaussian of θ: the gradient g (C,) of its log
+            likelihood in its outputs f (C,), and the precision Λ (C, C) (see `leave_one_out`)
+    query   inputs x whose prediction is explained
+    J, S    the Jacobian of the outputs in θ, (C, P) for each input, and the covariance of θ (P, P)
+
+With X = J_x S J_iᵀ (C, C), K = J_i S J_iᵀ = R Rᵀ and M = I − RᵀΛR, the outputs at x without the
+site of row i have
 
     f_x − X a        a = (I − ΛK)⁻¹ g = g + ΛR M⁻¹Rᵀg     X a: what the row adds to the mean
     K_x + X W Xᵀ     W = Λ(I − KΛ)⁻¹ = Λ + ΛR M⁻¹RᵀΛ      X W Xᵀ: what it takes from the variance
@@ -72,7 +80,7 @@ MEAN, VARIANCE = "mean", "variance"
 SHOWN = 3  # queries that are printed, and rows and inputs of each
 # of a standard deviation of f, for central differences of what autograd cannot follow; a guess
 STEP = 0.01
-# of a row's own term that is taken out: no derived value, see above and
+# the share of a row's own term that is taken out: not derived but measured, see above and
 # tests/diagnostics/test_explanations.py
 OWN = 0.5
 # training rows that meet several queries: fewer rows leave room for more queries in a pass; a guess
@@ -130,19 +138,11 @@ class Explanation:
         """Return the lines of text that explain the prediction at input i."""
         # Several values of y are summed.
         noise, doubt, prior = (float(term[i].sum()) for term in self.split)
-        shown_rows = self.influence.rows[i][:SHOWN].tolist()
-        means = self.influence.mean[i][:SHOWN].tolist()
-        variances = self.influence.variance[i][:SHOWN].tolist()
-        rows = [
-            f"row {row} moves f by {_format_numbers(mean)} and its variance by "
-            f"{_format_numbers(variance)}"
-            for row, mean, variance in zip(shown_rows, means, variances, strict=True)
-        ]
         lines = [
             f"input {i}",
             f"  variance   {noise + doubt:.4g} = noise {noise:.4g} + doubt {doubt:.4g}, of which "
             f"the prior decides {prior:.4g}",
-            *(f"  {'rows' if k == 0 else '':<9}  {text}" for k, text in enumerate(rows)),
+            *self._describe_rows(i),
         ]
         if self.inputs is not None:
             effects = self.inputs[i]
@@ -150,6 +150,24 @@ class Explanation:
             listed = ", ".join(f"{j}: {float(effects[j]):+.3g}" for j in largest)
             lines.append(f"  inputs     {listed} of the doubt")
 
+        return lines
+
+    def _describe_rows(self, i: int) -> list[str]:
+        """Return a line of text for each of the SHOWN most influential training rows at input i.
+
+        Only the first line has the label "rows".
+        """
+        rows = self.influence.rows[i][:SHOWN].tolist()
+        means = self.influence.mean[i][:SHOWN].tolist()
+        variances = self.influence.variance[i][:SHOWN].tolist()
+
+        lines = []
+        for row, mean, variance in zip(rows, means, variances, strict=True):
+            label = "" if lines else "rows"
+            lines.append(
+                f"  {label:<9}  row {row} moves f by {_format_numbers(mean)} and its variance by "
+                f"{_format_numbers(variance)}"
+            )
         return lines
 
 
@@ -308,7 +326,10 @@ def _check_posterior(posterior: Posterior, task: str) -> None:
 
 
 class Query(NamedTuple):
-    """q inputs, and what their covariances with other inputs need: J_i `solved` is J_i H⁻¹ J_xᵀ."""
+    """The outputs at q inputs, and H⁻¹Jᵀ there, for covariances with other inputs.
+
+    The covariance of the outputs at another input i with them is J_i `solved` (C, q·C).
+    """
 
     f: Tensor  # (q, C)
     K: Tensor  # (q, C, C)
@@ -350,25 +371,18 @@ def _count_query_numbers(posterior: Posterior, rows: int) -> int:
 def _measure_influence(
     posterior: Posterior, x: Inputs, top: int | None, by: str, data: Any
 ) -> tuple[Influence, Tensor]:
-    """Find the training rows with the most influence at x.
+    """Find the training rows with the most influence at x, and those that cannot be removed.
 
-    The training rows that cannot be removed from the fit are flagged, (n,) bool.
+    Returns the influence, and flags (n,) bool of the rows that cannot be removed from the fit. The
+    sites are read once for each query, from memory where they fit.
 
     top: how many rows; None: all. by: MEAN or VARIANCE, by which rows are ranked. data: the
     training rows; None: those that the posterior keeps. Raises ValueError where the result exceeds
     the memory budget, or the data are not those of the fit.
     """
     n = posterior.statistics.n
-    C = posterior.network.outputs
     most = n if top is None else min(top, n)
-    need = 8 * row_count(x) * most * (2 * C + 2)
-    if need > posterior.memory_budget:
-        raise ValueError(
-            f"The influence of {most:,} rows on {row_count(x):,} inputs takes {need / 2**20:,.0f} "
-            f"MiB, more than the memory budget of {posterior.memory_budget / 2**20:,.0f} MiB. Give "
-            "a smaller top, or fewer inputs."
-        )
-
+    _check_influence_size(posterior, row_count(x), most)
     sites = collect_sites(posterior, data, PURPOSE, ROWS_AT_ONCE)
     failed = torch.zeros(n, dtype=torch.bool)
     ranked = []
@@ -398,6 +412,18 @@ def _measure_influence(
     return Influence(places[:, :kept], mean[:, :kept], variance[:, :kept]), failed
 
 
+def _check_influence_size(posterior: Posterior, inputs: int, most: int) -> None:
+    """Raise ValueError if the influence of `most` rows on the inputs exceeds the memory budget."""
+    # The fields of `_RankedRows`, at 8 bytes a number
+    need = 8 * inputs * most * (2 * posterior.network.outputs + 2)
+    if need > posterior.memory_budget:
+        raise ValueError(
+            f"The influence of {most:,} rows on {inputs:,} inputs takes {need / 2**20:,.0f} "
+            f"MiB, more than the memory budget of {posterior.memory_budget / 2**20:,.0f} MiB. Give "
+            "a smaller top, or fewer inputs."
+        )
+
+
 def _compute_influence(
     posterior: Posterior,
     site: Site,
@@ -408,7 +434,8 @@ def _compute_influence(
 ) -> _RankedRows:
     """Compute what each row of a chunk adds to the outputs of a query and to their variances.
 
-    There are b rows in the chunk and q inputs in the query.
+    The result has the b rows of the chunk for each of the q inputs of the query, not ranked. Their
+    places are those in the chunk.
 
     removal: that of the rows. response: S v (P, q·C) of `_compute_precision_response`; None for
     Gaussian noise. by: MEAN or VARIANCE, for the score. A row that cannot be removed has score −1.
@@ -436,9 +463,10 @@ def _compute_influence(
 
 
 def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
-    """Compute S v (P, q·C) of the module.
+    """Compute S v (P, q·C): how the variances at a query change with θ, through the Λ of all rows.
 
-    The product says how the variances at the query depend on θ through the precisions of all rows.
+    S v is that of the module, for each input and output of the query: the change of the variance is
+    −aᵀJ_i S v if row i is left out.
     """
     total = torch.zeros_like(query.solved)
     for site in sites:
@@ -535,7 +563,8 @@ class _Removal(NamedTuple):
 def _compute_removal(site: Site, covariance: Operator) -> _Removal:
     """Compute the effect of removing each row of a site from the fit, one at a time.
 
-    covariance: that of θ. Of a row of weight above 1 one copy is removed.
+    covariance: that of θ. A row of weight above 1 stands for several copies, of which one is
+    removed.
     """
     once = site.row_weights.clamp_max(1.0)
     g = site.score * once[:, None]
@@ -565,10 +594,10 @@ def _compute_removal(site: Site, covariance: Operator) -> _Removal:
 
 
 def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
-    """Compute ∂E[y|f]/∂f (N, M, C), where E[y|f] has M values for each input.
+    """Compute the derivative ∂E[y|f]/∂f (N, M, C), where E[y|f] has M values for each input.
 
-    f (N, C), K (N, C, C). It is by autograd, or by central differences where autograd cannot
-    differentiate the mean. The diagonal of K sets the steps of these.
+    f (N, C): where. K (N, C, C): covariance of f, whose diagonal sets the steps of central
+    differences. These are used where autograd cannot differentiate the mean.
     """
     if not likelihood.mean_has_gradient:
         steps = STEP * K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY).sqrt()

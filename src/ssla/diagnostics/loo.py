@@ -1,5 +1,12 @@
 """Leave-one-out predictions of the training rows, by cavities (`ssla.predictive.cavities`).
 
+The terms:
+
+    site       what a row contributes to the fit: gradient and precision of its log likelihood in
+               the outputs
+    cavity     the Gaussian of a row's outputs when its own site is removed from the fit
+    influence  the KL divergence of the cavity from the Gaussian with the row
+
 Cavities need no refit. They are exact for a linear model with Gaussian noise. For other likelihoods
 they are too optimistic for influential rows. In a last layer the Gaussian is refitted without each
 of these.
@@ -198,9 +205,9 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
 
 
 def _replace_by_refits(answer: _RowAnswers, refits: list[_RefitRow], sites: Sites) -> Tensor:
-    """Replace the answers of refitted rows in `answer`, in place.
+    """Replace the answers of refitted rows in `answer`, in place, and return their flags (n,) bool.
 
-    Returns which rows these are (n,) bool.
+    sites: those of the fit, for the likelihood. Without refits nothing changes.
     """
     refitted = torch.zeros(len(answer.log_prob), dtype=torch.bool)
     if refits:

@@ -4,7 +4,10 @@ In self-training a model labels the inputs that it is surest of, and is trained 
 network's own probabilities do not say how sure it is: they leave out the doubt about its weights.
 Here an input x is scored by the predictive of its own prediction, log p(ŷ | x, D), which is how
 well (x, ŷ) agrees with the data. By Bayesian pseudo-label selection (arXiv:2302.08883) this is the
-choice that a decision with the likelihood as its utility makes.
+choice of a decision maker whose utility is the likelihood.
+
+The pool is a set of unlabelled inputs, its M rows. ŷ is the mode of the predictive, and D the
+training data.
 """
 
 from __future__ import annotations

@@ -106,8 +106,9 @@ def _compare_pairs(predictives: Sequence[Predictive]) -> tuple[Tensor, Tensor]:
 
 
 def _search_from(members: Members, start: Predictive) -> Tensor:
-    """Return the largest distance that is found from `start`, each time from the farthest member
-    of the last one (N,).
+    """Return the largest distance (N,) that a search from one member finds.
+
+    start: the first member. Each round searches for the member that is farthest from the last one.
     """
     best = torch.zeros(start.law.rows, dtype=torch.float64)
     last = start
@@ -172,10 +173,10 @@ def _add_crossings(p: Law, q: Law, nodes: Tensor, is_count: bool) -> Tensor:
 def _find_secant_zero(
     low: Tensor, high: Tensor, at_low: Tensor, at_high: Tensor, is_count: bool
 ) -> Tensor:
-    """Return the zero of the line through two points, between low and high; for counts rounded
-    down.
+    """Return the zero of the line through (low, at_low) and (high, at_high), elementwise.
 
-    It is the middle where the line has no zero there, or where a value is not finite.
+    It is the middle of low and high where the line has no zero between them, or where a value is
+    not finite. For counts it is rounded down.
     """
     share = at_low / (at_low - at_high)
     inside = (share >= 0) & (share <= 1)  # False for NaN

@@ -525,8 +525,8 @@ def _interpolate_crossing(excess: Tensor, places: Tensor, inner: Tensor, step: i
 def _evaluate_spline(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
     """Compute the cubic spline at a fraction of panels.  (m, q) -> (m, q).
 
-    ends: what `_gather_panel_data` returns for the panels. fraction: the distance from the left end,
-    as a share of the width.
+    ends: what `_gather_panel_data` returns for the panels. fraction: the distance from the left
+    end, as a share of the width.
     """
     width, left, right, left_bend, right_bend = ends
     remainder = 1 - fraction
