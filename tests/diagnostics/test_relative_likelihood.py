@@ -68,7 +68,7 @@ def test_outputs_are_those_of_the_weights_in_the_ellipsoid(posterior):
     S = torch.stack([posterior.covariance.solve(e) for e in torch.eye(size).double()])
     generator = torch.Generator().manual_seed(0)
     for _, J in posterior.linearised(NEW):
-        rows = J.dense().values
+        rows = J.to_dense().values
         for i, c in ((0, 0), (3, f.shape[1] - 1)):
             move = RADIUS * S @ rows[i, c] / (rows[i, c] @ S @ rows[i, c]).sqrt()
             # It is on the boundary: q(θ) = α q(m).

@@ -1,13 +1,15 @@
 """Every Gaussian prior in a box of means and precisions, as a family of predictives.
 
-In an eigenbasis of S with one precision τ for each block, f̂ and K at any prior are sums over P
-eigenvalues:
+A prior N(m, T⁻¹) has a mean m (P,) and one precision τ_p for each parameter p, equal within a
+group: all parameters, or a layer. The curvature S = Σ JᵀΛJ of the data has the eigenvalues λ_p. In
+its eigenbasis, with the rotated Jacobian z_p (C,) and gradient g_p of the log likelihood at θ₀, the
+outputs at an input have under every prior the mean f̂ and the covariance K:
 
     K(τ) = Σ_p z_p z_pᵀ/(λ_p + τ_p),      f̂(τ, m) = f̂₀ + Σ_p z_p (g_p − τ_p (θ₀ − m)_p)/(λ_p + τ_p)
 
-so each input may look at its own prior. f̂ is linear in m: over a box of means it sweeps an
-interval c(τ) ± r(τ), so a family over P means is one over a single number s ∈ [−1, 1], and f̂ = c +
-s r. What is left to optimise is s and one precision a layer.
+So a prior of its own can be tried for each input at little cost. f̂ is linear in m: over a box of
+means it takes the values of an interval c(τ) ± r(τ), so P means are replaced by one number
+s ∈ [−1, 1], with f̂ = c + s r. The search is then over s and one precision for each group.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ FINE, COARSE = 1e-7, 1e-4
 
 
 class _PrecisionRanges(NamedTuple):
-    """The ranges of log precisions of a box, one for each of G groups of parameters."""
+    """The ranges of log precisions of a box, one for each of G groups of parameters.
+
+    A group is all parameters, or a layer.
+    """
 
     labels: list[str]  # of the groups
     groups: Tensor  # the group of each parameter (P,)
@@ -89,9 +94,9 @@ class BoxMembers:
     ) -> BoxMembers:
         """Build the family from the network linearised at x and an eigenbasis of the curvature.
 
-        refit: the rung of the predictives. Raises ValueError for another convention than the exact
-        one, for ranges that differ within a layer, for ranges by layer under a structure without a
-        kept eigenbasis, and for a range of means with several outputs.
+        refit: that of the predictives, as in `Posterior.predict`. Raises ValueError for another
+        convention than the exact one, for ranges that differ within a layer, for ranges by layer
+        under a structure without a kept eigenbasis, and for a range of means with several outputs.
         """
         if convention != EXACT:
             raise ValueError(
@@ -164,7 +169,7 @@ class BoxMembers:
             rotated(self.theta - self.box_centre),
         )
 
-    def marginal(self, u: Tensor, rows: Tensor) -> Marginal:
+    def compute_marginal(self, u: Tensor, rows: Tensor) -> Marginal:
         """Compute f̂ (T, C) and K (T, C, C) of T tasks, each under its own prior.
 
         u (T, d): coordinates of the priors; rows (T,): the inputs. The formulas are those of the
@@ -185,7 +190,7 @@ class BoxMembers:
 
         return Marginal(f, K)
 
-    def predictive(self, u: Tensor, rows: Tensor) -> Predictive:
+    def make_predictive(self, u: Tensor, rows: Tensor) -> Predictive:
         """Return the predictive of T tasks, each under its own prior.
 
         u (T, d): coordinates of the priors; rows (T,): the inputs.
@@ -193,7 +198,7 @@ class BoxMembers:
         with warnings.catch_warnings():
             # A predictive may have no integral at a prior that the search only passes.
             warnings.simplefilter("ignore", UserWarning)
-            return from_marginal(self.likelihood, *self.marginal(u, rows), self.refit)
+            return from_marginal(self.likelihood, *self.compute_marginal(u, rows), self.refit)
 
     def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
         """Compute the bounds of functional(·, argument) over the box: (N, k) -> (N, k) each.
@@ -206,7 +211,7 @@ class BoxMembers:
 
         def evaluate(u: Tensor) -> Tensor:
             """Return the functional of each task under the priors u (T, d): (T,)."""
-            return functional(self.predictive(u, rows), one_column).squeeze(1)
+            return functional(self.make_predictive(u, rows), one_column).squeeze(1)
 
         at_starts = torch.stack(
             [functional(p, argument).flatten() for p in self._start_predictives]
@@ -225,9 +230,9 @@ class BoxMembers:
         rows = torch.arange(self.rows)
         at_starts = -torch.stack([functional(p) for p in self._start_predictives])
         u, negative_value = self._maximise(
-            lambda u: -functional(self.predictive(u, rows)), at_starts
+            lambda u: -functional(self.make_predictive(u, rows)), at_starts
         )
-        return Worst(self.predictive(u, rows), -negative_value)
+        return Worst(self.make_predictive(u, rows), -negative_value)
 
     @property
     def _dimension(self) -> int:
@@ -252,7 +257,9 @@ class BoxMembers:
     def _start_predictives(self) -> list[Predictive]:
         """Return the members at the start points, which are computed once for all searches."""
         rows = torch.arange(self.rows)
-        return [self.predictive(point.expand(self.rows, -1), rows) for point in self._start_points]
+        return [
+            self.make_predictive(point.expand(self.rows, -1), rows) for point in self._start_points
+        ]
 
     def _maximise(
         self, evaluate: Callable[[Tensor], Tensor], at_starts: Tensor
