@@ -1,6 +1,11 @@
 """Checks of arguments, and the torch contexts in which the library works.
 
-An error says what was expected, what was given and what to do.
+An error says what was expected, what was given and what to do. In most checks `subject` is the noun
+with which the message begins, such as "The network's output", and `remedy` its last sentence.
+
+A torch context is a setting of the caller that changes what torch does: inference mode, automatic
+casts, a default device, or a transform of torch.func. Public functions run without them
+(`in_plain_torch`).
 """
 
 from __future__ import annotations
@@ -52,7 +57,7 @@ SEE = " See docs/failures.md."
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Give a warning at the first caller outside this package, which is the user's line.
 
-    The page on failures is named at the end of the message.
+    message: ends with a full stop. SEE, the name of the page on failures, is added to it.
     """
     frame = sys._getframe(1)
     stack_level = 2  # of that frame in `warnings.warn`: 1 would be this function
@@ -361,8 +366,8 @@ def checked_covariances(subject: str, K: Tensor) -> Tensor:
     has_products = K.shape[-1] > 1
     allowed = eps**0.5 * size * has_products + 16 * eps * size.amax()
     skew = (values - values.mT).abs().amax((1, 2))
-    fault = "its entries differ from those of its transpose by"
-    _refuse_bad_covariances(subject, skew > allowed, "symmetric", fault, skew)
+    symmetry_fault = "its entries differ from those of its transpose by"
+    _refuse_bad_covariances(subject, skew > allowed, "symmetric", symmetry_fault, skew)
     values = (values + values.mT) / 2
     spectrum, basis = torch.linalg.eigh(values)
     least = spectrum[:, 0]

@@ -6,7 +6,9 @@ dict. A batch is
   * (x, y) or (x, y, weights), where x may itself be a tuple or a dict, or
   * a dict with a key "y" (or "labels", "target"), optionally "weights"; all other keys are inputs.
 
-Rows are counted while they are read. The length of a loader is used only for a progress bar.
+A row is one observation: x has the same number of rows in each of its tensors. Row weights are
+frequencies. A source is data that can be read batch by batch, and a pass reads all of it once. Rows
+are counted while they are read. The length of a loader is used only for a progress bar.
 """
 
 from __future__ import annotations
@@ -54,19 +56,19 @@ EXPECTED = (
 
 
 class Batch(NamedTuple):
-    """One batch of tensors, in their original dtypes."""
+    """One batch of n rows, as tensors in their original dtypes."""
 
-    x: Inputs
-    y: Tensor
-    weights: Tensor | None
+    x: Inputs  # each tensor (n, …)
+    y: Tensor  # (n,) or (n, …)
+    weights: Tensor | None  # (n,); None: every row has the weight one
 
 
 @dataclass(frozen=True)
 class Source:
     """Batches that can be iterated once, or repeatedly if `repeatable`."""
 
-    iterate: Callable[[], Iterator[Batch]]
-    repeatable: bool
+    iterate: Callable[[], Iterator[Batch]]  # starts a pass
+    repeatable: bool  # whether a second pass has the batches too
     length: int | None  # the number of batches; None: not known
     # The number of rows as the loader states it, for the estimate of memory; None: not known.
     rows: int | None = None
@@ -76,7 +78,10 @@ class Source:
         return self.iterate()
 
     def followed_by(self, other: Source) -> Source:
-        """Return a source with the batches of this one, then those of another; no copy is made."""
+        """Return a source with the batches of this one, then those of another, without a copy.
+
+        The stated number of rows is not known there.
+        """
         length = None if self.length is None or other.length is None else self.length + other.length
         return Source(lambda: chain(self, other), self.repeatable and other.repeatable, length)
 
@@ -171,7 +176,7 @@ def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | N
 
 
 def pick_batch_rows(batch: Batch, rows: Tensor | slice) -> Batch:
-    """Return some rows of a batch, by their numbers (m,) or a slice."""
+    """Return some rows of a batch, by a slice or by their numbers (m,), with their weights."""
     weights = None if batch.weights is None else batch.weights[rows]
     return Batch(take_rows(batch.x, rows), batch.y[rows], weights)
 
@@ -201,10 +206,7 @@ def _select_share(source: Source, share: float, held_out: bool) -> Source:
 
 
 def _get_stated_row_count(data: Any) -> int | None:
-    """Return the number of rows that a DataLoader states.
-
-    The result is None for other data, or if it states none.
-    """
+    """Return the number of rows that a DataLoader states; None if it states none, or for others."""
     try:
         return len(data.sampler) if isinstance(data, DataLoader) else None  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -230,7 +232,7 @@ def _make_batch_iterator(loader: Any) -> Callable[[], Iterator[Batch]] | None:
     dataset = loader.dataset
     subsets: list[Tensor] = []
 
-    # Subclasses may select other rows, so only the classes themselves count.
+    # Subclasses may select other rows, so only the classes themselves are unwrapped.
     while type(dataset) is Subset:
         subsets.append(torch.as_tensor(dataset.indices))
         dataset = dataset.dataset
@@ -525,7 +527,7 @@ def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
 
 
 def squeeze_column(y: Tensor) -> Tensor:
-    """Return a tensor (n, 1) as (n,), and any other tensor as it is."""
+    """Return a tensor (n, 1) as (n,), and any other tensor unchanged."""
     return y.squeeze(1) if y.dim() == 2 and y.shape[1] == 1 else y
 
 
@@ -557,8 +559,9 @@ def check_batch(batch: Batch, targets: Targets, outputs: int) -> Batch:
 class Rows(Generic[T]):
     """The data in prepared chunks, which can be iterated any number of times.
 
-    The chunks are kept in memory if all of them fit the budget, and are otherwise read again in
-    each pass.
+    A chunk is what `prepare` makes of the rows of a batch. The chunks are kept in memory if all of
+    them fit the budget, and are otherwise read again in each pass, for which the source must be
+    repeatable. A complete pass sets `kept`, which is the only state that changes.
     """
 
     source: Iterable[Batch]
@@ -588,7 +591,7 @@ class Rows(Generic[T]):
             for piece in split_batch(batch, self.rows_at_once(batch)):
                 chunk = self.prepare(piece)
                 size = None if kept is None else self.size(chunk)
-                # One chunk too many, and none is kept: the next pass reads all of them again.
+                # If one chunk is too many, none is kept, and the next pass reads all of them again.
                 if kept is None or size is None or total + size > self.budget:
                     kept = None
                 else:

@@ -1,7 +1,8 @@
 """`make demo`: plug-in, ASSLA and the output refit side by side.
 
-The network and the heteroscedastic toy data are those of the paper. Two hidden layers of 50, ReLU,
-mean and log variance; y = 7 sin x + 3|cos(x/2)|·ε, x from three Gaussians at −4, 0, 4. Writes
+The network and the heteroscedastic toy data are those of the paper. The network has two hidden
+layers of 50 ReLU units and two outputs, mean and log variance. The data are y = 7 sin x +
+3|cos(x/2)|·ε with x from three Gaussians at −4, 0 and 4. The demo prints a table and writes
 demo.png.
 """
 
@@ -102,7 +103,7 @@ def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
-    """Train, fit, compare the refits on test points, and plot; returns the scores of each refit.
+    """Train, fit, compare the refits on test points, and plot; return the scores of each refit.
 
     The comparison is printed, and the figure is written to `out`. seed: of data and network.
     n_test: the number of test points. Raises ValueError for a path that is not that of a picture or
@@ -155,13 +156,13 @@ def compare_refits(
     scores: dict[str, metrics.Summary] = {}
     for label, refit in REFITS.items():
         seconds = measure_seconds(lambda refit=refit: posterior.predict(x, refit=refit).mass)  # type: ignore[misc]
-        s = metrics.summary(posterior.predict(x, refit=refit), y, LEVELS)
-        cover = "".join(f"{s[f'coverage {v:.0%}']:11.1%}" for v in LEVELS)
+        summary = metrics.summary(posterior.predict(x, refit=refit), y, LEVELS)
+        coverages = "".join(f"{summary[f'coverage {level:.0%}']:11.1%}" for level in LEVELS)
         print(
-            f"{label:<20}{s['nll']:8.4f}{s['crps']:8.4f}{cover}{s['mass']:8.4f}"
-            f"{seconds / seconds_of_pass:12.0f}"
+            f"{label:<20}{summary['nll']:8.4f}{summary['crps']:8.4f}{coverages}"
+            f"{summary['mass']:8.4f}{seconds / seconds_of_pass:12.0f}"
         )
-        scores[label] = s
+        scores[label] = summary
 
     return scores
 

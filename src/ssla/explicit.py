@@ -1,14 +1,19 @@
 """Models with a few parameters, written by hand: SSLA with a real refit for every candidate.
 
-These models are for studies of priors without a network. The model is log p(row | θ), the data are
-rows, and the prior is any of `ssla.priors`. Modes are found by Newton steps on autograd derivatives
-in float64, for all candidates at once. The curvature is the observed one, of the data and (by
-convention) of the prior. ℓ is the log likelihood of the data, θ̂ its mode with the prior, and θ̃
-the mode with a candidate y added to the data. This is the paper's SSLA, for models with a known
-conjugate predictive:
+These models are for studies of priors without a network: the paper's SSLA can be compared with a
+known conjugate predictive. The terms:
 
-    log p(y|D) ≈ [ℓ(θ̃) − ℓ(θ̂)] + log p(y|θ̃) + [log π(θ̃) − log π(θ̂)] − ½ [log|H̃(θ̃)| −
-    log|H(θ̂)|]
+    model       log p(row | θ), with θ (P,); the data D are n rows
+    candidate   a row y whose predictive density is wanted, though it is not in the data
+    ℓ, π        the log likelihood of the data, and the prior, which is any of `ssla.priors`
+    θ̂, θ̃        the mode of ℓ + log π, and that with a candidate added to the data (the refit)
+    H, H̃        minus the second derivatives of the same two objectives (P, P)
+    increments  the three terms of the predictive:
+
+    log p(y|D) ≈ [ℓ(θ̃) − ℓ(θ̂)] + log p(y|θ̃) + [log π(θ̃) − log π(θ̂)] − ½ [log|H̃(θ̃)| − log|H(θ̂)|]
+
+The convention says where the prior enters: see `Posterior.with_prior`. Modes are found by Newton
+steps on autograd derivatives in float64, for all candidates at once.
 """
 
 from __future__ import annotations
@@ -42,8 +47,9 @@ torch.
 class ExplicitModel:
     """A model log p(row | θ) with its data and a prior.
 
-    log_prob: see LogDensity. data: (n,) or (n, E). start: (P,), a θ inside the support, near the
-    mode. prior: over θ. convention: where the prior enters, "exact", "paper" or "additive".
+    log_prob: see LogDensity. data: (n,) or (n, E), n ≥ 1 rows. start: (P,) with P ≤ LARGEST, a θ
+    inside the support, near the mode. prior: over θ. convention: where the prior enters, "exact",
+    "paper" or "additive". Raises ValueError for arguments that the model cannot use.
 
     >>> import torch, ssla
     >>> def poisson(y, t):
@@ -60,7 +66,7 @@ class ExplicitModel:
     convention: str = EXACT
 
     def __post_init__(self) -> None:
-        """Convert data, start and prior to tensors and a Prior, and check them.
+        """Convert data and start to float64 tensors and the prior to a Prior, and check them.
 
         Raises ValueError for shapes, values or a log_prob that the model cannot use.
         """
@@ -132,8 +138,8 @@ class ExplicitModel:
     def _find_modes(self, starts: Tensor, rows: Tensor | None) -> Tensor:
         """Find the modes (k, P) of ℓ + log π from starts (k, P), by Newton steps.
 
-        rows (k,) or (k, E): a row that is added to the data of each task; None: no row. Raises
-        ValueError if a mode is not found.
+        Each of the k searches is a task. rows (k,) or (k, E): the row that is added to the data of
+        each task; None: no row. Raises ValueError if a mode is not found.
         """
         row_hessian = vmap(hessian(lambda t, row: self.log_prob(row, t)))
         row_gradient = vmap(grad(lambda t, row: self.log_prob(row, t)))
@@ -210,11 +216,11 @@ class ExplicitModel:
         if a mode is not found, or if the curvature at θ̂ is not positive definite.
         """
         y = self._convert_candidates(rows)
-        hat = self.mode
-        tilde = self.modes(y) if refit else hat.expand(len(y), -1)
+        hat = self.mode  # θ̂ (P,)
+        tilde = self.modes(y) if refit else hat.expand(len(y), -1)  # θ̃ (k, P)
         # Differences are taken row by row, so that sums over n rows are never subtracted.
-        of_data = (vmap(self._compute_log_probs)(tilde) - self._compute_log_probs(hat)).sum(1)
-        likelihood = of_data + vmap(self.log_prob)(y, tilde)
+        data_change = (vmap(self._compute_log_probs)(tilde) - self._compute_log_probs(hat)).sum(1)
+        likelihood = data_change + vmap(self.log_prob)(y, tilde)
         prior = torch.stack([self.bound.log_prob(t) for t in tilde]) - self.bound.log_prob(hat)
         curvature = self._compute_curvature_increment(hat, tilde, y)
         return Increments(likelihood, prior, curvature, self.convention)
@@ -261,10 +267,10 @@ def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _factorise_for_ascent(H: Tensor) -> Tensor:
-    """Return the Cholesky factor of H (k, P, P); where H is not positive definite, that of Q|λ|Qᵀ.
+    """Return a lower factor (k, P, P) of H, or of a positive definite matrix near H.
 
-    Q and λ are the eigenvectors and eigenvalues of H. So a Newton step is always in an ascent
-    direction.
+    The factor is that of Cholesky. Where H is not positive definite, Q|λ|Qᵀ takes its place, with
+    the eigenvectors Q and the eigenvalues λ of H, so that a Newton step always ascends.
     """
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(H)

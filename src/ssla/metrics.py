@@ -1,9 +1,10 @@
 """Scores and calibration of any Predictive, against observed y.
 
 Lower is better for nll, crps, interval_score, pinball, brier, rmse and the calibration errors.
-Functions return the mean over rows; `reduce=False` returns one value for each row. N is the number
-of rows, and D that of targets in a row. CRPS of a Gaussian and interval scores are computed by
-`scoringrules` (`pip install 'ssla[metrics]'`).
+Functions return the mean over rows, as a tensor (); `reduce=False` returns one value for each row.
+N is the number of rows, and D that of targets in a row. F is the distribution function of a row's
+predictive. CRPS of a Gaussian and interval scores are computed by `scoringrules` (`pip install
+'ssla[metrics]'`).
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ def rmse(predictive: Predictive, y: Any) -> Tensor:
 
 @in_plain_torch
 def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
-    """Return the continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum.
+    """Return the continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt.
+
+    For counts it is the sum over t = 0, 1, 2, … in place of the integral.
 
     y: one value for each row. reduce=False: one score for each row, not their mean. Raises
     TypeError for classes, angles, and mixtures of several targets.
@@ -112,7 +115,7 @@ def _integrate_crps(predictive: Predictive, y: Tensor) -> Tensor:
         torch.tensor([1e-8, 0.25, 0.5, 0.75, 1 - 1e-8], dtype=torch.float64)
     ).double()
     y = y.double()
-    low, first_quartile, median, third_quartile, high = quantiles.unbind(1)
+    low, first_quartile, median, third_quartile, high = quantiles.unbind(1)  # each (N,)
     scale = ((third_quartile - first_quartile) / 2).clamp_min(1e-300)
     inside = torch.minimum(torch.maximum(y, low), high)
     nodes, weights = (
@@ -122,6 +125,7 @@ def _integrate_crps(predictive: Predictive, y: Tensor) -> Tensor:
 
     # Below y the integrand is F², and above it (1 − F)².
     for start, stop, is_above in ((low, inside, False), (inside, high, True)):
+        # The interval [a, b] of u, and the nodes in it (N, CRPS_NODES)
         a = torch.asinh((start - median) / scale)
         b = torch.asinh((stop - median) / scale)
         u = (a + b)[:, None] / 2 + (b - a)[:, None] / 2 * nodes
@@ -301,7 +305,8 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
 
     The scores are NLL, CRPS (not for angles), RMSE, coverage and width at each level, the
     calibration error and the mean mass. For classes they are NLL, Brier, ECE, accuracy and the mean
-    mass.
+    mass. The mass is the integral of the predictive before it was normalised: the nearer to one,
+    the better the approximation. Raises TypeError for targets without a CRPS.
     """
     mass = predictive.mass.double().mean()
     scores = {"nll": nll(predictive, y)}
@@ -351,7 +356,7 @@ def _reshape_like_mean(y: Any, predictive: Predictive) -> Tensor:
 
 
 def _reduce_rows(by_row: Tensor, reduce: bool) -> Tensor:
-    """Return the mean over rows if `reduce`, else the values (N,) or (N, D) themselves."""
+    """Return the mean of values (N,) or (N, D) if `reduce`, else the values themselves."""
     return by_row.mean() if reduce else by_row
 
 

@@ -1,4 +1,9 @@
-"""What a fit saw and did, as values that print well: `Report` and its notes, `TuningHistory`."""
+"""What a fit saw and did, as values that print well: `Report` and its notes, `TuningHistory`.
+
+`POLISH`, `TILT` and `AS_IS` say how θ̂ was chosen: see the docstring of `ssla.fitting.fit`. The
+residual of a fit is the distance of θ̂ from the mode, in posterior standard deviations. The subject
+of a note is the step of the fit, or the later change, that the note is about.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +76,7 @@ class Validation:
     gain_error: float  # its standard error
     # factor on the dispersion (noise, temperature, …) that is best for the network itself
     network_spread: float
-    words: str  # what that says of the network
+    words: str  # `network_spread` in words, such as over-confident; empty without a dispersion
     spread: float  # factor on the dispersion that was chosen beside the doubt
     precision: float  # factor on the prior precisions of the trained weights' scale that was chosen
     settings: int  # how many were compared
@@ -83,7 +88,7 @@ class Validation:
     row_scales: tuple[float, float] | None = None
 
     def lines(self) -> list[str]:
-        """Return what the report says of the validation rows, line by line."""
+        """Return the lines of the report about the validation rows."""
         caveat = ""
         if self.held_out:
             caveat = (
@@ -129,20 +134,20 @@ class Validation:
 class Report:
     """What `fit` saw and did. `print(posterior.report)` is meant to be read."""
 
-    n: int
-    weight: float
-    parameters: int
-    names: tuple[str, ...]
-    outputs: int
-    likelihood: str
-    structure: str
+    n: int  # rows seen
+    weight: float  # sum of the row weights
+    parameters: int  # how many are free
+    names: tuple[str, ...]  # of the free parameters
+    outputs: int  # how many the network has
+    likelihood: str  # its description
+    structure: str  # the name of the curvature's structure
     blocks: dict[str, str]  # layer -> structure
-    mode: str
+    mode: str  # POLISH, TILT or AS_IS
     residual: float  # √(g₀ᵀH⁻¹g₀) before: distance to the mode in posterior standard deviations
     residual_after: float
     steps: int  # Newton steps of polish
     output_shift: float  # root mean square change of the outputs by polish, in units of the noise
-    passes: int
+    passes: int  # over the data
     memory: int  # bytes of statistics and factorisation
     notes: tuple[str, ...] = ()
     prior: str = ""

@@ -1,10 +1,13 @@
-"""What if the prior were different? Predictives across priors, derivatives in the prior, and
-whether prior and data agree.
+"""Predictives under other priors, derivatives in the prior, and whether prior and data agree.
 
-`local_sensitivity` is exact: scaling the prior's precision by e^ε moves f̂ by b ε (where the mode
-moves) and K by −M ε, with b = J H⁻¹∇log π and M = J H⁻¹ T H⁻¹ Jᵀ; the refit's mode and its
-determinant follow by the chain rule, with the likelihood's third derivative from autograd. The
-probabilities of three or more classes are sums over nodes: there, to the accuracy of these.
+The outputs at an input x have the mean f̂ (C,) and the covariance K = J H⁻¹Jᵀ (C, C), with J (C, P)
+the Jacobian in θ and H (P, P) the curvature of data and prior. The prior π has the precision T.
+
+`local_sensitivity` is exact: scaling T by e^ε moves f̂ by b ε (where the mode moves) and K by −M ε,
+with b = J H⁻¹∇log π and M = J H⁻¹ T H⁻¹ Jᵀ. The mode f̃ and the determinant of the refit of the
+outputs follow by the chain rule, with the likelihood's third derivative from autograd. The
+probabilities of three or more classes are sums over nodes, so there the derivatives are as accurate
+as these sums.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, in_plain_torch, warn
-from ssla.curvature.structure import NoFactorError
+from ssla.curvature.structure import Eigenbasis, NoFactorError
 from ssla.data import Inputs, as_tensor
 from ssla.diagnostics.predictive_sets import require_order
 from ssla.fitting.evidence import eigenbasis
@@ -43,10 +46,10 @@ COUNT = 9  # priors of a range, unless the user says otherwise
 NAME_COLUMNS = 17  # of the printed table
 TEXT_COLUMNS = 67  # of a printed line: 80 with the indent of `ssla sensitivity`
 RANK_TOLERANCE = 1e-10  # of the largest eigenvalue; smaller ones count as zero; a guess
-# of a prior's precision: with all of it, averages that curve upwards could have any variance; a
-# guess
+# The share of a prior's precision with which the curvature must be positive definite already. Just
+# above the least precision that suffices, variances would be arbitrarily large. A guess
 NEEDED = 0.8
-USED_WEIGHT = 1e-14  # of a node of an integral: with less weight its slope is not needed
+USED_WEIGHT = 1e-14  # of a node of an integral: with less weight its slope is left out
 CONFLICT = 0.05  # tail probability below which the text says "conflict"
 
 
@@ -63,7 +66,7 @@ class Sensitivity:
     predictives: tuple[Predictive, ...]
     baseline: Predictive  # under the posterior's own prior
     convention: str
-    own: Posterior  # under its own prior
+    own: Posterior  # the posterior itself, under its own prior
     x: Inputs
 
     @cached_property
@@ -179,7 +182,8 @@ def sensitivity(
     """Compute the predictives at x under several priors, without a pass over the data.
 
     priors: a dict from names to priors, a list, or a range (low, high[, count]) of precisions of a
-    Gaussian prior that keeps the means of the posterior's own. `Posterior.with_prior` describes the
+    Gaussian prior that keeps the means of the posterior's own. refit: as in `Posterior.predict`.
+    `Posterior.with_prior` describes the
     conventions, and when θ̂ moves with the prior; the reports of the posteriors in the result state
     it. A variational Gaussian keeps its averages over the data. Priors that are too weak for these
     are left out with a warning; if all are, ValueError is raised.
@@ -232,7 +236,7 @@ def _replace_prior(posterior: Posterior, prior: Prior, convention: str) -> Poste
 
 
 def _keeps_averages(posterior: Posterior, convention: str) -> bool:
-    """Tell whether another prior keeps averages over the data whose curvature may be indefinite.
+    """Return whether another prior keeps averages over the data whose curvature may be indefinite.
 
     A variational Gaussian under the exact convention keeps its averages. Their curvature may be
     indefinite if the likelihood is not concave.
@@ -247,8 +251,9 @@ def _keeps_averages(posterior: Posterior, convention: str) -> bool:
 def name_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
     """Return a dict of priors by name, from a dict, a list or a range of priors.
 
-    The priors of a list are named by their descriptions. Raises TypeError for anything else, and
-    ValueError for an invalid range and for no prior.
+    posterior: its prior gives the means of the priors of a range. The priors of a list are named by
+    their descriptions. Raises TypeError for anything else, and ValueError for an invalid range and
+    for no prior.
     """
     if isinstance(priors, Mapping):
         chosen = {str(name): as_prior(prior) for name, prior in priors.items()}
@@ -310,7 +315,7 @@ class Local(NamedTuple):
 def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     """Compute how the log predictive density at y changes with the precision of a Gaussian prior.
 
-    The derivatives are exact, and not differences. They are those of the output rung.
+    The derivatives are exact, and not differences. They are those of refit="output".
 
     y: (N,) or (N, k); for D targets (N, D) or (N, k, D). θ̂ moves with the prior where
     `Posterior.with_prior` would move it. Raises ValueError for another prior than a Gaussian one,
@@ -374,15 +379,16 @@ def _differentiate_log_density(
     """Compute d/dε of the un-normalised log density at y, and flags where it is exact, (N, k) each.
 
     y (N, k), or (N, k, D) for vectors. marginal: f̂ (N, C) and K (N, C, C); change: their d/dε. It
-    is not exact where the refit fell back or did not converge.
+    is not exact where the refit fell back or did not converge. In the code a name with d is the
+    derivative d/dε of the value, Λ is the precision at f̃, and u = K⁻¹(f̃ − f̂).
     """
     rows, count = y.shape[:2]
     f, K, df, dK = (values.repeat_interleave(count, 0) for values in (*marginal, *change))
     y = y.flatten(0, 1)
     boundary = _differentiate_at_boundary(likelihood, y, Marginal(f, K), Marginal(df, dK))
     if boundary is not None:
-        # These rows get the slope at the boundary in the end. Here they need any y whose mode is
-        # inside the allowed outputs.
+        # These entries get the slope at the boundary at the end. Until then they need a y whose
+        # mode is inside the allowed outputs; the mean is one.
         y = torch.where(boundary.cut, likelihood.mean(f), y)
 
     mode = evaluate_at_mode(likelihood, y, f, covariance_root(K))
@@ -489,9 +495,9 @@ def conflict(posterior: Posterior) -> Conflict:
     network linear in its free parameters, and a normal approximation of the likelihood otherwise.
     Noise estimated from the same data is taken as known.
 
-    It needs dense curvature, or kfac of a last layer with Gaussian noise, which is as exact. Other
-    structures leave out correlations of r, and would report conflicts that are not there. Raises
-    ValueError for these, and for a prior that is not a proper Gaussian.
+    The test needs dense curvature, or kfac of a last layer with Gaussian noise, which is as exact.
+    Other structures leave out correlations of r, and would report conflicts that are not there.
+    Raises ValueError for these, and for a prior that is not a proper Gaussian.
     """
     bound = posterior.bound_prior
     if not isinstance(bound, BoundGaussian) or not bool((bound.scale_precision > 0).all()):
@@ -512,19 +518,33 @@ def conflict(posterior: Posterior) -> Conflict:
     r = curvature.push(posterior.mean - bound.mean) + posterior.sums.gradient
     basis = eigenbasis(curvature, tau, torch.zeros(len(tau), dtype=torch.long))
     if basis is not None:
-        # In an eigenbasis of S in which T is diagonal, the statistic is a sum.
-        kept = basis.values > RANK_TOLERANCE * basis.values.max()
-        c = basis.to_eigenbasis(r)[kept]
-        values = basis.values[kept]
-        statistic = float((c * c / (values + values**2 / tau[kept])).sum())
-        return _make_conflict(statistic, len(values))
-
+        return _test_in_eigenbasis(basis, tau, r)
     if not curvature.exact:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
         )
+    return _test_with_matrix(curvature.as_matrix(), tau, r)
 
-    values, vectors = torch.linalg.eigh(curvature.as_matrix())
+
+def _test_in_eigenbasis(basis: Eigenbasis, tau: Tensor, r: Tensor) -> Conflict:
+    """Return the test of `conflict` from an eigenbasis of S in which T is diagonal.
+
+    tau (P,): the diagonal of T. r (P,): the score vector. The statistic is then a sum over the
+    eigenvalues of S that are not zero to rounding.
+    """
+    kept = basis.values > RANK_TOLERANCE * basis.values.max()
+    c = basis.to_eigenbasis(r)[kept]
+    values = basis.values[kept]
+    statistic = float((c * c / (values + values**2 / tau[kept])).sum())
+    return _make_conflict(statistic, len(values))
+
+
+def _test_with_matrix(S: Tensor, tau: Tensor, r: Tensor) -> Conflict:
+    """Return the test of `conflict` from S (P, P), T = diag(tau) and r, with tau and r (P,).
+
+    Eigenvalues of S that are zero to rounding are left out.
+    """
+    values, vectors = torch.linalg.eigh(S)
     kept = values > RANK_TOLERANCE * values.max()
     values, vectors = values[kept], vectors[:, kept]
 
