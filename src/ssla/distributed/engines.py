@@ -1,4 +1,8 @@
-"""Engines that run tasks on workers: Dask, Ray, or an executor of this machine."""
+"""Engines that run tasks on workers: Dask, Ray, or an executor of this machine.
+
+A task is a value that all workers get, and a shard is the data of one of them (see
+`ssla.distributed`).
+"""
 
 from __future__ import annotations
 
@@ -50,7 +54,7 @@ def choose_engine(client: Any) -> Engine:
 
 @dataclass(frozen=True, eq=False)
 class DaskEngine:
-    """dask.distributed: futures are arguments, lost results are computed again."""
+    """The engine of dask.distributed: futures are arguments, lost results are computed again."""
 
     client: Any
 
@@ -87,7 +91,7 @@ class DaskEngine:
 
 @dataclass(frozen=True, eq=False)
 class RayEngine:
-    """ray: references are arguments, tasks are retried."""
+    """The engine of ray: references are arguments, tasks are retried."""
 
     ray: Any
 
@@ -112,7 +116,7 @@ class RayEngine:
 
 @dataclass(frozen=True, eq=False)
 class ExecutorEngine:
-    """concurrent.futures: results are merged in this process."""
+    """The engine of concurrent.futures: results are merged in this process."""
 
     executor: Executor
 

@@ -1,4 +1,9 @@
-"""The directory of a saved model: written completely or not at all, and validated on load."""
+"""The directory of a saved model: written completely or not at all, and validated on load.
+
+The manifest is a JSON file with the kind of the model ("posterior" or "estimator"), the version of
+the format, the content (everything that is not a tensor) and checksums. A folder may be replaced by
+another process at any time, also while it is read: see `replacing`.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +70,9 @@ def write_model(
     manifest["sha256"] = _compute_checksum(manifest)
     text = json.dumps(manifest, indent=1, allow_nan=False)
     try:
-        with replace_folder(target) as fresh:
-            _write_bytes(fresh / TENSORS, data)
-            _write_bytes(fresh / MANIFEST, text.encode())
+        with replace_folder(target) as draft:
+            _write_bytes(draft / TENSORS, data)
+            _write_bytes(draft / MANIFEST, text.encode())
     except OSError as error:
         raise FileError(
             f"{target} cannot be written ({error}). Nothing was changed. Give a folder with write "
@@ -311,13 +316,13 @@ def convert_to_file_error(source: Path) -> Iterator[None]:
 
 
 def _compute_checksum(manifest: Mapping[str, Any]) -> str:
-    """Return the checksum of a manifest, which does not depend on the order of its keys."""
+    """Return the checksum of a manifest (without a checksum in it), for any order of its keys."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and infinities, which Python's parser takes, but JSON has not."""
+    """Raise ValueError for NaN and infinities, which Python's parser accepts and JSON does not."""
     raise ValueError(f"{name} is not a number")
 
 

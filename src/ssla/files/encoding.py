@@ -1,8 +1,8 @@
 """Turns frozen values into JSON and tensors, and back.
 
-Numbers, texts, lists, tuples, dicts and tensors are stored directly; dataclasses of the tables
-below by name and fields. Other classes are neither stored nor created: reading calls only the
-constructors of these classes.
+Numbers, texts, lists, tuples, dicts and tensors are stored directly; dataclasses of the table
+CLASSES by name and fields. Other classes are neither stored nor created: reading calls only the
+constructors of these classes. A new class that a posterior holds must be added to that table.
 """
 
 from __future__ import annotations
@@ -79,7 +79,10 @@ class NotStorableError(TypeError):
 
 @dataclass(eq=False)
 class Encoder:
-    """Turns values into JSON, and collects their tensors by the path at which they are in it."""
+    """Turns values into JSON, and collects their tensors by the path at which they are in it.
+
+    `tensors` grows with each value that is encoded.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -97,13 +100,7 @@ class Encoder:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
-            # A transposed matrix stays one in memory, so that later products have the same bits:
-            # its transpose is stored, and transposed again when it is read.
-            is_transposed = (
-                value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
-            )
-            self.tensors[path] = value.mT if is_transposed else value
-            return {"turned": path} if is_transposed else {"tensor": path}
+            return self._collect_tensor(value, path)
 
         if isinstance(value, tuple | list):
             name = "tuple" if isinstance(value, tuple) else "list"
@@ -122,6 +119,16 @@ class Encoder:
         raise NotStorableError(
             f"{path} is a {type(value).__name__}, which cannot be stored in a file."
         )
+
+    def _collect_tensor(self, value: Tensor, path: str) -> dict[str, str]:
+        """Collect a tensor by its path, and return the JSON that names it.
+
+        A transposed matrix stays one in memory when it is read, so that later products have the
+        same bits: its transpose is stored under the key "turned", and transposed again.
+        """
+        is_transposed = value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
+        self.tensors[path] = value.mT if is_transposed else value
+        return {"turned": path} if is_transposed else {"tensor": path}
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,6 +9,10 @@ Acquisition functions and `optimize_acqf` take them.
 f is Gaussian under the linearised network, so groups of q inputs are one Gaussian each, with
 gradients in X. New observations condition that Gaussian exactly: in closed form over the inputs, or
 by `posterior.update` where the mode can follow.
+
+X (…, q, d) holds q inputs with d columns in each batch, and Y (…, q, m) their m outcomes, in units
+of the user. The network's own scale is y = (Y − offset)/scale. Fantasies are observations that
+BoTorch draws from a model, to condition it on them. f, mean and K are of the network's outputs.
 """
 
 from __future__ import annotations
@@ -168,17 +172,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             rows = (torch.arange(q)[:, None] * m + torch.arange(m)[output_indices]).flatten()
             K = K[..., rows, :][..., rows]
 
-        mean = mean.to(X)
-
-        # A lazy operator is factorised only where BoTorch draws: K may be singular without noise.
-        covariance = to_linear_operator(K.to(X))
-        if mean.shape[-1] == 1:
-            distribution = MultivariateNormal(mean.squeeze(-1), covariance)
-        else:
-            # Interleaved: the outcomes of an input are side by side in the covariance.
-            distribution = MultitaskMultivariateNormal(mean, covariance, interleaved=True)
-
-        result = GPyTorchPosterior(distribution)
+        result = _make_botorch_posterior(mean.to(X), K.to(X))
         return result if posterior_transform is None else posterior_transform(result, X=X)
 
     def _compute_conditional_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,6 +357,19 @@ def train(
     known_noise = None if noise is None else noise / scale
     posterior = cosine_networks.fit_by_evidence(network, settings, x, y, known_noise, rounds, steps)
     return SSLAModel(posterior, offset=offset, scale=scale)
+
+
+def _make_botorch_posterior(mean: Tensor, K: Tensor) -> Any:
+    """Return the GPyTorchPosterior with mean (…, q, m) and covariance K (…, q·m, q·m).
+
+    In K the m outcomes of an input are side by side.
+    """
+    # A lazy operator is factorised only where BoTorch draws: K may be singular without noise.
+    covariance = to_linear_operator(K)
+    if mean.shape[-1] == 1:
+        return GPyTorchPosterior(MultivariateNormal(mean.squeeze(-1), covariance))
+    # Interleaved: the outcomes of an input are side by side in the covariance.
+    return GPyTorchPosterior(MultitaskMultivariateNormal(mean, covariance, interleaved=True))
 
 
 def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

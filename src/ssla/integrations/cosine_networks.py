@@ -31,8 +31,9 @@ from ssla.posterior import Posterior, fit
 from ssla.report import VARIATIONAL
 from ssla.values import Variational
 
-# Logarithms that the evidence chooses: expected values, their standard deviations, and how far from
-# them it may go. All are guesses, measured together (benchmarks/accuracy/bayesian_optimisation.py).
+# The logarithms that the evidence chooses: (expected value, standard deviation around it, largest
+# distance from it). All are guesses, measured together
+# (benchmarks/accuracy/bayesian_optimisation.py).
 LENGTH = (math.log(0.5), 0.7, 4.0)  # length scales over √columns, of inputs in [−1, 1]
 SPREAD = (0.0, 1.0, 4.0)  # standard deviations of weights, over 1/√inputs, and of biases
 # the standard deviation of standardised outcomes; at most 1, at least e⁻⁸ ≈ 0.0003
@@ -100,11 +101,11 @@ class Cosine(nn.Module):
 
 
 class Settings(NamedTuple):
-    """What the evidence chooses."""
+    """The settings that the evidence chooses, and the means of the prior, which it keeps."""
 
-    lengths: Tensor  # (k,)
-    precision: Mapping[str, float]  # of each parameter, around its mean
-    mean: Mapping[str, Tensor]
+    lengths: Tensor  # length scales of the inputs (k,)
+    precision: Mapping[str, float]  # of the prior of each parameter, around its mean
+    mean: Mapping[str, Tensor]  # of the prior of each parameter
     noise: float  # of standardised outcomes
 
     @property
@@ -142,19 +143,22 @@ def draw_network(
     for in_features, out_features in pairwise((columns, *hidden, outputs)):
         layers += [make_unset_linear(in_features, out_features, torch.float64), Cosine()]
     network = nn.Sequential(*layers[:-1]).eval()  # the last linear layer has no cosine after it
-    generator = torch.Generator().manual_seed(seed)
-    linear_layers = [layer for layer in network if isinstance(layer, nn.Linear)]
-    with torch.no_grad():
-        for i, layer in enumerate(linear_layers):
-            weight = torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64)
-            layer.weight.copy_(weight if i == 0 else weight / layer.in_features**0.5)
-            if layer is network[-1]:
-                layer.bias.zero_()
-            else:
-                phases = torch.rand(layer.bias.shape, generator=generator, dtype=torch.float64)
-                layer.bias.copy_(2 * math.pi * phases)
-
+    _draw_weights(network, torch.Generator().manual_seed(seed))
     return network
+
+
+@torch.no_grad()
+def _draw_weights(network: nn.Sequential, generator: torch.Generator) -> None:
+    """Draw the weights and phases of a cosine network, in place; see `draw_network`."""
+    linear_layers = [layer for layer in network if isinstance(layer, nn.Linear)]
+    for i, layer in enumerate(linear_layers):
+        weight = torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64)
+        layer.weight.copy_(weight if i == 0 else weight / layer.in_features**0.5)
+        if layer is network[-1]:
+            layer.bias.zero_()
+        else:
+            phases = torch.rand(layer.bias.shape, generator=generator, dtype=torch.float64)
+            layer.bias.copy_(2 * math.pi * phases)
 
 
 def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> None:
@@ -268,7 +272,7 @@ class _Coordinates(NamedTuple):
     deviation: Tensor  # standard deviation around the expected value, of the same shape
     reach: Tensor  # largest distance from the expected value, of the same shape
     sizes: dict[str, int]  # inputs of each weight; 1 for a bias
-    lengths: int  # k
+    length_count: int  # k
 
     @staticmethod
     def build(network: nn.Sequential) -> _Coordinates:
@@ -296,9 +300,9 @@ class _Coordinates(NamedTuple):
         """
         # A weight's spread is that over 1/√inputs, so its variance is spread²/inputs.
         values = point.exp()
-        spreads = zip(self.sizes, values[self.lengths : -1], strict=True)
+        spreads = zip(self.sizes, values[self.length_count : -1], strict=True)
         variances = {name: spread**2 / self.sizes[name] for name, spread in spreads}
-        return values[: self.lengths], variances, values[-1:]
+        return values[: self.length_count], variances, values[-1:]
 
 
 def maximise_evidence(
@@ -363,12 +367,11 @@ def log_evidence(
     mean: Mapping[str, Tensor],
     noise: Tensor,
 ) -> Tensor:
-    """Return log N(y; f + J(μ − θ̂), J T⁻¹ Jᵀ + Σ) without its constant, for the network linearised
-    at its own weights θ̂.
+    """Return the log evidence of the network linearised at its own weights θ̂, but for a constant.
 
-    J is the Jacobian of the outputs f in the weights, N(μ, T⁻¹) the prior, and Σ the noise. A layer
-    with inputs a and backpropagated gradients δ contributes (δᵢ·δⱼ)(v aᵢ·aⱼ + v_bias) to J T⁻¹ Jᵀ,
-    so J is not built.
+    It is log N(y; f + J(μ − θ̂), J T⁻¹ Jᵀ + Σ). J is the Jacobian of the outputs f in the weights,
+    N(μ, T⁻¹) the prior, and Σ the noise. A layer with inputs a and backpropagated gradients δ
+    contributes (δᵢ·δⱼ)(v aᵢ·aⱼ + v_bias) to J T⁻¹ Jᵀ, so J is not built.
 
     x (n, d), y (n, m), lengths (k,), variances v of each parameter, mean μ of each parameter, and
     standard deviations noise (m,) or (1,) -> scalar. Raises LinAlgError where the covariance is
@@ -393,7 +396,7 @@ def log_evidence(
     K = y.new_zeros(())
     change = y.new_zeros(())
     for name, a, weight, bias in reversed(linear_layers):
-        # i, j are rows, a, b outcomes, and o outputs of the layer.
+        # In the sums i and j are rows, a and b outcomes, and o outputs of the layer.
         input_products = variances[f"{name}.weight"] * (a @ a.mT) + variances[f"{name}.bias"]
         K = K + torch.einsum("iao,jbo->iajb", delta, delta) * input_products[:, None, :, None]
         # How far the layer's outputs move from the weights θ̂ to μ.

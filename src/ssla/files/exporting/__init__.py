@@ -1,7 +1,8 @@
 """A posterior as one graph from x to its answers, for programs without ssla: ONNX, or torch.export.
 
 The graph holds the network (in its own dtype), the mean and covariance of the last layer as
-constants, and the predictive of the output refit in float64 with fixed nodes and unrolled steps.
+constants, and the predictive of the output refit in float64. Integrals have fixed nodes, and
+iterations a fixed number of steps (unrolled), because a graph cannot decide by values.
 `exported_files` compares every file with the library before it is kept.
 """
 

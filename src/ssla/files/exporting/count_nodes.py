@@ -39,7 +39,7 @@ ROUNDING = 1e-14  # of a probability; a guess
 
 @dataclass(frozen=True, eq=False)
 class CountLaw:
-    """Tables of all reaches, and which rows use each: the first one whose tails hold < 1e-8.
+    """Tables of all reaches, and which rows use each: the first one with small enough tails.
 
     Answers for rows that use none are NaN.
     """
@@ -182,7 +182,7 @@ def _make_table(
     """
     edges = _make_block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
 
-    # Logs and centres are placeholders: only the edges are used at first.
+    # The middles and widths of the blocks follow from the edges. Logs and centres are placeholders.
     frame = Table(mean, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(mean, dtype=torch.bool))
     y = frame.middles.clamp_min(0)
     if overdispersion == 0:

@@ -152,7 +152,7 @@ def _predict_with_library(predictive: Predictive, graph: Graph) -> tuple[Tensor,
 def _compare_answers(
     program: str, graph: Graph, answers: Any, expected: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Return the largest difference of each answer by its name.
+    """Return the largest difference of each answer from the library's, by its name.
 
     program: the name of what ran the graph, for the error. answers, expected: those of the graph
     and of the library, with N rows each. The unit of a number is the larger of its size and its

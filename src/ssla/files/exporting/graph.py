@@ -1,6 +1,7 @@
 """One module from x to the answers: the network, f̂ and K of the posterior, and the law of y.
 
-N rows, C outputs, D targets, k quantiles.
+f̂ and K are mean and covariance of the network's outputs f. There are N rows, C outputs, D targets
+and k quantiles.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class GaussianLaw:
 
 
 def make_gaussian_law(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
-    """Return the law of y under Gaussian noise, with the variances of noise + K.
+    """Return the law of y under Gaussian noise, whose covariance is noise + K.
 
     f (N, D) is the mean, and K and noise are covariances (N, D, D).
     """
@@ -76,7 +76,7 @@ def compute_binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
 
 
 def compute_softmax_probabilities(f: Tensor, root: Root) -> Tensor:
-    """Return the mean (N, C) of softmax(f̂ + R z) over the nodes z, some of them at a time.
+    """Return the mean (N, C) of softmax(f̂ + R z) over the nodes z of the library.
 
     f: f̂ (N, C). root: R, with R Rᵀ = K.
     """
@@ -87,7 +87,7 @@ def compute_softmax_probabilities(f: Tensor, root: Root) -> Tensor:
 
 
 def _iterate_moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
-    """Yield R z (N, C, s) for some of the nodes z (C, S) at a time."""
+    """Yield the moves R z (N, C, s) of the outputs, for s of the nodes z (C, S) at a time."""
     if z.shape[1] < 4 * z.shape[0]:
         # So few nodes are rescaled together. The limit is that of `whitened` in
         # `ssla.predictive.class_integrals`.
@@ -98,10 +98,10 @@ def _iterate_moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
 
 
 def compute_covariance_root(operator: Operator, J: Features) -> Root:
-    """Return a root R of K = J H⁻¹ Jᵀ, with R Rᵀ = K, which is the one that the library takes.
+    """Return the root R of K = J H⁻¹ Jᵀ, with R Rᵀ = K, that the library uses for this operator.
 
-    Kronecker factors and a diagonal have a root without steps. Others take an unrolled Cholesky
-    decomposition.
+    operator: H⁻¹. J: the Jacobian at N inputs. Kronecker factors and a diagonal have a root without
+    steps. Others take an unrolled Cholesky decomposition.
     """
     if isinstance(operator, KfacOperator | DiagonalOperator):
         return operator.root(J)

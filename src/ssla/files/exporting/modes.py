@@ -2,8 +2,9 @@
 
     log p(y|f̃) − ½(f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + ΛK|
 
-The mode f̃ solves one equation in one unknown. For k counts y (N, k), f̂ (N, 1) and K (N, 1, 1) the
-result is (N, k). In the code f is f̂, v is K (N, 1), and u is K⁻¹(f̃−f̂).
+The output f ~ N(f̂, K) is the logarithm of the mean of y, and Λ is minus the second derivative of
+log p(y|f) at the mode f̃. The mode solves one equation in one unknown. For k counts y (N, k), f̂ (N,
+1) and K (N, 1, 1) the result is (N, k). In the code f is f̂, v is K (N, 1), and u is K⁻¹(f̃−f̂).
 """
 
 from __future__ import annotations
