@@ -536,7 +536,7 @@ class Targets(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the kind of target: "vector" (D numbers in a row), "class" (an integer), …"""
+        """Return the kind of target, such as "vector" (D numbers in a row) or "class"."""
 
     def check(self, y: Tensor, outputs: int) -> None:
         """Raise ValueError for targets outside the support; y (n,) or (n, D), C = outputs."""

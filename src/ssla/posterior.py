@@ -1,5 +1,4 @@
-"""`Posterior`, what `ssla.fit` returns; and the functions `fit`, `ssla`, `assla`, `explain`,
-`label_next`.
+"""The class `Posterior`, and the functions `fit`, `ssla`, `assla`, `explain` and `label_next`.
 
 A posterior is one frozen value: it holds the network, the likelihood, the prior, θ̂, and sums over
 the data. The first part of the class is what users call; each method calls the package that does
@@ -254,10 +253,10 @@ class Posterior:
     # --- files -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write to a directory of tensors and JSON (needs safetensors); `ssla.load(path, model)`
-        opens it.
+        """Write to a directory of tensors and JSON, which `ssla.load(path, model)` opens.
 
-        Neither the network nor any data are stored: keep the module's state_dict beside it.
+        It needs safetensors. Neither the network nor any data are stored: keep the module's
+        state_dict beside it.
         """
         return files.save(self, path)
 
@@ -267,12 +266,12 @@ class Posterior:
         levels: Sequence[float] = exporting.LEVELS,
         example: Inputs = None,
     ) -> Exported:
-        """Write one graph from x to the answers of `predict`, to be run without ssla: .onnx, or
-        .pt2 (torch.export).
+        """Write one graph from x to the answers of `predict`, to be run without ssla.
 
-        The answers are mean, sd and the quantiles at `levels`; for classes they are probabilities
-        and label. They are float64; the network computes in its own dtype. The number of rows is
-        free. Posteriors of other weights than a last layer are refused.
+        The format is that of the suffix: .onnx, or .pt2 (torch.export). The answers are mean, sd
+        and the quantiles at `levels`; for classes they are probabilities and label. They are
+        float64; the network computes in its own dtype. The number of rows is free. Posteriors of
+        other weights than a last layer are refused.
 
         example: inputs like those that the graph will see (by default the first batch of the
         training data). The file is compared with the library on them, and it is not written if an

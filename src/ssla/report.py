@@ -160,8 +160,9 @@ class Report:
 
     @property
     def residual_per_parameter(self) -> float:
-        """Return `residual` / √P: about how many posterior standard deviations each parameter is
-        off its mode.
+        """Return the residual for each parameter, `residual` / √P.
+
+        It is about how many posterior standard deviations each parameter is off its mode.
         """
         return self.residual / math.sqrt(self.parameters)
 

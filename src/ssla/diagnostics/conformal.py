@@ -436,11 +436,10 @@ def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
 
 
 def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
-    """Compute the lower and the upper y between which each training row has the higher score,
-    (q, m) each.
+    """Compute the two y between which each training row has the higher score, (q, m) each.
 
-    These y are f_x + e√s/(X/√s ± t), with the letters of the module, and infinite where the row has
-    the higher score for every y.
+    The lower ones come first. These y are f_x + e√s/(X/√s ± t), with the letters of the module, and
+    infinite where the row has the higher score for every y.
     """
     likelihood, query, X, rows = candidates
     noise = likelihood.covariance_for(query.f).flatten()[0].double()

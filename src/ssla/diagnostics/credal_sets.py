@@ -175,11 +175,11 @@ class Credal:
         return ends
 
     def hdr(self, level: float = 0.95) -> Merged:
-        """Compute the union of the members' highest-density regions: lower and upper ends (N, R),
-        padded with NaN.
+        """Compute the union of the members' highest-density regions.
 
-        For a family, whose members change continuously, it is the interval from the lowest to the
-        highest end. Raises TypeError for classes.
+        Returns lower and upper ends (N, R), padded with NaN. For a family, whose members change
+        continuously, it is the interval from the lowest to the highest end. Raises TypeError for
+        classes.
         """
         checked_level(level)
         if not self.members.is_family:
@@ -213,8 +213,9 @@ class Credal:
         return self.cdf(y).imprecision.amax(1)
 
     def decomposition(self, level: float = 0.95) -> Decomposition:
-        """Return how far the members' means differ, and the least and greatest width of a member's
-        central interval at that level, (N,) each.
+        """Return how far the members' means differ, and how wide their intervals are, (N,) each.
+
+        The widths are the least and the greatest of a member's central interval at that level.
         """
         checked_level(level)
         width = self._compute_row_bounds(
@@ -287,10 +288,9 @@ class Credal:
     def _compute_bounds_at(
         self, y: Any, function: Callable[[Predictive, Tensor], Tensor]
     ) -> Bounds:
-        """Compute the bounds over the set of function(member, y): y (N,) or (N, k) -> the same
-        shape.
+        """Compute the bounds over the set of function(member, y).
 
-        The function maps y (N, k) to (N, k).
+        y and the bounds are (N,) or (N, k). The function maps y (N, k) to (N, k).
         """
         value, is_single = shape_scalar_targets(y, self.members.rows)
         bounds = self.members.compute_bounds(
@@ -318,8 +318,9 @@ def credal(
     *,
     relative_likelihood: float | None = None,
 ) -> Credal:
-    """Return a credal set of predictives at x, without a pass over the data: those under a set of
-    priors, or those of all likely weights.
+    """Return a credal set of predictives at x: those of several priors, or of all likely weights.
+
+    No pass over the data is made.
 
     priors: a dict, a list or a range as in `ssla.sensitivity`, or `priors.Box(mean=(low, high),
     precision=(low, high))`, which is every Gaussian prior in the box. Its extreme members are found
@@ -384,8 +385,10 @@ def _make_likely_set(
     convention: str,
     refit: str | Refit,
 ) -> Credal:
-    """Return the credal set of all likely weights. Raises ValueError for a convention or a refit,
-    which it does not use, and as `LikelyOutputs.build`.
+    """Return the credal set of all likely weights; see `credal`.
+
+    Raises ValueError for a convention or a refit, which such a set does not use, and as
+    `LikelyOutputs.build`.
     """
     if convention != EXACT or refit != "output":
         raise ValueError(

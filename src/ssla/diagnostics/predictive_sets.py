@@ -107,8 +107,9 @@ class FiniteMembers:
         return list(self.predictives)
 
     def find_worst(self, functional: Callable[[Predictive], Tensor]) -> Worst:
-        """Raise NotImplementedError: only a family is searched. The argument is part of the
-        protocol.
+        """Raise NotImplementedError: only a family is searched.
+
+        The argument is part of the protocol.
         """
         raise NotImplementedError("a finite set has no more members than it lists")
 

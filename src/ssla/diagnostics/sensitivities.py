@@ -89,8 +89,9 @@ class Sensitivity:
         )
 
     def log_prob(self, y: Any) -> Tensor:
-        """Return the log densities at y under each prior: y (N,) or (N, k) -> (M, N) or
-        (M, N, k).
+        """Return the log densities at y under each prior.
+
+        y is (N,) or (N, k), and the result (M, N) or (M, N, k).
         """
         return torch.stack([p.log_prob(y) for p in self.predictives])
 
@@ -112,8 +113,9 @@ class Sensitivity:
 
     @property
     def mean_change(self) -> Tensor:
-        """Return how far each mean is from the baseline's, in standard deviations of the baseline
-        (M, N).
+        """Return how far each mean is from the baseline's (M, N).
+
+        The unit is the standard deviation of the baseline.
         """
         change: Tensor = (self.mean - self.baseline.mean) / self.baseline.stddev
         return change

@@ -187,10 +187,10 @@ def read_model(
 
 
 def _stays_after_wait(path: Path, source: Path) -> bool:
-    """Wait a while, and return whether the model of an interrupted save to `path` is still at
-    `source`.
+    """Wait a while, and return whether the folder `source` then still has the model.
 
-    Another writer may be about to replace it. The wait ends when it is gone.
+    The model is the one before an interrupted save to `path`. Another writer may be about to
+    replace it. The wait ends when it is gone.
     """
     for _ in range(CHECKS):
         if locate_folder(path) != (source, True):

@@ -50,8 +50,10 @@ __all__ = ["SSLAModel", "train"]
 
 
 class Observations(NamedTuple):
-    """Rows that condition f, in batches that broadcast: x (…, n, d), y (…, n, m) and noise
-    variances (…, n, m) or None.
+    """Rows that condition f, in batches that broadcast.
+
+    x is (…, n, d), y (…, n, m), and the noise variances are (…, n, m). None: those of the
+    likelihood.
     """
 
     x: Tensor
@@ -61,8 +63,9 @@ class Observations(NamedTuple):
 
 @final
 class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
-    """A posterior with Gaussian noise as a BoTorch model: of f, or of y with
-    observation_noise=True.
+    """A posterior with Gaussian noise as a BoTorch model.
+
+    Its answers are of f, or of y with observation_noise=True.
 
     posterior: of `ssla.fit`, one output for each outcome.
     offset, scale: of the outcomes: Y = offset + scale · y, if the network was trained on y = (Y −
@@ -139,8 +142,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
     ) -> Any:
-        """Return the joint Gaussian of q inputs in each batch: X (…, q, d) -> a GPyTorchPosterior
-        over (…, q, m), in units of Y.
+        """Return the joint Gaussian of q inputs in each batch, as a GPyTorchPosterior.
+
+        X is (…, q, d), and the result is over (…, q, m), in units of Y.
 
         observation_noise: whether the Gaussian is of y and not of f. True adds the likelihood's
         noise; a tensor (…, q, m) or (…, 1, m) holds variances in units of Y².
@@ -176,10 +180,10 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         return result if posterior_transform is None else posterior_transform(result, X=X)
 
     def _compute_conditional_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean (…, q·m) and covariance K (…, q·m, q·m) of f at X (…, q, d), given the
-        observations, on the network's scale.
+        """Return the mean (…, q·m) and covariance K (…, q·m, q·m) of f, given the observations.
 
-        Raises LinAlgError if the covariance of the observations is singular to rounding.
+        X is (…, q, d), and f is on the network's scale. Raises LinAlgError if the covariance of the
+        observations is singular to rounding.
         """
         if self.observations is None:
             return self._compute_joint_moments(X)
@@ -207,8 +211,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         return conditional_mean, conditional_K.expand(*batch, *conditional_K.shape[-2:])
 
     def _compute_joint_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean (…, q·m) and covariance (…, q·m, q·m) of f at X (…, q, d), under the
-        fitted posterior, on the network's scale.
+        """Return the mean (…, q·m) and covariance (…, q·m, q·m) of f at X (…, q, d).
+
+        They are those of the fitted posterior, on the network's scale.
         """
         q = X.shape[-2]
         batch = X.shape[:-2]
@@ -373,11 +378,10 @@ def _make_botorch_posterior(mean: Tensor, K: Tensor) -> Any:
 
 
 def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x (n, d), standardised y (n, m), and the mean and the standard deviation of Y (m,), in
-    float64 and without gradients.
+    """Return x (n, d), standardised y (n, m), and the mean and standard deviation of Y (m,).
 
-    X (n, d) and Y (n, m) with n ≥ 2. Raises ValueError for other shapes, values that are not
-    finite, or a constant outcome.
+    All are in float64 and without gradients. X (n, d) and Y (n, m) with n ≥ 2. Raises ValueError
+    for other shapes, values that are not finite, or a constant outcome.
     """
     _check_inputs(X)
     if X.dim() != 2 or not isinstance(Y, Tensor) or Y.dim() != 2 or len(X) != len(Y) or len(X) < 2:
@@ -478,8 +482,9 @@ def _join_observations(
 
 
 def _get_noise_variances(rows: Observations, likelihood_noise: Tensor) -> Tensor:
-    """Return the noise variances of rows (…, n, m); likelihood_noise (m,) for each row if they have
-    none.
+    """Return the noise variances of rows (…, n, m).
+
+    likelihood_noise (m,): the variances of each row if the rows have none of their own.
     """
     if rows.noise is None:
         return rows.y.new_ones(rows.y.shape) * likelihood_noise

@@ -43,10 +43,10 @@ NOT_A_MODE, RESIDUALS = "The network is not at the mode", "The residuals are"  #
 
 
 class ScaledInputs(nn.Module):
-    """A layer that scales numbers from their bounds to [−1, 1], and gives a category one column for
-    each of its values. A category is a whole number from 0.
+    """A layer that scales numbers from their bounds to [−1, 1], and encodes categories.
 
-    All columns are divided by length scales: one for each number, then one for each category.
+    A category is a whole number from 0, and gets one column for each of its values. All columns are
+    divided by length scales: one for each number, then one for each category.
     """
 
     low: Tensor
@@ -162,8 +162,10 @@ def _draw_weights(network: nn.Sequential, generator: torch.Generator) -> None:
 
 
 def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> None:
-    """Raise ValueError unless bounds are (2, d) with lower before upper, and the columns of
-    categories in x (n, d) hold whole numbers from 0 and below their number of categories.
+    """Raise ValueError unless bounds and categories fit the columns of x (n, d).
+
+    Bounds must be (2, d) with lower before upper. A column of categories must hold whole numbers
+    from 0 and below their number.
     """
     # Categories have no bounds: theirs are not looked at.
     numbers = [i for i in range(x.shape[1]) if i not in categories]
@@ -295,8 +297,9 @@ class _Coordinates(NamedTuple):
         return torch.cat([settings.lengths.log(), spreads_and_noise])
 
     def read_settings(self, point: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the length scales (k,), the prior variance () of each parameter by its name, and
-        the noise (1,), at a point (k + parameters + 1,).
+        """Return length scales (k,), prior variances () by parameter, and noise (1,), at a point.
+
+        point: (k + parameters + 1,), the coordinates.
         """
         # A weight's spread is that over 1/√inputs, so its variance is spread²/inputs.
         values = point.exp()
@@ -313,8 +316,10 @@ def maximise_evidence(
     known_noise: Tensor | None,
     steps: int,
 ) -> Settings:
-    """Return the settings that maximise the evidence of the linearised network times the density
-    that they are expected to have.
+    """Return the settings with the largest product of evidence and expected density.
+
+    The evidence is that of the linearised network. The expected density is that of LENGTH, SPREAD
+    and NOISE.
 
     settings: the start; its means are kept. x (n, d), standardised y (n, m). known_noise (m,):
     standard deviations of y; None: the noise is chosen too. steps: at most as many iterations of

@@ -84,8 +84,9 @@ def save_model(
     pip_requirements: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
-    """Save a model to a local directory, for `mlflow models predict -m path` and
-    `mlflow.pyfunc.load_model(path)`.
+    """Save a model to a local directory.
+
+    It can be used by `mlflow models predict -m path` and `mlflow.pyfunc.load_model(path)`.
 
     path: the directory, which must not exist or be empty. The other arguments and the errors are
     those of `log_model`; options are keywords of `mlflow.pyfunc.save_model`.
@@ -166,8 +167,9 @@ class Model:
         self.scorer = scorer
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """Return the columns of the prediction: a data frame for a data frame, a dictionary for an
-        array.
+        """Return the columns of the prediction, in the form of the data.
+
+        It is a data frame for a data frame, and a dictionary for an array.
 
         params: {"level": the probability of the intervals}; None or empty: the default level.
         Raises ValueError for another parameter.
@@ -198,8 +200,10 @@ def _load_pyfunc(path: str) -> Model:
 
 
 def _make_model_signature(scorer: Scorer, level: float) -> Any:
-    """Return the signature of a model: its inputs by name, the columns of its prediction at the
-    default level, and the parameter `level`.
+    """Return the signature of a model, as MLflow stores it.
+
+    It has the inputs by name, the columns of the prediction at the default level, and the parameter
+    `level`.
 
     MLflow refuses integers where a signature has the type double, and numbers where it has text.
     The scorer reads both. So columns of a table have any type here, and the scorer checks their

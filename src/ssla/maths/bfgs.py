@@ -1,5 +1,9 @@
-"""Maximising a smooth function of a few coordinates inside a box: projected BFGS with a
-safeguard.
+"""Maximises a smooth function of a few coordinates inside a box, by projected BFGS.
+
+A point (d,) has coordinates between the edges of the box, low and high. A coordinate is held while
+it is at an edge and its gradient points outwards. BFGS learns the inverse of minus the Hessian from
+the changes of the gradient, in units of length for each coordinate in which the curvature is about
+one. A place is a point with the function there.
 """
 
 from __future__ import annotations

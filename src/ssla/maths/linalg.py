@@ -1,5 +1,4 @@
-"""Small dense mathematics: roots of C×C covariances, determinants of I + S, safeguarded Newton
-ascent.
+"""Small dense matrices: roots of covariances, determinants of I + S, and Newton ascent.
 
 All functions are vectorised over a leading batch M (test points × candidate y) and work on
 C×C matrices. For C ≤ 3 the factorisations are written by components: a vector (M, C) is stored

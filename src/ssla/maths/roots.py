@@ -112,8 +112,9 @@ class ScaledRoot:
 
 @dataclass(frozen=True, eq=False)
 class SharedNodes:
-    """R z of every row from products that are made once: R z = Q (s ∘ z) = Σ_k c_k Q (u_k ∘ z),
-    where s = Σ_k c_k u_k.
+    """The products R z of every row from products that are made once for all rows.
+
+    R z = Q (s ∘ z) = Σ_k c_k Q (u_k ∘ z), where s = Σ_k c_k u_k.
 
     This is exact for scales s in the span of the profiles u_k: `find_covered_rows` says which rows
     have such a scale. A row then costs r·C·S multiplications in place of C²·S.

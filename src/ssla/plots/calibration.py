@@ -42,8 +42,9 @@ class Ranks(NamedTuple):
         return float((self.weights * chosen).sum() / self.weights.sum())
 
     def inside(self, levels: Any) -> list[float]:
-        """Return the share of y inside the central interval of each level, a count if any part of
-        its probability is inside.
+        """Return the share of y inside the central interval of each level.
+
+        A count is inside if any part of its probability is.
         """
         tails = [(1 - float(level)) / 2 for level in levels]
         return [self.share((self.upper >= tail) & (self.lower <= 1 - tail)) for tail in tails]
@@ -174,8 +175,9 @@ def pit(
 def reliability(
     predictive: Predictive, y: Any, *, bins: int = 10, confidence: float = 0.95, ax: Any = None
 ) -> Any:
-    """Draw accuracy against the probability of the most probable class, in bins of that
-    probability, with the rows in each bin; return the Axes.
+    """Draw accuracy against the probability of the most probable class, and return the Axes.
+
+    Rows are put into bins of that probability, and the number of rows in each bin is shown.
 
     Below the diagonal, predictions are too sure. The bars are ranges in which the accuracy of a
     calibrated model would be in each bin, with the probability `confidence`.
@@ -273,8 +275,10 @@ def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = N
 
 
 def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
-    """Return the smallest and the largest number of successes in n trials with probability p, such
-    that at most (1 − confidence)/2 of the probability is below and above them.
+    """Return a range of the number of successes in n trials with probability p, both ends in it.
+
+    The probability of a number below the range, and that of one above it, are at most (1 −
+    confidence)/2 each.
 
     Raises ValueError unless confidence is a probability.
     """

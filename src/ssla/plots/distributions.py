@@ -129,8 +129,9 @@ def density(
 
 @in_plain_torch
 def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: Any = None) -> Any:
-    """Draw the three increments of the log density at one input, along y, each less its value at
-    the mode; return the Axes.
+    """Draw the three increments of the log density at one input, along y, and return the Axes.
+
+    Each is drawn less its value at the mode.
 
     The likelihood falls where y contradicts the data, and the prior where y needs unlikely weights.
     The curvature is the change of the log determinant. Their sum is the log density up to a
@@ -203,8 +204,9 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
 def p_box(
     credal: Credal, row: int = 0, *, level: float = 0.9, points: int = 60, ax: Any = None
 ) -> Any:
-    """Draw the lower and the upper distribution function at one input, with the smallest interval
-    whose probability is at least `level` under every member; return the Axes.
+    """Draw the bounds of the distribution function at one input, and return the Axes.
+
+    The smallest interval whose probability is at least `level` under every member is drawn too.
 
     row: the input among those of `credal`. points: at how many y they are drawn. ax: the Axes to
     draw on; None: a new figure. Raises ValueError for a wrong row or level.

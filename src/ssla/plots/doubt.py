@@ -21,8 +21,9 @@ MARKERS = "ox^"
 
 @in_plain_torch
 def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None) -> Any:
-    """Draw the epistemic against the aleatoric standard deviation of every row, both on logarithmic
-    axes, with the line where they are equal; return the Axes.
+    """Draw the epistemic against the aleatoric standard deviation of rows, and return the Axes.
+
+    Both axes are logarithmic, with the line where the two are equal.
 
     predictives: one, or several by their names in the legend, with a colour and a marker for each;
     the fourth has those of the first again. Variances are summed over classes or targets. ax: the
@@ -95,8 +96,9 @@ def influence(
     most: int = 10,
     ax: Any = None,
 ) -> Any:
-    """Draw bars of what the most influential training rows add to the mean, or to the variance, of
-    one output at one input; return the Axes.
+    """Draw what the most influential training rows add to an output, and return the Axes.
+
+    There is a bar for each row, for the mean or the variance of one output at one input.
 
     explanation: of `ssla.explain`. row: the input among those it explains. output: which output of
     the network. by: "mean" or "variance". most: how many training rows are drawn. ax: the Axes to
@@ -124,10 +126,10 @@ def influence(
 
 
 def compute_auroc(low: Tensor, high: Tensor) -> float:
-    """Return the area under the ROC curve: the probability that a random value of `high` (k,) is
-    above one of `low` (n,).
+    """Return the area under the ROC curve of values `low` (n,) and `high` (k,).
 
-    Equal values count half.
+    It is the probability that a random value of `high` is above one of `low`. Equal values count
+    half.
     """
     sorted_low = low.sort().values
     # For each value of `high`: how many of `low` are smaller, and how many are not larger.

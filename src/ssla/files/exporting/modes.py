@@ -72,8 +72,9 @@ def compute_negative_binomial_log_density(
 
 
 def _find_negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v: Tensor) -> Tensor:
-    """Return f̃ (N, k) with f̃ = f̂ + v(y − (y + r)σ(f̃ + shift)), by Newton steps inside a
-    bracket.
+    """Return the mode f̃ (N, k), by Newton steps inside a bracket.
+
+    It solves f̃ = f̂ + v(y − (y + r)σ(f̃ + shift)).
 
     y (N, k), f̂ and v (N, 1). The root lies between f̂ and log y, and in [f̂ − vr, f̂ + vy].
     """

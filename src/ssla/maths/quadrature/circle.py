@@ -1,9 +1,9 @@
-"""Densities over the circle known pointwise: the trapezoidal rule on equally spaced angles, and
-Fourier series between them.
+"""Densities over the circle known pointwise: their mass, moments, quantiles and regions.
 
-For a smooth periodic density both converge exponentially. A row is accepted when every second angle
-gives the same mass to 1e-7; rows that never pass (jumps, peaks narrower than about 1e-3) are
-flagged `accurate = False`.
+Integrals are taken by the trapezoidal rule on equally spaced angles, and the density between the
+angles is a Fourier series. For a smooth periodic density both converge exponentially. A row is
+accepted when every second angle gives the same mass to 1e-7; rows that never pass (jumps, peaks
+narrower than about 1e-3) are flagged `accurate = False`.
 """
 
 from __future__ import annotations

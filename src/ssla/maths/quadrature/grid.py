@@ -1,5 +1,10 @@
-"""Rows of densities on shared node patterns: mass, moments, distribution function, quantiles,
-regions.
+"""Densities on shared nodes: mass, moments, distribution function, quantiles, regions.
+
+A row is one density p. All rows of a grid share a node pattern, the nodes x (k,) in units of a
+row's scale around its centre. A panel is the interval between two neighbouring nodes, a place a
+point on the line of x or z, and the reach is the t of the last node x = sinh(t). The body of a row
+is its mass between the first and the last node, and its tails are beyond. Logarithms of p are
+relative to the peak where a name says so.
 """
 
 from __future__ import annotations
