@@ -17,8 +17,8 @@ from torch import Tensor
 
 # All constants are guesses, not measured.
 LONGEST_STEP = 3.0  # in any coordinate: these are logarithms
-# Factor on the steps where the function is not concave: from a slope of 1e-3 to the longest step in
-# six rounds
+# Factor on the steps where the function is not concave. Six rounds lead from a slope of 1e-3 to the
+# longest step
 GROWTH = 4.0
 SUFFICIENT_GAIN = 1e-4  # share of the linear prediction that a step must gain (Armijo)
 STEEP = 1e-6  # slope, as a share of the level, above which an ascent without a gain has failed
@@ -35,6 +35,7 @@ class Value(NamedTuple):
 
 
 Function = Callable[[Tensor], "Value | tuple[float, Tensor]"]
+"""A point (d,) -> the function there, as a Value or as (value, gradient (d,))."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +64,9 @@ def maximise_in_box(
     level: float = 1.0,
     rounds: int = 200,
 ) -> Maximum:
-    """Climb from `start` (d,) within low ≤ point ≤ high, both (d,).
+    """Maximise a function within low ≤ point ≤ high, both (d,), from `start` (d,).
 
-    function: point (d,) -> Value. `scale` (d,): about the inverse of the curvature by coordinate,
+    `scale` (d,): about the inverse of the curvature by coordinate,
     for a function that does not return one; None: not known, and the first step has length one. A
     curvature that the function returns is used anew at each point: in logarithms of precisions it
     may change by orders of magnitude on the way.
@@ -73,7 +74,7 @@ def maximise_in_box(
     A coordinate at an edge whose gradient points outwards is held. The ascent ends when the free
     gradient, in units of `level`, is below the tolerance, or when no step rises any more
     (rounding). `converged` is false after `rounds` steps, and where no step rises
-    although the gradient is large.
+    although the gradient is large. The last point is then the best one so far.
 
     level: the size of the terms that the value sums, whose rounding error it has. It is not taken
     from the value, to which other units of the data add a constant: the ascent must end at the same
@@ -85,10 +86,10 @@ def maximise_in_box(
     if scale is None:
         steepest = max(float(first.gradient.abs().max()), 1e-300)
         scale = torch.full_like(first.point, 1 / steepest)
-    return _climb(_Task(function, low, high, scale, tolerance, noise, level, rounds), first)
+    return _climb(_Search(function, low, high, scale, tolerance, noise, level, rounds), first)
 
 
-class _Task(NamedTuple):
+class _Search(NamedTuple):
     """The arguments of `maximise_in_box`, with a scale (d,) that is never None."""
 
     function: Function
@@ -101,26 +102,26 @@ class _Task(NamedTuple):
     rounds: int
 
 
-def _climb(task: _Task, place: _Place) -> Maximum:
+def _climb(search: _Search, place: _Place) -> Maximum:
     """Return the maximum that projected BFGS reaches from a place inside the box.
 
-    The rules are those of `maximise_in_box`, whose arguments are in `task`.
+    The rules are those of `maximise_in_box`, whose arguments are in `search`.
     """
-    low, high, level = task.low, task.high, task.level
+    low, high, level = search.low, search.high, search.level
     evaluations = 1
     visited = [place]
 
     # The inverse of minus the Hessian, in units in which the scale is one
     first_inverse = torch.eye(len(place.point), dtype=torch.float64)
     inverse = first_inverse
-    unit = _compute_units(place, task.scale, task.tolerance * level)
-    error = task.noise * level
+    unit = _compute_units(place, search.scale, search.tolerance * level)
+    error = search.noise * level
     converged = False
-    for _ in range(task.rounds):
+    for _ in range(search.rounds):
         held = place.find_pushed_edges(low, high, at_rest=True)
         free_gradient = torch.where(held, 0.0, place.gradient)
         slope = float(free_gradient.abs().max())
-        if slope <= task.tolerance * level:
+        if slope <= search.tolerance * level:
             converged = True
             break
         step = unit * _choose_ascent_direction(inverse, unit * free_gradient, held)
@@ -134,18 +135,18 @@ def _climb(task: _Task, place: _Place) -> Maximum:
 
         # A shorter step gains less than the error of a value, or than rounding.
         shortest = max(SHORTEST_STEP, error / predicted_gain)
-        higher, tried = _search_line(task.function, place, step, low, high, level, shortest)
-        evaluations += tried
+        higher, tries = _search_line(search.function, place, step, low, high, level, shortest)
+        evaluations += tries
         if higher is None:
             # Not even a step along the gradient rises: this is the top, to rounding or noise.
             if inverse is first_inverse:
-                converged = not steep or task.noise > 0
+                converged = not steep or search.noise > 0
                 break
             # The curvature that was learned misleads, so the next step is along the gradient.
             inverse = first_inverse
             continue
 
-        unit = _compute_units(higher, task.scale, task.tolerance * level)
+        unit = _compute_units(higher, search.scale, search.tolerance * level)
         fall = place.gradient - higher.gradient
         inverse = _update_inverse(inverse, higher.point - place.point, fall, unit)
         gain = higher.value - place.value

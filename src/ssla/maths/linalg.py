@@ -7,12 +7,18 @@ batched LAPACK routines are used. Both give the same results; tests compare them
 
 No inverse, no `det` and no jitter is used. `log|I + S|` is Σ log1p(·), so a tiny S keeps its
 digits.
+
+K (C, C) is a covariance of C outputs, R a root of it with R Rᵀ = K, and Λ (C, C) a precision of
+these outputs. A task is one of the M objectives of a Newton ascent. A tensor (M, C) is stored
+component-major if each of its C columns is contiguous; results have the same values in either order
+of storage.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,10 +29,12 @@ SHORTEST_STEP = 1e-11  # relative to 1 + ‖point‖: shorter steps are rounding
 # Squared Newton decrement below which gains are rounding error and the full step is safe
 TRUSTED_SLOPE = 1e-8
 SUFFICIENT_GAIN = 1e-4  # share of the linear prediction that a step must gain (Armijo)
+# Slope, relative to 1 + |value|, below which a task that no step improves counts as converged
+FLAT_SLOPE = 1e-6
 
 
 def stack_last(parts: list[Tensor]) -> Tensor:
-    """Stack C components (...) to (..., C), component-major: `v[..., i]` is contiguous."""
+    """Stack C components (...) to v (..., C), component-major: `v[..., i]` is contiguous."""
     return torch.stack(parts, 0).movedim(0, -1)
 
 
@@ -87,7 +95,7 @@ def covariance_root(K: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class IdentityPlus:
-    """A = I + RᵀΛR, factorised."""
+    """A factorisation of A = I + RᵀΛR (M, C, C)."""
 
     positive: Tensor  # (M,) bool: where A is positive definite, with the requested margin
     logdet: Callable[[], Tensor]  # () -> (M,)
@@ -269,7 +277,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Ascent:
-    """The result of the ascent."""
+    """The points at which the tasks of an ascent ended."""
 
     point: Tensor  # (M, C)
     converged: Tensor  # (M,) bool
@@ -289,8 +297,11 @@ def newton_ascent(
 ) -> Ascent:
     """Maximise M independent, nearly concave objectives at once, each monotonically.
 
-    start (M, C). A step that gains less than 1e-4 of its linear prediction, or gives a value that
-    is not finite, is halved until it gains enough. A task ends when its Newton decrement √(gᵀA⁻¹g)
+    start (M, C): finite points. objective: evaluates some of the tasks; `solve` of its result must
+    give a direction in which the task ascends.
+
+    A step that gains less than 1e-4 of its linear prediction, or gives a value that is not finite,
+    is halved until it gains enough. A task ends when its Newton decrement √(gᵀA⁻¹g)
     ≤ tolerance, after two full steps from a decrement below 1e-4, or when no step above rounding
     error gains. It has converged = False after `max_rounds` steps, and where no step gains although
     the slope is large. Finished tasks leave the batch as soon as they are a quarter of it, so a few
@@ -298,67 +309,72 @@ def newton_ascent(
     """
     best = start.clone()
     converged = torch.zeros(start.shape[0], dtype=torch.bool, device=start.device)
-
-    # The numbers of the tasks that are still in the batch (None: all), their points and evaluations
-    rows: Tensor | None = None
-    point = start
-    current = objective(point, None)
-    trusted_steps = torch.zeros_like(current.value, dtype=torch.int8)
+    current = objective(start, None)
+    tasks = _Tasks(None, start, torch.zeros_like(current.value, dtype=torch.int8))
     for used in range(max_rounds + 1):
         step = current.solve(current.gradient)
         slope = dot(current.gradient, step)
 
         # Newton converges quadratically: two full steps reach rounding accuracy.
-        done = (slope <= tolerance * tolerance) | (trusted_steps >= 2)
-        trusted_steps = trusted_steps + (slope <= TRUSTED_SLOPE)
+        done = (slope <= tolerance * tolerance) | (tasks.trusted_steps >= 2)
+        tasks = tasks._replace(trusted_steps=tasks.trusted_steps + (slope <= TRUSTED_SLOPE))
         finished = int(done.sum())
         if used == max_rounds or finished == done.numel():
-            _record_tasks(best, converged, rows, point, done)
+            _record_tasks(best, converged, tasks, done)
             return Ascent(best, converged, used)
-        value = current.value
 
         # Removing tasks copies the others, so it waits for a quarter of them.
+        value = current.value
         if finished * 4 >= done.numel():
-            _record_tasks(best, converged, rows, point, done)
+            _record_tasks(best, converged, tasks, done)
             keep = (~done).nonzero().squeeze(-1)
-            rows = keep if rows is None else rows[keep]
-            point = select_rows(point, keep)
+            tasks = tasks.select(keep)
             step = select_rows(step, keep)
             slope = slope[keep]
-            trusted_steps = trusted_steps[keep]
             value = value[keep]
 
-        point, current, stuck = _search_line(objective, rows, point, value, step, slope)
+        point, current, stuck = _search_line(objective, tasks, value, step, slope)
+        tasks = tasks._replace(point=point)
 
         # Where no step gains, the point is the maximum up to rounding if the slope is small.
         if bool(stuck.any()):
-            flat = slope <= 1e-6 * (1 + value.abs())
-            _record_tasks(best, converged, rows, point, stuck & flat)
+            flat = slope <= FLAT_SLOPE * (1 + value.abs())
+            _record_tasks(best, converged, tasks, stuck & flat)
             keep = (~stuck).nonzero().squeeze(-1)
             if keep.numel() == 0:
                 return Ascent(best, converged, used + 1)
-            rows = keep if rows is None else rows[keep]
-            point = select_rows(point, keep)
-            trusted_steps = trusted_steps[keep]
-            current = objective(point, rows)
+            tasks = tasks.select(keep)
+            current = objective(tasks.point, tasks.rows)
 
     raise AssertionError("unreachable")  # the last round returns
 
 
+class _Tasks(NamedTuple):
+    """The m tasks that are still in the batch."""
+
+    rows: Tensor | None  # their numbers among all tasks (m,); None: all tasks
+    point: Tensor  # (m, C)
+    trusted_steps: Tensor  # full steps since the slope fell below TRUSTED_SLOPE (m,)
+
+    def select(self, keep: Tensor) -> _Tasks:
+        """Return the tasks at the places `keep` (k,) in the batch."""
+        return _Tasks(
+            keep if self.rows is None else self.rows[keep],
+            select_rows(self.point, keep),
+            self.trusted_steps[keep],
+        )
+
+
 def _search_line(
-    objective: Objective,
-    rows: Tensor | None,
-    point: Tensor,
-    value: Tensor,
-    step: Tensor,
-    slope: Tensor,
+    objective: Objective, tasks: _Tasks, value: Tensor, step: Tensor, slope: Tensor
 ) -> tuple[Tensor, Evaluation, Tensor]:
     """Take the first of the steps 1, ½, ¼ … that gains enough, for each of m tasks.
 
-    rows (m,): the numbers of the tasks; None: all. point, step (m, C). value, slope (m,): those at
-    the point, with slope = gᵀstep. Returns the new points (m, C), their evaluation, and `stuck`
-    (m,): where no step above rounding error gains enough, so that the point is the old one.
+    step (m, C). value, slope (m,): those at the point of each task, with slope = gᵀstep. Returns
+    the new points (m, C), their evaluation, and `stuck` (m,) bool: where no step above rounding
+    error gains enough, so that the point is the old one.
     """
+    rows, point = tasks.rows, tasks.point
     # Near the maximum gains are rounding errors: any full step with a finite value is taken.
     close = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
@@ -381,17 +397,15 @@ def _search_line(
             return trial, tried, stuck
 
 
-def _record_tasks(
-    best: Tensor, converged: Tensor, rows: Tensor | None, point: Tensor, done: Tensor
-) -> None:
+def _record_tasks(best: Tensor, converged: Tensor, tasks: _Tasks, done: Tensor) -> None:
     """Write the points and the convergence of some tasks to the results of all, in place.
 
-    best (M, C) and converged (M,) are changed. rows (m,): the numbers of the tasks; None: all.
-    point (m, C). done (m,): which of them have converged; the others keep their flag.
+    best (M, C) and converged (M,) are changed. done (m,): which of the tasks have converged; the
+    others keep their flag.
     """
-    if rows is None:
-        best.copy_(point)
+    if tasks.rows is None:
+        best.copy_(tasks.point)
         converged |= done
     else:
-        best[rows] = point
-        converged[rows] |= done
+        best[tasks.rows] = tasks.point
+        converged[tasks.rows] |= done

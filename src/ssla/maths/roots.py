@@ -1,4 +1,9 @@
-"""Roots of output covariances: R with R Rᵀ = K for each row, possibly implicit."""
+"""Roots of output covariances: R with R Rᵀ = K for each row, possibly implicit.
+
+K (B, C, C) are the covariances of C outputs at B inputs, the rows. Nodes z are fixed points in C
+dimensions, at which expectations under N(0, I) are taken; R z are then nodes of N(0, K). An
+implicit root can be multiplied, but is never stored as a (B, C, C) tensor.
+"""
 
 from __future__ import annotations
 

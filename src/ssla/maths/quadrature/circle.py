@@ -37,9 +37,9 @@ def wrap_angles(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Circle:
-    """Rows on the angles −π + 2πj/k, with log p in `logs`.
+    """The densities p of m rows on the k angles −π + 2πj/k, with log p in `logs`.
 
-    The distribution function is cut at −π.
+    Y is the angle, and its distribution function P(−π ≤ Y ≤ y) begins at −π.
     """
 
     logs: Tensor  # (m, k)

@@ -34,6 +34,9 @@ RELEVANT = 25.0  # difference of log p from the peak at which the density is neg
 NO_DENSITY = -700.0  # log p relative to the peak that stands for no density: exp(−700) > 0
 BISECTIONS = 45  # of the threshold of a region: 2⁻⁴⁵ of the range of log p is rounding error
 FINE = 8  # places in a panel at which regions are found. A guess
+# Of the search for a quantile: the most rounds, and the step, as a share of a panel, at which it
+# ends
+QUANTILE_ROUNDS, QUANTILE_STEP = 50, 1e-13
 
 
 @cached_constant
@@ -96,16 +99,19 @@ def _legendre_rule() -> tuple[Tensor, Tensor]:
 
 
 class Tail(NamedTuple):
-    """p(r) = exp(log_end)·(r/r_end)^(−power), r ≥ r_end: the density beyond the last node."""
+    """The density beyond the last node: p(r) = exp(log_end)·(r/r_end)^(−power) for r ≥ r_end.
 
-    distance: Tensor  # (m,) r_end
-    log_end: Tensor  # (m,)
-    power: Tensor  # (m,)
+    r is the distance from the centre, in the unit of z.
+    """
+
+    distance: Tensor  # r_end, that of the last node (m,)
+    log_end: Tensor  # log p there (m,)
+    power: Tensor  # (m,); infinite: there is no density beyond
 
     def moment(self, order: int, log_unit: Tensor) -> Tensor:
         """Compute ∫ r^order p dr over r ≥ r_end, in units of exp(log_unit).  (m,) -> (m,).
 
-        The integral is infinite where the power is too small for the integral.
+        The integral is infinite where the power is too small for it to exist.
         """
         margin = self.power - 1 - order
         size = (self.log_end - log_unit).exp() * self.distance ** (1 + order)
@@ -129,6 +135,19 @@ def _fit_tail(distance: Tensor, logs: Tensor) -> Tail:
     # Without density at the last node there is none beyond.
     power = torch.where(logs[:, 1] == -math.inf, math.inf, power)
     return Tail(distance[:, 1], logs[:, 1], power)
+
+
+class _Panels(NamedTuple):
+    """The cubic splines on some panels, one for each entry of the fields (m, q).
+
+    x and widths are in units of the scale, and values are log p relative to its peak.
+    """
+
+    width: Tensor
+    left: Tensor  # value at the left end
+    right: Tensor  # value at the right end
+    left_bend: Tensor  # second derivative in x at the left end
+    right_bend: Tensor  # second derivative in x at the right end
 
 
 class Regions(NamedTuple):
@@ -282,14 +301,11 @@ class Grid:
         above = middle - torch.maximum(logs[:, :-1], logs[:, 1:])
         return ((above > OVERSHOOT) & (middle > -RELEVANT)).any(1)
 
-    def _gather_panel_data(self, panel: Tensor) -> tuple[Tensor, ...]:
-        """Return the spline's data for some panels, given by their numbers (m, q).
-
-        The data are width, left value, right value, left and right second derivative, each (m, q).
-        """
+    def _gather_panels(self, panel: Tensor) -> _Panels:
+        """Return the spline on some panels of each row, given by their numbers (m, q)."""
         x = self.pattern
         right = panel + 1
-        return (
+        return _Panels(
             x[right] - x[panel],
             self._relative_logs.gather(1, panel),
             self._relative_logs.gather(1, right),
@@ -304,16 +320,16 @@ class Grid:
         The mass is ∫ p/p_max dx, with x in units of the scale.
         """
         x = self.pattern
-        ends = (
+        panels = _Panels(
             (x[1:] - x[:-1]).expand(self.logs.shape[0], -1),
             self._relative_logs[:, :-1],
             self._relative_logs[:, 1:],
             self._second_derivatives[:, :-1],
             self._second_derivatives[:, 1:],
         )
-        panels = _integrate_panels(ends, torch.ones_like(ends[0]))
+        masses = _integrate_panels(panels, torch.ones_like(panels.width))
         left = self.tails[0].moment(0, self.peak) / self.scale
-        return torch.cat([left[:, None], panels], 1).cumsum(1)
+        return torch.cat([left[:, None], masses], 1).cumsum(1)
 
     def compute_spline_error(self) -> Tensor:
         """Compute the relative difference of the spline's mass from the trapezoidal rule's (m,)."""
@@ -330,9 +346,9 @@ class Grid:
         pattern = self.pattern
         x = (z - self.centre[:, None]) / self.scale[:, None]
         panel = (torch.searchsorted(pattern, x.contiguous()) - 1).clamp(0, pattern.numel() - 2)
-        ends = self._gather_panel_data(panel)
-        fraction = ((x - pattern[panel]) / ends[0]).clamp(0, 1)
-        value = self._cumulative_mass.gather(1, panel) + _integrate_panels(ends, fraction)
+        panels = self._gather_panels(panel)
+        fraction = ((x - pattern[panel]) / panels.width).clamp(0, 1)
+        value = self._cumulative_mass.gather(1, panel) + _integrate_panels(panels, fraction)
 
         # Beyond the last nodes the mass of the power laws takes the place of the spline's.
         distance = (z - self.centre[:, None]).abs()
@@ -380,25 +396,25 @@ class Grid:
         panel = (torch.searchsorted(self._cumulative_mass, target.contiguous()) - 1).clamp(
             0, pattern.numel() - 2
         )
-        ends = self._gather_panel_data(panel)
+        panels = self._gather_panels(panel)
         need = (target - self._cumulative_mass.gather(1, panel)).clamp_min(0)
         low, high = torch.zeros_like(need), torch.ones_like(need)
-        fraction = (need / _integrate_panels(ends, high).clamp_min(1e-300)).clamp(0, 1)
+        fraction = (need / _integrate_panels(panels, high).clamp_min(1e-300)).clamp(0, 1)
 
         # Newton steps inside a shrinking bracket, and bisection where they leave it: usually five
         # rounds.
-        for _ in range(50):
-            gap = _integrate_panels(ends, fraction) - need
+        for _ in range(QUANTILE_ROUNDS):
+            gap = _integrate_panels(panels, fraction) - need
             low, high = torch.where(gap <= 0, fraction, low), torch.where(gap >= 0, fraction, high)
-            density = _evaluate_spline(ends, fraction).exp() * ends[0]
+            density = _evaluate_spline(panels, fraction).exp() * panels.width
             step = gap / density.clamp_min(1e-300)
-            if bool((step.abs() <= 1e-13).all()):
+            if bool((step.abs() <= QUANTILE_STEP).all()):
                 break
             new = fraction - step
             inside = (new >= low) & (new <= high)
             fraction = torch.where(inside, new, (low + high) / 2)
 
-        return pattern[panel] + fraction * ends[0]
+        return pattern[panel] + fraction * panels.width
 
     def hdr(self, level: float, log_slope: Callable[[Tensor], Tensor] | None = None) -> Regions:
         """Return the highest density region: the smallest set with the probability `level`.
@@ -442,12 +458,12 @@ class Grid:
         The places are in units of the scale. The last node is one of them too.
         """
         x = self.pattern
-        panels = x.numel() - 1
+        panel_count = x.numel() - 1
         fractions = torch.arange(FINE, dtype=x.dtype) / FINE
         # FINE fractions of each panel in turn, the same for all rows
-        panel = torch.arange(panels).repeat_interleave(FINE).expand(self.logs.shape[0], -1)
-        fraction = fractions.repeat(panels).expand_as(panel)
-        inner = _evaluate_spline(self._gather_panel_data(panel), fraction)
+        panel = torch.arange(panel_count).repeat_interleave(FINE).expand(self.logs.shape[0], -1)
+        fraction = fractions.repeat(panel_count).expand_as(panel)
+        inner = _evaluate_spline(self._gather_panels(panel), fraction)
         places = (x[:-1, None] + fractions * (x[1:] - x[:-1])[:, None]).flatten()
         return torch.cat([inner, self._relative_logs[:, -1:]], 1), torch.cat([places, x[-1:]])
 
@@ -527,13 +543,12 @@ def _interpolate_crossing(excess: Tensor, places: Tensor, inner: Tensor, step: i
     return places[inner] + share * (places[outer] - places[inner])
 
 
-def _evaluate_spline(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
+def _evaluate_spline(panels: _Panels, fraction: Tensor) -> Tensor:
     """Compute the cubic spline at a fraction of panels.  (m, q) -> (m, q).
 
-    ends: what `_gather_panel_data` returns for the panels. fraction: the distance from the left
-    end, as a share of the width.
+    fraction: the distance from the left end of each panel, as a share of its width.
     """
-    width, left, right, left_bend, right_bend = ends
+    width, left, right, left_bend, right_bend = panels
     remainder = 1 - fraction
     bend = (
         remainder * (remainder * remainder - 1) * left_bend
@@ -542,12 +557,12 @@ def _evaluate_spline(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
     return remainder * left + fraction * right + width * width / 6 * bend
 
 
-def _integrate_panels(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
+def _integrate_panels(panels: _Panels, fraction: Tensor) -> Tensor:
     """Compute ∫ exp(spline) dx from a panel's left end over a fraction of it.  (m, q) -> (m, q).
 
-    ends: what `_gather_panel_data` returns for the panels. It takes four Gauss–Legendre nodes.
+    fraction: as in `_evaluate_spline`. The rule has four Gauss–Legendre nodes.
     """
     total = torch.zeros_like(fraction)
     for node, weight in zip(*_legendre_rule(), strict=True):
-        total = total + weight * _evaluate_spline(ends, fraction * node).exp()
-    return total * fraction * ends[0]
+        total = total + weight * _evaluate_spline(panels, fraction * node).exp()
+    return total * fraction * panels.width

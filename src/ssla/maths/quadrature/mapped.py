@@ -1,4 +1,9 @@
-"""Moments of a monotone function y = h(z), where the density of z is known pointwise."""
+"""Moments of a monotone function y = h(z), where the density p of z is known pointwise.
+
+z is the variable of a grid of nodes (see `search`), and the moments are E y and Var y. A node's
+weight w grows like |h(z) − h(centre)|, so that p·w and p·w² have about the widths of the integrands
+of the first and the second moment: see `_compute_log_weight`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ FALL = 1.0
 LADDER = torch.logspace(0, 6, 241, dtype=torch.float64)
 
 Map = Callable[[Tensor], Tensor]
+"""z -> h(z), elementwise, for a monotone function h."""
 
 
 def mapped_moments(

@@ -1,6 +1,13 @@
 """Adaptive grids, and a first location of a density.
 
-Grids are refined, widened and moved until they pass.
+A row is one density, and a grid has several rows on one node pattern (see `grid`). A row passes, or
+is good, if its mass is accurate. Otherwise its grid is changed and tried again, in rounds:
+
+    off centre  the nodes are not where the mass is: they are moved
+    heavy       too much mass is beyond the nodes: the reach becomes larger
+    coarse      the nodes are too far apart: there are twice as many
+
+A row that never passes is accepted as not accurate, or cut if its density has no integral.
 """
 
 from __future__ import annotations
@@ -60,9 +67,11 @@ def build_grids(
 ) -> list[RowGrid]:
     """Build adaptive grids for m rows, from a first guess of centre (m,) and scale (m,).
 
-    Rows of one node pattern share a grid, so the result is a list of grids with their rows. A row
-    that never passes has `accurate` = False. So has a row whose density has no integral (it does
-    not decay, or has a pole): it is cut at the minima around its first guess.
+    log_density: see LogDensity; it is called for some rows at a time, several times. accuracy: the
+    limits within which a row passes. Rows of one node pattern share a grid, so the result is a list
+    of grids with their rows. A row that never passes has `accurate` = False. So has a row whose
+    density has no integral (it does not decay, or has a pole): it is cut at the minima around its
+    first guess.
     """
     if not centre.numel():
         none = torch.arange(0)
@@ -75,25 +84,25 @@ def build_grids(
     while work:
         task = work.pop()
         for chunk in _iterate_row_chunks(task.rows.numel(), task.node_count):
-            rows_work = task.select_rows(chunk)
-            grid = _evaluate_grid(log_density, rows_work)
+            part = task.select_rows(chunk)
+            grid = _evaluate_grid(log_density, part)
             verdict = _judge_grid(grid, accuracy)
 
             # In the last round all rows are done, whether they pass or not.
-            done = torch.ones_like(verdict.good) if rows_work.is_last else verdict.good
+            done = torch.ones_like(verdict.good) if part.is_last else verdict.good
             failed = done & ~verdict.good
-            first_guess = start.select_rows(rows_work.rows)
+            first_guess = start.select_rows(part.rows)
             diverged = failed & _find_diverged_grids(grid, verdict, first_guess)
             if bool(diverged.any()):
-                cut = _cut_grid(log_density, rows_work.rows[diverged], start)
+                cut = _cut_grid(log_density, part.rows[diverged], start)
                 accepted[cut.grid.logs.shape[1], FIRST_REACH].append(cut)
             kept = done & ~diverged
             if bool(kept.any()):
                 accepted[task.node_count, task.reach].append(
-                    _accept_rows(rows_work, grid, verdict, kept)
+                    _accept_rows(part, grid, verdict, kept)
                 )
 
-            work += _plan_retries(rows_work, verdict, ~done)
+            work += _plan_retries(part, verdict, ~done)
 
     return [_join_grids(grids) for grids in accepted.values()]
 
@@ -110,14 +119,14 @@ class _Start(NamedTuple):
 
 
 class _Work(NamedTuple):
-    """Rows (m,) that wait for a grid of a given centre (m,), scale (m,), reach and node count."""
+    """The m rows that wait for a grid, and where its nodes will be."""
 
-    rows: Tensor
-    centre: Tensor
-    scale: Tensor
+    rows: Tensor  # the numbers of the rows (m,)
+    centre: Tensor  # (m,)
+    scale: Tensor  # (m,)
     reach: float
     node_count: int
-    round: int
+    round: int  # how many grids these rows have had
 
     @property
     def is_last(self) -> bool:
@@ -223,14 +232,17 @@ def _evaluate_grid(log_density: LogDensity, work: _Work) -> Grid:
 
 
 class _Verdict(NamedTuple):
-    """Which rows pass, why the others do not, and where their next grid is; all (m,)."""
+    """Which of m rows pass, why the others do not, and where their next grid is.
 
-    good: Tensor
-    off_centre: Tensor
-    coarse: Tensor
-    heavy: Tensor
-    centre: Tensor
-    scale: Tensor
+    A row that does not pass has one reason; see the module.
+    """
+
+    good: Tensor  # (m,) bool
+    off_centre: Tensor  # (m,) bool
+    coarse: Tensor  # (m,) bool
+    heavy: Tensor  # (m,) bool
+    centre: Tensor  # of the next grid (m,)
+    scale: Tensor  # of the next grid (m,)
 
 
 def _judge_grid(grid: Grid, accuracy: Accuracy) -> _Verdict:
