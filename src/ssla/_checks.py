@@ -46,8 +46,8 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
     for valid_name in valid:
         by_folded_name.setdefault(valid_name.casefold(), valid_name)
     # The least similarity, 0.5, is a guess.
-    near = difflib.get_close_matches(str(name).casefold(), by_folded_name, n=1, cutoff=0.5)
-    return f" Did you mean {by_folded_name[near[0]]!r}?" if near else ""
+    similar_names = difflib.get_close_matches(str(name).casefold(), by_folded_name, n=1, cutoff=0.5)
+    return f" Did you mean {by_folded_name[similar_names[0]]!r}?" if similar_names else ""
 
 
 SEE = " See docs/failures.md."
@@ -252,12 +252,12 @@ def check_finite(subject: str, values: Tensor, remedy: str) -> None:
         return
     if bool(torch.isfinite(values.sum())):  # one reduction; a finite sum has finite terms
         return
-    bad = ~torch.isfinite(values)
-    if not bool(bad.any()):  # the sum overflowed, the values did not
+    is_bad = ~torch.isfinite(values)
+    if not bool(is_bad.any()):  # the sum overflowed, the values did not
         return
-    first = [int(i) for i in bad.nonzero()[0]]
+    first = [int(i) for i in is_bad.nonzero()[0]]
     raise ValueError(
-        f"{subject} must be finite, but {int(bad.sum())} of {values.numel()} values are NaN or "
+        f"{subject} must be finite, but {int(is_bad.sum())} of {values.numel()} values are NaN or "
         f"infinite (first at index {first}). {remedy}"
     )
 
@@ -378,17 +378,17 @@ def checked_covariances(subject: str, K: Tensor) -> Tensor:
 
 
 def _refuse_bad_covariances(
-    subject: str, bad: Tensor, required: str, fault: str, figures: Tensor
+    subject: str, is_bad: Tensor, required: str, fault: str, figures: Tensor
 ) -> None:
     """Raise ValueError if any covariance is bad, with the fault of the first.
 
-    bad (N,): which of them are. required: the adjective that they lack. fault: words before the
-    figure of the first. figures (N,): how large the fault of each is.
+    is_bad (N,) bool: which of them are. required: the adjective that they lack. fault: words before
+    the figure of the first. figures (N,): how large the fault of each is.
     """
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
+    if bool(is_bad.any()):
+        row = int(is_bad.nonzero()[0])
         raise ValueError(
-            f"{subject} must be {required} for each input, but {int(bad.sum())} of {len(bad)} are "
-            f"not (row {row}: {fault} {float(figures[row]):.3g}). Give covariances and not "
+            f"{subject} must be {required} for each input, but {int(is_bad.sum())} of "
+            f"{len(is_bad)} are not (row {row}: {fault} {float(figures[row]):.3g}). Give covariances and not "
             "standard deviations, differences or roots of them."
         )

@@ -252,9 +252,9 @@ class ExplicitModel:
             )
 
         # L⁻¹ (H̃ − H) L⁻ᵀ: the second solve takes the transpose of the first.
-        half = torch.linalg.solve_triangular(factor, change, upper=False)
-        white = torch.linalg.solve_triangular(factor, half.mT, upper=False)
-        return -0.5 * torch.log1p(torch.linalg.eigvalsh((white + white.mT) / 2)).sum(-1)
+        half_whitened = torch.linalg.solve_triangular(factor, change, upper=False)
+        whitened = torch.linalg.solve_triangular(factor, half_whitened.mT, upper=False)
+        return -0.5 * torch.log1p(torch.linalg.eigvalsh((whitened + whitened.mT) / 2)).sum(-1)
 
 
 def hessian(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -264,8 +264,8 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
     y (N,): the classes. reduce=False: one score for each row, not their mean.
     """
     p = _get_class_probs(predictive)
-    hit = torch.nn.functional.one_hot(as_tensor(y).long().flatten(), p.shape[1]).to(p)
-    return _reduce_rows(((p - hit) ** 2).sum(1), reduce)
+    is_observed = torch.nn.functional.one_hot(as_tensor(y).long().flatten(), p.shape[1]).to(p)
+    return _reduce_rows(((p - is_observed) ** 2).sum(1), reduce)
 
 
 @in_plain_torch
@@ -275,12 +275,13 @@ def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
     Bins are of equal width, by the confidence: the probability of the most probable class. y (N,):
     the classes. Raises TypeError for other targets.
     """
-    confidence, guess = _get_class_probs(predictive).double().max(1)
-    right = (guess == as_tensor(y).long().flatten()).double()
+    confidence, predicted = _get_class_probs(predictive).double().max(1)
+    is_correct = (predicted == as_tensor(y).long().flatten()).double()
     bin_of_row = (confidence * bins).long().clamp(0, bins - 1)
-    # Σ (right − confidence) of a bin is its number of rows times its gap, so shares follow from /N.
-    gap = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of_row, right - confidence)
-    return gap.abs().sum() / right.numel()
+    # Σ (is_correct − confidence) of a bin is its number of rows times |accuracy − confidence|, so
+    # that its share of N rows is the weight of the bin.
+    gap = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of_row, is_correct - confidence)
+    return gap.abs().sum() / is_correct.numel()
 
 
 @dataclass(frozen=True)

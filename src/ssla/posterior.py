@@ -552,10 +552,10 @@ def _refuse_disconnected_outputs(f: Tensor, x: Inputs) -> None:
 
     Without the error the user would get a gradient of zero, which looks like an answer.
     """
-    free = [part for part in input_tensors(x) if part.requires_grad]
+    variables = [part for part in input_tensors(x) if part.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if f.requires_grad:
-        gradients = torch.autograd.grad(f.sum(), free, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(f.sum(), variables, retain_graph=True, allow_unused=True)
     if all(gradient is None for gradient in gradients):
         raise ValueError(
             "differentiable=True was asked for, but the network's outputs have no derivative in x. "

@@ -252,7 +252,7 @@ class _ComparedRows:
         A row that cannot be removed gets a site of zero.
         """
         chunks = []
-        for site, kept in zip(sites, _split_by_chunk(chosen, sites), strict=True):
+        for site, is_compared in zip(sites, _split_by_chunk(chosen, sites), strict=True):
             weights = site.row_weights
             K = posterior.covariance.covariance(site.J)
 
@@ -266,7 +266,7 @@ class _ComparedRows:
 
             # in the order of the fields
             columns = (site.y.double(), site.f, K, score, precision, once, weights, sound)
-            chunks.append(tuple(column[kept] for column in columns))
+            chunks.append(tuple(column[is_compared] for column in columns))
 
         return _ComparedRows(*map(torch.cat, zip(*chunks, strict=True)))
 
@@ -307,7 +307,9 @@ class _Comparison:
         K = torch.cat([query.K for query in chunks])
         solved = torch.cat([query.solved for query in chunks], 1)
         kept_of_sites = zip(self.sites, _split_by_chunk(self.chosen, self.sites), strict=True)
-        pushed = torch.cat([site.J.push_many(solved)[kept] for site, kept in kept_of_sites])
+        pushed = torch.cat(
+            [site.J.push_many(solved)[is_compared] for site, is_compared in kept_of_sites]
+        )
         X = pushed.unflatten(-1, f.shape)  # (m, C, q, C)
         return _Candidates(
             posterior.likelihood, Query(f, K, solved), X.permute(2, 0, 1, 3), self.rows
@@ -343,15 +345,15 @@ class _Candidates(NamedTuple):
         # The row's own site is removed: K₋ = (I − KΛ)⁻¹ K and f₋ = f − K₋ g, with g at the moved f.
         g = rows.score - (rows.precision @ move.unsqueeze(-1)).squeeze(-1)
         eye = torch.eye(u.shape[1], dtype=torch.float64)
-        without = torch.linalg.solve(eye - K @ rows.precision, K)
-        without = (without + without.mT) / 2  # symmetric but for rounding
-        f_without = rows.f + move - (without @ g.unsqueeze(-1)).squeeze(-1)
+        K_without = torch.linalg.solve(eye - K @ rows.precision, K)
+        K_without = (K_without + K_without.mT) / 2  # symmetric but for rounding
+        f_without = rows.f + move - (K_without @ g.unsqueeze(-1)).squeeze(-1)
         targets = rows.y.expand(len(X), -1)
         scores = compute_nonconformity(
             self.likelihood.predictive,
             targets.flatten(),
             f_without.flatten(0, 1),
-            without.flatten(0, 1),
+            K_without.flatten(0, 1),
         ).view_as(targets)
         return torch.where(rows.sound, scores, torch.inf)
 
@@ -366,8 +368,8 @@ class _Candidates(NamedTuple):
         f_mode = f + (K @ u.unsqueeze(-1)).squeeze(-1)
         L = covariance_root(self.likelihood.fisher(f_mode))
         eye = torch.eye(f.shape[1], dtype=torch.float64)
-        inner = torch.linalg.cholesky(eye + L.mT @ K @ L)
-        return u, torch.linalg.solve_triangular(inner, L.mT, upper=False)
+        factor = torch.linalg.cholesky(eye + L.mT @ K @ L)
+        return u, torch.linalg.solve_triangular(factor, L.mT, upper=False)
 
 
 def _use_mean_output(members: list[_Candidates]) -> list[_Candidates]:

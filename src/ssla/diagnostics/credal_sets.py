@@ -163,14 +163,14 @@ class Credal:
         ValueError for counts with too many possible intervals.
         """
         checked_level(level)
-        known = self.members.list_members()
-        ends = find_smallest_interval(known, level)
+        tried_members = self.members.list_members()
+        ends = find_smallest_interval(tried_members, level)
         for _ in range(ROUNDS if self.members.is_family else 0):
             worst = self.members.find_worst(partial(compute_probability_between, ends=ends))
             if bool((worst.value >= level - SLACK).all()):
                 return ends
-            known = [*known, worst.predictive]
-            ends = find_smallest_interval(known, level)
+            tried_members = [*tried_members, worst.predictive]
+            ends = find_smallest_interval(tried_members, level)
 
         return ends
 
@@ -363,8 +363,8 @@ def credal(
     if isinstance(priors, Box):
         box = BoxMembers.build(posterior, x, priors, convention, refit)
         return Credal(box, box.names, convention, box.notes)
-    chosen = name_priors(posterior, priors)
-    posteriors = [posterior.with_prior(prior, convention) for prior in chosen.values()]
+    named_priors = name_priors(posterior, priors)
+    posteriors = [posterior.with_prior(prior, convention) for prior in named_priors.values()]
 
     # The notes of the reports that θ̂ does not follow the prior, each once.
     notes = dict.fromkeys(
@@ -375,7 +375,7 @@ def credal(
         if subject_of(note) == PRIOR
     )
     predictives = tuple(moved.predict(x, refit) for moved in posteriors)
-    return Credal(FiniteMembers(predictives), tuple(chosen), convention, tuple(notes))
+    return Credal(FiniteMembers(predictives), tuple(named_priors), convention, tuple(notes))
 
 
 def _make_likely_set(

@@ -290,8 +290,8 @@ def _compute_removed_doubt(
     # A label takes X Q Xᵀ from the query's K, with Q = L(I + LᵀKL)⁻¹Lᵀ = BᵀB.
     L = covariance_root(posterior.likelihood.fisher(f))
     eye = torch.eye(L.shape[-1], dtype=torch.float64)
-    inner = torch.linalg.cholesky(eye + L.mT @ posterior.covariance.covariance(J) @ L)
-    B = torch.linalg.solve_triangular(inner, L.mT, upper=False)
+    factor = torch.linalg.cholesky(eye + L.mT @ posterior.covariance.covariance(J) @ L)
+    B = torch.linalg.solve_triangular(factor, L.mT, upper=False)
     X = J.push_many(query.solved).view(*f.shape, *query.f.shape)  # (b, C, q, C)
     # tr(A X Q Xᵀ Aᵀ) is the sum of the squares of B X Aᵀ.
     return torch.einsum("bka,baqc,qmc->bkqm", B, X, A).square().sum((1, 2, 3))
@@ -387,7 +387,7 @@ def _measure_influence(
     failed = torch.zeros(n, dtype=torch.bool)
     ranked = []
     for query in iterate_queries(posterior, x, _count_query_numbers(posterior, n)):
-        best: _RankedRows | None = None
+        best_rows: _RankedRows | None = None
         response = (
             None
             if posterior.likelihood.quadratic
@@ -398,11 +398,11 @@ def _measure_influence(
             removal = _compute_removal(site, posterior.covariance)
             failed[start : start + len(site.f)] = ~removal.sound
             rows = _compute_influence(posterior, site, removal, query, response, by)
-            best = _keep_best_rows(best, rows._replace(rows=rows.rows + start), most)
+            best_rows = _keep_best_rows(best_rows, rows._replace(rows=rows.rows + start), most)
             start += len(site.f)
 
-        assert best is not None
-        ranked.append(best)
+        assert best_rows is not None
+        ranked.append(best_rows)
 
     score, places, mean, variance = (torch.cat(column) for column in zip(*ranked, strict=True))
 
@@ -415,12 +415,12 @@ def _measure_influence(
 def _check_influence_size(posterior: Posterior, inputs: int, most: int) -> None:
     """Raise ValueError if the influence of `most` rows on the inputs exceeds the memory budget."""
     # The fields of `_RankedRows`, at 8 bytes a number
-    need = 8 * inputs * most * (2 * posterior.network.outputs + 2)
-    if need > posterior.memory_budget:
+    needed_bytes = 8 * inputs * most * (2 * posterior.network.outputs + 2)
+    if needed_bytes > posterior.memory_budget:
         raise ValueError(
-            f"The influence of {most:,} rows on {inputs:,} inputs takes {need / 2**20:,.0f} "
-            f"MiB, more than the memory budget of {posterior.memory_budget / 2**20:,.0f} MiB. Give "
-            "a smaller top, or fewer inputs."
+            f"The influence of {most:,} rows on {inputs:,} inputs takes "
+            f"{needed_bytes / 2**20:,.0f} MiB, more than the memory budget of "
+            f"{posterior.memory_budget / 2**20:,.0f} MiB. Give a smaller top, or fewer inputs."
         )
 
 
@@ -536,16 +536,16 @@ def _keep_best_rows(old: _RankedRows | None, new: _RankedRows, most: int) -> _Ra
 
     Of rows with equal scores the earlier one is kept. old=None: there are no old rows.
     """
-    both = new
+    all_rows = new
     if old is not None:
-        both = _RankedRows(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
-    order = both.score.argsort(dim=1, descending=True, stable=True)[:, :most]
-    wide = order.unsqueeze(-1).expand(-1, -1, both.mean.shape[-1])
+        all_rows = _RankedRows(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
+    order = all_rows.score.argsort(dim=1, descending=True, stable=True)[:, :most]
+    order_of_outputs = order.unsqueeze(-1).expand(-1, -1, all_rows.mean.shape[-1])
     return _RankedRows(
-        both.score.gather(1, order),
-        both.rows.gather(1, order),
-        both.mean.gather(1, wide),
-        both.variance.gather(1, wide),
+        all_rows.score.gather(1, order),
+        all_rows.rows.gather(1, order),
+        all_rows.mean.gather(1, order_of_outputs),
+        all_rows.variance.gather(1, order_of_outputs),
     )
 
 
@@ -571,16 +571,16 @@ def _compute_removal(site: Site, covariance: Operator) -> _Removal:
     Lambda = site.precision * once[:, None, None]
 
     # A site that is not finite counts as zero here and as not sound below.
-    known = torch.isfinite(g).all(-1) & torch.isfinite(Lambda).all(-1).all(-1)
-    g = torch.where(known[:, None], g, 0.0)
-    Lambda = torch.where(known[:, None, None], Lambda, 0.0)
+    is_finite = torch.isfinite(g).all(-1) & torch.isfinite(Lambda).all(-1).all(-1)
+    g = torch.where(is_finite[:, None], g, 0.0)
+    Lambda = torch.where(is_finite[:, None, None], Lambda, 0.0)
 
     # I − RᵀΛR = M in its eigenvectors: M⁻¹ needs no inverse, and its smallest eigenvalue tells
     # whether the row can be removed.
     R = covariance_root(covariance.covariance(site.J))
     S = R.mT @ Lambda @ R
     values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
-    sound = known & (values[:, 0] > LEAST)
+    sound = is_finite & (values[:, 0] > LEAST)
     axes = R @ vectors / values.clamp_min(LEAST).sqrt().unsqueeze(-2)  # R M⁻¹Rᵀ = axes axesᵀ
     weighted_axes = Lambda @ axes
     a = g + (weighted_axes @ (axes.mT @ g.unsqueeze(-1))).squeeze(-1)
@@ -610,10 +610,10 @@ def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
         return torch.stack(columns, -1)
 
     with torch.enable_grad():
-        free = f.detach().clone().requires_grad_(True)
-        mean = likelihood.mean(free).reshape(len(f), -1)
+        variable = f.detach().clone().requires_grad_(True)
+        mean = likelihood.mean(variable).reshape(len(f), -1)
         rows = [
-            torch.autograd.grad(mean[:, m].sum(), free, retain_graph=True)[0]
+            torch.autograd.grad(mean[:, m].sum(), variable, retain_graph=True)[0]
             for m in range(mean.shape[1])
         ]
 

@@ -118,7 +118,7 @@ class BoxMembers:
                 "priors."
             )
 
-        parts = [(f.double(), J.to_dense().values.double()) for f, J in posterior.linearised(x)]
+        chunks = [(f.double(), J.to_dense().values.double()) for f, J in posterior.linearised(x)]
 
         # A thin basis has k + P coordinates, which share one precision.
         groups = ranges.groups
@@ -132,8 +132,8 @@ class BoxMembers:
             notes=notes,
             likelihood=posterior.likelihood,
             refit=refit,
-            mean=torch.cat([f for f, _ in parts]),
-            jacobian=torch.cat([J for _, J in parts]),
+            mean=torch.cat([f for f, _ in chunks]),
+            jacobian=torch.cat([J for _, J in chunks]),
             basis=basis,
             gradient=posterior.sums.gradient,
             theta=posterior.mean,

@@ -192,10 +192,10 @@ def sensitivity(
 
     >>> s = ssla.sensitivity(post, x, (0.01, 100)); print(s)      # doctest: +SKIP
     """
-    chosen = name_priors(posterior, priors)
+    named_priors = name_priors(posterior, priors)
     posteriors: dict[str, Posterior] = {}
     failed: dict[str, NoFactorError] = {}
-    for name, prior in chosen.items():
+    for name, prior in named_priors.items():
         try:
             posteriors[name] = _replace_prior(posterior, prior, convention)
         except NoFactorError as error:
@@ -205,7 +205,7 @@ def sensitivity(
 
     if failed:
         message = (
-            f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): the "
+            f"{len(failed)} of {len(named_priors)} priors were left out ({', '.join(failed)}): the "
             "averages over the data that this posterior has curve upwards too much for them. Fit "
             "again with such a prior to compare it."
         )
@@ -258,29 +258,29 @@ def name_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
     for no prior.
     """
     if isinstance(priors, Mapping):
-        chosen = {str(name): as_prior(prior) for name, prior in priors.items()}
+        named_priors = {str(name): as_prior(prior) for name, prior in priors.items()}
     elif (
         isinstance(priors, tuple)
         and len(priors) in (2, 3)
         and all(isinstance(v, int | float) for v in priors)
     ):
-        chosen = _make_range_of_priors(posterior, priors)
+        named_priors = _make_range_of_priors(posterior, priors)
     elif isinstance(priors, Sequence) and not isinstance(priors, str):
-        chosen = {}
+        named_priors = {}
         for prior in priors:
             name = describe(as_prior(prior))
-            if name in chosen:  # a list may hold two priors with the same description
-                name = f"{name} ({len(chosen) + 1})"
-            chosen[name] = as_prior(prior)
+            if name in named_priors:  # a list may hold two priors with the same description
+                name = f"{name} ({len(named_priors) + 1})"
+            named_priors[name] = as_prior(prior)
     else:
         raise TypeError(
             "priors must be a dict, a list of priors, or a range (low, high) of precisions, but "
             f"is {priors!r}."
         )
 
-    if not chosen:
+    if not named_priors:
         raise ValueError("priors is empty: give at least one prior.")
-    return chosen
+    return named_priors
 
 
 def _make_range_of_priors(posterior: Posterior, limits: tuple[float, ...]) -> dict[str, Prior]:
@@ -354,9 +354,9 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
         slope_at_nodes, exact_at_nodes = _differentiate_log_density(
             likelihood, nodes, marginal, change
         )
-        used = weights > USED_WEIGHT
-        slope = slope - (weights * torch.where(used, slope_at_nodes, 0.0)).sum(1, keepdim=True)
-        exact = torch.cat([exact, exact_at_nodes | ~used], 1)
+        is_used = weights > USED_WEIGHT
+        slope = slope - (weights * torch.where(is_used, slope_at_nodes, 0.0)).sum(1, keepdim=True)
+        exact = torch.cat([exact, exact_at_nodes | ~is_used], 1)
 
     return Local(slope.reshape(shape), change.mean, change.covariance, exact.all(1))
 
@@ -402,8 +402,8 @@ def _differentiate_log_density(
     # f̃ = f̂ + K u with u = g(f̃), differentiated: (I + KΛ) df̃ = df̂ + dK u.
     df_mode = torch.linalg.solve(eye + K @ Lambda, df.unsqueeze(-1) + dK @ u).squeeze(-1)
     dLambda = differentiate_precision(likelihood, y, f_mode, df_mode)
-    inner = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + dLambda @ K)
-    trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)  # d log|I + ΛK|
+    relative_change = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + dLambda @ K)
+    trace = relative_change.diagonal(dim1=-2, dim2=-1).sum(-1)  # d log|I + ΛK|
 
     # d(log p(y|f̃) − ½uᵀKu) at a mode is uᵀdf̂ + ½uᵀdK u, since moving f̃ changes nothing there.
     slope = (mode.pull * df).sum(-1) + 0.5 * (u.mT @ dK @ u).squeeze((-2, -1)) - 0.5 * trace
@@ -430,11 +430,11 @@ def _differentiate_at_boundary(
     such a boundary.
     """
     with torch.enable_grad():
-        free = Marginal(*(values.detach().clone().requires_grad_(True) for values in marginal))
-        boundary = likelihood.refit_at_boundary(y, *free)
+        variables = Marginal(*(values.detach().clone().requires_grad_(True) for values in marginal))
+        boundary = likelihood.refit_at_boundary(y, *variables)
         if boundary is None:
             return None
-        by_mean, by_covariance = torch.autograd.grad(boundary.total.sum(), tuple(free))
+        by_mean, by_covariance = torch.autograd.grad(boundary.total.sum(), tuple(variables))
     # The chain rule over f̂ and K.
     slope = (by_mean * change.mean).sum(-1) + (by_covariance * change.covariance).sum((-2, -1))
     return _BoundarySlope(boundary.cut, slope)
@@ -448,10 +448,14 @@ def differentiate_precision(
     y (M,) or (M, D), f and direction (M, C) -> (M, C, C).
     """
     with torch.enable_grad():
-        free = f.detach().clone().requires_grad_(True)
-        score = _compute_gradient_or_zero(likelihood.log_prob(y, free).sum(), free)
-        columns = [-_compute_gradient_or_zero(score[:, c].sum(), free) for c in range(f.shape[1])]
-        rows = [_compute_gradient_or_zero((column * direction).sum(), free) for column in columns]
+        variable = f.detach().clone().requires_grad_(True)
+        score = _compute_gradient_or_zero(likelihood.log_prob(y, variable).sum(), variable)
+        columns = [
+            -_compute_gradient_or_zero(score[:, c].sum(), variable) for c in range(f.shape[1])
+        ]
+        rows = [
+            _compute_gradient_or_zero((column * direction).sum(), variable) for column in columns
+        ]
     return torch.stack([row.detach() for row in rows], 1)
 
 
@@ -534,10 +538,10 @@ def _test_in_eigenbasis(basis: Eigenbasis, tau: Tensor, r: Tensor) -> Conflict:
     tau (P,): the diagonal of T. r (P,): the score vector. The statistic is then a sum over the
     eigenvalues of S that are not zero to rounding.
     """
-    kept = basis.values > RANK_TOLERANCE * basis.values.max()
-    c = basis.to_eigenbasis(r)[kept]
-    values = basis.values[kept]
-    statistic = float((c * c / (values + values**2 / tau[kept])).sum())
+    is_nonzero = basis.values > RANK_TOLERANCE * basis.values.max()
+    c = basis.to_eigenbasis(r)[is_nonzero]
+    values = basis.values[is_nonzero]
+    statistic = float((c * c / (values + values**2 / tau[is_nonzero])).sum())
     return _make_conflict(statistic, len(values))
 
 
@@ -547,8 +551,8 @@ def _test_with_matrix(S: Tensor, tau: Tensor, r: Tensor) -> Conflict:
     Eigenvalues of S that are zero to rounding are left out.
     """
     values, vectors = torch.linalg.eigh(S)
-    kept = values > RANK_TOLERANCE * values.max()
-    values, vectors = values[kept], vectors[:, kept]
+    is_nonzero = values > RANK_TOLERANCE * values.max()
+    values, vectors = values[is_nonzero], vectors[:, is_nonzero]
 
     # S + S T⁻¹ S in the coordinates of the eigenvectors that are kept.
     spread = torch.diag(values) + values[:, None] * (vectors.mT @ (vectors / tau[:, None])) * values
@@ -561,5 +565,5 @@ def _make_conflict(statistic: float, df: int) -> Conflict:
 
     The tail probability is gammaincc(df/2, statistic/2).
     """
-    half = torch.tensor([df / 2, statistic / 2], dtype=torch.float64)
-    return Conflict(statistic, df, float(torch.special.gammaincc(half[0], half[1])))
+    halves = torch.tensor([df / 2, statistic / 2], dtype=torch.float64)
+    return Conflict(statistic, df, float(torch.special.gammaincc(halves[0], halves[1])))

@@ -76,17 +76,18 @@ def find_largest_distance(members: Members) -> Tensor:
     """
     listed = members.list_members()
     if not members.is_family:
-        best, _ = _compare_pairs(listed)
-        return best
+        largest_distance, _ = _compare_pairs(listed)
+        return largest_distance
     listed = listed[:MOST_PAIRED]
-    best, first = _compare_pairs(listed)
+    largest_distance, first_member = _compare_pairs(listed)
 
     # Each row has its own best pair, but a search starts from one member for all rows. So there is
     # one from each of the members that are in the best pairs of the most rows.
-    starts = first.bincount().topk(min(SEARCHES, int(first.max()) + 1 if len(first) else 0)).indices
+    pair_counts = first_member.bincount()
+    starts = pair_counts.topk(min(SEARCHES, len(pair_counts))).indices
     for start in starts.tolist():
-        best = torch.maximum(best, _search_from(members, listed[start]))
-    return best
+        largest_distance = torch.maximum(largest_distance, _search_from(members, listed[start]))
+    return largest_distance
 
 
 def _compare_pairs(predictives: Sequence[Predictive]) -> tuple[Tensor, Tensor]:
@@ -94,39 +95,39 @@ def _compare_pairs(predictives: Sequence[Predictive]) -> tuple[Tensor, Tensor]:
 
     Both are zero where there is one predictive.
     """
-    best = torch.zeros(predictives[0].law.rows, dtype=torch.float64)
-    first = torch.zeros(len(best), dtype=torch.long)
+    largest_distance = torch.zeros(predictives[0].law.rows, dtype=torch.float64)
+    first_member = torch.zeros(len(largest_distance), dtype=torch.long)
     for i, j in itertools.combinations(range(len(predictives)), 2):
         distance = compute_distance(predictives[i], predictives[j])
         # NaN, of a member that has failed, is kept: it is not a small distance.
-        better = (distance > best) | distance.isnan()
-        best = torch.where(better, distance, best)
-        first = torch.where(better, i, first)
-    return best, first
+        better = (distance > largest_distance) | distance.isnan()
+        largest_distance = torch.where(better, distance, largest_distance)
+        first_member = torch.where(better, i, first_member)
+    return largest_distance, first_member
 
 
 def _search_from(members: Members, start: Predictive) -> Tensor:
     """Return the largest distance (N,) that a search from one member finds.
 
-    start: the first member. Each round searches for the member that is farthest from the last one.
+    start: the first member. Each round searches for the member that is farthest from the latest one.
     """
-    best = torch.zeros(start.law.rows, dtype=torch.float64)
-    last = start
+    largest_distance = torch.zeros(start.law.rows, dtype=torch.float64)
+    latest_member = start
     for _ in range(ROUNDS):
-        fixed = last
+        fixed = latest_member
 
         def negate_distance(predictive: Predictive, fixed: Predictive = fixed) -> Tensor:
-            """Return minus the distance of a member from the last one (N,)."""
+            """Return minus the distance of a member from the latest one (N,)."""
             return -compute_distance(predictive, fixed)
 
         farthest = members.find_worst(negate_distance)
-        gained = -farthest.value > best * (1 + GAIN)
-        best = torch.maximum(best, -farthest.value)
+        gained = -farthest.value > largest_distance * (1 + GAIN)
+        largest_distance = torch.maximum(largest_distance, -farthest.value)
         if not bool(gained.any()):
             break
-        last = farthest.predictive
+        latest_member = farthest.predictive
 
-    return best
+    return largest_distance
 
 
 def _place_cuts(p: Law, q: Law, is_count: bool) -> Tensor:

@@ -199,12 +199,13 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         # The first n outputs are observed: the others follow by conditioning the joint Gaussian.
         n = y.shape[-2] * y.shape[-1]
         factor = torch.linalg.cholesky(K[..., :n, :n] + noise_covariance)
-        white = torch.linalg.solve_triangular(factor, K[..., :n, n:], upper=False)  # (…, n, q·m)
-        residual = torch.linalg.solve_triangular(
+        cross_K = K[..., :n, n:]  # (…, n, q·m)
+        whitened_K = torch.linalg.solve_triangular(factor, cross_K, upper=False)
+        whitened_residual = torch.linalg.solve_triangular(
             factor, (y.flatten(-2) - mean[..., :n]).unsqueeze(-1), upper=False
         )
-        conditional_mean = mean[..., n:] + (white.mT @ residual).squeeze(-1)
-        conditional_K = K[..., n:, n:] - white.mT @ white
+        conditional_mean = mean[..., n:] + (whitened_K.mT @ whitened_residual).squeeze(-1)
+        conditional_K = K[..., n:, n:] - whitened_K.mT @ whitened_K
 
         # Only the mean depends on y, which may have more batches than the inputs.
         batch = conditional_mean.shape[:-1]

@@ -414,8 +414,8 @@ def log_evidence(
     covariance = K.reshape(y.numel(), y.numel()) + torch.diag(noise.expand_as(y).flatten() ** 2)
     factor = torch.linalg.cholesky(covariance)
     residual = (y - f - change).flatten()[:, None]
-    white = torch.linalg.solve_triangular(factor, residual, upper=False)
-    evidence: Tensor = -0.5 * (white**2).sum() - factor.diagonal().log().sum()
+    whitened = torch.linalg.solve_triangular(factor, residual, upper=False)
+    evidence: Tensor = -0.5 * (whitened**2).sum() - factor.diagonal().log().sum()
     return evidence
 
 

@@ -215,12 +215,12 @@ def _make_model_signature(scorer: Scorer, level: float) -> Any:
         inputs = Schema([TensorSpec(np.dtype(np.float64), (-1, model.width or -1))])
         no_rows: Any = np.zeros((0, model.width or 0))
     else:
-        wanted = [*names, *(name for name in scorer.keep if name not in names)]
+        input_names = [*names, *(name for name in scorer.keep if name not in names)]
         input_type = DataType.double if model.numbers_only else AnyType()
         inputs = Schema(
-            [ColSpec(input_type if name in names else AnyType(), name) for name in wanted]
+            [ColSpec(input_type if name in names else AnyType(), name) for name in input_names]
         )
-        no_rows = {name: np.zeros(0) for name in wanted}
+        no_rows = {name: np.zeros(0) for name in input_names}
 
     # A prediction for no rows has the columns and types of any other.
     columns = scorer(no_rows)

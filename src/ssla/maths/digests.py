@@ -39,9 +39,9 @@ def _digest_part(value: Any, above: tuple[int, ...]) -> str:
     """
     if id(value) in above:
         return "again"
-    type_name, content, parts = _take_apart(value)
+    type_name, content, contained_values = _take_apart(value)
     hashed = hashlib.sha256(f"{type_name}|{content!r}".encode())
-    digests = [_digest_part(part, (*above, id(value))) for part in parts]
+    digests = [_digest_part(part, (*above, id(value))) for part in contained_values]
 
     # The order of these containers does not count.
     if isinstance(value, Mapping | set | frozenset):

@@ -33,9 +33,9 @@ SUFFICIENT_GAIN = 1e-4  # share of the linear prediction that a step must gain (
 FLAT_SLOPE = 1e-6
 
 
-def stack_last(parts: list[Tensor]) -> Tensor:
+def stack_last(components: list[Tensor]) -> Tensor:
     """Stack C components (...) to v (..., C), component-major: `v[..., i]` is contiguous."""
-    return torch.stack(parts, 0).movedim(0, -1)
+    return torch.stack(components, 0).movedim(0, -1)
 
 
 def stack_square(rows: list[list[Tensor]]) -> Tensor:
@@ -233,12 +233,12 @@ def multiply_root(R: Tensor, v: Tensor) -> Tensor:
     size = R.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (R @ v.unsqueeze(-1)).squeeze(-1)
-    out = v.new_empty(size, v.shape[0])
+    product = v.new_empty(size, v.shape[0])
     for i in range(size):
-        torch.mul(R[..., i, 0], v[..., 0], out=out[i])
+        torch.mul(R[..., i, 0], v[..., 0], out=product[i])
         for j in range(1, i + 1):
-            out[i].addcmul_(R[..., i, j], v[..., j])
-    return out.mT
+            product[i].addcmul_(R[..., i, j], v[..., j])
+    return product.mT
 
 
 def multiply_root_transposed(R: Tensor, g: Tensor) -> Tensor:
@@ -249,12 +249,12 @@ def multiply_root_transposed(R: Tensor, g: Tensor) -> Tensor:
     size = R.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (R.mT @ g.unsqueeze(-1)).squeeze(-1)
-    out = g.new_empty(size, g.shape[0])
+    product = g.new_empty(size, g.shape[0])
     for j in range(size):
-        torch.mul(R[..., j, j], g[..., j], out=out[j])
+        torch.mul(R[..., j, j], g[..., j], out=product[j])
         for i in range(j + 1, size):
-            out[j].addcmul_(R[..., i, j], g[..., i])
-    return out.mT
+            product[j].addcmul_(R[..., i, j], g[..., i])
+    return product.mT
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -311,7 +311,7 @@ def newton_ascent(
     converged = torch.zeros(start.shape[0], dtype=torch.bool, device=start.device)
     current = objective(start, None)
     tasks = _Tasks(None, start, torch.zeros_like(current.value, dtype=torch.int8))
-    for used in range(max_rounds + 1):
+    for rounds in range(max_rounds + 1):
         step = current.solve(current.gradient)
         slope = dot(current.gradient, step)
 
@@ -319,9 +319,9 @@ def newton_ascent(
         done = (slope <= tolerance * tolerance) | (tasks.trusted_steps >= 2)
         tasks = tasks._replace(trusted_steps=tasks.trusted_steps + (slope <= TRUSTED_SLOPE))
         finished = int(done.sum())
-        if used == max_rounds or finished == done.numel():
+        if rounds == max_rounds or finished == done.numel():
             _record_tasks(best, converged, tasks, done)
-            return Ascent(best, converged, used)
+            return Ascent(best, converged, rounds)
 
         # Removing tasks copies the others, so it waits for a quarter of them.
         value = current.value
@@ -342,7 +342,7 @@ def newton_ascent(
             _record_tasks(best, converged, tasks, stuck & flat)
             keep = (~stuck).nonzero().squeeze(-1)
             if keep.numel() == 0:
-                return Ascent(best, converged, used + 1)
+                return Ascent(best, converged, rounds + 1)
             tasks = tasks.select(keep)
             current = objective(tasks.point, tasks.rows)
 
@@ -376,24 +376,24 @@ def _search_line(
     """
     rows, point = tasks.rows, tasks.point
     # Near the maximum gains are rounding errors: any full step with a finite value is taken.
-    close = slope <= TRUSTED_SLOPE
+    is_near_maximum = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
     trial = point + step
     tried = objective(trial, rows)
     enough = tried.value >= value + SUFFICIENT_GAIN * slope - slack
-    good = enough | (close & torch.isfinite(tried.value))
-    if bool(good.all()):
-        return trial, tried, torch.zeros_like(good)
+    gains = enough | (is_near_maximum & torch.isfinite(tried.value))
+    if bool(gains.all()):
+        return trial, tried, torch.zeros_like(gains)
     factor = torch.ones_like(value)
     length = dot(step, step).sqrt()
     shortest = SHORTEST_STEP * (1 + dot(point, point).sqrt())
     while True:
-        factor = torch.where(good, factor, factor / 2)
-        stuck = ~good & ~(factor * length >= shortest)  # also where the step is not a number
+        factor = torch.where(gains, factor, factor / 2)
+        stuck = ~gains & ~(factor * length >= shortest)  # also where the step is not a number
         trial = point + torch.where(stuck, torch.zeros_like(factor), factor).unsqueeze(-1) * step
         tried = objective(trial, rows)
-        good = good | (tried.value >= value + SUFFICIENT_GAIN * factor * slope - slack)
-        if bool((good | stuck).all()):
+        gains = gains | (tried.value >= value + SUFFICIENT_GAIN * factor * slope - slack)
+        if bool((gains | stuck).all()):
             return trial, tried, stuck
 
 

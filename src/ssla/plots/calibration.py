@@ -200,12 +200,12 @@ def reliability(
 
     # Rows are put into bins by the probability of their predicted class; empty bins are left out.
     largest_probs, predicted = predictive.law.probs.max(1)
-    hit = (predicted == observed).double()
+    is_correct = (predicted == observed).double()
     bin_of_row = (largest_probs * bins).long().clamp(0, bins - 1)
     counts = torch.bincount(bin_of_row, minlength=bins)
     used_bins = counts.nonzero().flatten()
     mean = torch.stack([largest_probs[bin_of_row == b].mean() for b in used_bins])
-    accuracy = torch.stack([hit[bin_of_row == b].mean() for b in used_bins])
+    accuracy = torch.stack([is_correct[bin_of_row == b].mean() for b in used_bins])
 
     # The hits of a calibrated model are binomial, with the predicted probability.
     ranges = [
@@ -290,20 +290,22 @@ def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
 
     # Only counts near the mean are summed, so that a large n takes no memory.
     spread = 10 * (n * p * (1 - p)) ** 0.5 + 40  # all but 1e-20 of the probability
-    k = torch.arange(
+    counts = torch.arange(
         max(int(n * p - spread), 0), min(int(n * p + spread) + 1, n) + 1, dtype=torch.float64
     )
     size = torch.tensor(float(n), dtype=torch.float64)
-    log = (
+    log_mass = (
         torch.lgamma(size + 1)
-        - torch.lgamma(k + 1)
-        - torch.lgamma(size - k + 1)
-        + k * np.log(p)
-        + (size - k) * np.log1p(-p)
+        - torch.lgamma(counts + 1)
+        - torch.lgamma(size - counts + 1)
+        + counts * np.log(p)
+        + (size - counts) * np.log1p(-p)
     )
-    mass = (log - log.max()).exp()
+    mass = (log_mass - log_mass.max()).exp()
     cumulative = mass.cumsum(0) / mass.sum()
-    return int(k[int((cumulative <= tail).sum())]), int(k[int((cumulative < 1 - tail).sum())])
+    return int(counts[int((cumulative <= tail).sum())]), int(
+        counts[int((cumulative < 1 - tail).sum())]
+    )
 
 
 def _check_bins(bins: Any, least: int) -> None:

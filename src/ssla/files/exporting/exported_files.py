@@ -171,33 +171,33 @@ def _compare_answers(
             sd = sd if reference.dim() == sd.dim() else sd.unsqueeze(-1)
             unit = torch.maximum(reference.abs(), sd)
 
-        gap = (answer - reference).abs() / unit
+        error = (answer - reference).abs() / unit
 
         # Equal infinities and equal NaN do not differ.
         equal = (answer == reference) | (answer.isnan() & reference.isnan())
 
         # A NaN on one side only is an infinite difference.
-        gap = torch.where(equal, 0.0, gap).nan_to_num(nan=torch.inf)
-        differences[name] = float(gap.max()) if gap.numel() else 0.0
+        error = torch.where(equal, 0.0, error).nan_to_num(nan=torch.inf)
+        differences[name] = float(error.max()) if error.numel() else 0.0
         if differences[name] > TOLERANCE:
-            raise ValueError(_describe_difference(name, program, gap, answer))
+            raise ValueError(_describe_difference(name, program, error, answer))
 
     return differences
 
 
-def _describe_difference(name: str, program: str, gap: Tensor, answer: Tensor) -> str:
+def _describe_difference(name: str, program: str, error: Tensor, answer: Tensor) -> str:
     """Return the error text: which rows of an answer differ, by how much, and what to do.
 
-    name: of the answer. program: the name of what ran the graph. gap, answer: the differences and
+    name: of the answer. program: the name of what ran the graph. error, answer: the differences and
     the graph's answer, N rows of the same shape.
     """
-    bad = _find_largest_by_row(gap) > TOLERANCE
+    is_bad = _find_largest_by_row(error) > TOLERANCE
     nan_rows = int(_find_largest_by_row(answer.isnan()).sum())
     return (
         f"The exported graph is not exact enough, and no file was written: {name} by "
-        f"{program} differs from posterior.predict by up to {float(gap.max()):.2g} (allowed: "
-        f"{TOLERANCE:g}) in {int(bad.sum())} of {len(bad)} rows, the first is row "
-        f"{int(bad.nonzero()[0])}; {nan_rows} rows are NaN, because fixed nodes do not resolve "
+        f"{program} differs from posterior.predict by up to {float(error.max()):.2g} (allowed: "
+        f"{TOLERANCE:g}) in {int(is_bad.sum())} of {len(is_bad)} rows, the first is row "
+        f"{int(is_bad.nonzero()[0])}; {nan_rows} rows are NaN, because fixed nodes do not resolve "
         "them. Likely causes: (a) inputs far from the training data; (b) a network in "
         "float32 with large outputs. Remedy: give example rows like those that the graph "
         "will see, or convert the network with model.double() before the fit."
@@ -219,12 +219,12 @@ def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedPro
 
     # torch.export would take a number of one row as a constant. Rows are repeated, so that a single
     # row of the example is enough.
-    several = tuple(torch.cat([tensor[:1], tensor[:1], tensor[:2]]) for tensor in inputs)
+    repeated_rows = tuple(torch.cat([tensor[:1], tensor[:1], tensor[:2]]) for tensor in inputs)
     shapes = (tuple({0: rows} for _ in inputs),)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            return torch.export.export(graph, several, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(graph, repeated_rows, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever the user's module raises while it is traced
         raise ValueError(
             f"torch.export could not trace the network: {error}. Likely causes: (a) steps in its "

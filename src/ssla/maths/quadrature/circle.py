@@ -192,18 +192,18 @@ def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) ->
     pending = torch.arange(rows)
     count = FIRST_ANGLES
     while pending.numel():
-        again = []
+        retried = []
         for chunk in pending.split(max(ANGLES_AT_ONCE // count, 1)):
             logs = log_density(_space_points(count)[:-1].expand(chunk.numel(), -1), chunk).double()
             # The relative difference of the mass by every second angle from that by all angles
             error = (logs[:, ::2].logsumexp(1) - logs.logsumexp(1) + math.log(2)).expm1().abs()
-            good = error <= HALF_RULE
-            kept = good | (count >= MOST_ANGLES)
-            if bool(kept.any()):
-                circles.append(RowCircle(chunk[kept], Circle(logs[kept], good[kept])))
-            again.append(chunk[~kept])
+            passes = error <= HALF_RULE
+            accepted = passes | (count >= MOST_ANGLES)
+            if bool(accepted.any()):
+                circles.append(RowCircle(chunk[accepted], Circle(logs[accepted], passes[accepted])))
+            retried.append(chunk[~accepted])
 
-        pending = torch.cat(again)
+        pending = torch.cat(retried)
         count *= 2
 
     return circles

@@ -397,22 +397,25 @@ class Grid:
             0, pattern.numel() - 2
         )
         panels = self._gather_panels(panel)
-        need = (target - self._cumulative_mass.gather(1, panel)).clamp_min(0)
-        low, high = torch.zeros_like(need), torch.ones_like(need)
-        fraction = (need / _integrate_panels(panels, high).clamp_min(1e-300)).clamp(0, 1)
+        needed_mass = (target - self._cumulative_mass.gather(1, panel)).clamp_min(0)
+        low, high = torch.zeros_like(needed_mass), torch.ones_like(needed_mass)
+        fraction = (needed_mass / _integrate_panels(panels, high).clamp_min(1e-300)).clamp(0, 1)
 
         # Newton steps inside a shrinking bracket, and bisection where they leave it: usually five
         # rounds.
         for _ in range(QUANTILE_ROUNDS):
-            gap = _integrate_panels(panels, fraction) - need
-            low, high = torch.where(gap <= 0, fraction, low), torch.where(gap >= 0, fraction, high)
+            excess = _integrate_panels(panels, fraction) - needed_mass
+            low, high = (
+                torch.where(excess <= 0, fraction, low),
+                torch.where(excess >= 0, fraction, high),
+            )
             density = _evaluate_spline(panels, fraction).exp() * panels.width
-            step = gap / density.clamp_min(1e-300)
+            step = excess / density.clamp_min(1e-300)
             if bool((step.abs() <= QUANTILE_STEP).all()):
                 break
-            new = fraction - step
-            inside = (new >= low) & (new <= high)
-            fraction = torch.where(inside, new, (low + high) / 2)
+            newton_point = fraction - step
+            inside = (newton_point >= low) & (newton_point <= high)
+            fraction = torch.where(inside, newton_point, (low + high) / 2)
 
         return pattern[panel] + fraction * panels.width
 
@@ -518,13 +521,13 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
 
     # A row has one interval, rarely two or three.
     for number in range(1, most + 1):
-        missing = count < number
+        is_missing = count < number
         first = (starts & (start_number == number)).to(torch.uint8).argmax(1)
         last = (stops & (stop_number == number)).to(torch.uint8).argmax(1)
         lower = _interpolate_crossing(excess, places, first, -1)
         upper = _interpolate_crossing(excess, places, last, 1)
-        lowers.append(lower.masked_fill(missing, math.nan))
-        uppers.append(upper.masked_fill(missing, math.nan))
+        lowers.append(lower.masked_fill(is_missing, math.nan))
+        uppers.append(upper.masked_fill(is_missing, math.nan))
 
     return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
 

@@ -61,15 +61,17 @@ def expected_entropy(mean: Tensor, sd: Tensor) -> Tensor:
     Beyond the last node h is below 1e-15.
     """
     z, weights = normal_trapezoidal_rule()
-    near = (
+    by_normal = (
         _compute_entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z)
         @ weights
     )
     L = _space_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
-    wide = sd.clamp_min(LARGE)
-    scores = (L - mean.unsqueeze(1)) / wide.unsqueeze(1)
-    far = (-0.5 * scores * scores).exp() @ _compute_entropy_of_logit(L)
-    return torch.where(sd <= LARGE, near, far * LOGISTIC_STEP / (wide * math.sqrt(2 * math.pi)))
+    large_sd = sd.clamp_min(LARGE)
+    scores = (L - mean.unsqueeze(1)) / large_sd.unsqueeze(1)
+    by_logit = (-0.5 * scores * scores).exp() @ _compute_entropy_of_logit(L)
+    return torch.where(
+        sd <= LARGE, by_normal, by_logit * LOGISTIC_STEP / (large_sd * math.sqrt(2 * math.pi))
+    )
 
 
 def _compute_entropy_of_logit(f: Tensor) -> Tensor:

@@ -141,15 +141,15 @@ class _Work(NamedTuple):
         return self._replace(rows=self.rows[rows], centre=self.centre[rows], scale=self.scale[rows])
 
 
-def _accept_rows(work: _Work, grid: Grid, verdict: _Verdict, kept: Tensor) -> RowGrid:
-    """Return the rows of a grid that `kept` (m,) bool selects, with their numbers.
+def _accept_rows(work: _Work, grid: Grid, verdict: _Verdict, accepted: Tensor) -> RowGrid:
+    """Return the rows of a grid that `accepted` (m,) bool selects, with their numbers.
 
     Rows that did not pass are flagged as not accurate.
     """
-    kept_grid = grid if bool(kept.all()) else grid.select_rows(kept)
-    if not bool(verdict.good[kept].all()):
-        kept_grid = replace(kept_grid, accurate=verdict.good[kept])
-    return RowGrid(work.rows[kept], kept_grid)
+    kept_grid = grid if bool(accepted.all()) else grid.select_rows(accepted)
+    if not bool(verdict.good[accepted].all()):
+        kept_grid = replace(kept_grid, accurate=verdict.good[accepted])
+    return RowGrid(work.rows[accepted], kept_grid)
 
 
 def _plan_retries(work: _Work, verdict: _Verdict, pending: Tensor) -> list[_Work]:
@@ -165,10 +165,10 @@ def _plan_retries(work: _Work, verdict: _Verdict, pending: Tensor) -> list[_Work
         (verdict.coarse, work.reach, finer),
         (verdict.heavy, WIDER * work.reach, finer),
     ):
-        again = reason & pending
-        if bool(again.any()):
-            moved = verdict.centre[again], verdict.scale[again]
-            retries.append(_Work(work.rows[again], *moved, reach, count, work.round + 1))
+        is_retried = reason & pending
+        if bool(is_retried.any()):
+            moved = verdict.centre[is_retried], verdict.scale[is_retried]
+            retries.append(_Work(work.rows[is_retried], *moved, reach, count, work.round + 1))
 
     return retries
 
