@@ -389,6 +389,6 @@ def _refuse_bad_covariances(
         row = int(is_bad.nonzero()[0])
         raise ValueError(
             f"{subject} must be {required} for each input, but {int(is_bad.sum())} of "
-            f"{len(is_bad)} are not (row {row}: {fault} {float(figures[row]):.3g}). Give covariances and not "
-            "standard deviations, differences or roots of them."
+            f"{len(is_bad)} are not (row {row}: {fault} {float(figures[row]):.3g}). Give "
+            "covariances and not standard deviations, differences or roots of them."
         )

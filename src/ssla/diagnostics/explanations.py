@@ -161,7 +161,7 @@ class Explanation:
         means = self.influence.mean[i][:SHOWN].tolist()
         variances = self.influence.variance[i][:SHOWN].tolist()
 
-        lines = []
+        lines: list[str] = []
         for row, mean, variance in zip(rows, means, variances, strict=True):
             label = "" if lines else "rows"
             lines.append(

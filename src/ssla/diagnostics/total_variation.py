@@ -109,7 +109,8 @@ def _compare_pairs(predictives: Sequence[Predictive]) -> tuple[Tensor, Tensor]:
 def _search_from(members: Members, start: Predictive) -> Tensor:
     """Return the largest distance (N,) that a search from one member finds.
 
-    start: the first member. Each round searches for the member that is farthest from the latest one.
+    start: the first member. Each round searches for the member that is farthest from the latest
+    one.
     """
     largest_distance = torch.zeros(start.law.rows, dtype=torch.float64)
     latest_member = start
