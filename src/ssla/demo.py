@@ -39,7 +39,10 @@ GAP = -2.3  # an input between two clusters of the data
 
 
 def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw n rows of the toy data of the paper's section 4.2: x (n, 1), y (n,)."""
+    """Draw n rows of the toy data of the paper's section 4.2: x (n, 1), y (n,).
+
+    generator: of the random numbers.
+    """
     centre = torch.tensor([-4.0, 0.0, 4.0])
     spread = torch.tensor([0.4, 0.9, 0.4])
     cluster = torch.randint(3, (n,), generator=generator)
@@ -93,7 +96,10 @@ def train_network(
 
 
 def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
-    """Return the seconds that a call of `work` takes, the least of several runs."""
+    """Return the seconds that a call of `work` takes, the least of several runs.
+
+    repeats: the number of runs.
+    """
     best = math.inf
     for _ in range(repeats):
         start = time.perf_counter()

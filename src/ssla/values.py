@@ -132,7 +132,9 @@ def prior_share(operator: Operator, precision: Tensor) -> Tensor:
 def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
     """Compute Σ w rᵀΣ⁻¹r, the whitened squared residuals of a Gaussian likelihood with C outputs.
 
-    The squares follow from ℓ_D = −½ Σ w (rᵀΣ⁻¹r + log|Σ| + C log 2π), without a pass.
+    The squares follow from ℓ_D = −½ Σ w (rᵀΣ⁻¹r + log|Σ| + C log 2π), without a pass. statistics:
+    sums with the noise of `likelihood`. Raises no error for another likelihood: the caller must
+    have Gaussian noise.
     """
     sigma = likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))
     logdet = 2 * float(torch.linalg.cholesky(sigma).diagonal().log().sum())

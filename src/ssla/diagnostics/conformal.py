@@ -106,8 +106,9 @@ def predictive_set(
 ) -> Tensor:
     """Compute the conformal sets of one posterior at the N inputs x; see Posterior.predictive_set.
 
-    data, rows: as in `Member`. Returns intervals (N, 2) in the dtype of the posterior's answers, or
-    sets of classes, bool (N, C). Raises what `cross_conformal_sets` raises.
+    level: of the sets, between 0 and 1. data, rows: as in `Member`. Returns intervals (N, 2) in the
+    dtype of the posterior's answers, or sets of classes, bool (N, C). Raises what
+    `cross_conformal_sets` raises.
     """
     sets = cross_conformal_sets([Member(posterior, as_inputs(x), data, rows)], level)
     if sets.dtype == torch.bool:
@@ -188,7 +189,8 @@ def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
     All sets are infinite if there are few rows, and too large if some rows cannot be removed from
     the fit.
 
-    weights (m,): of the compared rows. sound (m,) bool: whether the row can be removed.
+    weights (m,): of the compared rows. sound (m,) bool: whether the row can be removed. level: of
+    the sets.
     """
     shortage = describe_row_shortage(weights, level, "rows")
     if shortage is not None:
@@ -228,7 +230,10 @@ def _check_rows(rows: Any, n: int) -> Tensor:
 
 
 def _split_by_chunk(chosen: Tensor, sites: Sites) -> list[Tensor]:
-    """Split flags of all training rows (n,) bool into those of each chunk of rows in `sites`."""
+    """Split flags of all training rows (n,) bool into those of each chunk of rows in `sites`.
+
+    chosen (n,) bool: the flags.
+    """
     return list(chosen.split([len(site.f) for site in sites]))
 
 
@@ -376,6 +381,7 @@ def _use_mean_output(members: list[_Candidates]) -> list[_Candidates]:
     """Return the candidates with the mean output of all networks in place of each network's own.
 
     Only the mean of the outputs changes; every network keeps its own covariance. See the module.
+    members: the candidates of each network, for the same q inputs.
     """
     f = torch.stack([member.query.f for member in members]).mean(0)
     return [member._replace(query=member.query._replace(f=f)) for member in members]
@@ -384,7 +390,8 @@ def _use_mean_output(members: list[_Candidates]) -> list[_Candidates]:
 def compute_nonconformity(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """Compute the score of the module, which says how badly outputs N(f, K) predict y.
 
-    y (M,), f (M, C), K (M, C, C) -> (M,). Raises ValueError where the variance of y is infinite.
+    likelihood: of y given the outputs. y (M,), f (M, C), K (M, C, C) -> (M,). Raises ValueError
+    where the variance of y is infinite.
     """
     if likelihood.support_for(f.shape[1]).kind == "class":
         return 1 - _approximate_class_probabilities(likelihood, f, K).gather(
@@ -426,7 +433,8 @@ def _compute_moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple
 def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
     """Compute the intervals (q, 2) for Gaussian noise and one output, in closed form.
 
-    The ends are quantiles of the crossings of all members' rows, by row weight.
+    The ends are quantiles of the crossings of all members' rows, by row weight. members: the
+    candidates of each member, for the same q inputs. level: of the sets.
     """
     crossings = [_compute_gaussian_crossings(member) for member in members]
     lower = torch.cat([low for low, _ in crossings], 1)
@@ -494,7 +502,8 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
     """Compute the intervals (q, 2) of numbers or counts, by a fixed point for each end.
 
     An end is the y that equals the quantile of centre ± scale · score over the rows, where the
-    scores are those after a refit with this y. Warns of ends that did not converge.
+    scores are those after a refit with this y. Warns of ends that did not converge. members, level:
+    as in `_solve_gaussian_ends`.
     """
     weights = torch.cat([member.rows.weights for member in members])
     sound = torch.cat([member.rows.sound for member in members])
@@ -557,7 +566,11 @@ def _search_end(search: _EndSearch, side: float) -> tuple[Tensor, Tensor]:
 
 
 def _find_class_sets(members: list[_Candidates], level: float) -> Tensor:
-    """Compute the sets of classes, bool (q, C), by a refit with every class."""
+    """Compute the sets of classes, bool (q, C), by a refit with every class.
+
+    members, level: as in `_solve_gaussian_ends`. A class is in the set if its score is at most the
+    quantile of those of the rows.
+    """
     weights = torch.cat([member.rows.weights for member in members])
     query = members[0].query
     support = members[0].likelihood.predictive.support_for(query.f.shape[1])

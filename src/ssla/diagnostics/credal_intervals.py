@@ -65,7 +65,10 @@ def find_smallest_interval(predictives: Sequence[Predictive], level: float) -> T
 
 
 def compute_probability_between(predictive: Any, ends: Tensor) -> Tensor:
-    """Compute P(a ≤ Y ≤ b) of each row (N,), for ends a, b (N, 2)."""
+    """Compute P(a ≤ Y ≤ b) of each row (N,), for ends a, b (N, 2).
+
+    The predictive must be of numbers or counts.
+    """
     # For a count, P(a ≤ Y ≤ b) is P(Y ≤ b) − P(Y ≤ a − 1).
     before = ends - torch.tensor([float(predictive.kind == "count"), 0.0])
     between: Tensor = predictive.cdf(before).double().diff(dim=1).squeeze(1)

@@ -439,6 +439,7 @@ def _compute_influence(
 
     removal: that of the rows. response: S v (P, q·C) of `_compute_precision_response`; None for
     Gaussian noise. by: MEAN or VARIANCE, for the score. A row that cannot be removed has score −1.
+    site: the rows of the chunk.
     """
     C = site.f.shape[1]
     a, W, sound = removal
@@ -466,7 +467,7 @@ def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query
     """Compute S v (P, q·C): how the variances at a query change with θ, through the Λ of all rows.
 
     S v is that of the module, for each input and output of the query: the change of the variance is
-    −aᵀJ_i S v if row i is left out.
+    −aᵀJ_i S v if row i is left out. sites: those of all training rows.
     """
     total = torch.zeros_like(query.solved)
     for site in sites:
@@ -491,6 +492,7 @@ def _differentiate_own_precision(posterior: Posterior, site: Site, a: Tensor) ->
     """Compute the derivative of each row's Λ along K a, the row's effect on its own outputs.
 
     a (b, C): that of `_Removal`. The result is (b, C, C), for one copy of a row of weight above 1.
+    site: the b rows.
     """
     K = posterior.covariance.covariance(site.J)
     move = (K @ a.unsqueeze(-1)).squeeze(-1)
@@ -504,7 +506,10 @@ def _differentiate_own_precision(posterior: Posterior, site: Site, a: Tensor) ->
 
 
 def _compute_precision_change(posterior: Posterior, site: Site, move: Tensor) -> Tensor:
-    """Compute Λ at the outputs f + move less Λ at f − move: move (b, C) -> (b, C, C)."""
+    """Compute Λ at the outputs f + move less Λ at f − move: move (b, C) -> (b, C, C).
+
+    site: the b rows.
+    """
     above = _compute_precision(posterior, site, site.f + move)
     return above - _compute_precision(posterior, site, site.f - move)
 
@@ -679,7 +684,7 @@ def _average_inputs(posterior: Posterior, columns: int, data: Any) -> Tensor:
 def _compute_input_effects(posterior: Posterior, x: Tensor, reference: Tensor) -> Tensor:
     """Compute for each column the doubt at x less the doubt with the column at its reference.
 
-    x (N, D), reference (D,) -> (N, D).
+    x (N, D), reference (D,) -> (N, D). The doubt is summed over the values of y.
     """
     x = x.to("cpu", torch.float64)
     N, D = x.shape

@@ -241,7 +241,8 @@ class LikelyOutputs:
     ) -> tuple[Tensor, Tensor]:
         """Maximise functions of v by a compass search: v (T, C) and the maxima (T,).
 
-        at_starts (s, T): the values at the starting points, which are those of every row.
+        at_starts (s, T): the values at the starting points, which are those of every row. evaluate:
+        v (T, C) -> the value of each of T tasks at its own v (T,).
         """
         closed_form = self.likelihood.quadratic or self.likelihood.logit_temperature is not None
         return maximise(

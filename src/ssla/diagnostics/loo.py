@@ -224,7 +224,10 @@ def _replace_by_refits(answer: _RowAnswers, refits: list[_RefitRow], sites: Site
 
 
 def _warn_of_bad_rows(failed: Tensor, inaccurate: Tensor) -> None:
-    """Warn of rows whose predictive is inaccurate, and of rows without an answer, (n,) bool."""
+    """Warn of rows whose predictive is inaccurate, and of rows without an answer, (n,) bool.
+
+    failed: those without an answer.
+    """
     if bool(inaccurate.any()):
         warn(
             f"{int(inaccurate.sum())} of {len(inaccurate)} leave-one-out predictives are "

@@ -229,6 +229,7 @@ def _replace_prior(posterior: Posterior, prior: Prior, convention: str) -> Poste
 
     Raises NoFactorError where the curvature with that prior is not positive definite. If the
     posterior keeps averages, their curvature must be so with the share NEEDED of the precision.
+    convention: as in `Posterior.with_prior`.
     """
     moved = posterior.with_prior(prior, convention)
     if _keeps_averages(posterior, convention):
@@ -445,7 +446,8 @@ def differentiate_precision(
 ) -> Tensor:
     """Compute the derivative of Λ(y, f) along a direction of f, by autograd of log p.
 
-    y (M,) or (M, D), f and direction (M, C) -> (M, C, C).
+    y (M,) or (M, D), f and direction (M, C) -> (M, C, C). likelihood: that of log p(y|f), with Λ(y,
+    f) = −∇² log p(y|f).
     """
     with torch.enable_grad():
         variable = f.detach().clone().requires_grad_(True)
@@ -536,7 +538,8 @@ def _test_in_eigenbasis(basis: Eigenbasis, tau: Tensor, r: Tensor) -> Conflict:
     """Return the test of `conflict` from an eigenbasis of S in which T is diagonal.
 
     tau (P,): the diagonal of T. r (P,): the score vector. The statistic is then a sum over the
-    eigenvalues of S that are not zero to rounding.
+    eigenvalues of S that are not zero to rounding. basis: has one eigenvalue of S for each
+    coordinate.
     """
     is_nonzero = basis.values > RANK_TOLERANCE * basis.values.max()
     c = basis.to_eigenbasis(r)[is_nonzero]

@@ -132,7 +132,10 @@ def _search_from(members: Members, start: Predictive) -> Tensor:
 
 
 def _place_cuts(p: Law, q: Law, is_count: bool) -> Tensor:
-    """Return the points (N, k) between the cells of the line for two laws, in increasing order."""
+    """Return the points (N, k) between the cells of the line for two laws, in increasing order.
+
+    is_count: whether y is a count. Cuts of counts are whole numbers.
+    """
     scores = torch.linspace(-REACH, REACH, SCORES, dtype=torch.float64)
     levels = torch.special.erfc(-scores / math.sqrt(2)) / 2
     nodes = torch.cat([p.icdf(levels), q.icdf(levels)], 1).sort(1).values
@@ -152,7 +155,8 @@ def _add_crossings(p: Law, q: Law, nodes: Tensor, is_count: bool) -> Tensor:
     """Return the nodes (N, k) and, between neighbours, two points near which p and q cross.
 
     They are the results of two secant steps for log p − log q = 0. Where it has one sign at both
-    ends there is no crossing, and a point there changes nothing.
+    ends there is no crossing, and a point there changes nothing. is_count: whether y is a count;
+    points are then rounded down.
     """
     low, high = nodes[:, :-1], nodes[:, 1:]
     ratio = p.log_prob(nodes) - q.log_prob(nodes)

@@ -140,7 +140,10 @@ def check_target(target: Path) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    """Write a file, and wait until it is on the disk, so that a power cut does not lose it."""
+    """Write a file, and wait until it is on the disk, so that a power cut does not lose it.
+
+    path: of the file, whose folder exists. Raises OSError if it cannot be written.
+    """
     with path.open("wb") as file:
         file.write(data)
         file.flush()

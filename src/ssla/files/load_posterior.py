@@ -82,9 +82,9 @@ def decode_posterior(
 ) -> Posterior:
     """Make a posterior from the content and tensors of a file, and validate it.
 
-    source: the file, for errors. likelihood, prior, output: see `load`; None for what the file
-    holds. Raises FileError for content that is damaged, forged, or of another network, and
-    ValueError for a module in training mode.
+    model: the network, as in `load`. source: the file, for errors. likelihood, prior, output: see
+    `load`; None for what the file holds. Raises FileError for content that is damaged, forged, or
+    of another network, and ValueError for a module in training mode.
     """
     decoder = Decoder(tensors)
     with convert_to_file_error(source):
@@ -137,7 +137,8 @@ def _choose_output(
     """Return the argument output= with which the network is opened again.
 
     output: the given one, or None. A stored name or index may be given again. Raises FileError if
-    the given one differs from it, or if code is missing or superfluous.
+    the given one differs from it, or if code is missing or superfluous. source: the file, for
+    errors.
     """
     stored = content.get("output")  # absent if the result of the module is f
     is_custom = isinstance(stored, dict)

@@ -125,7 +125,7 @@ def _remove_draft_folder(folder: Path, target: Path) -> None:
 def _discard_folder(old: Path) -> None:
     """Remove a directory under another name, so that no reader finds it half removed.
 
-    Nothing is raised, also if there is no such directory.
+    Nothing is raised, also if there is no such directory. old: the directory.
     """
     gone = old.with_name("gone")
     with contextlib.suppress(OSError):  # there is none
@@ -197,7 +197,8 @@ def _list_draft_folders(target: Path) -> list[Path]:
 def _make_locked_folder(target: Path) -> tuple[Path, IO[bytes] | None]:
     """Make a draft folder, lock it, and return it with its lock; None if the system has no locks.
 
-    Raises OSError if the folder cannot be made.
+    Raises OSError if the folder cannot be made. target: the file or directory that the draft will
+    replace.
     """
     while True:
         folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}{SUFFIX}")

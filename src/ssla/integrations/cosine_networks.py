@@ -149,7 +149,11 @@ def draw_network(
 
 @torch.no_grad()
 def _draw_weights(network: nn.Sequential, generator: torch.Generator) -> None:
-    """Draw the weights and phases of a cosine network, in place; see `draw_network`."""
+    """Draw the weights and phases of a cosine network, in place; see `draw_network`.
+
+    generator: of the random numbers; weights are drawn before phases, layer by layer, so that a
+    seed gives the same network.
+    """
     linear_layers = [layer for layer in network if isinstance(layer, nn.Linear)]
     for i, layer in enumerate(linear_layers):
         weight = torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64)

@@ -105,9 +105,9 @@ class IdentityPlus:
 def factorise_identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> IdentityPlus:
     """Factorise A = I + RᵀΛR.  R, Λ (M, C, C).
 
-    For C ≤ 3 R must be lower triangular, as from `covariance_root`. Where A is not positive
-    definite, `positive` is false, and `solve` and `logdet` are invalid. margin: what all pivots
-    must exceed for `positive`.
+    R: a root of K. precision: Λ. For C ≤ 3 R must be lower triangular, as from `covariance_root`.
+    Where A is not positive definite, `positive` is false, and `solve` and `logdet` are invalid.
+    margin: what all pivots must exceed for `positive`.
     """
     if R.shape[-1] > CLOSED_FORM_LIMIT:
         return _factorise_by_lapack(R, precision, margin)
@@ -118,6 +118,7 @@ def _factorise_by_components(R: Tensor, precision: Tensor, margin: float) -> Ide
     """Factorise A = I + RᵀΛR = LDLᵀ by components, for C ≤ 3.  R, Λ (M, C, C).
 
     The pivots d_j are also held as e_j = d_j − 1, so that log1p gets them without rounding.
+    precision: Λ. margin: as in `factorise_identity_plus`.
     """
     span = range(R.shape[-1])
     L, excess, pivots = _factorise_unit_lower(_compute_congruence_entries(R, precision))
@@ -152,6 +153,7 @@ def _compute_congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tenso
     """Compute the entries (M,) of S = RᵀΛR for a lower triangular R.  R, Λ (M, C, C).
 
     Both entries of a symmetric pair are one tensor, so a change of one changes the other.
+    precision: Λ.
     """
     size = R.shape[-1]
     S: list[list[Tensor]] = [[R[..., 0, 0]] * size for _ in range(size)]
@@ -197,7 +199,8 @@ def _factorise_by_lapack(R: Tensor, precision: Tensor, margin: float) -> Identit
     """Factorise A = I + RᵀΛR by LAPACK's batched routines, for C > 3.  R, Λ (M, C, C).
 
     The pivots are the squares of the Cholesky factor's diagonal. log |A| is taken from the
-    eigenvalues of RᵀΛR, so that small ones keep their digits.
+    eigenvalues of RᵀΛR, so that small ones keep their digits. precision: Λ. margin: as in
+    `factorise_identity_plus`.
     """
     S = R.mT @ precision @ R
     S = (S + S.mT) / 2

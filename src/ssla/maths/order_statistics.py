@@ -31,7 +31,8 @@ def conformal_quantile(values: Tensor, weights: Tensor, level: float) -> Tensor:
 def describe_row_shortage(weights: Tensor, level: float, rows: str) -> str | None:
     """Return a clause that says how many rows a quantile needs; None if there are enough.
 
-    weights (n,): those of the rows. rows: the noun for them, such as "rows".
+    weights (n,): those of the rows. rows: the noun for them, such as "rows". level: of the
+    quantile, between 0 and 1.
     """
     total = float(weights.sum())
     # This is the condition of `conformal_quantile`, so a finite quantile is never refused.

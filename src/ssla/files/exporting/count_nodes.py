@@ -126,7 +126,9 @@ def make_count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
     """Return the law of counts with mean e^f and a known `overdispersion`, for f ~ N(f̂, K).
 
     f: f̂ (N, 1). K (N, 1, 1). A row uses the table of the first reach whose tails are small enough,
-    and no table if that one is not accurate: the library would then take other blocks.
+    and no table if that one is not accurate: the library would then take other blocks. The variance
+    of counts with mean m is m + αm², with the overdispersion α of the likelihood, which is 0 for
+    Poisson counts.
     """
     overdispersion = likelihood.overdispersion
     assert overdispersion is not None
@@ -156,7 +158,7 @@ def _locate_blocks(overdispersion: float, f: Tensor, K: Tensor) -> tuple[Tensor,
     """Return the centre of the blocks and their unit, (N,) each, as in `make_count_predictive`.
 
     The centre is e^f̂, and the unit is the standard deviation of the counts, at least 1. f: f̂ (N,
-    1). K (N, 1, 1).
+    1). K (N, 1, 1). overdispersion: α of `make_count_law`.
     """
     nodes, weights = normal_nodes(1)
     # Means of the counts at the nodes of f. A large variance of f is cut: it would move the unit
@@ -179,6 +181,7 @@ def _make_table(
     """Return the table of the blocks up to a reach, with their log probabilities.
 
     f: f̂ (N, 1). K (N, 1, 1). mean and scale (N,): the centre of the blocks and their unit.
+    overdispersion: α of `make_count_law`.
     """
     edges = _make_block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
 
@@ -200,7 +203,8 @@ def _make_block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
     """Return the edges of the blocks (N, k + 1) in rising order, as in `ssla.predictive.count_law`.
 
     mean and scale (N, 1). All rows have the same number of edges. Those that a row does not need
-    repeat its first edge, so that their blocks have no counts.
+    repeat its first edge, so that their blocks have no counts. reach: the largest t, see the
+    module.
     """
     pattern, single, growing = _make_edge_patterns(reach)
     edges = (mean + scale * pattern).round().clamp(0, LARGEST_COUNT)

@@ -236,7 +236,10 @@ def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedPro
 def _write_torch_file(
     program: torch.export.ExportedProgram, draft: Path, facts: Mapping[str, Any]
 ) -> torch.nn.Module:
-    """Write a traced program for torch.export, with facts about it, and return it as read again."""
+    """Write a traced program for torch.export, with facts about it, and return it as read again.
+
+    draft: the path of the file.
+    """
     with _silence_exporter():
         torch.export.save(program, draft, extra_files={"ssla.json": json.dumps(facts)})
         return torch.export.load(draft).module()
@@ -248,7 +251,7 @@ def _write_onnx_file(
     """Write a traced program as ONNX, with facts about it.
 
     names: those of the inputs. Raises ImportError without onnx and onnxscript, ValueError for an
-    operation that ONNX lacks.
+    operation that ONNX lacks. draft: the path of the file. facts: stored in it as metadata.
     """
     try:
         import onnx  # noqa: F401

@@ -87,7 +87,10 @@ def compute_softmax_probabilities(f: Tensor, root: Root) -> Tensor:
 
 
 def _iterate_moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
-    """Yield the moves R z (N, C, s) of the outputs, for s of the nodes z (C, S) at a time."""
+    """Yield the moves R z (N, C, s) of the outputs, for s of the nodes z (C, S) at a time.
+
+    root: R, with R Rᵀ = K.
+    """
     if z.shape[1] < 4 * z.shape[0]:
         # So few nodes are rescaled together. The limit is that of `whitened` in
         # `ssla.predictive.class_integrals`.

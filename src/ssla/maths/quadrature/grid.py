@@ -57,7 +57,7 @@ def _build_second_derivative_matrix(count: int, reach: float) -> Tensor:
     """Return the matrix (k, k) from nodal values to the second derivatives of their spline.
 
     The spline is cubic and not-a-knot, on the k = count nodes of `node_pattern`. Its second
-    derivatives solve system @ bends = right @ values.
+    derivatives solve system @ bends = right @ values. reach: that of `node_pattern`.
     """
     x = node_pattern(count, reach)[0].numpy()
     h = np.diff(x)
@@ -83,7 +83,7 @@ def _build_midpoint_matrix(count: int, reach: float) -> Tensor:
     """Return the matrix (k − 1, k) from nodal values to the spline in the middle of its panels.
 
     With width h the spline is there the mean of both values less h²/16 times the sum of both second
-    derivatives.
+    derivatives. count, reach: those of `node_pattern`.
     """
     x, bends = node_pattern(count, reach)[0], _build_second_derivative_matrix(count, reach)
     eye = torch.eye(count, dtype=torch.float64)

@@ -122,7 +122,7 @@ def _log_tail(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Ten
     The logistic density is e^l there. By parts the integral is e^end Φ((m − end)/s) + e^(m + s²/2)
     Φ(t), with t = a − s and a = (end − m)/s. For t < −FAR the logarithm of the second term is a
     difference of numbers of size s², of which only rounding errors are left. There the same term is
-    computed as e^(end − a²/2) Φ(t) / (√2π φ(t)).
+    computed as e^(end − a²/2) Φ(t) / (√2π φ(t)). log_ndtr: log Φ, elementwise.
     """
     end = -LOGISTIC_REACH
     ends = end + log_ndtr((m - end) / s)

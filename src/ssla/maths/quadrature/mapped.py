@@ -78,7 +78,7 @@ def _compute_refined_moment(
     """Compute a moment of y = h(z) (m,) for the rows of a piece, from new nodes that resolve it.
 
     The new nodes are those for p·wᵒʳᵈᵉʳ. around (m,). The moment is infinite where p·wᵒʳᵈᵉʳ has no
-    integral.
+    integral. order: 1 or 2, as in `_compute_moment_from_nodes`. accuracy: of the new nodes.
     """
     rows, grid = piece
 

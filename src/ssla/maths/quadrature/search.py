@@ -144,7 +144,7 @@ class _Work(NamedTuple):
 def _accept_rows(work: _Work, grid: Grid, verdict: _Verdict, accepted: Tensor) -> RowGrid:
     """Return the rows of a grid that `accepted` (m,) bool selects, with their numbers.
 
-    Rows that did not pass are flagged as not accurate.
+    Rows that did not pass are flagged as not accurate. work, verdict: of all rows of the grid.
     """
     kept_grid = grid if bool(accepted.all()) else grid.select_rows(accepted)
     if not bool(verdict.good[accepted].all()):
@@ -156,7 +156,7 @@ def _plan_retries(work: _Work, verdict: _Verdict, pending: Tensor) -> list[_Work
     """Return the next work for the pending rows (m,) bool, by the reason why they did not pass.
 
     Rows off the centre get moved nodes, coarse ones twice as many, and rows with heavy tails a
-    larger reach with twice as many.
+    larger reach with twice as many. work: of all rows of the grid. verdict: of these rows.
     """
     finer = 2 * work.node_count - 1
     retries = []
@@ -176,7 +176,8 @@ def _plan_retries(work: _Work, verdict: _Verdict, pending: Tensor) -> list[_Work
 def _cut_grid(log_density: LogDensity, rows: Tensor, start: _Start) -> RowGrid:
     """Return a grid for rows (r,) without an integral, at their first guess.
 
-    The density is cut at the first minimum on either side, and the rows are not accurate.
+    The density is cut at the first minimum on either side, and the rows are not accurate. start:
+    the first guess of all rows.
     """
     work = _Work(rows, *start.select_rows(rows), FIRST_REACH, 2 * FIRST_NODES - 1, 0)
     return RowGrid(rows, _cut_at_valleys(_evaluate_grid(log_density, work)))
@@ -246,7 +247,10 @@ class _Verdict(NamedTuple):
 
 
 def _judge_grid(grid: Grid, accuracy: Accuracy) -> _Verdict:
-    """Return which rows of a grid pass, and how the grids of the others should change."""
+    """Return which rows of a grid pass, and how the grids of the others should change.
+
+    accuracy: the limits of errors.
+    """
     x = grid.pattern
     shares = grid.relative_terms
     body = shares.sum(1)
@@ -328,7 +332,7 @@ def locate_densities(log_density: LogDensity, rows: int) -> tuple[Tensor, Tensor
     The densities may be at distances from 1e-6 to 1e12 of zero. The first round has nodes over that
     range. Each round takes the median and the spread of the mass at its nodes as the next centre
     and scale. For two distant modes the result is the higher one, and `build_grids` widens the
-    grid.
+    grid. rows: their number m.
     """
     index = torch.arange(rows)
     centre = torch.zeros(rows, dtype=torch.float64)
