@@ -131,7 +131,7 @@ def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
     comparisons = [_Comparison.read_rows(member) for member in members]
     _warn_of_large_sets(
         torch.cat([comparison.rows.weights for comparison in comparisons]),
-        torch.cat([comparison.rows.sound for comparison in comparisons]),
+        torch.cat([comparison.rows.removable for comparison in comparisons]),
         level,
     )
     find_sets: Callable[[list[_Candidates], float], Tensor]
@@ -183,13 +183,13 @@ def _check_posterior(posterior: Posterior) -> Support:
     return support
 
 
-def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
+def _warn_of_large_sets(weights: Tensor, removable: Tensor, level: float) -> None:
     """Warn of sets that are infinite or too large.
 
     All sets are infinite if there are few rows, and too large if some rows cannot be removed from
     the fit.
 
-    weights (m,): of the compared rows. sound (m,) bool: whether the row can be removed. level: of
+    weights (m,): of the compared rows. removable (m,) bool: whether the row can be removed. level: of
     the sets.
     """
     shortage = describe_row_shortage(weights, level, "rows")
@@ -199,9 +199,9 @@ def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
             "more rows or a lower level."
         )
 
-    if not bool(sound.all()):
+    if not bool(removable.all()):
         warn(
-            f"predictive_set cannot remove {int((~sound).sum())} of {len(sound)} rows from the "
+            f"predictive_set cannot remove {int((~removable).sum())} of {len(removable)} rows from the "
             "fit. They count as rows with the highest scores, so that the sets are too large. "
             "Likely causes: (a) structure='diag' or 'kfac' describes these rows badly: use "
             "structure='dense'; (b) a row that alone decides a predicted variance.",
@@ -246,9 +246,9 @@ class _ComparedRows:
     K: Tensor  # their covariance (m, C, C)
     score: Tensor  # g of one copy of the row (m, C)
     precision: Tensor  # Λ of one copy of the row (m, C, C)
-    once: Tensor  # the weight of one copy of the row, min(w, 1) (m,)
+    copy_weight: Tensor  # the weight of one copy of the row, min(w, 1) (m,)
     weights: Tensor  # (m,)
-    sound: Tensor  # (m,) bool: the row can be removed
+    removable: Tensor  # (m,) bool: the row can be removed
 
     @staticmethod
     def select_rows(posterior: Posterior, sites: Sites, chosen: Tensor) -> _ComparedRows:
@@ -262,15 +262,26 @@ class _ComparedRows:
             K = posterior.covariance.covariance(site.J)
 
             # A row of weight w stands for w equal rows; one of them is removed.
-            once = weights.clamp_max(1.0)
-            sound = compute_cavity(site, None, posterior.covariance).sound
+            copy_weight = weights.clamp_max(1.0)
+            removable = compute_cavity(site, None, posterior.covariance).sound
 
             # A row that cannot be removed has no site here; its score is infinite later.
-            score = torch.where(sound[:, None], site.score * once[:, None], 0.0)
-            precision = torch.where(sound[:, None, None], site.precision * once[:, None, None], 0.0)
+            score = torch.where(removable[:, None], site.score * copy_weight[:, None], 0.0)
+            precision = torch.where(
+                removable[:, None, None], site.precision * copy_weight[:, None, None], 0.0
+            )
 
             # in the order of the fields
-            columns = (site.y.double(), site.f, K, score, precision, once, weights, sound)
+            columns = (
+                site.y.double(),
+                site.f,
+                K,
+                score,
+                precision,
+                copy_weight,
+                weights,
+                removable,
+            )
             chunks.append(tuple(column[is_compared] for column in columns))
 
         return _ComparedRows(*map(torch.cat, zip(*chunks, strict=True)))
@@ -360,7 +371,7 @@ class _Candidates(NamedTuple):
             f_without.flatten(0, 1),
             K_without.flatten(0, 1),
         ).view_as(targets)
-        return torch.where(rows.sound, scores, torch.inf)
+        return torch.where(rows.removable, scores, torch.inf)
 
     def _refit_outputs(self, y: Tensor) -> tuple[Tensor, Tensor]:
         """Compute u (q, C) and B (q, C, C) of the refit with y (q,), where Q = BᵀB.
@@ -460,12 +471,12 @@ def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor
     K = rows.K.flatten()
     f = rows.f.flatten()
     h = (K - X.square() / s) / noise
-    remaining = 1 - rows.once * h
+    remaining = 1 - rows.copy_weight * h
     t = (noise * remaining * (remaining + h)).sqrt()
     slope = X / s.sqrt()
     numerator = (rows.y - f) * s.sqrt()  # e√s
     ends = numerator / (slope + t), numerator / (slope - t)
-    crosses = rows.sound & (t > slope.abs())
+    crosses = rows.removable & (t > slope.abs())
     lower = torch.where(crosses, torch.minimum(*ends), -torch.inf)
     upper = torch.where(crosses, torch.maximum(*ends), torch.inf)
     return query.f + lower, query.f + upper
@@ -489,7 +500,8 @@ class _EndSearch(NamedTuple):
         where too few rows can be removed from the fit. A y below the lowest possible one is
         replaced by that one.
         """
-        # The search does not know the support. A count below 0 has no likelihood to refit with.
+        # The search may try a y outside the support. A count below 0 has no likelihood to refit
+        # with.
         y = (side * t).clamp_min(self.lowest)
         ends_by_row = [
             (side * centre)[:, None] + scale[:, None] * member.score_rows(y)
@@ -506,7 +518,7 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
     as in `_solve_gaussian_ends`.
     """
     weights = torch.cat([member.rows.weights for member in members])
-    sound = torch.cat([member.rows.sound for member in members])
+    removable = torch.cat([member.rows.removable for member in members])
     moments = [
         _compute_moments_of_y(member.likelihood.predictive, member.query.f, member.query.K)
         for member in members
@@ -516,7 +528,7 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
 
     # With too few rows, or too many that cannot be removed, the quantile is infinite: every y is in
     # the set.
-    if bool(conformal_quantile(torch.where(sound, 0.0, torch.inf), weights, level).isinf()):
+    if bool(conformal_quantile(torch.where(removable, 0.0, torch.inf), weights, level).isinf()):
         whole_line = torch.tensor([-torch.inf, torch.inf], dtype=torch.float64)
         return whole_line.expand(len(scales[0]), 2)
     support = members[0].likelihood.predictive.support_for(members[0].query.f.shape[1])

@@ -202,8 +202,8 @@ class Credal:
     def imprecision(self, event: Event | None = None) -> Tensor:
         """Return upper − lower probability of an event (N,).
 
-        event=None: the largest difference of upper and lower P(Y ≤ y) over a grid of y. That raises
-        TypeError for classes.
+        event: as in `probability`; None: the largest difference of upper and lower P(Y ≤ y) over a
+        grid of y. Raises TypeError for classes without an event.
         """
         if event is not None:
             return self.probability(event).imprecision
@@ -227,8 +227,8 @@ class Credal:
         """Compute the largest total-variation distance between two members (N,), from 0 to 1.
 
         It is the largest difference, over all events and all pairs of members, of the probabilities
-        that two members give to one event; and so 0 for one member, and it never falls when the set
-        grows. A box of priors is searched: the result belongs to two of its members.
+        that two members give to one event. So it is 0 for one member, and it never falls when the
+        set grows. A box of priors is searched: the result belongs to two of its members.
 
         Raises TypeError for several targets. For numbers the error of the quadrature is below 1e-8.
         """

@@ -83,7 +83,7 @@ STEP = 0.01
 # the share of a row's own term that is taken out: not derived but measured, see above and
 # tests/diagnostics/test_explanations.py
 OWN = 0.5
-# training rows that meet several queries: fewer rows leave room for more queries in a pass; a guess
+# training rows in a chunk; with fewer rows, more queries fit the memory in one pass; a guess
 ROWS_AT_ONCE = 1024
 VARIANTS = 4096  # inputs with one changed column that are evaluated together; a guess
 TINY = torch.finfo(torch.float64).tiny
@@ -247,7 +247,7 @@ def _split_variance(posterior: Posterior, x: Inputs, marginal: Marginal) -> Spli
     A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
     by_prior = compute_first_order_variance(A, prior_response(posterior, x).covariance)
     share = by_prior / compute_first_order_variance(A, marginal.covariance)
-    # 0/0 where y does not depend on θ: nothing is the prior's.
+    # 0/0 where y does not depend on θ: the prior's part is zero.
     prior = doubt * share.nan_to_num(0.0, 0.0, 0.0).reshape(doubt.shape)
     return Split(law.aleatoric, doubt, prior)
 
@@ -443,6 +443,7 @@ def _compute_influence(
     """
     C = site.f.shape[1]
     a, W, sound = removal
+    # In the sums b is a row of the chunk, q an input of the query, and a, c and d are outputs.
     X = site.J.push_many(query.solved).view(len(a), C, -1, C)  # (b, C, q, C)
     mean = torch.einsum("baqc,ba->qbc", X, a)
     variance = -torch.einsum("baqc,bad,bdqc->qbc", X, W, X)

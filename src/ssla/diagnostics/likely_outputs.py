@@ -218,14 +218,17 @@ class LikelyOutputs:
             yield rows, replace(self, mean=self.mean[rows], root=self.root[rows])
 
     def _compute_block(self, functional: Functional, argument: Tensor) -> Bounds:
-        """Compute the bounds of functional(·, argument) for all rows at once."""
+        """Compute the bounds of functional(·, argument) for all rows at once: (N, k) each.
+
+        argument (N, k). Each entry is a task, and the tasks of a row are side by side.
+        """
         if self._is_smooth:
             return self._compute_bounds_by_gradients(functional, argument)
         row_count, columns = argument.shape
         one_column = argument.reshape(-1, 1)
 
         def evaluate(v: Tensor) -> Tensor:
-            """Return the functional of each task at its v (N·k, C): (N·k,)."""
+            """Return the functional of each task at its own v (N·k, C): (N·k,)."""
             members = self._make_predictive(v.view(row_count, columns, -1))
             return functional(members, one_column).squeeze(1)
 
@@ -382,7 +385,7 @@ class LikelyOutputs:
         log_density = OutputLogDensity(
             likelihood=self.likelihood,
             marginal=exact,
-            prior=lambda: exact,  # no answer of a plug-in asks for the prior's part
+            prior=lambda: exact,  # a plug-in has no part of the prior
             rule=PLUG_IN.rule,
             outputs_move=PLUG_IN.outputs_move,
             like=f.new_empty(0),

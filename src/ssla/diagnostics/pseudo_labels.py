@@ -1,4 +1,4 @@
-"""Pseudo-labels: which unlabelled inputs the predictive is surest of.
+"""Pseudo-labels: labels of unlabelled inputs, ranked by their predictive density.
 
 In self-training a model labels the inputs that it is surest of, and is trained on them. The
 network's own probabilities do not say how sure it is: they leave out the doubt about its weights.

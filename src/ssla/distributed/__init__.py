@@ -129,7 +129,8 @@ def read_shard(task: ShardTask, shard: Any) -> Pass:
     if task.row_scale is not None:
         network = with_row_scale(network, task.row_scale)
 
-    # A worker may itself be a rank of a group: its shard is its own all the same.
+    # A worker may itself be a rank of a torch.distributed group. Its sums must stay those of its
+    # shard, so the group is disabled.
     with alone():
         source = open_source(_load_shard(shard))
         # No model is needed, because the network is already open.

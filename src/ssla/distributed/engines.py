@@ -139,9 +139,9 @@ def _return_value(value: Any) -> Any:
 
 
 def _merge_tree(results: list[Any], merge: Merge) -> Any:
-    """Merge neighbours until one result is left, and return it: log₂ levels, in the given order.
+    """Merge pairs of neighbours until one result is left, and return it.
 
-    results: at least one.
+    results: at least one. Their order is kept, and the depth of the merges is log₂ of their number.
     """
     while len(results) > 1:
         pairs = [merge(a, b) for a, b in zip(results[::2], results[1::2], strict=False)]

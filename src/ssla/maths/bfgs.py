@@ -142,7 +142,7 @@ def _climb(search: _Search, place: _Place) -> Maximum:
             if inverse is first_inverse:
                 converged = not steep or search.noise > 0
                 break
-            # The curvature that was learned misleads, so the next step is along the gradient.
+            # The estimate of the curvature is wrong, so the next step is along the gradient.
             inverse = first_inverse
             continue
 

@@ -1,4 +1,4 @@
-"""Weighted order statistics that leave room for one more row.
+"""Weighted order statistics of rows that count one more row, whose value is not known.
 
 Such statistics are the quantiles of conformal prediction: if a new row is exchangeable with the
 others, its value is at most the quantile with a probability of at least the level.

@@ -1,4 +1,7 @@
-"""Pictures of doubt: where predictions are unsure, and which training rows decide them."""
+"""Pictures of doubt: where predictions are unsure, and which training rows influence them.
+
+Doubt is the epistemic standard deviation of y, and noise the aleatoric one.
+"""
 
 from __future__ import annotations
 

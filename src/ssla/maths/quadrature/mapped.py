@@ -64,8 +64,9 @@ def _compute_moment_from_nodes(
 ) -> Tensor:
     """Compute a moment of y = h(z) from the nodes of a grid.  log_mass, around (m,) -> (m,).
 
-    Order 1 gives the mean, as around + E[y − around], and order 2 gives E[(y − around)²]. Terms are
-    formed in logarithms, for y from 1e-300 to 1e300.
+    around: the value of y from which deviations are taken. Order 1 gives the mean, as around + E[y
+    − around], and order 2 gives E[(y − around)²]. Terms are formed in logarithms, for y from 1e-300
+    to 1e300.
     """
     offset = h(grid.nodes) - around[:, None]
     terms = torch.exp(grid.log_terms + order * offset.abs().log() - log_mass[:, None])
@@ -77,7 +78,8 @@ def _compute_refined_moment(
 ) -> Tensor:
     """Compute a moment of y = h(z) (m,) for the rows of a piece, from new nodes that resolve it.
 
-    The new nodes are those for p·wᵒʳᵈᵉʳ. around (m,). The moment is infinite where p·wᵒʳᵈᵉʳ has no
+    around (m,): the value of y from which deviations are taken. The new nodes are those for
+    p·wᵒʳᵈᵉʳ. The moment is infinite where p·wᵒʳᵈᵉʳ has no
     integral. order: 1 or 2, as in `_compute_moment_from_nodes`. accuracy: of the new nodes.
     """
     rows, grid = piece
