@@ -189,8 +189,8 @@ def _warn_of_large_sets(weights: Tensor, removable: Tensor, level: float) -> Non
     All sets are infinite if there are few rows, and too large if some rows cannot be removed from
     the fit.
 
-    weights (m,): of the compared rows. removable (m,) bool: whether the row can be removed. level: of
-    the sets.
+    weights (m,): of the compared rows. removable (m,) bool: whether the row can be removed. level:
+    of the sets.
     """
     shortage = describe_row_shortage(weights, level, "rows")
     if shortage is not None:
@@ -201,9 +201,9 @@ def _warn_of_large_sets(weights: Tensor, removable: Tensor, level: float) -> Non
 
     if not bool(removable.all()):
         warn(
-            f"predictive_set cannot remove {int((~removable).sum())} of {len(removable)} rows from the "
-            "fit. They count as rows with the highest scores, so that the sets are too large. "
-            "Likely causes: (a) structure='diag' or 'kfac' describes these rows badly: use "
+            f"predictive_set cannot remove {int((~removable).sum())} of {len(removable)} rows "
+            "from the fit. They count as rows with the highest scores, so that the sets are too "
+            "large. Likely causes: (a) structure='diag' or 'kfac' describes these rows badly: use "
             "structure='dense'; (b) a row that alone decides a predicted variance.",
             RuntimeWarning,
         )
