@@ -472,19 +472,19 @@ class Posterior:
         for it.
         """
         inputs = self.network.cast(as_inputs(x, differentiable))
-        graph = (
+        keeps_graph = (
             differentiable
             and torch.is_grad_enabled()
             and any(part.requires_grad for part in input_tensors(inputs))
         )
 
         # Outputs of a last layer are linear in θ, so they can be taken at the mean itself.
-        linear = self.network.linear
-        theta = self.mean if linear else self.theta
+        is_linear = self.network.linear
+        theta = self.mean if is_linear else self.theta
         chunks = self.network.chunks(inputs, self.memory_budget)
         for chunk in progress_bar(chunks, None, progress, "predict", "chunk"):
-            f, J = self.network.linearise(chunk, theta, graph)
-            if graph:
+            f, J = self.network.linearise(chunk, theta, keeps_graph)
+            if keeps_graph:
                 _refuse_disconnected_outputs(f, chunk)
             check_finite(
                 "The network's output",
@@ -493,7 +493,7 @@ class Posterior:
             )
 
             # Other weights: the outputs of the network linearised at θ̂, taken at the mean.
-            if self.variational is not None and not linear:
+            if self.variational is not None and not is_linear:
                 f = f.double() + J.double().push(self.mean - self.theta)
             self.likelihood.check_outputs(f)
             yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16

@@ -168,6 +168,7 @@ class Explanation:
                 f"  {label:<9}  row {row} moves f by {_format_numbers(mean)} and its variance by "
                 f"{_format_numbers(variance)}"
             )
+
         return lines
 
 
@@ -443,6 +444,7 @@ def _compute_influence(
     """
     C = site.f.shape[1]
     a, W, sound = removal
+
     # In the sums b is a row of the chunk, q an input of the query, and a, c and d are outputs.
     X = site.J.push_many(query.solved).view(len(a), C, -1, C)  # (b, C, q, C)
     mean = torch.einsum("baqc,ba->qbc", X, a)

@@ -298,6 +298,7 @@ class LikelyOutputs:
         """
         points = self._start_points[:, :, None].expand(-1, -1, at_starts.shape[2], -1)
         started = Maxima(points, at_starts, torch.ones_like(at_starts, dtype=torch.bool))
+
         # The largest value at a starting point, with which differences of values are compared
         scale = at_starts.abs().amax(1, keepdim=True)  # (N, 1, k)
 

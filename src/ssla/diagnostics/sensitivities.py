@@ -458,6 +458,7 @@ def differentiate_precision(
         rows = [
             _compute_gradient_or_zero((column * direction).sum(), variable) for column in columns
         ]
+
     return torch.stack([row.detach() for row in rows], 1)
 
 
@@ -531,6 +532,7 @@ def conflict(posterior: Posterior) -> Conflict:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
         )
+
     return _test_with_matrix(curvature.as_matrix(), tau, r)
 
 

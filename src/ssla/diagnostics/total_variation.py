@@ -154,8 +154,9 @@ def _place_cuts(p: Law, q: Law, is_count: bool) -> Tensor:
 def _add_crossings(p: Law, q: Law, nodes: Tensor, is_count: bool) -> Tensor:
     """Return the nodes (N, k) and, between neighbours, two points near which p and q cross.
 
-    They are the results of two secant steps for log p − log q = 0. Where it has one sign at both
-    ends there is no crossing, and a point there changes nothing. is_count: whether y is a count;
+    The points are the results of two secant steps for log p − log q = 0, so the result is (N, 3k −
+    2). Where the difference has one sign at both neighbours there is no crossing, and a point there
+    changes nothing. is_count: whether y is a count;
     points are then rounded down.
     """
     low, high = nodes[:, :-1], nodes[:, 1:]

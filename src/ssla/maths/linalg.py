@@ -378,15 +378,16 @@ def _search_line(
     error gains enough, so that the point is the old one.
     """
     rows, point = tasks.rows, tasks.point
+
     # Near the maximum gains are rounding errors: any full step with a finite value is taken.
     is_near_maximum = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
     trial = point + step
-    tried = objective(trial, rows)
-    enough = tried.value >= value + SUFFICIENT_GAIN * slope - slack
-    gains = enough | (is_near_maximum & torch.isfinite(tried.value))
+    evaluation = objective(trial, rows)
+    enough = evaluation.value >= value + SUFFICIENT_GAIN * slope - slack
+    gains = enough | (is_near_maximum & torch.isfinite(evaluation.value))
     if bool(gains.all()):
-        return trial, tried, torch.zeros_like(gains)
+        return trial, evaluation, torch.zeros_like(gains)
     factor = torch.ones_like(value)
     length = dot(step, step).sqrt()
     shortest = SHORTEST_STEP * (1 + dot(point, point).sqrt())
@@ -394,10 +395,10 @@ def _search_line(
         factor = torch.where(gains, factor, factor / 2)
         stuck = ~gains & ~(factor * length >= shortest)  # also where the step is not a number
         trial = point + torch.where(stuck, torch.zeros_like(factor), factor).unsqueeze(-1) * step
-        tried = objective(trial, rows)
-        gains = gains | (tried.value >= value + SUFFICIENT_GAIN * factor * slope - slack)
+        evaluation = objective(trial, rows)
+        gains = gains | (evaluation.value >= value + SUFFICIENT_GAIN * factor * slope - slack)
         if bool((gains | stuck).all()):
-            return trial, tried, stuck
+            return trial, evaluation, stuck
 
 
 def _record_tasks(best: Tensor, converged: Tensor, tasks: _Tasks, done: Tensor) -> None:

@@ -16,12 +16,15 @@ def bracketed_root(
 ) -> Tensor:
     """Find x in [low, high] with function(x) = 0, elementwise, for tensors of any one shape.
 
-    function rises from ≤ 0 at low to ≥ 0 at high. Inverse quadratic steps are taken where they are
-    safe, bisection elsewhere (Chandrupatla's rule). It ends when every bracket has the width of
-    rounding error or a value of at most `noise`, which is the rounding error of the function, and
-    after MOST_ROUNDS. Where low ≥ high, or either is not finite, the result is low. An end where
-    the function is zero, or has the other sign by rounding, is the root.
+    function: elementwise, from ≤ 0 at low to ≥ 0 at high, rising. It is called with tensors of the
+    shape of low. noise: its rounding error. Inverse quadratic steps are taken where they are safe,
+    bisection elsewhere (Chandrupatla's rule). The search ends when every bracket has the width of
+    rounding error or a value of at most `noise`, and after MOST_ROUNDS. Where low ≥ high, or either
+    is not finite, the result is low. An end where the function is zero, or has the other sign by
+    rounding, is the root.
     """
+    # In the search a is the latest point, and b the end of the bracket on the other side of the
+    # root; fa and fb are the function there. Settled entries have their root already.
     settled = ~(torch.isfinite(low) & torch.isfinite(high) & (low < high))
 
     # Settled entries are evaluated too, at a finite point whose value is not used.
