@@ -55,13 +55,24 @@ def bracketed_root(
         if bool((settled | (least > 0.5) | (torch.minimum(fa.abs(), fb.abs()) <= noise)).all()):
             break
 
-        # Chandrupatla: the inverse quadratic through a, b, c is monotone where place and height of
-        # a between b and c satisfy both inequalities.
-        place, height = (a - b) / (c - b), (fa - fb) / (fc - fb)
-        safe = (height**2 < place) & ((1 - height) ** 2 < 1 - place)
-        step = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
-        bisection = torch.full_like(step, 0.5)
-        fraction = torch.where(safe & torch.isfinite(step), step, bisection)
+        fraction = _interpolate_root(a, b, c, fa, fb, fc)
         fraction = torch.minimum(torch.maximum(fraction, least), 1 - least).clamp(0, 1)
 
     return torch.where(settled, settled_root, best)
+
+
+def _interpolate_root(
+    a: Tensor, b: Tensor, c: Tensor, fa: Tensor, fb: Tensor, fc: Tensor
+) -> Tensor:
+    """Return the next point to try, as a fraction of the way from a to b, elementwise.
+
+    fa, fb and fc: the function at a, b and c. The fraction is that of the inverse quadratic through
+    the three points where this is monotone, and ½ elsewhere.
+    """
+    # Chandrupatla: it is monotone where place and height of a between b and c satisfy both
+    # inequalities.
+    place, height = (a - b) / (c - b), (fa - fb) / (fc - fb)
+    safe = (height**2 < place) & ((1 - height) ** 2 < 1 - place)
+    step = fa / (fb - fa) * fc / (fb - fc) + (c - a) / (b - a) * fa / (fc - fa) * fb / (fc - fb)
+    bisection = torch.full_like(step, 0.5)
+    return torch.where(safe & torch.isfinite(step), step, bisection)
