@@ -108,16 +108,7 @@ class BoxMembers:
         ranges = _find_precision_ranges(box, layout)
         lowest_mean, highest_mean = box.means(layout)
         basis = _find_basis(posterior.sums.curvature, ranges, layout.size)
-        moves = posterior.follows_prior
-        notes: tuple[str, ...] = ()
-        if not moves:
-            notes = ("θ̂ does not move with the prior here, so the range of means has no influence",)
-        elif posterior.network.outputs > 1 and bool((lowest_mean < highest_mean).any()):
-            raise ValueError(
-                "A range of means is for networks with one output. Give fixed means, or a list of "
-                "priors."
-            )
-
+        notes = _note_means(posterior, lowest_mean, highest_mean)
         chunks = [(f.double(), J.to_dense().values.double()) for f, J in posterior.linearised(x)]
 
         # A thin basis has k + P coordinates, which share one precision.
@@ -125,7 +116,7 @@ class BoxMembers:
         if len(basis.values) != layout.size:
             groups = torch.zeros(len(basis.values), dtype=torch.long)
         names = list(ranges.labels)
-        if moves:
+        if posterior.follows_prior:
             names.append("place between the lowest and the highest f̂")
         return BoxMembers(
             names=tuple(names),
@@ -142,7 +133,7 @@ class BoxMembers:
             groups=groups,
             low=ranges.low,
             high=ranges.high,
-            moves=moves,
+            moves=posterior.follows_prior,
         )
 
     @property
@@ -273,6 +264,21 @@ class BoxMembers:
         return maximise(
             evaluate, self._start_points, at_starts, _clamp_to_box, FIRST_STEP, tolerance
         )
+
+
+def _note_means(posterior: Posterior, lowest: Tensor, highest: Tensor) -> tuple[str, ...]:
+    """Return notes on a range of prior means from lowest (P,) to highest (P,), or an empty tuple.
+
+    Raises ValueError for a range of means with several outputs, where θ̂ moves with the prior.
+    """
+    if not posterior.follows_prior:
+        return ("θ̂ does not move with the prior here, so the range of means has no influence",)
+    if posterior.network.outputs > 1 and bool((lowest < highest).any()):
+        raise ValueError(
+            "A range of means is for networks with one output. Give fixed means, or a list of "
+            "priors."
+        )
+    return ()
 
 
 def _clamp_to_box(u: Tensor) -> Tensor:

@@ -88,15 +88,15 @@ def decode_posterior(
     """
     decoder = Decoder(tensors)
     with convert_to_file_error(source):
-        stated = content["network"]
+        stated_fingerprint = content["network"]
         opening = decoder.decode(content["opening"], Opening)
         budget = content["memory_budget"]
-        if not isinstance(stated, dict):
+        if not isinstance(stated_fingerprint, dict):
             raise TypeError("the network has no fingerprint")
 
     check_evaluation_mode(model)  # an error of the module is not a FileError
     with convert_to_file_error(source):
-        _compare_fingerprint(stated, model, source)
+        _compare_fingerprint(stated_fingerprint, model, source)
         network = reopen_network(model, opening, _choose_output(decoder, content, output, source))
         report = decoder.decode(content["report"], Report)
         likelihood_at_fit: Likelihood = _decode_or_take_given(
