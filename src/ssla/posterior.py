@@ -9,7 +9,8 @@ outputs at x under it. Its terms:
     f (C,), J      the outputs at an input, and their Jacobian in θ at θ̂ (C, P)
     ℓ_D, π         the log likelihood of the data, and the prior
     Λ, H           −∇² log p(y|f) or its expectation, and H = Σ JᵀΛJ − ∇² log π (P, P)
-    f̂, K           mean and covariance of f at an input: f at the mean of θ, and K = J H⁻¹Jᵀ (C, C)
+    f̂, K           mean and covariance of f at an input: f at the mean of θ, and K = J H⁻¹Jᵀ (C, C),
+                   with the covariance of a variational Gaussian in place of H⁻¹
     refit          how p(y|x, D) follows from p(y|f): for each y the network is fitted again with
                    (x, y), or an approximation of that
     increments     the three terms of log p(y|x, D): changes of log likelihood, log prior, curvature

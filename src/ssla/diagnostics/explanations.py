@@ -469,8 +469,8 @@ def _compute_influence(
 def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
     """Compute S v (P, q·C): how the variances at a query change with θ, through the Λ of all rows.
 
-    S v is that of the module, for each input and output of the query: the change of the variance is
-    −aᵀJ_i S v if row i is left out. sites: those of all training rows.
+    S v is that of the module, for each input and output of the query: through the Λ of all rows,
+    row i adds −aᵀJ_i S v to the variance. sites: those of all training rows.
     """
     total = torch.zeros_like(query.solved)
     for site in sites:

@@ -10,7 +10,8 @@ There are two ways, with the same result:
                 returned for each pass. If a worker dies, the engine reads its shards again on
                 another worker, with the same result.
 
-A worker is a process that reads shards; the driver is this process. The passes of a fit are the
+A worker is a process, or a thread of an executor, that reads shards; the driver is the process that
+calls `fit`. The passes of a fit are the
 same as on one machine: each is the sums over all rows that one step of the fit needs.
 
 A shard is any data that `ssla.fit` accepts, or a function without arguments that returns it (called

@@ -10,8 +10,7 @@ digits.
 
 K (C, C) is a covariance of C outputs, R a root of it with R Rᵀ = K, and Λ (C, C) a precision of
 these outputs. A task is one of the M objectives of a Newton ascent. A tensor (M, C) is stored
-component-major if each of its C columns is contiguous; results have the same values in either order
-of storage.
+component-major if each of its C columns is contiguous.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Weighted order statistics of rows that count one more row, whose value is not known.
 
 Such statistics are the quantiles of conformal prediction: if a new row is exchangeable with the
-others, its value is at most the quantile with a probability of at least the level.
+others, and all weights are one, its value is at most the quantile with a probability of at least
+the level.
 """
 
 from __future__ import annotations

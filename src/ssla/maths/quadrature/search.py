@@ -5,7 +5,7 @@ is good, if its mass is accurate. Otherwise its grid is changed and tried again,
 
     off centre  the nodes are not where the mass is: they are moved
     heavy       too much mass is beyond the nodes: the reach becomes larger
-    coarse      the nodes are too far apart: there are twice as many
+    coarse      the nodes are too far apart: there are about twice as many
 
 A row that never passes is accepted as not accurate, or cut if its density has no integral.
 """
