@@ -1,6 +1,11 @@
 """Checks of arguments, and the torch contexts in which the library works.
 
-An error says what was expected, what was given and what to do.
+An error says what was expected, what was given and what to do. In most checks `subject` is the noun
+with which the message begins, such as "The network's output", and `remedy` its last sentence.
+
+A torch context is a setting of the caller that changes what torch does: inference mode, automatic
+casts, a default device, or a transform of torch.func. Public functions run without them
+(`in_plain_torch`).
 """
 
 from __future__ import annotations
@@ -41,8 +46,8 @@ def did_you_mean(name: object, valid: Iterable[str]) -> str:
     for valid_name in valid:
         by_folded_name.setdefault(valid_name.casefold(), valid_name)
     # The least similarity, 0.5, is a guess.
-    near = difflib.get_close_matches(str(name).casefold(), by_folded_name, n=1, cutoff=0.5)
-    return f" Did you mean {by_folded_name[near[0]]!r}?" if near else ""
+    similar_names = difflib.get_close_matches(str(name).casefold(), by_folded_name, n=1, cutoff=0.5)
+    return f" Did you mean {by_folded_name[similar_names[0]]!r}?" if similar_names else ""
 
 
 SEE = " See docs/failures.md."
@@ -52,7 +57,7 @@ SEE = " See docs/failures.md."
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Give a warning at the first caller outside this package, which is the user's line.
 
-    The page on failures is named at the end of the message.
+    message: ends with a full stop. SEE, the name of the page on failures, is added to it.
     """
     frame = sys._getframe(1)
     stack_level = 2  # of that frame in `warnings.warn`: 1 would be this function
@@ -206,6 +211,7 @@ def all_in_plain_torch(cls: type[C]) -> type[C]:
             setattr(cls, name, member.getter(in_plain_torch(member.fget)))
         elif isinstance(member, functools.cached_property):
             member.func = in_plain_torch(member.func)
+
     return cls
 
 
@@ -246,12 +252,12 @@ def check_finite(subject: str, values: Tensor, remedy: str) -> None:
         return
     if bool(torch.isfinite(values.sum())):  # one reduction; a finite sum has finite terms
         return
-    bad = ~torch.isfinite(values)
-    if not bool(bad.any()):  # the sum overflowed, the values did not
+    is_bad = ~torch.isfinite(values)
+    if not bool(is_bad.any()):  # the sum overflowed, the values did not
         return
-    first = [int(i) for i in bad.nonzero()[0]]
+    first = [int(i) for i in is_bad.nonzero()[0]]
     raise ValueError(
-        f"{subject} must be finite, but {int(bad.sum())} of {values.numel()} values are NaN or "
+        f"{subject} must be finite, but {int(is_bad.sum())} of {values.numel()} values are NaN or "
         f"infinite (first at index {first}). {remedy}"
     )
 
@@ -283,6 +289,7 @@ def check_draw_count(n: Any) -> int:
         count = operator.index(n)
     except TypeError:
         count = None
+
     if count is None or isinstance(n, bool):
         raise TypeError(f"The number of draws must be a whole number, but is {n!r}.{shape_hint}")
     if count < 0:
@@ -312,6 +319,7 @@ def check_level(value: float) -> float:
             "level must be one number strictly between 0 and 1, for example 0.95, but is "
             f"{value!r}."
         ) from error
+
     if not 0.0 < number < 1.0:
         hint = f" For {number:g}% write {number / 100:g}." if 1.0 < number < 100.0 else ""
         raise ValueError(f"level must be strictly between 0 and 1, but is {number:g}.{hint}")
@@ -329,6 +337,7 @@ def check_writable(path: Path) -> None:
         raise ValueError(
             f"{path} cannot be written: {folder} is a file and not a folder. Give another path."
         )
+
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(
             f"{path} cannot be written: you have no permission to write to {folder}. Give another "
@@ -345,18 +354,20 @@ def checked_covariances(subject: str, K: Tensor) -> Tensor:
     """
     if not K.numel():
         return K.double()
+
     # Integers are exact.
     eps = torch.finfo(K.dtype).eps if K.is_floating_point() else 0.0
     values = K.detach().to("cpu", torch.float64)
     size = values.abs().amax((1, 2))
+
     # The rounding error of a product of matrices is at most √ε of its row; that of a difference of
     # larger numbers is ε of those, where the factor 16 is a guess. A 1×1 covariance is not a
     # product of matrices.
     has_products = K.shape[-1] > 1
     allowed = eps**0.5 * size * has_products + 16 * eps * size.amax()
     skew = (values - values.mT).abs().amax((1, 2))
-    fault = "its entries differ from those of its transpose by"
-    _refuse_bad_covariances(subject, skew > allowed, "symmetric", fault, skew)
+    symmetry_fault = "its entries differ from those of its transpose by"
+    _refuse_bad_covariances(subject, skew > allowed, "symmetric", symmetry_fault, skew)
     values = (values + values.mT) / 2
     spectrum, basis = torch.linalg.eigh(values)
     least = spectrum[:, 0]
@@ -367,17 +378,17 @@ def checked_covariances(subject: str, K: Tensor) -> Tensor:
 
 
 def _refuse_bad_covariances(
-    subject: str, bad: Tensor, required: str, fault: str, figures: Tensor
+    subject: str, is_bad: Tensor, required: str, fault: str, figures: Tensor
 ) -> None:
     """Raise ValueError if any covariance is bad, with the fault of the first.
 
-    bad (N,): which of them are. required: the adjective that they lack. fault: words before the
-    figure of the first. figures (N,): how large the fault of each is.
+    is_bad (N,) bool: which of them are. required: the adjective that they lack. fault: words before
+    the figure of the first. figures (N,): how large the fault of each is.
     """
-    if bool(bad.any()):
-        row = int(bad.nonzero()[0])
+    if bool(is_bad.any()):
+        row = int(is_bad.nonzero()[0])
         raise ValueError(
-            f"{subject} must be {required} for each input, but {int(bad.sum())} of {len(bad)} are "
-            f"not (row {row}: {fault} {float(figures[row]):.3g}). Give covariances and not "
-            "standard deviations, differences or roots of them."
+            f"{subject} must be {required} for each input, but {int(is_bad.sum())} of "
+            f"{len(is_bad)} are not (row {row}: {fault} {float(figures[row]):.3g}). Give "
+            "covariances and not standard deviations, differences or roots of them."
         )

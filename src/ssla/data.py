@@ -6,7 +6,9 @@ dict. A batch is
   * (x, y) or (x, y, weights), where x may itself be a tuple or a dict, or
   * a dict with a key "y" (or "labels", "target"), optionally "weights"; all other keys are inputs.
 
-Rows are counted while they are read. The length of a loader is used only for a progress bar.
+A row is one observation: x has the same number of rows in each of its tensors. Row weights are
+frequencies. A source is data that can be read batch by batch, and a pass reads all of it once. Rows
+are counted while they are read. The length of a loader is used only for a progress bar.
 """
 
 from __future__ import annotations
@@ -54,19 +56,19 @@ EXPECTED = (
 
 
 class Batch(NamedTuple):
-    """One batch of tensors, in their original dtypes."""
+    """One batch of n rows, as tensors in their original dtypes."""
 
-    x: Inputs
-    y: Tensor
-    weights: Tensor | None
+    x: Inputs  # each tensor (n, …)
+    y: Tensor  # (n,) or (n, …)
+    weights: Tensor | None  # (n,); None: every row has the weight one
 
 
 @dataclass(frozen=True)
 class Source:
     """Batches that can be iterated once, or repeatedly if `repeatable`."""
 
-    iterate: Callable[[], Iterator[Batch]]
-    repeatable: bool
+    iterate: Callable[[], Iterator[Batch]]  # starts a pass
+    repeatable: bool  # whether a second pass has the batches too
     length: int | None  # the number of batches; None: not known
     # The number of rows as the loader states it, for the estimate of memory; None: not known.
     rows: int | None = None
@@ -76,7 +78,10 @@ class Source:
         return self.iterate()
 
     def followed_by(self, other: Source) -> Source:
-        """Return a source with the batches of this one, then those of another; no copy is made."""
+        """Return a source with the batches of this one, then those of another, without a copy.
+
+        The stated number of rows is not known there.
+        """
         length = None if self.length is None or other.length is None else self.length + other.length
         return Source(lambda: chain(self, other), self.repeatable and other.repeatable, length)
 
@@ -98,20 +103,24 @@ def open_source(data: Any) -> Source:
             columns = tuple(map(as_tensor, columns))
         if all(map(_is_array, columns)):
             return _make_array_source(as_batch((data[0], *columns)))
+
     if isinstance(data, str | bytes | Mapping) or _is_array(data) or not isinstance(data, Iterable):
         raise TypeError(
             f"data is a {type(data).__name__}, which does not separate inputs from targets. "
             f"{EXPECTED}"
         )
+
     try:
         length: int | None = len(data)  # type: ignore[arg-type]
     except TypeError:
         length = None
+
     # Where one index cannot select a batch, the iterable itself yields it.
     iterate = _make_batch_iterator(data) or (lambda: map(as_batch, _iterate_items(data)))
+
     # An iterator is used up after one pass; other iterables start again.
     repeatable = not isinstance(data, Iterator)
-    return Source(iterate, repeatable, length, _stated_row_count(data))
+    return Source(iterate, repeatable, length, _get_stated_row_count(data))
 
 
 def _make_array_source(arrays: Batch) -> Source:
@@ -143,11 +152,13 @@ def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | N
                 f"but is {validation!r}."
             )
         return source, open_source(validation)
+
     if not 0 < validation < 1:
         raise ValueError(
             "validation as a share of the data must lie between 0 and 1, for example 0.2, but is "
             f"{validation!r}."
         )
+
     if not source.repeatable or isinstance(getattr(data, "sampler", None), RandomSampler):
         obstacle = (
             "the loader shuffles them in each pass"
@@ -159,12 +170,13 @@ def split_off_validation(data: Any, validation: Any) -> tuple[Source, Source | N
             f"order each time, but {obstacle}. Give arrays, a loader with shuffle=False, or the "
             "validation rows themselves."
         )
+
     training = _select_share(source, validation, held_out=False)
     return training, _select_share(source, validation, held_out=True)
 
 
 def pick_batch_rows(batch: Batch, rows: Tensor | slice) -> Batch:
-    """Return some rows of a batch, by their numbers (m,) or a slice."""
+    """Return some rows of a batch, by a slice or by their numbers (m,), with their weights."""
     weights = None if batch.weights is None else batch.weights[rows]
     return Batch(take_rows(batch.x, rows), batch.y[rows], weights)
 
@@ -193,11 +205,8 @@ def _select_share(source: Source, share: float, held_out: bool) -> Source:
     return Source(yield_batches, repeatable=True, length=source.length, rows=rows)
 
 
-def _stated_row_count(data: Any) -> int | None:
-    """Return the number of rows that a DataLoader states.
-
-    The result is None for other data, or if it states none.
-    """
+def _get_stated_row_count(data: Any) -> int | None:
+    """Return the number of rows that a DataLoader states; None if it states none, or for others."""
     try:
         return len(data.sampler) if isinstance(data, DataLoader) else None  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):
@@ -219,9 +228,11 @@ def _make_batch_iterator(loader: Any) -> Callable[[], Iterator[Batch]] | None:
         or loader.collate_fn is not default_collate
     ):
         return None
+
     dataset = loader.dataset
     subsets: list[Tensor] = []
-    # Subclasses may select other rows, so only the classes themselves count.
+
+    # Subclasses may select other rows, so only the classes themselves are unwrapped.
     while type(dataset) is Subset:
         subsets.append(torch.as_tensor(dataset.indices))
         dataset = dataset.dataset
@@ -270,12 +281,14 @@ def as_batch(item: Any) -> Batch:
         x = as_inputs(x)
         y = as_tensor(y)
         weights = None if weights is None else as_tensor(weights)
+
     rows = row_count(x)
     if y.dim() == 0 or y.shape[0] != rows:
         raise ValueError(
             f"x has {rows} rows, but y has shape {tuple(y.shape)}. Both need one row for each "
             "observation."
         )
+
     if weights is not None:
         weights = _check_weights(weights, rows)
     return Batch(x, y, weights)
@@ -293,11 +306,13 @@ def _split_columns(item: Any) -> tuple[Any, Any, Any]:
                 "A dict batch needs the key 'y' (or 'labels', 'target'), but has "
                 f"{', '.join(map(repr, item))}."
             )
+
         weight = next((key for key in WEIGHT_KEYS if key in item), None)
         inputs = {key: value for key, value in item.items() if key not in (target, weight)}
         x = inputs["x"] if set(inputs) == {"x"} else inputs
         weights = None if weight is None else item[weight]
         return x, item[target], weights
+
     if isinstance(item, tuple | list):
         if len(item) in (2, 3):
             weights = item[2] if len(item) == 3 else None
@@ -305,6 +320,7 @@ def _split_columns(item: Any) -> tuple[Any, Any, Any]:
         form = f"a {type(item).__name__} of {len(item)}"
     else:
         form = f"a {type(item).__name__}"
+
     raise TypeError(f"Each batch must be (x, y) or (x, y, weights), but is {form}. {EXPECTED}")
 
 
@@ -319,11 +335,13 @@ def _check_weights(weights: Tensor, rows: int) -> Tensor:
             f"Row weights must have shape ({rows},), one for each row, but have "
             f"{tuple(weights.shape)}."
         )
+
     if not bool((torch.isfinite(weights) & (weights >= 0)).all()):
         raise ValueError(
             "Row weights must be finite and not negative. A row of weight 2 counts as two equal "
             "rows."
         )
+
     return weights
 
 
@@ -356,17 +374,20 @@ def as_tensor(value: Any, differentiable: bool = False) -> Tensor:
                 f"{tuple(value.shape)} and no values. Make it on a real device: torch.tensor(…, "
                 "device='cpu')."
             )
+
         _refuse_layout(value)
         if differentiable:
             _refuse_transform(value)
             return copy_if_inference(value)
         _refuse_gradient(value)
         return copy_if_inference(value.detach())
+
     if _is_sparse(value):
         raise TypeError(
             f"Expected a dense array, but got the sparse {type(value).__name__}. Give "
             "value.toarray()."
         )
+
     try:
         array = np.asarray(value)
         if array.dtype.kind not in "biuf":  # booleans, integers, unsigned integers, floats
@@ -394,11 +415,13 @@ def _refuse_layout(value: Tensor) -> None:
             "Expected a dense tensor, but got a nested tensor. Pad its rows to one length: "
             "x.to_padded_tensor(0.0)."
         )
+
     if value.layout != torch.strided:
         name = str(value.layout).removeprefix("torch.")
         raise TypeError(
             f"Expected a dense tensor, but got one with the layout {name}. Give x.to_dense()."
         )
+
     if value.is_quantized:
         raise TypeError("Expected plain numbers, but got a quantised tensor. Give x.dequantize().")
 
@@ -415,6 +438,7 @@ def _refuse_gradient(value: Tensor) -> None:
         offender = "a tensor inside a torch.func transform (grad, jacrev, jvp, vmap, …)"
     else:
         return
+
     raise ValueError(
         f"Expected plain numbers, but got {offender}. Its gradient would be zero here. Gradients "
         "need differentiable=True, as in posterior.predict(x, differentiable=True). Without them "
@@ -476,12 +500,14 @@ def row_count(x: Inputs) -> int:
             "x must have at least one dimension, the rows. A single input needs a leading "
             "dimension: x[None]."
         )
+
     counts = {tensor.shape[0] for tensor in tensors}
     if len(counts) > 1:
         raise ValueError(
             f"The parts of x have different numbers of rows: {sorted(counts)}. Each needs one row "
             "for each observation."
         )
+
     return counts.pop()
 
 
@@ -501,7 +527,7 @@ def split_batch(batch: Batch, size: int) -> Iterator[Batch]:
 
 
 def squeeze_column(y: Tensor) -> Tensor:
-    """Return a tensor (n, 1) as (n,), and any other tensor as it is."""
+    """Return a tensor (n, 1) as (n,), and any other tensor unchanged."""
     return y.squeeze(1) if y.dim() == 2 and y.shape[1] == 1 else y
 
 
@@ -510,7 +536,7 @@ class Targets(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the kind of target: "vector" (D numbers in a row), "class" (an integer), …"""
+        """Return the kind of target, such as "vector" (D numbers in a row) or "class"."""
 
     def check(self, y: Tensor, outputs: int) -> None:
         """Raise ValueError for targets outside the support; y (n,) or (n, D), C = outputs."""
@@ -533,8 +559,9 @@ def check_batch(batch: Batch, targets: Targets, outputs: int) -> Batch:
 class Rows(Generic[T]):
     """The data in prepared chunks, which can be iterated any number of times.
 
-    The chunks are kept in memory if all of them fit the budget, and are otherwise read again in
-    each pass.
+    A chunk is what `prepare` makes of the rows of a batch. The chunks are kept in memory if all of
+    them fit the budget, and are otherwise read again in each pass, for which the source must be
+    repeatable. A complete pass sets `kept`, which is the only state that changes.
     """
 
     source: Iterable[Batch]
@@ -564,13 +591,14 @@ class Rows(Generic[T]):
             for piece in split_batch(batch, self.rows_at_once(batch)):
                 chunk = self.prepare(piece)
                 size = None if kept is None else self.size(chunk)
-                # One chunk too many, and none is kept: the next pass reads all of them again.
+                # If one chunk is too many, none is kept, and the next pass reads all of them again.
                 if kept is None or size is None or total + size > self.budget:
                     kept = None
                 else:
                     kept.append(chunk)
                     total += size
                 yield chunk, piece.x
+
         self.kept = kept
 
     def map_chunks(self, function: Callable[[T], T]) -> Rows[T]:

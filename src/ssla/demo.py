@@ -1,7 +1,8 @@
 """`make demo`: plug-in, ASSLA and the output refit side by side.
 
-The network and the heteroscedastic toy data are those of the paper. Two hidden layers of 50, ReLU,
-mean and log variance; y = 7 sin x + 3|cos(x/2)|·ε, x from three Gaussians at −4, 0, 4. Writes
+The network and the heteroscedastic toy data are those of the paper. The network has two hidden
+layers of 50 ReLU units and two outputs, mean and log variance. The data are y = 7 sin x +
+3|cos(x/2)|·ε with x from three Gaussians at −4, 0 and 4. The demo prints a table and writes
 demo.png.
 """
 
@@ -38,7 +39,10 @@ GAP = -2.3  # an input between two clusters of the data
 
 
 def draw_toy_data(n: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw n rows of the toy data of the paper's section 4.2: x (n, 1), y (n,)."""
+    """Draw n rows of the toy data of the paper's section 4.2: x (n, 1), y (n,).
+
+    generator: of the random numbers.
+    """
     centre = torch.tensor([-4.0, 0.0, 4.0])
     spread = torch.tensor([0.4, 0.9, 0.4])
     cluster = torch.randint(3, (n,), generator=generator)
@@ -83,14 +87,19 @@ def train_network(
             best_loss = validation_loss
             epochs_waited = 0
             best_weights = copy.deepcopy(network.state_dict())
+
         if epochs_waited > PATIENCE:
             break
+
     network.load_state_dict(best_weights)
     return network.eval()
 
 
 def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
-    """Return the seconds that a call of `work` takes, the least of several runs."""
+    """Return the seconds that a call of `work` takes, the least of several runs.
+
+    repeats: the number of runs.
+    """
     best = math.inf
     for _ in range(repeats):
         start = time.perf_counter()
@@ -100,7 +109,7 @@ def measure_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 
 
 def run_demo(out: Path, seed: int = 0, n_test: int = 1000) -> dict[str, metrics.Summary]:
-    """Train, fit, compare the refits on test points, and plot; returns the scores of each refit.
+    """Train, fit, compare the refits on test points, and plot; return the scores of each refit.
 
     The comparison is printed, and the figure is written to `out`. seed: of data and network.
     n_test: the number of test points. Raises ValueError for a path that is not that of a picture or
@@ -153,13 +162,14 @@ def compare_refits(
     scores: dict[str, metrics.Summary] = {}
     for label, refit in REFITS.items():
         seconds = measure_seconds(lambda refit=refit: posterior.predict(x, refit=refit).mass)  # type: ignore[misc]
-        s = metrics.summary(posterior.predict(x, refit=refit), y, LEVELS)
-        cover = "".join(f"{s[f'coverage {v:.0%}']:11.1%}" for v in LEVELS)
+        summary = metrics.summary(posterior.predict(x, refit=refit), y, LEVELS)
+        coverages = "".join(f"{summary[f'coverage {level:.0%}']:11.1%}" for level in LEVELS)
         print(
-            f"{label:<20}{s['nll']:8.4f}{s['crps']:8.4f}{cover}{s['mass']:8.4f}"
-            f"{seconds / seconds_of_pass:12.0f}"
+            f"{label:<20}{summary['nll']:8.4f}{summary['crps']:8.4f}{coverages}"
+            f"{summary['mass']:8.4f}{seconds / seconds_of_pass:12.0f}"
         )
-        scores[label] = s
+        scores[label] = summary
+
     return scores
 
 
@@ -200,6 +210,7 @@ def draw_figure(posterior: ssla.Posterior, x: Tensor, y: Tensor, out: Path) -> N
     density_axes.set_title(f"Density at x = {GAP:g}".replace("-", "−"), fontsize="medium")
     for axes in (bands_axes, density_axes):
         axes.spines[["top", "right"]].set_visible(False)
+
     # The draft of a link has the suffix of the file to which it points, so the format is given.
     with replace_file(out) as draft:
         figure.savefig(draft, dpi=130, format=out.suffix[1:])

@@ -1,9 +1,10 @@
 """Scores and calibration of any Predictive, against observed y.
 
 Lower is better for nll, crps, interval_score, pinball, brier, rmse and the calibration errors.
-Functions return the mean over rows; `reduce=False` returns one value for each row. N is the number
-of rows, and D that of targets in a row. CRPS of a Gaussian and interval scores are computed by
-`scoringrules` (`pip install 'ssla[metrics]'`).
+Functions return the mean over rows, as a tensor (); `reduce=False` returns one value for each row.
+N is the number of rows, and D that of targets in a row. F is the distribution function of a row's
+predictive. CRPS of a Gaussian and interval scores are computed by `scoringrules` (`pip install
+'ssla[metrics]'`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def nll(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
     y: one value for each row. reduce=False: one score for each row (N,), not their mean.
     """
-    return _mean_or_rows(-predictive.log_prob(squeeze_column(as_tensor(y))), reduce)
+    return _reduce_rows(-predictive.log_prob(squeeze_column(as_tensor(y))), reduce)
 
 
 @in_plain_torch
@@ -52,7 +53,9 @@ def rmse(predictive: Predictive, y: Any) -> Tensor:
 
 @in_plain_torch
 def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
-    """Return the continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt; for counts the sum.
+    """Return the continuous ranked probability score ∫ (F(t) − 1{t ≥ y})² dt.
+
+    For counts it is the sum over t = 0, 1, 2, … in place of the integral.
 
     y: one value for each row. reduce=False: one score for each row, not their mean. Raises
     TypeError for classes, angles, and mixtures of several targets.
@@ -61,7 +64,7 @@ def crps(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
         raise TypeError("CRPS needs ordered targets. For classes use nll, brier or ece.")
     if predictive.kind == "circular":
         raise TypeError("CRPS needs ordered targets. For angles use nll, rmse or coverage.")
-    return _mean_or_rows(_compute_crps(predictive, y), reduce)
+    return _reduce_rows(_compute_crps(predictive, y), reduce)
 
 
 def _compute_crps(predictive: Predictive, y: Any) -> Tensor:
@@ -70,16 +73,19 @@ def _compute_crps(predictive: Predictive, y: Any) -> Tensor:
     y: one value for each prediction. Raises TypeError for mixtures of several targets.
     """
     law = predictive.law
+
     # Laws made of others come first: their parts may be Gaussian.
     if isinstance(law, JoinedLaw):
         return law.ask_by_rows(
             _reshape_like(y, predictive.mean),
             lambda part, y_part: _compute_crps(replace(predictive, law=part), y_part),
         )
+
     if isinstance(law, AffineLaw):
         # The score is in the unit of the target, so it is that of the base times the scale.
         z = (_reshape_like(y, predictive.mean).to("cpu", torch.float64) - law.shift) / law.scale
         return law.scale * _compute_crps(replace(predictive, law=law.base), z).double()
+
     if isinstance(law, GaussianLaw):
         mean = predictive.mean.double().cpu()
         scale = predictive.stddev.double().cpu()
@@ -88,10 +94,12 @@ def _compute_crps(predictive: Predictive, y: Any) -> Tensor:
             _reshape_like(y, mean).numpy(), mean.numpy(), scale.numpy()
         )
         return torch.as_tensor(score)
+
     if predictive.kind == "vector":
         raise TypeError(
             "CRPS of several targets has a form for single Gaussians only. Score a mixture by nll."
         )
+
     compute = _sum_crps_of_counts if predictive.kind == "count" else _integrate_crps
     return compute(predictive, _reshape_like(y, predictive.mean))
 
@@ -107,15 +115,17 @@ def _integrate_crps(predictive: Predictive, y: Tensor) -> Tensor:
         torch.tensor([1e-8, 0.25, 0.5, 0.75, 1 - 1e-8], dtype=torch.float64)
     ).double()
     y = y.double()
-    low, first_quartile, median, third_quartile, high = quantiles.unbind(1)
+    low, first_quartile, median, third_quartile, high = quantiles.unbind(1)  # each (N,)
     scale = ((third_quartile - first_quartile) / 2).clamp_min(1e-300)
     inside = torch.minimum(torch.maximum(y, low), high)
     nodes, weights = (
         torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(CRPS_NODES)
     )
     total = (y - inside).abs()
+
     # Below y the integrand is F², and above it (1 − F)².
     for start, stop, is_above in ((low, inside, False), (inside, high, True)):
+        # The interval [a, b] of u, and the nodes in it (N, CRPS_NODES)
         a = torch.asinh((start - median) / scale)
         b = torch.asinh((stop - median) / scale)
         u = (a + b)[:, None] / 2 + (b - a)[:, None] / 2 * nodes
@@ -123,6 +133,7 @@ def _integrate_crps(predictive: Predictive, y: Tensor) -> Tensor:
         height = (1 - F if is_above else F) ** 2
         # dt = scale · cosh(u) du, and the rule's interval of length 2 becomes [a, b].
         total = total + (height * torch.cosh(u) * weights).sum(1) * (b - a) / 2 * scale
+
     return total
 
 
@@ -138,10 +149,12 @@ def _sum_crps_of_counts(predictive: Predictive, y: Tensor) -> Tensor:
     width = ends[:, 1] - ends[:, 0] + 1
     step = (width / CRPS_COUNTS).ceil()
     steps = int((width / step).max().ceil())
+
     # (N, steps); rows with a narrower window have counts beyond it, whose terms are zero.
     k = ends[:, :1] + step[:, None] * torch.arange(steps, dtype=torch.float64)
     F: Tensor = predictive.cdf(k).double()
     terms = (F - (k >= y[:, None]).double()) ** 2 * (k < ends[:, 1:] + 1)
+
     # A y beyond the window: each count between the two has a term of one.
     outside = (y - ends[:, 1] - 1).clamp_min(0) + (ends[:, 0] - y).clamp_min(0)
     return (terms * step[:, None]).sum(1) + outside
@@ -191,7 +204,7 @@ def interval_score(
         1 - level,
         backend="torch",
     )
-    return _mean_or_rows(score, reduce)
+    return _reduce_rows(score, reduce)
 
 
 @in_plain_torch
@@ -209,7 +222,7 @@ def pinball(predictive: Any, y: Any, q: float, *, reduce: bool = True) -> Tensor
     level = checked_level(q)
     quantile: Tensor = predictive.icdf(level)
     error = _reshape_like(y, quantile) - quantile
-    return _mean_or_rows(torch.maximum(level * error, (level - 1) * error), reduce)
+    return _reduce_rows(torch.maximum(level * error, (level - 1) * error), reduce)
 
 
 @in_plain_torch
@@ -250,9 +263,9 @@ def brier(predictive: Predictive, y: Any, *, reduce: bool = True) -> Tensor:
 
     y (N,): the classes. reduce=False: one score for each row, not their mean.
     """
-    p = _class_probs(predictive)
-    hit = torch.nn.functional.one_hot(as_tensor(y).long().flatten(), p.shape[1]).to(p)
-    return _mean_or_rows(((p - hit) ** 2).sum(1), reduce)
+    p = _get_class_probs(predictive)
+    is_observed = torch.nn.functional.one_hot(as_tensor(y).long().flatten(), p.shape[1]).to(p)
+    return _reduce_rows(((p - is_observed) ** 2).sum(1), reduce)
 
 
 @in_plain_torch
@@ -262,12 +275,13 @@ def ece(predictive: Predictive, y: Any, bins: int = 15) -> Tensor:
     Bins are of equal width, by the confidence: the probability of the most probable class. y (N,):
     the classes. Raises TypeError for other targets.
     """
-    confidence, guess = _class_probs(predictive).double().max(1)
-    right = (guess == as_tensor(y).long().flatten()).double()
+    confidence, predicted = _get_class_probs(predictive).double().max(1)
+    is_correct = (predicted == as_tensor(y).long().flatten()).double()
     bin_of_row = (confidence * bins).long().clamp(0, bins - 1)
-    # Σ (right − confidence) of a bin is its number of rows times its gap, so shares follow from /N.
-    gap = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of_row, right - confidence)
-    return gap.abs().sum() / right.numel()
+    # Σ (is_correct − confidence) of a bin is its number of rows times |accuracy − confidence|, so
+    # that its share of N rows is the weight of the bin.
+    gap = torch.zeros(bins, dtype=torch.float64).index_add(0, bin_of_row, is_correct - confidence)
+    return gap.abs().sum() / is_correct.numel()
 
 
 @dataclass(frozen=True)
@@ -292,7 +306,8 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
 
     The scores are NLL, CRPS (not for angles), RMSE, coverage and width at each level, the
     calibration error and the mean mass. For classes they are NLL, Brier, ECE, accuracy and the mean
-    mass.
+    mass. The mass is the integral of the predictive before it was normalised: the nearer to one,
+    the better the approximation. Raises TypeError for targets without a CRPS.
     """
     mass = predictive.mass.double().mean()
     scores = {"nll": nll(predictive, y)}
@@ -308,11 +323,12 @@ def summary(predictive: Predictive, y: Any, levels: Sequence[float] = LEVELS) ->
             scores[f"coverage {level:.0%}"] = coverage(predictive, y, level)
             scores[f"width {level:.0%}"] = mean_width(predictive, level)
         scores["calibration error"] = calibration_error(predictive, y)
+
     scores["mass"] = mass
     return Summary({name: float(value) for name, value in scores.items()})
 
 
-def _class_probs(predictive: Any) -> Tensor:
+def _get_class_probs(predictive: Any) -> Tensor:
     """Return the probabilities of classes (N, C); raise TypeError for other targets."""
     if predictive.kind != "class":
         raise TypeError(
@@ -340,8 +356,8 @@ def _reshape_like_mean(y: Any, predictive: Predictive) -> Tensor:
     return mean + wrap_angles(value - mean) if predictive.kind == "circular" else value
 
 
-def _mean_or_rows(by_row: Tensor, reduce: bool) -> Tensor:
-    """Return the mean over rows if `reduce`, else the values (N,) or (N, D) themselves."""
+def _reduce_rows(by_row: Tensor, reduce: bool) -> Tensor:
+    """Return the mean of values (N,) or (N, D) if `reduce`, else the values themselves."""
     return by_row.mean() if reduce else by_row
 
 

@@ -1,10 +1,22 @@
-"""`Posterior`, what `ssla.fit` returns; and the functions `fit`, `ssla`, `assla`, `explain`,
-`label_next`.
+"""The class `Posterior`, and the functions `fit`, `ssla`, `assla`, `explain` and `label_next`.
 
 A posterior is one frozen value: it holds the network, the likelihood, the prior, θ̂, and sums over
 the data. The first part of the class is what users call; each method calls the package that does
 the work. The second part is the mathematics that those packages share: the Gaussian of θ, and the
-outputs at x under it.
+outputs at x under it. Its terms:
+
+    θ (P,), θ̂      the free parameters of the network, and where it is linearised
+    f (C,), J      the outputs at an input, and their Jacobian in θ at θ̂ (C, P)
+    ℓ_D, π         the log likelihood of the data, and the prior
+    Λ, H           −∇² log p(y|f) or its expectation, and H = Σ JᵀΛJ − ∇² log π (P, P)
+    f̂, K           mean and covariance of f at an input: f at the mean of θ, and K = J H⁻¹Jᵀ (C, C),
+                   with the covariance of a variational Gaussian in place of H⁻¹
+    refit          how p(y|x, D) follows from p(y|f): for each y the network is fitted again with
+                   (x, y), or an approximation of that
+    increments     the three terms of log p(y|x, D): changes of log likelihood, log prior, curvature
+    tilt           a vector that is subtracted from a gradient, so that θ̂ counts as the mode
+
+docs/mathematics.md derives the formulas.
 """
 
 from __future__ import annotations
@@ -64,18 +76,18 @@ class Posterior:
     """
 
     network: Network
-    likelihood: Likelihood
-    prior: Prior
+    likelihood: Likelihood  # of the training targets
+    prior: Prior  # of θ
     theta: Tensor  # θ̂ (P,), float64
-    statistics: Statistics  # at θ̂
+    statistics: Statistics  # sums over the data at θ̂
     mode: str  # how θ̂ was chosen: POLISH, TILT or AS_IS
-    report: Report
-    memory_budget: int = DEFAULT_BUDGET
+    report: Report  # of the fit and of later changes
+    memory_budget: int = DEFAULT_BUDGET  # bytes that intermediate results may take
     # the training data, by reference: what a refit of the weights reads again
     source: Source | None = None
     convention: str = EXACT  # where the prior enters: see `Posterior.with_prior`
-    tuning_history: TuningHistory | None = None
-    variational: Variational | None = None
+    tuning_history: TuningHistory | None = None  # of `tune`, or of a choice by validation rows
+    variational: Variational | None = None  # None: predictions use the Gaussian at the mode
 
     # --- predictions -----------------------------------------------------------------------
 
@@ -110,10 +122,9 @@ class Posterior:
     def joint(self, x: Inputs, differentiable: bool = False) -> Joint:
         """Compute f at all inputs as one Gaussian: mean (N·C,) and covariance (N·C, N·C).
 
-        Entry i·C + c is output c at input i.
-
-        The diagonal blocks are those of `marginal`. differentiable: both carry gradients in x.
-        Raises ValueError for a matrix beyond the memory budget: `draw_functions` needs none.
+        Entry i·C + c is output c at input i. The diagonal blocks are those of `marginal`.
+        differentiable: both carry gradients in x. Raises ValueError for a matrix beyond the memory
+        budget: `draw_functions` needs none.
         """
         return functions.compute_joint(self, x, differentiable)
 
@@ -131,14 +142,14 @@ class Posterior:
         return functions.draw_functions(self, n, generator)
 
     def loo(self, data: Any = None, refits: int | None = None) -> LeaveOneOut:
-        """Predict every training row from the other rows: log densities, PIT and coverage without a
-        held-out set.
+        """Predict every training row from the other rows, without a held-out set.
 
-        Exact for a linear model with Gaussian noise, otherwise an approximation. Influential rows
-        of a last layer, for which the approximation is poor, are refitted and counted, at most
-        `refits` of them (by default fewer, the more rows there are). Prior, noise and features are
-        kept, so the figures are optimistic where the features were trained on the rows. data: the
-        training data, where the posterior does not hold them.
+        The result has log densities, PIT and coverage. It is exact for a linear model with Gaussian
+        noise, otherwise an approximation. Influential rows of a last layer, for which the
+        approximation is poor, are refitted and counted, at most `refits` of them (by default fewer,
+        the more rows there are). Prior, noise and features are kept, so the figures are optimistic
+        where the features were trained on the rows. data: the training data, where the posterior
+        does not hold them.
 
         >>> print(post.loo())      # doctest: +SKIP
         """
@@ -147,12 +158,11 @@ class Posterior:
     def predictive_set(
         self, x: Inputs, level: float = 0.95, data: Any = None, rows: Any = None
     ) -> Tensor:
-        """Compute approximate full conformal intervals (N, 2), or sets of classes, bool (N, C): no
-        calibration rows, no refit.
+        """Compute approximate full conformal intervals (N, 2), or sets of classes, bool (N, C).
 
-        y is in the set unless the score of (x, y) is among the highest of all rows after a refit
-        with (x, y). The score is the distance from what the other rows predict, in standard
-        deviations; for classes one minus the probability.
+        No calibration rows and no refits are needed. y is in the set unless the score of (x, y) is
+        among the highest of all rows after a refit with (x, y). The score is the distance from what
+        the other rows predict, in standard deviations; for classes one minus the probability.
 
         Exact full conformal prediction for a linear model with Gaussian noise, where coverage is at
         least the level for exchangeable rows, even if the model is wrong. Otherwise an
@@ -173,8 +183,7 @@ class Posterior:
     def with_prior(
         self, prior: Prior | Distribution, convention: str = EXACT, data: Any = None
     ) -> Posterior:
-        """Return the posterior under another prior, without a pass over the data where the
-        mathematics allows it.
+        """Return the posterior under another prior, where possible without a pass over the data.
 
         convention (named in the report and in every result):
           "exact"     the prior is in the refit and in the curvature: Bayes' rule, by Laplace
@@ -202,8 +211,9 @@ class Posterior:
         per_layer: bool = True,
         folds: int | None = None,
     ) -> Posterior:
-        """Return the posterior with prior precisions and noise chosen by the data;
-        `.tuning_history` shows how.
+        """Return the posterior with prior precisions and noise that the data choose.
+
+        `.tuning_history` of the result shows the search.
 
         objective: "evidence" (from the statistics, no pass over data; of a variational Gaussian the
         bound, by a few passes), "loo" (leave-one-out log densities of the training rows), or "nll"
@@ -219,12 +229,11 @@ class Posterior:
     # --- more data -------------------------------------------------------------------------
 
     def update(self, data: Any) -> Posterior:
-        """Return the posterior with more data, in one pass over them alone (a few for a variational
-        Gaussian).
+        """Return the posterior with more data, from a pass over the new rows alone.
 
-        A polished last layer with Gaussian noise and dense or kfac curvature moves to the new mode,
-        as if all data had been fitted at once. Otherwise θ̂ stays where it is, and the report says
-        so.
+        A variational Gaussian takes a few passes over them. A polished last layer with Gaussian
+        noise and dense or kfac curvature moves to the new mode, as if all data had been fitted at
+        once. Otherwise θ̂ stays where it is, and the report says so.
 
         A variational Gaussian keeps its averages over the earlier rows, and is found again with
         those of the new ones. After mode="polish" its mean moves: with dense and low_rank curvature
@@ -245,10 +254,10 @@ class Posterior:
     # --- files -----------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write to a directory of tensors and JSON (needs safetensors); `ssla.load(path, model)`
-        opens it.
+        """Write to a directory of tensors and JSON, which `ssla.load(path, model)` opens.
 
-        Neither the network nor any data are stored: keep the module's state_dict beside it.
+        It needs safetensors. Neither the network nor any data are stored: keep the module's
+        state_dict beside it.
         """
         return files.save(self, path)
 
@@ -258,12 +267,12 @@ class Posterior:
         levels: Sequence[float] = exporting.LEVELS,
         example: Inputs = None,
     ) -> Exported:
-        """Write one graph from x to the answers of `predict`, to be run without ssla: .onnx, or
-        .pt2 (torch.export).
+        """Write one graph from x to the answers of `predict`, to be run without ssla.
 
-        The answers are mean, sd and the quantiles at `levels`; for classes they are probabilities
-        and label. They are float64; the network computes in its own dtype. The number of rows is
-        free. Posteriors of other weights than a last layer are refused.
+        The format is that of the suffix: .onnx, or .pt2 (torch.export). The answers are mean, sd
+        and the quantiles at `levels`; for classes they are probabilities and label. They are
+        float64; the network computes in its own dtype. The number of rows is free. Posteriors of
+        other weights than a last layer are refused.
 
         example: inputs like those that the graph will see (by default the first batch of the
         training data). The file is compared with the library on them, and it is not written if an
@@ -305,8 +314,9 @@ class Posterior:
 
     @property
     def sums(self) -> Statistics:
-        """Return the sums over the data behind `covariance`: those at θ̂, or a variational
-        Gaussian's averages.
+        """Return the sums over the data from which `covariance` follows.
+
+        They are those at θ̂, or the averages of a variational Gaussian.
         """
         return self.statistics if self.variational is None else self.variational.statistics
 
@@ -346,16 +356,18 @@ class Posterior:
 
     @property
     def objective_prior(self) -> BoundPrior:
-        """Return the prior in the objective of θ̂ and of every refit: a flat one under the additive
-        convention.
+        """Return the prior in the objective of θ̂ and of every refit.
+
+        It is flat under the additive convention, and the prior of the posterior otherwise.
         """
         return Flat().bind(self.network.layout) if self.convention == ADDITIVE else self.bound_prior
 
     @property
     def determinant_prior(self) -> BoundPrior:
-        """Return the prior in the determinants of a refit: a flat one but for the exact convention.
+        """Return the prior in the determinants of a refit.
 
-        "paper" and "additive" leave the prior out of the curvature.
+        It is the prior of the posterior under the exact convention. It is flat under "paper" and
+        "additive", which leave the prior out of the curvature.
         """
         if self.convention == EXACT:
             return self.bound_prior
@@ -363,10 +375,10 @@ class Posterior:
 
     @cached_property
     def operator(self) -> Operator:
-        """Return H⁻¹ at θ̂, with H = Σ JᵀΛJ − ∇² log π; under the additive convention without the
-        prior.
+        """Return H⁻¹ at θ̂, with H = Σ JᵀΛJ − ∇² log π.
 
-        Raises ValueError where H is not positive definite.
+        Under the additive convention H is without the prior's term. Raises ValueError where H is
+        not positive definite.
         """
         if self.convention == ADDITIVE:
             return self.data_operator
@@ -384,10 +396,10 @@ class Posterior:
 
     @cached_property
     def data_operator(self) -> Operator:
-        """Return S⁻¹ at θ̂, with S = Σ JᵀΛJ alone: for the conventions that leave the prior out of
-        the curvature.
+        """Return S⁻¹ at θ̂, with S = Σ JᵀΛJ alone.
 
-        Raises ValueError where the data do not determine every parameter.
+        The conventions that leave the prior out of the curvature use it. Raises ValueError where
+        the data do not determine every parameter.
         """
         try:
             return self.statistics.curvature.with_prior(torch.zeros_like(self.theta))
@@ -404,8 +416,9 @@ class Posterior:
 
     @property
     def residual(self) -> float:
-        """Return the distance √(gᵀH⁻¹g) of θ̂ from the mode of the objective, in posterior standard
-        deviations.
+        """Return the distance √(gᵀH⁻¹g) of θ̂ from the mode, in posterior standard deviations.
+
+        g is the gradient of the objective at θ̂. The distance is exact for a quadratic objective.
         """
         gradient = self.statistics.gradient + self.objective_prior.gradient(self.theta)
         return math.sqrt(max(float(gradient @ self.operator.solve(gradient)), 0.0))
@@ -421,7 +434,8 @@ class Posterior:
     def follows_prior(self) -> bool:
         """Return whether the sums alone give the new mean of θ when the prior changes.
 
-        For a variational Gaussian, whose sums are averages, it is right to first order only.
+        For a variational Gaussian, whose sums are averages, the new mean is right to first order
+        only.
         """
         return (
             self.updates_mode_from_sums if self.variational is None else not self.variational.tilted
@@ -431,7 +445,7 @@ class Posterior:
     def quadratic(self) -> bool:
         """Return whether ℓ_D is a quadratic that the statistics determine exactly.
 
-        The mode can then move without another pass. It is so for Gaussian noise on a last layer
+        The mode can then move without another pass. This holds for Gaussian noise on a last layer
         with dense curvature, or with Kronecker factors: one Λ for all rows makes A ⊗ G/n exact.
         """
         exact = self.statistics.curvature.exact_for_one_precision
@@ -455,29 +469,32 @@ class Posterior:
 
         differentiable: with the graph of x, if x requires a gradient. The graph of all chunks is
         then held. progress: as in `fit`. Raises ValueError where an output is not finite, is
-        outside the likelihood's domain, or has no derivative that was asked for.
+        outside the likelihood's domain, or has no derivative in x although `differentiable` asks
+        for it.
         """
         inputs = self.network.cast(as_inputs(x, differentiable))
-        graph = (
+        keeps_graph = (
             differentiable
             and torch.is_grad_enabled()
             and any(part.requires_grad for part in input_tensors(inputs))
         )
+
         # Outputs of a last layer are linear in θ, so they can be taken at the mean itself.
-        linear = self.network.linear
-        theta = self.mean if linear else self.theta
+        is_linear = self.network.linear
+        theta = self.mean if is_linear else self.theta
         chunks = self.network.chunks(inputs, self.memory_budget)
         for chunk in progress_bar(chunks, None, progress, "predict", "chunk"):
-            f, J = self.network.linearise(chunk, theta, graph)
-            if graph:
+            f, J = self.network.linearise(chunk, theta, keeps_graph)
+            if keeps_graph:
                 _refuse_disconnected_outputs(f, chunk)
             check_finite(
                 "The network's output",
                 f,
                 "Its own layers overflow there, or have no value: leave out these inputs.",
             )
+
             # Other weights: the outputs of the network linearised at θ̂, taken at the mean.
-            if self.variational is not None and not linear:
+            if self.variational is not None and not is_linear:
                 f = f.double() + J.double().push(self.mean - self.theta)
             self.likelihood.check_outputs(f)
             yield f, J if J.dtype.itemsize > 2 else J.double()  # squares overflow float16
@@ -492,6 +509,7 @@ class Posterior:
         f, K = marginal
         dtype, device = self.network.dtype, self.network.device
         centre, scale = self.likelihood.predictive.centre_and_deviation(f, K)
+
         # Under vmap no branch may depend on values.
         if is_inside_vmap(f):
             return torch.empty(0, dtype=torch.float64, device=device)
@@ -503,8 +521,9 @@ class Posterior:
         return torch.empty(0, dtype=dtype, device=device)
 
     def outputs_at(self, x: Inputs, differentiable: bool = False) -> Marginal:
-        """Compute f̂ (N, C) and K (N, C, C) as `marginal` does, but keep them in float64 on the CPU,
-        where the library computes.
+        """Compute f̂ (N, C) and K (N, C, C) as `marginal`, but in float64 on the CPU.
+
+        The library computes there; `marginal` converts for the user.
         """
         return join_chunks(
             self.network.outputs,
@@ -534,10 +553,10 @@ def _refuse_disconnected_outputs(f: Tensor, x: Inputs) -> None:
 
     Without the error the user would get a gradient of zero, which looks like an answer.
     """
-    free = [part for part in input_tensors(x) if part.requires_grad]
+    variables = [part for part in input_tensors(x) if part.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if f.requires_grad:
-        gradients = torch.autograd.grad(f.sum(), free, retain_graph=True, allow_unused=True)
+        gradients = torch.autograd.grad(f.sum(), variables, retain_graph=True, allow_unused=True)
     if all(gradient is None for gradient in gradients):
         raise ValueError(
             "differentiable=True was asked for, but the network's outputs have no derivative in x. "
@@ -615,6 +634,9 @@ def fit(
     Under an initialised `torch.distributed` group every rank gives its own shard, and all get the
     same posterior of all of them (see `ssla.distributed`).
 
+    Raises TypeError or ValueError for arguments and data that cannot be used; docs/failures.md has
+    causes and remedies.
+
     Example
     -------
     >>> noisy = ssla.likelihoods.Gaussian(noise="estimate")
@@ -631,18 +653,20 @@ def fit(
         plan = checked_plan(
             Posterior, data_of_ranks(reader), likelihood, prior, structure, mode, gaussian, budget
         )
+
     if unseen is None:
         return fitting.fit(plan)
+
     # A number is the share of the training data that was held out.
     return choose_by_validation(plan, unseen, held_out=isinstance(validation, float))
 
 
 @in_plain_torch
 def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = None) -> Increments:
-    """Compute the increments of SSLA: refit all weights in scope on the data plus (x, y), for each
-    y.
+    """Compute the increments of SSLA: for each y, refit all free weights on the data plus (x, y).
 
-    Their sum is an un-normalised log density. y is (N,), or (N, k) for k candidates at each input;
+    There are three increments for each y, and `total`, their sum, is an un-normalised log density.
+    y is (N,), or (N, k) for k candidates at each input;
     of D targets it is (N, D) or (N, k, D). There is one refit for each y. refit: its options; None:
     the defaults of WeightRefit.
 
@@ -657,12 +681,12 @@ def ssla(posterior: Posterior, x: Inputs, y: Any, refit: WeightRefit | None = No
 def assla(posterior: Posterior, x: Inputs, y: Any, refit: NoRefit | None = None) -> Increments:
     """Compute the increments of ASSLA, without a refit (θ̃ = θ̂): log p(y|f̂) − ½ log|I + ΛK|.
 
-    y has the shapes that `ssla` takes. refit: its options; None: the defaults of NoRefit. By these
-    Λ of the new row is the observed curvature, and K has the Fisher information of the training
-    rows, which is the curvature that the posterior holds. `NoRefit(data_curvature="observed")` sums
-    the observed one of the training rows, as the paper's Algorithm 2 is written. With Gaussian
-    noise the result is the plug-in times a constant: it does not include the uncertainty of the
-    network.
+    The result is as that of `ssla`. y has the shapes that `ssla` takes. refit: its options; None:
+    the defaults of NoRefit. By these Λ of the new row is the observed curvature, and K has the
+    Fisher information of the training rows, which is the curvature that the posterior holds.
+    `NoRefit(data_curvature="observed")` sums the observed one of the training rows, as the paper's
+    Algorithm 2 is written. With Gaussian noise the result is the plug-in times a constant: it does
+    not include the uncertainty of the network.
     """
     return increments_at(NoRefit() if refit is None else refit, _checked_posterior(posterior), x, y)
 
@@ -694,9 +718,12 @@ def explain(
     way, the values need not add up to the doubt, and a row with one changed value may be unlike any
     real row.
 
-    top: how many rows (None: all).  by: "mean" or "variance", what they are ranked by, in units of
-    the outputs' own. reference: a row (D,); the means of the training rows if not given.  data: the
-    training data, where the posterior does not hold them.
+    top: how many rows (None: all). by: "mean" or "variance", by which rows are ranked, in units of
+    the outputs' variances. reference: a row (D,); the means of the training rows if not given.
+    data: the training data, where the posterior does not hold them.
+
+    Raises ValueError for another convention than the exact one and for arguments or data that do
+    not fit, and TypeError for angles.
 
     >>> print(ssla.explain(post, x))                         # doctest: +SKIP
     """
@@ -713,7 +740,11 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
     order, with the Fisher information at f̂. The gains of several rows do not add up: add the new
     row with `posterior.update`, and ask again.
 
-    targets: the inputs whose predictions should become surer; the pool itself if not given.
+    pool: M inputs. targets: the inputs whose predictions should become surer; the pool itself if
+    not given. The result has the gain of each row (M,), and `best`, the row with the largest.
+
+    Raises ValueError for another convention than the exact one and for no rows, and TypeError for
+    angles.
 
     >>> ssla.label_next(post, pool).best                     # doctest: +SKIP
     """

@@ -1,4 +1,9 @@
-"""What a fit saw and did, as values that print well: `Report` and its notes, `TuningHistory`."""
+"""What a fit saw and did, as values that print well: `Report` and its notes, `TuningHistory`.
+
+`POLISH`, `TILT` and `AS_IS` say how θ̂ was chosen: see the docstring of `ssla.fitting.fit`. The
+residual of a fit is the distance of θ̂ from the mode, in posterior standard deviations. The subject
+of a note is the step of the fit, or the later change, that the note is about.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +55,7 @@ def without_subjects(notes: Iterable[str], *subjects: str) -> list[str]:
     return [note for note in notes if subject_of(note) not in subjects]
 
 
-def _plural_ending(count: int, ending: str = "s") -> str:
+def _choose_plural_ending(count: int, ending: str = "s") -> str:
     """Return the ending of a plural after a count; the empty text after 1."""
     return "" if count == 1 else ending
 
@@ -71,7 +76,7 @@ class Validation:
     gain_error: float  # its standard error
     # factor on the dispersion (noise, temperature, …) that is best for the network itself
     network_spread: float
-    words: str  # what that says of the network
+    words: str  # `network_spread` in words, such as over-confident; empty without a dispersion
     spread: float  # factor on the dispersion that was chosen beside the doubt
     precision: float  # factor on the prior precisions of the trained weights' scale that was chosen
     settings: int  # how many were compared
@@ -85,12 +90,13 @@ class Validation:
     unfactorised: int = 0
 
     def lines(self) -> list[str]:
-        """Return what the report says of the validation rows, line by line."""
+        """Return the lines of the report about the validation rows."""
         caveat = ""
         if self.held_out:
             caveat = (
                 "; the network may have seen them in its training, then they are too optimistic"
             )
+
         dispersion = self.words or "the likelihood has no dispersion to choose"
         lines = [
             f"validation   {self.rows:,} rows chose between {self.settings} settings{caveat}",
@@ -111,11 +117,13 @@ class Validation:
                 f"row's are divided by a number of its own, {low:.2g} to {high:.2g} for most of "
                 "these rows"
             )
+
         if self.coverage:
             shares = ", ".join(
                 f"{share:.1%} at {float(level):.0%}" for level, share in self.coverage.items()
             )
             lines.append(f"             coverage: {shares}")
+
         return lines
 
     @property
@@ -133,20 +141,20 @@ class Validation:
 class Report:
     """What `fit` saw and did. `print(posterior.report)` is meant to be read."""
 
-    n: int
-    weight: float
-    parameters: int
-    names: tuple[str, ...]
-    outputs: int
-    likelihood: str
-    structure: str
+    n: int  # rows seen
+    weight: float  # sum of the row weights
+    parameters: int  # how many are free
+    names: tuple[str, ...]  # of the free parameters
+    outputs: int  # how many the network has
+    likelihood: str  # its description
+    structure: str  # the name of the curvature's structure
     blocks: dict[str, str]  # layer -> structure
-    mode: str
+    mode: str  # POLISH, TILT or AS_IS
     residual: float  # √(g₀ᵀH⁻¹g₀) before: distance to the mode in posterior standard deviations
     residual_after: float
     steps: int  # Newton steps of polish
     output_shift: float  # root mean square change of the outputs by polish, in units of the noise
-    passes: int
+    passes: int  # over the data
     memory: int  # bytes of statistics and factorisation
     notes: tuple[str, ...] = ()
     prior: str = ""
@@ -159,8 +167,9 @@ class Report:
 
     @property
     def residual_per_parameter(self) -> float:
-        """Return `residual` / √P: about how many posterior standard deviations each parameter is
-        off its mode.
+        """Return the residual for each parameter, `residual` / √P.
+
+        It is about how many posterior standard deviations each parameter is off its mode.
         """
         return self.residual / math.sqrt(self.parameters)
 
@@ -182,23 +191,24 @@ class Report:
         if self.mode == AS_IS:
             return "taken as it is"
         return (
-            f"polished in {self.steps} Newton step{_plural_ending(self.steps)}: residual now "
-            f"{self.residual_after:.2g}, training outputs moved by "
+            f"polished in {self.steps} Newton step{_choose_plural_ending(self.steps)}: residual "
+            f"now {self.residual_after:.2g}, training outputs moved by "
             f"{self.output_shift:.2g} noise units (rms); your module is unchanged"
         )
 
     def __str__(self) -> str:
         """Return the report as lines of text, each with its label in the first 13 columns."""
         weighted = "" if math.isclose(self.weight, self.n) else f" (total weight {self.weight:g})"
+
         # The network's own parameters have the empty layer name.
         blocks = ", ".join(f"{name or 'network'}: {block}" for name, block in self.blocks.items())
         lines = [
             f"n seen       {self.n:,} rows{weighted}, {self.passes} "
-            f"pass{_plural_ending(self.passes, 'es')} over the data",
+            f"pass{_choose_plural_ending(self.passes, 'es')} over the data",
             f"parameters   {self.parameters:,} free "
             f"({', '.join(self.names[:4])}{', …' if len(self.names) > 4 else ''})",
             f"likelihood   {self.likelihood} on {self.outputs} "
-            f"output{_plural_ending(self.outputs)}",
+            f"output{_choose_plural_ending(self.outputs)}",
             f"structure    {self.structure} "
             f"({blocks}{f'; chosen: {self.choice}' if self.choice else ''})",
             f"prior        {self.prior or 'not described'} (convention: {self.convention})",

@@ -1,4 +1,10 @@
-"""Frozen values that packages hand to each other: sums over the data, Gaussians of θ and of f."""
+"""Frozen values that packages hand to each other: sums over the data, Gaussians of θ and of f.
+
+θ (P,) are the free parameters of the network, f (C,) its outputs at an input, and J (C, P) the
+Jacobian of f in θ. g and Λ are the gradient and minus the second derivative (or the Fisher
+information) of the log likelihood of a row in f, and ℓ_D is the log likelihood of all rows. H is
+the curvature of data and prior, and T that of the prior.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +34,16 @@ class Marginal(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Statistics:
-    """Sums over the data at one θ."""
+    """Sums over the data at one θ, which the sums do not hold: callers keep it beside them."""
 
     n: int  # rows seen
     weight: float  # sum of the row weights (= n without weights)
-    log_likelihood: float
+    log_likelihood: float  # ℓ_D
     gradient: Tensor  # ∇ℓ_D (P,)
     curvature: Structure  # Σ JᵀΛJ
 
     def merge(self, other: Statistics) -> Statistics:
-        """Return the sums over both data sets, which must be taken at the same θ."""
+        """Return the sums over both data sets, which must be taken at the same θ (not checked)."""
         return Statistics(
             self.n + other.n,
             self.weight + other.weight,
@@ -49,8 +55,9 @@ class Statistics:
     def with_theta_moved(self, step: Tensor, curvature: Structure | None = None) -> Statistics:
         """Return the sums at θ + step, for a step (P,), without a pass over the data.
 
-        Right where ℓ_D is a quadratic with this curvature S; None: the curvature of the sums. ℓ_D
-        changes by gᵀδ − ½ δᵀSδ and its gradient g by −Sδ.
+        curvature: S, by which ℓ_D changes; None: that of the sums. For a step δ, ℓ_D changes by
+        ∇ℓ_Dᵀδ − ½ δᵀSδ, and its gradient by −Sδ. This is exact where ℓ_D is a quadratic with the
+        curvature S. The curvature of the result is that of these sums.
         """
         push = (curvature or self.curvature).push(step)
         gain = float(step @ self.gradient) - 0.5 * float(step @ push)
@@ -64,7 +71,8 @@ class Statistics:
         noise: one factor, or one for each parameter (P,). log_likelihood: ℓ_D at that noise, which
         these sums alone do not determine.
         """
-        # Score and precision of a Gaussian carry 1/σ²; `scaled` takes the factor 1/σ on both sides.
+        # The gradient and curvature of a Gaussian have the factor 1/σ², which is 1/σ on both sides
+        # of the curvature.
         return replace(
             self,
             log_likelihood=log_likelihood,
@@ -124,7 +132,9 @@ def prior_share(operator: Operator, precision: Tensor) -> Tensor:
 def residual_squares(statistics: Statistics, likelihood: Likelihood, outputs: int) -> float:
     """Compute Σ w rᵀΣ⁻¹r, the whitened squared residuals of a Gaussian likelihood with C outputs.
 
-    The squares follow from ℓ_D = −½ Σ w (rᵀΣ⁻¹r + log|Σ| + C log 2π), without a pass.
+    The squares follow from ℓ_D = −½ Σ w (rᵀΣ⁻¹r + log|Σ| + C log 2π), without a pass. statistics:
+    sums with the noise of `likelihood`. Raises no error for another likelihood: the caller must
+    have Gaussian noise.
     """
     sigma = likelihood.covariance_for(torch.zeros(outputs, dtype=torch.float64))
     logdet = 2 * float(torch.linalg.cholesky(sigma).diagonal().log().sum())

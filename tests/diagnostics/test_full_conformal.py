@@ -139,7 +139,7 @@ def test_several_posteriors_count_the_ranks_of_all_their_rows(general):
         for post, half in zip(posts, halves, strict=True)
     ]
     found = full_conformal.cross_conformal_sets(members, LEVEL)
-    prepared = full_conformal._share_mean_output(
+    prepared = full_conformal._use_mean_output(
         [
             full_conformal._Comparison.read_rows(member).make_candidates(slice(0, 6))
             for member in members

@@ -372,7 +372,7 @@ def test_the_settings_are_those_of_the_largest_evidence():
     y = (y - y.mean()) / y.std()
     network = cosine_networks.draw_network(x, 1, None, {}, (6,), 0)
     found = cosine_networks.maximise_evidence(
-        network, cosine_networks.expected_settings(network), x, y, None, 500
+        network, cosine_networks.make_expected_settings(network), x, y, None, 500
     )
     layout, theta, *_ = by_autograd(network, x)
     mean = found.prior.bind(layout).mean

@@ -46,7 +46,7 @@ def test_no_place_is_returned_where_no_step_rises():
 
 def test_edges_that_the_gradient_pushes_at():
     at_edge = place(5.0)  # the gradient points inwards
-    assert not at_edge.edges_pushed(LOW, HIGH, at_rest=True).any()
+    assert not at_edge.find_pushed_edges(LOW, HIGH, at_rest=True).any()
     low_edge = place(2.0)  # the gradient is zero
-    assert low_edge.edges_pushed(torch.tensor([2.0]).double(), HIGH, at_rest=True).all()
-    assert not low_edge.edges_pushed(torch.tensor([2.0]).double(), HIGH, at_rest=False).any()
+    assert low_edge.find_pushed_edges(torch.tensor([2.0]).double(), HIGH, at_rest=True).all()
+    assert not low_edge.find_pushed_edges(torch.tensor([2.0]).double(), HIGH, at_rest=False).any()

@@ -111,9 +111,9 @@ def test_the_steps_of_the_factorisation_by_components(size):
     R = linalg.covariance_root(random_spd(5, size, size, seed=7))
     precision = random_spd(5, size, size, seed=8)
     expected = R.mT @ precision @ R
-    S = linalg._congruence_entries(R, precision)
+    S = linalg._compute_congruence_entries(R, precision)
     assert torch.allclose(linalg.stack_square(S), expected, rtol=1e-12)
-    L, excess, pivots = linalg._unit_lower_factor(S)
+    L, excess, pivots = linalg._factorise_unit_lower(S)
     lower = torch.eye(size, dtype=torch.float64).repeat(5, 1, 1)
     for i in range(size):
         for j in range(i):

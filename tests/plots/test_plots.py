@@ -17,7 +17,7 @@ import ssla
 from ssla import likelihoods as L
 from ssla import plots
 from ssla.plots.calibration import binomial_range
-from ssla.plots.doubt import auroc
+from ssla.plots.doubt import compute_auroc
 from support.networks import data, mlp
 
 PRIOR = ssla.priors.Gaussian(precision=1.0)
@@ -353,7 +353,7 @@ def test_foreign_rows_are_counted_above_the_line():
 def test_auroc_counts_pairs():
     low, high = torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.0, 3.0])
     pairs = (high[:, None] > low).double() + 0.5 * (high[:, None] == low).double()
-    assert auroc(low, high) == pytest.approx(float(pairs.mean()))
+    assert compute_auroc(low, high) == pytest.approx(float(pairs.mean()))
 
 
 def test_influence_has_a_bar_for_each_row_with_its_sign():

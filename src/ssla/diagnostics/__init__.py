@@ -1,5 +1,6 @@
-"""Questions about a posterior: leave-one-out, conformal sets, explanations, other priors, sets
-of priors, pseudo-labels.
+"""Answers about a fitted posterior, without another fit.
+
+Leave-one-out, conformal sets, explanations, other priors, sets of priors, and pseudo-labels.
 """
 
 from __future__ import annotations

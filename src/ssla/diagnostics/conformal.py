@@ -1,14 +1,26 @@
 """Approximate full conformal sets: without calibration rows, and without refits.
 
 Full conformal prediction adds the candidate (x, y) to the data, fits again, and keeps y unless its
-score is among the highest of all rows. The score of a row says how badly the other rows predict it:
+score is among the highest of all rows. The terms:
+
+    candidate      a new input x with a y that may be in its set
+    compared rows  the training rows whose scores are compared with that of the candidate
+    score          how badly the other rows predict a row: large for a surprising y
+    site           what a row contributes to the fit: the gradient g (C,) of its log likelihood in
+                   its outputs, and Λ (C, C), minus the second derivative or its expectation
+    cavity         the Gaussian of a row's outputs when its own site is removed from the fit
+    member         a posterior with its training rows; several networks have one member each
+
+The scores are
 
     numbers, counts    |y − μ| / √v       μ = E[y|f],  v = Var[y|f] + Var E[y|f] to first order
     classes            1 − p(y)           p at f/√(1 + πk/8), k the variances of f
 
-where f and K are those without the row. For the candidate they are the posterior's own. Its refit
-has the mode in the outputs, f̃ = f_x + K_x u, and the precision Λ̃ there. With X = J_i S J_xᵀ and Q
-= Λ̃(I + K_xΛ̃)⁻¹ it moves the outputs of row i to
+where f (C,) and K (C, C) are mean and covariance of the outputs without the row. For the candidate
+they are the posterior's own, f_x and K_x. The refit with the candidate has the mode f̃ = f_x + K_x u
+in the outputs, with u the gradient of log p(y|f) at f̃, and the precision Λ̃ there. Let S be the
+covariance of θ, and J_i and J_x the Jacobians of the outputs. With X = J_i S J_xᵀ and
+Q = Λ̃(I + K_xΛ̃)⁻¹ the refit moves the outputs of row i to
 
     f_i + X u        K_i − X Q Xᵀ
 
@@ -51,10 +63,10 @@ from ssla._checks import warn
 from ssla.data import Inputs, as_inputs, as_tensor, row_count, take_rows
 from ssla.diagnostics.explanations import (
     Query,
+    compute_first_order_variance,
     compute_mean_slopes,
-    first_order_variance,
+    count_queries_at_once,
     iterate_queries,
-    queries_at_once,
 )
 from ssla.likelihoods import Likelihood
 from ssla.likelihoods.support import Classes, Counts, Real, Support
@@ -94,8 +106,9 @@ def predictive_set(
 ) -> Tensor:
     """Compute the conformal sets of one posterior at the N inputs x; see Posterior.predictive_set.
 
-    data, rows: as in `Member`. Returns intervals (N, 2) in the dtype of the posterior's answers, or
-    sets of classes, bool (N, C). Raises what `cross_conformal_sets` raises.
+    level: of the sets, between 0 and 1. data, rows: as in `Member`. Returns intervals (N, 2) in the
+    dtype of the posterior's answers, or sets of classes, bool (N, C). Raises what
+    `cross_conformal_sets` raises.
     """
     sets = cross_conformal_sets([Member(posterior, as_inputs(x), data, rows)], level)
     if sets.dtype == torch.bool:
@@ -106,7 +119,8 @@ def predictive_set(
 def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
     """Compute conformal sets from one or several posteriors of the same likelihood.
 
-    Returns intervals (N, 2) in float64, or sets of classes, bool (N, C). Warns of sets that are
+    members: at least one, all with the same N new inputs. level: the least coverage, between 0 and
+    1. Returns intervals (N, 2) in float64, or sets of classes, bool (N, C). Warns of sets that are
     infinite or too large. Raises ValueError for another convention than the exact one, for rows
     that are not those of the fit and for a y of infinite variance, and TypeError for targets other
     than numbers on the whole line, counts and classes.
@@ -117,10 +131,11 @@ def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
     comparisons = [_Comparison.read_rows(member) for member in members]
     _warn_of_large_sets(
         torch.cat([comparison.rows.weights for comparison in comparisons]),
-        torch.cat([comparison.rows.sound for comparison in comparisons]),
+        torch.cat([comparison.rows.removable for comparison in comparisons]),
         level,
     )
     find_sets: Callable[[list[_Candidates], float], Tensor]
+
     # The first, empty result gives the right shape where there are no inputs.
     if isinstance(support, Classes):
         find_sets = _find_class_sets
@@ -128,14 +143,16 @@ def cross_conformal_sets(members: Sequence[Member], level: float) -> Tensor:
     else:
         find_sets = _solve_gaussian_ends if first.likelihood.quadratic else _search_ends
         sets = [torch.empty(0, 2, dtype=torch.float64)]
+
     # A few new inputs at a time, so that their covariances with all training rows fit the budget.
     compared_rows = sum(len(comparison.rows.y) for comparison in comparisons)
     numbers = NUMBERS * first.network.outputs * compared_rows
-    at_once = queries_at_once(first, numbers)
+    at_once = count_queries_at_once(first, numbers)
     for start in range(0, row_count(members[0].x), at_once):
         inputs = slice(start, start + at_once)
         candidates = [comparison.make_candidates(inputs) for comparison in comparisons]
-        sets.append(find_sets(_share_mean_output(candidates), level))
+        sets.append(find_sets(_use_mean_output(candidates), level))
+
     result = torch.cat(sets)
     if isinstance(support, Counts):  # the whole numbers inside
         return torch.stack([result[:, 0].clamp_min(0).ceil(), result[:, 1].floor()], 1)
@@ -154,6 +171,7 @@ def _check_posterior(posterior: Posterior) -> Support:
             f"convention={posterior.convention!r}. Use "
             "posterior.with_prior(posterior.prior).predictive_set(x)."
         )
+
     support = posterior.likelihood.predictive.support_for(posterior.network.outputs)
     if not isinstance(support, Real | Counts | Classes):
         raise TypeError(
@@ -161,28 +179,31 @@ def _check_posterior(posterior: Posterior) -> Support:
             f"likelihood has {support!r}. Fit a posterior for each target, or use "
             "posterior.predict(x).interval(level)."
         )
+
     return support
 
 
-def _warn_of_large_sets(weights: Tensor, sound: Tensor, level: float) -> None:
+def _warn_of_large_sets(weights: Tensor, removable: Tensor, level: float) -> None:
     """Warn of sets that are infinite or too large.
 
     All sets are infinite if there are few rows, and too large if some rows cannot be removed from
     the fit.
 
-    weights (m,): of the compared rows. sound (m,) bool: whether the row can be removed.
+    weights (m,): of the compared rows. removable (m,) bool: whether the row can be removed. level:
+    of the sets.
     """
-    short = describe_row_shortage(weights, level, "rows")
-    if short is not None:
+    shortage = describe_row_shortage(weights, level, "rows")
+    if shortage is not None:
         warn(
-            f"A predictive set of {level:g} {short}: every set is infinite (all classes). Use more "
-            "rows or a lower level."
+            f"A predictive set of {level:g} {shortage}: every set is infinite (all classes). Use "
+            "more rows or a lower level."
         )
-    if not bool(sound.all()):
+
+    if not bool(removable.all()):
         warn(
-            f"predictive_set cannot remove {int((~sound).sum())} of {len(sound)} rows from the "
-            "fit. They count as rows with the highest scores, so that the sets are too large. "
-            "Likely causes: (a) structure='diag' or 'kfac' describes these rows badly: use "
+            f"predictive_set cannot remove {int((~removable).sum())} of {len(removable)} rows "
+            "from the fit. They count as rows with the highest scores, so that the sets are too "
+            "large. Likely causes: (a) structure='diag' or 'kfac' describes these rows badly: use "
             "structure='dense'; (b) a row that alone decides a predicted variance.",
             RuntimeWarning,
         )
@@ -209,7 +230,10 @@ def _check_rows(rows: Any, n: int) -> Tensor:
 
 
 def _split_by_chunk(chosen: Tensor, sites: Sites) -> list[Tensor]:
-    """Split flags of all training rows (n,) bool into those of the chunks of the sites."""
+    """Split flags of all training rows (n,) bool into those of each chunk of rows in `sites`.
+
+    chosen (n,) bool: the flags.
+    """
     return list(chosen.split([len(site.f) for site in sites]))
 
 
@@ -222,9 +246,9 @@ class _ComparedRows:
     K: Tensor  # their covariance (m, C, C)
     score: Tensor  # g of one copy of the row (m, C)
     precision: Tensor  # Λ of one copy of the row (m, C, C)
-    once: Tensor  # the weight of one copy of the row, min(w, 1) (m,)
+    copy_weight: Tensor  # the weight of one copy of the row, min(w, 1) (m,)
     weights: Tensor  # (m,)
-    sound: Tensor  # (m,) bool: the row can be removed
+    removable: Tensor  # (m,) bool: the row can be removed
 
     @staticmethod
     def select_rows(posterior: Posterior, sites: Sites, chosen: Tensor) -> _ComparedRows:
@@ -233,18 +257,33 @@ class _ComparedRows:
         A row that cannot be removed gets a site of zero.
         """
         chunks = []
-        for site, kept in zip(sites, _split_by_chunk(chosen, sites), strict=True):
+        for site, is_compared in zip(sites, _split_by_chunk(chosen, sites), strict=True):
             weights = site.row_weights
             K = posterior.covariance.covariance(site.J)
+
             # A row of weight w stands for w equal rows; one of them is removed.
-            once = weights.clamp_max(1.0)
-            sound = compute_cavity(site, None, posterior.covariance).sound
+            copy_weight = weights.clamp_max(1.0)
+            removable = compute_cavity(site, None, posterior.covariance).sound
+
             # A row that cannot be removed has no site here; its score is infinite later.
-            score = torch.where(sound[:, None], site.score * once[:, None], 0.0)
-            precision = torch.where(sound[:, None, None], site.precision * once[:, None, None], 0.0)
+            score = torch.where(removable[:, None], site.score * copy_weight[:, None], 0.0)
+            precision = torch.where(
+                removable[:, None, None], site.precision * copy_weight[:, None, None], 0.0
+            )
+
             # in the order of the fields
-            columns = (site.y.double(), site.f, K, score, precision, once, weights, sound)
-            chunks.append(tuple(column[kept] for column in columns))
+            columns = (
+                site.y.double(),
+                site.f,
+                K,
+                score,
+                precision,
+                copy_weight,
+                weights,
+                removable,
+            )
+            chunks.append(tuple(column[is_compared] for column in columns))
+
         return _ComparedRows(*map(torch.cat, zip(*chunks, strict=True)))
 
 
@@ -277,13 +316,16 @@ class _Comparison:
         """
         posterior = self.member.posterior
         x = take_rows(self.member.x, inputs)
+
         # The network may return these inputs in several chunks.
         chunks = list(iterate_queries(posterior, x, NUMBERS * len(self.rows.y)))
         f = torch.cat([query.f for query in chunks])
         K = torch.cat([query.K for query in chunks])
         solved = torch.cat([query.solved for query in chunks], 1)
         kept_of_sites = zip(self.sites, _split_by_chunk(self.chosen, self.sites), strict=True)
-        pushed = torch.cat([site.J.push_many(solved)[kept] for site, kept in kept_of_sites])
+        pushed = torch.cat(
+            [site.J.push_many(solved)[is_compared] for site, is_compared in kept_of_sites]
+        )
         X = pushed.unflatten(-1, f.shape)  # (m, C, q, C)
         return _Candidates(
             posterior.likelihood, Query(f, K, solved), X.permute(2, 0, 1, 3), self.rows
@@ -304,39 +346,54 @@ class _Candidates(NamedTuple):
     def score_rows(self, y: Tensor) -> Tensor:
         """Compute the scores of the training rows after a refit with y (q,) at the new inputs.
 
-        The result is (q, m). It is infinite for rows that cannot be removed.
+        The result is (q, m), with the letters of the module. It is infinite for rows that cannot be
+        removed from the fit.
         """
-        f, K, _ = self.query
         rows = self.rows
         X = self.X
-        # The refit at the new inputs, with the letters of the module
-        R = covariance_root(K)
-        u = evaluate_at_mode(self.likelihood, y, f, R).pull
-        L = covariance_root(self.likelihood.fisher(f + (K @ u.unsqueeze(-1)).squeeze(-1)))
-        eye = torch.eye(f.shape[1], dtype=torch.float64)
-        inner = torch.linalg.cholesky(eye + L.mT @ K @ L)
-        B = torch.linalg.solve_triangular(inner, L.mT, upper=False)  # Q = BᵀB
-        # The refit with (x, y) moves f of every row and takes X Q Xᵀ from its K.
+        u, B = self._refit_outputs(y)
+
+        # The refit with (x, y) moves f of every row and takes X Q Xᵀ from its K, with Q = BᵀB.
         XB = X @ B.mT.unsqueeze(1)
         K = rows.K - XB @ XB.mT
         move = (X @ u[:, None, :, None]).squeeze(-1)  # (q, m, C)
+
         # The row's own site is removed: K₋ = (I − KΛ)⁻¹ K and f₋ = f − K₋ g, with g at the moved f.
         g = rows.score - (rows.precision @ move.unsqueeze(-1)).squeeze(-1)
-        without = torch.linalg.solve(eye - K @ rows.precision, K)
-        without = (without + without.mT) / 2  # symmetric but for rounding
-        f_without = rows.f + move - (without @ g.unsqueeze(-1)).squeeze(-1)
+        eye = torch.eye(u.shape[1], dtype=torch.float64)
+        K_without = torch.linalg.solve(eye - K @ rows.precision, K)
+        K_without = (K_without + K_without.mT) / 2  # symmetric but for rounding
+        f_without = rows.f + move - (K_without @ g.unsqueeze(-1)).squeeze(-1)
         targets = rows.y.expand(len(X), -1)
         scores = compute_nonconformity(
             self.likelihood.predictive,
             targets.flatten(),
             f_without.flatten(0, 1),
-            without.flatten(0, 1),
+            K_without.flatten(0, 1),
         ).view_as(targets)
-        return torch.where(rows.sound, scores, torch.inf)
+        return torch.where(rows.removable, scores, torch.inf)
+
+    def _refit_outputs(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute u (q, C) and B (q, C, C) of the refit with y (q,), where Q = BᵀB.
+
+        The letters are those of the module. With Λ̃ = L Lᵀ, Q = Λ̃(I + KΛ̃)⁻¹ is L(I + LᵀKL)⁻¹Lᵀ,
+        which needs no inverse of K.
+        """
+        f, K, _ = self.query
+        u = evaluate_at_mode(self.likelihood, y, f, covariance_root(K)).pull
+        f_mode = f + (K @ u.unsqueeze(-1)).squeeze(-1)
+        L = covariance_root(self.likelihood.fisher(f_mode))
+        eye = torch.eye(f.shape[1], dtype=torch.float64)
+        factor = torch.linalg.cholesky(eye + L.mT @ K @ L)
+        return u, torch.linalg.solve_triangular(factor, L.mT, upper=False)
 
 
-def _share_mean_output(members: list[_Candidates]) -> list[_Candidates]:
-    """Return the candidates with the mean output of all networks in place of each network's own."""
+def _use_mean_output(members: list[_Candidates]) -> list[_Candidates]:
+    """Return the candidates with the mean output of all networks in place of each network's own.
+
+    Only the mean of the outputs changes; every network keeps its own covariance. See the module.
+    members: the candidates of each network, for the same q inputs.
+    """
     f = torch.stack([member.query.f for member in members]).mean(0)
     return [member._replace(query=member.query._replace(f=f)) for member in members]
 
@@ -344,7 +401,8 @@ def _share_mean_output(members: list[_Candidates]) -> list[_Candidates]:
 def compute_nonconformity(likelihood: Likelihood, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """Compute the score of the module, which says how badly outputs N(f, K) predict y.
 
-    y (M,), f (M, C), K (M, C, C) -> (M,). Raises ValueError where the variance of y is infinite.
+    likelihood: of y given the outputs. y (M,), f (M, C), K (M, C, C) -> (M,). Raises ValueError
+    where the variance of y is infinite.
     """
     if likelihood.support_for(f.shape[1]).kind == "class":
         return 1 - _approximate_class_probabilities(likelihood, f, K).gather(
@@ -369,7 +427,7 @@ def _compute_moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple
 
     f (M, C), K (M, C, C). Raises ValueError where the standard deviation is not finite.
     """
-    doubt = first_order_variance(compute_mean_slopes(likelihood, f, K), K).squeeze(1)
+    doubt = compute_first_order_variance(compute_mean_slopes(likelihood, f, K), K).squeeze(1)
     scale = (likelihood.variance(f) + doubt).sqrt()
     if not bool(scale.isfinite().all()):
         raise ValueError(
@@ -386,7 +444,8 @@ def _compute_moments_of_y(likelihood: Likelihood, f: Tensor, K: Tensor) -> tuple
 def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
     """Compute the intervals (q, 2) for Gaussian noise and one output, in closed form.
 
-    The ends are quantiles of the crossings of all members' rows, by row weight.
+    The ends are quantiles of the crossings of all members' rows, by row weight. members: the
+    candidates of each member, for the same q inputs. level: of the sets.
     """
     crossings = [_compute_gaussian_crossings(member) for member in members]
     lower = torch.cat([low for low, _ in crossings], 1)
@@ -398,33 +457,33 @@ def _solve_gaussian_ends(members: list[_Candidates], level: float) -> Tensor:
 
 
 def _compute_gaussian_crossings(candidates: _Candidates) -> tuple[Tensor, Tensor]:
-    """Compute the lower and the upper y between which each training row has the higher score,
-    (q, m) each.
+    """Compute the two y between which each training row has the higher score, (q, m) each.
 
-    These y are f_x + e√s/(X/√s ± t), with the letters of the module, and infinite where the row has
-    the higher score for every y.
+    The lower ones come first. These y are f_x + e√s/(X/√s ± t), with the letters of the module, and
+    infinite where the row has the higher score for every y.
     """
     likelihood, query, X, rows = candidates
     noise = likelihood.covariance_for(query.f).flatten()[0].double()
     s = (noise + query.K.flatten())[:, None]
+
     # One output: scalars in place of 1×1 matrices.
     X = X[..., 0, 0]
     K = rows.K.flatten()
     f = rows.f.flatten()
     h = (K - X.square() / s) / noise
-    remaining = 1 - rows.once * h
+    remaining = 1 - rows.copy_weight * h
     t = (noise * remaining * (remaining + h)).sqrt()
     slope = X / s.sqrt()
     numerator = (rows.y - f) * s.sqrt()  # e√s
     ends = numerator / (slope + t), numerator / (slope - t)
-    crosses = rows.sound & (t > slope.abs())
+    crosses = rows.removable & (t > slope.abs())
     lower = torch.where(crosses, torch.minimum(*ends), -torch.inf)
     upper = torch.where(crosses, torch.maximum(*ends), torch.inf)
     return query.f + lower, query.f + upper
 
 
 class _EndSearch(NamedTuple):
-    """What the search for the ends of q intervals needs."""
+    """The values that the search for the ends of q intervals needs, the same in every step."""
 
     members: list[_Candidates]
     centres: list[Tensor]  # for each member the mean of y at the new inputs (q,)
@@ -441,7 +500,8 @@ class _EndSearch(NamedTuple):
         where too few rows can be removed from the fit. A y below the lowest possible one is
         replaced by that one.
         """
-        # The search does not know the support. A count below 0 has no likelihood to refit with.
+        # The search may try a y outside the support. A count below 0 has no likelihood to refit
+        # with.
         y = (side * t).clamp_min(self.lowest)
         ends_by_row = [
             (side * centre)[:, None] + scale[:, None] * member.score_rows(y)
@@ -454,19 +514,21 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
     """Compute the intervals (q, 2) of numbers or counts, by a fixed point for each end.
 
     An end is the y that equals the quantile of centre ± scale · score over the rows, where the
-    scores are those after a refit with this y. Warns of ends that did not converge.
+    scores are those after a refit with this y. Warns of ends that did not converge. members, level:
+    as in `_solve_gaussian_ends`.
     """
     weights = torch.cat([member.rows.weights for member in members])
-    sound = torch.cat([member.rows.sound for member in members])
+    removable = torch.cat([member.rows.removable for member in members])
     moments = [
         _compute_moments_of_y(member.likelihood.predictive, member.query.f, member.query.K)
         for member in members
     ]
     centres = [centre for centre, _ in moments]
     scales = [scale for _, scale in moments]
+
     # With too few rows, or too many that cannot be removed, the quantile is infinite: every y is in
     # the set.
-    if bool(conformal_quantile(torch.where(sound, 0.0, torch.inf), weights, level).isinf()):
+    if bool(conformal_quantile(torch.where(removable, 0.0, torch.inf), weights, level).isinf()):
         whole_line = torch.tensor([-torch.inf, torch.inf], dtype=torch.float64)
         return whole_line.expand(len(scales[0]), 2)
     support = members[0].likelihood.predictive.support_for(members[0].query.f.shape[1])
@@ -482,6 +544,7 @@ def _search_ends(members: list[_Candidates], level: float) -> Tensor:
             "Likely cause: few training rows. Use posterior.predict(x).interval(level).",
             RuntimeWarning,
         )
+
     return torch.stack([lower, upper], 1)
 
 
@@ -491,6 +554,7 @@ def _search_end(search: _EndSearch, side: float) -> tuple[Tensor, Tensor]:
     Returns the ends (q,), and which of them converged (q,) bool.
     """
     scale = torch.stack(search.scales).mean(0)
+
     # In the coordinate t = side · y the end is the largest t in the set. The bracket has `inside`
     # in the set and `outside` not in it.
     inside = (side * torch.stack(search.centres)).amin(0)
@@ -504,15 +568,21 @@ def _search_end(search: _EndSearch, side: float) -> tuple[Tensor, Tensor]:
         converged = (implied - t).abs() <= TOLERANCE * scale
         if bool(converged.all()):
             break
+
         # The fixed-point step where it stays in the bracket, bisection elsewhere.
         in_bracket = (implied > inside) & (implied < outside)
         step = torch.where(in_bracket, implied, (inside + outside) / 2)
         t = torch.where(converged, t, step)
+
     return side * t, converged
 
 
 def _find_class_sets(members: list[_Candidates], level: float) -> Tensor:
-    """Compute the sets of classes, bool (q, C), by a refit with every class."""
+    """Compute the sets of classes, bool (q, C), by a refit with every class.
+
+    members, level: as in `_solve_gaussian_ends`. A class is in the set if its score is at most the
+    quantile of those of the rows.
+    """
     weights = torch.cat([member.rows.weights for member in members])
     query = members[0].query
     support = members[0].likelihood.predictive.support_for(query.f.shape[1])
@@ -527,4 +597,5 @@ def _find_class_sets(members: list[_Candidates], level: float) -> Tensor:
             )
             excess.append(member.score_rows(y) - candidate_score[:, None])
         is_in_set.append(conformal_quantile(torch.cat(excess, 1), weights, level) >= 0)
+
     return torch.stack(is_in_set, 1)

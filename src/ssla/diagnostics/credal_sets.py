@@ -1,14 +1,17 @@
-"""Credal sets: bounds of the answers of a predictive, over a set of priors or
-over all likely weights.
+"""Credal sets: bounds of the answers of a predictive over a set of priors or of likely weights.
 
-A set of priors gives a set of predictives, and its convex hull is a credal set. Probabilities and
-expectations are linear in the predictive, so their bounds over the hull are those over the members;
-a quantile of a mixture lies between the members' quantiles.
+A set of priors gives a set of predictives, its *members*, and the convex hull of these is a credal
+set. Probabilities and expectations are linear in the predictive, so their bounds over the hull are
+those over the members. A quantile of a mixture lies between the members' quantiles.
 
-Two things widen an answer, and they are kept apart: each member has a *width* of its own (noise and
-what the data left open), and the members differ (*imprecision*: what only the prior decides). More
-data shrink the second to nothing, not the first. In a set of likely weights the width of a member
-is noise alone, and what the data left open is imprecision.
+An answer is wide for two reasons, which are kept apart. Each member has a *width* of its own: the
+noise and the uncertainty about the weights that the data leave. And the members differ: this
+*imprecision* depends on the prior alone. With more data the imprecision goes to zero, but the width
+does not. In a set of likely weights the width of a member is noise alone, and the uncertainty about
+the weights is imprecision.
+
+A *family* is a set with infinitely many members, such as all priors of a box. Its bounds are found
+by a search in each row (see `predictive_sets`).
 """
 
 from __future__ import annotations
@@ -27,9 +30,9 @@ from ssla._checks import check_level as checked_level
 from ssla.data import Inputs
 from ssla.diagnostics.credal_intervals import (
     Merged,
+    compute_probability_between,
     find_smallest_interval,
     merge_regions,
-    probability_between,
 )
 from ssla.diagnostics.likely_outputs import LikelyOutputs
 from ssla.diagnostics.predictive_sets import Bounds, FiniteMembers, Members, require_order
@@ -48,13 +51,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Bounds", "Credal", "Decomposition", "TotalVariation", "credal"]
 
-ROUNDS = 20  # of the exchange between an interval and the member that it serves worst; a guess
-SLACK = 1e-7  # of probability; a guess
+ROUNDS = 20  # of `Credal.interval`, each with one more member; a guess
+SLACK = 1e-7  # by which a member's probability may be below the level; a guess
 IMPRECISION_POINTS = 41  # of y, between the bounds of the 0.5% and 99.5% quantiles; a guess
 
 
 class Decomposition(NamedTuple):
-    """The reasons for the width of an answer: the members differ, and each has a width."""
+    """How much of the width of an answer is imprecision, and how much is width of its members."""
 
     imprecision: Tensor  # upper mean − lower mean (N,)
     narrowest: Tensor  # the least width of a member's interval (N,)
@@ -160,22 +163,23 @@ class Credal:
         ValueError for counts with too many possible intervals.
         """
         checked_level(level)
-        known = self.members.list_members()
-        ends = find_smallest_interval(known, level)
+        tried_members = self.members.list_members()
+        ends = find_smallest_interval(tried_members, level)
         for _ in range(ROUNDS if self.members.is_family else 0):
-            worst = self.members.find_worst(partial(probability_between, ends=ends))
+            worst = self.members.find_worst(partial(compute_probability_between, ends=ends))
             if bool((worst.value >= level - SLACK).all()):
                 return ends
-            known = [*known, worst.predictive]
-            ends = find_smallest_interval(known, level)
+            tried_members = [*tried_members, worst.predictive]
+            ends = find_smallest_interval(tried_members, level)
+
         return ends
 
     def hdr(self, level: float = 0.95) -> Merged:
-        """Compute the union of the members' highest-density regions: lower and upper ends (N, R),
-        padded with NaN.
+        """Compute the union of the members' highest-density regions.
 
-        For a family, whose members change continuously, it is the interval from the lowest to the
-        highest end. Raises TypeError for classes.
+        Returns lower and upper ends (N, R), padded with NaN. For a family, whose members change
+        continuously, it is the interval from the lowest to the highest end. Raises TypeError for
+        classes.
         """
         checked_level(level)
         if not self.members.is_family:
@@ -198,8 +202,8 @@ class Credal:
     def imprecision(self, event: Event | None = None) -> Tensor:
         """Return upper − lower probability of an event (N,).
 
-        event=None: the largest difference of upper and lower P(Y ≤ y) over a grid of y. That raises
-        TypeError for classes.
+        event: as in `probability`; None: the largest difference of upper and lower P(Y ≤ y) over a
+        grid of y. Raises TypeError for classes without an event.
         """
         if event is not None:
             return self.probability(event).imprecision
@@ -209,8 +213,9 @@ class Credal:
         return self.cdf(y).imprecision.amax(1)
 
     def decomposition(self, level: float = 0.95) -> Decomposition:
-        """Return how far the members' means differ, and the least and greatest width of a member's
-        central interval at that level, (N,) each.
+        """Return how far the members' means differ, and how wide their intervals are, (N,) each.
+
+        The widths are the least and the greatest of a member's central interval at that level.
         """
         checked_level(level)
         width = self._compute_row_bounds(
@@ -222,8 +227,8 @@ class Credal:
         """Compute the largest total-variation distance between two members (N,), from 0 to 1.
 
         It is the largest difference, over all events and all pairs of members, of the probabilities
-        that two members give to one event; and so 0 for one member, and it never falls when the set
-        grows. A box of priors is searched: the result belongs to two of its members.
+        that two members give to one event. So it is 0 for one member, and it never falls when the
+        set grows. A box of priors is searched: the result belongs to two of its members.
 
         Raises TypeError for several targets. For numbers the error of the quadrature is below 1e-8.
         """
@@ -261,6 +266,7 @@ class Credal:
                 f"distance 1 from every single value, and the target is of kind {kind!r}. Ask for "
                 "distance(), its epistemic part."
             )
+
         epistemic = self.distance()
         aleatoric = (1 - highest).clamp_min(0.0)
         return TotalVariation(aleatoric + epistemic, aleatoric, epistemic)
@@ -282,10 +288,9 @@ class Credal:
     def _compute_bounds_at(
         self, y: Any, function: Callable[[Predictive, Tensor], Tensor]
     ) -> Bounds:
-        """Compute the bounds over the set of function(member, y): y (N,) or (N, k) -> the same
-        shape.
+        """Compute the bounds over the set of function(member, y).
 
-        The function maps y (N, k) to (N, k).
+        y and the bounds are (N,) or (N, k). The function maps y (N, k) to (N, k).
         """
         value, is_single = shape_scalar_targets(y, self.members.rows)
         bounds = self.members.compute_bounds(
@@ -313,8 +318,9 @@ def credal(
     *,
     relative_likelihood: float | None = None,
 ) -> Credal:
-    """Return a credal set of predictives at x, without a pass over the data: those under a set of
-    priors, or those of all likely weights.
+    """Return a credal set of predictives at x: those of several priors, or of all likely weights.
+
+    No pass over the data is made.
 
     priors: a dict, a list or a range as in `ssla.sensitivity`, or `priors.Box(mean=(low, high),
     precision=(low, high))`, which is every Gaussian prior in the box. Its extreme members are found
@@ -344,19 +350,22 @@ def credal(
             "for a set of priors, or a number such as relative_likelihood=0.15 for the likely "
             "weights."
         )
+
     if posterior.likelihood.support_for(posterior.network.outputs).kind == "circular":
         raise TypeError(
             "Bounds are for targets on a line: angles have no order. Compare the predictives of "
             "single priors."
         )
+
     if priors is None:
         assert relative_likelihood is not None
         return _make_likely_set(posterior, x, relative_likelihood, convention, refit)
     if isinstance(priors, Box):
         box = BoxMembers.build(posterior, x, priors, convention, refit)
         return Credal(box, box.names, convention, box.notes)
-    chosen = name_priors(posterior, priors)
-    posteriors = [posterior.with_prior(prior, convention) for prior in chosen.values()]
+    named_priors = name_priors(posterior, priors)
+    posteriors = [posterior.with_prior(prior, convention) for prior in named_priors.values()]
+
     # The notes of the reports that θ̂ does not follow the prior, each once.
     notes = dict.fromkeys(
         note
@@ -366,7 +375,7 @@ def credal(
         if subject_of(note) == PRIOR
     )
     predictives = tuple(moved.predict(x, refit) for moved in posteriors)
-    return Credal(FiniteMembers(predictives), tuple(chosen), convention, tuple(notes))
+    return Credal(FiniteMembers(predictives), tuple(named_priors), convention, tuple(notes))
 
 
 def _make_likely_set(
@@ -376,8 +385,10 @@ def _make_likely_set(
     convention: str,
     refit: str | Refit,
 ) -> Credal:
-    """Return the credal set of all likely weights. Raises ValueError for a convention or a refit,
-    which it does not use, and as `LikelyOutputs.build`.
+    """Return the credal set of all likely weights; see `credal`.
+
+    Raises ValueError for a convention or a refit, which such a set does not use, and as
+    `LikelyOutputs.build`.
     """
     if convention != EXACT or refit != "output":
         raise ValueError(

@@ -1,9 +1,17 @@
 """Explanations of the uncertainty of predictions, without refits.
 
-An explanation has the shares of training rows, inputs, noise and prior, or says which row to label
-next. Row i contributes a site to the Gaussian of θ: its score g and its precision Λ (see
-`leave_one_out`). Without the site, the outputs at another input x, with X = J_x S J_iᵀ (C, C), K =
-J_i S J_iᵀ = R Rᵀ and M = I − RᵀΛR, have
+An explanation says how training rows, inputs, noise and prior contribute to the uncertainty, or
+which row to label next. The terms:
+
+    doubt   the epistemic variance of a prediction: what uncertain weights add to that of y
+    noise   the aleatoric variance: that of y with known weights
+    site    what training row i contributes to the Gaussian of θ: the gradient g (C,) of its log
+            likelihood in its outputs f (C,), and the precision Λ (C, C) (see `leave_one_out`)
+    query   inputs x whose prediction is explained
+    J, S    the Jacobian of the outputs in θ, (C, P) for each input, and the covariance of θ (P, P)
+
+With X = J_x S J_iᵀ (C, C), K = J_i S J_iᵀ = R Rᵀ and M = I − RᵀΛR, the outputs at x without the
+site of row i have
 
     f_x − X a        a = (I − ΛK)⁻¹ g = g + ΛR M⁻¹Rᵀg     X a: what the row adds to the mean
     K_x + X W Xᵀ     W = Λ(I − KΛ)⁻¹ = Λ + ΛR M⁻¹RᵀΛ      X W Xᵀ: what it takes from the variance
@@ -72,10 +80,10 @@ MEAN, VARIANCE = "mean", "variance"
 SHOWN = 3  # queries that are printed, and rows and inputs of each
 # of a standard deviation of f, for central differences of what autograd cannot follow; a guess
 STEP = 0.01
-# of a row's own term that is taken out: no derived value, see above and
+# the share of a row's own term that is taken out: not derived but measured, see above and
 # tests/diagnostics/test_explanations.py
 OWN = 0.5
-# training rows that meet several queries: fewer rows leave room for more queries in a pass; a guess
+# training rows in a chunk; with fewer rows, more queries fit the memory in one pass; a guess
 ROWS_AT_ONCE = 1024
 VARIANTS = 4096  # inputs with one changed column that are evaluated together; a guess
 TINY = torch.finfo(torch.float64).tiny
@@ -130,25 +138,37 @@ class Explanation:
         """Return the lines of text that explain the prediction at input i."""
         # Several values of y are summed.
         noise, doubt, prior = (float(term[i].sum()) for term in self.split)
-        shown_rows = self.influence.rows[i][:SHOWN].tolist()
-        means = self.influence.mean[i][:SHOWN].tolist()
-        variances = self.influence.variance[i][:SHOWN].tolist()
-        rows = [
-            f"row {row} moves f by {_format_numbers(mean)} and its variance by "
-            f"{_format_numbers(variance)}"
-            for row, mean, variance in zip(shown_rows, means, variances, strict=True)
-        ]
         lines = [
             f"input {i}",
             f"  variance   {noise + doubt:.4g} = noise {noise:.4g} + doubt {doubt:.4g}, of which "
             f"the prior decides {prior:.4g}",
-            *(f"  {'rows' if k == 0 else '':<9}  {text}" for k, text in enumerate(rows)),
+            *self._describe_rows(i),
         ]
         if self.inputs is not None:
             effects = self.inputs[i]
             largest = effects.abs().argsort(descending=True, stable=True)[:SHOWN].tolist()
             listed = ", ".join(f"{j}: {float(effects[j]):+.3g}" for j in largest)
             lines.append(f"  inputs     {listed} of the doubt")
+
+        return lines
+
+    def _describe_rows(self, i: int) -> list[str]:
+        """Return a line of text for each of the SHOWN most influential training rows at input i.
+
+        Only the first line has the label "rows".
+        """
+        rows = self.influence.rows[i][:SHOWN].tolist()
+        means = self.influence.mean[i][:SHOWN].tolist()
+        variances = self.influence.variance[i][:SHOWN].tolist()
+
+        lines: list[str] = []
+        for row, mean, variance in zip(rows, means, variances, strict=True):
+            label = "" if lines else "rows"
+            lines.append(
+                f"  {label:<9}  row {row} moves f by {_format_numbers(mean)} and its variance by "
+                f"{_format_numbers(variance)}"
+            )
+
         return lines
 
 
@@ -194,9 +214,11 @@ def explain(
         raise ValueError(
             f"top must be a whole number from 1, or None for all rows, but is {top!r}."
         )
+
     x = as_inputs(x)
     if row_count(x) == 0:
         raise ValueError("x has no rows. Give at least one input to explain.")
+
     # The reference is checked before the long pass over the training rows.
     reference_row = _choose_reference(posterior, x, reference, data)
     influence, failed = _measure_influence(posterior, x, top, by, data)
@@ -207,6 +229,7 @@ def explain(
             "'kfac' describes these rows badly. Use structure='dense'.",
             RuntimeWarning,
         )
+
     marginal = posterior.outputs_at(x)
     split = _split_variance(posterior, x, marginal)
     inputs = None
@@ -223,9 +246,9 @@ def _split_variance(posterior: Posterior, x: Inputs, marginal: Marginal) -> Spli
     law = predict(posterior, x).law
     doubt = law.epistemic
     A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
-    by_prior = first_order_variance(A, prior_response(posterior, x).covariance)
-    share = by_prior / first_order_variance(A, marginal.covariance)
-    # 0/0 where y does not depend on θ: nothing is the prior's.
+    by_prior = compute_first_order_variance(A, prior_response(posterior, x).covariance)
+    share = by_prior / compute_first_order_variance(A, marginal.covariance)
+    # 0/0 where y does not depend on θ: the prior's part is zero.
     prior = doubt * share.nan_to_num(0.0, 0.0, 0.0).reshape(doubt.shape)
     return Split(law.aleatoric, doubt, prior)
 
@@ -247,11 +270,12 @@ def label_next(posterior: Posterior, pool: Inputs, targets: Inputs = None) -> La
         posterior, targets, _count_query_numbers(posterior, row_count(pool))
     ):
         A = compute_mean_slopes(posterior.likelihood.predictive, query.f, query.K)
-        doubt += float(first_order_variance(A, query.K).sum())
+        doubt += float(compute_first_order_variance(A, query.K).sum())
         start = 0
         for f, J in _linearise_in_chunks(posterior, pool):
             gain[start : start + len(f)] += _compute_removed_doubt(posterior, f, J, query, A)
             start += len(f)
+
     count = row_count(targets)
     return LabelGains(gain / count, doubt / count)
 
@@ -267,8 +291,8 @@ def _compute_removed_doubt(
     # A label takes X Q Xᵀ from the query's K, with Q = L(I + LᵀKL)⁻¹Lᵀ = BᵀB.
     L = covariance_root(posterior.likelihood.fisher(f))
     eye = torch.eye(L.shape[-1], dtype=torch.float64)
-    inner = torch.linalg.cholesky(eye + L.mT @ posterior.covariance.covariance(J) @ L)
-    B = torch.linalg.solve_triangular(inner, L.mT, upper=False)
+    factor = torch.linalg.cholesky(eye + L.mT @ posterior.covariance.covariance(J) @ L)
+    B = torch.linalg.solve_triangular(factor, L.mT, upper=False)
     X = J.push_many(query.solved).view(*f.shape, *query.f.shape)  # (b, C, q, C)
     # tr(A X Q Xᵀ Aᵀ) is the sum of the squares of B X Aᵀ.
     return torch.einsum("bka,baqc,qmc->bkqm", B, X, A).square().sum((1, 2, 3))
@@ -291,6 +315,7 @@ def _check_posterior(posterior: Posterior, task: str) -> None:
             f"{task} works with the exact convention only, but this posterior has "
             f"convention={posterior.convention!r}. Use posterior.with_prior(posterior.prior)."
         )
+
     if posterior.likelihood.predictive.support_for(posterior.network.outputs).kind == "circular":
         raise TypeError(
             f"{task} is for targets on a line or classes: the mean of an angle is not a smooth "
@@ -302,14 +327,17 @@ def _check_posterior(posterior: Posterior, task: str) -> None:
 
 
 class Query(NamedTuple):
-    """q inputs, and what their covariances with other inputs need: J_i `solved` is J_i H⁻¹ J_xᵀ."""
+    """The outputs at q inputs, and H⁻¹Jᵀ there, for covariances with other inputs.
+
+    The covariance of the outputs at another input i with them is J_i `solved` (C, q·C).
+    """
 
     f: Tensor  # (q, C)
     K: Tensor  # (q, C, C)
     solved: Tensor  # H⁻¹Jᵀ (P, q·C)
 
 
-def queries_at_once(posterior: Posterior, numbers: int) -> int:
+def count_queries_at_once(posterior: Posterior, numbers: int) -> int:
     """Return how many inputs of a query fit an eighth of the memory budget (a guess), at least one.
 
     numbers: how many numbers each output of an input needs, beside four vectors of the size of θ.
@@ -319,8 +347,11 @@ def queries_at_once(posterior: Posterior, numbers: int) -> int:
 
 
 def iterate_queries(posterior: Posterior, x: Inputs, numbers: int) -> Iterator[Query]:
-    """Yield the inputs x as queries, a few inputs at a time; numbers: as in `queries_at_once`."""
-    at_once = queries_at_once(posterior, numbers)
+    """Yield the inputs x as queries, a few inputs at a time.
+
+    numbers: as in `count_queries_at_once`.
+    """
+    at_once = count_queries_at_once(posterior, numbers)
     for start in range(0, row_count(x), at_once):
         for f, J in posterior.linearised(take_rows(x, slice(start, start + at_once))):
             J = J.double()
@@ -341,29 +372,23 @@ def _count_query_numbers(posterior: Posterior, rows: int) -> int:
 def _measure_influence(
     posterior: Posterior, x: Inputs, top: int | None, by: str, data: Any
 ) -> tuple[Influence, Tensor]:
-    """Find the training rows with the most influence at x.
+    """Find the training rows with the most influence at x, and those that cannot be removed.
 
-    The training rows that cannot be removed from the fit are flagged, (n,) bool.
+    Returns the influence, and flags (n,) bool of the rows that cannot be removed from the fit. The
+    sites are read once for each query, from memory where they fit.
 
     top: how many rows; None: all. by: MEAN or VARIANCE, by which rows are ranked. data: the
     training rows; None: those that the posterior keeps. Raises ValueError where the result exceeds
     the memory budget, or the data are not those of the fit.
     """
     n = posterior.statistics.n
-    C = posterior.network.outputs
     most = n if top is None else min(top, n)
-    need = 8 * row_count(x) * most * (2 * C + 2)
-    if need > posterior.memory_budget:
-        raise ValueError(
-            f"The influence of {most:,} rows on {row_count(x):,} inputs takes {need / 2**20:,.0f} "
-            f"MiB, more than the memory budget of {posterior.memory_budget / 2**20:,.0f} MiB. Give "
-            "a smaller top, or fewer inputs."
-        )
+    _check_influence_size(posterior, row_count(x), most)
     sites = collect_sites(posterior, data, PURPOSE, ROWS_AT_ONCE)
     failed = torch.zeros(n, dtype=torch.bool)
     ranked = []
     for query in iterate_queries(posterior, x, _count_query_numbers(posterior, n)):
-        best: _RankedRows | None = None
+        best_rows: _RankedRows | None = None
         response = (
             None
             if posterior.likelihood.quadratic
@@ -374,15 +399,30 @@ def _measure_influence(
             removal = _compute_removal(site, posterior.covariance)
             failed[start : start + len(site.f)] = ~removal.sound
             rows = _compute_influence(posterior, site, removal, query, response, by)
-            best = _keep_best_rows(best, rows._replace(rows=rows.rows + start), most)
+            best_rows = _keep_best_rows(best_rows, rows._replace(rows=rows.rows + start), most)
             start += len(site.f)
-        assert best is not None
-        ranked.append(best)
+
+        assert best_rows is not None
+        ranked.append(best_rows)
+
     score, places, mean, variance = (torch.cat(column) for column in zip(*ranked, strict=True))
+
     # Rows that cannot be removed have a negative score. They are last, and the same number of them
     # for every input.
     kept = most - int((score[0] < 0).sum())
     return Influence(places[:, :kept], mean[:, :kept], variance[:, :kept]), failed
+
+
+def _check_influence_size(posterior: Posterior, inputs: int, most: int) -> None:
+    """Raise ValueError if the influence of `most` rows on the inputs exceeds the memory budget."""
+    # The fields of `_RankedRows`, at 8 bytes a number
+    needed_bytes = 8 * inputs * most * (2 * posterior.network.outputs + 2)
+    if needed_bytes > posterior.memory_budget:
+        raise ValueError(
+            f"The influence of {most:,} rows on {inputs:,} inputs takes "
+            f"{needed_bytes / 2**20:,.0f} MiB, more than the memory budget of "
+            f"{posterior.memory_budget / 2**20:,.0f} MiB. Give a smaller top, or fewer inputs."
+        )
 
 
 def _compute_influence(
@@ -395,13 +435,17 @@ def _compute_influence(
 ) -> _RankedRows:
     """Compute what each row of a chunk adds to the outputs of a query and to their variances.
 
-    There are b rows in the chunk and q inputs in the query.
+    The result has the b rows of the chunk for each of the q inputs of the query, not ranked. Their
+    places are those in the chunk.
 
     removal: that of the rows. response: S v (P, q·C) of `_compute_precision_response`; None for
     Gaussian noise. by: MEAN or VARIANCE, for the score. A row that cannot be removed has score −1.
+    site: the rows of the chunk.
     """
     C = site.f.shape[1]
     a, W, sound = removal
+
+    # In the sums b is a row of the chunk, q an input of the query, and a, c and d are outputs.
     X = site.J.push_many(query.solved).view(len(a), C, -1, C)  # (b, C, q, C)
     mean = torch.einsum("baqc,ba->qbc", X, a)
     variance = -torch.einsum("baqc,bad,bdqc->qbc", X, W, X)
@@ -413,6 +457,7 @@ def _compute_influence(
             "baqc,bad,bdqc->qbc", X, _differentiate_own_precision(posterior, site, a), X
         )
         variance -= of_all_rows - OWN * of_own_row
+
     # Rows are ranked in units of the outputs' own variances, summed over outputs.
     scale = query.K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY)  # (q, C)
     score = (mean.square() if by == MEAN else variance.abs()) / scale.unsqueeze(1)
@@ -422,9 +467,10 @@ def _compute_influence(
 
 
 def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query) -> Tensor:
-    """Compute S v (P, q·C) of the module.
+    """Compute S v (P, q·C): how the variances at a query change with θ, through the Λ of all rows.
 
-    The product says how the variances at the query depend on θ through the precisions of all rows.
+    S v is that of the module, for each input and output of the query: through the Λ of all rows,
+    row i adds −aᵀJ_i S v to the variance. sites: those of all training rows.
     """
     total = torch.zeros_like(query.solved)
     for site in sites:
@@ -439,7 +485,9 @@ def _compute_precision_response(posterior: Posterior, sites: Sites, query: Query
             # A central difference; where the precision is not finite, it counts as zero.
             change = torch.nan_to_num(change / (2 * steps[:, d, None, None]), 0.0, 0.0, 0.0)
             slopes.append((X * (change @ X)).sum(1))
+
         total += site.J.pull_many(torch.stack(slopes, 1) * site.row_weights[:, None, None])
+
     return posterior.covariance.solve_many(total)
 
 
@@ -447,6 +495,7 @@ def _differentiate_own_precision(posterior: Posterior, site: Site, a: Tensor) ->
     """Compute the derivative of each row's Λ along K a, the row's effect on its own outputs.
 
     a (b, C): that of `_Removal`. The result is (b, C, C), for one copy of a row of weight above 1.
+    site: the b rows.
     """
     K = posterior.covariance.covariance(site.J)
     move = (K @ a.unsqueeze(-1)).squeeze(-1)
@@ -460,7 +509,10 @@ def _differentiate_own_precision(posterior: Posterior, site: Site, a: Tensor) ->
 
 
 def _compute_precision_change(posterior: Posterior, site: Site, move: Tensor) -> Tensor:
-    """Compute Λ at the outputs f + move less Λ at f − move: move (b, C) -> (b, C, C)."""
+    """Compute Λ at the outputs f + move less Λ at f − move: move (b, C) -> (b, C, C).
+
+    site: the b rows.
+    """
     above = _compute_precision(posterior, site, site.f + move)
     return above - _compute_precision(posterior, site, site.f - move)
 
@@ -492,16 +544,16 @@ def _keep_best_rows(old: _RankedRows | None, new: _RankedRows, most: int) -> _Ra
 
     Of rows with equal scores the earlier one is kept. old=None: there are no old rows.
     """
-    both = new
+    all_rows = new
     if old is not None:
-        both = _RankedRows(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
-    order = both.score.argsort(dim=1, descending=True, stable=True)[:, :most]
-    wide = order.unsqueeze(-1).expand(-1, -1, both.mean.shape[-1])
+        all_rows = _RankedRows(*(torch.cat(pair, 1) for pair in zip(old, new, strict=True)))
+    order = all_rows.score.argsort(dim=1, descending=True, stable=True)[:, :most]
+    order_of_outputs = order.unsqueeze(-1).expand(-1, -1, all_rows.mean.shape[-1])
     return _RankedRows(
-        both.score.gather(1, order),
-        both.rows.gather(1, order),
-        both.mean.gather(1, wide),
-        both.variance.gather(1, wide),
+        all_rows.score.gather(1, order),
+        all_rows.rows.gather(1, order),
+        all_rows.mean.gather(1, order_of_outputs),
+        all_rows.variance.gather(1, order_of_outputs),
     )
 
 
@@ -519,21 +571,24 @@ class _Removal(NamedTuple):
 def _compute_removal(site: Site, covariance: Operator) -> _Removal:
     """Compute the effect of removing each row of a site from the fit, one at a time.
 
-    covariance: that of θ. Of a row of weight above 1 one copy is removed.
+    covariance: that of θ. A row of weight above 1 stands for several copies, of which one is
+    removed.
     """
     once = site.row_weights.clamp_max(1.0)
     g = site.score * once[:, None]
     Lambda = site.precision * once[:, None, None]
+
     # A site that is not finite counts as zero here and as not sound below.
-    known = torch.isfinite(g).all(-1) & torch.isfinite(Lambda).all(-1).all(-1)
-    g = torch.where(known[:, None], g, 0.0)
-    Lambda = torch.where(known[:, None, None], Lambda, 0.0)
+    is_finite = torch.isfinite(g).all(-1) & torch.isfinite(Lambda).all(-1).all(-1)
+    g = torch.where(is_finite[:, None], g, 0.0)
+    Lambda = torch.where(is_finite[:, None, None], Lambda, 0.0)
+
     # I − RᵀΛR = M in its eigenvectors: M⁻¹ needs no inverse, and its smallest eigenvalue tells
     # whether the row can be removed.
     R = covariance_root(covariance.covariance(site.J))
     S = R.mT @ Lambda @ R
     values, vectors = torch.linalg.eigh(torch.eye(S.shape[-1], dtype=S.dtype) - (S + S.mT) / 2)
-    sound = known & (values[:, 0] > LEAST)
+    sound = is_finite & (values[:, 0] > LEAST)
     axes = R @ vectors / values.clamp_min(LEAST).sqrt().unsqueeze(-2)  # R M⁻¹Rᵀ = axes axesᵀ
     weighted_axes = Lambda @ axes
     a = g + (weighted_axes @ (axes.mT @ g.unsqueeze(-1))).squeeze(-1)
@@ -547,10 +602,10 @@ def _compute_removal(site: Site, covariance: Operator) -> _Removal:
 
 
 def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
-    """Compute ∂E[y|f]/∂f (N, M, C), where E[y|f] has M values for each input.
+    """Compute the derivative ∂E[y|f]/∂f (N, M, C), where E[y|f] has M values for each input.
 
-    f (N, C), K (N, C, C). It is by autograd, or by central differences where autograd cannot
-    differentiate the mean. The diagonal of K sets the steps of these.
+    f (N, C): where. K (N, C, C): covariance of f, whose diagonal sets the steps of central
+    differences. These are used where autograd cannot differentiate the mean.
     """
     if not likelihood.mean_has_gradient:
         steps = STEP * K.diagonal(dim1=-2, dim2=-1).clamp_min(TINY).sqrt()
@@ -561,17 +616,19 @@ def compute_mean_slopes(likelihood: Likelihood, f: Tensor, K: Tensor) -> Tensor:
             change = likelihood.mean(f + move) - likelihood.mean(f - move)
             columns.append(change.reshape(len(f), -1) / (2 * steps[:, c, None]))
         return torch.stack(columns, -1)
+
     with torch.enable_grad():
-        free = f.detach().clone().requires_grad_(True)
-        mean = likelihood.mean(free).reshape(len(f), -1)
+        variable = f.detach().clone().requires_grad_(True)
+        mean = likelihood.mean(variable).reshape(len(f), -1)
         rows = [
-            torch.autograd.grad(mean[:, m].sum(), free, retain_graph=True)[0]
+            torch.autograd.grad(mean[:, m].sum(), variable, retain_graph=True)[0]
             for m in range(mean.shape[1])
         ]
+
     return torch.stack(rows, 1)
 
 
-def first_order_variance(A: Tensor, K: Tensor) -> Tensor:
+def compute_first_order_variance(A: Tensor, K: Tensor) -> Tensor:
     """Compute the variance of E[y|f] to first order, which is the diagonal of A K Aᵀ.
 
     A (N, M, C): the slopes of `compute_mean_slopes`. K (N, C, C). The result is (N, M).
@@ -594,6 +651,7 @@ def _choose_reference(posterior: Posterior, x: Inputs, reference: Any, data: Any
                 "out."
             )
         return None
+
     if reference is not None:
         values = as_tensor(reference).to("cpu", torch.float64)
         if values.shape != cast.shape[1:]:
@@ -603,6 +661,7 @@ def _choose_reference(posterior: Posterior, x: Inputs, reference: Any, data: Any
             )
         check_finite("reference", values, "Give finite values.")
         return values
+
     return _average_inputs(posterior, cast.shape[1], data)
 
 
@@ -621,13 +680,14 @@ def _average_inputs(posterior: Posterior, columns: int, data: Any) -> Tensor:
             weights = batch.weights.to("cpu", torch.float64)
         total += weights @ rows
         weight += float(weights.sum())
+
     return total / weight
 
 
 def _compute_input_effects(posterior: Posterior, x: Tensor, reference: Tensor) -> Tensor:
     """Compute for each column the doubt at x less the doubt with the column at its reference.
 
-    x (N, D), reference (D,) -> (N, D).
+    x (N, D), reference (D,) -> (N, D). The doubt is summed over the values of y.
     """
     x = x.to("cpu", torch.float64)
     N, D = x.shape
@@ -641,6 +701,7 @@ def _compute_input_effects(posterior: Posterior, x: Tensor, reference: Tensor) -
         changed[torch.arange(len(columns)), :, columns] = reference[columns, None]
         changed_doubt = _compute_doubt(posterior, changed.flatten(0, 1))
         doubt_at_reference.append(changed_doubt.view(len(columns), N))
+
     return doubt[:, None] - torch.cat(doubt_at_reference).mT
 
 
@@ -648,4 +709,4 @@ def _compute_doubt(posterior: Posterior, x: Tensor) -> Tensor:
     """Compute the variance of E[y|f] to first order at x (N, D), summed over values of y: (N,)."""
     marginal = posterior.outputs_at(x)
     A = compute_mean_slopes(posterior.likelihood.predictive, *marginal)
-    return first_order_variance(A, marginal.covariance).sum(-1)
+    return compute_first_order_variance(A, marginal.covariance).sum(-1)

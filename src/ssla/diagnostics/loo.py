@@ -1,5 +1,12 @@
 """Leave-one-out predictions of the training rows, by cavities (`ssla.predictive.cavities`).
 
+The terms:
+
+    site       what a row contributes to the fit: gradient and precision of its log likelihood in
+               the outputs
+    cavity     the Gaussian of a row's outputs when its own site is removed from the fit
+    influence  the KL divergence of the cavity from the Gaussian with the row
+
 Cavities need no refit. They are exact for a linear model with Gaussian noise. For other likelihoods
 they are too optimistic for influential rows. In a last layer the Gaussian is refitted without each
 of these.
@@ -97,7 +104,7 @@ class LeaveOneOut:
 
         Rows without an answer are left out.
         """
-        return -self._weighted_mean(self.log_prob)
+        return -self._compute_weighted_mean(self.log_prob)
 
     def coverage(self, level: float = 0.95) -> float:
         """Return the share of rows, by weight, whose central interval at that level contains y.
@@ -111,9 +118,9 @@ class LeaveOneOut:
         else:
             inside = (self.upper >= tail) & (self.lower <= 1 - tail)
         covered = inside.double()
-        return self._weighted_mean(covered if covered.dim() == 1 else covered.mean(1))
+        return self._compute_weighted_mean(covered if covered.dim() == 1 else covered.mean(1))
 
-    def _weighted_mean(self, values: Tensor) -> float:
+    def _compute_weighted_mean(self, values: Tensor) -> float:
         """Return the mean of values (n,) by row weight, over the rows with an answer."""
         weights = self.weights.masked_fill(self.failed, 0.0)
         return float((weights * values.nan_to_num()).sum() / weights.sum())
@@ -166,10 +173,12 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
             "loo() works with the exact convention only, but this posterior has "
             f"convention={posterior.convention!r}. Use posterior.with_prior(posterior.prior).loo()."
         )
+
     if refits is not None and (
         isinstance(refits, bool) or not isinstance(refits, int) or refits < 0
     ):
         raise ValueError(f"refits must be a whole number from 0, or None, but is {refits!r}.")
+
     sites = collect_sites(posterior, data)
     answers = []
     influences = []
@@ -179,8 +188,10 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
         answers.append(_predict_rows(sites.likelihood, without.marginal, site.y))
         influences.append(without.influence)
         weights.append(site.row_weights)
+
     answer = _RowAnswers(*map(torch.cat, zip(*answers, strict=True)))
     influence = torch.cat(influences)
+
     # Rows without a cavity have no answer, unless they are refitted.
     failed = influence.isinf()
     for values in (answer.log_prob, answer.lower, answer.upper):
@@ -194,9 +205,9 @@ def leave_one_out(posterior: Posterior, data: Any = None, refits: int | None = N
 
 
 def _replace_by_refits(answer: _RowAnswers, refits: list[_RefitRow], sites: Sites) -> Tensor:
-    """Replace the answers of refitted rows in `answer`, in place.
+    """Replace the answers of refitted rows in `answer`, in place, and return their flags (n,) bool.
 
-    Returns which rows these are (n,) bool.
+    sites: those of the fit, for the likelihood. Without refits nothing changes.
     """
     refitted = torch.zeros(len(answer.log_prob), dtype=torch.bool)
     if refits:
@@ -208,17 +219,22 @@ def _replace_by_refits(answer: _RowAnswers, refits: list[_RefitRow], sites: Site
         for values, better_values in zip(answer, better, strict=True):
             values[rows] = better_values
         refitted[rows] = True
+
     return refitted
 
 
 def _warn_of_bad_rows(failed: Tensor, inaccurate: Tensor) -> None:
-    """Warn of rows whose predictive is inaccurate, and of rows without an answer, (n,) bool."""
+    """Warn of rows whose predictive is inaccurate, and of rows without an answer, (n,) bool.
+
+    failed: those without an answer.
+    """
     if bool(inaccurate.any()):
         warn(
             f"{int(inaccurate.sum())} of {len(inaccurate)} leave-one-out predictives are "
             "inaccurate: their density has no integral, or a spike that could not be resolved. "
             "See loo().inaccurate."
         )
+
     if bool(failed.any()):
         warn(
             f"loo() has no answer for {int(failed.sum())} of {len(failed)} rows (NaN): their "
@@ -261,12 +277,14 @@ def _refit_without_rows(posterior: Posterior, sites: Sites, rows: list[int]) -> 
     if not posterior.network.linear or kept is None or not mode_moves:
         return
     chunks = [_make_chunk(site, posterior) for site in kept]
+
     # the number of the first row of each chunk
     starts = torch.tensor([0, *(len(site.f) for site in kept)]).cumsum(0)
     for row in rows:
         chunk_number = int(torch.searchsorted(starts, row, right=True)) - 1
         site = kept[chunk_number]
         i = row - int(starts[chunk_number])  # the place of the row in its chunk
+
         # A row of weight w stands for w equal rows, of which one is left out (all of it if w < 1).
         weights = site.row_weights.clone()
         weights[i] -= weights[i].clamp_max(1.0)
@@ -276,6 +294,7 @@ def _refit_without_rows(posterior: Posterior, sites: Sites, rows: list[int]) -> 
             refit = refit_to_chunks(posterior, chunks_without_row)
         except ValueError:  # without this row there is no mode, or no positive definite curvature
             continue
+
         # The outputs of the row follow from the step of the mean, because they are linear in the
         # last layer.
         assert isinstance(site.J, Features)

@@ -1,4 +1,9 @@
-"""Sets of predictives, and bounds of functions over them."""
+"""Sets of predictives, and bounds of functions over them.
+
+The predictives of a set are its members. All of them are for the same N inputs, the rows. A set is
+either finite, or a family: members that depend continuously on coordinates, so that a bound over
+them is found by a search in each row.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +49,7 @@ class Members(Protocol):
 
     @property
     def is_family(self) -> bool:
-        """Tell whether there are more members than `list_members` returns."""
+        """Return whether there are more members than `list_members` returns."""
         ...
 
     @property
@@ -102,8 +107,9 @@ class FiniteMembers:
         return list(self.predictives)
 
     def find_worst(self, functional: Callable[[Predictive], Tensor]) -> Worst:
-        """Raise NotImplementedError: only a family is searched. The argument is part of the
-        protocol.
+        """Raise NotImplementedError: only a family is searched.
+
+        The argument is part of the protocol.
         """
         raise NotImplementedError("a finite set has no more members than it lists")
 
@@ -120,7 +126,7 @@ def refuse_outputs() -> NoReturn:
 def require_order(predictive: Predictive, missing: str = "order") -> Any:
     """Return the predictive unchanged. Raises TypeError for classes, which have no order.
 
-    missing: what the message says that classes do not have.
+    missing: the property that classes do not have, for the message.
     """
     if predictive.kind == "class":
         raise TypeError(f"Classes have no {missing}. Ask for probability([…]).")

@@ -1,13 +1,15 @@
 """Every Gaussian prior in a box of means and precisions, as a family of predictives.
 
-In an eigenbasis of S with one precision τ for each block, f̂ and K at any prior are sums over P
-eigenvalues:
+A prior N(m, T⁻¹) has a mean m (P,) and one precision τ_p for each parameter p, equal within a
+group: all parameters, or a layer. The curvature S = Σ JᵀΛJ of the data has the eigenvalues λ_p. In
+its eigenbasis, with the rotated Jacobian z_p (C,) and gradient g_p of the log likelihood at θ₀, the
+outputs at an input have under every prior the mean f̂ and the covariance K:
 
     K(τ) = Σ_p z_p z_pᵀ/(λ_p + τ_p),      f̂(τ, m) = f̂₀ + Σ_p z_p (g_p − τ_p (θ₀ − m)_p)/(λ_p + τ_p)
 
-so each input may look at its own prior. f̂ is linear in m: over a box of means it sweeps an
-interval c(τ) ± r(τ), so a family over P means is one over a single number s ∈ [−1, 1], and f̂ = c +
-s r. What is left to optimise is s and one precision a layer.
+So a prior of its own can be tried for each input at little cost. f̂ is linear in m: over a box of
+means it takes the values of an interval c(τ) ± r(τ), so P means are replaced by one number
+s ∈ [−1, 1], with f̂ = c + s r. The search is then over s and one precision for each group.
 """
 
 from __future__ import annotations
@@ -47,7 +49,10 @@ FINE, COARSE = 1e-7, 1e-4
 
 
 class _PrecisionRanges(NamedTuple):
-    """The ranges of log precisions of a box, one for each of G groups of parameters."""
+    """The ranges of log precisions of a box, one for each of G groups of parameters.
+
+    A group is all parameters, or a layer.
+    """
 
     labels: list[str]  # of the groups
     groups: Tensor  # the group of each parameter (P,)
@@ -89,43 +94,37 @@ class BoxMembers:
     ) -> BoxMembers:
         """Build the family from the network linearised at x and an eigenbasis of the curvature.
 
-        refit: the rung of the predictives. Raises ValueError for another convention than the exact
-        one, for ranges that differ within a layer, for ranges by layer under a structure without a
-        kept eigenbasis, and for a range of means with several outputs.
+        refit: that of the predictives, as in `Posterior.predict`. Raises ValueError for another
+        convention than the exact one, for ranges that differ within a layer, for ranges by layer
+        under a structure without a kept eigenbasis, and for a range of means with several outputs.
         """
         if convention != EXACT:
             raise ValueError(
                 f"A box of priors is for the exact convention, but it is {convention!r}. Give a "
                 "list of priors."
             )
+
         layout = posterior.network.layout
         ranges = _find_precision_ranges(box, layout)
         lowest_mean, highest_mean = box.means(layout)
         basis = _find_basis(posterior.sums.curvature, ranges, layout.size)
-        moves = posterior.follows_prior
-        notes: tuple[str, ...] = ()
-        if not moves:
-            notes = ("θ̂ does not move with the prior here, so the range of means has no influence",)
-        elif posterior.network.outputs > 1 and bool((lowest_mean < highest_mean).any()):
-            raise ValueError(
-                "A range of means is for networks with one output. Give fixed means, or a list of "
-                "priors."
-            )
-        parts = [(f.double(), J.to_dense().values.double()) for f, J in posterior.linearised(x)]
+        notes = _note_means(posterior, lowest_mean, highest_mean)
+        chunks = [(f.double(), J.to_dense().values.double()) for f, J in posterior.linearised(x)]
+
         # A thin basis has k + P coordinates, which share one precision.
         groups = ranges.groups
         if len(basis.values) != layout.size:
             groups = torch.zeros(len(basis.values), dtype=torch.long)
         names = list(ranges.labels)
-        if moves:
+        if posterior.follows_prior:
             names.append("place between the lowest and the highest f̂")
         return BoxMembers(
             names=tuple(names),
             notes=notes,
             likelihood=posterior.likelihood,
             refit=refit,
-            mean=torch.cat([f for f, _ in parts]),
-            jacobian=torch.cat([J for _, J in parts]),
+            mean=torch.cat([f for f, _ in chunks]),
+            jacobian=torch.cat([J for _, J in chunks]),
             basis=basis,
             gradient=posterior.sums.gradient,
             theta=posterior.mean,
@@ -134,7 +133,7 @@ class BoxMembers:
             groups=groups,
             low=ranges.low,
             high=ranges.high,
-            moves=moves,
+            moves=posterior.follows_prior,
         )
 
     @property
@@ -161,7 +160,7 @@ class BoxMembers:
             rotated(self.theta - self.box_centre),
         )
 
-    def marginal(self, u: Tensor, rows: Tensor) -> Marginal:
+    def compute_marginal(self, u: Tensor, rows: Tensor) -> Marginal:
         """Compute f̂ (T, C) and K (T, C, C) of T tasks, each under its own prior.
 
         u (T, d): coordinates of the priors; rows (T,): the inputs. The formulas are those of the
@@ -179,9 +178,10 @@ class BoxMembers:
             f = f + (Z @ ((gradient - tau * offset) / h).unsqueeze(-1)).squeeze(-1)
             slope = self.basis.from_eigenbasis(Z * (tau / h)[:, None])  # ∂f̂/∂m (T, C, P)
             f = f + (2 * u[:, -1:] - 1) * (slope.abs() * self.box_radius).sum(-1)
+
         return Marginal(f, K)
 
-    def predictive(self, u: Tensor, rows: Tensor) -> Predictive:
+    def make_predictive(self, u: Tensor, rows: Tensor) -> Predictive:
         """Return the predictive of T tasks, each under its own prior.
 
         u (T, d): coordinates of the priors; rows (T,): the inputs.
@@ -189,7 +189,7 @@ class BoxMembers:
         with warnings.catch_warnings():
             # A predictive may have no integral at a prior that the search only passes.
             warnings.simplefilter("ignore", UserWarning)
-            return from_marginal(self.likelihood, *self.marginal(u, rows), self.refit)
+            return from_marginal(self.likelihood, *self.compute_marginal(u, rows), self.refit)
 
     def compute_bounds(self, functional: Functional, argument: Tensor) -> Bounds:
         """Compute the bounds of functional(·, argument) over the box: (N, k) -> (N, k) each.
@@ -202,7 +202,7 @@ class BoxMembers:
 
         def evaluate(u: Tensor) -> Tensor:
             """Return the functional of each task under the priors u (T, d): (T,)."""
-            return functional(self.predictive(u, rows), one_column).squeeze(1)
+            return functional(self.make_predictive(u, rows), one_column).squeeze(1)
 
         at_starts = torch.stack(
             [functional(p, argument).flatten() for p in self._start_predictives]
@@ -221,9 +221,9 @@ class BoxMembers:
         rows = torch.arange(self.rows)
         at_starts = -torch.stack([functional(p) for p in self._start_predictives])
         u, negative_value = self._maximise(
-            lambda u: -functional(self.predictive(u, rows)), at_starts
+            lambda u: -functional(self.make_predictive(u, rows)), at_starts
         )
-        return Worst(self.predictive(u, rows), -negative_value)
+        return Worst(self.make_predictive(u, rows), -negative_value)
 
     @property
     def _dimension(self) -> int:
@@ -248,7 +248,9 @@ class BoxMembers:
     def _start_predictives(self) -> list[Predictive]:
         """Return the members at the start points, which are computed once for all searches."""
         rows = torch.arange(self.rows)
-        return [self.predictive(point.expand(self.rows, -1), rows) for point in self._start_points]
+        return [
+            self.make_predictive(point.expand(self.rows, -1), rows) for point in self._start_points
+        ]
 
     def _maximise(
         self, evaluate: Callable[[Tensor], Tensor], at_starts: Tensor
@@ -262,6 +264,21 @@ class BoxMembers:
         return maximise(
             evaluate, self._start_points, at_starts, _clamp_to_box, FIRST_STEP, tolerance
         )
+
+
+def _note_means(posterior: Posterior, lowest: Tensor, highest: Tensor) -> tuple[str, ...]:
+    """Return notes on a range of prior means from lowest (P,) to highest (P,), or an empty tuple.
+
+    Raises ValueError for a range of means with several outputs, where θ̂ moves with the prior.
+    """
+    if not posterior.follows_prior:
+        return ("θ̂ does not move with the prior here, so the range of means has no influence",)
+    if posterior.network.outputs > 1 and bool((lowest < highest).any()):
+        raise ValueError(
+            "A range of means is for networks with one output. Give fixed means, or a list of "
+            "priors."
+        )
+    return ()
 
 
 def _clamp_to_box(u: Tensor) -> Tensor:
@@ -279,6 +296,7 @@ def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
     layers = layout.layers()
     groups = torch.zeros(layout.size, dtype=torch.long)
     labels = ["precision"]
+
     # A dict names layers, so that each of them has a coordinate, even where the ranges are equal.
     equal = bool((low == low[0]).all()) and bool((high == high[0]).all())
     if not equal or isinstance(box.precision, dict):
@@ -286,6 +304,7 @@ def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
         for i, names in enumerate(layers.values()):
             for name in names:
                 groups[layout.positions[name]] = i
+
     # The range of a group is that of its first parameter; all others must have the same.
     first_of_group = [int((groups == g).nonzero()[0]) for g in range(int(groups.max()) + 1)]
     group_low, group_high = low[first_of_group], high[first_of_group]
@@ -293,6 +312,7 @@ def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
         raise ValueError(
             "A box of priors needs one range of precisions for each layer: weight and bias alike."
         )
+
     return _PrecisionRanges(labels, groups, group_low.log(), group_high.log())
 
 
@@ -315,4 +335,5 @@ def _find_basis(
             f"this posterior has structure={curvature.name!r}. Give one range for all layers, "
             "or fit with structure='kfac'."
         )
+
     return basis

@@ -1,9 +1,10 @@
 """Maximises many smooth functions over the unit ball at once, by projected gradient steps.
 
-A step goes from v to the ball's point nearest to v + s g, with g the gradient and s the length by
-Barzilai and Borwein, s = ‖Δv‖² / −Δvᵀ Δg of the last step. Where the function bends upwards there
-is no such length, and the step goes to the boundary, along g. Steps that do not gain enough are
-cut. Values never fall.
+There are N rows with t functions each, every one with a point v (C,) of its own. A step goes from v
+to the point of the ball that is nearest to v + s g, with g the gradient at v. The length s is that
+of Barzilai and Borwein, s = ‖Δv‖² / −Δvᵀ Δg, with the changes Δv and Δg of the last step. Where the
+function is not concave along the last step, −Δvᵀ Δg ≤ 0 gives no length, and the step goes to the
+boundary, along g. Steps that do not gain enough are shortened. Values never fall.
 
 The gap ‖g‖ − gᵀv, which is max over the ball of gᵀ(u − v), is zero at a maximum. For a concave
 function it bounds how much can still be gained.
@@ -22,7 +23,7 @@ from torch import Tensor
 MOST_ROUNDS = 200
 TOLERANCE = 1e-9  # of the scale: the gap at which a search ends
 SUFFICIENT = 1e-4  # share of the expected gain that a step must reach
-MOST_CUTS = 20  # of a step
+MOST_CUTS = 20  # how often a step is shortened at most
 FAR = 1e3  # step length, in units of the ball's radius, that leads to the boundary
 LOOSE = 1e-4  # of the scale: a gap after MOST_ROUNDS that is not an answer
 
@@ -31,7 +32,7 @@ Evaluate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class Maxima(NamedTuple):
-    """Where N·t functions are largest, as far as the search has found."""
+    """The largest values of N·t functions that a search has found, and where they are."""
 
     v: Tensor  # (N, t, C)
     value: Tensor  # (N, t)
@@ -53,39 +54,41 @@ def ascend(
 ) -> Maxima:
     """Maximise N·t functions over the unit ball, each from its start (N, t, C).
 
-    scale: the size of values that matters (N, t); gaps are compared with it. rounds: the most steps
-    of a search. leave_out_rows: whether `evaluate` can be called for the rows that have not ended
-    alone.
+    start: inside the ball. scale (N, t): the size of the function's values; gaps are compared with
+    it. rounds: the most steps of a search. leave_out_rows: whether `evaluate` accepts some of the
+    rows alone; rows whose searches have all ended are then left out. Returns the last points, with
+    a flag for searches whose gap is still above LOOSE.
     """
     rows = torch.arange(len(start))
     v = start.clone()
     value, gradient = evaluate(v, rows)
-    step = _far_step(gradient)
+    step = _compute_far_step(gradient)
     stalled = torch.zeros_like(value, dtype=torch.bool)
     for _ in range(rounds):
-        todo = ~stalled & (_gap(v, gradient) > TOLERANCE * scale)
+        todo = ~stalled & (_compute_gap(v, gradient) > TOLERANCE * scale)
         if not bool(todo.any()):
             break
         active = rows[todo.any(1)] if leave_out_rows else rows
         point, height, slope = v[active], value[active], gradient[active]
-        trial = _step(evaluate, point, height, slope, step[active], todo[active], active)
+        trial = _take_step(evaluate, point, height, slope, step[active], todo[active], active)
         v[active], value[active], gradient[active] = trial.v, trial.value, trial.gradient
         stalled[active] |= ~trial.gained
-        step[active] = _next_step(trial.v - point, trial.gradient - slope, trial.gradient)
-    unconverged = ~stalled & (_gap(v, gradient) > LOOSE * scale)
+        step[active] = _compute_next_step(trial.v - point, trial.gradient - slope, trial.gradient)
+
+    unconverged = ~stalled & (_compute_gap(v, gradient) > LOOSE * scale)
     return Maxima(v, value, unconverged)
 
 
 class _Trial(NamedTuple):
-    """The points after a step, with what is known there."""
+    """The points after a step, and the functions there, for m rows."""
 
-    v: Tensor
-    value: Tensor
-    gradient: Tensor
-    gained: Tensor  # bool: False where no step gains
+    v: Tensor  # (m, t, C)
+    value: Tensor  # (m, t)
+    gradient: Tensor  # (m, t, C)
+    gained: Tensor  # (m, t) bool: False where no step gains enough, so that v is the old one
 
 
-def _step(
+def _take_step(
     evaluate: Evaluate,
     v: Tensor,
     value: Tensor,
@@ -94,11 +97,16 @@ def _step(
     todo: Tensor,
     rows: Tensor,
 ) -> _Trial:
-    """Take one step where `todo` (m, t) is true, cut until it gains enough."""
+    """Take one step for m rows, and shorten it until it gains enough.
+
+    v (m, t, C), with its value (m, t) and gradient (m, t, C). step (m, t): the length s of the
+    module. todo (m, t) bool: which functions take the step; the others stay, and count as gained.
+    rows (m,): the numbers of the rows, for `evaluate`.
+    """
     direction = project_to_ball(v + step[..., None] * gradient) - v
     expected = (gradient * direction).sum(-1)
     share = torch.ones_like(value)
-    gained = ~todo  # what is not to be done stays, and counts as done
+    gained = ~todo
     best = _Trial(v, value, gradient, gained)
     for _ in range(MOST_CUTS):
         trial = v + share[..., None] * direction
@@ -112,27 +120,33 @@ def _step(
         )
         if bool(best.gained.all()):
             break
+
         # The maximum of the parabola through the last value and the slope at v, within limits.
         parabola = share * expected / (2 * (share * expected - (height - value)))
         share = share * torch.nan_to_num(parabola, 0.5).clamp(0.1, 0.5)
+
     return best
 
 
-def _gap(v: Tensor, gradient: Tensor) -> Tensor:
+def _compute_gap(v: Tensor, gradient: Tensor) -> Tensor:
     """Return max over the ball of gᵀ(u − v) = ‖g‖ − gᵀv (m, t), at least zero."""
     length: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
     return (length - (gradient * v).sum(-1)).clamp_min(0.0)
 
 
-def _far_step(gradient: Tensor) -> Tensor:
+def _compute_far_step(gradient: Tensor) -> Tensor:
     """Return the step length (m, t) that leads to the boundary of the ball."""
     length: Tensor = torch.linalg.vector_norm(gradient, dim=-1)
     return FAR / length.clamp_min(torch.finfo(length.dtype).tiny)
 
 
-def _next_step(moved: Tensor, change: Tensor, gradient: Tensor) -> Tensor:
-    """Return the step length (m, t) after v has moved and the gradient has changed, (m, t, C)."""
+def _compute_next_step(moved: Tensor, change: Tensor, gradient: Tensor) -> Tensor:
+    """Return the length (m, t) of the next step, by the rule of the module.
+
+    moved, change (m, t, C): by how much v and the gradient changed in the last step. gradient
+    (m, t, C): the new one.
+    """
     bend = -(moved * change).sum(-1)
-    far = _far_step(gradient)
+    far = _compute_far_step(gradient)
     step = moved.square().sum(-1) / bend
     return torch.where((bend > 0) & (step > 0), torch.minimum(step, far), far)

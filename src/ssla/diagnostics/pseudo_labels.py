@@ -1,10 +1,13 @@
-"""Pseudo-labels: which unlabelled inputs the predictive is surest of.
+"""Pseudo-labels: labels of unlabelled inputs, ranked by their predictive density.
 
 In self-training a model labels the inputs that it is surest of, and is trained on them. The
 network's own probabilities do not say how sure it is: they leave out the doubt about its weights.
 Here an input x is scored by the predictive of its own prediction, log p(ŷ | x, D), which is how
 well (x, ŷ) agrees with the data. By Bayesian pseudo-label selection (arXiv:2302.08883) this is the
-choice that a decision with the likelihood as its utility makes.
+choice of a decision maker whose utility is the likelihood.
+
+The pool is a set of unlabelled inputs, its M rows. ŷ is the mode of the predictive, and D the
+training data.
 """
 
 from __future__ import annotations
@@ -102,4 +105,5 @@ def pseudo_label(posterior: Posterior, pool: Inputs, refit: str | Refit = "outpu
             f"{int(unknown.sum())} of {len(scores)} rows have no score: their refits failed and "
             "on_failure='nan' was asked for. Use on_failure='fallback', or another refit."
         )
+
     return PseudoLabels(labels, scores)

@@ -1,10 +1,13 @@
-"""What if the prior were different? Predictives across priors, derivatives in the prior, and
-whether prior and data agree.
+"""Predictives under other priors, derivatives in the prior, and whether prior and data agree.
 
-`local_sensitivity` is exact: scaling the prior's precision by e^ε moves f̂ by b ε (where the mode
-moves) and K by −M ε, with b = J H⁻¹∇log π and M = J H⁻¹ T H⁻¹ Jᵀ; the refit's mode and its
-determinant follow by the chain rule, with the likelihood's third derivative from autograd. The
-probabilities of three or more classes are sums over nodes: there, to the accuracy of these.
+The outputs at an input x have the mean f̂ (C,) and the covariance K = J H⁻¹Jᵀ (C, C), with J (C, P)
+the Jacobian in θ and H (P, P) the curvature of data and prior. The prior π has the precision T.
+
+`local_sensitivity` is exact: scaling T by e^ε moves f̂ by b ε (where the mode moves) and K by −M ε,
+with b = J H⁻¹∇log π and M = J H⁻¹ T H⁻¹ Jᵀ. The mode f̃ and the determinant of the refit of the
+outputs follow by the chain rule, with the likelihood's third derivative from autograd. The
+probabilities of three or more classes are sums over nodes, so there the derivatives are as accurate
+as these sums.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ssla._checks import all_in_plain_torch, in_plain_torch, warn
-from ssla.curvature.structure import NoFactorError
+from ssla.curvature.structure import Eigenbasis, NoFactorError
 from ssla.data import Inputs, as_tensor
 from ssla.diagnostics.predictive_sets import require_order
 from ssla.fitting.evidence import eigenbasis
@@ -43,10 +46,10 @@ COUNT = 9  # priors of a range, unless the user says otherwise
 NAME_COLUMNS = 17  # of the printed table
 TEXT_COLUMNS = 67  # of a printed line: 80 with the indent of `ssla sensitivity`
 RANK_TOLERANCE = 1e-10  # of the largest eigenvalue; smaller ones count as zero; a guess
-# of a prior's precision: with all of it, averages that curve upwards could have any variance; a
-# guess
+# The share of a prior's precision with which the curvature must be positive definite already. Just
+# above the least precision that suffices, variances would be arbitrarily large. A guess
 NEEDED = 0.8
-USED_WEIGHT = 1e-14  # of a node of an integral: with less weight its slope is not needed
+USED_WEIGHT = 1e-14  # of a node of an integral: with less weight its slope is left out
 CONFLICT = 0.05  # tail probability below which the text says "conflict"
 
 
@@ -63,7 +66,7 @@ class Sensitivity:
     predictives: tuple[Predictive, ...]
     baseline: Predictive  # under the posterior's own prior
     convention: str
-    own: Posterior  # under its own prior
+    own: Posterior  # the posterior itself, under its own prior
     x: Inputs
 
     @cached_property
@@ -86,8 +89,9 @@ class Sensitivity:
         )
 
     def log_prob(self, y: Any) -> Tensor:
-        """Return the log densities at y under each prior: y (N,) or (N, k) -> (M, N) or
-        (M, N, k).
+        """Return the log densities at y under each prior.
+
+        y is (N,) or (N, k), and the result (M, N) or (M, N, k).
         """
         return torch.stack([p.log_prob(y) for p in self.predictives])
 
@@ -109,8 +113,9 @@ class Sensitivity:
 
     @property
     def mean_change(self) -> Tensor:
-        """Return how far each mean is from the baseline's, in standard deviations of the baseline
-        (M, N).
+        """Return how far each mean is from the baseline's (M, N).
+
+        The unit is the standard deviation of the baseline.
         """
         change: Tensor = (self.mean - self.baseline.mean) / self.baseline.stddev
         return change
@@ -164,6 +169,7 @@ class Sensitivity:
                 f"{self.posteriors[i].log_evidence():>10.2f}  "
                 f"{self.posteriors[i].report.residual_after:>8.2g}"
             )
+
         return "\n".join(lines)
 
 
@@ -178,32 +184,35 @@ def sensitivity(
     """Compute the predictives at x under several priors, without a pass over the data.
 
     priors: a dict from names to priors, a list, or a range (low, high[, count]) of precisions of a
-    Gaussian prior that keeps the means of the posterior's own. `Posterior.with_prior` describes the
+    Gaussian prior that keeps the means of the posterior's own. refit: as in `Posterior.predict`.
+    `Posterior.with_prior` describes the
     conventions, and when θ̂ moves with the prior; the reports of the posteriors in the result state
     it. A variational Gaussian keeps its averages over the data. Priors that are too weak for these
     are left out with a warning; if all are, ValueError is raised.
 
     >>> s = ssla.sensitivity(post, x, (0.01, 100)); print(s)      # doctest: +SKIP
     """
-    chosen = name_priors(posterior, priors)
+    named_priors = name_priors(posterior, priors)
     posteriors: dict[str, Posterior] = {}
     failed: dict[str, NoFactorError] = {}
-    for name, prior in chosen.items():
+    for name, prior in named_priors.items():
         try:
             posteriors[name] = _replace_prior(posterior, prior, convention)
         except NoFactorError as error:
             if not _keeps_averages(posterior, convention):
                 raise
             failed[name] = error
+
     if failed:
         message = (
-            f"{len(failed)} of {len(chosen)} priors were left out ({', '.join(failed)}): the "
+            f"{len(failed)} of {len(named_priors)} priors were left out ({', '.join(failed)}): the "
             "averages over the data that this posterior has curve upwards too much for them. Fit "
             "again with such a prior to compare it."
         )
         if not posteriors:
             raise ValueError(message) from next(iter(failed.values()))
         warn(message)
+
     return Sensitivity(
         tuple(posteriors),
         tuple(posteriors.values()),
@@ -220,6 +229,7 @@ def _replace_prior(posterior: Posterior, prior: Prior, convention: str) -> Poste
 
     Raises NoFactorError where the curvature with that prior is not positive definite. If the
     posterior keeps averages, their curvature must be so with the share NEEDED of the precision.
+    convention: as in `Posterior.with_prior`.
     """
     moved = posterior.with_prior(prior, convention)
     if _keeps_averages(posterior, convention):
@@ -229,7 +239,7 @@ def _replace_prior(posterior: Posterior, prior: Prior, convention: str) -> Poste
 
 
 def _keeps_averages(posterior: Posterior, convention: str) -> bool:
-    """Tell whether another prior keeps averages over the data whose curvature may be indefinite.
+    """Return whether another prior keeps averages over the data whose curvature may be indefinite.
 
     A variational Gaussian under the exact convention keeps its averages. Their curvature may be
     indefinite if the likelihood is not concave.
@@ -244,32 +254,34 @@ def _keeps_averages(posterior: Posterior, convention: str) -> bool:
 def name_priors(posterior: Posterior, priors: Any) -> dict[str, Prior]:
     """Return a dict of priors by name, from a dict, a list or a range of priors.
 
-    The priors of a list are named by their descriptions. Raises TypeError for anything else, and
-    ValueError for an invalid range and for no prior.
+    posterior: its prior gives the means of the priors of a range. The priors of a list are named by
+    their descriptions. Raises TypeError for anything else, and ValueError for an invalid range and
+    for no prior.
     """
     if isinstance(priors, Mapping):
-        chosen = {str(name): as_prior(prior) for name, prior in priors.items()}
+        named_priors = {str(name): as_prior(prior) for name, prior in priors.items()}
     elif (
         isinstance(priors, tuple)
         and len(priors) in (2, 3)
         and all(isinstance(v, int | float) for v in priors)
     ):
-        chosen = _make_range_of_priors(posterior, priors)
+        named_priors = _make_range_of_priors(posterior, priors)
     elif isinstance(priors, Sequence) and not isinstance(priors, str):
-        chosen = {}
+        named_priors = {}
         for prior in priors:
             name = describe(as_prior(prior))
-            if name in chosen:  # a list may hold two priors with the same description
-                name = f"{name} ({len(chosen) + 1})"
-            chosen[name] = as_prior(prior)
+            if name in named_priors:  # a list may hold two priors with the same description
+                name = f"{name} ({len(named_priors) + 1})"
+            named_priors[name] = as_prior(prior)
     else:
         raise TypeError(
             "priors must be a dict, a list of priors, or a range (low, high) of precisions, but "
             f"is {priors!r}."
         )
-    if not chosen:
+
+    if not named_priors:
         raise ValueError("priors is empty: give at least one prior.")
-    return chosen
+    return named_priors
 
 
 def _make_range_of_priors(posterior: Posterior, limits: tuple[float, ...]) -> dict[str, Prior]:
@@ -306,7 +318,7 @@ class Local(NamedTuple):
 def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
     """Compute how the log predictive density at y changes with the precision of a Gaussian prior.
 
-    The derivatives are exact, and not differences. They are those of the output rung.
+    The derivatives are exact, and not differences. They are those of refit="output".
 
     y: (N,) or (N, k); for D targets (N, D) or (N, k, D). θ̂ moves with the prior where
     `Posterior.with_prior` would move it. Raises ValueError for another prior than a Gaussian one,
@@ -317,12 +329,14 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
             "Local sensitivity is the derivative in the precision of a Gaussian prior under the "
             "exact convention. Use with_prior(priors.Gaussian(…)) first."
         )
+
     marginal = posterior.outputs_at(x)
     b, M = prior_response(posterior, x)  # (N, C), (N, C, C): see the module's docstring
     change = Marginal(b if posterior.follows_prior else torch.zeros_like(b), -M)
     likelihood = posterior.likelihood.predictive
     predictive = posterior.predict(x)
     value = as_tensor(y).to("cpu", torch.float64)
+
     # One y for each input is a grid of one column.
     is_grid = value.dim() == (3 if predictive.kind == "vector" else 2)
     grid = value if is_grid else value.unsqueeze(1)
@@ -333,6 +347,7 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
         slope = slope.gather(1, grid.long())
         exact = torch.ones(len(grid), dtype=torch.bool)
         return Local(slope.reshape(shape), change.mean, change.covariance, exact)
+
     slope, exact = _differentiate_log_density(likelihood, grid, marginal, change)
     if not isinstance(predictive.law, GaussianLaw):
         # The log of the mass is subtracted. Its derivative is the expectation of the slope.
@@ -340,9 +355,10 @@ def local_sensitivity(posterior: Posterior, x: Inputs, y: Any) -> Local:
         slope_at_nodes, exact_at_nodes = _differentiate_log_density(
             likelihood, nodes, marginal, change
         )
-        used = weights > USED_WEIGHT
-        slope = slope - (weights * torch.where(used, slope_at_nodes, 0.0)).sum(1, keepdim=True)
-        exact = torch.cat([exact, exact_at_nodes | ~used], 1)
+        is_used = weights > USED_WEIGHT
+        slope = slope - (weights * torch.where(is_used, slope_at_nodes, 0.0)).sum(1, keepdim=True)
+        exact = torch.cat([exact, exact_at_nodes | ~is_used], 1)
+
     return Local(slope.reshape(shape), change.mean, change.covariance, exact.all(1))
 
 
@@ -366,26 +382,30 @@ def _differentiate_log_density(
     """Compute d/dε of the un-normalised log density at y, and flags where it is exact, (N, k) each.
 
     y (N, k), or (N, k, D) for vectors. marginal: f̂ (N, C) and K (N, C, C); change: their d/dε. It
-    is not exact where the refit fell back or did not converge.
+    is not exact where the refit fell back or did not converge. In the code a name with d is the
+    derivative d/dε of the value, Λ is the precision at f̃, and u = K⁻¹(f̃ − f̂).
     """
     rows, count = y.shape[:2]
     f, K, df, dK = (values.repeat_interleave(count, 0) for values in (*marginal, *change))
     y = y.flatten(0, 1)
     boundary = _differentiate_at_boundary(likelihood, y, Marginal(f, K), Marginal(df, dK))
     if boundary is not None:
-        # These rows get the slope at the boundary in the end. Here they need any y whose mode is
-        # inside the allowed outputs.
+        # These entries get the slope at the boundary at the end. Until then they need a y whose
+        # mode is inside the allowed outputs; the mean is one.
         y = torch.where(boundary.cut, likelihood.mean(f), y)
+
     mode = evaluate_at_mode(likelihood, y, f, covariance_root(K))
     u = mode.pull.unsqueeze(-1)  # K⁻¹(f̃ − f̂)
     f_mode = f + (K @ u).squeeze(-1)
     eye = torch.eye(f.shape[1], dtype=torch.float64)
     Lambda = likelihood.precision(y, f_mode)
+
     # f̃ = f̂ + K u with u = g(f̃), differentiated: (I + KΛ) df̃ = df̂ + dK u.
     df_mode = torch.linalg.solve(eye + K @ Lambda, df.unsqueeze(-1) + dK @ u).squeeze(-1)
     dLambda = differentiate_precision(likelihood, y, f_mode, df_mode)
-    inner = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + dLambda @ K)
-    trace = inner.diagonal(dim1=-2, dim2=-1).sum(-1)  # d log|I + ΛK|
+    relative_change = torch.linalg.solve(eye + Lambda @ K, Lambda @ dK + dLambda @ K)
+    trace = relative_change.diagonal(dim1=-2, dim2=-1).sum(-1)  # d log|I + ΛK|
+
     # d(log p(y|f̃) − ½uᵀKu) at a mode is uᵀdf̂ + ½uᵀdK u, since moving f̃ changes nothing there.
     slope = (mode.pull * df).sum(-1) + 0.5 * (u.mT @ dK @ u).squeeze((-2, -1)) - 0.5 * trace
     if boundary is not None:
@@ -411,11 +431,11 @@ def _differentiate_at_boundary(
     such a boundary.
     """
     with torch.enable_grad():
-        free = Marginal(*(values.detach().clone().requires_grad_(True) for values in marginal))
-        boundary = likelihood.refit_at_boundary(y, *free)
+        variables = Marginal(*(values.detach().clone().requires_grad_(True) for values in marginal))
+        boundary = likelihood.refit_at_boundary(y, *variables)
         if boundary is None:
             return None
-        by_mean, by_covariance = torch.autograd.grad(boundary.total.sum(), tuple(free))
+        by_mean, by_covariance = torch.autograd.grad(boundary.total.sum(), tuple(variables))
     # The chain rule over f̂ and K.
     slope = (by_mean * change.mean).sum(-1) + (by_covariance * change.covariance).sum((-2, -1))
     return _BoundarySlope(boundary.cut, slope)
@@ -426,17 +446,23 @@ def differentiate_precision(
 ) -> Tensor:
     """Compute the derivative of Λ(y, f) along a direction of f, by autograd of log p.
 
-    y (M,) or (M, D), f and direction (M, C) -> (M, C, C).
+    y (M,) or (M, D), f and direction (M, C) -> (M, C, C). likelihood: that of log p(y|f), with Λ(y,
+    f) = −∇² log p(y|f).
     """
     with torch.enable_grad():
-        free = f.detach().clone().requires_grad_(True)
-        score = _gradient_or_zero(likelihood.log_prob(y, free).sum(), free)
-        columns = [-_gradient_or_zero(score[:, c].sum(), free) for c in range(f.shape[1])]
-        rows = [_gradient_or_zero((column * direction).sum(), free) for column in columns]
+        variable = f.detach().clone().requires_grad_(True)
+        score = _compute_gradient_or_zero(likelihood.log_prob(y, variable).sum(), variable)
+        columns = [
+            -_compute_gradient_or_zero(score[:, c].sum(), variable) for c in range(f.shape[1])
+        ]
+        rows = [
+            _compute_gradient_or_zero((column * direction).sum(), variable) for column in columns
+        ]
+
     return torch.stack([row.detach() for row in rows], 1)
 
 
-def _gradient_or_zero(value: Tensor, variable: Tensor) -> Tensor:
+def _compute_gradient_or_zero(value: Tensor, variable: Tensor) -> Tensor:
     """Compute the gradient of a number `value`, in the shape of the variable, with its graph.
 
     The gradient is zero if the value does not depend on the variable.
@@ -478,15 +504,16 @@ def conflict(posterior: Posterior) -> Conflict:
     network linear in its free parameters, and a normal approximation of the likelihood otherwise.
     Noise estimated from the same data is taken as known.
 
-    It needs dense curvature, or kfac of a last layer with Gaussian noise, which is as exact. Other
-    structures leave out correlations of r, and would report conflicts that are not there. Raises
-    ValueError for these, and for a prior that is not a proper Gaussian.
+    The test needs dense curvature, or kfac of a last layer with Gaussian noise, which is as exact.
+    Other structures leave out correlations of r, and would report conflicts that are not there.
+    Raises ValueError for these, and for a prior that is not a proper Gaussian.
     """
     bound = posterior.bound_prior
     if not isinstance(bound, BoundGaussian) or not bool((bound.scale_precision > 0).all()):
         raise ValueError(
             "A conflict check needs a proper Gaussian prior: with_prior(priors.Gaussian(…))."
         )
+
     tau = bound.scale_precision
     curvature = posterior.sums.curvature
     if not curvature.exact and not posterior.quadratic:
@@ -496,22 +523,42 @@ def conflict(posterior: Posterior) -> Conflict:
             "report conflicts that are not there. Fit with structure='dense', for example of the "
             "last layer."
         )
+
     r = curvature.push(posterior.mean - bound.mean) + posterior.sums.gradient
     basis = eigenbasis(curvature, tau, torch.zeros(len(tau), dtype=torch.long))
     if basis is not None:
-        # In an eigenbasis of S in which T is diagonal, the statistic is a sum.
-        kept = basis.values > RANK_TOLERANCE * basis.values.max()
-        c = basis.to_eigenbasis(r)[kept]
-        values = basis.values[kept]
-        statistic = float((c * c / (values + values**2 / tau[kept])).sum())
-        return _make_conflict(statistic, len(values))
+        return _test_in_eigenbasis(basis, tau, r)
     if not curvature.exact:
         raise ValueError(
             "With this structure a conflict check needs one prior precision for each layer."
         )
-    values, vectors = torch.linalg.eigh(curvature.as_matrix())
-    kept = values > RANK_TOLERANCE * values.max()
-    values, vectors = values[kept], vectors[:, kept]
+
+    return _test_with_matrix(curvature.as_matrix(), tau, r)
+
+
+def _test_in_eigenbasis(basis: Eigenbasis, tau: Tensor, r: Tensor) -> Conflict:
+    """Return the test of `conflict` from an eigenbasis of S in which T is diagonal.
+
+    tau (P,): the diagonal of T. r (P,): the score vector. The statistic is then a sum over the
+    eigenvalues of S that are not zero to rounding. basis: has one eigenvalue of S for each
+    coordinate.
+    """
+    is_nonzero = basis.values > RANK_TOLERANCE * basis.values.max()
+    c = basis.to_eigenbasis(r)[is_nonzero]
+    values = basis.values[is_nonzero]
+    statistic = float((c * c / (values + values**2 / tau[is_nonzero])).sum())
+    return _make_conflict(statistic, len(values))
+
+
+def _test_with_matrix(S: Tensor, tau: Tensor, r: Tensor) -> Conflict:
+    """Return the test of `conflict` from S (P, P), T = diag(tau) and r, with tau and r (P,).
+
+    Eigenvalues of S that are zero to rounding are left out.
+    """
+    values, vectors = torch.linalg.eigh(S)
+    is_nonzero = values > RANK_TOLERANCE * values.max()
+    values, vectors = values[is_nonzero], vectors[:, is_nonzero]
+
     # S + S T⁻¹ S in the coordinates of the eigenvectors that are kept.
     spread = torch.diag(values) + values[:, None] * (vectors.mT @ (vectors / tau[:, None])) * values
     c = vectors.mT @ r
@@ -523,5 +570,5 @@ def _make_conflict(statistic: float, df: int) -> Conflict:
 
     The tail probability is gammaincc(df/2, statistic/2).
     """
-    half = torch.tensor([df / 2, statistic / 2], dtype=torch.float64)
-    return Conflict(statistic, df, float(torch.special.gammaincc(half[0], half[1])))
+    halves = torch.tensor([df / 2, statistic / 2], dtype=torch.float64)
+    return Conflict(statistic, df, float(torch.special.gammaincc(halves[0], halves[1])))

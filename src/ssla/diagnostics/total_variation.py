@@ -57,8 +57,10 @@ def compute_distance(first: Predictive, second: Predictive) -> Tensor:
             "Total-variation distances are for classes, counts and one number, but the target is "
             f"of kind {first.kind!r}. Ask for the bounds of the mean."
         )
+
     p, q = first.law, second.law
     points = _place_cuts(p, q, is_count=first.kind == "count")
+
     # P(Y ≤ y) − Q(Y ≤ y) is zero at both ends of the line.
     difference = pad(p.cdf(points) - q.cdf(points), (1, 1))
     return (difference.diff(dim=1).abs().sum(1) / 2).clamp_max(1.0)
@@ -74,16 +76,18 @@ def find_largest_distance(members: Members) -> Tensor:
     """
     listed = members.list_members()
     if not members.is_family:
-        best, _ = _compare_pairs(listed)
-        return best
+        largest_distance, _ = _compare_pairs(listed)
+        return largest_distance
     listed = listed[:MOST_PAIRED]
-    best, first = _compare_pairs(listed)
+    largest_distance, first_member = _compare_pairs(listed)
+
     # Each row has its own best pair, but a search starts from one member for all rows. So there is
     # one from each of the members that are in the best pairs of the most rows.
-    starts = first.bincount().topk(min(SEARCHES, int(first.max()) + 1 if len(first) else 0)).indices
+    pair_counts = first_member.bincount()
+    starts = pair_counts.topk(min(SEARCHES, len(pair_counts))).indices
     for start in starts.tolist():
-        best = torch.maximum(best, _search_from(members, listed[start]))
-    return best
+        largest_distance = torch.maximum(largest_distance, _search_from(members, listed[start]))
+    return largest_distance
 
 
 def _compare_pairs(predictives: Sequence[Predictive]) -> tuple[Tensor, Tensor]:
@@ -91,41 +95,47 @@ def _compare_pairs(predictives: Sequence[Predictive]) -> tuple[Tensor, Tensor]:
 
     Both are zero where there is one predictive.
     """
-    best = torch.zeros(predictives[0].law.rows, dtype=torch.float64)
-    first = torch.zeros(len(best), dtype=torch.long)
+    largest_distance = torch.zeros(predictives[0].law.rows, dtype=torch.float64)
+    first_member = torch.zeros(len(largest_distance), dtype=torch.long)
     for i, j in itertools.combinations(range(len(predictives)), 2):
         distance = compute_distance(predictives[i], predictives[j])
         # NaN, of a member that has failed, is kept: it is not a small distance.
-        better = (distance > best) | distance.isnan()
-        best = torch.where(better, distance, best)
-        first = torch.where(better, i, first)
-    return best, first
+        better = (distance > largest_distance) | distance.isnan()
+        largest_distance = torch.where(better, distance, largest_distance)
+        first_member = torch.where(better, i, first_member)
+    return largest_distance, first_member
 
 
 def _search_from(members: Members, start: Predictive) -> Tensor:
-    """Return the largest distance that is found from `start`, each time from the farthest member
-    of the last one (N,).
-    """
-    best = torch.zeros(start.law.rows, dtype=torch.float64)
-    last = start
-    for _ in range(ROUNDS):
-        fixed = last
+    """Return the largest distance (N,) that a search from one member finds.
 
-        def closeness(predictive: Predictive, fixed: Predictive = fixed) -> Tensor:
-            """Return minus the distance of a member from the last one (N,)."""
+    start: the first member. Each round searches for the member that is farthest from the latest
+    one.
+    """
+    largest_distance = torch.zeros(start.law.rows, dtype=torch.float64)
+    latest_member = start
+    for _ in range(ROUNDS):
+        fixed = latest_member
+
+        def negate_distance(predictive: Predictive, fixed: Predictive = fixed) -> Tensor:
+            """Return minus the distance of a member from the latest one (N,)."""
             return -compute_distance(predictive, fixed)
 
-        farthest = members.find_worst(closeness)
-        gained = -farthest.value > best * (1 + GAIN)
-        best = torch.maximum(best, -farthest.value)
+        farthest = members.find_worst(negate_distance)
+        gained = -farthest.value > largest_distance * (1 + GAIN)
+        largest_distance = torch.maximum(largest_distance, -farthest.value)
         if not bool(gained.any()):
             break
-        last = farthest.predictive
-    return best
+        latest_member = farthest.predictive
+
+    return largest_distance
 
 
 def _place_cuts(p: Law, q: Law, is_count: bool) -> Tensor:
-    """Return the points (N, k) between the cells of the line for two laws, in increasing order."""
+    """Return the points (N, k) between the cells of the line for two laws, in increasing order.
+
+    is_count: whether y is a count. Cuts of counts are whole numbers.
+    """
     scores = torch.linspace(-REACH, REACH, SCORES, dtype=torch.float64)
     levels = torch.special.erfc(-scores / math.sqrt(2)) / 2
     nodes = torch.cat([p.icdf(levels), q.icdf(levels)], 1).sort(1).values
@@ -135,6 +145,7 @@ def _place_cuts(p: Law, q: Law, is_count: bool) -> Tensor:
     reach = (nodes[:, -1:] - lowest).amax() if len(nodes) else torch.zeros(())
     if float(reach) <= MOST_SINGLE_COUNTS:
         return lowest + torch.arange(int(reach) + 1, dtype=torch.float64)
+
     # A count of its own cell needs a cut below it.
     nodes = torch.cat([nodes, (nodes - 1).clamp_min(0)], 1).sort(1).values
     return _add_crossings(p, q, nodes, is_count)
@@ -143,17 +154,20 @@ def _place_cuts(p: Law, q: Law, is_count: bool) -> Tensor:
 def _add_crossings(p: Law, q: Law, nodes: Tensor, is_count: bool) -> Tensor:
     """Return the nodes (N, k) and, between neighbours, two points near which p and q cross.
 
-    They are the results of two secant steps for log p − log q = 0. Where it has one sign at both
-    ends there is no crossing, and a point there changes nothing.
+    The points are the results of two secant steps for log p − log q = 0, so the result is (N, 3k −
+    2). Where the difference has one sign at both neighbours there is no crossing, and a point there
+    changes nothing. is_count: whether y is a count;
+    points are then rounded down.
     """
     low, high = nodes[:, :-1], nodes[:, 1:]
     ratio = p.log_prob(nodes) - q.log_prob(nodes)
     at_low, at_high = ratio[:, :-1], ratio[:, 1:]
-    first = _secant(low, high, at_low, at_high, is_count)
+    first = _find_secant_zero(low, high, at_low, at_high, is_count)
     at_first = p.log_prob(first) - q.log_prob(first)
+
     # The second step is in the part in which the sign changes.
     is_left = (at_first >= 0) != (at_low >= 0)
-    second = _secant(
+    second = _find_secant_zero(
         torch.where(is_left, low, first),
         torch.where(is_left, first, high),
         torch.where(is_left, at_low, at_first),
@@ -163,11 +177,13 @@ def _add_crossings(p: Law, q: Law, nodes: Tensor, is_count: bool) -> Tensor:
     return torch.cat([nodes, first, second], 1).sort(1).values
 
 
-def _secant(low: Tensor, high: Tensor, at_low: Tensor, at_high: Tensor, is_count: bool) -> Tensor:
-    """Return the zero of the line through two points, between low and high; for counts rounded
-    down.
+def _find_secant_zero(
+    low: Tensor, high: Tensor, at_low: Tensor, at_high: Tensor, is_count: bool
+) -> Tensor:
+    """Return the zero of the line through (low, at_low) and (high, at_high), elementwise.
 
-    It is the middle where the line has no zero there, or where a value is not finite.
+    It is the middle of low and high where the line has no zero between them, or where a value is
+    not finite. For counts it is rounded down.
     """
     share = at_low / (at_low - at_high)
     inside = (share >= 0) & (share <= 1)  # False for NaN

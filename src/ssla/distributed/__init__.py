@@ -10,6 +10,10 @@ There are two ways, with the same result:
                 returned for each pass. If a worker dies, the engine reads its shards again on
                 another worker, with the same result.
 
+A worker is a process, or a thread of an executor, that reads shards; the driver is the process that
+calls `fit`. The passes of a fit are the
+same as on one machine: each is the sums over all rows that one step of the fit needs.
+
 A shard is any data that `ssla.fit` accepts, or a function without arguments that returns it (called
 on the worker, so that data never pass through this process), or the engine's own handle (a Dask
 future or delayed, a Ray reference).
@@ -26,7 +30,7 @@ from torch import nn
 from ssla._checks import in_plain_torch
 from ssla.curvature import Structure
 from ssla.data import Inputs, open_source, take_rows
-from ssla.distributed.engines import Engine, engine_of
+from ssla.distributed.engines import Engine, choose_engine
 from ssla.fitting import fit as fitting
 from ssla.fitting.arguments import checked_budget, checked_plan, checked_weights
 from ssla.fitting.passes import EMPTY, Order, Pass, Reader, open_network_within, with_row_scale
@@ -86,10 +90,11 @@ def fit(
             "shards is empty. Give a list with the data of each shard, or functions that return "
             "them."
         )
+
     budget = checked_budget(memory_budget)
     answer_part = checked_output(output)
     names = checked_weights(weights)
-    engine = engine_of(client)
+    engine = choose_engine(client)
     cluster = Cluster(engine, shards, model, names, budget, progress, output=answer_part)
     plan = checked_plan(Posterior, cluster, likelihood, prior, structure, mode, gaussian, budget)
     if validation is None:
@@ -124,7 +129,9 @@ def read_shard(task: ShardTask, shard: Any) -> Pass:
     network = open_network(task.model, task.weights, task.opening, materialise, task.output)
     if task.row_scale is not None:
         network = with_row_scale(network, task.row_scale)
-    # A worker may itself be a rank of a group: its shard is its own all the same.
+
+    # A worker may itself be a rank of a torch.distributed group. Its sums must stay those of its
+    # shard, so the group is disabled.
     with alone():
         source = open_source(_load_shard(shard))
         # No model is needed, because the network is already open.
@@ -193,8 +200,10 @@ class Cluster:
             self.opened = open_network_within(
                 self.model, self.weights, self.opening, order, self.budget, None, self.output
             )
+
         order = order.with_chosen_structure(self.opened, self.budget)
         self.passes += 1
+
         # The private copy and its names are sent, so that later changes to the user's module do not
         # change the sums.
         task = ShardTask(

@@ -1,4 +1,8 @@
-"""Engines that run tasks on workers: Dask, Ray, or an executor of this machine."""
+"""Engines that run tasks on workers: Dask, Ray, or an executor of this machine.
+
+A task is a value that all workers get, and a shard is the data of one of them (see
+`ssla.distributed`).
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,7 @@ class Engine(Protocol):
         ...
 
 
-def engine_of(client: Any) -> Engine:
+def choose_engine(client: Any) -> Engine:
     """Return the engine for a user's client; raise TypeError for a client of another kind."""
     if isinstance(client, Executor):
         return ExecutorEngine(client)
@@ -50,13 +54,13 @@ def engine_of(client: Any) -> Engine:
 
 @dataclass(frozen=True, eq=False)
 class DaskEngine:
-    """dask.distributed: futures are arguments, lost results are computed again."""
+    """The engine of dask.distributed: futures are arguments, lost results are computed again."""
 
     client: Any
 
     def run_once(self, function: Callable[[Any], Any], shard: Any) -> Any:
         """Run the function as a task, and return its result."""
-        return self.client.submit(function, self._future_of(shard), pure=False).result()
+        return self.client.submit(function, self._convert_to_future(shard), pure=False).result()
 
     def run_and_merge(
         self, function: Work, task: Any, shards: list[Any], merge: Merge, label: str | None
@@ -65,7 +69,7 @@ class DaskEngine:
         # The task is sent as the result of a task: scattered data are lost if their worker dies.
         sent_task = self.client.submit(_return_value, task, pure=False)
         results = [
-            self.client.submit(function, sent_task, self._future_of(shard), pure=False)
+            self.client.submit(function, sent_task, self._convert_to_future(shard), pure=False)
             for shard in shards
         ]
         merged = _merge_tree(results, lambda a, b: self.client.submit(merge, a, b, pure=False))
@@ -77,16 +81,17 @@ class DaskEngine:
             # The bar moves while it is iterated.
             for _ in progress_bar(completed, len(results), show, label, "shard"):
                 pass
+
         return merged.result()
 
-    def _future_of(self, shard: Any) -> Any:
+    def _convert_to_future(self, shard: Any) -> Any:
         """Return a delayed value or collection as a future; a future or plain value as it is."""
         return self.client.compute(shard) if hasattr(shard, "__dask_graph__") else shard
 
 
 @dataclass(frozen=True, eq=False)
 class RayEngine:
-    """ray: references are arguments, tasks are retried."""
+    """The engine of ray: references are arguments, tasks are retried."""
 
     ray: Any
 
@@ -111,7 +116,7 @@ class RayEngine:
 
 @dataclass(frozen=True, eq=False)
 class ExecutorEngine:
-    """concurrent.futures: results are merged in this process."""
+    """The engine of concurrent.futures: results are merged in this process."""
 
     executor: Executor
 
@@ -134,9 +139,9 @@ def _return_value(value: Any) -> Any:
 
 
 def _merge_tree(results: list[Any], merge: Merge) -> Any:
-    """Merge neighbours until one result is left, and return it: log₂ levels, in the given order.
+    """Merge pairs of neighbours until one result is left, and return it.
 
-    results: at least one.
+    results: at least one. Their order is kept, and the depth of the merges is log₂ of their number.
     """
     while len(results) > 1:
         pairs = [merge(a, b) for a, b in zip(results[::2], results[1::2], strict=False)]

@@ -1,4 +1,9 @@
-"""The directory of a saved model: written completely or not at all, and validated on load."""
+"""The directory of a saved model: written completely or not at all, and validated on load.
+
+The manifest is a JSON file with the kind of the model ("posterior" or "estimator"), the version of
+the format, the content (everything that is not a tensor) and checksums. A folder may be replaced by
+another process at any time, also while it is read: see `replacing`.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +59,7 @@ def write_model(
         COPIES * sum(value.nbytes for value in tensors.values()), f"Saving {target}"
     ):
         data = _serialize(tensors)
+
     manifest: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -64,14 +70,15 @@ def write_model(
     manifest["sha256"] = _compute_checksum(manifest)
     text = json.dumps(manifest, indent=1, allow_nan=False)
     try:
-        with replace_folder(target) as fresh:
-            _write_bytes(fresh / TENSORS, data)
-            _write_bytes(fresh / MANIFEST, text.encode())
+        with replace_folder(target) as draft:
+            _write_bytes(draft / TENSORS, data)
+            _write_bytes(draft / MANIFEST, text.encode())
     except OSError as error:
         raise FileError(
             f"{target} cannot be written ({error}). Nothing was changed. Give a folder with write "
             "permission."
         ) from error
+
     return target
 
 
@@ -119,11 +126,13 @@ def check_target(target: Path) -> None:
         raise FileError(
             f"{target} is a file, but a saved model is a directory. Give another path."
         ) from None
+
     if names and MANIFEST not in names:
         raise FileError(
             f"{target} is a directory with other files, which are not overwritten. Give another "
             "path."
         )
+
     if os.path.realpath(target) == os.path.realpath("."):
         raise FileError(
             f"{target} is the current directory, which is not replaced. Give another path."
@@ -131,7 +140,10 @@ def check_target(target: Path) -> None:
 
 
 def _write_bytes(path: Path, data: bytes) -> None:
-    """Write a file, and wait until it is on the disk, so that a power cut does not lose it."""
+    """Write a file, and wait until it is on the disk, so that a power cut does not lose it.
+
+    path: of the file, whose folder exists. Raises OSError if it cannot be written.
+    """
     with path.open("wb") as file:
         file.write(data)
         file.flush()
@@ -161,6 +173,7 @@ def read_model(
             if after == before and not between_renames:
                 break
             continue
+
         if not was_interrupted:
             return content_and_tensors
         if _stays_after_wait(target, source):
@@ -169,16 +182,18 @@ def read_model(
                 f"from {source}. Save the model again, or move that directory back."
             )
             return content_and_tensors
+
         # The writer has not ended: it has replaced the directory in the meantime.
         fault = FileError(f"{path} is replaced all the time. Try again later.")
+
     raise fault
 
 
 def _stays_after_wait(path: Path, source: Path) -> bool:
-    """Wait a while, and return whether the model of an interrupted save to `path` is still at
-    `source`.
+    """Wait a while, and return whether the folder `source` then still has the model.
 
-    Another writer may be about to replace it. The wait ends when it is gone.
+    The model is the one before an interrupted save to `path`. Another writer may be about to
+    replace it. The wait ends when it is gone.
     """
     for _ in range(CHECKS):
         if locate_folder(path) != (source, True):
@@ -233,6 +248,7 @@ def _read_manifest(source: Path) -> dict[str, Any]:
         raise FileError(
             f"{source} is a file, but a saved model is a directory with {MANIFEST} in it."
         )
+
     file = source / MANIFEST
     if not file.is_file():
         raise FileError(f"{source} is not a saved model: it has no {MANIFEST}.")
@@ -244,6 +260,7 @@ def _read_manifest(source: Path) -> dict[str, Any]:
         raise FileError(
             f"{file} is damaged: it is not valid JSON ({str(error)[:80]}). Save the model again."
         ) from error
+
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise FileError(f"{file} was not written by ssla.")
     version = manifest.get("version")
@@ -254,11 +271,13 @@ def _read_manifest(source: Path) -> dict[str, Any]:
             f"{source} was written by a newer ssla (format {version}; this one reads up to "
             f"{VERSION}). Update ssla."
         )
+
     stated = manifest.pop("sha256", None)
     if stated != _compute_checksum(manifest):
         raise FileError(
             f"{file} is damaged or was edited: its checksum does not match. Save the model again."
         )
+
     return manifest
 
 
@@ -300,13 +319,13 @@ def convert_to_file_error(source: Path) -> Iterator[None]:
 
 
 def _compute_checksum(manifest: Mapping[str, Any]) -> str:
-    """Return the checksum of a manifest, which does not depend on the order of its keys."""
+    """Return the checksum of a manifest (without a checksum in it), for any order of its keys."""
     text = json.dumps(manifest, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and infinities, which Python's parser takes, but JSON has not."""
+    """Raise ValueError for NaN and infinities, which Python's parser accepts and JSON does not."""
     raise ValueError(f"{name} is not a number")
 
 

@@ -1,8 +1,8 @@
 """Turns frozen values into JSON and tensors, and back.
 
-Numbers, texts, lists, tuples, dicts and tensors are stored directly; dataclasses of the tables
-below by name and fields. Other classes are neither stored nor created: reading calls only the
-constructors of these classes.
+Numbers, texts, lists, tuples, dicts and tensors are stored directly; dataclasses of the table
+CLASSES by name and fields. Other classes are neither stored nor created: reading calls only the
+constructors of these classes. A new class that a posterior holds must be added to that table.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PRIORS = (
 STRUCTURES = tuple(type(structure).__name__ for structure in curvature.STRUCTURES.values())
 
 
-def _classes_by_name() -> dict[str, type]:
+def _collect_classes_by_name() -> dict[str, type]:
     """Return the classes that files may hold, by the names that they have there."""
     values: tuple[type, ...] = (
         Report,
@@ -65,10 +65,11 @@ def _classes_by_name() -> dict[str, type]:
             for name in names
             if dataclasses.is_dataclass(getattr(package, name, None))
         }
+
     return table
 
 
-CLASSES: dict[str, type] = _classes_by_name()
+CLASSES: dict[str, type] = _collect_classes_by_name()
 NAMES = {cls: name for name, cls in CLASSES.items()}
 
 
@@ -78,7 +79,10 @@ class NotStorableError(TypeError):
 
 @dataclass(eq=False)
 class Encoder:
-    """Turns values into JSON, and collects their tensors by the path at which they are in it."""
+    """Turns values into JSON, and collects their tensors by the path at which they are in it.
+
+    `tensors` grows with each value that is encoded.
+    """
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
@@ -96,13 +100,8 @@ class Encoder:
         if isinstance(value, float):
             return value if math.isfinite(value) else {"float": repr(value)}
         if isinstance(value, Tensor):
-            # A transposed matrix stays one in memory, so that later products have the same bits:
-            # its transpose is stored, and transposed again when it is read.
-            is_transposed = (
-                value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
-            )
-            self.tensors[path] = value.mT if is_transposed else value
-            return {"turned": path} if is_transposed else {"tensor": path}
+            return self._collect_tensor(value, path)
+
         if isinstance(value, tuple | list):
             name = "tuple" if isinstance(value, tuple) else "list"
             return {name: [self.encode(item, f"{path}.{i}") for i, item in enumerate(value)]}
@@ -116,9 +115,20 @@ class Encoder:
                 if f.init
             }
             return {"class": NAMES[type(value)], "fields": fields}
+
         raise NotStorableError(
             f"{path} is a {type(value).__name__}, which cannot be stored in a file."
         )
+
+    def _collect_tensor(self, value: Tensor, path: str) -> dict[str, str]:
+        """Collect a tensor by its path, and return the JSON that names it.
+
+        A transposed matrix stays one in memory when it is read, so that later products have the
+        same bits: its transpose is stored under the key "turned", and transposed again.
+        """
+        is_transposed = value.dim() == 2 and not value.is_contiguous() and value.mT.is_contiguous()
+        self.tensors[path] = value.mT if is_transposed else value
+        return {"turned": path} if is_transposed else {"tensor": path}
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +184,7 @@ class Decoder:
 
         Raises TypeError if a type hint excludes one.
         """
-        hints = _type_hints(cls)
+        hints = _get_type_hints(cls)
         for name, value in fields.items():
             if not _fits_hint(value, hints[name]):
                 raise TypeError(f"{cls.__name__}.{name} cannot be a {type(value).__name__}")
@@ -182,7 +192,7 @@ class Decoder:
 
 
 @lru_cache
-def _type_hints(cls: type) -> dict[str, Any]:
+def _get_type_hints(cls: type) -> dict[str, Any]:
     """Return the type hints of a class by field. They take a while to resolve, so they are kept."""
     return typing.get_type_hints(cls)
 
@@ -209,8 +219,10 @@ def _fits_hint(value: Any, hint: Any) -> bool:
         return isinstance(value, tuple) and (
             item_hint is Any or all(_fits_hint(item, item_hint) for item in value)
         )
+
     if origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
         return isinstance(value, dict) and all(
             _fits_hint(item, arguments[1]) for item in value.values()
         )
+
     return type(value) in NAMES or value is None

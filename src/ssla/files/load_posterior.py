@@ -82,20 +82,21 @@ def decode_posterior(
 ) -> Posterior:
     """Make a posterior from the content and tensors of a file, and validate it.
 
-    source: the file, for errors. likelihood, prior, output: see `load`; None for what the file
-    holds. Raises FileError for content that is damaged, forged, or of another network, and
-    ValueError for a module in training mode.
+    model: the network, as in `load`. source: the file, for errors. likelihood, prior, output: see
+    `load`; None for what the file holds. Raises FileError for content that is damaged, forged, or
+    of another network, and ValueError for a module in training mode.
     """
     decoder = Decoder(tensors)
     with convert_to_file_error(source):
-        stated = content["network"]
+        stated_fingerprint = content["network"]
         opening = decoder.decode(content["opening"], Opening)
         budget = content["memory_budget"]
-        if not isinstance(stated, dict):
+        if not isinstance(stated_fingerprint, dict):
             raise TypeError("the network has no fingerprint")
+
     check_evaluation_mode(model)  # an error of the module is not a FileError
     with convert_to_file_error(source):
-        _compare_fingerprint(stated, model, source)
+        _compare_fingerprint(stated_fingerprint, model, source)
         network = reopen_network(model, opening, _choose_output(decoder, content, output, source))
         report = decoder.decode(content["report"], Report)
         likelihood_at_fit: Likelihood = _decode_or_take_given(
@@ -110,6 +111,7 @@ def decode_posterior(
         variational: Variational | None = None
         if "variational" in content:
             variational = decoder.decode(content["variational"], Variational)
+
         # A budget is a setting of this machine, not part of the answer: a bad one is replaced.
         has_budget = isinstance(budget, int) and budget > 0
         posterior = Posterior(
@@ -125,6 +127,7 @@ def decode_posterior(
             variational=variational,
         )
         _check_posterior(posterior)
+
     return posterior
 
 
@@ -134,7 +137,8 @@ def _choose_output(
     """Return the argument output= with which the network is opened again.
 
     output: the given one, or None. A stored name or index may be given again. Raises FileError if
-    the given one differs from it, or if code is missing or superfluous.
+    the given one differs from it, or if code is missing or superfluous. source: the file, for
+    errors.
     """
     stored = content.get("output")  # absent if the result of the module is f
     is_custom = isinstance(stored, dict)
@@ -159,6 +163,7 @@ def _compare_fingerprint(stated: Mapping[str, Any], model: nn.Module, source: Pa
             "weights were not loaded. Load the state_dict of the network that was fitted, then "
             "load the posterior."
         )
+
     if unlike:
         raise FileError(
             f"{source} belongs to another network: {unlike}. Build the module as it was when the "
@@ -183,15 +188,18 @@ def _decode_or_take_given(decoder: Decoder, value: Any, name: str, given: Any, s
                 "another prior."
             )
         return decoder.decode(value)
+
     if given is None:
         raise FileError(
             f"The {name} of {source} is custom code ({class_name}), which a file cannot contain. "
             f"Give it as {name}=."
         )
+
     if type(given).__name__ != class_name:
         raise FileError(
             f"The {name} of {source} was a {class_name}, but {name}= is a {type(given).__name__}."
         )
+
     return given
 
 
@@ -202,11 +210,13 @@ def _check_posterior(posterior: Posterior) -> None:
     the curvature cannot be factorised.
     """
     size = posterior.network.layout.size
+
     # For Gaussian noise the Laplace and the variational Gaussian are one, and only one is stored.
     if (posterior.variational is not None) != (
         posterior.gaussian == VARIATIONAL and not posterior.likelihood.quadratic
     ):
         raise ValueError("its report names another Gaussian than it holds")
+
     _check_vector("θ̂", posterior.theta, size)
     _check_vector("the mean", posterior.mean, size)
     _check_report(posterior)
@@ -215,6 +225,7 @@ def _check_posterior(posterior: Posterior) -> None:
     for function in (prior.log_prob, prior.gradient, prior.precision):
         if not bool(torch.isfinite(function(posterior.theta)).all()):
             raise ValueError("the prior has no density at θ̂")
+
     # The sums at θ̂, and those of the variational Gaussian where there is one.
     for sums, operator in (
         (posterior.statistics, posterior.operator),
@@ -243,6 +254,7 @@ def _check_likelihood(posterior: Posterior) -> None:
     likelihood = posterior.likelihood
     outputs = posterior.network.outputs
     likelihood.support_for(outputs)
+
     # A likelihood that does not allow every f need not have a curvature at f = 0. Custom code is
     # not part of the file.
     if type(likelihood) in NAMES and likelihood.linear_domain:
@@ -260,6 +272,7 @@ def _check_sums(sums: Statistics, operator: Operator, size: int) -> None:
     _check_vector("gradient", sums.gradient, size)
     if getattr(sums.curvature, "size", size) != size:
         raise ValueError("the curvature does not belong to these parameters")
+
     # Any direction with a product other than zero. Equal entries have the product zero for classes:
     # probabilities do not change if all logits grow by the same number.
     direction = torch.linspace(1, 2, size, dtype=torch.float64)
@@ -287,7 +300,9 @@ def _check_report(posterior: Posterior) -> None:
         network.outputs,
     ):
         raise ValueError("its report is of other parameters")
+
     check_name("gaussian", report.gaussian, (LAPLACE, VARIATIONAL))
+
     # n must be at least 1, and the other counts at least 0.
     counts = (report.n - 1, report.steps, report.passes, report.rounds, report.memory)
     numbers = (report.weight, report.residual, report.residual_after, report.output_shift)

@@ -97,6 +97,7 @@ def _make_draft_folder(target: Path) -> Iterator[Path]:
         with _lock_abandoned(folder) as is_abandoned:
             if is_abandoned:
                 _remove_draft_folder(folder, target)
+
     folder, lock = _make_locked_folder(target)
     with lock or contextlib.nullcontext():
         try:
@@ -124,7 +125,7 @@ def _remove_draft_folder(folder: Path, target: Path) -> None:
 def _discard_folder(old: Path) -> None:
     """Remove a directory under another name, so that no reader finds it half removed.
 
-    Nothing is raised, also if there is no such directory.
+    Nothing is raised, also if there is no such directory. old: the directory.
     """
     gone = old.with_name("gone")
     with contextlib.suppress(OSError):  # there is none
@@ -145,12 +146,14 @@ def _move_to_target(draft: Path, target: Path, old: Path) -> None:
                 return
             _discard_folder(old)  # from an earlier try; the target is complete
             os.rename(target, old)
+
         try:
             os.rename(draft, target)
             return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
+
     raise OSError(
         errno.EBUSY, f"other processes keep writing to it ({MOST_TRIES} tries)", str(target)
     )
@@ -194,7 +197,8 @@ def _list_draft_folders(target: Path) -> list[Path]:
 def _make_locked_folder(target: Path) -> tuple[Path, IO[bytes] | None]:
     """Make a draft folder, lock it, and return it with its lock; None if the system has no locks.
 
-    Raises OSError if the folder cannot be made.
+    Raises OSError if the folder cannot be made. target: the file or directory that the draft will
+    replace.
     """
     while True:
         folder = target.with_name(f".{target.name}.{secrets.token_hex(8)}{SUFFIX}")
@@ -239,9 +243,11 @@ def _lock_folder(folder: Path, create: bool = True) -> IO[bytes] | None:
             raise
         except OSError:  # the file system has no locks
             return None
+
         # Another process may have removed the file after it was opened and before it was locked: a
         # lock on it would protect nothing.
         if not os.path.samestat(os.fstat(file.fileno()), os.stat(file.name)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
         stack.pop_all()  # the file stays open
+
     return file

@@ -43,6 +43,7 @@ def encode_posterior(posterior: Posterior, encoder: Encoder, prefix: str) -> dic
     if posterior.variational is not None:
         values["variational"] = posterior.variational
     content = {name: encoder.encode(value, f"{prefix}{name}") for name, value in values.items()}
+
     # These may be code of the user.
     custom = {"likelihood": posterior.likelihood, "prior": posterior.prior}
     output = output_argument_of(posterior.network)

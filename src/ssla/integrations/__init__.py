@@ -1,1 +1,1 @@
-"""Adapters to other libraries, one file each. What they adapt is imported by that file alone."""
+"""Adapters to other libraries: one file each, which alone imports that library."""

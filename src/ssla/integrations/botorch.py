@@ -9,6 +9,10 @@ Acquisition functions and `optimize_acqf` take them.
 f is Gaussian under the linearised network, so groups of q inputs are one Gaussian each, with
 gradients in X. New observations condition that Gaussian exactly: in closed form over the inputs, or
 by `posterior.update` where the mode can follow.
+
+X (…, q, d) holds q inputs with d columns in each batch, and Y (…, q, m) their m outcomes, in units
+of the user. The network's own scale is y = (Y − offset)/scale. Fantasies are observations that
+BoTorch draws from a model, to condition it on them. f, mean and K are of the network's outputs.
 """
 
 from __future__ import annotations
@@ -46,8 +50,10 @@ __all__ = ["SSLAModel", "train"]
 
 
 class Observations(NamedTuple):
-    """Rows that condition f, in batches that broadcast: x (…, n, d), y (…, n, m) and noise
-    variances (…, n, m) or None.
+    """Rows that condition f, in batches that broadcast.
+
+    x is (…, n, d), y (…, n, m), and the noise variances are (…, n, m). None: those of the
+    likelihood.
     """
 
     x: Tensor
@@ -57,8 +63,9 @@ class Observations(NamedTuple):
 
 @final
 class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
-    """A posterior with Gaussian noise as a BoTorch model: of f, or of y with
-    observation_noise=True.
+    """A posterior with Gaussian noise as a BoTorch model.
+
+    Its answers are of f, or of y with observation_noise=True.
 
     posterior: of `ssla.fit`, one output for each outcome.
     offset, scale: of the outcomes: Y = offset + scale · y, if the network was trained on y = (Y −
@@ -87,6 +94,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
                 "SSLAModel takes a Posterior, as ssla.fit returns it, but got a "
                 f"{type(posterior).__name__}."
             )
+
         if not isinstance(posterior.likelihood, Gaussian):
             raise ValueError(
                 "A BoTorch model needs outcomes that are the network's outputs plus Gaussian "
@@ -94,6 +102,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
                 "likelihood=ssla.likelihoods.Gaussian(…), for classes or counts on a numerical "
                 "score of them."
             )
+
         m = posterior.network.outputs
         self.fitted = posterior
         self.observations = observations
@@ -133,8 +142,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         observation_noise: bool | Tensor = False,
         posterior_transform: Any = None,
     ) -> Any:
-        """Return the joint Gaussian of q inputs in each batch: X (…, q, d) -> a GPyTorchPosterior
-        over (…, q, m), in units of Y.
+        """Return the joint Gaussian of q inputs in each batch, as a GPyTorchPosterior.
+
+        X is (…, q, d), and the result is over (…, q, m), in units of Y.
 
         observation_noise: whether the Gaussian is of y and not of f. True adds the likelihood's
         noise; a tensor (…, q, m) or (…, 1, m) holds variances in units of Y².
@@ -146,9 +156,10 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         whose covariance is singular to rounding.
         """
         _check_inputs(X)
-        mean, K = self._conditional_moments(X)
+        mean, K = self._compute_conditional_moments(X)
         q = X.shape[-2]
         m = self.num_outputs
+
         # In units of Y. K is (…, q·m, q·m), with the m outcomes of an input side by side.
         mean = self.offset + self.scale * mean.unflatten(-1, (q, m))
         scales = self.scale.repeat(q)
@@ -157,55 +168,53 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             noise = _expand_noise("observation_noise", observation_noise, mean.shape)
             K = K + torch.diag_embed(noise.flatten(-2))
         elif observation_noise:
-            K = K + torch.block_diag(*[self._noise_covariance(self.scale)] * q)
+            K = K + torch.block_diag(*[self._compute_noise_covariance(self.scale)] * q)
+
         if output_indices is not None:
             mean = mean[..., output_indices]
             # The row of outcome j of input i is i·m + j.
             rows = (torch.arange(q)[:, None] * m + torch.arange(m)[output_indices]).flatten()
             K = K[..., rows, :][..., rows]
-        mean = mean.to(X)
-        # A lazy operator is factorised only where BoTorch draws: K may be singular without noise.
-        covariance = to_linear_operator(K.to(X))
-        if mean.shape[-1] == 1:
-            distribution = MultivariateNormal(mean.squeeze(-1), covariance)
-        else:
-            # Interleaved: the outcomes of an input are side by side in the covariance.
-            distribution = MultitaskMultivariateNormal(mean, covariance, interleaved=True)
-        result = GPyTorchPosterior(distribution)
+
+        result = _make_botorch_posterior(mean.to(X), K.to(X))
         return result if posterior_transform is None else posterior_transform(result, X=X)
 
-    def _conditional_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean (…, q·m) and covariance K (…, q·m, q·m) of f at X (…, q, d), given the
-        observations, on the network's scale.
+    def _compute_conditional_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean (…, q·m) and covariance K (…, q·m, q·m) of f, given the observations.
 
-        Raises LinAlgError if the covariance of the observations is singular to rounding.
+        X is (…, q, d), and f is on the network's scale. Raises LinAlgError if the covariance of the
+        observations is singular to rounding.
         """
         if self.observations is None:
-            return self._joint_moments(X)
+            return self._compute_joint_moments(X)
         x, y, noise = self.observations
         batch = torch.broadcast_shapes(X.shape[:-2], x.shape[:-2])
         rows = [inputs.expand(*batch, *inputs.shape[-2:]) for inputs in (x.to(X), X)]
-        mean, K = self._joint_moments(torch.cat(rows, -2))
+        mean, K = self._compute_joint_moments(torch.cat(rows, -2))
         if noise is None:
-            noise_covariance = torch.block_diag(*[self._noise_covariance()] * y.shape[-2])
+            noise_covariance = torch.block_diag(*[self._compute_noise_covariance()] * y.shape[-2])
         else:
             noise_covariance = torch.diag_embed(noise.flatten(-2))
+
         # The first n outputs are observed: the others follow by conditioning the joint Gaussian.
         n = y.shape[-2] * y.shape[-1]
         factor = torch.linalg.cholesky(K[..., :n, :n] + noise_covariance)
-        white = torch.linalg.solve_triangular(factor, K[..., :n, n:], upper=False)  # (…, n, q·m)
-        residual = torch.linalg.solve_triangular(
+        cross_K = K[..., :n, n:]  # (…, n, q·m)
+        whitened_K = torch.linalg.solve_triangular(factor, cross_K, upper=False)
+        whitened_residual = torch.linalg.solve_triangular(
             factor, (y.flatten(-2) - mean[..., :n]).unsqueeze(-1), upper=False
         )
-        conditional_mean = mean[..., n:] + (white.mT @ residual).squeeze(-1)
-        conditional_K = K[..., n:, n:] - white.mT @ white
+        conditional_mean = mean[..., n:] + (whitened_K.mT @ whitened_residual).squeeze(-1)
+        conditional_K = K[..., n:, n:] - whitened_K.mT @ whitened_K
+
         # Only the mean depends on y, which may have more batches than the inputs.
         batch = conditional_mean.shape[:-1]
         return conditional_mean, conditional_K.expand(*batch, *conditional_K.shape[-2:])
 
-    def _joint_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the mean (…, q·m) and covariance (…, q·m, q·m) of f at X (…, q, d), under the
-        fitted posterior, on the network's scale.
+    def _compute_joint_moments(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mean (…, q·m) and covariance (…, q·m, q·m) of f at X (…, q, d).
+
+        They are those of the fitted posterior, on the network's scale.
         """
         q = X.shape[-2]
         batch = X.shape[:-2]
@@ -215,7 +224,7 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
         K = joint.covariance
         return joint.mean.reshape(*batch, -1), K.reshape(*batch, *K.shape[-2:])
 
-    def _noise_covariance(self, scale: Tensor | None = None) -> Tensor:
+    def _compute_noise_covariance(self, scale: Tensor | None = None) -> Tensor:
         """Return the covariance Σ (m, m) of the likelihood's noise.
 
         scale (m,): the unit of each outcome, in which Σ is returned; None: on the network's scale.
@@ -250,11 +259,13 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
                 f"{tuple(Y.shape) if isinstance(Y, Tensor) else type(Y).__name__}. Give one "
                 "outcome as Y[:, None]."
             )
+
         check_finite("Y", Y, "Drop those rows.")
         y = (Y.double() - self.offset) / self.scale
         known_noise = None
         if noise is not None:
             known_noise = _expand_noise("noise", noise, Y.shape) / self.scale**2
+
         # An update has the noise of the likelihood, one batch, and no gradients in X and Y.
         is_plain = self.observations is None and known_noise is None and X.dim() == Y.dim() == 2
         needs_graph = torch.is_grad_enabled() and (X.requires_grad or Y.requires_grad)
@@ -262,7 +273,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
             updated = self.fitted.update((X, y.squeeze(-1) if self.num_outputs == 1 else y))
             return SSLAModel(updated, offset=self.offset, scale=self.scale)
         observations = _join_observations(
-            self.observations, Observations(X, y, known_noise), self._noise_covariance().diagonal()
+            self.observations,
+            Observations(X, y, known_noise),
+            self._compute_noise_covariance().diagonal(),
         )
         return SSLAModel(
             self.fitted, offset=self.offset, scale=self.scale, observations=observations
@@ -283,9 +296,9 @@ class SSLAModel(Model, FantasizeMixin):  # type: ignore[misc]
                 "fantasies or on rows that its posterior has not seen. Draw from the model before, "
                 "or train on all rows."
             )
-        return [self._deterministic_model(f) for f in self.fitted.draw_functions(n, generator)]
+        return [self._make_deterministic_model(f) for f in self.fitted.draw_functions(n, generator)]
 
-    def _deterministic_model(self, function: Any) -> Any:
+    def _make_deterministic_model(self, function: Any) -> Any:
         """Return a drawn function as a deterministic model, in units of Y.
 
         function: as `Posterior.draw_functions` returns it, on the network's scale.
@@ -341,22 +354,35 @@ def train(
         network = cosine_networks.draw_network(
             x, y.shape[1], bounds, dict(categories or {}), tuple(hidden), seed
         )
-        settings = cosine_networks.expected_settings(network)
+        settings = cosine_networks.make_expected_settings(network)
     elif bounds is None and categories is None:
         network, settings = cosine_networks.continue_from(start.fitted)
     else:
         raise ValueError("bounds and categories are those of start. Give them only without start=.")
+
     known_noise = None if noise is None else noise / scale
     posterior = cosine_networks.fit_by_evidence(network, settings, x, y, known_noise, rounds, steps)
     return SSLAModel(posterior, offset=offset, scale=scale)
 
 
-def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x (n, d), standardised y (n, m), and the mean and the standard deviation of Y (m,), in
-    float64 and without gradients.
+def _make_botorch_posterior(mean: Tensor, K: Tensor) -> Any:
+    """Return the GPyTorchPosterior with mean (…, q, m) and covariance K (…, q·m, q·m).
 
-    X (n, d) and Y (n, m) with n ≥ 2. Raises ValueError for other shapes, values that are not
-    finite, or a constant outcome.
+    In K the m outcomes of an input are side by side.
+    """
+    # A lazy operator is factorised only where BoTorch draws: K may be singular without noise.
+    covariance = to_linear_operator(K)
+    if mean.shape[-1] == 1:
+        return GPyTorchPosterior(MultivariateNormal(mean.squeeze(-1), covariance))
+    # Interleaved: the outcomes of an input are side by side in the covariance.
+    return GPyTorchPosterior(MultitaskMultivariateNormal(mean, covariance, interleaved=True))
+
+
+def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x (n, d), standardised y (n, m), and the mean and standard deviation of Y (m,).
+
+    All are in float64 and without gradients. X (n, d) and Y (n, m) with n ≥ 2. Raises ValueError
+    for other shapes, values that are not finite, or a constant outcome.
     """
     _check_inputs(X)
     if X.dim() != 2 or not isinstance(Y, Tensor) or Y.dim() != 2 or len(X) != len(Y) or len(X) < 2:
@@ -365,6 +391,7 @@ def _standardise(X: Tensor, Y: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             "train needs X (n, d) and Y (n, m) with the same n, at least 2, but X is "
             f"{tuple(X.shape)} and Y is {shown}. Give one outcome as Y[:, None]."
         )
+
     check_finite("Y", Y, "Drop those rows.")
     x = X.detach().double()
     Y = Y.detach().double()
@@ -390,6 +417,7 @@ def _expand_to_outputs(name: str, value: float | Tensor, m: int) -> Tensor:
             f"{name} must be a number, or one for each of the {m} outcomes, but has shape "
             f"{tuple(numbers.shape)}."
         )
+
     check_finite(
         name, numbers, "Give the mean and standard deviation that the targets were standardised by."
     )
@@ -405,12 +433,14 @@ def _expand_noise(name: str, noise: Tensor, shape: torch.Size) -> Tensor:
         fits = torch.broadcast_shapes(noise.shape, shape) == shape
     except RuntimeError:  # torch's error for shapes that do not broadcast
         fits = False
+
     if not fits:
         raise ValueError(
             f"{name} must hold variances that broadcast to the outcomes {tuple(shape)}, but has "
             f"shape {tuple(noise.shape)}. Give one variance for each outcome, with the outcomes as "
             "the last dimension."
         )
+
     return noise.double().expand(shape)
 
 
@@ -446,14 +476,16 @@ def _join_observations(
     noise = None
     if old.noise is not None or new.noise is not None:
         noise = join_rows(
-            _noise_variances(old, likelihood_noise), _noise_variances(new, likelihood_noise)
+            _get_noise_variances(old, likelihood_noise), _get_noise_variances(new, likelihood_noise)
         )
+
     return Observations(join_rows(old.x, new.x.to(old.x)), join_rows(old.y, new.y), noise)
 
 
-def _noise_variances(rows: Observations, likelihood_noise: Tensor) -> Tensor:
-    """Return the noise variances of rows (…, n, m); likelihood_noise (m,) for each row if they have
-    none.
+def _get_noise_variances(rows: Observations, likelihood_noise: Tensor) -> Tensor:
+    """Return the noise variances of rows (…, n, m).
+
+    likelihood_noise (m,): the variances of each row if the rows have none of their own.
     """
     if rows.noise is None:
         return rows.y.new_ones(rows.y.shape) * likelihood_noise

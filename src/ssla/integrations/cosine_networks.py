@@ -31,8 +31,9 @@ from ssla.posterior import Posterior, fit
 from ssla.report import VARIATIONAL
 from ssla.values import Variational
 
-# Logarithms that the evidence chooses: expected values, their standard deviations, and how far from
-# them it may go. All are guesses, measured together (benchmarks/accuracy/bayesian_optimisation.py).
+# The logarithms that the evidence chooses: (expected value, standard deviation around it, largest
+# distance from it). All are guesses, measured together
+# (benchmarks/accuracy/bayesian_optimisation.py).
 LENGTH = (math.log(0.5), 0.7, 4.0)  # length scales over √columns, of inputs in [−1, 1]
 SPREAD = (0.0, 1.0, 4.0)  # standard deviations of weights, over 1/√inputs, and of biases
 # the standard deviation of standardised outcomes; at most 1, at least e⁻⁸ ≈ 0.0003
@@ -42,10 +43,10 @@ NOT_A_MODE, RESIDUALS = "The network is not at the mode", "The residuals are"  #
 
 
 class ScaledInputs(nn.Module):
-    """A layer that scales numbers from their bounds to [−1, 1], and gives a category one column for
-    each of its values. A category is a whole number from 0.
+    """A layer that scales numbers from their bounds to [−1, 1], and encodes categories.
 
-    All columns are divided by length scales: one for each number, then one for each category.
+    A category is a whole number from 0, and gets one column for each of its values. All columns are
+    divided by length scales: one for each number, then one for each category.
     """
 
     low: Tensor
@@ -60,11 +61,14 @@ class ScaledInputs(nn.Module):
         super().__init__()
         self.categories = dict(categories)
         self.numbers = [i for i in range(bounds.shape[1]) if i not in categories]
+
         # Buffers are tensors that the network saves and moves with its parameters.
         self.register_buffer("low", bounds[0, self.numbers])
         self.register_buffer("width", bounds[1, self.numbers] - bounds[0, self.numbers])
+
         # how many columns each length scale divides
         self.counts = torch.tensor([1] * len(self.numbers) + list(categories.values()))
+
         # The distance of two random inputs grows with √columns, and so do the length scales.
         log_length = LENGTH[0] + 0.5 * math.log(int(self.counts.sum()))
         self.expected = torch.full((len(self.counts),), log_length, dtype=torch.float64)
@@ -97,11 +101,11 @@ class Cosine(nn.Module):
 
 
 class Settings(NamedTuple):
-    """What the evidence chooses."""
+    """The settings that the evidence chooses, and the means of the prior, which it keeps."""
 
-    lengths: Tensor  # (k,)
-    precision: Mapping[str, float]  # of each parameter, around its mean
-    mean: Mapping[str, Tensor]
+    lengths: Tensor  # length scales of the inputs (k,)
+    precision: Mapping[str, float]  # of the prior of each parameter, around its mean
+    mean: Mapping[str, Tensor]  # of the prior of each parameter
     noise: float  # of standardised outcomes
 
     @property
@@ -139,23 +143,33 @@ def draw_network(
     for in_features, out_features in pairwise((columns, *hidden, outputs)):
         layers += [make_unset_linear(in_features, out_features, torch.float64), Cosine()]
     network = nn.Sequential(*layers[:-1]).eval()  # the last linear layer has no cosine after it
-    generator = torch.Generator().manual_seed(seed)
-    linear_layers = [layer for layer in network if isinstance(layer, nn.Linear)]
-    with torch.no_grad():
-        for i, layer in enumerate(linear_layers):
-            weight = torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64)
-            layer.weight.copy_(weight if i == 0 else weight / layer.in_features**0.5)
-            if layer is network[-1]:
-                layer.bias.zero_()
-            else:
-                phases = torch.rand(layer.bias.shape, generator=generator, dtype=torch.float64)
-                layer.bias.copy_(2 * math.pi * phases)
+    _draw_weights(network, torch.Generator().manual_seed(seed))
     return network
 
 
+@torch.no_grad()
+def _draw_weights(network: nn.Sequential, generator: torch.Generator) -> None:
+    """Draw the weights and phases of a cosine network, in place; see `draw_network`.
+
+    generator: of the random numbers; weights are drawn before phases, layer by layer, so that a
+    seed gives the same network.
+    """
+    linear_layers = [layer for layer in network if isinstance(layer, nn.Linear)]
+    for i, layer in enumerate(linear_layers):
+        weight = torch.randn(layer.weight.shape, generator=generator, dtype=torch.float64)
+        layer.weight.copy_(weight if i == 0 else weight / layer.in_features**0.5)
+        if layer is network[-1]:
+            layer.bias.zero_()
+        else:
+            phases = torch.rand(layer.bias.shape, generator=generator, dtype=torch.float64)
+            layer.bias.copy_(2 * math.pi * phases)
+
+
 def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> None:
-    """Raise ValueError unless bounds are (2, d) with lower before upper, and the columns of
-    categories in x (n, d) hold whole numbers from 0 and below their number of categories.
+    """Raise ValueError unless bounds and categories fit the columns of x (n, d).
+
+    Bounds must be (2, d) with lower before upper. A column of categories must hold whole numbers
+    from 0 and below their number.
     """
     # Categories have no bounds: theirs are not looked at.
     numbers = [i for i in range(x.shape[1]) if i not in categories]
@@ -164,6 +178,7 @@ def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> 
             f"bounds must be (2, {x.shape[1]}), lower before upper in every column, but are "
             f"{bounds.tolist()}."
         )
+
     for column, count in categories.items():
         if not 0 <= column < x.shape[1] or not bool(
             ((x[:, column] >= 0) & (x[:, column] < count) & (x[:, column] % 1 == 0)).all()
@@ -174,7 +189,7 @@ def _check_columns(x: Tensor, bounds: Tensor, categories: Mapping[int, int]) -> 
             )
 
 
-def expected_settings(network: nn.Sequential) -> Settings:
+def make_expected_settings(network: nn.Sequential) -> Settings:
     """Return the settings before data are seen.
 
     The prior is centred on the present hidden weights, and on zero for the last layer. So the
@@ -185,7 +200,9 @@ def expected_settings(network: nn.Sequential) -> Settings:
     named = {name: p.detach().clone() for name, p in network.named_parameters()}
     precision = {name: float(p.shape[1]) if p.dim() == 2 else 1.0 for name, p in named.items()}
     mean = {name: 0 * p if name.startswith(f"{last}.") else p for name, p in named.items()}
-    return Settings(_scaled_inputs(network).lengths.clone(), precision, mean, math.exp(NOISE[0]))
+    return Settings(
+        _get_scaled_inputs(network).lengths.clone(), precision, mean, math.exp(NOISE[0])
+    )
 
 
 def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
@@ -199,10 +216,12 @@ def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
             "start must be a model of ssla.botorch.train, but it has another network. Leave start= "
             "out."
         )
+
     prior = posterior.prior
     likelihood = posterior.likelihood
     assert isinstance(prior, priors.Gaussian)
     assert isinstance(likelihood, Gaussian)
+
     # The prior of such a fit has a value for each parameter.
     precision = cast("dict[str, float]", prior.precision)
     mean = cast("dict[str, Tensor]", prior.mean)
@@ -210,7 +229,7 @@ def continue_from(posterior: Posterior) -> tuple[nn.Sequential, Settings]:
     return network, Settings(network[0].lengths.clone(), precision, mean, noise)
 
 
-def _scaled_inputs(network: nn.Sequential) -> ScaledInputs:
+def _get_scaled_inputs(network: nn.Sequential) -> ScaledInputs:
     """Return the first layer of a cosine network, which scales its inputs."""
     layer = network[0]
     assert isinstance(layer, ScaledInputs)
@@ -241,7 +260,7 @@ def fit_by_evidence(
     rows = (x, y.squeeze(1) if y.shape[1] == 1 else y)  # a single target is (n,) for `fit`
     for _ in range(rounds):
         settings = maximise_evidence(network, settings, x, y, known_noise, steps)
-        _scaled_inputs(network).lengths.copy_(settings.lengths)
+        _get_scaled_inputs(network).lengths.copy_(settings.lengths)
         likelihood = Gaussian(noise=settings.noise if known_noise is None else known_noise)
         posterior = _fit_linearised(network, rows, likelihood, settings.prior)
         network.load_state_dict(posterior.network.layout.unpack(posterior.mean), strict=False)
@@ -259,20 +278,20 @@ class _Coordinates(NamedTuple):
     deviation: Tensor  # standard deviation around the expected value, of the same shape
     reach: Tensor  # largest distance from the expected value, of the same shape
     sizes: dict[str, int]  # inputs of each weight; 1 for a bias
-    lengths: int  # k
+    length_count: int  # k
 
     @staticmethod
     def build(network: nn.Sequential) -> _Coordinates:
         """Return the coordinates of a network's settings, with LENGTH, SPREAD and NOISE."""
         sizes = {name: p.shape[1] if p.dim() == 2 else 1 for name, p in network.named_parameters()}
-        expected_lengths = _scaled_inputs(network).expected
+        expected_lengths = _get_scaled_inputs(network).expected
         count = len(expected_lengths)
         table = [LENGTH] * count + [SPREAD] * len(sizes) + [NOISE]
         expected, deviation, reach = torch.tensor(table, dtype=torch.float64).unbind(1)
         expected[:count] = expected_lengths
         return _Coordinates(expected, deviation, reach, sizes, count)
 
-    def point_of(self, settings: Settings) -> Tensor:
+    def find_point(self, settings: Settings) -> Tensor:
         """Return the point (k + parameters + 1,) with the coordinates of settings."""
         # The precision is size/spread², so log spread = −½ log (precision/size).
         spreads = [
@@ -281,15 +300,16 @@ class _Coordinates(NamedTuple):
         spreads_and_noise = torch.tensor([*spreads, math.log(settings.noise)], dtype=torch.float64)
         return torch.cat([settings.lengths.log(), spreads_and_noise])
 
-    def settings_at(self, point: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the length scales (k,), the prior variance () of each parameter by its name, and
-        the noise (1,), at a point (k + parameters + 1,).
+    def read_settings(self, point: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return length scales (k,), prior variances () by parameter, and noise (1,), at a point.
+
+        point: (k + parameters + 1,), the coordinates.
         """
         # A weight's spread is that over 1/√inputs, so its variance is spread²/inputs.
         values = point.exp()
-        spreads = zip(self.sizes, values[self.lengths : -1], strict=True)
+        spreads = zip(self.sizes, values[self.length_count : -1], strict=True)
         variances = {name: spread**2 / self.sizes[name] for name, spread in spreads}
-        return values[: self.lengths], variances, values[-1:]
+        return values[: self.length_count], variances, values[-1:]
 
 
 def maximise_evidence(
@@ -300,8 +320,10 @@ def maximise_evidence(
     known_noise: Tensor | None,
     steps: int,
 ) -> Settings:
-    """Return the settings that maximise the evidence of the linearised network times the density
-    that they are expected to have.
+    """Return the settings with the largest product of evidence and expected density.
+
+    The evidence is that of the linearised network. The expected density is that of LENGTH, SPREAD
+    and NOISE.
 
     settings: the start; its means are kept. x (n, d), standardised y (n, m). known_noise (m,):
     standard deviations of y; None: the noise is chosen too. steps: at most as many iterations of
@@ -311,13 +333,13 @@ def maximise_evidence(
     expected, deviation, reach, *_ = coordinates
 
     @torch.enable_grad()
-    def loss_and_slope(flat: Any) -> tuple[float, Any]:
+    def compute_loss_and_slope(flat: Any) -> tuple[float, Any]:
         """Return the negative log of evidence times expected density, and its gradient.
 
         flat: the point as an array. The loss is infinite where the evidence does not exist.
         """
         point = torch.from_numpy(flat.copy()).requires_grad_()
-        lengths, variances, noise = coordinates.settings_at(point)
+        lengths, variances, noise = coordinates.read_settings(point)
         if known_noise is not None:
             noise = known_noise.clamp_min(LEAST_NOISE)
         try:
@@ -326,20 +348,21 @@ def maximise_evidence(
             # The covariance is singular to rounding. L-BFGS takes a shorter step then, without the
             # gradient.
             return math.inf, 0 * flat
+
         loss = 0.5 * (((point - expected) / deviation) ** 2).sum() - evidence
         (slope,) = torch.autograd.grad(loss, point)
         return float(loss.detach()), slope.numpy()
 
     low, high = expected - reach, expected + reach
     result = minimize(
-        loss_and_slope,
-        coordinates.point_of(settings).clamp(low, high).numpy(),
+        compute_loss_and_slope,
+        coordinates.find_point(settings).clamp(low, high).numpy(),
         jac=True,
         method="L-BFGS-B",
         bounds=Bounds(low, high),
         options={"maxiter": steps},
     )
-    lengths, variances, _ = coordinates.settings_at(torch.from_numpy(result.x))
+    lengths, variances, _ = coordinates.read_settings(torch.from_numpy(result.x))
     precision = {name: 1 / float(variance) for name, variance in variances.items()}
     return Settings(lengths, precision, settings.mean, math.exp(result.x[-1]))
 
@@ -353,12 +376,11 @@ def log_evidence(
     mean: Mapping[str, Tensor],
     noise: Tensor,
 ) -> Tensor:
-    """Return log N(y; f + J(μ − θ̂), J T⁻¹ Jᵀ + Σ) without its constant, for the network linearised
-    at its own weights θ̂.
+    """Return the log evidence of the network linearised at its own weights θ̂, but for a constant.
 
-    J is the Jacobian of the outputs f in the weights, N(μ, T⁻¹) the prior, and Σ the noise. A layer
-    with inputs a and backpropagated gradients δ contributes (δᵢ·δⱼ)(v aᵢ·aⱼ + v_bias) to J T⁻¹ Jᵀ,
-    so J is not built.
+    It is log N(y; f + J(μ − θ̂), J T⁻¹ Jᵀ + Σ). J is the Jacobian of the outputs f in the weights,
+    N(μ, T⁻¹) the prior, and Σ the noise. A layer with inputs a and backpropagated gradients δ
+    contributes (δᵢ·δⱼ)(v aᵢ·aⱼ + v_bias) to J T⁻¹ Jᵀ, so J is not built.
 
     x (n, d), y (n, m), lengths (k,), variances v of each parameter, mean μ of each parameter, and
     standard deviations noise (m,) or (1,) -> scalar. Raises LinAlgError where the covariance is
@@ -377,12 +399,13 @@ def log_evidence(
             assert isinstance(layer, Cosine)
             slopes.append(layer.slope(f))
             f = layer(f)
+
     # Backward: δ (n, m, outputs of the layer), J T⁻¹ Jᵀ (n, m, n, m), and J(μ − θ̂) (n, m).
     delta: Tensor = torch.eye(y.shape[1], dtype=y.dtype).expand(len(y), -1, -1)
     K = y.new_zeros(())
     change = y.new_zeros(())
     for name, a, weight, bias in reversed(linear_layers):
-        # i, j are rows, a, b outcomes, and o outputs of the layer.
+        # In the sums i and j are rows, a and b outcomes, and o outputs of the layer.
         input_products = variances[f"{name}.weight"] * (a @ a.mT) + variances[f"{name}.bias"]
         K = K + torch.einsum("iao,jbo->iajb", delta, delta) * input_products[:, None, :, None]
         # How far the layer's outputs move from the weights θ̂ to μ.
@@ -391,11 +414,12 @@ def log_evidence(
         # Before each layer but the first there is a cosine.
         if slopes:
             delta = (delta @ weight) * slopes.pop()[:, None]
+
     covariance = K.reshape(y.numel(), y.numel()) + torch.diag(noise.expand_as(y).flatten() ** 2)
     factor = torch.linalg.cholesky(covariance)
     residual = (y - f - change).flatten()[:, None]
-    white = torch.linalg.solve_triangular(factor, residual, upper=False)
-    evidence: Tensor = -0.5 * (white**2).sum() - factor.diagonal().log().sum()
+    whitened = torch.linalg.solve_triangular(factor, residual, upper=False)
+    evidence: Tensor = -0.5 * (whitened**2).sum() - factor.diagonal().log().sum()
     return evidence
 
 

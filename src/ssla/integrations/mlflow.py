@@ -69,7 +69,7 @@ def log_model(
 
     Raises FileError for a directory of a posterior, and TypeError for a refit that is an object.
     """
-    with _pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
+    with _make_pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
         return pyfunc.log_model(name=name, **arguments, **options)
 
 
@@ -84,18 +84,19 @@ def save_model(
     pip_requirements: Sequence[str] | None = None,
     **options: Any,
 ) -> None:
-    """Save a model to a local directory, for `mlflow models predict -m path` and
-    `mlflow.pyfunc.load_model(path)`.
+    """Save a model to a local directory.
+
+    It can be used by `mlflow models predict -m path` and `mlflow.pyfunc.load_model(path)`.
 
     path: the directory, which must not exist or be empty. The other arguments and the errors are
     those of `log_model`; options are keywords of `mlflow.pyfunc.save_model`.
     """
-    with _pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
+    with _make_pyfunc_arguments(model, level, refit, keep, inputs, pip_requirements) as arguments:
         pyfunc.save_model(path=str(path), **arguments, **options)
 
 
 @contextmanager
-def _pyfunc_arguments(
+def _make_pyfunc_arguments(
     model: Any,
     level: float,
     refit: str | None,
@@ -114,6 +115,7 @@ def _pyfunc_arguments(
             f"refit={refit!r} is an object, which a file cannot hold. Give it by name, for example "
             "refit='newton'."
         )
+
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data"
         data.mkdir()
@@ -127,6 +129,7 @@ def _pyfunc_arguments(
             shutil.copytree(model, data / MODEL)
         else:
             model.save(data / MODEL)
+
         options = {
             "level": checked_level(level),
             "refit": refit,
@@ -134,16 +137,18 @@ def _pyfunc_arguments(
             "inputs": None if inputs is None else list(inputs),
         }
         (data / OPTIONS).write_text(json.dumps(options, indent=1))
-        packages = installed_packages() if pip_requirements is None else list(pip_requirements)
+        packages = list_installed_packages() if pip_requirements is None else list(pip_requirements)
         yield {
             "loader_module": __name__,
             "data_path": str(data),
-            "signature": _model_signature(_load_pyfunc(str(data)).scorer, checked_level(level)),
+            "signature": _make_model_signature(
+                _load_pyfunc(str(data)).scorer, checked_level(level)
+            ),
             "pip_requirements": packages,
         }
 
 
-def installed_packages() -> list[str]:
+def list_installed_packages() -> list[str]:
     """Return the packages that a prediction needs, as pip requirements of the installed versions.
 
     A suffix of a version, such as +cpu, is left out, because no package index has it.
@@ -162,8 +167,9 @@ class Model:
         self.scorer = scorer
 
     def predict(self, data: Any, params: dict[str, Any] | None = None) -> Any:
-        """Return the columns of the prediction: a data frame for a data frame, a dictionary for an
-        array.
+        """Return the columns of the prediction, in the form of the data.
+
+        It is a data frame for a data frame, and a dictionary for an array.
 
         params: {"level": the probability of the intervals}; None or empty: the default level.
         Raises ValueError for another parameter.
@@ -193,9 +199,11 @@ def _load_pyfunc(path: str) -> Model:
     )
 
 
-def _model_signature(scorer: Scorer, level: float) -> Any:
-    """Return the signature of a model: its inputs by name, the columns of its prediction at the
-    default level, and the parameter `level`.
+def _make_model_signature(scorer: Scorer, level: float) -> Any:
+    """Return the signature of a model, as MLflow stores it.
+
+    It has the inputs by name, the columns of the prediction at the default level, and the parameter
+    `level`.
 
     MLflow refuses integers where a signature has the type double, and numbers where it has text.
     The scorer reads both. So columns of a table have any type here, and the scorer checks their
@@ -207,20 +215,23 @@ def _model_signature(scorer: Scorer, level: float) -> Any:
         inputs = Schema([TensorSpec(np.dtype(np.float64), (-1, model.width or -1))])
         no_rows: Any = np.zeros((0, model.width or 0))
     else:
-        wanted = [*names, *(name for name in scorer.keep if name not in names)]
+        input_names = [*names, *(name for name in scorer.keep if name not in names)]
         input_type = DataType.double if model.numbers_only else AnyType()
         inputs = Schema(
-            [ColSpec(input_type if name in names else AnyType(), name) for name in wanted]
+            [ColSpec(input_type if name in names else AnyType(), name) for name in input_names]
         )
-        no_rows = {name: np.zeros(0) for name in wanted}
+        no_rows = {name: np.zeros(0) for name in input_names}
+
     # A prediction for no rows has the columns and types of any other.
     columns = scorer(no_rows)
-    outputs = Schema([ColSpec(_column_type(column), name) for name, column in columns.items()])
+    outputs = Schema(
+        [ColSpec(_choose_column_type(column), name) for name, column in columns.items()]
+    )
     parameters = ParamSchema([ParamSpec("level", DataType.double, level)])
     return ModelSignature(inputs, outputs, parameters)
 
 
-def _column_type(column: np.ndarray) -> Any:
+def _choose_column_type(column: np.ndarray) -> Any:
     """Return the MLflow type of an output column; text unless it has numbers or booleans."""
     # The keys are NumPy's letters for floats, integers and booleans.
     types = {"f": DataType.double, "i": DataType.long, "b": DataType.boolean}

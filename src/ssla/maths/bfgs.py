@@ -1,5 +1,9 @@
-"""Maximising a smooth function of a few coordinates inside a box: projected BFGS with a
-safeguard.
+"""Maximises a smooth function of a few coordinates inside a box, by projected BFGS.
+
+A point (d,) has coordinates between the edges of the box, low and high. A coordinate is held while
+it is at an edge and its gradient points outwards. BFGS learns the inverse of minus the Hessian from
+the changes of the gradient, in units of length for each coordinate in which the curvature is about
+one. A place is a point with the function there.
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ from torch import Tensor
 
 # All constants are guesses, not measured.
 LONGEST_STEP = 3.0  # in any coordinate: these are logarithms
-# Factor on the steps where the function is not concave: from a slope of 1e-3 to the longest step in
-# six rounds
+# Factor on the steps where the function is not concave. Six rounds lead from a slope of 1e-3 to the
+# longest step
 GROWTH = 4.0
 SUFFICIENT_GAIN = 1e-4  # share of the linear prediction that a step must gain (Armijo)
 STEEP = 1e-6  # slope, as a share of the level, above which an ascent without a gain has failed
@@ -31,6 +35,7 @@ class Value(NamedTuple):
 
 
 Function = Callable[[Tensor], "Value | tuple[float, Tensor]"]
+"""A point (d,) -> the function there, as a Value or as (value, gradient (d,))."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +64,9 @@ def maximise_in_box(
     level: float = 1.0,
     rounds: int = 200,
 ) -> Maximum:
-    """Climb from `start` (d,) within low ≤ point ≤ high, both (d,).
+    """Maximise a function within low ≤ point ≤ high, both (d,), from `start` (d,).
 
-    function: point (d,) -> Value. `scale` (d,): about the inverse of the curvature by coordinate,
+    `scale` (d,): about the inverse of the curvature by coordinate,
     for a function that does not return one; None: not known, and the first step has length one. A
     curvature that the function returns is used anew at each point: in logarithms of precisions it
     may change by orders of magnitude on the way.
@@ -69,7 +74,7 @@ def maximise_in_box(
     A coordinate at an edge whose gradient points outwards is held. The ascent ends when the free
     gradient, in units of `level`, is below the tolerance, or when no step rises any more
     (rounding). `converged` is false after `rounds` steps, and where no step rises
-    although the gradient is large.
+    although the gradient is large. The last point is then the best one so far.
 
     level: the size of the terms that the value sums, whose rounding error it has. It is not taken
     from the value, to which other units of the data add a constant: the ascent must end at the same
@@ -81,10 +86,10 @@ def maximise_in_box(
     if scale is None:
         steepest = max(float(first.gradient.abs().max()), 1e-300)
         scale = torch.full_like(first.point, 1 / steepest)
-    return _climb(_Task(function, low, high, scale, tolerance, noise, level, rounds), first)
+    return _climb(_Search(function, low, high, scale, tolerance, noise, level, rounds), first)
 
 
-class _Task(NamedTuple):
+class _Search(NamedTuple):
     """The arguments of `maximise_in_box`, with a scale (d,) that is never None."""
 
     function: Function
@@ -97,47 +102,51 @@ class _Task(NamedTuple):
     rounds: int
 
 
-def _climb(task: _Task, place: _Place) -> Maximum:
+def _climb(search: _Search, place: _Place) -> Maximum:
     """Return the maximum that projected BFGS reaches from a place inside the box.
 
-    The rules are those of `maximise_in_box`, whose arguments are in `task`.
+    The rules are those of `maximise_in_box`, whose arguments are in `search`.
     """
-    low, high, level = task.low, task.high, task.level
+    low, high, level = search.low, search.high, search.level
     evaluations = 1
     visited = [place]
+
     # The inverse of minus the Hessian, in units in which the scale is one
     first_inverse = torch.eye(len(place.point), dtype=torch.float64)
     inverse = first_inverse
-    unit = _coordinate_units(place, task.scale, task.tolerance * level)
-    error = task.noise * level
+    unit = _compute_units(place, search.scale, search.tolerance * level)
+    error = search.noise * level
     converged = False
-    for _ in range(task.rounds):
-        held = place.edges_pushed(low, high, at_rest=True)
+    for _ in range(search.rounds):
+        held = place.find_pushed_edges(low, high, at_rest=True)
         free_gradient = torch.where(held, 0.0, place.gradient)
         slope = float(free_gradient.abs().max())
-        if slope <= task.tolerance * level:
+        if slope <= search.tolerance * level:
             converged = True
             break
-        step = unit * _ascent_direction(inverse, unit * free_gradient, held)
+        step = unit * _choose_ascent_direction(inverse, unit * free_gradient, held)
         predicted_gain = float(free_gradient @ step)
         steep = slope > STEEP * level
+
         # The remaining gain is below rounding error.
         if not steep and predicted_gain <= ROUNDING * level:
             converged = True
             break
+
         # A shorter step gains less than the error of a value, or than rounding.
         shortest = max(SHORTEST_STEP, error / predicted_gain)
-        higher, tried = _search_line(task.function, place, step, low, high, level, shortest)
-        evaluations += tried
+        higher, tries = _search_line(search.function, place, step, low, high, level, shortest)
+        evaluations += tries
         if higher is None:
             # Not even a step along the gradient rises: this is the top, to rounding or noise.
             if inverse is first_inverse:
-                converged = not steep or task.noise > 0
+                converged = not steep or search.noise > 0
                 break
-            # The curvature that was learned misleads, so the next step is along the gradient.
+            # The estimate of the curvature is wrong, so the next step is along the gradient.
             inverse = first_inverse
             continue
-        unit = _coordinate_units(higher, task.scale, task.tolerance * level)
+
+        unit = _compute_units(higher, search.scale, search.tolerance * level)
         fall = place.gradient - higher.gradient
         inverse = _update_inverse(inverse, higher.point - place.point, fall, unit)
         gain = higher.value - place.value
@@ -146,6 +155,7 @@ def _climb(task: _Task, place: _Place) -> Maximum:
         if gain < error:
             converged = True
             break
+
     return _describe_maximum(visited, low, high, converged, evaluations)
 
 
@@ -158,7 +168,7 @@ def _describe_maximum(
         place.point,
         place.value,
         place.gradient,
-        place.edges_pushed(low, high, at_rest=False),
+        place.find_pushed_edges(low, high, at_rest=False),
         converged,
         torch.stack([visit.point for visit in visited]),
         torch.tensor([visit.value for visit in visited], dtype=torch.float64),
@@ -182,7 +192,7 @@ class _Place(NamedTuple):
         """Return the gradient of the function (d,)."""
         return self.function.gradient
 
-    def edges_pushed(self, low: Tensor, high: Tensor, at_rest: bool) -> Tensor:
+    def find_pushed_edges(self, low: Tensor, high: Tensor, at_rest: bool) -> Tensor:
         """Return which coordinates are at an edge with a gradient that points outwards (d,) bool.
 
         at_rest: whether a gradient of zero counts too.
@@ -217,6 +227,7 @@ def _search_line(
         trial = _Place(point, Value(*function(point)))
         evaluations += 1
         enough = place.value + SUFFICIENT_GAIN * float(place.gradient @ (point - place.point))
+
         # The prediction may be negative after the clamp, so a fall beyond rounding is refused too.
         if trial.value >= enough and trial.value > place.value - ROUNDING * level:
             return trial, evaluations
@@ -225,7 +236,7 @@ def _search_line(
             return None, evaluations
 
 
-def _coordinate_units(place: _Place, scale: Tensor, least_curvature: float) -> Tensor:
+def _compute_units(place: _Place, scale: Tensor, least_curvature: float) -> Tensor:
     """Return the unit of length (d,) of each coordinate: curvature^(−½).
 
     scale (d,): the inverse of the curvature, for a function that does not return one. A returned
@@ -238,7 +249,7 @@ def _coordinate_units(place: _Place, scale: Tensor, least_curvature: float) -> T
     return raised.clamp_min(least_curvature).rsqrt()
 
 
-def _ascent_direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor:
+def _choose_ascent_direction(inverse: Tensor, gradient: Tensor, held: Tensor) -> Tensor:
     """Return an ascent direction (d,) that is zero for held coordinates.
 
     inverse (d, d): the inverse of minus the Hessian. gradient (d,): zero for held coordinates too.

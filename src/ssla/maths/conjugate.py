@@ -20,11 +20,11 @@ def conjugate_gradients(
 ) -> Tensor | None:
     """Compute x (P,) with A x = right, for a symmetric A and a right side (P,).
 
-    product: v -> A v. precondition: v -> about A⁻¹ v, positive definite. It ends when the length of
-    the residual r, √(rᵀ precondition(r)), is below `tolerance` times that of the right side, or
-    after `most` products. If a direction d has no positive curvature dᵀAd, x of the steps before it
-    is returned, or None if it is the first one. For a right side that is zero or not a number, x is
-    zero.
+    product: v -> A v. precondition: v -> about A⁻¹ v, symmetric and positive definite. It ends when
+    the length of the residual r, √(rᵀ precondition(r)), is below `tolerance` times that of the
+    right side, or after `most` products. If a direction d has no positive curvature dᵀAd, x of the
+    steps before it is returned, or None if it is the first one. For a right side that is zero or
+    not a number, x is zero.
     """
     x = torch.zeros_like(right)
     residual = right.clone()
@@ -32,6 +32,7 @@ def conjugate_gradients(
     direction = preconditioned
     squared_length = float(residual @ preconditioned)
     first_squared_length = squared_length
+
     # Written with `not`, so that it is true for NaN too, as are the comparisons below.
     if not squared_length > 0:
         return x
@@ -47,7 +48,9 @@ def conjugate_gradients(
         new_squared_length = float(residual @ preconditioned)
         if not new_squared_length > tolerance**2 * first_squared_length:
             break
+
         # The next direction d′ is conjugate to all before it: dᵀAd′ = 0.
         direction = preconditioned + new_squared_length / squared_length * direction
         squared_length = new_squared_length
+
     return x

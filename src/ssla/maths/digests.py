@@ -39,9 +39,10 @@ def _digest_part(value: Any, above: tuple[int, ...]) -> str:
     """
     if id(value) in above:
         return "again"
-    type_name, content, parts = _take_apart(value)
+    type_name, content, contained_values = _take_apart(value)
     hashed = hashlib.sha256(f"{type_name}|{content!r}".encode())
-    digests = [_digest_part(part, (*above, id(value))) for part in parts]
+    digests = [_digest_part(part, (*above, id(value))) for part in contained_values]
+
     # The order of these containers does not count.
     if isinstance(value, Mapping | set | frozenset):
         digests.sort()
@@ -65,8 +66,9 @@ def _take_apart(value: Any) -> tuple[str, Any, list[Any]]:
         # Up to 2⁵³ every integer is a float too, so that 1 and 1.0 have one content.
         exact = isinstance(value, int) and abs(value) >= 2**53
         return "number", value if exact else float(value), []
+
     if isinstance(value, Tensor | np.ndarray):
-        return _array_content(value)
+        return _describe_array(value)
     if isinstance(value, Mapping):
         return "mapping", None, list(value.items())
     if isinstance(value, tuple | list | set | frozenset):
@@ -74,7 +76,7 @@ def _take_apart(value: Any) -> tuple[str, Any, list[Any]]:
     if isinstance(value, types.CodeType):
         return type_name, (value.co_code, value.co_names), list(value.co_consts)
     if isinstance(value, types.FunctionType):
-        return type_name, None, _function_parts(value)
+        return type_name, None, _list_function_parts(value)
     if isinstance(value, types.MethodType):
         return type_name, None, [value.__func__, value.__self__]
     if isinstance(value, functools.partial):
@@ -89,7 +91,7 @@ def _take_apart(value: Any) -> tuple[str, Any, list[Any]]:
     return type_name, None, [kept]
 
 
-def _array_content(array: Tensor | np.ndarray) -> tuple[str, Any, list[Any]]:
+def _describe_array(array: Tensor | np.ndarray) -> tuple[str, Any, list[Any]]:
     """Return what `_take_apart` does for a tensor or array.
 
     The content is the dtype, the shape and a hash of the bytes; there are no contained values.
@@ -103,15 +105,15 @@ def _array_content(array: Tensor | np.ndarray) -> tuple[str, Any, list[Any]]:
     return type_name, (str(array.dtype), tuple(array.shape), hashlib.sha256(data).digest()), []
 
 
-def _function_parts(function: types.FunctionType) -> list[Any]:
+def _list_function_parts(function: types.FunctionType) -> list[Any]:
     """Return what a function depends on: code, defaults, closure and plain global values."""
-    cells = [_cell_content(cell) for cell in function.__closure__ or ()]
+    cells = [_read_cell(cell) for cell in function.__closure__ or ()]
     used = {name: function.__globals__.get(name) for name in function.__code__.co_names}
     constants = {name: item for name, item in used.items() if isinstance(item, PLAIN)}
     return [function.__code__, function.__defaults__, function.__kwdefaults__, cells, constants]
 
 
-def _cell_content(cell: types.CellType) -> Any:
+def _read_cell(cell: types.CellType) -> Any:
     """Return the value of a closure's variable; None if the variable has no value yet."""
     try:
         return cell.cell_contents

@@ -1,5 +1,4 @@
-"""Small dense mathematics: roots of C×C covariances, determinants of I + S, safeguarded Newton
-ascent.
+"""Small dense matrices: roots of covariances, determinants of I + S, and Newton ascent.
 
 All functions are vectorised over a leading batch M (test points × candidate y) and work on
 C×C matrices. For C ≤ 3 the factorisations are written by components: a vector (M, C) is stored
@@ -8,12 +7,17 @@ batched LAPACK routines are used. Both give the same results; tests compare them
 
 No inverse, no `det` and no jitter is used. `log|I + S|` is Σ log1p(·), so a tiny S keeps its
 digits.
+
+K (C, C) is a covariance of C outputs, R a root of it with R Rᵀ = K, and Λ (C, C) a precision of
+these outputs. A task is one of the M objectives of a Newton ascent. A tensor (M, C) is stored
+component-major if each of its C columns is contiguous.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +28,13 @@ SHORTEST_STEP = 1e-11  # relative to 1 + ‖point‖: shorter steps are rounding
 # Squared Newton decrement below which gains are rounding error and the full step is safe
 TRUSTED_SLOPE = 1e-8
 SUFFICIENT_GAIN = 1e-4  # share of the linear prediction that a step must gain (Armijo)
+# Slope, relative to 1 + |value|, below which a task that no step improves counts as converged
+FLAT_SLOPE = 1e-6
 
 
-def stack_last(parts: list[Tensor]) -> Tensor:
-    """Stack C components (...) to (..., C), component-major: `v[..., i]` is contiguous."""
-    return torch.stack(parts, 0).movedim(0, -1)
+def stack_last(components: list[Tensor]) -> Tensor:
+    """Stack C components (...) to v (..., C), component-major: `v[..., i]` is contiguous."""
+    return torch.stack(components, 0).movedim(0, -1)
 
 
 def stack_square(rows: list[list[Tensor]]) -> Tensor:
@@ -66,6 +72,7 @@ def covariance_root(K: Tensor) -> Tensor:
         values, vectors = torch.linalg.eigh(K)
         R_by_eigh: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(-2)
         return R_by_eigh
+
     zero = torch.zeros_like(K[..., 0, 0])
     R: list[list[Tensor]] = [[zero] * size for _ in range(size)]
     for j in range(size):
@@ -73,6 +80,7 @@ def covariance_root(K: Tensor) -> Tensor:
         for k in range(j):
             pivot = pivot - R[j][k] * R[j][k]
         R[j][j] = pivot.clamp_min(0).sqrt()
+
         # Below a pivot of zero the column is zero too.
         scale = torch.where(R[j][j] > 0, 1 / R[j][j], zero)
         for i in range(j + 1, size):
@@ -80,12 +88,13 @@ def covariance_root(K: Tensor) -> Tensor:
             for k in range(j):
                 entry = entry - R[i][k] * R[j][k]
             R[i][j] = entry * scale
+
     return stack_square(R)
 
 
 @dataclass(frozen=True)
 class IdentityPlus:
-    """A = I + RᵀΛR, factorised."""
+    """A factorisation of A = I + RᵀΛR (M, C, C)."""
 
     positive: Tensor  # (M,) bool: where A is positive definite, with the requested margin
     logdet: Callable[[], Tensor]  # () -> (M,)
@@ -95,9 +104,9 @@ class IdentityPlus:
 def factorise_identity_plus(R: Tensor, precision: Tensor, margin: float = 0.0) -> IdentityPlus:
     """Factorise A = I + RᵀΛR.  R, Λ (M, C, C).
 
-    For C ≤ 3 R must be lower triangular, as from `covariance_root`. Where A is not positive
-    definite, `positive` is false, and `solve` and `logdet` are invalid. margin: what all pivots
-    must exceed for `positive`.
+    R: a root of K. precision: Λ. For C ≤ 3 R must be lower triangular, as from `covariance_root`.
+    Where A is not positive definite, `positive` is false, and `solve` and `logdet` are invalid.
+    margin: what all pivots must exceed for `positive`.
     """
     if R.shape[-1] > CLOSED_FORM_LIMIT:
         return _factorise_by_lapack(R, precision, margin)
@@ -108,9 +117,10 @@ def _factorise_by_components(R: Tensor, precision: Tensor, margin: float) -> Ide
     """Factorise A = I + RᵀΛR = LDLᵀ by components, for C ≤ 3.  R, Λ (M, C, C).
 
     The pivots d_j are also held as e_j = d_j − 1, so that log1p gets them without rounding.
+    precision: Λ. margin: as in `factorise_identity_plus`.
     """
     span = range(R.shape[-1])
-    L, excess, pivots = _unit_lower_factor(_congruence_entries(R, precision))
+    L, excess, pivots = _factorise_unit_lower(_compute_congruence_entries(R, precision))
     positive = pivots[0] > margin
     for pivot in pivots[1:]:
         positive = positive & (pivot > margin)
@@ -138,10 +148,11 @@ def _factorise_by_components(R: Tensor, precision: Tensor, margin: float) -> Ide
     return IdentityPlus(positive, logdet, solve)
 
 
-def _congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
+def _compute_congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
     """Compute the entries (M,) of S = RᵀΛR for a lower triangular R.  R, Λ (M, C, C).
 
     Both entries of a symmetric pair are one tensor, so a change of one changes the other.
+    precision: Λ.
     """
     size = R.shape[-1]
     S: list[list[Tensor]] = [[R[..., 0, 0]] * size for _ in range(size)]
@@ -156,10 +167,11 @@ def _congruence_entries(R: Tensor, precision: Tensor) -> list[list[Tensor]]:
         ]
         for i in range(j + 1):
             S[i][j] = S[j][i] = sum_products([R[..., a, i] for a in range(i, size)], column[i:])
+
     return S
 
 
-def _unit_lower_factor(
+def _factorise_unit_lower(
     S: list[list[Tensor]],
 ) -> tuple[list[list[Tensor]], list[Tensor], list[Tensor]]:
     """Factorise I + S = LDLᵀ and return L, the pivots minus one d_j − 1, and the pivots d_j.
@@ -178,6 +190,7 @@ def _unit_lower_factor(
         pivots.append(1 + S[j][j])
         for i in range(j + 1, size):
             L[i][j] = S[i][j] / pivots[j]
+
     return L, [S[j][j] for j in range(size)], pivots
 
 
@@ -185,7 +198,8 @@ def _factorise_by_lapack(R: Tensor, precision: Tensor, margin: float) -> Identit
     """Factorise A = I + RᵀΛR by LAPACK's batched routines, for C > 3.  R, Λ (M, C, C).
 
     The pivots are the squares of the Cholesky factor's diagonal. log |A| is taken from the
-    eigenvalues of RᵀΛR, so that small ones keep their digits.
+    eigenvalues of RᵀΛR, so that small ones keep their digits. precision: Λ. margin: as in
+    `factorise_identity_plus`.
     """
     S = R.mT @ precision @ R
     S = (S + S.mT) / 2
@@ -221,12 +235,12 @@ def multiply_root(R: Tensor, v: Tensor) -> Tensor:
     size = R.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (R @ v.unsqueeze(-1)).squeeze(-1)
-    out = v.new_empty(size, v.shape[0])
+    product = v.new_empty(size, v.shape[0])
     for i in range(size):
-        torch.mul(R[..., i, 0], v[..., 0], out=out[i])
+        torch.mul(R[..., i, 0], v[..., 0], out=product[i])
         for j in range(1, i + 1):
-            out[i].addcmul_(R[..., i, j], v[..., j])
-    return out.mT
+            product[i].addcmul_(R[..., i, j], v[..., j])
+    return product.mT
 
 
 def multiply_root_transposed(R: Tensor, g: Tensor) -> Tensor:
@@ -237,12 +251,12 @@ def multiply_root_transposed(R: Tensor, g: Tensor) -> Tensor:
     size = R.shape[-1]
     if size > CLOSED_FORM_LIMIT:
         return (R.mT @ g.unsqueeze(-1)).squeeze(-1)
-    out = g.new_empty(size, g.shape[0])
+    product = g.new_empty(size, g.shape[0])
     for j in range(size):
-        torch.mul(R[..., j, j], g[..., j], out=out[j])
+        torch.mul(R[..., j, j], g[..., j], out=product[j])
         for i in range(j + 1, size):
-            out[j].addcmul_(R[..., i, j], g[..., i])
-    return out.mT
+            product[j].addcmul_(R[..., i, j], g[..., i])
+    return product.mT
 
 
 def dot(a: Tensor, b: Tensor) -> Tensor:
@@ -265,7 +279,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Ascent:
-    """The result of the ascent."""
+    """The points at which the tasks of an ascent ended."""
 
     point: Tensor  # (M, C)
     converged: Tensor  # (M,) bool
@@ -285,8 +299,11 @@ def newton_ascent(
 ) -> Ascent:
     """Maximise M independent, nearly concave objectives at once, each monotonically.
 
-    start (M, C). A step that gains less than 1e-4 of its linear prediction, or gives a value that
-    is not finite, is halved until it gains enough. A task ends when its Newton decrement √(gᵀA⁻¹g)
+    start (M, C): finite points. objective: evaluates some of the tasks; `solve` of its result must
+    give a direction in which the task ascends.
+
+    A step that gains less than 1e-4 of its linear prediction, or gives a value that is not finite,
+    is halved until it gains enough. A task ends when its Newton decrement √(gᵀA⁻¹g)
     ≤ tolerance, after two full steps from a decrement below 1e-4, or when no step above rounding
     error gains. It has converged = False after `max_rounds` steps, and where no step gains although
     the slope is large. Finished tasks leave the batch as soon as they are a quarter of it, so a few
@@ -294,94 +311,104 @@ def newton_ascent(
     """
     best = start.clone()
     converged = torch.zeros(start.shape[0], dtype=torch.bool, device=start.device)
-    # The numbers of the tasks that are still in the batch (None: all), their points and evaluations
-    rows: Tensor | None = None
-    point = start
-    current = objective(point, None)
-    trusted_steps = torch.zeros_like(current.value, dtype=torch.int8)
-    for used in range(max_rounds + 1):
+    current = objective(start, None)
+    tasks = _Tasks(None, start, torch.zeros_like(current.value, dtype=torch.int8))
+    for rounds in range(max_rounds + 1):
         step = current.solve(current.gradient)
         slope = dot(current.gradient, step)
+
         # Newton converges quadratically: two full steps reach rounding accuracy.
-        done = (slope <= tolerance * tolerance) | (trusted_steps >= 2)
-        trusted_steps = trusted_steps + (slope <= TRUSTED_SLOPE)
+        done = (slope <= tolerance * tolerance) | (tasks.trusted_steps >= 2)
+        tasks = tasks._replace(trusted_steps=tasks.trusted_steps + (slope <= TRUSTED_SLOPE))
         finished = int(done.sum())
-        if used == max_rounds or finished == done.numel():
-            _record_tasks(best, converged, rows, point, done)
-            return Ascent(best, converged, used)
-        value = current.value
+        if rounds == max_rounds or finished == done.numel():
+            _record_tasks(best, converged, tasks, done)
+            return Ascent(best, converged, rounds)
+
         # Removing tasks copies the others, so it waits for a quarter of them.
+        value = current.value
         if finished * 4 >= done.numel():
-            _record_tasks(best, converged, rows, point, done)
+            _record_tasks(best, converged, tasks, done)
             keep = (~done).nonzero().squeeze(-1)
-            rows = keep if rows is None else rows[keep]
-            point = select_rows(point, keep)
+            tasks = tasks.select(keep)
             step = select_rows(step, keep)
             slope = slope[keep]
-            trusted_steps = trusted_steps[keep]
             value = value[keep]
-        point, current, stuck = _line_search(objective, rows, point, value, step, slope)
+
+        point, current, stuck = _search_line(objective, tasks, value, step, slope)
+        tasks = tasks._replace(point=point)
+
         # Where no step gains, the point is the maximum up to rounding if the slope is small.
         if bool(stuck.any()):
-            flat = slope <= 1e-6 * (1 + value.abs())
-            _record_tasks(best, converged, rows, point, stuck & flat)
+            flat = slope <= FLAT_SLOPE * (1 + value.abs())
+            _record_tasks(best, converged, tasks, stuck & flat)
             keep = (~stuck).nonzero().squeeze(-1)
             if keep.numel() == 0:
-                return Ascent(best, converged, used + 1)
-            rows = keep if rows is None else rows[keep]
-            point = select_rows(point, keep)
-            trusted_steps = trusted_steps[keep]
-            current = objective(point, rows)
+                return Ascent(best, converged, rounds + 1)
+            tasks = tasks.select(keep)
+            current = objective(tasks.point, tasks.rows)
+
     raise AssertionError("unreachable")  # the last round returns
 
 
-def _line_search(
-    objective: Objective,
-    rows: Tensor | None,
-    point: Tensor,
-    value: Tensor,
-    step: Tensor,
-    slope: Tensor,
+class _Tasks(NamedTuple):
+    """The m tasks that are still in the batch."""
+
+    rows: Tensor | None  # their numbers among all tasks (m,); None: all tasks
+    point: Tensor  # (m, C)
+    trusted_steps: Tensor  # full steps since the slope fell below TRUSTED_SLOPE (m,)
+
+    def select(self, keep: Tensor) -> _Tasks:
+        """Return the tasks at the places `keep` (k,) in the batch."""
+        return _Tasks(
+            keep if self.rows is None else self.rows[keep],
+            select_rows(self.point, keep),
+            self.trusted_steps[keep],
+        )
+
+
+def _search_line(
+    objective: Objective, tasks: _Tasks, value: Tensor, step: Tensor, slope: Tensor
 ) -> tuple[Tensor, Evaluation, Tensor]:
     """Take the first of the steps 1, ½, ¼ … that gains enough, for each of m tasks.
 
-    rows (m,): the numbers of the tasks; None: all. point, step (m, C). value, slope (m,): those at
-    the point, with slope = gᵀstep. Returns the new points (m, C), their evaluation, and `stuck`
-    (m,): where no step above rounding error gains enough, so that the point is the old one.
+    step (m, C). value, slope (m,): those at the point of each task, with slope = gᵀstep. Returns
+    the new points (m, C), their evaluation, and `stuck` (m,) bool: where no step above rounding
+    error gains enough, so that the point is the old one.
     """
+    rows, point = tasks.rows, tasks.point
+
     # Near the maximum gains are rounding errors: any full step with a finite value is taken.
-    close = slope <= TRUSTED_SLOPE
+    is_near_maximum = slope <= TRUSTED_SLOPE
     slack = 4 * torch.finfo(value.dtype).eps * (1 + value.abs())
     trial = point + step
-    tried = objective(trial, rows)
-    enough = tried.value >= value + SUFFICIENT_GAIN * slope - slack
-    good = enough | (close & torch.isfinite(tried.value))
-    if bool(good.all()):
-        return trial, tried, torch.zeros_like(good)
+    evaluation = objective(trial, rows)
+    enough = evaluation.value >= value + SUFFICIENT_GAIN * slope - slack
+    gains = enough | (is_near_maximum & torch.isfinite(evaluation.value))
+    if bool(gains.all()):
+        return trial, evaluation, torch.zeros_like(gains)
     factor = torch.ones_like(value)
     length = dot(step, step).sqrt()
     shortest = SHORTEST_STEP * (1 + dot(point, point).sqrt())
     while True:
-        factor = torch.where(good, factor, factor / 2)
-        stuck = ~good & ~(factor * length >= shortest)  # also where the step is not a number
+        factor = torch.where(gains, factor, factor / 2)
+        stuck = ~gains & ~(factor * length >= shortest)  # also where the step is not a number
         trial = point + torch.where(stuck, torch.zeros_like(factor), factor).unsqueeze(-1) * step
-        tried = objective(trial, rows)
-        good = good | (tried.value >= value + SUFFICIENT_GAIN * factor * slope - slack)
-        if bool((good | stuck).all()):
-            return trial, tried, stuck
+        evaluation = objective(trial, rows)
+        gains = gains | (evaluation.value >= value + SUFFICIENT_GAIN * factor * slope - slack)
+        if bool((gains | stuck).all()):
+            return trial, evaluation, stuck
 
 
-def _record_tasks(
-    best: Tensor, converged: Tensor, rows: Tensor | None, point: Tensor, done: Tensor
-) -> None:
+def _record_tasks(best: Tensor, converged: Tensor, tasks: _Tasks, done: Tensor) -> None:
     """Write the points and the convergence of some tasks to the results of all, in place.
 
-    best (M, C) and converged (M,) are changed. rows (m,): the numbers of the tasks; None: all.
-    point (m, C). done (m,): which of them have converged; the others keep their flag.
+    best (M, C) and converged (M,) are changed. done (m,): which of the tasks have converged; the
+    others keep their flag.
     """
-    if rows is None:
-        best.copy_(point)
+    if tasks.rows is None:
+        best.copy_(tasks.point)
         converged |= done
     else:
-        best[rows] = point
-        converged[rows] |= done
+        best[tasks.rows] = tasks.point
+        converged[tasks.rows] |= done

@@ -1,6 +1,8 @@
-"""Weighted order statistics that leave room for one more row.
+"""Weighted order statistics of rows that count one more row, whose value is not known.
 
-Such statistics are the quantiles of conformal prediction.
+Such statistics are the quantiles of conformal prediction: if a new row is exchangeable with the
+others, and all weights are one, its value is at most the quantile with a probability of at least
+the level.
 """
 
 from __future__ import annotations
@@ -28,9 +30,10 @@ def conformal_quantile(values: Tensor, weights: Tensor, level: float) -> Tensor:
 
 
 def describe_row_shortage(weights: Tensor, level: float, rows: str) -> str | None:
-    """Return a clause that says how many rows a quantile of this level needs.
+    """Return a clause that says how many rows a quantile needs; None if there are enough.
 
-    None if there are enough. weights (n,): those of the rows. rows: what they are called.
+    weights (n,): those of the rows. rows: the noun for them, such as "rows". level: of the
+    quantile, between 0 and 1.
     """
     total = float(weights.sum())
     # This is the condition of `conformal_quantile`, so a finite quantile is never refused.

@@ -21,21 +21,21 @@ HALF_LOG_2PI = 0.5 * math.log(2 * math.pi)
 
 
 @lru_cache(maxsize=1)
-def _erfc_coefficients() -> tuple[float, ...]:
+def _compute_erfc_coefficients() -> tuple[float, ...]:
     """Return the coefficients of a Chebyshev series for log erfcx(z) − log t, z ≥ 0.
 
     erfcx(z) is exp(z²) erfc(z). The series is in u = 2t − 1 with t = 2/(2 + z), which maps z ≥ 0 to
     u in (−1, 1].
     """
 
-    def remainder(u: np.ndarray) -> np.ndarray:
+    def compute_remainder(u: np.ndarray) -> np.ndarray:
         """Compute log erfcx(z) − log t at u, elementwise, with t and z as above."""
         t = (u + 1) / 2
         erfcx: np.ndarray = torch.special.erfcx(torch.from_numpy(2 / t - 2)).numpy()
         logs: np.ndarray = np.log(erfcx) - np.log(t)
         return logs
 
-    series = np.polynomial.chebyshev.chebinterpolate(remainder, DEGREE)  # type: ignore[type-var]
+    series = np.polynomial.chebyshev.chebinterpolate(compute_remainder, DEGREE)  # type: ignore[type-var]
     return tuple(float(c) for c in series)
 
 
@@ -43,7 +43,7 @@ def _log_erfc(z: Tensor) -> Tensor:
     """Compute log erfc(z) for z ≥ 0, elementwise."""
     t = 2 / (2 + z)
     u = 2 * t - 1
-    coefficients = _erfc_coefficients()
+    coefficients = _compute_erfc_coefficients()
     # Clenshaw's recurrence b_k = 2u b_{k+1} − b_{k+2} + c_k sums the Chebyshev series.
     b, b_before = torch.zeros_like(u), torch.zeros_like(u)
     for c in reversed(coefficients[1:]):
@@ -70,6 +70,7 @@ def log_gamma(x: Tensor) -> Tensor:
     product = x
     for k in range(1, SHIFT):
         product = product * (x + k)
+
     # Stirling's series for log Γ(z), by Horner's rule in 1/z²
     inverse = 1 / z
     square = inverse * inverse

@@ -1,7 +1,7 @@
-"""What a user sees of work that takes long: a bar, or one line of text.
+"""The progress of work that takes long, as the user sees it: a bar, or one line of text.
 
-progress=None, the default, shows it by itself after two seconds, on a terminal only. True always
-shows a bar (it needs tqdm), False never.
+The user's `progress` decides: None, the default, shows it after two seconds, on a terminal only.
+True always shows a bar (it needs tqdm), and False never. Without tqdm, None shows a line of text.
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ class ProgressText:
             or now - self.last < EVERY
         ):
             return
+
         line = f"{self.label}: {words}, {now - self.started:.0f} s"
+
         # A carriage return starts the line again. Blanks overwrite the end of a longer one.
         sys.stderr.write(f"\r{line:<{self.width}}")
         sys.stderr.flush()

@@ -1,4 +1,9 @@
-"""Roots of output covariances: R with R Rᵀ = K for each row, possibly implicit."""
+"""Roots of output covariances: R with R Rᵀ = K for each row, possibly implicit.
+
+K (B, C, C) are the covariances of C outputs at B inputs, the rows. Nodes z are fixed points in C
+dimensions, at which expectations under N(0, I) are taken; R z are then nodes of N(0, K). An
+implicit root can be multiplied, but is never stored as a (B, C, C) tensor.
+"""
 
 from __future__ import annotations
 
@@ -112,8 +117,9 @@ class ScaledRoot:
 
 @dataclass(frozen=True, eq=False)
 class SharedNodes:
-    """R z of every row from products that are made once: R z = Q (s ∘ z) = Σ_k c_k Q (u_k ∘ z),
-    where s = Σ_k c_k u_k.
+    """The products R z of every row from products that are made once for all rows.
+
+    R z = Q (s ∘ z) = Σ_k c_k Q (u_k ∘ z), where s = Σ_k c_k u_k.
 
     This is exact for scales s in the span of the profiles u_k: `find_covered_rows` says which rows
     have such a scale. A row then costs r·C·S multiplications in place of C²·S.

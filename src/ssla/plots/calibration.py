@@ -42,8 +42,9 @@ class Ranks(NamedTuple):
         return float((self.weights * chosen).sum() / self.weights.sum())
 
     def inside(self, levels: Any) -> list[float]:
-        """Return the share of y inside the central interval of each level, a count if any part of
-        its probability is inside.
+        """Return the share of y inside the central interval of each level.
+
+        A count is inside if any part of its probability is.
         """
         tails = [(1 - float(level)) / 2 for level in levels]
         return [self.share((self.upper >= tail) & (self.lower <= 1 - tail)) for tail in tails]
@@ -54,10 +55,12 @@ class Ranks(NamedTuple):
         The bins have equal widths in [0, 1]. A count is spread evenly from lower to upper.
         """
         edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
+
         # A number has the width zero. It gets a small one below it, so that it is in one bin.
         width = (self.upper - self.lower).clamp_min(1e-12)
         is_number = self.upper - self.lower < 1e-12
         start = torch.where(is_number, self.upper - width, self.lower).clamp_min(0)
+
         # the share of each row below each edge (n, bins + 1)
         below = ((edges - start[:, None]) / width[:, None]).clamp(0, 1)
         below[:, 0] = 0.0
@@ -141,6 +144,7 @@ def pit(
     ax, color = open_axes(ax)
     edges = torch.linspace(0, 1, bins + 1, dtype=torch.float64)
     heights = ranks.heights(bins)
+
     # A bin has the height 1 if it has its share 1/bins of the rows.
     low, high = (
         end * bins / ranks.size for end in binomial_range(ranks.size, 1 / bins, confidence)
@@ -171,8 +175,9 @@ def pit(
 def reliability(
     predictive: Predictive, y: Any, *, bins: int = 10, confidence: float = 0.95, ax: Any = None
 ) -> Any:
-    """Draw accuracy against the probability of the most probable class, in bins of that
-    probability, with the rows in each bin; return the Axes.
+    """Draw accuracy against the probability of the most probable class, and return the Axes.
+
+    Rows are put into bins of that probability, and the number of rows in each bin is shown.
 
     Below the diagonal, predictions are too sure. The bars are ranges in which the accuracy of a
     calibrated model would be in each bin, with the probability `confidence`.
@@ -186,19 +191,22 @@ def reliability(
             f"plots.reliability is for classes, but the predictive is of kind {predictive.kind!r}. "
             "Use calibration."
         )
+
     _check_bins(bins, 1)
     observed = _check_one_for_each_row(
         squeeze_column(as_tensor(y)).to("cpu").long(), predictive, "one class"
     )
     ax, color = open_axes(ax)
+
     # Rows are put into bins by the probability of their predicted class; empty bins are left out.
     largest_probs, predicted = predictive.law.probs.max(1)
-    hit = (predicted == observed).double()
+    is_correct = (predicted == observed).double()
     bin_of_row = (largest_probs * bins).long().clamp(0, bins - 1)
     counts = torch.bincount(bin_of_row, minlength=bins)
     used_bins = counts.nonzero().flatten()
     mean = torch.stack([largest_probs[bin_of_row == b].mean() for b in used_bins])
-    accuracy = torch.stack([hit[bin_of_row == b].mean() for b in used_bins])
+    accuracy = torch.stack([is_correct[bin_of_row == b].mean() for b in used_bins])
+
     # The hits of a calibrated model are binomial, with the predicted probability.
     ranges = [
         binomial_range(int(n), float(p), confidence)
@@ -235,6 +243,7 @@ def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = N
     ends = predictive.law.interval(checked_level(level))
     mean = predictive.law.mean
     order = (ends[:, 1] - ends[:, 0]).argsort(stable=True)
+
     # Ends and y (N,), less the mean and in the order of widths.
     low = (ends[:, 0] - mean)[order]
     high = (ends[:, 1] - mean)[order]
@@ -266,8 +275,10 @@ def intervals(predictive: Predictive, y: Any, *, level: float = 0.9, ax: Any = N
 
 
 def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
-    """Return the smallest and the largest number of successes in n trials with probability p, such
-    that at most (1 − confidence)/2 of the probability is below and above them.
+    """Return a range of the number of successes in n trials with probability p, both ends in it.
+
+    The probability of a number below the range, and that of one above it, are at most (1 −
+    confidence)/2 each.
 
     Raises ValueError unless confidence is a probability.
     """
@@ -276,22 +287,25 @@ def binomial_range(n: int, p: float, confidence: float) -> tuple[int, int]:
         return 0, 0
     if p >= 1:
         return n, n
+
     # Only counts near the mean are summed, so that a large n takes no memory.
     spread = 10 * (n * p * (1 - p)) ** 0.5 + 40  # all but 1e-20 of the probability
-    k = torch.arange(
+    counts = torch.arange(
         max(int(n * p - spread), 0), min(int(n * p + spread) + 1, n) + 1, dtype=torch.float64
     )
     size = torch.tensor(float(n), dtype=torch.float64)
-    log = (
+    log_mass = (
         torch.lgamma(size + 1)
-        - torch.lgamma(k + 1)
-        - torch.lgamma(size - k + 1)
-        + k * np.log(p)
-        + (size - k) * np.log1p(-p)
+        - torch.lgamma(counts + 1)
+        - torch.lgamma(size - counts + 1)
+        + counts * np.log(p)
+        + (size - counts) * np.log1p(-p)
     )
-    mass = (log - log.max()).exp()
+    mass = (log_mass - log_mass.max()).exp()
     cumulative = mass.cumsum(0) / mass.sum()
-    return int(k[int((cumulative <= tail).sum())]), int(k[int((cumulative < 1 - tail).sum())])
+    return int(counts[int((cumulative <= tail).sum())]), int(
+        counts[int((cumulative < 1 - tail).sum())]
+    )
 
 
 def _check_bins(bins: Any, least: int) -> None:
@@ -327,6 +341,7 @@ def _read_ranks(
         raise TypeError(
             f"plots.{picture} is for ordered targets, but these are classes. Use plots.reliability."
         )
+
     if isinstance(predictive, LeaveOneOut):
         if y is not None:
             raise ValueError(
@@ -342,6 +357,7 @@ def _read_ranks(
             raise ValueError(
                 f"plots.{picture} of a predictive needs y, the observed targets of its rows."
             )
+
         observed = as_tensor(y).to("cpu", torch.float64)
         if predictive.kind != "vector":
             observed = squeeze_column(observed)
@@ -349,12 +365,14 @@ def _read_ranks(
         lower = lower.to("cpu", torch.float64)
         upper = upper.to("cpu", torch.float64)
         weights = torch.ones(len(lower), dtype=torch.float64)
+
     # The ranks of several targets are (n, D).
     if lower.dim() == 2:
         if not 0 <= target < lower.shape[1]:
             raise ValueError(f"target must be from 0 to {lower.shape[1] - 1}, but is {target}.")
         lower = lower[:, target]
         upper = upper[:, target]
+
     return Ranks(lower, upper, weights)
 
 

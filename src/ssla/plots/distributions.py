@@ -42,31 +42,34 @@ def bands(
     Raises TypeError unless y is one ordered target, and ValueError for an x that does not fit.
     """
     check_ordered(predictive, "bands")
-    x_values = _one_input(x, predictive.law.rows)
+    x_values = _read_one_input(x, predictive.law.rows)
     ax, color = open_axes(ax, title)
     order = np.argsort(x_values, kind="stable")
     sorted_x = x_values[order]
+
     # The widest interval is drawn first, below the others, and is the faintest.
     widest_first = sorted(map(checked_level, levels), reverse=True)
     shades = np.linspace(0.2, 0.6, len(levels)) if len(levels) > 1 else [0.35]
     for level, shade in zip(widest_first, shades, strict=True):
         low, high = (
-            end.numpy()[order] for end in _as_double(predictive.interval(level)).unbind(-1)
+            end.numpy()[order] for end in _convert_to_double(predictive.interval(level)).unbind(-1)
         )
         ax.fill_between(
             sorted_x, low, high, color=color.tint(float(shade)), lw=0, label=f"{level:.0%}"
         )
-    mean = _as_double(predictive.mean).numpy()
+
+    mean = _convert_to_double(predictive.mean).numpy()
     ax.plot(sorted_x, mean[order], color=color.ink, lw=1.6, label="mean")
     if data is not None:
         ax.scatter(
-            *(_as_double(part).flatten() for part in data),
+            *(_convert_to_double(part).flatten() for part in data),
             s=9,
             color=color.ink,
             alpha=0.55,
             lw=0,
             label="data",
         )
+
     ax.set(xlabel="x", ylabel="y")
     add_legend(ax, ncols=2)
     return ax
@@ -90,30 +93,34 @@ def density(
 
     Raises TypeError unless y is one ordered target, and ValueError for a wrong row or level.
     """
-    named = by_name(predictives, "density")
+    named = name_predictives(predictives, "density")
     for predictive in named.values():
         check_ordered(predictive, "density")
         check_row(row, predictive.law.rows)
     checked_level(level)
     ax, color = open_axes(ax)
     counts = any(predictive.kind == "count" for predictive in named.values())
-    y = _drawn_values(list(named.values()), row, points, counts=counts)
+    y = _choose_drawn_values(list(named.values()), row, points, counts=counts)
     last = list(named)[-1]
     for i, (name, predictive) in enumerate(named.items()):
         # All rows have the same y (k,), because `log_prob` takes (N, k).
-        curve = _as_double(predictive.log_prob(y.expand(predictive.law.rows, -1)))[row].exp()
+        curve = _convert_to_double(predictive.log_prob(y.expand(predictive.law.rows, -1)))[
+            row
+        ].exp()
         style = {"ls": STYLES[i % len(STYLES)], "color": color.other, "lw": 1.5}
         if name == last:
             style = {"ls": "-", "color": color.main, "lw": 2}
         ax.plot(y, curve, label=name, **style)
+
     # `curve` is now that of the last predictive. The legend has its region once.
     region = named[last].hdr(level)
-    for k, (start, stop) in enumerate(_intervals_of(region, row)):
+    for k, (start, stop) in enumerate(_list_intervals(region, row)):
         label = f"{level:.0%} region" if k == 0 else None
         inside = (y >= start) & (y <= stop)
         ax.fill_between(
             y[inside], 0, curve[inside], color=color.tint(0.35), lw=0, label=label, zorder=0
         )
+
     ax.set_ylim(bottom=0)
     ax.set(xlabel="y", ylabel="probability" if counts else "density")
     add_legend(ax)
@@ -122,8 +129,9 @@ def density(
 
 @in_plain_torch
 def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: Any = None) -> Any:
-    """Draw the three increments of the log density at one input, along y, each less its value at
-    the mode; return the Axes.
+    """Draw the three increments of the log density at one input, along y, and return the Axes.
+
+    Each is drawn less its value at the mode.
 
     The likelihood falls where y contradicts the data, and the prior where y needs unlikely weights.
     The curvature is the change of the log determinant. Their sum is the log density up to a
@@ -136,12 +144,13 @@ def increments(predictive: Predictive, row: int = 0, *, points: int = 200, ax: A
     check_ordered(predictive, "increments")
     check_row(row, predictive.law.rows)
     ax, color = open_axes(ax)
-    y = _drawn_values([predictive], row, points, counts=predictive.kind == "count")
+    y = _choose_drawn_values([predictive], row, points, counts=predictive.kind == "count")
+
     # The values at the mode are computed with the others, as the last ones.
-    mode = _as_double(predictive.mode)[row]
+    mode = _convert_to_double(predictive.mode)[row]
     y_and_mode = torch.cat([y, mode[None]])
     terms = predictive.increments(y_and_mode.expand(predictive.law.rows, -1)).map(
-        lambda term: _as_double(term)[row]
+        lambda term: _convert_to_double(term)[row]
     )
     curves: list[tuple[str, Tensor, Any, str]] = [
         ("likelihood", terms.likelihood, color.other, "--"),
@@ -167,7 +176,7 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
     of the intervals. ax: the Axes to draw on; None: a new figure. Raises TypeError unless y is one
     ordered target, and ValueError for an x that does not fit.
     """
-    x_values = _one_input(x, sensitivity.baseline.law.rows)
+    x_values = _read_one_input(x, sensitivity.baseline.law.rows)
     ax, color = open_axes(
         ax, f"means and {checked_level(level):.0%} intervals ({sensitivity.convention})"
     )
@@ -181,10 +190,11 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
         shade = color.tint(0.35 + 0.65 * i / max(count - 1, 1))
         # A legend has room for six names; of more, the first and the last are named.
         label = name if count <= 6 or i in (0, count - 1) else None
-        mean = _as_double(predictive.mean).numpy()
+        mean = _convert_to_double(predictive.mean).numpy()
         ax.plot(sorted_x, mean[order], color=shade, lw=1.8, label=label)
-        for end in _as_double(predictive.interval(level)).unbind(-1):
+        for end in _convert_to_double(predictive.interval(level)).unbind(-1):
             ax.plot(sorted_x, end.numpy()[order], color=shade, lw=1, ls="--")
+
     ax.set(xlabel="x", ylabel="y")
     add_legend(ax)
     return ax
@@ -194,8 +204,9 @@ def prior_bands(sensitivity: Sensitivity, x: Any, *, level: float = 0.9, ax: Any
 def p_box(
     credal: Credal, row: int = 0, *, level: float = 0.9, points: int = 60, ax: Any = None
 ) -> Any:
-    """Draw the lower and the upper distribution function at one input, with the smallest interval
-    whose probability is at least `level` under every member; return the Axes.
+    """Draw the bounds of the distribution function at one input, and return the Axes.
+
+    The smallest interval whose probability is at least `level` under every member is drawn too.
 
     row: the input among those of `credal`. points: at how many y they are drawn. ax: the Axes to
     draw on; None: a new figure. Raises ValueError for a wrong row or level.
@@ -203,6 +214,7 @@ def p_box(
     check_row(row, credal.members.rows)
     checked_level(level)
     ax, color = open_axes(ax)
+
     # Functions are drawn between these quantiles of all priors; the numbers are a guess.
     ends = credal.quantile([0.002, 0.998])
     y = torch.linspace(
@@ -215,6 +227,7 @@ def p_box(
     for bound in (lower, upper):
         ax.plot(y, bound, color=color.main, lw=1.6)
     low, high = credal.interval(level)[row].tolist()
+
     # The interval is a bar below both functions.
     ax.plot(
         [low, high],
@@ -234,7 +247,9 @@ def p_box(
 # --- helpers ---------------------------------------------------------------------------------
 
 
-def by_name(predictives: Predictive | Mapping[str, Predictive], name: str) -> dict[str, Predictive]:
+def name_predictives(
+    predictives: Predictive | Mapping[str, Predictive], name: str
+) -> dict[str, Predictive]:
     """Return predictives by their names. name: that of a single one, which has none.
 
     Raises ValueError if there are none.
@@ -266,12 +281,12 @@ def check_row(row: int, rows: int) -> None:
         )
 
 
-def _one_input(x: Any, rows: int) -> Any:
+def _read_one_input(x: Any, rows: int) -> Any:
     """Return x, (N,) or (N, 1), as a NumPy array (N,) of floats.
 
     rows: the number N of inputs. Raises ValueError for another number of entries.
     """
-    values = _as_double(x)
+    values = _convert_to_double(x)
     if values.numel() != rows:
         raise ValueError(
             f"x must hold one number for each of the {rows} inputs, but has shape "
@@ -280,26 +295,28 @@ def _one_input(x: Any, rows: int) -> Any:
     return values.flatten().numpy()
 
 
-def _as_double(values: Any) -> Tensor:
+def _convert_to_double(values: Any) -> Tensor:
     """Return a tensor or an array as a tensor of the same shape, in float64 on the CPU."""
     return as_tensor(values).to("cpu", torch.float64)
 
 
-def _drawn_values(predictives: list[Predictive], row: int, points: int, *, counts: bool) -> Tensor:
+def _choose_drawn_values(
+    predictives: list[Predictive], row: int, points: int, *, counts: bool
+) -> Tensor:
     """Return the y (k,) at which the densities of one row are drawn.
 
     The y are `points` numbers between the quantiles DRAWN_QUANTILES of all predictives. counts:
     whether y are counts; the numbers are then rounded, each once.
     """
     quantiles = torch.tensor(DRAWN_QUANTILES)
-    ends = torch.stack([_as_double(p.icdf(quantiles))[row] for p in predictives])
+    ends = torch.stack([_convert_to_double(p.icdf(quantiles))[row] for p in predictives])
     low = float(ends[:, 0].min())
     high = float(ends[:, 1].max())
     y = torch.linspace(low, high, points, dtype=torch.float64)
     return y.round().unique() if counts else y
 
 
-def _intervals_of(region: Any, row: int) -> list[tuple[float, float]]:
+def _list_intervals(region: Any, row: int) -> list[tuple[float, float]]:
     """Return the intervals of one row of a highest-density region as pairs (start, stop).
 
     A row with fewer intervals than others is padded with NaN, which is left out.

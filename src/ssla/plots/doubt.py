@@ -1,4 +1,7 @@
-"""Pictures of doubt: where predictions are unsure, and which training rows decide them."""
+"""Pictures of doubt: where predictions are unsure, and which training rows influence them.
+
+Doubt is the epistemic standard deviation of y, and noise the aleatoric one.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import Tensor
 from ssla._checks import check_name, in_plain_torch
 from ssla.diagnostics.explanations import MEAN, VARIANCE, Explanation
 from ssla.plots.canvas import add_legend, open_axes, set_log_ticks
-from ssla.plots.distributions import by_name, check_row
+from ssla.plots.distributions import check_row, name_predictives
 from ssla.predictive import Predictive
 
 KNOWN = 0.95  # quantile of the known rows' doubt above which a row counts as foreign
@@ -21,19 +24,20 @@ MARKERS = "ox^"
 
 @in_plain_torch
 def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None) -> Any:
-    """Draw the epistemic against the aleatoric standard deviation of every row, both on logarithmic
-    axes, with the line where they are equal; return the Axes.
+    """Draw the epistemic against the aleatoric standard deviation of rows, and return the Axes.
+
+    Both axes are logarithmic, with the line where the two are equal.
 
     predictives: one, or several by their names in the legend, with a colour and a marker for each;
     the fourth has those of the first again. Variances are summed over classes or targets. ax: the
     Axes to draw on; None: a new figure. Raises ValueError where every row has an epistemic variance
     of zero.
     """
-    named = by_name(predictives, "rows")
+    named = name_predictives(predictives, "rows")
     ax, color = open_axes(ax)
     shades = (color.main, color.other, color.ink)
     for i, (name, predictive) in enumerate(named.items()):
-        noise, epistemic = _deviations(predictive)
+        noise, epistemic = _compute_deviations(predictive)
         marker = MARKERS[i % 3]
         ax.scatter(
             noise,
@@ -45,7 +49,9 @@ def doubt(predictives: Predictive | Mapping[str, Predictive], *, ax: Any = None)
             lw=1 if marker == "x" else 0,
             label=name,
         )
+
     ax.set(xscale="log", yscale="log", xlabel="noise (aleatoric sd)", ylabel="doubt (epistemic sd)")
+
     # The diagonal spans both axes, whose limits stay those of the dots.
     x_limits = ax.get_xlim()
     y_limits = ax.get_ylim()
@@ -72,12 +78,12 @@ def out_of_distribution(known: Predictive, foreign: Predictive, *, ax: Any = Non
     """
     ax = doubt({"known": known, "foreign": foreign}, ax=ax)
     _, color = open_axes(ax)
-    _, known_doubt = _deviations(known)
-    _, foreign_doubt = _deviations(foreign)
+    _, known_doubt = _compute_deviations(known)
+    _, foreign_doubt = _compute_deviations(foreign)
     limit = float(torch.quantile(known_doubt, KNOWN))
     ax.axhline(limit, color=color.ink, ls="--", lw=1, label=f"{KNOWN:.0%} of known below")
     share = float((foreign_doubt > limit).double().mean())
-    area = auroc(known_doubt, foreign_doubt)
+    area = compute_auroc(known_doubt, foreign_doubt)
     ax.set_title(f"{share:.0%} of foreign above, AUROC {area:.2f}", fontsize="medium")
     add_legend(ax, markerscale=2)
     return ax
@@ -93,8 +99,9 @@ def influence(
     most: int = 10,
     ax: Any = None,
 ) -> Any:
-    """Draw bars of what the most influential training rows add to the mean, or to the variance, of
-    one output at one input; return the Axes.
+    """Draw what the most influential training rows add to an output, and return the Axes.
+
+    There is a bar for each row, for the mean or the variance of one output at one input.
 
     explanation: of `ssla.explain`. row: the input among those it explains. output: which output of
     the network. by: "mean" or "variance". most: how many training rows are drawn. ax: the Axes to
@@ -121,11 +128,11 @@ def influence(
     return ax
 
 
-def auroc(low: Tensor, high: Tensor) -> float:
-    """Return the area under the ROC curve: the probability that a random value of `high` (k,) is
-    above one of `low` (n,).
+def compute_auroc(low: Tensor, high: Tensor) -> float:
+    """Return the area under the ROC curve of values `low` (n,) and `high` (k,).
 
-    Equal values count half.
+    It is the probability that a random value of `high` is above one of `low`. Equal values count
+    half.
     """
     sorted_low = low.sort().values
     # For each value of `high`: how many of `low` are smaller, and how many are not larger.
@@ -134,7 +141,7 @@ def auroc(low: Tensor, high: Tensor) -> float:
     return float((smaller + not_larger).mean() / 2 / len(low))
 
 
-def _deviations(predictive: Predictive) -> tuple[Tensor, Tensor]:
+def _compute_deviations(predictive: Predictive) -> tuple[Tensor, Tensor]:
     """Return the aleatoric and the epistemic standard deviation (N,) of each row.
 
     Variances are summed over targets or classes first. Zeros are replaced by the smallest positive
@@ -150,6 +157,7 @@ def _deviations(predictive: Predictive) -> tuple[Tensor, Tensor]:
             f"Every row has a doubt of zero (refit={predictive.diagnostics.refit!r}), which a "
             "logarithmic axis cannot show. Use refit='output'."
         )
+
     noise, epistemic = (
         variance.clamp_min(float(variance[variance > 0].min())) for variance in (noise, epistemic)
     )

@@ -1,7 +1,8 @@
 """A posterior as one graph from x to its answers, for programs without ssla: ONNX, or torch.export.
 
 The graph holds the network (in its own dtype), the mean and covariance of the last layer as
-constants, and the predictive of the output refit in float64 with fixed nodes and unrolled steps.
+constants, and the predictive of the output refit in float64. Integrals have fixed nodes, and
+iterations a fixed number of steps (unrolled), because a graph cannot decide by values.
 `exported_files` compares every file with the library before it is kept.
 """
 
@@ -32,13 +33,13 @@ def export(
 ) -> Exported:
     """Write the graph of a posterior to a file; see Posterior.export for arguments and errors."""
     check_exportable(posterior)
-    x = posterior.network.cast(_example_inputs(posterior, example))
+    x = posterior.network.cast(_choose_example_inputs(posterior, example))
     graph = Graph(posterior, x, checked_levels(levels))
     facts = {"likelihood": posterior.report.likelihood, "rows": posterior.report.n}
     return write_graph(path, graph, x, lambda: predict(posterior, x), facts)
 
 
-def _example_inputs(posterior: Posterior, example: Any) -> Inputs:
+def _choose_example_inputs(posterior: Posterior, example: Any) -> Inputs:
     """Return the given rows x, or those of the first batch of the training data.
 
     example: rows, or None. Raises ValueError if there are no rows.
@@ -53,6 +54,7 @@ def _example_inputs(posterior: Posterior, example: Any) -> Inputs:
             "(it was loaded, or fitted to a stream). Give some rows: posterior.export(path, "
             "example=x)."
         )
+
     if not row_count(x):
         raise ValueError("export needs at least one example row, but the example is empty.")
     return x

@@ -39,7 +39,7 @@ ROUNDING = 1e-14  # of a probability; a guess
 
 @dataclass(frozen=True, eq=False)
 class CountLaw:
-    """Tables of all reaches, and which rows use each: the first one whose tails hold < 1e-8.
+    """Tables of all reaches, and which rows use each: the first one with small enough tails.
 
     Answers for rows that use none are NaN.
     """
@@ -118,6 +118,7 @@ class CountLaw:
             share = ((target - low) / (high - low).clamp_min(1e-300)).clamp(0, 1)
             last_needed = (share * table.widths.gather(1, block)).ceil().clamp_min(1) - 1
             values.append(table.edges.gather(1, block) + last_needed)
+
         return self._choose_by_row(values)
 
 
@@ -125,7 +126,9 @@ def make_count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
     """Return the law of counts with mean e^f and a known `overdispersion`, for f ~ N(f̂, K).
 
     f: f̂ (N, 1). K (N, 1, 1). A row uses the table of the first reach whose tails are small enough,
-    and no table if that one is not accurate: the library would then take other blocks.
+    and no table if that one is not accurate: the library would then take other blocks. The variance
+    of counts with mean m is m + αm², with the overdispersion α of the likelihood, which is 0 for
+    Poisson counts.
     """
     overdispersion = likelihood.overdispersion
     assert overdispersion is not None
@@ -135,16 +138,19 @@ def make_count_law(likelihood: Likelihood, f: Tensor, K: Tensor) -> CountLaw:
     remaining = torch.isfinite(mean)  # rows without a table so far
     for reach in REACHES:
         table = _make_table(overdispersion, f, K, mean, scale, reach)
+
         # Small and growing counts come first in the sorted edges of rows that do not have them.
-        _, single, growing = _edge_patterns(reach)
+        _, single, growing = _make_edge_patterns(reach)
         lower_tail, upper_tail = estimate_tails(table, len(single) + len(growing))
         is_first = remaining & (lower_tail <= TAIL) & (upper_tail <= TAIL)
         tables.append(table)
+
         # Growing blocks that begin among the small counts end at HIGHEST_GROWING: not far enough.
         is_mixed = (table.edges[:, 0] < SINGLE_COUNTS) & (mean > SINGLE_COUNTS)
         ends_early = is_mixed & (table.edges[:, -1] > HIGHEST_GROWING)
         used_by.append(is_first & table.accurate & ~ends_early)
         remaining = remaining & ~is_first
+
     return CountLaw(tuple(tables), tuple(used_by))
 
 
@@ -152,7 +158,7 @@ def _locate_blocks(overdispersion: float, f: Tensor, K: Tensor) -> tuple[Tensor,
     """Return the centre of the blocks and their unit, (N,) each, as in `make_count_predictive`.
 
     The centre is e^f̂, and the unit is the standard deviation of the counts, at least 1. f: f̂ (N,
-    1). K (N, 1, 1).
+    1). K (N, 1, 1). overdispersion: α of `make_count_law`.
     """
     nodes, weights = normal_nodes(1)
     # Means of the counts at the nodes of f. A large variance of f is cut: it would move the unit
@@ -175,28 +181,32 @@ def _make_table(
     """Return the table of the blocks up to a reach, with their log probabilities.
 
     f: f̂ (N, 1). K (N, 1, 1). mean and scale (N,): the centre of the blocks and their unit.
+    overdispersion: α of `make_count_law`.
     """
-    edges = _block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
-    # Logs and centres are placeholders: only the edges are used at first.
+    edges = _make_block_edges(mean.unsqueeze(1), scale.unsqueeze(1), reach)
+
+    # The middles and widths of the blocks follow from the edges. Logs and centres are placeholders.
     frame = Table(mean, edges, edges[:, 1:], edges[:, 1:], torch.ones_like(mean, dtype=torch.bool))
     y = frame.middles.clamp_min(0)
     if overdispersion == 0:
-        logs = modes.poisson_log_density(y, f, K)
+        logs = modes.compute_poisson_log_density(y, f, K)
     else:
-        logs = modes.negative_binomial_log_density(overdispersion, y, f, K)
+        logs = modes.compute_negative_binomial_log_density(overdispersion, y, f, K)
+
     totals, centres, corrections = sum_blocks(frame, logs)
     totals = torch.where(frame.widths > 0, totals, NOTHING).clamp_min(NOTHING)
     accurate = (torch.softmax(totals, 1) * corrections**2).sum(1) <= ROUGH
     return frame._replace(logs=totals, centres=centres, accurate=accurate)
 
 
-def _block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
+def _make_block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
     """Return the edges of the blocks (N, k + 1) in rising order, as in `ssla.predictive.count_law`.
 
     mean and scale (N, 1). All rows have the same number of edges. Those that a row does not need
-    repeat its first edge, so that their blocks have no counts.
+    repeat its first edge, so that their blocks have no counts. reach: the largest t, see the
+    module.
     """
-    pattern, single, growing = _edge_patterns(reach)
+    pattern, single, growing = _make_edge_patterns(reach)
     edges = (mean + scale * pattern).round().clamp(0, LARGEST_COUNT)
     last = edges[:, -1:]
     has_small = mean - scale * math.sinh(reach) < SINGLE_COUNTS
@@ -208,7 +218,7 @@ def _block_edges(mean: Tensor, scale: Tensor, reach: float) -> Tensor:
 
 
 @lru_cache(maxsize=8)  # there are three reaches
-def _edge_patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
+def _make_edge_patterns(reach: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return three patterns of edges, which are constants of the graph.
 
     The patterns are sinh(t) for t up to the reach, the small counts, and counts that grow by equal

@@ -99,9 +99,10 @@ def write_graph(
             f"export writes {ONNX} (ONNX) or {TORCH} (torch.export) files, but the path is "
             f"{str(target)!r}."
         )
+
     check_writable(target)
     inputs = input_tensors(example)
-    names = _input_names(example)
+    names = _list_input_names(example)
     expected = _predict_with_library(predict(), graph)
     levels = tuple(graph.levels.q.tolist())
     facts = {**facts, "inputs": list(names), "answers": list(graph.names), "levels": list(levels)}
@@ -112,6 +113,7 @@ def write_graph(
             "torch": _compare_answers("torch", graph, program.module()(*inputs), expected)
         }
         program.module()(*(tensor[:1] for tensor in inputs))  # fails if the rows are fixed
+
     with replace_file(target) as draft:
         if target.suffix == TORCH:
             loaded = _write_torch_file(program, draft, facts)
@@ -124,10 +126,11 @@ def write_graph(
                 differences["onnxruntime"] = _compare_answers(
                     "onnxruntime", graph, answers, expected
                 )
+
     return Exported(target, names, graph.names, levels, len(inputs[0]), differences)
 
 
-def _input_names(example: Inputs) -> tuple[str, ...]:
+def _list_input_names(example: Inputs) -> tuple[str, ...]:
     """Return the name of each tensor of x in the file: its key, x0, x1, …, or x if it is alone."""
     if isinstance(example, Tensor):
         return ("x",)
@@ -149,7 +152,7 @@ def _predict_with_library(predictive: Predictive, graph: Graph) -> tuple[Tensor,
 def _compare_answers(
     program: str, graph: Graph, answers: Any, expected: tuple[Tensor, ...]
 ) -> dict[str, float]:
-    """Return the largest difference of each answer by its name.
+    """Return the largest difference of each answer from the library's, by its name.
 
     program: the name of what ran the graph, for the error. answers, expected: those of the graph
     and of the library, with N rows each. The unit of a number is the larger of its size and its
@@ -157,6 +160,7 @@ def _compare_answers(
     tolerance.
     """
     differences = {}
+
     # Classes have one answer more, the label, which follows from the probabilities.
     for name, answer, reference in zip(graph.names, answers, expected, strict=False):
         answer, reference = answer.double(), reference.double()
@@ -166,37 +170,41 @@ def _compare_answers(
             sd = expected[1].double()
             sd = sd if reference.dim() == sd.dim() else sd.unsqueeze(-1)
             unit = torch.maximum(reference.abs(), sd)
-        gap = (answer - reference).abs() / unit
+
+        error = (answer - reference).abs() / unit
+
         # Equal infinities and equal NaN do not differ.
         equal = (answer == reference) | (answer.isnan() & reference.isnan())
+
         # A NaN on one side only is an infinite difference.
-        gap = torch.where(equal, 0.0, gap).nan_to_num(nan=torch.inf)
-        differences[name] = float(gap.max()) if gap.numel() else 0.0
+        error = torch.where(equal, 0.0, error).nan_to_num(nan=torch.inf)
+        differences[name] = float(error.max()) if error.numel() else 0.0
         if differences[name] > TOLERANCE:
-            raise ValueError(_describe_difference(name, program, gap, answer))
+            raise ValueError(_describe_difference(name, program, error, answer))
+
     return differences
 
 
-def _describe_difference(name: str, program: str, gap: Tensor, answer: Tensor) -> str:
+def _describe_difference(name: str, program: str, error: Tensor, answer: Tensor) -> str:
     """Return the error text: which rows of an answer differ, by how much, and what to do.
 
-    name: of the answer. program: the name of what ran the graph. gap, answer: the differences and
+    name: of the answer. program: the name of what ran the graph. error, answer: the differences and
     the graph's answer, N rows of the same shape.
     """
-    bad = _largest_by_row(gap) > TOLERANCE
-    nan_rows = int(_largest_by_row(answer.isnan()).sum())
+    is_bad = _find_largest_by_row(error) > TOLERANCE
+    nan_rows = int(_find_largest_by_row(answer.isnan()).sum())
     return (
         f"The exported graph is not exact enough, and no file was written: {name} by "
-        f"{program} differs from posterior.predict by up to {float(gap.max()):.2g} (allowed: "
-        f"{TOLERANCE:g}) in {int(bad.sum())} of {len(bad)} rows, the first is row "
-        f"{int(bad.nonzero()[0])}; {nan_rows} rows are NaN, because fixed nodes do not resolve "
+        f"{program} differs from posterior.predict by up to {float(error.max()):.2g} (allowed: "
+        f"{TOLERANCE:g}) in {int(is_bad.sum())} of {len(is_bad)} rows, the first is row "
+        f"{int(is_bad.nonzero()[0])}; {nan_rows} rows are NaN, because fixed nodes do not resolve "
         "them. Likely causes: (a) inputs far from the training data; (b) a network in "
         "float32 with large outputs. Remedy: give example rows like those that the graph "
         "will see, or convert the network with model.double() before the fit."
     )
 
 
-def _largest_by_row(values: Tensor) -> Tensor:
+def _find_largest_by_row(values: Tensor) -> Tensor:
     """Return the largest value of each row: (N, …) -> (N,)."""
     return values.flatten(1).amax(1) if values.dim() > 1 else values
 
@@ -208,14 +216,15 @@ def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedPro
     traced.
     """
     rows = torch.export.Dim("rows", min=1)
+
     # torch.export would take a number of one row as a constant. Rows are repeated, so that a single
     # row of the example is enough.
-    several = tuple(torch.cat([tensor[:1], tensor[:1], tensor[:2]]) for tensor in inputs)
+    repeated_rows = tuple(torch.cat([tensor[:1], tensor[:1], tensor[:2]]) for tensor in inputs)
     shapes = (tuple({0: rows} for _ in inputs),)
     try:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
-            return torch.export.export(graph, several, dynamic_shapes=shapes, strict=False)
+            return torch.export.export(graph, repeated_rows, dynamic_shapes=shapes, strict=False)
     except Exception as error:  # whatever the user's module raises while it is traced
         raise ValueError(
             f"torch.export could not trace the network: {error}. Likely causes: (a) steps in its "
@@ -227,7 +236,10 @@ def _trace_graph(graph: Graph, inputs: list[Tensor]) -> torch.export.ExportedPro
 def _write_torch_file(
     program: torch.export.ExportedProgram, draft: Path, facts: Mapping[str, Any]
 ) -> torch.nn.Module:
-    """Write a traced program for torch.export, with facts about it, and return it as read again."""
+    """Write a traced program for torch.export, with facts about it, and return it as read again.
+
+    draft: the path of the file.
+    """
     with _silence_exporter():
         torch.export.save(program, draft, extra_files={"ssla.json": json.dumps(facts)})
         return torch.export.load(draft).module()
@@ -239,13 +251,14 @@ def _write_onnx_file(
     """Write a traced program as ONNX, with facts about it.
 
     names: those of the inputs. Raises ImportError without onnx and onnxscript, ValueError for an
-    operation that ONNX lacks.
+    operation that ONNX lacks. draft: the path of the file. facts: stored in it as metadata.
     """
     try:
         import onnx  # noqa: F401
         import onnxscript  # noqa: F401
     except ImportError:
         raise ImportError(MISSING) from None
+
     try:
         with _silence_exporter():
             onnx_program = torch.onnx.export(
@@ -261,6 +274,7 @@ def _write_onnx_file(
             f"The graph could not be written as ONNX: {error}. A likely cause: an operation of the "
             f"network that ONNX lacks. Write a {TORCH} file, which holds every operation of torch."
         ) from error
+
     assert onnx_program is not None
     metadata = {f"ssla.{key}": json.dumps(value) for key, value in facts.items()}
     onnx_program.model.metadata_props.update(metadata)
@@ -291,6 +305,7 @@ def _run_onnx_file(path: Path, inputs: Mapping[str, Tensor]) -> list[Tensor] | N
         import onnxruntime
     except ImportError:
         return None
+
     try:
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
         session.run(None, {name: tensor[:1].numpy() for name, tensor in inputs.items()})
@@ -301,4 +316,5 @@ def _run_onnx_file(path: Path, inputs: Mapping[str, Tensor]) -> list[Tensor] | N
             "network that it does not have in float64, such as ELU or GELU. Convert the network "
             f"with model.float() before the fit, or write a {TORCH} file."
         ) from error
+
     return [torch.from_numpy(answer) for answer in answers]

@@ -1,6 +1,7 @@
 """One module from x to the answers: the network, f̂ and K of the posterior, and the law of y.
 
-N rows, C outputs, D targets, k quantiles.
+f̂ and K are mean and covariance of the network's outputs f. There are N rows, C outputs, D targets
+and k quantiles.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from ssla.files.exporting.count_nodes import CountLaw, make_count_law
 from ssla.files.exporting.laws import (
     GaussianLaw,
     Levels,
-    binary_probabilities,
-    covariance_root_of,
+    compute_binary_probabilities,
+    compute_covariance_root,
+    compute_softmax_probabilities,
     make_gaussian_law,
-    softmax_probabilities,
 )
 from ssla.network import LastLayer, LayerInputs
 from ssla.priors import EXACT
@@ -66,9 +67,9 @@ class Graph(nn.Module):
         """
         f, J = self._linearise(self.features(*inputs).double())
         if self.names is CLASSES:
-            p = self._class_probabilities(f, J)
+            p = self._compute_class_probabilities(f, J)
             return p, p.argmax(1)
-        law = self._law_of_number(f, self.posterior.covariance.covariance(J))
+        law = self._make_law_of_number(f, self.posterior.covariance.covariance(J))
         return law.mean, law.variance.sqrt(), law.icdf(self.levels)
 
     def _linearise(self, phi: Tensor) -> tuple[Tensor, Features]:
@@ -82,7 +83,7 @@ class Graph(nn.Module):
         f = J.push(self.posterior.mean)
         return f if network.offset is None else f + network.offset, J.double()
 
-    def _class_probabilities(self, f: Tensor, J: Features) -> Tensor:
+    def _compute_class_probabilities(self, f: Tensor, J: Features) -> Tensor:
         """Return the class probabilities for f̂ (N, C) and J: (N, C), or (N, 2) for one logit."""
         covariance = self.posterior.covariance
         temperature = self.posterior.likelihood.predictive.logit_temperature
@@ -90,10 +91,12 @@ class Graph(nn.Module):
         if temperature != 1:
             f = f / temperature
         if f.shape[1] <= 2:
-            return binary_probabilities(f, covariance.covariance(J) / temperature**2)
-        return softmax_probabilities(f, covariance_root_of(covariance, J).scale_by(1 / temperature))
+            return compute_binary_probabilities(f, covariance.covariance(J) / temperature**2)
+        return compute_softmax_probabilities(
+            f, compute_covariance_root(covariance, J).scale_by(1 / temperature)
+        )
 
-    def _law_of_number(self, f: Tensor, K: Tensor) -> GaussianLaw | CountLaw:
+    def _make_law_of_number(self, f: Tensor, K: Tensor) -> GaussianLaw | CountLaw:
         """Return the law of numbers under Gaussian noise, or of counts.
 
         f: f̂ (N, C). K (N, C, C).
@@ -116,17 +119,20 @@ def check_exportable(posterior: Posterior) -> None:
             f"{shown}: its covariance needs the derivatives of the whole network. Fit with "
             "weights='last_layer'."
         )
+
     if posterior.convention != EXACT:
         raise ValueError(
             "export works with the exact convention only, but this posterior has "
             f"convention={posterior.convention!r}. Use posterior.with_prior(posterior.prior)."
         )
+
     if not likelihood.linear_domain:
         raise ValueError(
             f"{likelihood!r} does not allow every output, and its refit has no fixed number of "
             "steps. Use the default: Poisson(link='log') or "
             "HeteroscedasticGaussian(parameters='mean_log_variance')."
         )
+
     is_count = likelihood.overdispersion is not None
     is_class = likelihood.logit_temperature is not None
     if not (likelihood.quadratic or is_class or is_count):
@@ -136,6 +142,7 @@ def check_exportable(posterior: Posterior) -> None:
             "static graph cannot hold. Export the network alone (torch.onnx.export), or serve "
             "posterior.predict."
         )
+
     has_root = isinstance(posterior.covariance, KfacOperator | DiagonalOperator)
     if likelihood.softmax and not has_root and network.outputs > MOST_CLASSES:
         raise ValueError(

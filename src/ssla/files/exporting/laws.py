@@ -50,7 +50,7 @@ class GaussianLaw:
 
 
 def make_gaussian_law(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
-    """Return the law of y under Gaussian noise, with the variances of noise + K.
+    """Return the law of y under Gaussian noise, whose covariance is noise + K.
 
     f (N, D) is the mean, and K and noise are covariances (N, D, D).
     """
@@ -58,7 +58,7 @@ def make_gaussian_law(f: Tensor, K: Tensor, noise: Tensor) -> GaussianLaw:
     return GaussianLaw(f[:, 0], variance[:, 0]) if f.shape[1] == 1 else GaussianLaw(f, variance)
 
 
-def binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
+def compute_binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
     """Return the probabilities (N, 2) of two classes, for logits f ~ N(f̂, K).
 
     f (N, C), K (N, C, C). C = 1: one logit of the second class. C = 2: one logit of each class, of
@@ -75,19 +75,22 @@ def binary_probabilities(f: Tensor, K: Tensor) -> Tensor:
     return torch.softmax(torch.stack([log_zero, log_one], 1), 1)
 
 
-def softmax_probabilities(f: Tensor, root: Root) -> Tensor:
-    """Return the mean (N, C) of softmax(f̂ + R z) over the nodes z, some of them at a time.
+def compute_softmax_probabilities(f: Tensor, root: Root) -> Tensor:
+    """Return the mean (N, C) of softmax(f̂ + R z) over the nodes z of the library.
 
     f: f̂ (N, C). root: R, with R Rᵀ = K.
     """
     total = torch.zeros_like(f)
-    for moves in _moves_of_nodes(root, softmax_nodes(f.shape[1])):
+    for moves in _iterate_moves_of_nodes(root, softmax_nodes(f.shape[1])):
         total = total + torch.softmax(f.unsqueeze(-1) + moves, 1).sum(-1)
     return total / total.sum(1, keepdim=True)
 
 
-def _moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
-    """Yield R z (N, C, s) for some of the nodes z (C, S) at a time."""
+def _iterate_moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
+    """Yield the moves R z (N, C, s) of the outputs, for s of the nodes z (C, S) at a time.
+
+    root: R, with R Rᵀ = K.
+    """
     if z.shape[1] < 4 * z.shape[0]:
         # So few nodes are rescaled together. The limit is that of `whitened` in
         # `ssla.predictive.class_integrals`.
@@ -97,18 +100,18 @@ def _moves_of_nodes(root: Root, z: Tensor) -> Iterator[Tensor]:
         yield root.multiply(nodes)
 
 
-def covariance_root_of(operator: Operator, J: Features) -> Root:
-    """Return a root R of K = J H⁻¹ Jᵀ, with R Rᵀ = K, which is the one that the library takes.
+def compute_covariance_root(operator: Operator, J: Features) -> Root:
+    """Return the root R of K = J H⁻¹ Jᵀ, with R Rᵀ = K, that the library uses for this operator.
 
-    Kronecker factors and a diagonal have a root without steps. Others take an unrolled Cholesky
-    decomposition.
+    operator: H⁻¹. J: the Jacobian at N inputs. Kronecker factors and a diagonal have a root without
+    steps. Others take an unrolled Cholesky decomposition.
     """
     if isinstance(operator, KfacOperator | DiagonalOperator):
         return operator.root(J)
-    return FullRoot(_unrolled_cholesky(operator.covariance(J)))
+    return FullRoot(_factorise_unrolled(operator.covariance(J)))
 
 
-def _unrolled_cholesky(K: Tensor) -> Tensor:
+def _factorise_unrolled(K: Tensor) -> Tensor:
     """Return the lower Cholesky factor (N, C, C) of K (N, C, C), in C unrolled steps.
 
     A column without a positive pivot is zero, so a singular K is allowed. Up to three outputs have
@@ -127,4 +130,5 @@ def _unrolled_cholesky(K: Tensor) -> Tensor:
         pivot = column[:, j : j + 1].clamp_min(0).sqrt()
         column = torch.where(pivot > 0, column / pivot.clamp_min(TINY), 0.0)
         columns.append(column * (torch.arange(size) >= j))  # zeros above the diagonal
+
     return torch.stack(columns, -1)

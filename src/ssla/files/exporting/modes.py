@@ -2,8 +2,9 @@
 
     log p(y|f̃) − ½(f̃−f̂)ᵀK⁻¹(f̃−f̂) − ½ log|I + ΛK|
 
-The mode f̃ solves one equation in one unknown. For k counts y (N, k), f̂ (N, 1) and K (N, 1, 1) the
-result is (N, k). In the code f is f̂, v is K (N, 1), and u is K⁻¹(f̃−f̂).
+The output f ~ N(f̂, K) is the logarithm of the mean of y, and Λ is minus the second derivative of
+log p(y|f) at the mode f̃. The mode solves one equation in one unknown. For k counts y (N, k), f̂ (N,
+1) and K (N, 1, 1) the result is (N, k). In the code f is f̂, v is K (N, 1), and u is K⁻¹(f̃−f̂).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ SHRINK = 0.9  # a step of Newton's method is at most that part of the step befor
 TINY = 1e-300  # a variance that counts as zero; its logarithm is finite
 
 
-def poisson_log_density(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+def compute_poisson_log_density(y: Tensor, f: Tensor, K: Tensor) -> Tensor:
     """Compute the log density of counts y (N, k) with mean e^f.
 
     At the mode f̃ = f̂ + K(y − e^f̃), so that w = K e^f̃ solves w + log w = log K + f̂ + Ky.
@@ -50,7 +51,9 @@ def _solve_lambert(x: Tensor) -> Tensor:
     return s.exp()
 
 
-def negative_binomial_log_density(dispersion: float, y: Tensor, f: Tensor, K: Tensor) -> Tensor:
+def compute_negative_binomial_log_density(
+    dispersion: float, y: Tensor, f: Tensor, K: Tensor
+) -> Tensor:
     """Compute the log density of counts y (N, k) with mean e^f and variance e^f + α e^2f.
 
     dispersion: α. At the mode f̃ = f̂ + K(y − (y + r)σ(f̃ + log α)), with r = 1/α and the logistic
@@ -69,8 +72,9 @@ def negative_binomial_log_density(dispersion: float, y: Tensor, f: Tensor, K: Te
 
 
 def _find_negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v: Tensor) -> Tensor:
-    """Return f̃ (N, k) with f̃ = f̂ + v(y − (y + r)σ(f̃ + shift)), by Newton steps inside a
-    bracket.
+    """Return the mode f̃ (N, k), by Newton steps inside a bracket.
+
+    It solves f̃ = f̂ + v(y − (y + r)σ(f̃ + shift)).
 
     y (N, k), f̂ and v (N, 1). The root lies between f̂ and log y, and in [f̂ − vr, f̂ + vy].
     """
@@ -81,16 +85,21 @@ def _find_negative_binomial_mode(r: float, shift: float, y: Tensor, f: Tensor, v
     step = 2 * (high - low)
     for _ in range(BRACKET_ROUNDS):
         p = torch.sigmoid(f_mode + shift)
-        # The gap rises with f̃: it is negative below the root, and positive above it.
-        gap = f_mode - f - v * (y - (y + r) * p)
-        low = torch.where(gap <= 0, f_mode, low)
-        high = torch.where(gap >= 0, f_mode, high)
-        new = f_mode - gap / (1 + v * (y + r) * p * (1 - p))
-        size = (new - f_mode).abs()
+
+        # The residual rises with f̃: it is negative below the root, and positive above it.
+        residual = f_mode - f - v * (y - (y + r) * p)
+        low = torch.where(residual <= 0, f_mode, low)
+        high = torch.where(residual >= 0, f_mode, high)
+        next_mode = f_mode - residual / (1 + v * (y + r) * p * (1 - p))
+        size = (next_mode - f_mode).abs()
+
         # Bisection where the step leaves the bracket or does not shrink. A step within rounding
         # error is taken in any case.
-        good = (new >= low) & (new <= high) & (size <= SHRINK * step)
-        new = torch.where(good | (size <= ROUNDING * (1 + f_mode.abs())), new, (low + high) / 2)
-        step = (new - f_mode).abs()
-        f_mode = new
+        is_safe = (next_mode >= low) & (next_mode <= high) & (size <= SHRINK * step)
+        next_mode = torch.where(
+            is_safe | (size <= ROUNDING * (1 + f_mode.abs())), next_mode, (low + high) / 2
+        )
+        step = (next_mode - f_mode).abs()
+        f_mode = next_mode
+
     return f_mode

@@ -1,9 +1,9 @@
-"""Densities over the circle known pointwise: the trapezoidal rule on equally spaced angles, and
-Fourier series between them.
+"""Densities over the circle known pointwise: their mass, moments, quantiles and regions.
 
-For a smooth periodic density both converge exponentially. A row is accepted when every second angle
-gives the same mass to 1e-7; rows that never pass (jumps, peaks narrower than about 1e-3) are
-flagged `accurate = False`.
+Integrals are taken by the trapezoidal rule on equally spaced angles, and the density between the
+angles is a Fourier series. For a smooth periodic density both converge exponentially. A row is
+accepted when every second angle gives the same mass to 1e-7; rows that never pass (jumps, peaks
+narrower than about 1e-3) are flagged `accurate = False`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def wrap_angles(y: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Circle:
-    """Rows on the angles −π + 2πj/k, with log p in `logs`.
+    """The densities p of m rows on the k angles −π + 2πj/k, with log p in `logs`.
 
-    The distribution function is cut at −π.
+    Y is the angle, and its distribution function P(−π ≤ Y ≤ y) begins at −π.
     """
 
     logs: Tensor  # (m, k)
@@ -48,7 +48,7 @@ class Circle:
     @property
     def angles(self) -> Tensor:
         """Return the angles −π + 2πj/k (k,)."""
-        return _spaced_points(self.logs.shape[1])[:-1]
+        return _space_points(self.logs.shape[1])[:-1]
 
     @cached_property
     def log_mass(self) -> Tensor:
@@ -98,10 +98,12 @@ class Circle:
         phi = self._harmonics.conj()
         j = torch.arange(phi.shape[1], dtype=torch.float64)
         density = torch.fft.irfft(phi, count, dim=1) * count / (2 * math.pi)
+
         # The distribution function is the integral of the series: a line and periodic waves.
         integrated = torch.where(j > 0, phi / (1j * j.clamp_min(1)), 0)
         waves = torch.fft.irfft(integrated, count, dim=1) * count / (2 * math.pi)
-        place = _spaced_points(count)
+        place = _space_points(count)
+
         # The value at π is that at −π.
         density, waves = (torch.cat([values, values[:, :1]], 1) for values in (density, waves))
         below = (place + math.pi) / (2 * math.pi) + waves - waves[:, :1]
@@ -117,6 +119,7 @@ class Circle:
         width = place[1] - place[0]
         t = ((y - place[panel]) / width).clamp(0, 1)
         low, high = below.gather(1, panel), below.gather(1, panel + 1)
+
         # Hermite's cubic, from the values and the slopes at both ends of the panel.
         left_slope = density.gather(1, panel) * width
         right_slope = density.gather(1, panel + 1) * width
@@ -163,10 +166,11 @@ class Circle:
             )
             enough = (below_upper - below_lower).sum(1) >= level
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+
         return regions_above(density, place, low)
 
 
-def _spaced_points(count: int) -> Tensor:
+def _space_points(count: int) -> Tensor:
     """Return count + 1 equally spaced points (count + 1,) from −π to π."""
     return torch.linspace(-math.pi, math.pi, count + 1, dtype=torch.float64)
 
@@ -188,16 +192,18 @@ def build_circles(log_density: Callable[[Tensor, Tensor], Tensor], rows: int) ->
     pending = torch.arange(rows)
     count = FIRST_ANGLES
     while pending.numel():
-        again = []
+        retried = []
         for chunk in pending.split(max(ANGLES_AT_ONCE // count, 1)):
-            logs = log_density(_spaced_points(count)[:-1].expand(chunk.numel(), -1), chunk).double()
+            logs = log_density(_space_points(count)[:-1].expand(chunk.numel(), -1), chunk).double()
             # The relative difference of the mass by every second angle from that by all angles
             error = (logs[:, ::2].logsumexp(1) - logs.logsumexp(1) + math.log(2)).expm1().abs()
-            good = error <= HALF_RULE
-            kept = good | (count >= MOST_ANGLES)
-            if bool(kept.any()):
-                circles.append(RowCircle(chunk[kept], Circle(logs[kept], good[kept])))
-            again.append(chunk[~kept])
-        pending = torch.cat(again)
+            passes = error <= HALF_RULE
+            accepted = passes | (count >= MOST_ANGLES)
+            if bool(accepted.any()):
+                circles.append(RowCircle(chunk[accepted], Circle(logs[accepted], passes[accepted])))
+            retried.append(chunk[~accepted])
+
+        pending = torch.cat(retried)
         count *= 2
+
     return circles

@@ -1,5 +1,10 @@
-"""Rows of densities on shared node patterns: mass, moments, distribution function, quantiles,
-regions.
+"""Densities on shared nodes: mass, moments, distribution function, quantiles, regions.
+
+A row is one density p. All rows of a grid share a node pattern, the nodes x (k,) in units of a
+row's scale around its centre. A panel is the interval between two neighbouring nodes, a place a
+point on the line of x or z, and the reach is the t of the last node x = sinh(t). The body of a row
+is its mass between the first and the last node, and its tails are beyond. Logarithms of p are
+relative to the peak where a name says so.
 """
 
 from __future__ import annotations
@@ -29,6 +34,9 @@ RELEVANT = 25.0  # difference of log p from the peak at which the density is neg
 NO_DENSITY = -700.0  # log p relative to the peak that stands for no density: exp(−700) > 0
 BISECTIONS = 45  # of the threshold of a region: 2⁻⁴⁵ of the range of log p is rounding error
 FINE = 8  # places in a panel at which regions are found. A guess
+# Of the search for a quantile: the most rounds, and the step, as a share of a panel, at which it
+# ends
+QUANTILE_ROUNDS, QUANTILE_STEP = 50, 1e-13
 
 
 @cached_constant
@@ -45,36 +53,39 @@ def node_pattern(count: int, reach: float) -> tuple[Tensor, Tensor]:
 
 
 @cached_constant
-def _second_derivative_matrix(count: int, reach: float) -> Tensor:
+def _build_second_derivative_matrix(count: int, reach: float) -> Tensor:
     """Return the matrix (k, k) from nodal values to the second derivatives of their spline.
 
     The spline is cubic and not-a-knot, on the k = count nodes of `node_pattern`. Its second
-    derivatives solve system @ bends = right @ values.
+    derivatives solve system @ bends = right @ values. reach: that of `node_pattern`.
     """
     x = node_pattern(count, reach)[0].numpy()
     h = np.diff(x)
     system = np.zeros((count, count))
     right = np.zeros((count, count))
+
     # Inner rows: the first derivatives of two neighbouring panels agree at their node.
     for j in range(1, count - 1):
         system[j, j - 1 : j + 2] = h[j - 1], 2 * (h[j - 1] + h[j]), h[j]
         right[j, j - 1 : j + 2] = 6 / h[j - 1], -6 / h[j - 1] - 6 / h[j], 6 / h[j]
+
     # First and last row: the third derivatives of the outer two panels agree (not-a-knot).
     system[0, :3] = h[1], -(h[0] + h[1]), h[0]
     system[-1, -3:] = h[-1], -(h[-2] + h[-1]), h[-2]
+
     # Rows of very unequal size are brought to one size before the solve.
     scale = np.abs(system).max(1, keepdims=True)
     return torch.from_numpy(np.linalg.solve(system / scale, right / scale))
 
 
 @cached_constant
-def _midpoint_matrix(count: int, reach: float) -> Tensor:
+def _build_midpoint_matrix(count: int, reach: float) -> Tensor:
     """Return the matrix (k − 1, k) from nodal values to the spline in the middle of its panels.
 
     With width h the spline is there the mean of both values less h²/16 times the sum of both second
-    derivatives.
+    derivatives. count, reach: those of `node_pattern`.
     """
-    x, bends = node_pattern(count, reach)[0], _second_derivative_matrix(count, reach)
+    x, bends = node_pattern(count, reach)[0], _build_second_derivative_matrix(count, reach)
     eye = torch.eye(count, dtype=torch.float64)
     square = ((x[1:] - x[:-1]) ** 2)[:, None]
     return (eye[1:] + eye[:-1]) / 2 - square / 16 * (bends[1:] + bends[:-1])
@@ -88,16 +99,19 @@ def _legendre_rule() -> tuple[Tensor, Tensor]:
 
 
 class Tail(NamedTuple):
-    """p(r) = exp(log_end)·(r/r_end)^(−power), r ≥ r_end: the density beyond the last node."""
+    """The density beyond the last node: p(r) = exp(log_end)·(r/r_end)^(−power) for r ≥ r_end.
 
-    distance: Tensor  # (m,) r_end
-    log_end: Tensor  # (m,)
-    power: Tensor  # (m,)
+    r is the distance from the centre, in the unit of z.
+    """
+
+    distance: Tensor  # r_end, that of the last node (m,)
+    log_end: Tensor  # log p there (m,)
+    power: Tensor  # (m,); infinite: there is no density beyond
 
     def moment(self, order: int, log_unit: Tensor) -> Tensor:
         """Compute ∫ r^order p dr over r ≥ r_end, in units of exp(log_unit).  (m,) -> (m,).
 
-        The integral is infinite where the power is too small for the integral.
+        The integral is infinite where the power is too small for it to exist.
         """
         margin = self.power - 1 - order
         size = (self.log_end - log_unit).exp() * self.distance ** (1 + order)
@@ -121,6 +135,19 @@ def _fit_tail(distance: Tensor, logs: Tensor) -> Tail:
     # Without density at the last node there is none beyond.
     power = torch.where(logs[:, 1] == -math.inf, math.inf, power)
     return Tail(distance[:, 1], logs[:, 1], power)
+
+
+class _Panels(NamedTuple):
+    """The cubic splines on some panels, one for each entry of the fields (m, q).
+
+    x and widths are in units of the scale, and values are log p relative to its peak.
+    """
+
+    width: Tensor
+    left: Tensor  # value at the left end
+    right: Tensor  # value at the right end
+    left_bend: Tensor  # second derivative in x at the left end
+    right_bend: Tensor  # second derivative in x at the right end
 
 
 class Regions(NamedTuple):
@@ -235,11 +262,13 @@ class Grid:
         left, mid, right = (self.logs.gather(1, best + d).squeeze(1) for d in (-1, 0, 1))
         x = self.pattern
         best = best.squeeze(1)
+
         # Distances to the left and to the right neighbour, and slopes of the chords to them
         a = x[best] - x[best - 1]
         b = x[best + 1] - x[best]
         left_slope = (mid - left) / a
         right_slope = (right - mid) / b
+
         # The parabola's second and first derivative at the highest node
         curvature = (right_slope - left_slope) / ((a + b) / 2)
         slope = (left_slope * b + right_slope * a) / (a + b)
@@ -257,7 +286,9 @@ class Grid:
     @cached_property
     def _second_derivatives(self) -> Tensor:
         """Return the second derivatives of the spline in x at the nodes (m, k)."""
-        return self._relative_logs @ _second_derivative_matrix(self.logs.shape[1], self.reach).mT
+        return (
+            self._relative_logs @ _build_second_derivative_matrix(self.logs.shape[1], self.reach).mT
+        )
 
     def find_overshooting_rows(self) -> Tensor:
         """Return which rows (m,) have a spline that rises well above the nodes of a panel.
@@ -266,18 +297,15 @@ class Grid:
         do not resolve.
         """
         logs = self._relative_logs
-        middle = logs @ _midpoint_matrix(logs.shape[1], self.reach).mT
+        middle = logs @ _build_midpoint_matrix(logs.shape[1], self.reach).mT
         above = middle - torch.maximum(logs[:, :-1], logs[:, 1:])
         return ((above > OVERSHOOT) & (middle > -RELEVANT)).any(1)
 
-    def _panel_data(self, panel: Tensor) -> tuple[Tensor, ...]:
-        """Return the spline's data for some panels, given by their numbers (m, q).
-
-        The data are width, left value, right value, left and right second derivative, each (m, q).
-        """
+    def _gather_panels(self, panel: Tensor) -> _Panels:
+        """Return the spline on some panels of each row, given by their numbers (m, q)."""
         x = self.pattern
         right = panel + 1
-        return (
+        return _Panels(
             x[right] - x[panel],
             self._relative_logs.gather(1, panel),
             self._relative_logs.gather(1, right),
@@ -292,18 +320,18 @@ class Grid:
         The mass is ∫ p/p_max dx, with x in units of the scale.
         """
         x = self.pattern
-        ends = (
+        panels = _Panels(
             (x[1:] - x[:-1]).expand(self.logs.shape[0], -1),
             self._relative_logs[:, :-1],
             self._relative_logs[:, 1:],
             self._second_derivatives[:, :-1],
             self._second_derivatives[:, 1:],
         )
-        panels = _panel_integral(ends, torch.ones_like(ends[0]))
+        masses = _integrate_panels(panels, torch.ones_like(panels.width))
         left = self.tails[0].moment(0, self.peak) / self.scale
-        return torch.cat([left[:, None], panels], 1).cumsum(1)
+        return torch.cat([left[:, None], masses], 1).cumsum(1)
 
-    def spline_error(self) -> Tensor:
+    def compute_spline_error(self) -> Tensor:
         """Compute the relative difference of the spline's mass from the trapezoidal rule's (m,)."""
         log_spline_mass = self._total_mass.log() + self.scale.log() + self.peak
         return (log_spline_mass - self.log_mass).expm1().abs()
@@ -318,9 +346,10 @@ class Grid:
         pattern = self.pattern
         x = (z - self.centre[:, None]) / self.scale[:, None]
         panel = (torch.searchsorted(pattern, x.contiguous()) - 1).clamp(0, pattern.numel() - 2)
-        ends = self._panel_data(panel)
-        fraction = ((x - pattern[panel]) / ends[0]).clamp(0, 1)
-        value = self._cumulative_mass.gather(1, panel) + _panel_integral(ends, fraction)
+        panels = self._gather_panels(panel)
+        fraction = ((x - pattern[panel]) / panels.width).clamp(0, 1)
+        value = self._cumulative_mass.gather(1, panel) + _integrate_panels(panels, fraction)
+
         # Beyond the last nodes the mass of the power laws takes the place of the spline's.
         distance = (z - self.centre[:, None]).abs()
         for is_right, tail in zip((False, True), self.tails, strict=True):
@@ -332,6 +361,7 @@ class Grid:
                 value = torch.where(
                     beyond, self._total_mass[:, None] - mass if is_right else mass, value
                 )
+
         return (value / self._total_mass[:, None]).clamp(0, 1)
 
     def icdf(self, q: Tensor) -> Tensor:
@@ -340,7 +370,8 @@ class Grid:
         q ≤ 0 gives −∞ and q ≥ 1 gives ∞. It is NaN where the mass is NaN.
         """
         target = q * self._total_mass[:, None]
-        z = self._to_places(self._spline_quantile(target))
+        z = self._to_places(self._find_spline_quantile(target))
+
         # Targets in a tail are quantiles of its power law.
         for is_right, tail in zip((False, True), self.tails, strict=True):
             tail_mass = tail.moment(0, self.peak)[:, None] / self.scale[:, None]
@@ -349,12 +380,13 @@ class Grid:
             if bool(beyond.any()):
                 radius = tail.radius((mass / tail_mass).clamp(0, 1))
                 z = torch.where(beyond, self.centre[:, None] + (radius if is_right else -radius), z)
+
         z = torch.where(q <= 0, -math.inf, z)
         return torch.where(
             self._total_mass[:, None].isnan(), torch.nan, torch.where(q >= 1, math.inf, z)
         )
 
-    def _spline_quantile(self, target: Tensor) -> Tensor:
+    def _find_spline_quantile(self, target: Tensor) -> Tensor:
         """Compute the x up to which the spline and the left tail have the mass `target`.
 
         target (m, k), in the units of `_cumulative_mass` -> (m, k). A target in a tail gives the
@@ -364,23 +396,28 @@ class Grid:
         panel = (torch.searchsorted(self._cumulative_mass, target.contiguous()) - 1).clamp(
             0, pattern.numel() - 2
         )
-        ends = self._panel_data(panel)
-        need = (target - self._cumulative_mass.gather(1, panel)).clamp_min(0)
-        low, high = torch.zeros_like(need), torch.ones_like(need)
-        fraction = (need / _panel_integral(ends, high).clamp_min(1e-300)).clamp(0, 1)
+        panels = self._gather_panels(panel)
+        needed_mass = (target - self._cumulative_mass.gather(1, panel)).clamp_min(0)
+        low, high = torch.zeros_like(needed_mass), torch.ones_like(needed_mass)
+        fraction = (needed_mass / _integrate_panels(panels, high).clamp_min(1e-300)).clamp(0, 1)
+
         # Newton steps inside a shrinking bracket, and bisection where they leave it: usually five
         # rounds.
-        for _ in range(50):
-            gap = _panel_integral(ends, fraction) - need
-            low, high = torch.where(gap <= 0, fraction, low), torch.where(gap >= 0, fraction, high)
-            density = _spline_value(ends, fraction).exp() * ends[0]
-            step = gap / density.clamp_min(1e-300)
-            if bool((step.abs() <= 1e-13).all()):
+        for _ in range(QUANTILE_ROUNDS):
+            excess = _integrate_panels(panels, fraction) - needed_mass
+            low, high = (
+                torch.where(excess <= 0, fraction, low),
+                torch.where(excess >= 0, fraction, high),
+            )
+            density = _evaluate_spline(panels, fraction).exp() * panels.width
+            step = excess / density.clamp_min(1e-300)
+            if bool((step.abs() <= QUANTILE_STEP).all()):
                 break
-            new = fraction - step
-            inside = (new >= low) & (new <= high)
-            fraction = torch.where(inside, new, (low + high) / 2)
-        return pattern[panel] + fraction * ends[0]
+            newton_point = fraction - step
+            inside = (newton_point >= low) & (newton_point <= high)
+            fraction = torch.where(inside, newton_point, (low + high) / 2)
+
+        return pattern[panel] + fraction * panels.width
 
     def hdr(self, level: float, log_slope: Callable[[Tensor], Tensor] | None = None) -> Regions:
         """Return the highest density region: the smallest set with the probability `level`.
@@ -390,13 +427,15 @@ class Grid:
         y(z); the set is then the smallest in y, {z: p(z) / y′(z) ≥ c}. None: the set is the
         smallest in z.
         """
-        heights, places = self._fine_heights()
+        heights, places = self._compute_fine_heights()
         if log_slope is not None:
             changed = heights - log_slope(self._to_places(places))
             # A density of zero stays zero in every y.
             heights = torch.where(heights > NO_DENSITY, changed, -math.inf)
+
         low = torch.maximum(heights[:, 0], heights[:, -1])
-        short = self._region_probability(self._regions_above(heights, places, low)) < level
+        short = self._compute_region_probability(self._regions_above(heights, places, low)) < level
+
         # Where the region above the end nodes is too small, the density is high at an end, or the
         # tails beyond the nodes are needed.
         if bool(short.any()):
@@ -404,25 +443,30 @@ class Grid:
                 heights, places = self._extend_by_tails(heights, places)
             least = torch.where(heights.isneginf(), math.inf, heights).amin(1)
             low = torch.where(short, least, low)
+
         high = heights.max(1).values
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            enough = self._region_probability(self._regions_above(heights, places, middle)) >= level
+            enough = (
+                self._compute_region_probability(self._regions_above(heights, places, middle))
+                >= level
+            )
             low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+
         return self._regions_above(heights, places, low)
 
-    def _fine_heights(self) -> tuple[Tensor, Tensor]:
+    def _compute_fine_heights(self) -> tuple[Tensor, Tensor]:
         """Return log p relative to its peak (m, F), and the F places (F,), FINE in each panel.
 
         The places are in units of the scale. The last node is one of them too.
         """
         x = self.pattern
-        panels = x.numel() - 1
+        panel_count = x.numel() - 1
         fractions = torch.arange(FINE, dtype=x.dtype) / FINE
         # FINE fractions of each panel in turn, the same for all rows
-        panel = torch.arange(panels).repeat_interleave(FINE).expand(self.logs.shape[0], -1)
-        fraction = fractions.repeat(panels).expand_as(panel)
-        inner = _spline_value(self._panel_data(panel), fraction)
+        panel = torch.arange(panel_count).repeat_interleave(FINE).expand(self.logs.shape[0], -1)
+        fraction = fractions.repeat(panel_count).expand_as(panel)
+        inner = _evaluate_spline(self._gather_panels(panel), fraction)
         places = (x[:-1, None] + fractions * (x[1:] - x[:-1])[:, None]).flatten()
         return torch.cat([inner, self._relative_logs[:, -1:]], 1), torch.cat([places, x[-1:]])
 
@@ -437,7 +481,7 @@ class Grid:
         heights = torch.cat([left.flip(1), heights, right], 1).clamp_min(NO_DENSITY)
         return heights, torch.cat([x[0] * ratios.flip(0), places, x[-1] * ratios])
 
-    def _region_probability(self, regions: Regions) -> Tensor:
+    def _compute_region_probability(self, regions: Regions) -> Tensor:
         """Compute the probability (m,) of unions of intervals in z."""
         ends = torch.cat([regions.lower, regions.upper], 1)
         # NaN pads rows with fewer intervals, and counts as zero.
@@ -461,10 +505,12 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
     excess = heights - threshold[:, None]
     above = excess > 0
     below = torch.zeros_like(above[:, :1])  # beyond either end nothing is above
+
     # A place starts an interval where its left neighbour is not above, and stops one where its
     # right neighbour is not.
     starts = ~torch.cat([below, above[:, :-1]], 1) & above
     stops = ~torch.cat([above[:, 1:], below], 1) & above
+
     # The number of the interval that starts or stops at a place
     start_number = starts.cumsum(1)
     stop_number = stops.cumsum(1)
@@ -472,15 +518,17 @@ def regions_above(heights: Tensor, places: Tensor, threshold: Tensor) -> Regions
     most = max(int(count.max()), 1) if len(count) else 1
     lowers: list[Tensor] = []
     uppers: list[Tensor] = []
+
     # A row has one interval, rarely two or three.
     for number in range(1, most + 1):
-        missing = count < number
+        is_missing = count < number
         first = (starts & (start_number == number)).to(torch.uint8).argmax(1)
         last = (stops & (stop_number == number)).to(torch.uint8).argmax(1)
         lower = _interpolate_crossing(excess, places, first, -1)
         upper = _interpolate_crossing(excess, places, last, 1)
-        lowers.append(lower.masked_fill(missing, math.nan))
-        uppers.append(upper.masked_fill(missing, math.nan))
+        lowers.append(lower.masked_fill(is_missing, math.nan))
+        uppers.append(upper.masked_fill(is_missing, math.nan))
+
     return Regions(torch.stack(lowers, 1), torch.stack(uppers, 1))
 
 
@@ -498,13 +546,12 @@ def _interpolate_crossing(excess: Tensor, places: Tensor, inner: Tensor, step: i
     return places[inner] + share * (places[outer] - places[inner])
 
 
-def _spline_value(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
+def _evaluate_spline(panels: _Panels, fraction: Tensor) -> Tensor:
     """Compute the cubic spline at a fraction of panels.  (m, q) -> (m, q).
 
-    ends: what `_panel_data` returns for the panels. fraction: the distance from the left end, as a
-    share of the width.
+    fraction: the distance from the left end of each panel, as a share of its width.
     """
-    width, left, right, left_bend, right_bend = ends
+    width, left, right, left_bend, right_bend = panels
     remainder = 1 - fraction
     bend = (
         remainder * (remainder * remainder - 1) * left_bend
@@ -513,12 +560,12 @@ def _spline_value(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
     return remainder * left + fraction * right + width * width / 6 * bend
 
 
-def _panel_integral(ends: tuple[Tensor, ...], fraction: Tensor) -> Tensor:
+def _integrate_panels(panels: _Panels, fraction: Tensor) -> Tensor:
     """Compute ∫ exp(spline) dx from a panel's left end over a fraction of it.  (m, q) -> (m, q).
 
-    ends: what `_panel_data` returns for the panels. It takes four Gauss–Legendre nodes.
+    fraction: as in `_evaluate_spline`. The rule has four Gauss–Legendre nodes.
     """
     total = torch.zeros_like(fraction)
     for node, weight in zip(*_legendre_rule(), strict=True):
-        total = total + weight * _spline_value(ends, fraction * node).exp()
-    return total * fraction * ends[0]
+        total = total + weight * _evaluate_spline(panels, fraction * node).exp()
+    return total * fraction * panels.width

@@ -61,22 +61,27 @@ def expected_entropy(mean: Tensor, sd: Tensor) -> Tensor:
     Beyond the last node h is below 1e-15.
     """
     z, weights = normal_trapezoidal_rule()
-    near = _entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z) @ weights
-    L = _spaced_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
-    wide = sd.clamp_min(LARGE)
-    scores = (L - mean.unsqueeze(1)) / wide.unsqueeze(1)
-    far = (-0.5 * scores * scores).exp() @ _entropy_of_logit(L)
-    return torch.where(sd <= LARGE, near, far * LOGISTIC_STEP / (wide * math.sqrt(2 * math.pi)))
+    by_normal = (
+        _compute_entropy_of_logit(mean.unsqueeze(1) + sd.clamp_max(LARGE).unsqueeze(1) * z)
+        @ weights
+    )
+    L = _space_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
+    large_sd = sd.clamp_min(LARGE)
+    scores = (L - mean.unsqueeze(1)) / large_sd.unsqueeze(1)
+    by_logit = (-0.5 * scores * scores).exp() @ _compute_entropy_of_logit(L)
+    return torch.where(
+        sd <= LARGE, by_normal, by_logit * LOGISTIC_STEP / (large_sd * math.sqrt(2 * math.pi))
+    )
 
 
-def _entropy_of_logit(f: Tensor) -> Tensor:
+def _compute_entropy_of_logit(f: Tensor) -> Tensor:
     """Compute the entropy h(σ(f)) in nats, elementwise, without cancellation for large |f|."""
     return -torch.sigmoid(f) * logsigmoid(f) - torch.sigmoid(-f) * logsigmoid(-f)
 
 
 def normal_trapezoidal_rule() -> tuple[Tensor, Tensor]:
     """Return nodes z and weights, each (J,), of the trapezoidal rule for E h(Z), Z ~ N(0, 1)."""
-    z = _spaced_nodes(NORMAL_REACH, NORMAL_STEP)
+    z = _space_nodes(NORMAL_REACH, NORMAL_STEP)
     return z, torch.softmax(-0.5 * z * z, 0)
 
 
@@ -95,7 +100,7 @@ def _integrate_by_logistic(
     m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]
 ) -> LogisticNormal:
     """Compute the expectations by nodes of a logistic variable, for s ≥ LARGE.  m, s (N,)."""
-    L = _spaced_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
+    L = _space_nodes(LOGISTIC_REACH, LOGISTIC_STEP)
     log_weights = torch.log_softmax(logsigmoid(L) + logsigmoid(-L), 0)
     z = (m.unsqueeze(1) - L) / s.unsqueeze(1)
     log_one, log_zero = (
@@ -104,6 +109,7 @@ def _integrate_by_logistic(
         )
         for sign in (1, -1)
     )
+
     # Var σ = E σ · E(1 − σ) − E[σ(1 − σ)], and the last term is dE σ/dm.
     slope = (-0.5 * z * z).exp() @ log_weights.exp() / (s * math.sqrt(2 * math.pi))
     spread = ((log_one + log_zero).exp() - slope).clamp_min(0)
@@ -116,13 +122,14 @@ def _log_tail(m: Tensor, s: Tensor, log_ndtr: Callable[[Tensor], Tensor]) -> Ten
     The logistic density is e^l there. By parts the integral is e^end Φ((m − end)/s) + e^(m + s²/2)
     Φ(t), with t = a − s and a = (end − m)/s. For t < −FAR the logarithm of the second term is a
     difference of numbers of size s², of which only rounding errors are left. There the same term is
-    computed as e^(end − a²/2) Φ(t) / (√2π φ(t)).
+    computed as e^(end − a²/2) Φ(t) / (√2π φ(t)). log_ndtr: log Φ, elementwise.
     """
     end = -LOGISTIC_REACH
     ends = end + log_ndtr((m - end) / s)
     a = (end - m) / s
     t = a - s
     far = t < -FAR
+
     # Where one form is used, the other gets an argument that keeps it finite.
     near = torch.where(far, torch.zeros_like(m), m + s * s / 2) + log_ndtr(
         torch.where(far, torch.zeros_like(t), t)
@@ -140,6 +147,6 @@ def _log_mills(t: Tensor) -> Tensor:
     return -torch.log(-t) - 0.5 * math.log(2 * math.pi) + torch.log1p(inverse * (3 * inverse - 1))
 
 
-def _spaced_nodes(reach: float, step: float) -> Tensor:
+def _space_nodes(reach: float, step: float) -> Tensor:
     """Return equally spaced nodes (J,) from −reach to reach."""
     return torch.linspace(-reach, reach, round(2 * reach / step) + 1, dtype=torch.float64)

@@ -1,4 +1,9 @@
-"""Moments of a monotone function y = h(z), where the density of z is known pointwise."""
+"""Moments of a monotone function y = h(z), where the density p of z is known pointwise.
+
+z is the variable of a grid of nodes (see `search`), and the moments are E y and Var y. A node's
+weight w grows like |h(z) − h(centre)|, so that p·w and p·w² have about the widths of the integrands
+of the first and the second moment: see `_compute_log_weight`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +24,7 @@ FALL = 1.0
 LADDER = torch.logspace(0, 6, 241, dtype=torch.float64)
 
 Map = Callable[[Tensor], Tensor]
+"""z -> h(z), elementwise, for a monotone function h."""
 
 
 def mapped_moments(
@@ -33,49 +39,56 @@ def mapped_moments(
     this log_density. accuracy: of the integrals. A moment is infinite where it does not exist.
 
     Nodes that resolve the mass may miss a moment: the second moment of a log-normal with σ = 3 lies
-    six standard deviations out. So the nodes must integrate p·w² as well, with w of `_log_weight`,
-    and rows where they do not get other nodes.
+    six standard deviations out. So the nodes must integrate p·w² as well, with w of
+    `_compute_log_weight`, and rows where they do not get other nodes.
     """
     count = sum(piece.rows.numel() for piece in pieces)
     mean, variance = torch.empty(2, count, dtype=torch.float64).unbind(0)
     for rows, grid in pieces:
-        mean[rows] = _moment_from_nodes(grid, grid.log_mass, h, h(grid.centre), 1)
-        variance[rows] = _moment_from_nodes(grid, grid.log_mass, h, mean[rows], 2)
+        mean[rows] = _compute_moment_from_nodes(grid, grid.log_mass, h, h(grid.centre), 1)
+        variance[rows] = _compute_moment_from_nodes(grid, grid.log_mass, h, mean[rows], 2)
         lost = (~_resolves_moments(grid, h, accuracy)).nonzero().squeeze(-1)
         if not lost.numel():
             continue
         piece = RowGrid(rows[lost], grid.select_rows(lost))
         around = h(piece.grid.centre)
-        mean[piece.rows] = _refined_moment(log_density, piece, h, around, 1, accuracy)
+        mean[piece.rows] = _compute_refined_moment(log_density, piece, h, around, 1, accuracy)
         around = mean[piece.rows]
-        variance[piece.rows] = _refined_moment(log_density, piece, h, around, 2, accuracy)
+        variance[piece.rows] = _compute_refined_moment(log_density, piece, h, around, 2, accuracy)
+
     return mean, variance
 
 
-def _moment_from_nodes(grid: Grid, log_mass: Tensor, h: Map, around: Tensor, order: int) -> Tensor:
+def _compute_moment_from_nodes(
+    grid: Grid, log_mass: Tensor, h: Map, around: Tensor, order: int
+) -> Tensor:
     """Compute a moment of y = h(z) from the nodes of a grid.  log_mass, around (m,) -> (m,).
 
-    Order 1 gives the mean, as around + E[y − around], and order 2 gives E[(y − around)²]. Terms are
-    formed in logarithms, for y from 1e-300 to 1e300.
+    around: the value of y from which deviations are taken. Order 1 gives the mean, as around + E[y
+    − around], and order 2 gives E[(y − around)²]. Terms are formed in logarithms, for y from 1e-300
+    to 1e300.
     """
     offset = h(grid.nodes) - around[:, None]
     terms = torch.exp(grid.log_terms + order * offset.abs().log() - log_mass[:, None])
     return around + (terms * offset.sign()).sum(1) if order == 1 else terms.sum(1)
 
 
-def _refined_moment(
+def _compute_refined_moment(
     log_density: LogDensity, piece: RowGrid, h: Map, around: Tensor, order: int, accuracy: Accuracy
 ) -> Tensor:
-    """Compute `_moment_from_nodes` (m,) for the rows of a piece, from new nodes that resolve it.
+    """Compute a moment of y = h(z) (m,) for the rows of a piece, from new nodes that resolve it.
 
-    The new nodes are those for p·wᵒʳᵈᵉʳ. around (m,). The moment is infinite where p·wᵒʳᵈᵉʳ has no
-    integral.
+    around (m,): the value of y from which deviations are taken. The new nodes are those for
+    p·wᵒʳᵈᵉʳ. The moment is infinite where p·wᵒʳᵈᵉʳ has no
+    integral. order: 1 or 2, as in `_compute_moment_from_nodes`. accuracy: of the new nodes.
     """
     rows, grid = piece
 
     def log_integrand(z: Tensor, i: Tensor) -> Tensor:
         """Compute log(p·wᵒʳᵈᵉʳ) at z (r, k) for some rows i (r,) of the piece."""
-        return log_density(z, rows[i]).double() + order * _log_weight(grid.select_rows(i), h, z)
+        return log_density(z, rows[i]).double() + order * _compute_log_weight(
+            grid.select_rows(i), h, z
+        )
 
     moment = torch.full_like(grid.centre, math.inf)
     finite = _integrand_falls(log_integrand, grid, h).nonzero().squeeze(-1)
@@ -88,13 +101,14 @@ def _refined_moment(
         ):
             i = finite[part]
             # The nodes hold log(p·wᵒʳᵈᵉʳ); the moment needs log p.
-            log_weights = order * _log_weight(grid.select_rows(i), h, refined.nodes)
+            log_weights = order * _compute_log_weight(grid.select_rows(i), h, refined.nodes)
             density = replace(refined, logs=refined.logs - log_weights)
-            moment[i] = _moment_from_nodes(density, grid.log_mass[i], h, around[i], order)
+            moment[i] = _compute_moment_from_nodes(density, grid.log_mass[i], h, around[i], order)
+
     return moment
 
 
-def _log_weight(grid: Grid, h: Map, z: Tensor) -> Tensor:
+def _compute_log_weight(grid: Grid, h: Map, z: Tensor) -> Tensor:
     """Compute log w at z, with w² = 1 + ((h(z) − h(c))/d)².  (m, k) -> (m, k).
 
     c is the grid's centre, and d the change of h over one scale to either side of it. So p·w² has
@@ -110,7 +124,7 @@ def _resolves_moments(grid: Grid, h: Map, accuracy: Accuracy) -> Tensor:
 
     The end terms must be a small share, and the rule on every second node must give the same.
     """
-    terms = grid.relative_terms * (2 * _log_weight(grid, h, grid.nodes)).exp()
+    terms = grid.relative_terms * (2 * _compute_log_weight(grid, h, grid.nodes)).exp()
     total = terms.sum(1)
     ends_are_small = terms[:, 0] + terms[:, -1] <= accuracy.tail * total
     half_rule = 2 * terms[:, ::2].sum(1)

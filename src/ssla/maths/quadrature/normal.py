@@ -32,8 +32,10 @@ def normal_nodes(size: int, pairs: int = PAIRS) -> tuple[Tensor, Tensor]:
         if size == 1:
             return x.unsqueeze(1), w
         return torch.cartesian_prod(x, x), torch.outer(w, w).flatten()
+
     u = torch.quasirandom.SobolEngine(size, scramble=True, seed=0).draw(pairs, dtype=torch.float64)
     z = torch.special.ndtri(u.clamp(1e-6, 1 - 1e-6))  # the quantile function is infinite at 0, 1
+
     # With the mirror images the mean is zero, so whitening needs the second moment only.
     if pairs >= 2 * size:
         factor = torch.linalg.cholesky(z.mT @ z / pairs)
