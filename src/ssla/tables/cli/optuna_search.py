@@ -17,7 +17,7 @@ from ssla.tables.cli.console import show_progress
 from ssla.tables.cli.train import (
     Request,
     make_estimator,
-    one_network_request,
+    make_one_network_request,
     shuffle_rows,
     without_mixtures,
 )
@@ -65,7 +65,7 @@ def search_options(
         log-likelihood at the held-out rows.
         """
         estimator = make_estimator(
-            one_network_request(request), likelihood, _suggest_options(trial)
+            make_one_network_request(request), likelihood, _suggest_options(trial)
         )
         estimator.fit(rows[kept], y[kept])
         return float(estimator.evaluate(without_mixtures(rows[held_out]), y[held_out])["nll"])
@@ -78,7 +78,7 @@ def search_options(
             callbacks=[lambda study, trial: advance(trial.number + 1 - done)],
         )
     history = f"continued with {done} earlier trials" if done else "new study"
-    return _estimator_options(study.best_params), history
+    return _make_estimator_options(study.best_params), history
 
 
 def _hash_study(request: Request, X: np.ndarray, y: np.ndarray) -> str:
@@ -86,7 +86,7 @@ def _hash_study(request: Request, X: np.ndarray, y: np.ndarray) -> str:
 
     That is the rows X (n, d) and y (n,), and the request without paths and number of trials.
     """
-    settings = replace(one_network_request(request), data=Path(), output=Path(), tune_trials=0)
+    settings = replace(make_one_network_request(request), data=Path(), output=Path(), tune_trials=0)
     digest = hashlib.sha256(f"{settings} {X.shape} {y.tolist()}".encode())
     digest.update(np.ascontiguousarray(X).tobytes())
     return digest.hexdigest()[:16]
@@ -102,10 +102,10 @@ def _suggest_options(trial: Any) -> dict[str, Any]:
     trial.suggest_categorical("activation", ["silu", "relu", "tanh"])
     trial.suggest_float("learning_rate", 1e-3, 3e-2, log=True)
     trial.suggest_float("prior_precision", 1e-2, 1e2, log=True)
-    return _estimator_options(trial.params)
+    return _make_estimator_options(trial.params)
 
 
-def _estimator_options(parameters: dict[str, Any]) -> dict[str, Any]:
+def _make_estimator_options(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of a trial as options of an estimator.
 
     The option `hidden` is in place of the parameters "width" and "layers".

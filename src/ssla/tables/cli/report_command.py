@@ -15,7 +15,7 @@ from ssla.tables.cli.work import NumberFormat
 from ssla.tables.columns import Table, TableError
 from ssla.tables.estimators.training_table import TrainingTable
 from ssla.tables.report import build_page
-from ssla.tables.report.table_models import describe_columns, table_subject
+from ssla.tables.report.table_models import describe_columns, make_table_subject
 from ssla.tables.scoring.saved_models import open_trained
 
 
@@ -39,7 +39,7 @@ def write_page(
     estimator = opened.estimator
     table = number_format.read_table(data, training)
     y, rows, remarks = _select_rows(estimator, training, table)
-    subject = table_subject(estimator, table, y, training.target, rows, remarks=remarks)
+    subject = make_table_subject(estimator, table, y, training.target, rows, remarks=remarks)
     files = [file for file in sorted(model.iterdir()) if file.is_file()]
     subject = replace(
         subject,

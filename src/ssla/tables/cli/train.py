@@ -12,7 +12,7 @@ import ssla
 from ssla._checks import check_name, warn
 from ssla.tables.columns import Encoded, Plan, Table, TableError, Target, read_target
 from ssla.tables.estimators import SSLAClassifier, SSLARegressor, TableEncoder
-from ssla.tables.networks.embeddings import embedding_dimensions
+from ssla.tables.networks.embeddings import choose_embedding_dimensions
 from ssla.tables.networks.ensemble import CLASSES
 from ssla.tables.networks.training import Architecture
 
@@ -84,7 +84,7 @@ def prepare_table(table: Table, request: Request) -> Prepared:
     """
     check_name("likelihood", request.likelihood, LIKELIHOODS)
     for name in request.drop:
-        table.cells_of(name)  # its error names the most similar column
+        table.get_cells(name)  # its error names the most similar column
     # With "auto", the column decides whether the target is a class.
     as_classes = None if request.likelihood == "auto" else request.likelihood == CLASSES
     target = read_target(table, request.target, as_classes)
@@ -126,7 +126,7 @@ def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
     That happens with very many classes, and is found here before the training. hidden: the widths
     of the hidden layers.
     """
-    module = table_architecture(ready, hidden).build()
+    module = make_table_architecture(ready, hidden).build()
     cost = ssla.estimate_cost(module, len(ready.y), structure="dense")
     if not cost.fits:
         raise TableError(
@@ -136,7 +136,7 @@ def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
         )
 
 
-def table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Architecture:
+def make_table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Architecture:
     """Return the architecture of a network for the columns and the target of a table.
 
     hidden: the widths of the hidden layers. Inputs are not expanded into linear pieces, as the
@@ -148,7 +148,7 @@ def table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Architecture
         ready.classes or 1,
         hidden,
         levels=levels,
-        dimensions=embedding_dimensions(levels),
+        dimensions=choose_embedding_dimensions(levels),
     )
 
 
@@ -234,6 +234,6 @@ def summarise_rows(estimator: Any) -> dict[str, Any]:
     }
 
 
-def one_network_request(request: Request) -> Request:
+def make_one_network_request(request: Request) -> Request:
     """Return the request for a trial: the same, with one network and no conformal intervals."""
     return replace(request, members=1, conformal=False)

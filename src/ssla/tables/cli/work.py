@@ -24,16 +24,16 @@ from ssla.tables.cli.train import (
     Request,
     check_memory,
     make_estimator,
+    make_table_architecture,
     prepare_table,
     shuffle_rows,
     split_rows,
     summarise_rows,
-    table_architecture,
     without_mixtures,
 )
 from ssla.tables.columns import Table, open_table, read_parts, read_table
 from ssla.tables.columns.writing import check_output
-from ssla.tables.estimators.estimator import auto_batch_size
+from ssla.tables.estimators.estimator import choose_batch_size
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.saving import save
 from ssla.tables.estimators.training_table import TrainingTable
@@ -187,7 +187,7 @@ def predict_file(
         **separator,
         "missing": dict(counts.missing),
         "unknown_categories": dict(counts.unknown),
-        **_gap_counts(counts),
+        **_summarise_gaps(counts),
         "rows_flagged": counts.rows_flagged,
     }
 
@@ -208,7 +208,7 @@ def _write_predictions(
     output_names: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         for table in tables:
-            kept = {name: table.cells_of(name) for name in keep}
+            kept = {name: table.get_cells(name) for name in keep}
             columns, block_counts = opened.predict_table(table, levels)
             # The first block decides the names of the columns, so the output is opened here.
             if not counts.rows:
@@ -240,7 +240,7 @@ def _open_with_refit(model: Path, refit: str) -> tuple[TableModel, TrainingTable
     return (opened.with_refit(refit) if refit else opened), training
 
 
-def _gap_counts(counts: Counts) -> dict[str, int]:
+def _summarise_gaps(counts: Counts) -> dict[str, int]:
     """Return how many rows have a missing or unknown input, and how many of these are predicted by
     a mixture, by their names in the summary.
     """
@@ -296,7 +296,7 @@ def evaluate_file(
         "rows": len(y),
         **opened.estimator.evaluate(rows, y),
         "unknown_categories": rows.unknown,
-        **_gap_counts(count_unusual_rows(rows)),
+        **_summarise_gaps(count_unusual_rows(rows)),
     }
 
 
@@ -360,7 +360,7 @@ def estimate_file_cost(
     """
     table = number_format.read_table(data)
     ready = prepare_table(table, Request(data, target, Path(), drop))
-    module = table_architecture(ready, Settings().hidden).build()
+    module = make_table_architecture(ready, Settings().hidden).build()
     cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
     facts: dict[str, Any] = {
         "rows": len(ready.y),
@@ -384,7 +384,7 @@ def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str,
     """
     request = Request(Path(), "", Path())
     rows = len(ready.y)
-    batch = auto_batch_size(rows)
+    batch = choose_batch_size(rows)
     # The end of the order has rows of every class.
     order, _ = shuffle_rows(ready.y, ready.likelihood, request.seed)
     sample = order[-min(rows, TIMED_BATCHES * batch) :]

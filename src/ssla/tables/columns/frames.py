@@ -28,8 +28,8 @@ from ssla.tables.columns.kinds import (
     TEXT,
     Column,
     TableError,
+    convert_to_text,
     is_missing,
-    text_of_cell,
 )
 from ssla.tables.columns.reading import Table
 
@@ -85,7 +85,7 @@ def has_only_numbers(frame: Any) -> bool:
     return all(dtype.is_numeric() or str(dtype) == "Boolean" for dtype in frame.dtypes)
 
 
-def table_of(X: Any, names: Sequence[str]) -> Table:
+def make_table(X: Any, names: Sequence[str]) -> Table:
     """Return the table of a data frame, or of an array (n, d).
 
     names: the names of the d columns, in their order. Raises TableError for a name that
@@ -187,7 +187,7 @@ def _read_categories(name: str, levels: Sequence[Any], codes: np.ndarray) -> Col
     number has the same text as an integer: 1.0 becomes "1".
     """
     cells = [_to_python_value(level) for level in levels]
-    texts = [None if is_missing(cell) else text_of_cell(cell) for cell in cells]
+    texts = [None if is_missing(cell) else convert_to_text(cell) for cell in cells]
     # The code −1 selects the last entry, which is the gap.
     return Column(name, TEXT, np.array([*texts, None], dtype=object)[codes])
 

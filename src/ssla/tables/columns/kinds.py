@@ -97,7 +97,7 @@ class Style:
                 return None
             cell = groups[1] + groups[3]  # sign and number, without the unit
             if (self.decimal, self.thousands) != (".", ""):
-                if not _number_pattern(self.decimal, self.thousands).fullmatch(cell):
+                if not _make_number_pattern(self.decimal, self.thousands).fullmatch(cell):
                     return None
                 cell = cell.replace(self.thousands, "").replace(self.decimal, ".")
         try:
@@ -124,7 +124,7 @@ PLAIN = Style()  # numbers such as -1234.5 and 1e5
 
 
 @lru_cache
-def _number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
+def _make_number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
     """Return the pattern of numbers with these marks, without a unit.
 
     thousands: empty if there is no such mark.
@@ -162,9 +162,9 @@ class Column:
         if self.kind == TEXT:
             return list(self.values)
         converters: dict[str, Callable[[float], Any]] = {
-            NUMBER: _shortest_number,
+            NUMBER: _shorten_number,
             BOOLEAN: bool,
-            DATE: _date_of_days,
+            DATE: _convert_to_date,
         }
         convert = converters[self.kind]
         return [None if math.isnan(value) else convert(value) for value in self.values.tolist()]
@@ -213,7 +213,7 @@ def interpret_cells(
     no_date = is_given & np.isnan(days)
     if counts[~no_date[is_given]].sum() > counts.sum() / 2:
         if no_date.any():
-            raise _mixed_kinds_error(name, levels, codes, no_date, "dates")
+            raise _make_mixed_kinds_error(name, levels, codes, no_date, "dates")
         return Column(name, DATE, days[codes])
     detected = _detect_style(name, given_cells, counts, style)
     numbers = _parse_cells(levels, detected.parse)
@@ -226,7 +226,7 @@ def interpret_cells(
             _interpret_as_categories(given_cells, counts, no_number[is_given]) if mixed else ""
         )
         if not interpretation:
-            raise _mixed_kinds_error(name, levels, codes, no_number, "numbers")
+            raise _make_mixed_kinds_error(name, levels, codes, no_number, "numbers")
         return replace(read_as_kind(name, cells, TEXT), interpretation=interpretation)
     return Column(name, NUMBER, _check_finite(name, numbers[codes]), detected)
 
@@ -245,8 +245,8 @@ def _interpret_as_categories(
     # Different cells can have the same text, as the number 1 and the text "1".
     rows: Counter[str] = Counter()
     for cell, count in zip(given_cells, counts.tolist(), strict=True):
-        rows[text_of_cell(cell)] += count
-    texts = {text_of_cell(given_cells[i]) for i in np.flatnonzero(no_number).tolist()}
+        rows[convert_to_text(cell)] += count
+    texts = {convert_to_text(given_cells[i]) for i in np.flatnonzero(no_number).tolist()}
     fewest = max(ROWS_OF_A_TEXT, SHARE_OF_A_TEXT * counts.sum())
     if len(rows) > MOST_MIXED or min(rows[text] for text in texts) < fewest:
         return ""
@@ -281,7 +281,7 @@ def read_as_kind(
     # Each different cell is parsed once: L levels, and the level of each of n rows.
     levels, codes = find_distinct_cells(cells)
     if column_kind == TEXT:
-        texts = [None if is_missing(level) else text_of_cell(level) for level in levels]
+        texts = [None if is_missing(level) else convert_to_text(level) for level in levels]
         return Column(name, TEXT, np.array(texts, dtype=object)[codes])
     parsers: dict[str, Callable[[Any], float | None]] = {
         NUMBER: style.parse,
@@ -296,8 +296,9 @@ def read_as_kind(
         row = int(rows_before + wrong[0] + 1)
         cell = str(levels[codes[wrong[0]]])[:30]
         extent = _describe_extent(rows_before + len(cells), may_have_more)
+        example = _write_style_example(column_kind, style)
         raise TableError(
-            f"Column {name!r} held {expected[column_kind]}{_example_of_style(column_kind, style)} "
+            f"Column {name!r} held {expected[column_kind]}{example} "
             f"at training, but row {row} of {source} is {cell!r} ({len(wrong)} such cells "
             f"{extent}). Correct or empty them."
         )
@@ -307,7 +308,7 @@ def read_as_kind(
     )
 
 
-def _example_of_style(column_kind: str, style: Style) -> str:
+def _write_style_example(column_kind: str, style: Style) -> str:
     """Return the end of a phrase that shows a number in this format.
 
     The text is empty for plain numbers and for other kinds than numbers.
@@ -368,7 +369,7 @@ def _describe_extent(rows: int, may_have_more: bool) -> str:
     return f"up to row {rows}" if may_have_more else "in total"
 
 
-def text_of_cell(cell: Any) -> str:
+def convert_to_text(cell: Any) -> str:
     """Return a cell as text: a string unchanged, a number in its shortest exact form, a boolean as
     "true" or "false".
     """
@@ -443,12 +444,12 @@ def check_column_finite(column: Column) -> Column:
     return column
 
 
-def _shortest_number(value: float) -> int | float:
+def _shorten_number(value: float) -> int | float:
     """Return a whole number as int, another number as it is."""
     return int(value) if value.is_integer() else value
 
 
-def _date_of_days(days: float) -> datetime:
+def _convert_to_date(days: float) -> datetime:
     """Return the moment that is this number of days after 1970-01-01, in UTC."""
     return EPOCH + timedelta(days=days)
 
@@ -470,7 +471,7 @@ def _check_finite(
     return values
 
 
-def _mixed_kinds_error(
+def _make_mixed_kinds_error(
     name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, expected: str
 ) -> TableError:
     """Return the error for a column that mixes cells of the expected kind with texts.
@@ -509,7 +510,7 @@ def _detect_style(
     if first_number is None:
         return expected
     units = (first_number[2] or "", (first_number[4] or "").strip())
-    possible = [Style(*marks, *units) for marks in ((".", ""), *_possible_marks(texts))]
+    possible = [Style(*marks, *units) for marks in ((".", ""), *_find_possible_marks(texts))]
     candidates = possible if stated is None else [Style(stated.decimal, stated.thousands, *units)]
     parsed = [(style, _parse_all(style, given_cells)) for style in candidates]
     fitting = [(style, values) for style, values in parsed if values is not None]
@@ -522,8 +523,8 @@ def _detect_style(
         return first_fitting
     if stated is not None and any(_parse_all(style, given_cells) is not None for style in possible):
         raise TableError(
-            f"Column {name!r} is not in the format {_options_of_style(stated)}: its first value is "
-            f"{given_cells[0]!r}. Write all columns in one format, or leave it out with --drop "
+            f"Column {name!r} is not in the format {_write_style_options(stated)}: its first value "
+            f"is {given_cells[0]!r}. Write all columns in one format, or leave it out with --drop "
             f"{name!r}."
         )
     # No format fits all cells: the caller decides what the others mean.
@@ -547,9 +548,9 @@ def _check_unambiguous(
             if value != first_value:
                 raise TableError(
                     f"Column {name!r} is ambiguous: {cell!r} is {first_value:.10g} with "
-                    f"{_options_of_style(first_style)}, but {value:.10g} with "
-                    f"{_options_of_style(style)}. Give one of these options. An input can be left "
-                    f"out with --drop {name!r}."
+                    f"{_write_style_options(first_style)}, but {value:.10g} with "
+                    f"{_write_style_options(style)}. Give one of these options. An input can be "
+                    f"left out with --drop {name!r}."
                 )
 
 
@@ -564,7 +565,7 @@ def _parse_all(style: Style, cells: list[Any]) -> list[float] | None:
     return values
 
 
-def _possible_marks(texts: list[str]) -> list[tuple[str, str]]:
+def _find_possible_marks(texts: list[str]) -> list[tuple[str, str]]:
     """Return the pairs of WAYS whose thousands mark, or else decimal mark, occurs in the texts.
 
     The other pairs need not be tried: they give the same values as a pair without thousands mark,
@@ -580,7 +581,7 @@ def _possible_marks(texts: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _options_of_style(style: Style) -> str:
+def _write_style_options(style: Style) -> str:
     """Return the options of the command that give the marks of this format.
 
     The default decimal mark is written only where there is no thousands mark to write.

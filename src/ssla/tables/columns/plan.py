@@ -4,7 +4,7 @@ This is decided once on the training table, applied to every later table, and re
 may lack a value, or have a category that was not in the training table. If training had enough such
 rows, the row is encoded like those. Otherwise the plan gives several copies of the row, with values
 of the training table in the gap, and the prediction is a mixture over them
-(`Encoded.filled_copies`).
+(`Encoded.make_filled_copies`).
 
 The module has, in this order, `Feature` (one column), `Encoded` (rows as numbers), `Plan` (all
 columns), the checks of a plan that is read from a file, and `make_plan`.
@@ -262,7 +262,7 @@ class Encoded:
         """Return which rows (n,) bool need a mixture over training values."""
         return np.asarray(self.unlearned.any(axis=1))
 
-    def filled_copies(self) -> Iterator[np.ndarray]:
+    def make_filled_copies(self) -> Iterator[np.ndarray]:
         """Yield DRAWS copies (A, d) of the A mixed rows, each with other values in their gaps.
 
         A row with one gap gets a draw of its column in each copy. A row with several gaps gets the
@@ -282,8 +282,9 @@ class Encoded:
 
     @property
     def copy_weights(self) -> np.ndarray:
-        """Return the weights (DRAWS, A) of the copies in `filled_copies`; each column sums to one.
+        """Return the weights (DRAWS, A) of the copies of `make_filled_copies`.
 
+        The weights of a row, a column of the result, sum to one.
         A row with one gap has the shares of its column's draws; one with several has equal weights.
         """
         gaps = self.unlearned[self.mixed_rows]
@@ -374,7 +375,7 @@ class Plan:
         unknown: dict[str, int] = {}
         notes = np.full(table.rows, "", dtype=object)
         for feature in self.features:
-            column = table.column_of_kind(feature.name, feature.kind, feature.style)
+            column = table.read_column_as_kind(feature.name, feature.kind, feature.style)
             block, is_unknown = feature.encode(column)
             scarce = feature.find_scarce_rows(block, column, is_unknown)
             blocks.append(block)
@@ -573,7 +574,7 @@ def _plan_column(
     if is_constant and not keep_constants:
         return "constant"
     # The cells as they were read are needed for an example of another format only.
-    cells = [] if column.style == PLAIN else table.cells_of(column.name)
+    cells = [] if column.style == PLAIN else table.get_cells(column.name)
     return _plan_numbers(column, values, column.style.describe(cells))
 
 

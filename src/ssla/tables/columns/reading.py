@@ -33,7 +33,7 @@ from ssla.tables.columns.kinds import (
     interpret_cells,
     read_as_kind,
 )
-from ssla.tables.columns.texts import DifferentError, arrow_columns, split_batches
+from ssla.tables.columns.texts import DifferentError, read_arrow_columns, split_batches
 
 MOST_COLUMNS = 10_000  # a guess
 STANDARD_INPUT = "-"
@@ -79,7 +79,7 @@ class Table:
         Raises TableError for a name that the table does not have.
         """
         for name in names:
-            self._stored_cells(name)  # its error names the most similar column
+            self._get_stored_cells(name)  # its error names the most similar column
         kept = {name: cells for name, cells in self.cells.items() if name not in names}
         return replace(self, cells=kept)
 
@@ -89,15 +89,15 @@ class Table:
         A mark that is None has its default; if both are None, the table itself is returned. Raises
         TableError for marks that are not supported.
         """
-        stated = _stated_style(decimal, thousands)
+        stated = _make_stated_style(decimal, thousands)
         return self if stated is None else replace(self, stated=stated)
 
-    def cells_of(self, name: str) -> Sequence[Any]:
+    def get_cells(self, name: str) -> Sequence[Any]:
         """Return the cells (n) of a column as Python objects, without an interpretation.
 
         Raises TableError if there is no such column.
         """
-        stored = self._stored_cells(name)
+        stored = self._get_stored_cells(name)
         if isinstance(stored, Column):
             return stored.cells
         cells: Sequence[Any] = stored.tolist() if isinstance(stored, np.ndarray) else list(stored)
@@ -109,12 +109,12 @@ class Table:
         mixed: whether numbers and texts may be categories. Raises TableError if there is no such
         column, or if it mixes kinds or has infinite values.
         """
-        stored = self._stored_cells(name)
+        stored = self._get_stored_cells(name)
         if isinstance(stored, Column):
             return check_column_finite(stored)
         return interpret_cells(name, stored, self.stated, mixed=mixed)
 
-    def column_of_kind(self, name: str, column_kind: str, style: Style) -> Column:
+    def read_column_as_kind(self, name: str, column_kind: str, style: Style) -> Column:
         """Return a column in the kind and the format of the training column.
 
         Marks of numbers that were given for this table are used in place of those of the format.
@@ -122,7 +122,7 @@ class Table:
         """
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
-        stored = self._stored_cells(name)
+        stored = self._get_stored_cells(name)
         if isinstance(stored, Column):
             converted = stored.convert_kind(column_kind, style)
             if converted is not None:
@@ -139,7 +139,7 @@ class Table:
             may_have_more=self.may_have_more,
         )
 
-    def _stored_cells(self, name: str) -> Sequence[Any] | np.ndarray | Column:
+    def _get_stored_cells(self, name: str) -> Sequence[Any] | np.ndarray | Column:
         """Return what the table holds of a column, a `Column` or its cells (n).
 
         Raises TableError if there is no such column; the message names the most similar one.
@@ -182,7 +182,7 @@ def read_parts(
     columns of a Parquet file are not read: they have names, but no cells. The errors are those of
     `read_table`, each raised when the part with its cause is read.
     """
-    stated = _stated_style(decimal, thousands)
+    stated = _make_stated_style(decimal, thousands)
     marks = "" if stated is None else stated.decimal + stated.thousands
     rows_before = 0
     for part in _read_file(Path(path), marks, rows, only):
@@ -192,7 +192,7 @@ def read_parts(
         rows_before += part.rows
 
 
-def _stated_style(decimal: str | None, thousands: str | None) -> Style | None:
+def _make_stated_style(decimal: str | None, thousands: str | None) -> Style | None:
     """Return the format with these marks of numbers, or None if both are None.
 
     A single mark that is None has its default: "." for decimal, and no thousands mark. Raises
@@ -286,7 +286,7 @@ def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> I
         if is_large and start is not None:
             stream.seek(start)
             try:
-                for columns in arrow_columns(stream, delimiter, len(names), rows):
+                for columns in read_arrow_columns(stream, delimiter, len(names), rows):
                     yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
                     parts_read += 1
                 # Without a row the error is that of csv, below.
@@ -455,13 +455,15 @@ def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) ->
             if not rows_in_file:
                 raise TableError(f"{file} has a header but no rows.")
             needed = [name for name in stored if only is None or names[name] in only]
-            types = {names[column.name]: _value_type(column.type) for column in source.schema_arrow}
+            types = {
+                names[column.name]: _get_value_type(column.type) for column in source.schema_arrow
+            }
             # Without any column the number of rows would be unknown: the first one is read.
             batches = source.iter_batches(rows or rows_in_file, columns=needed or stored[:1])
             for part in split_batches(batches, rows or rows_in_file):
                 cells: dict[str, Any] = {name: [] for name in names.values()}
                 for stored_name in part.column_names:
-                    cells[names[stored_name]] = _cells_of_arrow(part.column(stored_name))
+                    cells[names[stored_name]] = _read_arrow_cells(part.column(stored_name))
                 yield Table(file, cells, part.num_rows, types=types)
     except TableError:
         raise
@@ -469,12 +471,12 @@ def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) ->
         raise TableError(f"{file} is not a readable Parquet file ({str(error)[:100]}).") from None
 
 
-def _value_type(arrow_type: Any) -> Any:
+def _get_value_type(arrow_type: Any) -> Any:
     """Return the type of the values of a dictionary-encoded type; another type unchanged."""
     return arrow_type.value_type if str(arrow_type).startswith("dictionary") else arrow_type
 
 
-def _cells_of_arrow(column: Any) -> Sequence[Any] | np.ndarray:
+def _read_arrow_cells(column: Any) -> Sequence[Any] | np.ndarray:
     """Return the cells of a column of pyarrow: an array (n,) if all are integers or floats,
     otherwise a list with None for gaps.
     """

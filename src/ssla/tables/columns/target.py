@@ -20,9 +20,9 @@ from ssla.tables.columns.kinds import (
     TEXT,
     Style,
     TableError,
+    convert_to_text,
     is_missing,
     parse_boolean_word,
-    text_of_cell,
 )
 from ssla.tables.columns.reading import Table
 
@@ -51,8 +51,10 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
     kind of the column decides. Raises TableError for a missing column, for dates, for texts where
     numbers were requested, and for labels that cannot be classes.
     """
-    cells = table.cells_of(name)
-    column = table.column_of_kind(name, TEXT, PLAIN) if classes else table.interpret_column(name)
+    cells = table.get_cells(name)
+    column = (
+        table.read_column_as_kind(name, TEXT, PLAIN) if classes else table.interpret_column(name)
+    )
     given = ~column.missing
     if column.kind == DATE:
         raise TableError(
@@ -73,10 +75,10 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
         row = int(given.argmax())
         raise TableError(
             f"The target {name!r} holds {'true or false' if column.kind == BOOLEAN else 'texts'} "
-            f"(row {row + 1} is {text_of_cell(cells[row])[:30]!r}), but this likelihood needs "
+            f"(row {row + 1} is {convert_to_text(cells[row])[:30]!r}), but this likelihood needs "
             "numbers. Use --likelihood classes."
         )
-    labels = [text_of_cell(cell) for cell, keep in zip(cells, given, strict=True) if keep]
+    labels = [convert_to_text(cell) for cell, keep in zip(cells, given, strict=True) if keep]
     _check_classes(name, labels, requested=bool(classes))
     return Target(
         np.array(labels, dtype=str),
@@ -94,7 +96,7 @@ def read_later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarra
     name: the column. style: the format of its numbers at training. Raises TableError for a missing
     column, or a cell that is not a number.
     """
-    column = table.column_of_kind(name, NUMBER, style)
+    column = table.read_column_as_kind(name, NUMBER, style)
     return column.values[~column.missing].astype(float), ~column.missing
 
 
@@ -108,16 +110,16 @@ def read_later_labels(
     booleans, the class of the same value is taken. A text that is not a class is returned
     unchanged. Raises TableError for a missing column.
     """
-    cells = table.cells_of(name)
+    cells = table.get_cells(name)
     given = np.array([not is_missing(cell) for cell in cells], dtype=bool)
     class_texts = set(classes)
-    class_of_value = {_value_of_text(text): text for text in classes}
+    class_of_value = {_parse_label(text): text for text in classes}
     # Values are compared only if each class has a value of its own, which is not just a text.
     if len(class_of_value) < len(classes) or any(isinstance(v, str) for v in class_of_value):
         class_of_value = {}
-    texts = [text_of_cell(cell) for cell in cells if not is_missing(cell)]
+    texts = [convert_to_text(cell) for cell in cells if not is_missing(cell)]
     labels = [
-        text if text in class_texts else class_of_value.get(_value_of_text(text), text)
+        text if text in class_texts else class_of_value.get(_parse_label(text), text)
         for text in texts
     ]
     return np.array(labels, dtype=str), given
@@ -148,7 +150,7 @@ def _check_classes(name: str, labels: list[str], requested: bool) -> None:
             "numbers, write them as numbers (see --decimal and --thousands); if they are classes, "
             "group the rare ones, or give --likelihood classes."
         )
-    values = [_value_of_text(label) for label in distinct]
+    values = [_parse_label(label) for label in distinct]
     if any(isinstance(value, str) for value in values):
         return  # texts that look like numbers may be different classes, as 1 and 1.0
     label_of_value: dict[Any, str] = {}
@@ -161,7 +163,7 @@ def _check_classes(name: str, labels: list[str], requested: bool) -> None:
             )
 
 
-def _value_of_text(text: str) -> Decimal | tuple[str, float] | str:
+def _parse_label(text: str) -> Decimal | tuple[str, float] | str:
     """Return the value of a text, to compare it with others.
 
     The value is a Decimal for a number, a pair for a boolean, and the text itself if it is neither.

@@ -85,7 +85,7 @@ class Texts(Sequence[str]):
         # Empty chunks have no buffers.
         for chunk in filter(len, self.array.filter(is_given).chunks):
             # What is left of the bytes are characters that no plain number has.
-            if _bytes_of(chunk).translate(None, SIGNS + decimal.encode()):
+            if _read_bytes(chunk).translate(None, SIGNS + decimal.encode()):
                 return None
             if decimal != ".":
                 chunk = _make_string_array(
@@ -104,7 +104,7 @@ class Texts(Sequence[str]):
         return values
 
 
-def arrow_columns(
+def read_arrow_columns(
     stream: Any, delimiter: str, width: int, rows: int | None
 ) -> Iterator[list[Texts]]:
     """Yield the columns of a CSV file with a header line, in parts of `rows` rows (None: in one
@@ -190,10 +190,10 @@ def _strip_cells(column: Any) -> Any:
     # of ASCII are bytes up to that of " ", and those of Unicode have bytes from 0x80.
     may_have_spaces = False
     for chunk in filter(len, column.chunks):
-        longest = int(np.diff(_offsets_of(chunk)).max())
+        longest = int(np.diff(_read_offsets(chunk)).max())
         if longest > csv.field_size_limit():
             raise DifferentError
-        data = np.frombuffer(_bytes_of(chunk), dtype=np.uint8)
+        data = np.frombuffer(_read_bytes(chunk), dtype=np.uint8)
         may_have_spaces = may_have_spaces or bool(((data <= ord(" ")) | (data >= 0x80)).any())
     return pyarrow.compute.utf8_trim_whitespace(column) if may_have_spaces else column
 
@@ -223,14 +223,14 @@ def _read_values(chunk: Any, dtype: type[np.generic], extra: int = 0) -> np.ndar
     return np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset : end]
 
 
-def _offsets_of(chunk: Any) -> np.ndarray:
+def _read_offsets(chunk: Any) -> np.ndarray:
     """Return where the n texts of an array start and end (n + 1,), in bytes of its data."""
     return _read_values(chunk, np.int32, extra=1)
 
 
-def _bytes_of(chunk: Any) -> bytes:
+def _read_bytes(chunk: Any) -> bytes:
     """Return the texts of an array with at least one row, one after the other, in UTF-8."""
-    offsets = _offsets_of(chunk)
+    offsets = _read_offsets(chunk)
     data = chunk.buffers()[2]  # None if all texts are empty
     return b"" if data is None else bytes(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
 
@@ -252,7 +252,7 @@ class _CheckedStream:
     def read(self, size: int = -1) -> bytes:
         """Return the next `size` bytes (−1: all), and none after `close`.
 
-        Raises OSError if csv must read the file; `arrow_columns` turns it into DifferentError.
+        Raises OSError if csv must read the file; `read_arrow_columns` turns it into DifferentError.
         """
         with self.lock:
             block: bytes = b"" if self.closed else self.stream.read(size)

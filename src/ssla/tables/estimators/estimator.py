@@ -25,13 +25,13 @@ from ssla.fitting.arguments import checked_weights
 from ssla.predictive import Predictive
 from ssla.refit import resolve
 from ssla.tables.columns import Encoded, Plan, Table
-from ssla.tables.columns.frames import table_of
+from ssla.tables.columns.frames import make_table
 from ssla.tables.estimators import row_weights
 from ssla.tables.estimators.epochs_bar import show_epochs
 from ssla.tables.estimators.inputs import (
     Rows,
     add_table_tags,
-    column_names,
+    list_column_names,
     plan_inputs,
     read_inputs,
     warn_of_unused_columns,
@@ -94,7 +94,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             hidden=read_hidden_widths(self.hidden),
             activation=automatic if self.activation == AUTO else self.activation,
             piecewise=piecewise,
-            members=self._read_count_or_auto("members", auto_member_count, rows),
+            members=self._read_count_or_auto("members", choose_member_count, rows),
             weights=self.weights,
             structure=self.structure,
             tune=read_flag(self, "tune"),
@@ -127,13 +127,13 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
         Raises ValueError for a count that is not a whole number of at least one.
         """
-        epochs = self._read_count_or_auto("max_epochs", auto_epoch_count, rows)
+        epochs = self._read_count_or_auto("max_epochs", choose_epoch_count, rows)
         # "auto" gives few epochs to large tables, so patience is at most a fifth of them (a guess).
         longest_wait = max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs
         patience = min(read_number(self, "patience", int, 1), longest_wait)
         batch_size = None
         if self.batch_size is not None:
-            batch_size = self._read_count_or_auto("batch_size", auto_batch_size, rows)
+            batch_size = self._read_count_or_auto("batch_size", choose_batch_size, rows)
         return Schedule(
             max_epochs=epochs,
             batch_size=batch_size,
@@ -201,7 +201,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         inputs = read_inputs(self, X, reset=False)
         if isinstance(inputs, Encoded):
             raise TypeError("X has encoded rows, which are no table. Give the rows as they were.")
-        return inputs if isinstance(inputs, Table) else table_of(inputs, column_names(self))
+        return inputs if isinstance(inputs, Table) else make_table(inputs, list_column_names(self))
 
     def encode(self, X: Any) -> Encoded:
         """Return later rows as numbers by the plan of the fit, with notes on unknown inputs.
@@ -213,7 +213,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         rows = self._encode_if_needed(X)
         if isinstance(rows, Encoded):
             return rows
-        return self.plan_.encode(table_of(rows, column_names(self)))
+        return self.plan_.encode(make_table(rows, list_column_names(self)))
 
     def _encode_if_needed(self, X: Any) -> np.ndarray | Encoded:
         """Return later rows encoded by the plan of the fit.
@@ -234,7 +234,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             return self.plan_.encode(inputs)
         if self.plan_.is_identity:
             return inputs
-        return self.plan_.encode(table_of(inputs, column_names(self)))
+        return self.plan_.encode(make_table(inputs, list_column_names(self)))
 
     def _read_complete_rows(self, X: Any, instead: str) -> torch.Tensor:
         """Return the rows X as numbers (N, d) for `predictive_set`, which needs complete rows.
@@ -264,7 +264,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             self._predict_complete_rows,
             rows.values,
             rows.mixed_rows,
-            rows.filled_copies(),
+            rows.make_filled_copies(),
             rows.copy_weights,
         )
 
@@ -414,7 +414,7 @@ def copy_to_tensors(*arrays: np.ndarray) -> Iterator[torch.Tensor]:
     return (torch.from_numpy(array.copy()) for array in arrays)
 
 
-def auto_batch_size(rows: int) -> int:
+def choose_batch_size(rows: int) -> int:
     """Return the rows of a batch that batch_size="auto" means for n rows.
 
     The number is a sixteenth of the rows, between 16 and 256. For more than 65,536 rows it is a
@@ -423,14 +423,14 @@ def auto_batch_size(rows: int) -> int:
     return min(4096, max(16, min(256, rows // 16), rows // 256))
 
 
-def auto_member_count(rows: int) -> int:
+def choose_member_count(rows: int) -> int:
     """Return the number of networks that members="auto" means: more for small tables."""
     if rows <= SMALL_TABLE:
         return 10
     return 5 if rows <= LARGE_TABLE else 2
 
 
-def auto_epoch_count(rows: int) -> int:
+def choose_epoch_count(rows: int) -> int:
     """Return the number of epochs that max_epochs="auto" means for n rows.
 
     The number is 200, or as many as visit ROWS_VISITED rows if these are fewer, but at least eight.

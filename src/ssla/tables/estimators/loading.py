@@ -27,7 +27,7 @@ from ssla.tables.estimators.file_parts import (
     open_scaling,
     open_settings,
 )
-from ssla.tables.estimators.inputs import column_names
+from ssla.tables.estimators.inputs import list_column_names
 from ssla.tables.estimators.regressor import SSLARegressor
 from ssla.tables.estimators.saving import KIND, LAYOUT
 from ssla.tables.estimators.split_conformal import Conformal
@@ -427,7 +427,7 @@ def _check_columns(estimator: Any) -> None:
         or plan.width != architecture.inputs
     ):
         raise ValueError(f"the columns are not the {architecture.inputs} inputs of the network")
-    names = set(column_names(estimator))
+    names = set(list_column_names(estimator))
     inputs = {feature.name for feature in plan.features}
     # A column that the plan leaves out is among the names, unless the plan came with encoded rows.
     if not inputs <= names <= inputs | set(plan.left_out):

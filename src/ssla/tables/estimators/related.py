@@ -11,7 +11,7 @@ from sklearn.model_selection import GroupShuffleSplit
 from torch import Tensor
 
 from ssla._checks import refuse_masked
-from ssla.tables.networks.folds import latest_rows
+from ssla.tables.networks.folds import find_latest_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class Related:
         """
         if self.time is not None:
             count = max(round(fraction * len(self.time)), 1)
-            return latest_rows(torch.from_numpy(self.time.copy()), count).numpy()
+            return find_latest_rows(torch.from_numpy(self.time.copy()), count).numpy()
         assert self.groups is not None
         if len(np.unique(self.groups)) < 2:
             raise ValueError(

@@ -99,7 +99,7 @@ def _pack_common_content(
     parameters: those to store, as the estimator has them. Raises FileError for classes or
     parameters that a file cannot hold.
     """
-    plain = {name: _plain_parameter(name, value) for name, value in parameters.items()}
+    plain = {name: _convert_parameter(name, value) for name, value in parameters.items()}
     return {
         "layout": LAYOUT,
         "estimator": type(estimator).__name__,
@@ -120,7 +120,7 @@ def _pack_conformal(conformal: Conformal | None, encoder: Encoder) -> Any:
     arrays = {
         name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")
     }
-    refit = _plain_parameter("refit", conformal.refit)
+    refit = _convert_parameter("refit", conformal.refit)
     return encoder.encode(arrays | {"refit": refit}, "conformal")
 
 
@@ -197,7 +197,7 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
     }
 
 
-def _plain_parameter(name: str, value: Any) -> Any:
+def _convert_parameter(name: str, value: Any) -> Any:
     """Return the parameter `name` as a file can hold it.
 
     Keys of class_weight become texts. A random state that is an object becomes None, because

@@ -53,9 +53,9 @@ from ssla.tables.estimators.whole_fits import restore_on_failure
 from ssla.tables.trees.out_of_fold import (
     ClassLayer,
     NumberLayer,
+    compute_log_squares,
     fit_class_layer,
     fit_number_layer,
-    log_squares,
 )
 
 FOLDS, ALL = "folds", "all"
@@ -450,7 +450,7 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
         )
         # Further models predict log (y − m)², unless it is the same in every row.
         row_weights = torch.from_numpy(weights)
-        log_errors = log_squares(torch.from_numpy(y - mean), row_weights).numpy()
+        log_errors = compute_log_squares(torch.from_numpy(y - mean), row_weights).numpy()
         noise_models: tuple[Any, ...] = ()
         noise = log_errors
         if np.ptp(log_errors) > 0:

@@ -15,11 +15,11 @@ from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
 from ssla.predictive.positive import Censored, Positive
 from ssla.tables.networks.component import Component
-from ssla.tables.networks.embeddings import check_codes, embedding_dimensions, without_codes
+from ssla.tables.networks.embeddings import check_codes, choose_embedding_dimensions, without_codes
 from ssla.tables.networks.ensemble import CLASSES, LIKELIHOODS, Ensemble, Settings
 from ssla.tables.networks.folds import hold_out_rows
 from ssla.tables.networks.member_posteriors import MOST_HELD_OUT, Grow, MemberPosteriors
-from ssla.tables.networks.pieces import piece_counts, quantile_edges
+from ssla.tables.networks.pieces import count_pieces, find_quantile_edges
 from ssla.tables.networks.scaling import Scaling, fit_scaling
 from ssla.tables.networks.target_scales import ScaledTarget, choose_target
 from ssla.tables.networks.training import Architecture, Rows, train_networks
@@ -110,7 +110,7 @@ def _draw_held_out_rows(
     strata: the class of each row (n,), None for numbers.  groups, time: as in `fit_ensemble`.
     Raises ValueError if all rows have one group or one time.
     """
-    fraction = _held_out_fraction(settings, rows)
+    fraction = _choose_held_out_fraction(settings, rows)
     generator = torch.Generator().manual_seed(settings.seed)
     return hold_out_rows(rows, settings.members, fraction, generator, strata, groups, time)
 
@@ -144,17 +144,17 @@ def _train_networks(
     targets = [ScaledTarget.from_values(data.y, data.weights, name) for name in names]
     edges: tuple[Tensor, ...] = ()
     if settings.piecewise:
-        edges = quantile_edges(without_codes(data.z, levels), data.weights)
+        edges = find_quantile_edges(without_codes(data.z, levels), data.weights)
     architecture = Architecture(
         inputs=data.z.shape[1],
         outputs=outputs,
         hidden=settings.hidden,
         activation=settings.activation,
-        pieces=piece_counts(edges),
+        pieces=count_pieces(edges),
         levels=levels,
-        dimensions=embedding_dimensions(levels),
+        dimensions=choose_embedding_dimensions(levels),
     )
-    bias = _first_bias_of_counts(data) if settings.likelihood == "poisson" else None
+    bias = _compute_first_bias_of_counts(data) if settings.likelihood == "poisson" else None
     rows = _make_training_rows(data, targets, edges, settings, whole_numbers=bool(classes))
     trained = train_networks(
         architecture, likelihood, rows, settings.schedule, settings.seed, bias, on_epoch
@@ -175,7 +175,7 @@ def _check_likelihood(name: str) -> None:
         )
 
 
-def _held_out_fraction(settings: Settings, rows: int) -> float:
+def _choose_held_out_fraction(settings: Settings, rows: int) -> float:
     """Return the fraction of the n rows that a member holds out.
 
     The fraction is that of the settings, or larger for small tables. A fraction of 0 stays 0.
@@ -184,7 +184,7 @@ def _held_out_fraction(settings: Settings, rows: int) -> float:
     return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
 
 
-def _first_bias_of_counts(data: TrainingData) -> Tensor:
+def _compute_first_bias_of_counts(data: TrainingData) -> Tensor:
     """Return the bias (1,) with which a network of counts starts: the logarithm of their mean."""
     mean = data.weights @ data.y / data.weights.sum()
     return mean.clamp_min(SMALLEST_MEAN_COUNT).log()[None]

@@ -91,7 +91,7 @@ def draw_first_embeddings(
     return weights.flatten(1)
 
 
-def embedding_dimensions(levels: Sequence[int]) -> tuple[int, ...]:
+def choose_embedding_dimensions(levels: Sequence[int]) -> tuple[int, ...]:
     """Return the number k of trained columns for each number L of levels; 0 for 0.
 
     Too few columns are worse than too many. On simulated tables with 300 levels of four effects

@@ -41,7 +41,7 @@ def hold_out_rows(
         return held
     # All members hold out the same latest rows, because they will predict later rows.
     if time is not None:
-        return latest_rows(time, count).expand(members, -1).clone()
+        return find_latest_rows(time, count).expand(members, -1).clone()
     if groups is not None:
         return _hold_out_groups(groups, members, count, generator)
     order = torch.randperm(rows, generator=generator)
@@ -70,7 +70,7 @@ def _interleave_classes(order: Tensor, strata: Tensor, generator: torch.Generato
     return order[rank.argsort(stable=True)]
 
 
-def latest_rows(time: Tensor, count: int) -> Tensor:
+def find_latest_rows(time: Tensor, count: int) -> Tensor:
     """Return which rows are the latest by time (n,), bool (n,): `count` of them or more.
 
     Rows of one time stay together. There are fewer than `count` if otherwise no row of the earliest

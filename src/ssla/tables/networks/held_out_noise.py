@@ -42,7 +42,7 @@ class Noise:
     scale: Tensor  # σ̂ (D,)
     error: float  # se, common to all targets
 
-    def likelihood_at(self, t: float) -> Gaussian:
+    def make_likelihood(self, t: float) -> Gaussian:
         """Return the Gaussian likelihood with noise σ̂ e^(t·se)."""
         scale = self.scale * math.exp(t * self.error)
         return Gaussian(noise=scale if len(scale) > 1 else float(scale))

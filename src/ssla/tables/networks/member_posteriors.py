@@ -34,10 +34,10 @@ from ssla.tables.networks.held_out_noise import (
 from ssla.tables.networks.last_layer_fits import fit_last_layer
 from ssla.tables.networks.recalibration import (
     choose_spreads,
+    compute_stretched_log_densities,
     predict_as_trained,
-    stretched_log_densities,
 )
-from ssla.tables.networks.stacking import model_shares
+from ssla.tables.networks.stacking import fit_model_shares
 from ssla.tables.networks.training_data import TrainingData, thin_out
 from ssla.tables.trees.beside_networks import Trees, calibrate_trees
 from ssla.tables.trees.forest import Forest
@@ -149,10 +149,10 @@ class MemberPosteriors:
         """
         central_node, *other_nodes = NODES
         t, share = central_node
-        central = self._tune_prior(self._fit_module(module, None, noise.likelihood_at(t)))
+        central = self._tune_prior(self._fit_module(module, None, noise.make_likelihood(t)))
         fits = [(central, share)]
         for t, share in other_nodes:
-            likelihood = noise.likelihood_at(t)
+            likelihood = noise.make_likelihood(t)
             # A quadratic posterior is moved to the other noise without a pass over the rows.
             if central.quadratic:
                 posterior = change_noise(central, likelihood)
@@ -229,7 +229,7 @@ class MemberPosteriors:
         with torch.no_grad():
             first_scale = ((y - module(z)) ** 2).mean(0).sqrt().clamp_min(SMALLEST_NOISE)
         first = Noise(first_scale, error=0.0)
-        posterior = self._tune_prior(self._fit_module(module, ~held, first.likelihood_at(0.0)))
+        posterior = self._tune_prior(self._fit_module(module, ~held, first.make_likelihood(0.0)))
         f, K = posterior.outputs_at(z)
         relative_variance = K.diagonal(dim1=1, dim2=2) / first.scale**2
         squares = (y - f) ** 2 / (1 + relative_variance)
@@ -311,7 +311,7 @@ class MemberPosteriors:
         The first SEARCHES members search for the precision with the lowest NLL at the held-out z
         (m, d) and y (m,), and add it to `priors`. The later members share the mean of these.
         """
-        prior = self._shared_prior()
+        prior = self._average_priors()
         rows = thin_out(seen, MOST_SEEN)
         # These posteriors are not kept, so no warnings about them are shown.
         with warnings.catch_warnings():
@@ -339,7 +339,7 @@ class MemberPosteriors:
         self.priors.append(posterior.prior)
         return posterior, posterior.prior
 
-    def _shared_prior(self) -> GaussianPrior | None:
+    def _average_priors(self) -> GaussianPrior | None:
         """Return the prior with the geometric mean of the precisions that were found so far.
 
         Return None as long as fewer than SEARCHES members have searched.
@@ -432,13 +432,13 @@ class MemberPosteriors:
         those of y by the trees; None without trees.
         """
         inputs = [z for z, _, _ in self.held_out]
-        disagreement = torch.cat([self._variance_of_means(z) for z in inputs])
+        disagreement = torch.cat([self._compute_variance_of_means(z) for z in inputs])
         is_of_kept = torch.cat(
             [torch.full((len(z),), member in self.kept) for member, z in enumerate(inputs)]
         )
         # A constant in place of a member does not disagree with anything.
         disagreement = torch.where(is_of_kept, disagreement, 0.0)
-        densities = stretched_log_densities(outputs, y, disagreement)
+        densities = compute_stretched_log_densities(outputs, y, disagreement)
         spreads, tree_share = choose_spreads(densities, weights, tree_log_densities)
         # Constants have no spread to correct, so only the rows of kept members choose the spreads.
         if not bool(is_of_kept.all()):
@@ -447,7 +447,7 @@ class MemberPosteriors:
         trees = None if trees is None else replace(trees, share=tree_share)
         return replace(ensemble, spreads=spreads, trees=trees)
 
-    def _variance_of_means(self, z: Tensor) -> Tensor:
+    def _compute_variance_of_means(self, z: Tensor) -> Tensor:
         """Return the variance (n,) between the means that the kept networks predict at z (n, d)."""
         with torch.no_grad():
             outputs = torch.stack([module(z) for module in self.kept_modules])
@@ -470,7 +470,7 @@ class MemberPosteriors:
         if tree_log_densities is not None:
             log_densities = torch.cat([log_densities, tree_log_densities[:, None]], 1)
         one_row = torch.ones(log_densities.shape[1], dtype=torch.float64)
-        shares = model_shares(log_densities, weights, one_row).tolist()
+        shares = fit_model_shares(log_densities, weights, one_row).tolist()
         posterior_share = shares[0]
         trained_share = shares[1]
         if trees is not None:

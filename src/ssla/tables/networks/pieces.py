@@ -57,7 +57,7 @@ class Pieces(nn.Module):
         self.width.copy_(torch.cat([column.diff() for column in edges]))
 
 
-def quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tuple[Tensor, ...]:
+def find_quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tuple[Tensor, ...]:
     """Return the edges of each column of x (n, d): its weighted quantiles without repetition.
 
     weights (n,) are row weights.  pieces: the largest number of pieces of a column. A column whose
@@ -77,7 +77,7 @@ def quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tuple[Te
     return tuple(all_edges)
 
 
-def piece_counts(edges: tuple[Tensor, ...]) -> tuple[int, ...]:
+def count_pieces(edges: tuple[Tensor, ...]) -> tuple[int, ...]:
     """Return the number of pieces of each column by its edges; () if no column has any."""
     counts = tuple(max(len(column) - 1, 0) for column in edges)
     return counts if any(counts) else ()

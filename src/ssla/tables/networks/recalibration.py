@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, affine, from_marginal
 from ssla.predictive.normals import average_normals
-from ssla.tables.networks.stacking import model_shares
+from ssla.tables.networks.stacking import fit_model_shares
 from ssla.values import Marginal
 
 # These constants are guesses.
@@ -57,7 +57,7 @@ def predict_as_trained(module: nn.Module, likelihood: Likelihood, z: Tensor) -> 
     return from_marginal(likelihood, f, no_covariance, "plug_in")
 
 
-def stretched_log_densities(marginal: Marginal, y: Tensor, disagreement: Tensor) -> Tensor:
+def compute_stretched_log_densities(marginal: Marginal, y: Tensor, disagreement: Tensor) -> Tensor:
     """Return the log of p(m + (y − m)/c)/c for all factors c (n, K), with p averaged over marginal.
 
     marginal: the Gaussian of mean and log variance, (n, 2), at the n held-out rows, each by its
@@ -87,11 +87,11 @@ def choose_spreads(
     pseudo_rows = PSEUDO_ROWS * base / base.sum()
     tree_share = 0.0
     if trees is None:
-        spread_shares = model_shares(log_densities, weights, pseudo_rows)
+        spread_shares = fit_model_shares(log_densities, weights, pseudo_rows)
     else:
         models = torch.cat([log_densities, trees[:, None]], 1)
         one_row = torch.ones_like(pseudo_rows[:1])  # for the trees
-        all_shares = model_shares(models, weights, torch.cat([pseudo_rows, one_row]))
+        all_shares = fit_model_shares(models, weights, torch.cat([pseudo_rows, one_row]))
         tree_share = float(all_shares[-1])
         spread_shares = all_shares[:-1] / all_shares[:-1].sum()
     # Factors with hardly any share would only make predictions slower.

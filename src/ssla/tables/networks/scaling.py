@@ -24,7 +24,7 @@ class Scaling:
         return (x - self.shift) / self.scale
 
 
-def column_units(x: Tensor) -> Tensor:
+def find_column_units(x: Tensor) -> Tensor:
     """Return the power of two at or below the largest |x| of each column (n, d) -> (d,).
 
     Division by a power of two is exact. A column of zeros has the smallest normal number.
@@ -44,7 +44,7 @@ def fit_scaling(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scali
     scale 1.
     """
     total = weights.sum()
-    unit = column_units(x)
+    unit = find_column_units(x)
     relative = x / unit  # of a size whose squares neither overflow nor vanish
     relative_mean = (weights[:, None] * relative).sum(0) / total
     variance = (weights[:, None] * (relative - relative_mean) ** 2).sum(0) / total

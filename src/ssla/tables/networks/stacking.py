@@ -64,7 +64,7 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
     return w
 
 
-def model_shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
+def fit_model_shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
     """Return the stacking weights (K,) of models, with pseudo rows as prior knowledge.
 
     log_densities (n, K), weights (n,): of the rows. Rows with NaN, or where all densities are zero,

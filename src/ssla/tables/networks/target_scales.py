@@ -14,7 +14,7 @@ from ssla.predictive.transformed import Transform
 from ssla.tables.networks.ensemble import CONTINUOUS, choose_scale, scale_targets
 from ssla.tables.networks.scaling import Scaling, fit_scaling
 from ssla.tables.networks.training_data import TrainingData
-from ssla.tables.networks.whole_numbers import are_small_counts, rounded_log_probs
+from ssla.tables.networks.whole_numbers import are_small_counts, compute_rounded_log_probs
 
 # The nats a row by which another scale of the target must be better; a guess.
 WORTH_A_SCALE = 0.01
@@ -44,13 +44,13 @@ class ScaledTarget:
         unit = fit_scaling(columns, weights)
         return ScaledTarget(unit(columns).reshape(y.shape), likelihood, scale, unit)
 
-    def rounded_log_probs(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    def compute_rounded_log_probs(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         """Return log P (n,) of what rounds to counts y (n,), for outputs f (n, C).
 
         y are counts in their own unit. The targets must be continuous.
         """
         assert self.unit is not None
-        return rounded_log_probs(likelihood, f, self.unit, self.scale, y)
+        return compute_rounded_log_probs(likelihood, f, self.unit, self.scale, y)
 
     @property
     def log_slopes(self) -> Tensor:
@@ -127,7 +127,7 @@ def compute_count_gains(
         z, y, weights = data.take_rows(held)
         with torch.no_grad():
             first, second = (
-                target.rounded_log_probs(likelihood, networks[member](z), y)
+                target.compute_rounded_log_probs(likelihood, networks[member](z), y)
                 for target, networks in zip(targets, modules, strict=True)
             )
         gains.append(weights @ (second - first) / weights.sum())

@@ -210,12 +210,14 @@ def _run_epochs(
     for epoch in range(1, schedule.max_epochs + 1):
         rate = _compute_learning_rate(schedule, epoch)
         for index, real in training.draw_batches(batch_size, generator):
-            losses = objective.mean_losses(index, real) + 0.5 * decay * (theta * theta).sum(1)
+            losses = objective.compute_mean_losses(index, real) + 0.5 * decay * (theta * theta).sum(
+                1
+            )
             # No member depends on the weights of another, so the sum trains each by itself.
             optimiser.step(losses.sum(), rate)
         if has_held_out:
             with torch.no_grad():
-                scores = objective.mean_losses(held_out.rows, held_out.real).double()
+                scores = objective.compute_mean_losses(held_out.rows, held_out.real).double()
             best.update(epoch, scores, theta)
         if on_epoch is not None:
             on_epoch(epoch)
@@ -288,7 +290,7 @@ class _Objective:
         """The tensors that are trained."""
         return [self.theta, self.log_variances] if self.likelihood is None else [self.theta]
 
-    def row_losses(self, index: Tensor) -> Tensor:
+    def compute_row_losses(self, index: Tensor) -> Tensor:
         """Return −log p(y|f) (M, B) of each row, without row weights.
 
         index (M, B): the rows of each member. For a Gaussian with unknown variance e^s the constant
@@ -303,14 +305,14 @@ class _Objective:
         losses: Tensor = 0.5 * (r * r * torch.exp(-s) + s).sum(-1)
         return losses
 
-    def mean_losses(self, index: Tensor, real: Tensor) -> Tensor:
+    def compute_mean_losses(self, index: Tensor, real: Tensor) -> Tensor:
         """Return the weighted mean loss (M,) of the rows of each member.
 
         index (M, B): the rows.  real (M, B): 1, or 0 for padding. A member whose rows are all
         padding has the loss 0.
         """
         w = self.rows.weights[index] * real
-        return (w * self.row_losses(index)).sum(1) / w.sum(1).clamp_min(1e-12)
+        return (w * self.compute_row_losses(index)).sum(1) / w.sum(1).clamp_min(1e-12)
 
 
 @dataclass(eq=False)

@@ -19,8 +19,8 @@ from ssla.posterior import Posterior
 from ssla.refit import Refit
 from ssla.tables.report.facts import collect_facts
 from ssla.tables.report.page import render_page
-from ssla.tables.report.subject import Subject, posterior_subject
-from ssla.tables.report.table_models import estimator_subject
+from ssla.tables.report.subject import Subject, make_posterior_subject
+from ssla.tables.report.table_models import make_estimator_subject
 
 MOST_ROWS = 2000  # that a page holds by default; a guess
 FEWEST_ROWS = 4  # that max_rows may be: `choose_rows` takes quarters of it
@@ -97,13 +97,13 @@ def html_report(
     if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < FEWEST_ROWS:
         raise ValueError(f"max_rows must be a whole number from 4, but is {max_rows!r}.")
     if isinstance(model, Posterior):
-        subject = posterior_subject(model, X, y, refit, target, names)
+        subject = make_posterior_subject(model, X, y, refit, target, names)
     elif hasattr(model, "predict_dist"):
         if refit is not None:
             raise ValueError(
                 "refit= is for a Posterior. An estimator uses its own: model.set_params(refit=...)."
             )
-        subject = estimator_subject(model, X, y, target, names)
+        subject = make_estimator_subject(model, X, y, target, names)
     else:
         raise TypeError(
             "html_report needs a Posterior or an estimator of ssla.sklearn, but got a "

@@ -17,15 +17,15 @@ from ssla.data import take_rows
 from ssla.posterior import explain
 from ssla.tables.report.measures import (
     LEVELS,
-    calibration_of_classes,
-    calibration_of_numbers,
+    describe_class_calibration,
+    describe_number_calibration,
     measure_subject,
     score_measures,
 )
 from ssla.tables.report.shown_rows import (
     describe_rows,
-    plain_numbers,
-    short_number,
+    list_rounded_numbers,
+    round_number,
     shorten_inputs,
 )
 from ssla.tables.report.subject import Subject
@@ -58,7 +58,9 @@ def collect_facts(subject: Subject, max_rows: int) -> dict[str, Any]:
     scores = [
         [name, value, plug_in_scores[name]] for name, value in score_measures(measures).items()
     ]
-    calibration = calibration_of_classes if predictive_kind == "class" else calibration_of_numbers
+    calibration = (
+        describe_class_calibration if predictive_kind == "class" else describe_number_calibration
+    )
     return {
         "kind": predictive_kind,
         "target": subject.target,
@@ -94,16 +96,16 @@ def _describe_measures(
     labels = subject.labels
     rows = {
         "id": [int(i) + 1 if labels is None else int(labels[i]) for i in shown],
-        "y": plain_numbers(subject.y[index]),
-        "nll": plain_numbers(measures["nll"][index]),
-        "share": plain_numbers(share[index]),
+        "y": list_rounded_numbers(subject.y[index]),
+        "nll": list_rounded_numbers(measures["nll"][index]),
+        "share": list_rounded_numbers(share[index]),
         "flagged": measures["flagged"][index].int().tolist(),
         "inputs": shorten_inputs(subject.inputs(shown)),
     }
     if measures["kind"] != "class":
         # The rank of y in its predictive; a count is at the centre of its probability.
         mid_ranks = (measures["lower"] + measures["upper"]) / 2
-        rows["rank"] = plain_numbers(mid_ranks[index])
+        rows["rank"] = list_rounded_numbers(mid_ranks[index])
     return rows
 
 
@@ -149,17 +151,17 @@ def _explain_doubt(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> 
         # The effect of each training row on the mean, summed over outputs; rows count from 1.
         effects = explanation.influence.mean[i].abs().sum(1)
         influential = [
-            [int(row) + 1, short_number(float(effect))]
+            [int(row) + 1, round_number(float(effect))]
             for row, effect in zip(explanation.influence.rows[i], effects, strict=True)
         ]
         doubt = float(explanation.split.doubt[i].sum())
         # Without doubt, there are no shares of it.
         inputs = []
         if explanation.inputs is not None and doubt > 0:
-            inputs = _largest_effects(explanation.inputs[i] / doubt)
+            inputs = _find_largest_effects(explanation.inputs[i] / doubt)
         prior = None
         if doubt > 0:
-            prior = short_number(float(explanation.split.prior[i].sum()) / doubt)
+            prior = round_number(float(explanation.split.prior[i].sum()) / doubt)
         reasons[str(position)] = {"rows": influential, "inputs": inputs, "prior": prior}
     return reasons
 
@@ -174,32 +176,32 @@ def _explain_by_inputs(subject: Subject, shown: np.ndarray, doubtful: list[int])
     """
     assert subject.predict_at_mean is not None
     rows = shown[doubtful]
-    doubt = _epistemic_variance(subject.predict(rows, None, 1.0))
+    doubt = _sum_epistemic_variance(subject.predict(rows, None, 1.0))
     shares = [
-        1 - _epistemic_variance(subject.predict_at_mean(rows, j)) / doubt
+        1 - _sum_epistemic_variance(subject.predict_at_mean(rows, j)) / doubt
         for j in range(len(subject.input_names))
     ]
     # (rows, inputs); in a row without doubt all effects are zero.
     effects = torch.stack(shares, 1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return {
-        str(position): {"rows": [], "inputs": _largest_effects(effects[i]), "prior": None}
+        str(position): {"rows": [], "inputs": _find_largest_effects(effects[i]), "prior": None}
         for i, position in enumerate(doubtful)
     }
 
 
-def _epistemic_variance(predictive: Any) -> Tensor:
+def _sum_epistemic_variance(predictive: Any) -> Tensor:
     """Return the epistemic variance (n,) of each row, which is summed over classes."""
     total: Tensor = predictive.epistemic.double().cpu().reshape(predictive.law.rows, -1).sum(1)
     return total
 
 
-def _largest_effects(effects: Tensor) -> list[list[Any]]:
+def _find_largest_effects(effects: Tensor) -> list[list[Any]]:
     """Return [position, effect] of the SHOWN_EFFECTS inputs with the largest absolute effects.
 
     effects (d,): the effect of each input.
     """
     top = effects.abs().argsort(descending=True, stable=True)[:SHOWN_EFFECTS].tolist()
-    return [[j, short_number(float(effects[j]))] for j in top]
+    return [[j, round_number(float(effects[j]))] for j in top]
 
 
 def _enumerate_classes(measures: dict[str, Any]) -> list[str]:

@@ -126,12 +126,12 @@ def score_measures(measures: dict[str, Any]) -> dict[str, float]:
     }
     if measures["kind"] == "class":
         scores["accuracy"] = float(measures["hit"].double().mean())
-        scores["calibration error (ECE)"] = _expected_calibration_error(measures)
+        scores["calibration error (ECE)"] = _compute_class_calibration_error(measures)
         region = "set"
         size = "mean size of the"
     else:
         scores["RMSE of the mean"] = float(measures["square"].mean().sqrt())
-        scores["calibration error"] = _calibration_error(measures)
+        scores["calibration error"] = _compute_calibration_error(measures)
         region = "interval"
         size = "mean width of the"
     for i, level in enumerate(LEVELS):
@@ -141,7 +141,7 @@ def score_measures(measures: dict[str, Any]) -> dict[str, float]:
     return scores | {"mean mass (1 is exact)": float(measures["mass"].mean())}
 
 
-def _calibration_error(measures: dict[str, Any]) -> float:
+def _compute_calibration_error(measures: dict[str, Any]) -> float:
     """Return the mean distance of the distribution of P(Y ≤ y) from a uniform one, for numbers.
 
     The mean is over CURVE_LEVELS equally spaced values of P.
@@ -152,7 +152,7 @@ def _calibration_error(measures: dict[str, Any]) -> float:
     return float(((pit[:, None] <= q).double().mean(0) - q).abs().mean())
 
 
-def _expected_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) -> float:
+def _compute_class_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) -> float:
     """Return the mean over rows of |accuracy − mean probability| in their bin, for classes.
 
     The bins have equal widths, and a row is in that of the probability of its predicted class.
@@ -165,7 +165,7 @@ def _expected_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) 
     return float(gap.abs().sum() / len(bin_of_row))
 
 
-def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
+def describe_number_calibration(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
     """Return the curve of coverage by level, and the PIT histogram, of the model and its plug-in.
 
     model, plug_in: the measures of `measure_subject` for each. Curve and histogram have the ranges
@@ -195,22 +195,25 @@ def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> di
         "low": bin_low,
         "high": bin_high,
     }
-    return {"calibration": curve, "pit": pit, "expected": _expected_coverage(n)}
+    return {"calibration": curve, "pit": pit, "expected": _compute_expected_coverage(n)}
 
 
-def calibration_of_classes(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
+def describe_class_calibration(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
     """Return accuracy by the probability of the predicted class, of the model and its plug-in.
 
     model, plug_in: the measures of `measure_subject` for each. "expected" has the ranges of the
     coverage of LEVELS in which a calibrated model would be.
     """
     return {
-        "reliability": {"own": _reliability_bins(model), "plugIn": _reliability_bins(plug_in)},
-        "expected": _expected_coverage(len(model["nll"])),
+        "reliability": {
+            "own": _make_reliability_bins(model),
+            "plugIn": _make_reliability_bins(plug_in),
+        },
+        "expected": _compute_expected_coverage(len(model["nll"])),
     }
 
 
-def _reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
+def _make_reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
     """Return mean probability, accuracy, number of rows, and both ends of the range in which the
     accuracy of a calibrated model would be, for each bin with a row.
 
@@ -228,7 +231,7 @@ def _reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
     return bins
 
 
-def _expected_coverage(n: int) -> list[list[float]]:
+def _compute_expected_coverage(n: int) -> list[list[float]]:
     """Return both ends of the range in which the coverage of each of LEVELS would be, if the model
     were calibrated and had n rows.
     """

@@ -30,21 +30,21 @@ def describe_rows(
 ) -> dict[str, Any]:
     """Return lists with an entry for each of k rows under each strength of the prior.
 
-    The keys are those of `_number_rows` for numbers, counts and angles, and those of `_class_rows`
-    for classes. positions (k,): which rows, at least one. factors: on the precision of the prior.
+    The keys are those of `_describe_number_rows` for numbers, counts and angles, and those of
+    `_describe_class_rows` for classes. positions (k,): which rows, at least one. factors: on the precision of the prior.
     predictive_kind: that of the predictives, such as "class".
     """
     blocks = []
     for rows in np.array_split(positions, math.ceil(len(positions) / BLOCK)):
         predictives = [subject.predict(rows, None, factor) for factor in factors]
         if predictive_kind == "class":
-            blocks.append(_class_rows(predictives, subject.y[torch.from_numpy(rows)]))
+            blocks.append(_describe_class_rows(predictives, subject.y[torch.from_numpy(rows)]))
         else:
-            blocks.append(_number_rows(predictives, predictive_kind))
+            blocks.append(_describe_number_rows(predictives, predictive_kind))
     return {name: [value for block in blocks for value in block[name]] for name in blocks[0]}
 
 
-def _number_rows(predictives: list[Any], predictive_kind: str) -> dict[str, Any]:
+def _describe_number_rows(predictives: list[Any], predictive_kind: str) -> dict[str, Any]:
     """Return means, standard deviations, intervals and densities of k rows, under each factor.
 
     predictives: of the same rows, one for each factor. predictive_kind: such as "count". Each
@@ -59,7 +59,7 @@ def _number_rows(predictives: list[Any], predictive_kind: str) -> dict[str, Any]
             predictives, lambda p: torch.stack([p.interval(level) for level in LEVELS], 1)
         ),
     }
-    plain = {name: plain_numbers(values) for name, values in rows.items()}
+    plain = {name: list_rounded_numbers(values) for name, values in rows.items()}
     return plain | _tabulate_densities(predictives, predictive_kind)
 
 
@@ -75,7 +75,7 @@ def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[st
     """Return the densities of k rows: start and step of each row's grid, and heights on it.
 
     A row has one grid for all factors. Heights are whole numbers, and the largest of a row is
-    HEIGHT. predictives, predictive_kind: as in `_number_rows`.
+    HEIGHT. predictives, predictive_kind: as in `_describe_number_rows`.
     """
     low, high = _choose_grid_ends(predictives, predictive_kind)
     # Counts have steps of whole numbers, so that at most MOST_BARS bars are drawn in a row. The
@@ -99,7 +99,11 @@ def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[st
         scaled = [
             [bars[:length] for bars in row] for row, length in zip(scaled, lengths, strict=True)
         ]
-    return {"start": plain_numbers(low, 8), "step": plain_numbers(step, 8), "heights": scaled}
+    return {
+        "start": list_rounded_numbers(low, 8),
+        "step": list_rounded_numbers(step, 8),
+        "heights": scaled,
+    }
 
 
 def _choose_grid_ends(predictives: list[Any], predictive_kind: str) -> tuple[Tensor, Tensor]:
@@ -107,7 +111,7 @@ def _choose_grid_ends(predictives: list[Any], predictive_kind: str) -> tuple[Ten
 
     For angles the grid is the whole circle, centred on the mean under the first factor. Otherwise
     each end has the probability GRID_TAIL beyond it, under the factor for which it is farthest.
-    predictives, predictive_kind: as in `_number_rows`.
+    predictives, predictive_kind: as in `_describe_number_rows`.
     """
     if predictive_kind == "circular":
         low = predictives[0].mean.double().cpu() - math.pi
@@ -117,7 +121,7 @@ def _choose_grid_ends(predictives: list[Any], predictive_kind: str) -> tuple[Ten
     return ends[..., 0].amin(0), ends[..., 1].amax(0)
 
 
-def _class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
+def _describe_class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
     """Return the probabilities of the most probable classes of k rows, and the sizes of sets.
 
     The classes of a row are the MOST_CLASSES with the largest probability under any factor, and
@@ -135,31 +139,35 @@ def _class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
     )
     return {
         "classes": top.tolist(),
-        "probs": plain_numbers(chosen),
+        "probs": list_rounded_numbers(chosen),
         "label": probs.argmax(2).tolist(),
-        "sure": plain_numbers(probs.amax(2)),
+        "sure": list_rounded_numbers(probs.amax(2)),
         "sizes": sizes.int().cpu().tolist(),
-        "doubt": plain_numbers(_stack_factors(predictives, lambda p: _total_sd(p.epistemic))),
-        "noise": plain_numbers(_stack_factors(predictives, lambda p: _total_sd(p.aleatoric))),
+        "doubt": list_rounded_numbers(
+            _stack_factors(predictives, lambda p: _compute_total_sd(p.epistemic))
+        ),
+        "noise": list_rounded_numbers(
+            _stack_factors(predictives, lambda p: _compute_total_sd(p.aleatoric))
+        ),
     }
 
 
-def _total_sd(variances: Tensor) -> Tensor:
+def _compute_total_sd(variances: Tensor) -> Tensor:
     """Return the square root (k,) of the sum of the classes' variances (k, C)."""
     return variances.reshape(len(variances), -1).sum(1).clamp_min(0).sqrt()
 
 
-def plain_numbers(values: Tensor, digits: int = 6) -> Any:
+def list_rounded_numbers(values: Tensor, digits: int = 6) -> Any:
     """Return a tensor of any shape as nested lists of numbers with so many significant digits.
 
     NaN and infinite values, which JSON cannot hold, become None.
     """
     if values.dim() == 1:
-        return [short_number(value, digits) for value in values.tolist()]
-    return [plain_numbers(row, digits) for row in values]
+        return [round_number(value, digits) for value in values.tolist()]
+    return [list_rounded_numbers(row, digits) for row in values]
 
 
-def short_number(value: float, digits: int = 6) -> float | int | None:
+def round_number(value: float, digits: int = 6) -> float | int | None:
     """Return a number with so many significant digits, as an int if it is whole; None if it is not
     finite.
     """
@@ -190,6 +198,6 @@ def _shorten_cell(value: Any, length: int) -> Any:
     None becomes the empty text. A cut text ends in "…".
     """
     if isinstance(value, int | float):
-        return short_number(float(value), 5)
+        return round_number(float(value), 5)
     text = "" if value is None else str(value)
     return text if len(text) <= length else text[: length - 1] + "…"

@@ -47,7 +47,7 @@ class Subject:
     labels: Sequence[int] | None = None  # number of each row in its file; None: 1 … n
 
 
-def posterior_subject(
+def make_posterior_subject(
     posterior: Posterior, X: Any, y: Any, refit: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
     """Return the subject of a posterior and rows X with observed targets y (n,).

@@ -32,7 +32,7 @@ from ssla.tables.report.subject import (
 KIND_NAMES = {"text": "category", "boolean": "yes or no"}
 
 
-def estimator_subject(
+def make_estimator_subject(
     estimator: Any, X: Any, y: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
     """Return the subject of a fitted estimator of `ssla.sklearn`, and rows X with observed y (n,).
@@ -51,7 +51,7 @@ def estimator_subject(
     if not hasattr(estimator, "plan_"):
         return _make_matrix_subject(estimator, X, codes, target, names)
     if isinstance(X, Table):
-        return table_subject(estimator, X, codes, target)
+        return make_table_subject(estimator, X, codes, target)
     if not hasattr(X, "columns") and np.ndim(X) != 2:
         raise ValueError(f"X must have shape (n, d), a table, but has {np.shape(X)}.")
     table = estimator.as_table(X)
@@ -59,10 +59,10 @@ def estimator_subject(
         names = getattr(estimator, "feature_names_in_", None)
     page_names = check_names(names, estimator.n_features_in_)
     shown_names = dict(zip(table.cells, page_names, strict=True))
-    return table_subject(estimator, table, codes, target, shown_names=shown_names)
+    return make_table_subject(estimator, table, codes, target, shown_names=shown_names)
 
 
-def table_subject(
+def make_table_subject(
     estimator: Any,
     table: Table,
     y: Any,
@@ -83,7 +83,7 @@ def table_subject(
     observed = check_targets(y, len(encoded))
     page_names = shown_names or {}
     shown = plan.features[:SHOWN_INPUTS]
-    shown_columns = [table.cells_of(feature.name) for feature in shown]
+    shown_columns = [table.get_cells(feature.name) for feature in shown]
 
     def list_inputs(positions: np.ndarray) -> list[list[Any]]:
         """Return the cells of the shown columns for each of the rows (k,)."""
@@ -100,7 +100,7 @@ def table_subject(
             estimator, lambda model, positions: model.predict_dist(encoded[positions])
         ),
         y=observed,
-        classes=_class_names(estimator),
+        classes=_list_class_names(estimator),
         fixed_prior=explain_fixed_prior(
             component.posterior for component in estimator.ensemble_.components
         ),
@@ -113,13 +113,13 @@ def table_subject(
             ("test inputs", hash_tensors(torch.from_numpy(encoded.values))),
             ("test targets", hash_tensors(observed)),
         ),
-        remarks=(*estimator_remarks(estimator), *remarks, *_gap_remarks(encoded)),
+        remarks=(*list_estimator_remarks(estimator), *remarks, *_list_gap_remarks(encoded)),
         predict_at_mean=predict_at_mean,
         labels=(chosen + 1).tolist(),
     )
 
 
-def _class_names(estimator: Any) -> tuple[str, ...] | None:
+def _list_class_names(estimator: Any) -> tuple[str, ...] | None:
     """Return the labels of an estimator's classes as texts; None if it predicts numbers."""
     classes = getattr(estimator, "classes_", None)
     return None if classes is None else tuple(map(str, classes))
@@ -161,7 +161,7 @@ def _make_matrix_subject(
             estimator, lambda model, rows: model.predict_dist(_restore_frame(X, x[rows]))
         ),
         y=observed,
-        classes=_class_names(estimator),
+        classes=_list_class_names(estimator),
         fixed_prior=explain_fixed_prior(
             component.posterior for component in estimator.ensemble_.components
         ),
@@ -174,7 +174,7 @@ def _make_matrix_subject(
             ("test inputs", hash_tensors(torch.from_numpy(x))),
             ("test targets", hash_tensors(observed)),
         ),
-        remarks=estimator_remarks(estimator),
+        remarks=list_estimator_remarks(estimator),
         predict_at_mean=predict_at_mean,
     )
 
@@ -315,7 +315,7 @@ def describe_estimator(estimator: Any) -> tuple[tuple[str, str], ...]:
     )
 
 
-def estimator_remarks(estimator: Any) -> tuple[str, ...]:
+def list_estimator_remarks(estimator: Any) -> tuple[str, ...]:
     """Return sentences on networks that are left out and on conformal intervals.
 
     The result is () if there are none.
@@ -329,7 +329,7 @@ def estimator_remarks(estimator: Any) -> tuple[str, ...]:
     return tuple(text for text in remarks if text)
 
 
-def _gap_remarks(rows: Encoded) -> tuple[str, ...]:
+def _list_gap_remarks(rows: Encoded) -> tuple[str, ...]:
     """Return a sentence on the rows with missing or unknown inputs; () if there are none."""
     if not rows.noted_row_count:
         return ()

@@ -14,7 +14,7 @@ LAST_SEPARATOR = "\x1f"  # the "unit separator" of ASCII
 Columns = dict[str, np.ndarray]
 
 
-def predictive_columns(
+def make_predictive_columns(
     p: Any,
     levels: Sequence[float],
     classes: np.ndarray | None = None,
@@ -29,19 +29,19 @@ def predictive_columns(
     (N, 2) or (N, D, 2), for example of conformal intervals; None: the predictive's own intervals.
     """
     if p.kind == "class":
-        columns = _class_columns(p, levels, classes)
+        columns = _make_class_columns(p, levels, classes)
     else:
-        columns = _number_columns(
+        columns = _make_number_columns(
             p, levels, interval or (lambda p, level: _to_array(p.interval(level)))
         )
     columns["mass"] = _to_array(p.mass)
     return columns
 
 
-def _class_columns(p: Any, levels: Sequence[float], classes: np.ndarray | None) -> Columns:
+def _make_class_columns(p: Any, levels: Sequence[float], classes: np.ndarray | None) -> Columns:
     """Return the most probable label, the probability of each class, and a set for each level.
 
-    Each column is (N,). classes: as in `predictive_columns`.
+    Each column is (N,). classes: as in `make_predictive_columns`.
     """
     probs = _to_array(p.probs)
     labels = np.arange(probs.shape[1]) if classes is None else classes
@@ -63,7 +63,7 @@ def _class_columns(p: Any, levels: Sequence[float], classes: np.ndarray | None) 
     return columns
 
 
-def _number_columns(
+def _make_number_columns(
     p: Any, levels: Sequence[float], interval: Callable[[Any, float], np.ndarray]
 ) -> Columns:
     """Return moments, intervals and quantiles of one or several targets, as columns (N,).

@@ -19,7 +19,7 @@ from torch import Tensor
 from ssla._checks import did_you_mean, warn
 from ssla.data import as_tensor
 from ssla.tables.columns import Table
-from ssla.tables.columns.frames import replace_masked, table_of
+from ssla.tables.columns.frames import make_table, replace_masked
 from ssla.tables.scoring.answer_columns import Columns
 
 SOURCE = Path("the batch")
@@ -93,14 +93,14 @@ class Batch:
                 f"{', '.join(model_names)}."
             )
         if self.form == ARRAY:
-            return table_of(self.to_array(), model_names)
+            return make_table(self.to_array(), model_names)
         if self.form == MAPPING:
             renamed = {
                 model_name: self.get_column(name)
                 for name, model_name in zip(names, model_names, strict=True)
             }
             return Batch(MAPPING, renamed).to_table(model_names)
-        return table_of(self._select_columns(names), model_names)
+        return make_table(self._select_columns(names), model_names)
 
     def _select_columns(self, names: Sequence[str]) -> Any:
         """Return the named columns of a data frame as a data frame of the same library.

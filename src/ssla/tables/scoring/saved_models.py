@@ -22,10 +22,10 @@ from ssla._checks import check_finite
 from ssla.files import FileError
 from ssla.predictive import Predictive
 from ssla.tables.columns import Encoded, Plan, Table
-from ssla.tables.estimators.inputs import column_names
+from ssla.tables.estimators.inputs import list_column_names
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.training_table import TrainingTable
-from ssla.tables.scoring.answer_columns import Columns, predictive_columns
+from ssla.tables.scoring.answer_columns import Columns, make_predictive_columns
 from ssla.tables.scoring.batches import ARRAY, Batch
 
 BLOCK = 1 << 14  # rows
@@ -152,7 +152,9 @@ class TableModel:
             block = encoded[rows]
             predictive: Any = self.estimator.predict_dist(block)
             counts.rows_flagged += count_flagged(predictive)
-            return _estimator_columns(self.estimator, predictive, levels) | {"notes": block.notes}
+            return _make_estimator_columns(self.estimator, predictive, levels) | {
+                "notes": block.notes
+            }
 
         return predict_in_blocks(predict_block, len(encoded)), counts
 
@@ -176,9 +178,9 @@ class TableModel:
                 )
             return batch.to_table(self.inputs)
         if batch.form == ARRAY or inputs is not None:
-            return batch.to_renamed_table(inputs or (), column_names(self.estimator))
+            return batch.to_renamed_table(inputs or (), list_column_names(self.estimator))
         if self.names is None:
-            raise no_names_error(self.source, batch)
+            raise make_no_names_error(self.source, batch)
         return batch.to_renamed_table(self.names, self.names)
 
 
@@ -214,7 +216,9 @@ class MatrixModel:
         def predict_block(rows: slice) -> Columns:
             """Return the columns of some rows."""
             predictive = self.predict(x[rows])
-            return predictive_columns(predictive, levels) | _refit_column(predictive, self.refit)
+            return make_predictive_columns(predictive, levels) | _make_refit_column(
+                predictive, self.refit
+            )
 
         return predict_in_blocks(predict_block, len(x))
 
@@ -261,7 +265,7 @@ class WrappedModel:
             else:
                 chosen = x.iloc[rows] if hasattr(x, "iloc") else x[rows]
                 predictive = self.estimator.predict_dist(chosen)
-            return _estimator_columns(self.estimator, predictive, levels)
+            return _make_estimator_columns(self.estimator, predictive, levels)
 
         return predict_in_blocks(predict_block, len(x))
 
@@ -285,11 +289,11 @@ def _read_array(batch: Batch, inputs: tuple[str, ...] | None, source: Path) -> n
     if batch.form == ARRAY:
         return batch.to_array()
     if inputs is None:
-        raise no_names_error(source, batch)
+        raise make_no_names_error(source, batch)
     return batch.to_matrix(inputs)
 
 
-def no_names_error(source: Path, batch: Batch) -> ValueError:
+def make_no_names_error(source: Path, batch: Batch) -> ValueError:
     """Return the error for a batch with columns where the model's inputs have no names.
 
     source: the file of the model.
@@ -300,15 +304,15 @@ def no_names_error(source: Path, batch: Batch) -> ValueError:
     )
 
 
-def _estimator_columns(estimator: Any, predictive: Any, levels: Sequence[float]) -> Columns:
+def _make_estimator_columns(estimator: Any, predictive: Any, levels: Sequence[float]) -> Columns:
     """Return the output columns (N,) of an estimator's predictive.
 
     The labels of classes and the intervals are those of the estimator, if it has its own.
     """
     classes = getattr(estimator, "classes_", None)
     interval = getattr(estimator, "interval_of", None)
-    columns = predictive_columns(predictive, levels, classes, interval)
-    return columns | _refit_column(predictive, estimator.refit)
+    columns = make_predictive_columns(predictive, levels, classes, interval)
+    return columns | _make_refit_column(predictive, estimator.refit)
 
 
 def predict_in_blocks(predict_block: Callable[[slice], Columns], rows: int) -> Columns:
@@ -323,7 +327,7 @@ def predict_in_blocks(predict_block: Callable[[slice], Columns], rows: int) -> C
     return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def _refit_column(predictive: Any, refit: Any) -> Columns:
+def _make_refit_column(predictive: Any, refit: Any) -> Columns:
     """Return the column "rung" (N,) with the name of the refit that was used for each row.
 
     refit: the refit that was requested, by its name or as an object. It was used for all rows

@@ -93,15 +93,15 @@ def _convert_tree(tree: Any, value: np.ndarray) -> Forest:
     node = np.arange(tree.node_count)
     return Forest(
         roots=torch.zeros(1, dtype=torch.int64),
-        feature=_int64_tensor(np.where(leaf, 0, tree.feature)),
+        feature=_convert_to_int64(np.where(leaf, 0, tree.feature)),
         threshold=torch.from_numpy(np.array(tree.threshold)),
-        left=_int64_tensor(np.where(leaf, node, tree.children_left)),
-        right=_int64_tensor(np.where(leaf, node, tree.children_right)),
+        left=_convert_to_int64(np.where(leaf, node, tree.children_left)),
+        right=_convert_to_int64(np.where(leaf, node, tree.children_right)),
         value=torch.from_numpy(np.array(value)),
         depth=tree.max_depth,
     )
 
 
-def _int64_tensor(values: np.ndarray) -> Tensor:
+def _convert_to_int64(values: np.ndarray) -> Tensor:
     """Return whole numbers of any shape as an int64 tensor."""
     return torch.from_numpy(values.astype(np.int64))

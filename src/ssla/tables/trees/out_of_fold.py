@@ -37,8 +37,8 @@ from ssla.priors import Gaussian
 from ssla.refit import Refit
 from ssla.tables.networks.component import Component
 from ssla.tables.networks.last_layer_fits import fit_last_layer
-from ssla.tables.networks.scaling import Scaling, column_units
-from ssla.tables.networks.stacking import model_shares
+from ssla.tables.networks.scaling import Scaling, find_column_units
+from ssla.tables.networks.stacking import fit_model_shares
 from ssla.values import Marginal
 
 OFFSETS = (-3.0, -1.5, 0.0, 1.5, 3.0)  # o, of the log variance
@@ -133,26 +133,26 @@ class ClassLayer:
 
         p (N, C): the probabilities of the models.
         """
-        return log_features(p, self.floor)
+        return compute_log_features(p, self.floor)
 
     def predict(self, p: Tensor, refit: str | Refit = "output") -> Predictive:
         """Return the predictive of the class where the models give probabilities p (N, C)."""
         return self.posterior.predict(self.compute_features(p), refit)
 
 
-def log_squares(errors: Tensor, weights: Tensor) -> Tensor:
+def compute_log_squares(errors: Tensor, weights: Tensor) -> Tensor:
     """Return log (r²/mean r² + FLOOR) (n,), the target of the noise model.
 
     errors r (n,), and weights (n,) of the mean. FLOOR bounds the logarithm of small errors.
     """
     # In units in which squares neither overflow nor vanish.
-    squares = (errors / column_units(errors[:, None])) ** 2
+    squares = (errors / find_column_units(errors[:, None])) ** 2
     mean = weights @ squares / weights.sum()
     # `tiny` keeps 0/0 from being NaN, where all errors are zero.
     return (squares / mean.clamp_min(torch.finfo(mean.dtype).tiny) + FLOOR).log()
 
 
-def log_features(p: Tensor, floor: float) -> Tensor:
+def compute_log_features(p: Tensor, floor: float) -> Tensor:
     """Return log p less its mean over classes, (N, C); for two classes the logit (N, 1).
 
     p (N, C): probabilities, of which those below the floor are raised to it.
@@ -173,7 +173,7 @@ def fit_number_layer(
     """
     total = weights.sum()
     # In these units squares neither overflow nor vanish.
-    unit = column_units(y[:, None])
+    unit = find_column_units(y[:, None])
     y_scaled, m_scaled = y / unit, m / unit
     shift = weights @ y_scaled / total
     spread = (weights @ (y_scaled - shift) ** 2 / total).sqrt()
@@ -194,11 +194,13 @@ def fit_number_layer(
         "bias": strength * torch.tensor([LINE, OFFSET], dtype=torch.float64),
     }
     posterior = _fit_layer(start, bias, (x, z, weights), HeteroscedasticGaussian(), precision)
-    mixture_shares = model_shares(_densities_by_offset(posterior, x, z), weights, ONE_ROW)
+    mixture_shares = fit_model_shares(
+        _compute_densities_by_offset(posterior, x, z), weights, ONE_ROW
+    )
     return NumberLayer((Component(posterior, 0, 1.0),), target, centre, mixture_shares)
 
 
-def _densities_by_offset(posterior: Posterior, x: Tensor, z: Tensor) -> Tensor:
+def _compute_densities_by_offset(posterior: Posterior, x: Tensor, z: Tensor) -> Tensor:
     """Return the log densities of standardised targets z (n,) for each offset of the log variance,
     (n, offsets).
 
@@ -220,7 +222,7 @@ def fit_class_layer(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0
     """
     # The probability of half a row; a higher floor would change the predictions of the models.
     floor = min(0.5 / float(weights.sum()), HIGHEST_FLOOR)
-    x = log_features(p, floor)
+    x = compute_log_features(p, floor)
     size = x.shape[1]
     identity = torch.eye(size, dtype=torch.float64)
     # Beyond ten classes there are more weights to other classes, so their prior is tighter: a
