@@ -31,8 +31,8 @@ def describe_rows(
     """Return lists with an entry for each of k rows under each strength of the prior.
 
     The keys are those of `_describe_number_rows` for numbers, counts and angles, and those of
-    `_describe_class_rows` for classes. positions (k,): which rows, at least one. factors: on the precision of the prior.
-    predictive_kind: that of the predictives, such as "class".
+    `_describe_class_rows` for classes. positions (k,): which rows, at least one. factors: on the
+    precision of the prior. predictive_kind: that of the predictives, such as "class".
     """
     blocks = []
     for rows in np.array_split(positions, math.ceil(len(positions) / BLOCK)):
