@@ -122,7 +122,7 @@ class _TrainedNetworks(NamedTuple):
     modules: tuple[nn.Sequential, ...]
     target: ScaledTarget
     epochs: int  # that were trained
-    bias: Tensor | None  # (C,), with which the training of the last layer started; None: zero
+    bias: Tensor | None  # (C,): the biases at which the last layer's training started; None: zero
 
 
 def _train_networks(
@@ -311,17 +311,17 @@ def _make_components(posteriors: list[list[tuple[Posterior, float]]]) -> tuple[C
     """
     return tuple(
         Component(posterior, member, share / len(posteriors))
-        for member, parts in enumerate(posteriors)
-        for posterior, share in parts
+        for member, posteriors_of_member in enumerate(posteriors)
+        for posterior, share in posteriors_of_member
     )
 
 
 def _restrict_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
-    """Return the ensemble with a support that ends at zero, or not, as the fitted rows show.
+    """Return the ensemble with a support that ends at zero, if the rows show that y never is below.
 
-    No fitted target is negative. If the ensemble expects several negative ones at the rows x (n, d)
-    with weights (n,), negative targets are impossible, and the support ends at zero. If it expects
-    fewer, the rows do not show it, and negative targets stay possible.
+    No target of the rows x (n, d) with weights (n,) is negative. If the ensemble expects at least
+    ENOUGH_NEGATIVE negative targets among them, that is no chance, and the support ends at zero. If
+    it expects fewer, the rows do not show it, and negative targets stay possible.
     """
     rows = x[thin_out(torch.ones(len(x), dtype=torch.bool), MOST_HELD_OUT)]
     below = ensemble.predict(rows).cdf(torch.zeros(len(rows), dtype=torch.float64))

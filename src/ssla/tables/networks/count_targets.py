@@ -4,6 +4,9 @@ A mixture of Poisson distributions over x has a variance of at least its mean. S
 cannot have one, and large counts are treated as numbers. For the remaining targets held-out rows
 decide: log P(y) of Poisson networks is compared with that of networks with a continuous predictive
 (`ssla.tables.networks.whole_numbers`), each row by the networks that held it out, as trained.
+
+The argument `continuous` is everywhere the ensemble of the continuous fit, and `poisson` that of
+the Poisson fit. Both were fitted to the same rows, and hold out the same ones.
 """
 
 from __future__ import annotations

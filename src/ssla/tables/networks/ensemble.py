@@ -69,6 +69,7 @@ def choose_scale(y: Tensor, likelihood: str) -> Transform | None:
     """
     if likelihood != POSITIVE:
         return ON_SCALE.get(likelihood)
+
     if y.dim() != 1 or not bool((y >= 0).all()) or not bool((y > 0).any()):
         raise ValueError(
             f"likelihood={likelihood!r} needs one target that is {Positive.support} in every row, "
@@ -189,9 +190,13 @@ class Ensemble:
 
         Where the average over the posteriors of mean and log variance has a closed form, it takes
         the place of the refit. Raises ValueError where codes of levels are impossible.
+
+        refit: how a posterior becomes a predictive, by the name of the refit or as an object.
         """
         z = self.standardise(x)
         is_averaged = self._has_closed_average(refit)
+
+        # The trees have a predictive of their own, and they move the networks' means.
         tree_predictive = None
         move = None
         if self.trees is not None:
@@ -201,12 +206,15 @@ class Ensemble:
             predictive = self._average_posteriors(z, move)
         else:
             predictive = self._mix_posteriors(z, refit, move)
+
+        # Averages of Gaussians are pooled as Gaussians; other predictives are mixed.
         if self.trees is not None and tree_predictive is not None:
             share = self.trees.share
             if is_averaged:
                 predictive = pool_normals(predictive, tree_predictive, share)
             else:
                 predictive = mixture([predictive, tree_predictive], [1 - share, share])
+
         return self._convert_to_target_unit(predictive)
 
     def _convert_to_target_unit(self, predictive: Predictive) -> Predictive:
@@ -227,8 +235,10 @@ class Ensemble:
     def predictive_set(self, x: Tensor, level: float) -> Tensor:
         """Return cross-conformal intervals (N, 2) of one target at x (N, d), in y's own unit.
 
-        Each new row is compared with held-out rows, by the members that held them out. level: the
-        coverage, between 0 and 1. Raises ValueError if the held-out rows are not known.
+        Each new row is compared with held-out rows, by the members that held them out. Raises
+        ValueError if the held-out rows are not known, and for a wrong level.
+
+        level: the coverage, between 0 and 1.
         """
         if self.held is None or not bool(self.held.any(1).all()):
             raise ValueError(
@@ -255,8 +265,11 @@ class Ensemble:
         """Return cross-conformal sets of classes at x (N, d), bool (N, C).
 
         A set has the most probable class, and all classes whose score 1 − p is at most the quantile
-        of the held-out rows' scores at this level. Raises ValueError if these scores are not known.
-        If they are too few for the level, it warns, and every set has all classes.
+        of the held-out rows' scores at this level. If these are too few for the level, a warning is
+        given, and every set has all classes. Raises ValueError if the scores are not known, and for
+        a wrong level.
+
+        level: the coverage, between 0 and 1.
         """
         if self.scores is None:
             raise ValueError(
@@ -281,7 +294,8 @@ class Ensemble:
     def _has_closed_average(self, refit: str | Refit) -> bool:
         """Return whether mean and log variance are averaged over the posteriors in closed form.
 
-        That is so for the default refit, if all posteriors are variational Gaussians.
+        That is so for the default refit, if all posteriors are variational Gaussians.  refit: as in
+        `predict`.
         """
         return (
             self.settings.likelihood in VARYING
@@ -292,8 +306,8 @@ class Ensemble:
     def _average_posteriors(self, z: Tensor, move: Tensor | None) -> Predictive:
         """Return the predictive at z (N, d), averaged over all posteriors of mean and log variance.
 
-        It is that of the standardised target.  move (N,): is added to the means, for the trees;
-        None: zero.
+        The predictive is that of the standardised target.  move (N,): what the trees add to the
+        means; None: nothing.
         """
         marginals = [component.posterior.outputs_at(z) for component in self.components]
         if move is not None:
@@ -309,8 +323,8 @@ class Ensemble:
     def _mix_posteriors(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
         """Return the mixture of all posteriors, spreads and networks as trained, at z (N, d).
 
-        It is that of the standardised target.  move (N,): is added to the means, for the trees;
-        None: zero.
+        The predictive is that of the standardised target.  refit: as in `predict`.  move (N,): what
+        the trees add to the means; None: nothing.
         """
         predictives = []
         weights = []

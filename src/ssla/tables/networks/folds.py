@@ -29,6 +29,9 @@ def hold_out_rows(
     fraction is 0, or if there are fewer than two rows. Raises ValueError if all rows have one group
     or one time.
 
+    rows, members: n and M.  fraction: the share of the rows that a member holds out, at least one
+    row if the share is positive.
+    generator: draws the random orders of rows and groups.
     strata (n,): the class of each row. Each member holds out about the same proportions of classes.
     groups (n,): the number of the group of each row. Whole groups are held out, and strata are
     ignored.
@@ -55,7 +58,9 @@ def hold_out_rows(
 
 
 def _interleave_classes(order: Tensor, strata: Tensor, generator: torch.Generator) -> Tensor:
-    """Return an order (n,) of the rows of which any section has about the proportions of classes.
+    """Return an order (n,) of the rows with all classes evenly spread over it.
+
+    So any section of the order has about the same proportions of classes.
 
     order (n,): a random order, which is kept within each class.  strata (n,): the class of each
     row.
@@ -92,15 +97,16 @@ def _hold_out_groups(
     """Return which rows each of M members holds out, bool (M, n): those of whole groups.
 
     Groups are in a random order. Each member takes the next ones, cyclically, until it has at least
-    `count` rows or all groups but one. groups (n,): the number of the group of each row. Raises
-    ValueError if there is only one group.
+    `count` rows or all groups but one. Raises ValueError if there is only one group.
+
+    groups (n,): the number of the group of each row.  members: M.
     """
     labels, codes, sizes = groups.unique(return_inverse=True, return_counts=True)
     if len(labels) < 2:
         raise ValueError(ONE_GROUP)
     order = torch.randperm(len(labels), generator=generator).tolist()
     held = torch.zeros(members, len(groups), dtype=torch.bool)
-    position = 0
+    position = 0  # in the order, of the next group to take
     for m in range(members):
         taken: list[int] = []
         while len(taken) < len(labels) - 1 and (not taken or int(sizes[taken].sum()) < count):

@@ -2,6 +2,10 @@
 
 With Gaussian noise the prior has the highest evidence, and held-out rows give the noise. With other
 likelihoods held-out rows choose the prior, the shares of trees and of posteriors, and spreads.
+
+The *answers* of a member are its outputs or log densities at its held-out rows. `fit_members`
+collects them in the lists of a `MemberPosteriors`, and `calibrate_ensemble` uses them after the
+last member. So one object serves one fit.
 """
 
 from __future__ import annotations
@@ -250,10 +254,12 @@ class MemberPosteriors:
         seen = ~held
         if not (self.settings.tune and bool(held.any())):
             return self._fit_without_search(module, held, likelihood)
+
         self._grow_forest(seen)
         held = thin_out(held, MOST_HELD_OUT)
         z, y, weights = self.data.take_rows(held)
         self.held_out.append((z, y, weights))
+
         # The network as trained is compared with a constant, and then its posterior is.
         if self._is_constant_better(module(z), likelihood, held, seen):
             self._record_constant(z)
@@ -263,12 +269,15 @@ class MemberPosteriors:
         if self._is_constant_better(outputs.mean, likelihood, held, seen):
             self._record_constant(z)
             return None
+
+        # The answers of this member at its held-out rows.
         if self.settings.likelihood in VARYING:
             self.answers.append(tuple(outputs))
         elif self.settings.likelihood == CLASSES:
             predictives = (posterior.predict(z), predict_as_trained(module, likelihood, z))
             log_probs = [predictive.log_prob(y) for predictive in predictives]
             self.answers.append((torch.stack(log_probs, 1),))
+
         # For classes the fit that chose the prior gives the start, close to the mode of all rows.
         if self.settings.likelihood == CLASSES and posterior.mode == POLISH:
             return polish_again(posterior, prior, self.data.take_rows(), warm_start=True)
@@ -386,7 +395,10 @@ class MemberPosteriors:
             return ensemble
         y = torch.cat([y for _, y, _ in self.held_out])
         weights = torch.cat([weights for _, _, weights in self.held_out])
-        answers = [torch.cat(parts) for parts in zip(*self.answers, strict=True)]
+        # Each answer of all members becomes one tensor for all held-out rows, in their order.
+        answers = [
+            torch.cat(answers_of_members) for answers_of_members in zip(*self.answers, strict=True)
+        ]
         trees, tree_log_densities, move = self._calibrate_trees(y, weights)
         if self.settings.likelihood in VARYING:
             f, K = answers
@@ -401,7 +413,7 @@ class MemberPosteriors:
         """Fit the layer of the trees to the held-out rows with y (n,) and weights (n,).
 
         Returns the trees, their log densities of y (n,), and what the trees add to the networks'
-        means there (n,) or (). Without forests: None, None and zeros.
+        means there (n,) or (). Without forests these are None, None and zeros.
 
         At the rows of a member that is left out, trees are compared with the constant. Without
         these rows the share of the trees would be too small, because the kept members are those
@@ -427,9 +439,10 @@ class MemberPosteriors:
     ) -> Ensemble:
         """Return the ensemble with spreads, and the share of trees, for mean and log variance.
 
-        outputs: f (n, 2) and K (n, 2, 2) of the members at their held-out rows.  y (n,), weights
-        (n,): of these rows, y minus what the trees add to the means.  tree_log_densities (n,):
-        those of y by the trees; None without trees.
+        outputs: f (n, 2) and K (n, 2, 2) of the members at their held-out rows.  y (n,): the
+        targets of these rows, less what the trees add to the means.  weights (n,): row weights.
+        trees: see `_calibrate_trees`; None: there are none.  tree_log_densities (n,): those of the
+        targets by the trees; None without trees.
         """
         inputs = [z for z, _, _ in self.held_out]
         disagreement = torch.cat([self._compute_variance_of_means(z) for z in inputs])

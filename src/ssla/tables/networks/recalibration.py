@@ -44,7 +44,7 @@ LARGEST_LOG_VARIANCE = 2 * math.log(10.0)  # noise of at most ten standard devia
 
 
 def stretch_predictive(predictive: Predictive, factor: float) -> Predictive:
-    """Return the predictive of numbers, stretched around its mean by a factor."""
+    """Return a predictive of numbers, stretched around its mean by a positive factor."""
     # m + c (y − m) = (1 − c) m + c y
     return affine(predictive, (1 - factor) * predictive.law.mean, factor)
 
@@ -63,9 +63,9 @@ def compute_stretched_log_densities(marginal: Marginal, y: Tensor, disagreement:
     marginal: the Gaussian of mean and log variance, (n, 2), at the n held-out rows, each by its
     member.  y (n,): is first moved towards m, because of the disagreement V (n,) of the members.
     """
-    # The one marginal has weight one, and the one factor is one, with share one.
-    one = torch.ones(1, dtype=torch.float64)
-    average = average_normals([marginal], one, one, one, y, LARGEST_LOG_VARIANCE).law
+    # There is a single marginal with weight 1, and a single factor 1 with share 1.
+    single = torch.ones(1, dtype=torch.float64)
+    average = average_normals([marginal], single, single, single, y, LARGEST_LOG_VARIANCE).law
     # This is the root of the part of the squared residual that is left.
     shrinkage = (1 - disagreement / average.variance).clamp(LEAST_RESIDUAL, 1.0).sqrt()
     residual = (y - average.mean) * shrinkage
@@ -79,8 +79,9 @@ def choose_spreads(
     """Return (factor, share) of each spread, and the share of the trees, by held-out rows.
 
     The shares are those that predict the n rows best. Those of the spreads sum to one.
-    log_densities (n, K): of the rows, for all FACTORS.  weights (n,): of the rows.  trees (n,): the
-    log densities by the trees; None: their share is 0.
+
+    log_densities (n, K): those of the rows' targets, for all FACTORS.  weights (n,): row weights.
+    trees (n,): the log densities by the trees; None: their share is 0.
     """
     # PSEUDO_ROWS rows, spread like a normal distribution of log c.
     base = torch.exp(-0.5 * (FACTORS.log() / DOUBT) ** 2)

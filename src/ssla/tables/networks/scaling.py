@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -1022, 1023  # of powers of two in double precision
+# A column whose standard deviation is at most this share of its mean counts as constant, because
+# rounding errors alone can be as large.
+CONSTANT_SPREAD = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,8 +53,8 @@ def fit_scaling(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scali
     variance = (weights[:, None] * (relative - relative_mean) ** 2).sum(0) / total
     spread = unit * variance.sqrt()
     mean = unit * relative_mean
-    # A column that varies by rounding errors only counts as constant.
-    constant = spread <= 1e-12 * mean.abs().clamp_min(1e-300)
+    # The smallest bound is positive, so that a column of zeros is constant too.
+    constant = spread <= CONSTANT_SPREAD * mean.abs().clamp_min(1e-300)
     scale = torch.where(constant, torch.ones_like(spread), spread)
     for i, count in enumerate(levels):
         if count:

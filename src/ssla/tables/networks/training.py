@@ -159,6 +159,8 @@ def _train_members(
 ) -> Trained:
     """Train all members at once; arguments, result and errors are those of `train_networks`."""
     generator = torch.Generator().manual_seed(seed)
+
+    # All weights of a member are one row of theta.
     module = _build_module(architecture, rows)
     shapes = {name: p.shape for name, p in module.named_parameters()}
     # The scales come first, because the start of the last layer is written to the last weights.
@@ -166,6 +168,7 @@ def _train_members(
         shapes = {SCALES: torch.Size([architecture.widths[0]])} | shapes
     theta = _draw_initial_weights(module, shapes, len(rows.held_out), start, generator)
     theta.requires_grad_(True)
+
     objective = _Objective.build(module, shapes, theta, architecture, likelihood, rows)
     best, epochs = _run_epochs(objective, schedule, generator, on_epoch)
     if not bool(torch.isfinite(best.theta).all()):
@@ -173,6 +176,7 @@ def _train_members(
             "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or "
             "check for extreme values."
         )
+
     parameters = [
         _apply_scales(objective.layers, _unpack_weights(flat, shapes)) for flat in best.theta
     ]
@@ -196,6 +200,9 @@ def _run_epochs(
     The parameters of the objective are changed in place. The training stops early when no member
     has improved at its held-out rows for `patience` epochs. Without held-out rows the last weights
     are the best ones.
+
+    schedule: has at least one epoch.  generator: draws the orders of the rows.  on_epoch: as in
+    `train_networks`.
     """
     rows = objective.rows
     theta = objective.theta
@@ -207,6 +214,7 @@ def _run_epochs(
     batch_size = min(schedule.batch_size or training_count, training_count)
     optimiser = _Adam(objective.parameters)
     best = _BestWeights.before_training(theta)
+
     for epoch in range(1, schedule.max_epochs + 1):
         rate = _compute_learning_rate(schedule, epoch)
         for index, real in training.draw_batches(batch_size, generator):
@@ -223,6 +231,7 @@ def _run_epochs(
             on_epoch(epoch)
         if has_held_out and epoch - int(best.epochs.max()) >= schedule.patience:
             break
+
     if not has_held_out:
         best.theta = theta.detach()
         best.epochs = torch.full_like(best.epochs, epoch)
@@ -311,8 +320,10 @@ class _Objective:
         index (M, B): the rows.  real (M, B): 1, or 0 for padding. A member whose rows are all
         padding has the loss 0.
         """
-        w = self.rows.weights[index] * real
-        return (w * self.compute_row_losses(index)).sum(1) / w.sum(1).clamp_min(1e-12)
+        weights = self.rows.weights[index] * real
+        # The bound keeps 0/0 from being NaN where all rows are padding.
+        total = weights.sum(1).clamp_min(1e-12)
+        return (weights * self.compute_row_losses(index)).sum(1) / total
 
 
 @dataclass(eq=False)
@@ -380,10 +391,12 @@ class _Adam:
         step = rate / (1 - beta_1**self.steps)
         root = math.sqrt(1 - beta_2**self.steps)
         with torch.no_grad():
-            for p, g, m, v in zip(self.parameters, gradients, self.first, self.second, strict=True):
-                m.lerp_(g, 1 - beta_1)
-                v.mul_(beta_2).addcmul_(g, g, value=1 - beta_2)
-                p.addcdiv_(m, (v.sqrt() / root).add_(least), value=-step)
+            for parameter, gradient, first, second in zip(
+                self.parameters, gradients, self.first, self.second, strict=True
+            ):
+                first.lerp_(gradient, 1 - beta_1)
+                second.mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+                parameter.addcdiv_(first, (second.sqrt() / root).add_(least), value=-step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -409,7 +422,7 @@ class _PaddedRows:
 
 
 def _pad_rows(chosen: Tensor) -> _PaddedRows:
-    """Return the indices of the chosen rows (M, n) bool of each member.
+    """Return the indices of the chosen rows (M, n) bool of each member, padded to one length.
 
     The padding has the indices of rows that are not chosen.
     """
