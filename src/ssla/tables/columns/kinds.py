@@ -23,8 +23,8 @@ import numpy as np
 
 from ssla.tables.columns.texts import Texts
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
-# The same in any case, as a set of texts to compare with.
+MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}  # texts of gaps, in lower case
+# The same with each letter in lower or upper case, as a set of texts to compare with.
 MARKS = {
     "".join(letters)
     for mark in MISSING
@@ -138,19 +138,19 @@ def _make_number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """kind "number", "boolean" or "date": values are floats (dates: days since 1970, UTC), NaN
-    where missing; "text": strings, None where missing.
-    """
+    """A column of one kind, with the value of each row."""
 
     name: str
-    kind: str
+    kind: str  # NUMBER, BOOLEAN, DATE or TEXT
+    # (n,): strings for TEXT, with None for gaps; otherwise floats, with NaN for gaps. A boolean is
+    # 0 or 1, and a date is the number of days since 1970 in UTC.
     values: np.ndarray
-    style: Style = field(default_factory=Style)
+    style: Style = field(default_factory=Style)  # that of its numbers
     interpretation: str = ""  # why these are texts, if that is not obvious
 
     @cached_property
     def missing(self) -> np.ndarray:
-        """Return which rows (n,) bool have no value."""
+        """Which rows (n,) bool have no value."""
         gaps: np.ndarray = (
             self.values == np.array(None) if self.kind == TEXT else np.isnan(self.values)
         )
@@ -158,7 +158,7 @@ class Column:
 
     @property
     def cells(self) -> list[Any]:
-        """Return the values (n) as Python objects: whole numbers as int, None where missing."""
+        """The values (n) as Python objects: whole numbers as int, None where missing."""
         if self.kind == TEXT:
             return list(self.values)
         converters: dict[str, Callable[[float], Any]] = {
@@ -187,10 +187,10 @@ def interpret_cells(
 
     Missing cells are ignored, and a column without any other cell has numbers.
 
-    style: the format of the numbers. If it is None, plain numbers are tried first, then the other
-    formats (WAYS). One that fits every cell is used, and two that fit with different values are
-    refused. mixed: whether numbers and texts may be categories. They are if they have at most
-    MOST_MIXED different values and no text is rare.
+    name: that of the column, for errors.  style: the format of the numbers. If it is None, plain
+    numbers are tried first, then the other formats (WAYS). One that fits every cell is used, and
+    two that fit with different values are refused.  mixed: whether numbers and texts may be
+    categories. They are if they have at most MOST_MIXED different values and no text is rare.
 
     Raises TableError for dates mixed with fewer other cells, for numbers mixed with a few texts
     that are not categories, and for infinite numbers.
@@ -201,11 +201,13 @@ def interpret_cells(
         plain = _read_plain_numbers(cells, stated)
         if plain is not None:
             return Column(name, NUMBER, _check_finite(name, plain), stated)
+
     # Each different cell is parsed once: L levels, and the level of each of n rows.
     levels, codes = find_distinct_cells(cells)
     is_given = np.array([not is_missing(level) for level in levels], dtype=bool)
     given_cells = [level for level, keep in zip(levels, is_given, strict=True) if keep]
     counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given cell
+
     # Booleans, dates and numbers are tried one after the other. No cell is of two of these kinds.
     if given_cells and all(parse_boolean_word(level) is not None for level in given_cells):
         return Column(name, BOOLEAN, _parse_cells(levels, parse_boolean_word)[codes])
@@ -215,12 +217,14 @@ def interpret_cells(
         if no_date.any():
             raise _make_mixed_kinds_error(name, levels, codes, no_date, "dates")
         return Column(name, DATE, days[codes])
+
     detected = _detect_style(name, given_cells, counts, style)
     numbers = _parse_cells(levels, detected.parse)
     no_number = is_given & np.isnan(numbers)
     rows_of_texts = counts[no_number[is_given]].sum()
     if rows_of_texts > counts.sum() / 2:
         return read_as_kind(name, cells, TEXT)
+
     if rows_of_texts:
         interpretation = (
             _interpret_as_categories(given_cells, counts, no_number[is_given]) if mixed else ""
@@ -267,9 +271,9 @@ def read_as_kind(
 ) -> Column:
     """Return the column of the cells (n), in the kind and the format of the training column.
 
-    column_kind: NUMBER, BOOLEAN, DATE or TEXT. style: the format of numbers; other kinds have none.
-    source: what errors call the table. rows_before: the number of rows of the source before these
-    cells. may_have_more: whether the source may have rows after them.
+    column_kind: NUMBER, BOOLEAN, DATE or TEXT.  style: the format of numbers; other kinds have
+    none.  name, source: what errors call the column and the table.  rows_before: the number of rows
+    of the source before these cells.  may_have_more: whether the source may have rows after them.
 
     Raises TableError with the first cell of another kind, or with the first infinite number.
     """
@@ -278,11 +282,13 @@ def read_as_kind(
         return Column(
             name, column_kind, _check_finite(name, plain, rows_before, may_have_more), style
         )
+
     # Each different cell is parsed once: L levels, and the level of each of n rows.
     levels, codes = find_distinct_cells(cells)
     if column_kind == TEXT:
         texts = [None if is_missing(level) else convert_to_text(level) for level in levels]
         return Column(name, TEXT, np.array(texts, dtype=object)[codes])
+
     parsers: dict[str, Callable[[Any], float | None]] = {
         NUMBER: style.parse,
         BOOLEAN: _parse_boolean,
@@ -302,6 +308,7 @@ def read_as_kind(
             f"at training, but row {row} of {source} is {cell!r} ({len(wrong)} such cells "
             f"{extent}). Correct or empty them."
         )
+
     numbers = np.array(values, dtype=float)[codes]
     return Column(
         name, column_kind, _check_finite(name, numbers, rows_before, may_have_more), style
@@ -309,7 +316,7 @@ def read_as_kind(
 
 
 def _write_style_example(column_kind: str, style: Style) -> str:
-    """Return the end of a phrase that shows a number in this format.
+    """Return the end of a phrase that shows a number in this format, for an error.
 
     The text is empty for plain numbers and for other kinds than numbers.
     """
@@ -319,11 +326,11 @@ def _write_style_example(column_kind: str, style: Style) -> str:
 
 
 def find_distinct_cells(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndarray]:
-    """Return the different cells in the order of their first rows (L,), and the position in them of
-    each row's cell (n,).
+    """Return the L different cells, and for each row (n,) the position of its cell among them.
 
-    Only texts and None are compared. Cells of other types are all returned, one for each row:
-    equal ones can be of different types, as 1, 1.0 and True.
+    The different cells are in the order of their first rows. Only texts and None are compared. If
+    there are cells of other types, all n cells are returned, one for each row: equal ones can be of
+    different types, as 1, 1.0 and True.
     """
     if isinstance(cells, Texts):
         return cells.find_distinct()
@@ -370,8 +377,9 @@ def _describe_extent(rows: int, may_have_more: bool) -> str:
 
 
 def convert_to_text(cell: Any) -> str:
-    """Return a cell as text: a string unchanged, a number in its shortest exact form, a boolean as
-    "true" or "false".
+    """Return a cell as text.
+
+    A string is unchanged, a number has its shortest exact form, and a boolean is "true" or "false".
     """
     return str(cell).lower() if isinstance(cell, bool) else str(cell)
 
@@ -386,11 +394,14 @@ def is_missing(cell: Any) -> bool:
 
 
 def parse_boolean_word(cell: Any) -> float | None:
-    """Return 1 for true and yes and 0 for false and no, in upper or lower case; None for anything
-    else.
+    """Return 1 for "true" and "yes", 0 for "false" and "no", and None for anything else.
+
+    Upper and lower case are the same, and the booleans of Python count as their words.
     """
     text = str(cell).lower()
-    return 1.0 if text in TRUE else 0.0 if text in FALSE else None
+    if text in TRUE:
+        return 1.0
+    return 0.0 if text in FALSE else None
 
 
 def parse_date(cell: Any) -> float | None:
@@ -457,9 +468,9 @@ def _convert_to_date(days: float) -> datetime:
 def _check_finite(
     name: str, values: np.ndarray, rows_before: int = 0, may_have_more: bool = False
 ) -> np.ndarray:
-    """Return the values (n,) unchanged; raise TableError if one is infinite. NaN is allowed.
+    """Return the values (n,) unchanged; raise TableError if a value is infinite. NaN is allowed.
 
-    name: the column. rows_before, may_have_more: for the message, as in `read_as_kind`.
+    name: the column.  rows_before, may_have_more: for the message, as in `read_as_kind`.
     """
     infinite = np.isinf(values).nonzero()[0]
     if len(infinite):
@@ -503,6 +514,7 @@ def _detect_style(
     expected = stated or PLAIN
     if _parse_all(expected, given_cells) is not None:
         return expected
+
     # The first text that looks like a number, with a unit or without one, decides which unit all
     # cells should have.
     texts = list(dict.fromkeys(cell for cell in given_cells if isinstance(cell, str)))
@@ -510,6 +522,8 @@ def _detect_style(
     if first_number is None:
         return expected
     units = (first_number[2] or "", (first_number[4] or "").strip())
+
+    # The marks are then those with which all cells are numbers.
     possible = [Style(*marks, *units) for marks in ((".", ""), *_find_possible_marks(texts))]
     candidates = possible if stated is None else [Style(stated.decimal, stated.thousands, *units)]
     parsed = [(style, _parse_all(style, given_cells)) for style in candidates]
@@ -566,10 +580,10 @@ def _parse_all(style: Style, cells: list[Any]) -> list[float] | None:
 
 
 def _find_possible_marks(texts: list[str]) -> list[tuple[str, str]]:
-    """Return the pairs of WAYS whose thousands mark, or else decimal mark, occurs in the texts.
+    """Return the pairs of WAYS whose thousands mark occurs in the texts.
 
-    The other pairs need not be tried: they give the same values as a pair without thousands mark,
-    or as plain numbers.
+    For a pair without a thousands mark, the decimal mark must occur. The other pairs need not be
+    tried: they give the same values as a pair without thousands mark, or as plain numbers.
     """
     characters = set("".join(texts))
     # A thousands mark " " stands for all kinds of spaces.
