@@ -76,9 +76,7 @@ def is_frame(X: Any) -> bool:
 def has_only_numbers(frame: Any) -> bool:
     """Return whether the types of all columns of a data frame are numbers or booleans.
 
-    The cells may be NaN.
-
-    frame: of pandas or polars.
+    The cells may be NaN.  frame: one of pandas or polars.
     """
     if _is_frame_of("pandas", frame):
         return all(getattr(dtype, "kind", "O") in "biufc" for dtype in frame.dtypes)
@@ -86,10 +84,12 @@ def has_only_numbers(frame: Any) -> bool:
 
 
 def make_table(X: Any, names: Sequence[str]) -> Table:
-    """Return the table of a data frame, or of an array (n, d).
+    """Return the table of a data frame of pandas or polars, or of an array (n, d).
 
-    names: the names of the d columns, in their order. Raises TableError for a name that
-    occurs twice, and TypeError for cells that are lists, dicts or other objects.
+    Raises TableError for a name that occurs twice, and TypeError for cells that are lists, dicts or
+    other objects.
+
+    names: the names of the d columns, in their order.
     """
     # The count of each name is quadratic in the columns, so it is taken only where one is repeated.
     if len(set(names)) < len(names):
@@ -112,8 +112,10 @@ def _is_frame_of(library: str, X: Any) -> bool:
 
 
 def _read_pandas(name: str, series: Any) -> Column | list[Any]:
-    """Return the column of a pandas series; its cells (n) where their type does not decide the
-    kind.
+    """Return the column of a pandas series.
+
+    Where the type of the cells does not decide the kind, the result is the list of the n cells.
+    Raises TypeError for cells that are lists, dicts or other objects.
     """
     type_letter = getattr(series.dtype, "kind", "O")
     if hasattr(series.dtype, "categories"):
@@ -134,8 +136,10 @@ def _read_pandas(name: str, series: Any) -> Column | list[Any]:
 
 
 def _read_polars(name: str, series: Any) -> Column | list[Any]:
-    """Return the column of a polars series; its cells (n) where their type does not decide the
-    kind.
+    """Return the column of a polars series.
+
+    Where the type of the cells does not decide the kind, the result is the list of the n cells.
+    Raises TypeError for cells that are lists, dicts or other objects.
     """
     # A type is written with its parameters, for example Datetime(time_unit='us').
     type_name = str(series.dtype).partition("(")[0]
@@ -153,8 +157,10 @@ def _read_polars(name: str, series: Any) -> Column | list[Any]:
 
 
 def _read_array(name: str, values: np.ndarray) -> Column | list[Any]:
-    """Return the column of an array (n,); its cells (n) where their type does not decide the
-    kind.
+    """Return the column of an array (n,).
+
+    Where the type of the cells does not decide the kind, the result is the list of the n cells.
+    Raises TypeError for cells that are lists, dicts or other objects.
     """
     type_letter = values.dtype.kind
     if type_letter in "biuf":
@@ -195,7 +201,7 @@ def _read_categories(name: str, levels: Sequence[Any], codes: np.ndarray) -> Col
 def _read_objects(name: str, cells: list[Any]) -> list[Any]:
     """Return the cells (n) as Python objects that `interpret_cells` can read.
 
-    Raises TypeError for lists, dicts and other objects.
+    Raises TypeError for lists, dicts and other objects.  name: the column, for the error.
     """
     values = [_to_python_value(cell) for cell in cells]
     for row, value in enumerate(values):

@@ -46,7 +46,7 @@ MOST_CODES = 10_000
 CODED = 0.5
 ENOUGH = 20  # training rows with a gap, or a rare category, from which a network learns its effect
 DRAWS = 16  # values of a column, and complete rows, that represent the training table
-SETS = 200  # random sets of rows, of which `_choose_rows` keeps the closest to the table
+SETS = 200  # random sets of rows, of which `_find_closest_set` keeps the closest to the table
 
 LARGEST_FILL = 1e300  # numbers of a file that are larger are refused
 YEAR, DAY = 365.2425, 1.0  # periods of dates, in days

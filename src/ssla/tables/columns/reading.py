@@ -60,13 +60,13 @@ class Table:
     stated: Style | None = None  # the format of numbers, if given
     rows_before: int = 0  # rows of the file before these
     may_have_more: bool = False  # whether the file may have rows after these
-    # The types of the columns of a Parquet file, in pyarrow.
+    # The pyarrow types of the columns of a Parquet file, by name; {} for other tables.
     types: dict[str, Any] = field(default_factory=dict)
     indexed: bool = True  # whether a column whose name is that of a pandas index is one
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the columns, without those of a row index of pandas."""
+        """The names of the columns, without those of a row index of pandas."""
         return [name for name in self.cells if not (self.indexed and INDEX.match(name))]
 
     def __len__(self) -> int:
@@ -88,6 +88,8 @@ class Table:
 
         A mark that is None has its default; if both are None, the table itself is returned. Raises
         TableError for marks that are not supported.
+
+        decimal, thousands: as in `read_table`.
         """
         stated = _make_stated_style(decimal, thousands)
         return self if stated is None else replace(self, stated=stated)
@@ -119,6 +121,8 @@ class Table:
 
         Marks of numbers that were given for this table are used in place of those of the format.
         Raises TableError for a missing column, a cell of another kind, or an infinite value.
+
+        column_kind, style: the kind of the training column, and the format of its numbers.
         """
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
@@ -176,11 +180,12 @@ def read_parts(
     """Yield the table of `read_table` in parts of `rows` rows each.
 
     The last part has the remaining rows. CSV and Parquet files are read part by part, so that
-    memory does not grow with the file; an Excel file is read as a whole.
+    memory does not grow with the file; an Excel file is read as a whole, and is one part. The
+    errors are those of `read_table`, each raised when the part with its cause is read.
 
-    rows: None is one part with all rows. only: the columns that are needed; None: all. Other
-    columns of a Parquet file are not read: they have names, but no cells. The errors are those of
-    `read_table`, each raised when the part with its cause is read.
+    path, decimal, thousands: as in `read_table`.  rows: None is one part with all rows.  only: the
+    columns that are needed; None: all. Other columns of a Parquet file are not read: they have
+    names, but no cells.
     """
     stated = _make_stated_style(decimal, thousands)
     marks = "" if stated is None else stated.decimal + stated.thousands
@@ -218,16 +223,19 @@ def _read_file(
 ) -> Iterator[Table]:
     """Return an iterator over the parts of a file, with the reader for its ending.
 
-    marks: the marks of numbers that were given, which are not likely to be delimiters; may be
-    empty. rows, only: as in `read_parts`. Raises TableError if there is no such file, or if its
-    ending is not that of a table.
+    Raises TableError if there is no such file, or if its ending is not that of a table.
+
+    marks: the marks of numbers that were given, as one text, which are not likely to be delimiters;
+    may be empty.  rows, only: as in `read_parts`.
     """
     if str(file) == STANDARD_INPUT:
         return _read_csv_stream(Path("standard input"), sys.stdin.buffer, marks, rows)
+
     if not file.exists():
         raise TableError(f"There is no file {file}.")
     if file.is_dir():
         raise TableError(f"{file} is a directory, but a file with a table was expected.")
+
     name = file.name.lower()
     if name.endswith(PARQUET):
         return _read_parquet(file, rows, only)
@@ -259,18 +267,21 @@ def _read_csv_file(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
 
 
 def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
-    """Yield the parts of a CSV file; raise TableError if it cannot be read.
+    """Yield the parts of a CSV file.
 
     A small file is read by Python's csv module. A large file is read by pyarrow, which is faster,
-    and by csv from the first part on that the two may split into cells in different ways.
+    and by csv from the first part on that the two may split into cells in different ways. Raises
+    TableError if the file cannot be read.
 
-    file: what errors and tables call it. stream: an open file of bytes, at its start. marks, rows:
-    as in `_read_file`.
+    file: what errors and tables call it.  stream: an open file of bytes, at its start.  marks,
+    rows: as in `_read_file`.
     """
     # Only a file that can be read again can be given to pyarrow.
     if rows is None and not stream.seekable():
         stream = io.BytesIO(stream.read())
     start = stream.tell() if stream.seekable() else None
+
+    # The first blocks show the delimiter, and whether the file is large.
     texts = _decode_blocks(file, stream)
     head = _read_head(texts)
     if not head:
@@ -280,6 +291,7 @@ def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> I
     is_large = len(head) >= LARGE
     reader = csv.reader(_split_lines(chain([head], texts)), delimiter=delimiter)
     del head  # the reader needs it no longer than its first rows
+
     parts_read = 0  # by pyarrow
     try:
         names = _complete_names(file, [name.strip() for name in next(reader)])
@@ -294,17 +306,27 @@ def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> I
                     return
             except DifferentError:
                 pass  # csv reads the parts that pyarrow has not read
-            # csv starts again, and skips the header and the rows of the parts that were yielded.
-            stream.seek(start)
-            reader = csv.reader(_split_lines(_decode_blocks(file, stream)), delimiter=delimiter)
-            next(reader)
             # If `rows` is None, there is one part, of which no row has been yielded here.
             rows_read = parts_read * (rows or 0)
-            for _ in _read_rows(file, reader, len(names), rows_read):
-                pass
+            stream.seek(start)
+            reader = _skip_to_row(file, stream, delimiter, len(names), rows_read)
         yield from _read_parts_by_csv(file, reader, names, rows, may_be_empty=parts_read > 0)
     except csv.Error as error:
         raise TableError(f"{file} cannot be read as CSV: {error}.") from None
+
+
+def _skip_to_row(file: Path, stream: Any, delimiter: str, width: int, rows: int) -> Any:
+    """Return a csv reader of the file that has read the header and the first `rows` rows.
+
+    file: its name, for errors.  stream: the open file of bytes, at its start.  width: the number of
+    columns. Raises TableError for a skipped row of another width, and csv.Error for one that csv
+    cannot read.
+    """
+    reader = csv.reader(_split_lines(_decode_blocks(file, stream)), delimiter=delimiter)
+    next(reader)
+    for _ in _read_rows(file, reader, width, rows):
+        pass
+    return reader
 
 
 def _read_parts_by_csv(
@@ -312,9 +334,11 @@ def _read_parts_by_csv(
 ) -> Iterator[Table]:
     """Yield the next rows of a csv reader in parts of `rows` rows (None: in one part).
 
-    Cells are texts without spaces around them. may_be_empty: whether it is not an error if the
-    reader has no further row. Raises TableError otherwise, and for a row of another width than the
-    header.
+    Cells are texts without spaces around them. Raises TableError for a row of another width than
+    the header, and if the reader has no row but must have some.
+
+    file: what errors and tables call it.  reader: has read the header.  names: those of the
+    columns.  may_be_empty: whether the reader may have no further row.
     """
     while part := list(_read_rows(file, reader, len(names), rows)):
         may_be_empty = True  # because the file may end after this part
@@ -340,8 +364,10 @@ def _read_head(texts: Iterator[str]) -> str:
 def _read_rows(file: Path, reader: Any, width: int, most: int | None) -> Iterator[list[str]]:
     """Yield the next rows of a csv reader that are not empty, each as a list of cells.
 
-    width: the number of cells of the header. most: how many rows are read at most; None: all.
-    Raises TableError for a row of another width.
+    Raises TableError for a row of another width than the header.
+
+    file: its name, for the error.  width: the number of cells of the header.  most: how many rows
+    are read at most; None: all.
     """
     for row in islice(filter(None, reader), most):
         if len(row) != width:
@@ -355,9 +381,10 @@ def _read_rows(file: Path, reader: Any, width: int, most: int | None) -> Iterato
 def _decode_blocks(file: Path, stream: Any) -> Iterator[str]:
     """Yield the text of a file of bytes in UTF-8, in blocks that are not empty.
 
-    A byte-order mark is left out.
+    A byte-order mark is left out. Raises TableError for another encoding; the message has the
+    command that converts the file.
 
-    Raises TableError for another encoding, with the command that converts it.
+    file: its name, for errors.  stream: an open file of bytes.
     """
     remedy = "Save the table as CSV in UTF-8, or convert it: iconv -f {} -t UTF-8 old.csv > new.csv"
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -407,14 +434,15 @@ def _detect_delimiter(text: str, marks: str) -> str:
     same number. Quoted text is not split. A mark of numbers is chosen only if no other delimiter
     fits.
 
-    text: the start of the file. marks: the marks of numbers that the user gave.
+    text: the start of the file.  marks: the marks of numbers that the user gave, as one text.
     """
 
     def rate_delimiter(delimiter: str) -> tuple[bool, bool, int, bool]:
         """Return what makes a delimiter likely, the most important first.
 
-        These are: it fits all rows, it fits and is not a mark of numbers, the cells of the header,
-        and all rows have the same width (true of a table with one column too).
+        The four values are: whether it fits all rows, whether it fits and is not a mark of numbers,
+        the number of cells of the header, and whether all rows have the same width. The last is
+        also True for a table with one column.
         """
         reader = csv.reader(io.StringIO(text[:SNIFFED_TEXT], newline=""), delimiter=delimiter)
         try:
@@ -477,8 +505,10 @@ def _get_value_type(arrow_type: Any) -> Any:
 
 
 def _read_arrow_cells(column: Any) -> Sequence[Any] | np.ndarray:
-    """Return the cells of a column of pyarrow: an array (n,) if all are integers or floats,
-    otherwise a list with None for gaps.
+    """Return the cells of a column of pyarrow.
+
+    The cells are an array (n,) if all are integers or floats, and otherwise a list with None for
+    gaps.
     """
     type_name = str(column.type)
     is_number = type_name.startswith(("int", "uint", "float", "double", "halffloat"))
@@ -562,11 +592,13 @@ def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], lis
 
 
 def _complete_names(file: Path, names: list[str]) -> list[str]:
-    """Return the names of the columns, after a check. A first column without a name gets the name
-    of an index of pandas.
+    """Return the names of the columns, after a check.
 
-    Warns of columns that are a row index. Raises TableError for too many columns, for no column,
-    for other columns without a name, and for names that occur twice.
+    A first column without a name gets the name of an index of pandas. Warns of columns that are a
+    row index. Raises TableError for too many columns, for no column, for other columns without a
+    name, and for names that occur twice.
+
+    file: its name, for messages.  names: those of the header, "" where there is none.
     """
     if len(names) > MOST_COLUMNS:
         raise TableError(

@@ -34,22 +34,24 @@ ROWS_A_CLASS = 5
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """y of the rows with a target: floats, or labels as texts."""
+    """The target of the k rows that have one, among the n rows of a table."""
 
-    y: np.ndarray
-    given: np.ndarray  # (n,) bool: rows of the table
-    classes: bool
-    style: Style
-    interpretation: str  # how it was interpreted, if that is not obvious
-    zero_one: bool = False  # numbers, but only 0 and 1
+    y: np.ndarray  # (k,): floats, or labels as texts
+    given: np.ndarray  # (n,) bool: which rows have a target
+    classes: bool  # whether y are labels
+    style: Style  # the format of numbers in the table; PLAIN for labels
+    interpretation: str  # how the column was read, if that is not obvious
+    zero_one: bool = False  # whether y are numbers, but only 0 and 1
 
 
 def read_target(table: Table, name: str, classes: bool | None) -> Target:
     """Return the target column of a training table.
 
-    name: the column. classes: whether classes were requested (True) or numbers (False); None: the
-    kind of the column decides. Raises TableError for a missing column, for dates, for texts where
-    numbers were requested, and for labels that cannot be classes.
+    Raises TableError for a missing column, for dates, for texts where numbers were requested, and
+    for labels that cannot be classes.
+
+    name: the column.  classes: whether classes were requested (True) or numbers (False); None: the
+    kind of the column decides.
     """
     cells = table.get_cells(name)
     column = (
@@ -61,6 +63,7 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
             f"The target {name!r} holds dates, which cannot be predicted. Give a column of "
             "numbers, or of classes."
         )
+
     if column.kind == NUMBER:
         y = column.values[given].astype(float)
         return Target(
@@ -71,6 +74,7 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
             interpretation=column.style.describe(cells),
             zero_one=set(y.tolist()) == {0.0, 1.0},
         )
+
     if classes is False:
         row = int(given.argmax())
         raise TableError(
@@ -78,6 +82,7 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
             f"(row {row + 1} is {convert_to_text(cells[row])[:30]!r}), but this likelihood needs "
             "numbers. Use --likelihood classes."
         )
+
     labels = [convert_to_text(cell) for cell, keep in zip(cells, given, strict=True) if keep]
     _check_classes(name, labels, requested=bool(classes))
     return Target(
@@ -90,11 +95,12 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
 
 
 def read_later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarray, np.ndarray]:
-    """Return the target of a table that is not the training table: y (k,) of the rows that have
-    one, and a mask of these rows (n,) bool.
+    """Return the numbers in the target column of a table that is not the training table.
 
-    name: the column. style: the format of its numbers at training. Raises TableError for a missing
-    column, or a cell that is not a number.
+    The results are y (k,) of the k rows that have a target, and which rows these are (n,) bool.
+    Raises TableError for a missing column, or a cell that is not a number.
+
+    name: the column.  style: the format of its numbers at training.
     """
     column = table.read_column_as_kind(name, NUMBER, style)
     return column.values[~column.missing].astype(float), ~column.missing
@@ -103,12 +109,14 @@ def read_later_numbers(table: Table, name: str, style: Style) -> tuple[np.ndarra
 def read_later_labels(
     table: Table, name: str, classes: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the labels of a table that is not the training table: texts (k,) of the rows that have
-    one, and a mask of these rows (n,) bool.
+    """Return the labels in the target column of a table that is not the training table.
 
+    The results are texts (k,) of the k rows that have a label, and which rows these are (n,) bool.
     A text that is one of `classes` is that class. Otherwise, if all classes are numbers or
     booleans, the class of the same value is taken. A text that is not a class is returned
     unchanged. Raises TableError for a missing column.
+
+    name: the column.  classes: the labels of the training table, each once.
     """
     cells = table.get_cells(name)
     given = np.array([not is_missing(cell) for cell in cells], dtype=bool)
@@ -117,6 +125,7 @@ def read_later_labels(
     # Values are compared only if each class has a value of its own, which is not just a text.
     if len(class_of_value) < len(classes) or any(isinstance(v, str) for v in class_of_value):
         class_of_value = {}
+
     texts = [convert_to_text(cell) for cell in cells if not is_missing(cell)]
     labels = [
         text if text in class_texts else class_of_value.get(_parse_label(text), text)
@@ -126,10 +135,11 @@ def read_later_labels(
 
 
 def _check_classes(name: str, labels: list[str], requested: bool) -> None:
-    """Raise TableError for labels (k) that cannot be classes: all are the same, too many are
-    different, or one class is written in two ways.
+    """Raise TableError for labels (k) that cannot be classes.
 
-    name: the target column. requested: whether the user asked for classes.
+    This is so if all are the same, too many are different, or one class is written in two ways.
+
+    name: the target column.  requested: whether the user asked for classes.
     """
     distinct = list(dict.fromkeys(labels))
     if len(distinct) == 1:
@@ -137,19 +147,21 @@ def _check_classes(name: str, labels: list[str], requested: bool) -> None:
             f"The target {name!r} has one class only ({distinct[0]}), so there is nothing to "
             "predict."
         )
-    some = ", ".join(repr(label[:30]) for label in distinct[:3])
+
+    examples = ", ".join(repr(label[:30]) for label in distinct[:3])
     if len(distinct) > max(FEW_CLASSES, len(labels) / ROWS_A_CLASS):
         raise TableError(
-            f"The target {name!r} has {len(distinct):,} different values ({some}, …) in "
+            f"The target {name!r} has {len(distinct):,} different values ({examples}, …) in "
             f"{len(labels):,} rows, too many for classes. If they are numbers, write them as "
             "numbers (see --decimal and --thousands); if they are classes, group the rare ones."
         )
     if len(distinct) > MOST_CLASSES and not requested:
         raise TableError(
-            f"The target {name!r} has {len(distinct):,} different texts ({some}, …). If they are "
-            "numbers, write them as numbers (see --decimal and --thousands); if they are classes, "
-            "group the rare ones, or give --likelihood classes."
+            f"The target {name!r} has {len(distinct):,} different texts ({examples}, …). If they "
+            "are numbers, write them as numbers (see --decimal and --thousands); if they are "
+            "classes, group the rare ones, or give --likelihood classes."
         )
+
     values = [_parse_label(label) for label in distinct]
     if any(isinstance(value, str) for value in values):
         return  # texts that look like numbers may be different classes, as 1 and 1.0

@@ -31,9 +31,9 @@ class DifferentError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Texts(Sequence[str]):
-    """Strings without nulls, as a ChunkedArray of pyarrow."""
+    """A column of strings, none of which is missing."""
 
-    array: Any
+    array: Any  # a ChunkedArray of pyarrow
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -56,8 +56,9 @@ class Texts(Sequence[str]):
         return iter(self.array.to_pylist())
 
     def find_distinct(self) -> tuple[list[str], np.ndarray]:
-        """Return the different texts in the order of their first rows (L,), and the position in
-        them of each row's text (n,).
+        """Return the L different texts, and for each row (n,) the position of its text among them.
+
+        The different texts are in the order of their first rows.
         """
         chunks = self.array.dictionary_encode().unify_dictionaries().chunks
         levels: list[str] = chunks[0].dictionary.to_pylist() if chunks else []
@@ -66,13 +67,12 @@ class Texts(Sequence[str]):
         return levels, np.concatenate([np.zeros(0, np.int32), *positions])
 
     def parse_numbers(self, decimal: str, gaps: Collection[str]) -> np.ndarray | None:
-        """Return the texts as floats (n,) if all are numbers such as 1, +1.5 and 1e5; otherwise
-        None.
-
-        decimal: the decimal mark. gaps: the texts of missing values, which become NaN.
+        """Return the texts as floats (n,), or None if one is not a number such as 1, +1.5 and 1e5.
 
         With only the characters of such numbers, pyarrow accepts what `float` accepts, and both
-        round to the nearest double.
+        round to the nearest double. So the result is that of a loop with `float`.
+
+        decimal: the decimal mark.  gaps: the texts of missing values, which become NaN.
         """
         import pyarrow
         import pyarrow.compute
@@ -107,13 +107,13 @@ class Texts(Sequence[str]):
 def read_arrow_columns(
     stream: Any, delimiter: str, width: int, rows: int | None
 ) -> Iterator[list[Texts]]:
-    """Yield the columns of a CSV file with a header line, in parts of `rows` rows (None: in one
-    part). Cells have no spaces around them, and a part has at least one row.
+    """Yield the columns of a CSV file with a header line, in parts of `rows` rows each.
 
-    stream: an open file of bytes, at its start. width: the number of columns of the header.
+    Cells have no spaces around them, and a part has at least one row. Raises DifferentError if csv
+    must read the file, or if pyarrow is missing. The parts that were yielded before are then right.
 
-    Raises DifferentError if csv must read the file, or if pyarrow is missing. The parts that were
-    yielded before are then right.
+    stream: an open file of bytes, at its start.  width: the number of columns of the header.  rows:
+    None is one part with all rows.
     """
     try:
         import pyarrow
@@ -157,6 +157,8 @@ def split_batches(batches: Any, rows: int) -> Iterator[Any]:
     """Yield the rows of record batches of any size as tables of `rows` rows each.
 
     The last table has the remaining rows. Without a row, there is no table.
+
+    batches: an iterator over RecordBatches of pyarrow.
     """
     import pyarrow
 
@@ -213,8 +215,10 @@ def _make_string_array(texts: list[str]) -> Any:
 def _read_values(chunk: Any, dtype: type[np.generic], extra: int = 0) -> np.ndarray:
     """Return the values (n + extra,) of an array of n rows without nulls, as `to_numpy` would.
 
-    dtype: the type of the values in memory. extra: how many values are read after those of the
-    rows; a buffer of offsets has one more than rows. No rows: an empty array.
+    Without rows the array is empty.
+
+    dtype: the type of the values in memory.  extra: how many values are read after those of the
+    rows; a buffer of offsets has one more than rows.
     """
     if not len(chunk):
         return np.zeros(0, dtype)
