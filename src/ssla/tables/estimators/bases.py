@@ -1,4 +1,8 @@
-"""Functions that check, fit and call models of other libraries, for `wrapped`."""
+"""Functions that check, fit and call models of other libraries, for `wrapped`.
+
+A *base* is the model that the user gives, with the interface of scikit-learn. It is never changed:
+clones of it are fitted.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ def is_fitted(base: Any) -> bool:
 
 
 def check_methods(name: str, base: Any, methods: Sequence[str]) -> None:
-    """Raise TypeError for a base that lacks one of these methods.
+    """Raise TypeError for a base that lacks any of these methods.
 
     name: the argument that held the base, for the error.
     """

@@ -1,4 +1,9 @@
-"""Shared code of the regressor and the classifier, from parameters and rows to an ensemble."""
+"""Shared code of the regressor and the classifier, from parameters and rows to an ensemble.
+
+A table takes two steps to numbers. `inputs.read_inputs` returns `Rows`: numbers without gaps, a
+`Table`, or rows that a plan has encoded. The estimator's plan then encodes a `Table` as `Encoded`
+rows. Networks see `as_numbers` of them.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +73,8 @@ ONE_THREAD = 10_000  # rows up to which one thread is used; docs/tables-how.md h
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """The abstract base of both estimators, which define how y is read and fitted.
 
-    The base turns parameters and rows into an ensemble, and predicts with it.
+    The base turns parameters and rows into an ensemble, and predicts with it. The estimators define
+    `__init__` with the parameters and `fit`, which sets the attributes below.
     """
 
     ensemble_: Ensemble
@@ -299,10 +305,12 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> Ensemble:
         """Fit the networks, their posteriors and trees to rows of numbers, and return the ensemble.
 
-        X (n, d), y (n,) or (n, D), weights (n,).  likelihood: its name.  classes: their number, 0
-        for other targets.  rival: see `fit_ensemble`.  seed: replaces random_state in a second fit
-        that must hold out the same rows. Raises ValueError for a parameter that is out of range,
-        and the errors of the fit.
+        Raises ValueError for a parameter that is out of range, and the errors of `fit_ensemble`.
+
+        X (n, d), y (n,) or (n, D), weights (n,).  likelihood: its name.  related: the groups or
+        times of the rows.  classes: the number of classes; 0 for other targets.  rival: see
+        `fit_ensemble`.  seed: replaces random_state in a second fit that must hold out the same
+        rows.  on_epoch: replaces the bar of `verbose`.
         """
         x, target, w = copy_to_tensors(X, y, weights)
         settings = self._make_settings(likelihood, len(x))

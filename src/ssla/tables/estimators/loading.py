@@ -1,4 +1,11 @@
-"""Opens estimators that `saving` wrote, and validates what a file holds before it is used."""
+"""Opens estimators that `saving` wrote, and validates what a file holds before it is used.
+
+A function `_open_…` reads a part of the *content*, the values that a file has as JSON. A `Decoder`
+gives the tensors that the content names. A file may be forged, so a part that this library cannot
+have written raises ValueError, KeyError or TypeError, which `load_trained` turns into a FileError.
+In all functions `tensors` are those of the file by their names, and `source` is its path, for
+errors.
+"""
 
 from __future__ import annotations
 
@@ -174,22 +181,14 @@ def _open_ensemble(
     target = open_scaling(content["scaling"]["target"], decoder)
     if inputs is None:
         raise ValueError("the inputs have no scaling")
-    components = tuple(
-        Component(
-            decode_posterior(part["posterior"], tensors, modules[part["member"]], source),
-            part["member"],
-            float(part["weight"]),
-        )
-        for part in content["components"]
-    )
-    if any(component.member not in range(len(modules)) for component in components):
-        raise ValueError("a component belongs to no member")
+    components = _open_components(content["components"], modules, tensors, source)
     if (
         type(content["one_target"]) is not bool
         or type(content["epochs"]) is not int
         or content["epochs"] < 0
     ):
         raise ValueError("epochs must be a count, and one_target true or false")
+
     settings["schedule"] = Schedule(**settings["schedule"])
     spreads = tuple((float(factor), float(share)) for factor, share in content["spreads"])
     trust = float(content["trust"])
@@ -210,6 +209,30 @@ def _open_ensemble(
         left_out=_open_left_out(content, len(modules)),
         constant=content["constant"],
     )
+
+
+def _open_components(
+    content: list[dict[str, Any]],
+    modules: list[nn.Sequential],
+    tensors: dict[str, Tensor],
+    source: Path,
+) -> tuple[Component, ...]:
+    """Return the components of the mixture, each with its posterior on the module of its member.
+
+    Raises ValueError or IndexError for a component of no member.
+    """
+    components = tuple(
+        Component(
+            decode_posterior(part["posterior"], tensors, modules[part["member"]], source),
+            part["member"],
+            float(part["weight"]),
+        )
+        for part in content
+    )
+    # A negative index would be that of a module, too.
+    if any(component.member not in range(len(modules)) for component in components):
+        raise ValueError("a component belongs to no member")
+    return components
 
 
 def _check_network_sizes(
@@ -245,8 +268,7 @@ def _check_network_sizes(
 def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) -> None:
     """Raise ValueError for levels and dimensions that are impossible.
 
-    Levels and dimensions are also impossible if the embeddings of the first network have other
-    sizes.
+    They are also impossible if the embeddings of the first network have other sizes.
     """
     levels = architecture.levels
     dimensions = architecture.dimensions

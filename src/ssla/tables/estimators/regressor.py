@@ -48,9 +48,9 @@ from ssla.tables.networks.count_targets import (
 from ssla.tables.networks.ensemble import GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 
 FEWEST_ROWS = 60  # for a noise that depends on x; a guess
-# A logarithmic scale is tried for targets whose largest value is more than FACTOR times a small
-# one, and below LARGEST. Both are guesses.
-FACTOR, LARGEST = 3.0, 1e100
+# A logarithmic scale is tried for targets whose largest value is more than FACTOR times the
+# quantile at LOW, and below LARGEST. These are guesses.
+FACTOR, LOW, LARGEST = 3.0, 0.05, 1e100
 NAMES = (AUTO, *CONTINUOUS, POISSON)
 INTERVAL_SCORES = ("coverage", "width")  # how the names of the scores of intervals begin
 
@@ -215,12 +215,14 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         present, weights = self._read_weights(sample_weight, len(y))
         self._check_target(y[present])
         related = Related.from_arguments(groups, time, len(y))
+
         # Conformal intervals are calibrated on rows that neither the plan nor the networks see.
         kept = np.flatnonzero(present)
         held_out = np.arange(0)
         if conformal:
             kept, held_out = self._split_rows(kept, related[kept])
         rows = self._make_plan(inputs, np.isin(np.arange(len(y)), kept))
+
         self.ensemble_ = self._fit_target(
             as_numbers(rows)[kept], y[kept], weights[kept], related[kept], on_epoch
         )
@@ -243,11 +245,13 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         """
         if not hasattr(self, "ensemble_"):
             return self.fit(X, y, sample_weight)
+
         if self.conformal_ is not None:
             raise ValueError(
                 "The conformal scores hold for the fitted model only. Use conformal=False for "
                 "partial_fit, or fit again."
             )
+
         rows, present, weights = self._read_more_rows(X, sample_weight)
         refuse_masked_or_dates(y)
         target = np.asarray(
@@ -298,6 +302,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         self._make_settings(likelihood, len(y))  # refuses wrong parameters
         if not (self.likelihood == AUTO and likelihood == HETEROSCEDASTIC):
             return self._fit_rows(X, y, weights, likelihood, related, on_epoch=on_epoch)
+
         # Each try is a likelihood and its rival. The later ones need less to be fitted.
         tries: list[tuple[str, str | None]] = [(likelihood, None), (GAUSSIAN, None)]
         if varies_by_factors(y):
@@ -315,6 +320,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 problem = str(error).split(":")[0]
                 if (name, rival) == tries[-1]:
                     raise
+
         poisson = self._fit_poisson_if_better(ensemble, X, y, weights, related, on_epoch)
         if poisson is not None:
             return poisson
@@ -503,6 +509,6 @@ def _label_interval_scores(scores: dict[str, Any]) -> dict[str, Any]:
 def varies_by_factors(y: np.ndarray) -> bool:
     """Return whether targets y (n,) may fit a logarithmic scale better.
 
-    This is so if none is negative, and the largest is several times the 5% quantile.
+    This is so if none is negative, and the largest is several times a low quantile.
     """
-    return bool(y.min() >= 0) and bool(FACTOR * np.quantile(y, 0.05) < y.max() < LARGEST)
+    return bool(y.min() >= 0) and bool(FACTOR * np.quantile(y, LOW) < y.max() < LARGEST)

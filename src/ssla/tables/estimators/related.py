@@ -25,8 +25,9 @@ class Related:
     def from_arguments(groups: Any, time: Any, rows: int) -> Related:
         """Return the groups or times that were given to `fit`, as numbers.
 
-        rows: how many values there must be. Raises ValueError if both are given, and for wrong
-        shapes or missing values.
+        Raises ValueError if both are given, and for wrong shapes or missing values.
+
+        groups, time: (n,) values that can be sorted, or None.  rows: n.
         """
         if groups is not None and time is not None:
             raise ValueError(
@@ -49,7 +50,10 @@ class Related:
         return groups, time
 
     def __getitem__(self, rows: np.ndarray) -> Related:
-        """Return the groups or times of the rows with these numbers, or where a mask is True."""
+        """Return the groups or times of some rows.
+
+        rows: the positions of the rows (k,), or a mask (n,) bool.
+        """
         return Related(
             *(None if values is None else values[rows] for values in (self.groups, self.time))
         )

@@ -1,10 +1,9 @@
 """Reads row weights, and gives them a scale by what they mean: frequencies or relative weights.
 
-Only the ratios of relative weights count.
-
-A row of weight 2 equals that row twice, so frequencies sum to the number of observations. Weights
-that sum to less than half of the rows cannot be frequencies: 1/n for each row would stand for a
-single observation. Rows of weight 0 do not count as rows.
+A row whose frequency is 2 equals that row twice, so frequencies sum to the number of observations.
+Of relative weights only the ratios count. Weights that sum to less than half of the rows cannot be
+frequencies: 1/n for each row would stand for a single observation. Rows of weight 0 do not count as
+rows.
 """
 
 from __future__ import annotations
@@ -69,9 +68,10 @@ def choose_weight_factor(
     """Return the factor that gives row weights (n,) their scale.
 
     The factor is 1 for frequencies, and one over the mean of the positive weights for relative
-    ones. meaning: one of MEANINGS. "auto" means relative weights, with a warning, if they cannot be
-    frequencies, and otherwise frequencies.  subject: the weights, for the warning. Raises
-    ValueError for another meaning.
+    weights. Raises ValueError for an unknown meaning.
+
+    meaning: one of MEANINGS. "auto" means relative weights, with a warning, if they cannot be
+    frequencies, and otherwise frequencies.  subject: what the warning calls the weights.
     """
     check_name("row_weights", meaning, MEANINGS)
     total = float(weights.sum())

@@ -3,6 +3,11 @@
 A file holds the plan of the columns, networks, posteriors, scaling and settings. It is
 self-contained, except for the models of other libraries inside `PredictiveRegressor` and
 `PredictiveClassifier`.
+
+A function `_pack_…` returns the *content* of a part: values that JSON can hold. An `Encoder`
+collects the tensors of all parts, and the content names them. Each function has its counterpart
+`_open_…` in `loading` or `file_parts`, and a change of one needs a change of the other and another
+LAYOUT.
 """
 
 from __future__ import annotations
@@ -200,8 +205,9 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
 def _convert_parameter(name: str, value: Any) -> Any:
     """Return the parameter `name` as a file can hold it.
 
-    Keys of class_weight become texts. A random state that is an object becomes None, because
-    predictions do not need it. Raises FileError for a refit that is an object.
+    NumPy scalars become Python values, and the keys of class_weight become texts. A random state
+    that is an object becomes None, because predictions do not need it. Raises FileError for a refit
+    that is an object.
     """
     if isinstance(value, np.generic):
         value = value.item()

@@ -58,7 +58,7 @@ from ssla.tables.trees.out_of_fold import (
     fit_number_layer,
 )
 
-FOLDS, ALL = "folds", "all"
+FOLDS, ALL = "folds", "all"  # the values of the parameter `final`
 MEAN, NOISE, CLASSES = "mean", "noise", "classes"  # the keys of `models_`: what models predict
 Predictor = Callable[[Any, Any], np.ndarray]  # model, X -> (N,) or (N, C)
 Folds = list[tuple[np.ndarray, np.ndarray]]  # positions of training rows, and of rows to predict
@@ -123,9 +123,11 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> tuple[Any, np.ndarray, np.ndarray, Folds]:
         """Return the m rows of positive weight, their targets (m,), weights (m,) and folds.
 
-        X, y (n,): the rows as they were read.  generator: a NumPy RandomState for the folds. The
-        weights are scaled by the factor that `row_weights` asks for, which is stored in
+        The weights are scaled by the factor that `row_weights` asks for, which is stored in
         `weight_factor_`. Raises ValueError or TypeError for wrong settings, weights or folds.
+
+        base: the model whose clones will be fitted.  X, y (n,): the rows as they were read.
+        sample_weight (n,): row weights; None: ones.  generator: a NumPy RandomState for the folds.
         """
         check_consistent_length(X, y)
         self._check_settings(base)
@@ -345,8 +347,9 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
 
 @all_in_plain_torch
 class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # type: ignore[misc]
-    """Predictive distributions for any regressor with the interface of scikit-learn: trees,
-    forests, boosters.
+    """Predictive distributions for any regressor with the interface of scikit-learn.
+
+    Such regressors are trees, forests and boosters of any library.
 
     Parameters
     ----------
@@ -443,11 +446,13 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
         if bool((y == y[0]).all()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
         check_target_size(y)
+
         # A base that takes no row weights can be fitted if none are given.
         given_weights = None if sample_weight is None else weights
         mean, mean_models = self._fit_models(
             base, X, y, given_weights, folds, generator, predict_numbers
         )
+
         # Further models predict log (y − m)², unless it is the same in every row.
         row_weights = torch.from_numpy(weights)
         log_errors = compute_log_squares(torch.from_numpy(y - mean), row_weights).numpy()
@@ -458,6 +463,8 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
             noise, noise_models = self._fit_models(
                 noise_base, X, log_errors, given_weights, folds, generator, predict_numbers
             )
+
+        # The out-of-fold predictions are the features of the last layer.
         m, v, target = (torch.from_numpy(values) for values in (mean, noise, y))
         with without_weight_warning():
             layer = fit_number_layer(m, v, target, row_weights, float(self.prior_strength))
@@ -489,12 +496,11 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
 
 @all_in_plain_torch
 class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # type: ignore[misc]
-    """Calibrated class probabilities for any classifier with the interface of scikit-learn: trees,
-    forests, boosters.
+    """Calibrated class probabilities for any classifier with the interface of scikit-learn.
 
-    A Bayesian last layer on the logarithms of the out-of-fold probabilities corrects their
-    confidence. Parameters and attributes are those of `PredictiveRegressor`, without noise_base;
-    `base` needs predict_proba.
+    Such classifiers are trees, forests and boosters of any library. A Bayesian last layer on the
+    logarithms of the out-of-fold probabilities corrects their confidence. Parameters and attributes
+    are those of `PredictiveRegressor`, without noise_base; `base` needs predict_proba.
 
     >>> model = PredictiveClassifier(RandomForestClassifier()).fit(X, y)  # doctest: +SKIP
     >>> model.predict_proba(X_new)                                        # doctest: +SKIP
@@ -525,6 +531,7 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
         generator = check_random_state(self.random_state)
         base = self._make_base(generator.randint(2**31 - 1))
         X, y, weights, folds = self._prepare_fit(base, X, y, sample_weight, generator)
+
         codes = np.searchsorted(self.classes_, y)
         for train, _ in folds:
             if len(np.unique(codes[train])) < 2:
@@ -535,12 +542,15 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
         # A fitted base with other classes is refused before its clones are fitted.
         if is_fitted(base):
             self._predict_probs(base, _safe_indexing(X, [0]))
+
         # A base that takes no row weights can be fitted if none are given.
         given_weights = None if sample_weight is None else weights
         probs, models = self._fit_models(
             base, X, y, given_weights, folds, generator, self._predict_probs
         )
-        p, target, row_weights = (torch.from_numpy(part) for part in (probs, codes, weights))
+
+        # The out-of-fold probabilities are the features of the last layer.
+        p, target, row_weights = (torch.from_numpy(array) for array in (probs, codes, weights))
         with without_weight_warning():
             layer = fit_class_layer(p, target, row_weights, float(self.prior_strength))
         self.models_ = {CLASSES: models}
@@ -549,7 +559,7 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
         return self
 
     def _predict_probs(self, model: Any, X: Any) -> np.ndarray:
-        """Return the probabilities (N, C) that a model predicts, in the order of classes_.
+        """Return the probabilities (N, C) that a model predicts at X, in the order of classes_.
 
         The probabilities are zero for classes that the model has not seen. Raises ValueError for a
         model that was fitted on other classes.

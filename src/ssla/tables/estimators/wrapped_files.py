@@ -44,9 +44,11 @@ def open_wrapped(
 ) -> Any:
     """Return the estimator of a file, with its models.
 
-    models: the `models_` of the estimator that was saved; None raises the error that says so.
-    source: the path, for errors. Raises FileError for a file that this library did not write, and
-    for models that are not those of the fit, as far as their classes and predictions show it.
+    Raises FileError for a file that this library did not write, and for models that are missing or
+    not those of the fit, as far as their classes and predictions show it.
+
+    content, tensors: those of the file.  models: the `models_` of the estimator that was saved.
+    source: the path of the file, for errors.
     """
     with convert_to_file_error(source):
         decoder = Decoder(dict(tensors))
