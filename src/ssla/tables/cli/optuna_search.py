@@ -29,31 +29,17 @@ STUDY_FRACTION = 0.2  # of the training rows, which score the trials: a guess
 def search_options(
     request: Request, rows: Encoded, y: np.ndarray, likelihood: str, quiet: bool
 ) -> tuple[dict[str, Any], str]:
-    """Run the trials that are missing, and return the options of the best trial, with a text on
-    whether earlier trials were continued.
+    """Run the trials that are missing, and return the options of the best trial.
 
-    Trials are kept in a SQLite file beside the output. rows, y (n,): training rows and their
-    targets. likelihood: its name in the request, or "classes". quiet: whether there is no progress
-    bar. Raises ImportError if Optuna is not installed.
+    Also returns a text on whether earlier trials were continued. Trials are kept in a SQLite file
+    beside the output. Raises ImportError if Optuna is not installed.
+
+    rows, y (n,): training rows and their targets.  likelihood: its name in the request, or
+    "classes".  quiet: whether there is no progress bar.
     """
-    try:
-        import optuna
-    except ImportError:
-        raise ImportError("--tune-trials needs Optuna: pip install 'ssla[tune]'.") from None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    output = request.output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    database = output.with_name(f"{output.name}.study.db")
-    study = optuna.create_study(
-        storage=f"sqlite:///{database}",
-        study_name=f"{request.target}, {likelihood}, {_hash_study(request, rows.values, y)}",
-        load_if_exists=True,
-        direction="minimize",
-    )
-    done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
+    study, done = _open_study(request, rows, y, likelihood)
     missing_trials = max(request.tune_trials - done, 0)
-    # With the seed of the first call, the sampler would repeat earlier trials.
-    study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))
+
     # Another seed than that of the test rows. At least two rows score a trial.
     order, most_held_out = shuffle_rows(y, likelihood, request.seed + 1)
     count = min(max(round(STUDY_FRACTION * len(y)), 2), most_held_out)
@@ -61,8 +47,9 @@ def search_options(
     kept = order[count:]
 
     def score_trial(trial: Any) -> float:
-        """Train one network with the options of a trial, and return its mean negative
-        log-likelihood at the held-out rows.
+        """Train one network with the options of a trial, and return its mean NLL at held-out rows.
+
+        The NLL is the negative log-likelihood.
         """
         estimator = make_estimator(
             make_one_network_request(request), likelihood, _suggest_options(trial)
@@ -79,6 +66,32 @@ def search_options(
         )
     history = f"continued with {done} earlier trials" if done else "new study"
     return _make_estimator_options(study.best_params), history
+
+
+def _open_study(request: Request, rows: Encoded, y: np.ndarray, likelihood: str) -> tuple[Any, int]:
+    """Open or create the Optuna study of a request, and count its finished trials.
+
+    Returns the study and this number. The arguments and the ImportError are those of
+    `search_options`.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ImportError("--tune-trials needs Optuna: pip install 'ssla[tune]'.") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    output = request.output
+    output.parent.mkdir(parents=True, exist_ok=True)
+    database = output.with_name(f"{output.name}.study.db")
+    study = optuna.create_study(
+        storage=f"sqlite:///{database}",
+        study_name=f"{request.target}, {likelihood}, {_hash_study(request, rows.values, y)}",
+        load_if_exists=True,
+        direction="minimize",
+    )
+    done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
+    # With the seed of the first call, the sampler would repeat earlier trials.
+    study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))
+    return study, done
 
 
 def _hash_study(request: Request, X: np.ndarray, y: np.ndarray) -> str:

@@ -35,44 +35,44 @@ LARGEST_TRIED = (100, 100)  # hidden layers, by --tune-trials
 class Request:
     """The options of `ssla train`."""
 
-    data: Path
-    target: str
-    output: Path
-    drop: tuple[str, ...] = ()
-    likelihood: str = "auto"
-    members: int | str = "auto"
+    data: Path  # the table
+    target: str  # the name of its target column
+    output: Path  # the directory of the model
+    drop: tuple[str, ...] = ()  # names of columns that are left out
+    likelihood: str = "auto"  # one of LIKELIHOODS
+    members: int | str = "auto"  # number of networks
     max_epochs: int = 200
-    test_fraction: float = 0.1
-    conformal: bool = False
-    tune_trials: int = 0
+    test_fraction: float = 0.1  # the share of the rows that is held out for the scores
+    conformal: bool = False  # whether intervals are corrected on held-out rows
+    tune_trials: int = 0  # number of settings that Optuna tries
     seed: int = 0
-    decimal: str | None = None  # None: detected for each column
-    thousands: str | None = None
+    decimal: str | None = None  # the decimal mark; None: detected for each column
+    thousands: str | None = None  # the thousands mark; None: detected for each column
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A training table in the form that the estimators read."""
 
-    rows: Encoded  # those with a target
-    target: Target
-    likelihood: str
+    rows: Encoded  # the n rows with a target
+    target: Target  # that of these rows
+    likelihood: str  # that of the request, or "classes"
     missing: dict[str, int]  # cells of the whole table, by column
     read_as: dict[str, str]  # how columns were interpreted, if that is not obvious
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of the encoded rows."""
+        """The plan of the encoded rows."""
         return self.rows.plan
 
     @property
     def y(self) -> np.ndarray:
-        """Return the targets (n,) of the rows; codes for classes."""
+        """The targets (n,) of the rows: numbers, or labels."""
         return self.target.y
 
     @property
     def classes(self) -> int:
-        """Return the number of classes; 0 for numbers."""
+        """The number of classes; 0 for numbers."""
         return len(set(self.y.tolist())) if self.target.classes else 0
 
 
@@ -89,6 +89,7 @@ def prepare_table(table: Table, request: Request) -> Prepared:
     as_classes = None if request.likelihood == "auto" else request.likelihood == CLASSES
     target = read_target(table, request.target, as_classes)
     _check_target(table, target, request)
+
     encoder = TableEncoder(drop=(request.target, *request.drop), codes=True)
     rows = encoder.fit(table, rows=target.given).encode(table)
     read_as = dict(rows.plan.interpretation)
@@ -155,9 +156,11 @@ def make_table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Archite
 def split_rows(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of the rows for the training, and of those for the scores.
 
-    y (n,): the targets, by which rows of classes are stratified. The request has the fraction of
-    rows for the scores, and the seed. There are no rows for the scores if they would be fewer than
-    SMALLEST_TEST. Raises ValueError for a fraction that is not in [0, 1).
+    There are no rows for the scores if they would be fewer than SMALLEST_TEST. Raises ValueError
+    for a fraction that is not in [0, 1).
+
+    y (n,): the targets, by which rows of classes are stratified.  likelihood: its name.  request:
+    has the fraction of rows for the scores, and the seed.
     """
     if not 0 <= request.test_fraction < 1:
         raise ValueError(
@@ -173,13 +176,16 @@ def split_rows(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.nda
 def shuffle_rows(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
     """Return a random order of the rows (n,), and how many of the first may be held out.
 
-    y (n,): the targets. For classes the order is stratified: row r = 0, 1, … of the k rows of a
-    class is at (r + ½)/k of the order. The last row of every class comes after all others and may
-    not be held out, so that every class is trained.
+    For classes the order is stratified: row r = 0, 1, … of the k rows of a class is at (r + ½)/k of
+    the order. The last row of every class comes after all others and may not be held out, so that
+    every class is trained.
+
+    y (n,): the targets.  likelihood: its name.
     """
     order = np.random.default_rng(seed).permutation(len(y))
     if likelihood != CLASSES:
         return order, len(y)
+
     _, codes, sizes = np.unique(y[order], return_inverse=True, return_counts=True)
     by_class = np.argsort(codes, kind="stable")
     # The rank of each row among those of its class, from 0. The rows of a class are together in
@@ -212,8 +218,7 @@ def make_estimator(request: Request, likelihood: str, options: dict[str, Any]) -
 
 
 def without_mixtures(rows: Encoded) -> Encoded:
-    """Return the rows with their gaps as known values, so that no prediction is a mixture over
-    them.
+    """Return the rows with their gaps as known values, so that no prediction is a mixture.
 
     Training rows, the calibration rows of --conformal among them, and rows that score a trial are
     read in this way. A mixture is over 16 copies of a row (`columns.plan.DRAWS`), so predictions
@@ -223,8 +228,10 @@ def without_mixtures(rows: Encoded) -> Encoded:
 
 
 def summarise_rows(estimator: Any) -> dict[str, Any]:
-    """Return the numbers of training and of calibration rows of a fitted estimator, and whether it
-    has conformal intervals, by their names in the summary.
+    """Return how many rows a fitted estimator was trained and calibrated on.
+
+    Also returns whether it has conformal intervals. The keys are the names in the summary of the
+    command.
     """
     conformal = getattr(estimator, "conformal_", None)
     return {

@@ -87,8 +87,9 @@ class NumberFormat:
         return read_parts(data, *self._choose_marks(training), BLOCK, only)
 
     def _choose_marks(self, training: TrainingTable | None) -> tuple[str | None, str | None]:
-        """Return the decimal and the thousands mark; if both are None, they are detected for each
-        column.
+        """Return the decimal and the thousands mark for a table.
+
+        If both are None, they are detected for each column.  training: as in `read_table`.
         """
         if self.decimal is None and self.thousands is None and training is not None:
             return training.decimal, training.thousands
@@ -101,9 +102,11 @@ AS_AT_TRAINING = NumberFormat()
 def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     """Train on a table and save the model, and return the summary for the console.
 
-    The model is written at the end, so nothing is written after an error. quiet: whether there is
-    no progress bar. Raises ValueError or TableError for options or a table that cannot be used, and
-    OSError if the output cannot be written.
+    The model is written at the end, so nothing is written after an error. Raises ValueError or
+    TableError for options or a table that cannot be used, and OSError if the output cannot be
+    written.
+
+    quiet: whether there is no progress bar.
     """
     started = time.perf_counter()
     # Errors of the output, the table and the memory are raised before the training.
@@ -115,6 +118,7 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     rows = without_mixtures(ready.rows[train])
     y = ready.y[train]
     check_memory(ready, LARGEST_TRIED if request.tune_trials else Settings().hidden)
+
     options: dict[str, Any] = {}
     tuned: dict[str, Any] = {}
     if request.tune_trials:
@@ -123,7 +127,32 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     estimator = make_estimator(request, ready.likelihood, options)
     with show_progress(request.max_epochs, "training", quiet) as advance:
         estimator.fit(rows, y, on_epoch=advance)
-    facts = {
+
+    facts = _collect_training_facts(estimator, table, ready, request, test) | tuned
+    if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
+        facts["caution"] = CAUTION
+    training = TrainingTable(
+        request.target, ready.target.style, request.decimal, request.thousands, facts
+    )
+    save(estimator, request.output, training)
+    return {
+        "model": str(request.output),
+        **facts,
+        "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def _collect_training_facts(
+    estimator: Any, table: Table, ready: Prepared, request: Request, test: np.ndarray
+) -> dict[str, Any]:
+    """Return what is stored beside a trained estimator, by the names in the summary.
+
+    These are numbers of rows and columns, what was done with the columns, and the scores.
+
+    table, ready: the whole table, and its rows with a target.  test: the positions of the rows for
+    the scores, among those with a target; without any there are no scores.
+    """
+    return {
         "rows": table.rows,
         **summarise_rows(estimator),
         "rows_test": len(test),
@@ -137,18 +166,6 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
         "members": request.members,
         "epochs": estimator.n_iter_,
         "scores": estimator.evaluate(ready.rows[test], ready.y[test]) if len(test) else {},
-        **tuned,
-    }
-    if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
-        facts["caution"] = CAUTION
-    training = TrainingTable(
-        request.target, ready.target.style, request.decimal, request.thousands, facts
-    )
-    save(estimator, request.output, training)
-    return {
-        "model": str(request.output),
-        **facts,
-        "seconds": round(time.perf_counter() - started, 2),
     }
 
 
@@ -163,10 +180,12 @@ def predict_file(
 ) -> dict[str, Any]:
     """Read, predict and write a table in blocks of rows, and return a summary for the console.
 
-    Memory does not grow with the file. levels: probabilities of the intervals or sets. refit: the
-    name of a refit; empty: that of the model. keep: columns that are copied to the output. Raises
-    ValueError, TableError or FileError for options, a table or a model that cannot be used; no
-    output is left then.
+    Memory does not grow with the file. Raises ValueError, TableError or FileError for options, a
+    table or a model that cannot be used; no output is left then.
+
+    model: a directory of `ssla train`.  data, output: the tables.  levels: probabilities of the
+    intervals or sets.  refit: the name of a refit; empty: that of the model.  keep: columns that
+    are copied to the output.  number_format: how numbers are written in the table.
     """
     check_output(output)
     check_writable(output)
@@ -175,6 +194,7 @@ def predict_file(
     with sum_warnings():
         tables = number_format.read_blocks(data, training, {*opened.inputs, *keep})
         counts = _write_predictions(opened, tables, output, levels, keep)
+
     classes = getattr(opened.estimator, "classes_", None)
     separator = {}
     if classes is not None:
@@ -241,8 +261,9 @@ def _open_with_refit(model: Path, refit: str) -> tuple[TableModel, TrainingTable
 
 
 def _summarise_gaps(counts: Counts) -> dict[str, int]:
-    """Return how many rows have a missing or unknown input, and how many of these are predicted by
-    a mixture, by their names in the summary.
+    """Return how many rows have a missing or unknown input, and how many of these are mixtures.
+
+    The keys are the names in the summary. A mixture is over training values in place of the input.
     """
     return {"rows_with_unknown_inputs": counts.rows_noted, "rows_mixed": counts.rows_mixed}
 
@@ -321,11 +342,10 @@ def compare_priors(
 
 
 def describe_model(model: Path) -> dict[str, Any]:
-    """Return settings, training data and scores of a saved estimator, and the report of its first
-    posterior, by their names on the console.
+    """Return settings, training data and scores of a saved estimator, by their printed names.
 
-    Facts of the training command are missing if the estimator was saved from Python. Raises
-    FileError if the file is not an estimator.
+    The report of its first posterior is among them. Facts of the training command are missing if
+    the estimator was saved from Python. Raises FileError if the file is not an estimator.
     """
     estimator, training = load_trained(model)
     facts = ({} if training is None else dict(training.facts)) | summarise_rows(estimator)
@@ -375,12 +395,11 @@ def estimate_file_cost(
 
 
 def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
-    """Return an estimate of the seconds of `ssla train` with its defaults, and a text on how they
-    were measured.
+    """Return an estimate of the seconds of `ssla train` with its defaults.
 
-    A network is trained on at most TIMED_BATCHES batches of the table for TIMED_EPOCHS epochs.
-    Passes over rows take most of the time, so all of it is scaled by the number of rows. Fixed
-    costs are therefore overestimated.
+    The key "measured" has a text on how they were measured. A network is trained on at most
+    TIMED_BATCHES batches of the table for TIMED_EPOCHS epochs. Passes over rows take most of the
+    time, so all of it is scaled by the number of rows. Fixed costs are therefore overestimated.
     """
     request = Request(Path(), "", Path())
     rows = len(ready.y)

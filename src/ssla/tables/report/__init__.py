@@ -1,5 +1,11 @@
-"""The report: one HTML file that shows how sure a model is, where it is not, why, and whether
-another prior would change that.
+"""The report: one HTML file on how sure a model is.
+
+It also shows in which rows the model is unsure, why, and whether another prior would change that.
+
+Words of all modules here: a *subject* is a model with its test rows. The *doubt* of a row is the
+epistemic part of its predictive, which more data would remove, and the *noise* is the aleatoric
+part. A *factor* multiplies the precision of the prior. The *shown* rows are those that the page
+holds. The *plug-in* is the model without the uncertainty of its weights.
 
 The page has its own small script, and draws its pictures itself: a plotting library would add
 megabytes and is not needed. It loads nothing, which its content security policy enforces.

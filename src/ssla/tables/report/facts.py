@@ -1,6 +1,6 @@
 """The numbers of the report, as plain values.
 
-The numbers are scores, calibration, and each shown row under several strengths of the prior. The
+These are scores, calibration, and each shown row under several strengths of the prior. The
 bounds over the priors of the slider are the smallest and the largest of its values: a credal set of
 five priors.
 """

@@ -1,6 +1,14 @@
 """Scores and calibration of a model, from a few numbers of each row.
 
 Predictions of all rows are made in blocks, and only these numbers are kept, so memory is bounded.
+
+A *measure* is such a number. Here n is the number of rows, and L that of LEVELS. All targets have
+these measures: "nll"; "mass"; "inside" and "width" (n, L) of intervals or sets; the "epistemic" and
+the "aleatoric" variance; "flagged", whether a computation did not reach its tolerance; and
+"off_centre", which is that of the diagnostics. Classes also have "sure" (the largest probability),
+"hit" (whether its class was observed), "brier" and "classes" (their number). Other targets have
+"square" (the squared error), "lower" and "upper" (the ranks of `rank_targets`), and, if they are
+not angles, "crps".
 """
 
 from __future__ import annotations
@@ -214,10 +222,11 @@ def describe_class_calibration(model: dict[str, Any], plug_in: dict[str, Any]) -
 
 
 def _make_reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
-    """Return mean probability, accuracy, number of rows, and both ends of the range in which the
-    accuracy of a calibrated model would be, for each bin with a row.
+    """Return five numbers for each bin of rows, for the picture of reliability.
 
-    Bins are by the probability of the predicted class.
+    These are mean probability, accuracy, number of rows, and both ends of the range in which the
+    accuracy of a calibrated model would be. Bins are by the probability of the predicted class, and
+    those without a row are left out.  measures: those of `measure_subject`.
     """
     bin_of_row = (measures["sure"] * BINS).long().clamp(0, BINS - 1)
     bins = []
@@ -232,7 +241,8 @@ def _make_reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
 
 
 def _compute_expected_coverage(n: int) -> list[list[float]]:
-    """Return both ends of the range in which the coverage of each of LEVELS would be, if the model
-    were calibrated and had n rows.
+    """Return the range of the coverage of each of LEVELS by a calibrated model, as [low, high].
+
+    The range holds the coverage of n rows with the probability CONFIDENCE.
     """
     return [[end / n for end in binomial_range(n, level, CONFIDENCE)] for level in LEVELS]

@@ -1,6 +1,8 @@
 """The page of the report, from its numbers.
 
-Scores, columns, fit and versions need no script and are written here; page.js draws the others.
+Scores, columns, fit and versions need no script and are written here; page.js draws the others, in
+the elements with the ids that are written here. In all functions `facts` are as `collect_facts`
+returns them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ ROWS_OF_COLUMNS = 30  # a longer table of columns scrolls
 def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
     """Return the HTML text of the page.
 
-    facts: as `collect_facts` returns them. title: the heading, as plain text.
+    title: the heading, as plain text.
     """
     # "<" is escaped so that no text can close the script element that holds the data.
     data = json.dumps(facts, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
@@ -39,16 +41,8 @@ def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
     package = files("ssla.tables.report")
     style = package.joinpath("page.css").read_text(encoding="utf-8")
     script = package.joinpath("page.js").read_text(encoding="utf-8")
-    sections = [
-        _render_section("scores", "Scores", _render_summary(facts) + _render_scores(facts)),
-        _render_section("calibration", "Calibration", _render_calibration(facts)),
-        _render_section("doubt", "Where it is unsure", _render_doubt(facts)),
-        _render_section("row", "One row", _render_row(facts)),
-        _render_section("rows", "Rows", _render_rows(facts)),
-        _render_section("columns", "Columns", _render_columns(subject)),
-        _render_section("fit", "How the model was fitted", _render_fit(subject)),
-        _render_section("versions", "Versions and data", _render_versions(subject)),
-    ]
+
+    sections = _render_sections(subject, facts)
     shown_rows = _describe_shown_rows(facts)
     remarks = "".join(f"<p>{escape(text)}</p>" for text in subject.remarks)
     links = " ".join(f'<a href="#{name}">{text}</a>' for name, text, _ in sections)
@@ -81,6 +75,20 @@ def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
 </body>
 </html>
 """
+
+
+def _render_sections(subject: Subject, facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the anchor, the title and the HTML of each section, in the order of the page."""
+    return [
+        _render_section("scores", "Scores", _render_summary(facts) + _render_scores(facts)),
+        _render_section("calibration", "Calibration", _render_calibration(facts)),
+        _render_section("doubt", "Where it is unsure", _render_doubt(facts)),
+        _render_section("row", "One row", _render_row(facts)),
+        _render_section("rows", "Rows", _render_rows(facts)),
+        _render_section("columns", "Columns", _render_columns(subject)),
+        _render_section("fit", "How the model was fitted", _render_fit(subject)),
+        _render_section("versions", "Versions and data", _render_versions(subject)),
+    ]
 
 
 def _render_section(name: str, title: str, content: str) -> tuple[str, str, str]:

@@ -168,8 +168,9 @@ def list_rounded_numbers(values: Tensor, digits: int = 6) -> Any:
 
 
 def round_number(value: float, digits: int = 6) -> float | int | None:
-    """Return a number with so many significant digits, as an int if it is whole; None if it is not
-    finite.
+    """Return a number with so many significant digits, as an int if it is whole.
+
+    The result is None if the number is not finite.
     """
     if not math.isfinite(value):
         return None

@@ -135,9 +135,7 @@ def _make_matrix_subject(
     is not a table of numbers, if the estimator was fitted on other columns, or if y or names do not
     match.
     """
-    x = np.asarray(X, dtype=np.float64)
-    if x.ndim != 2:
-        raise ValueError(f"X must have shape (n, d), a table of numbers, but has {x.shape}.")
+    x = _read_matrix(X)
     if names is None:
         names = getattr(estimator, "feature_names_in_", None)
     observed = check_targets(y, len(x))
@@ -177,6 +175,14 @@ def _make_matrix_subject(
         remarks=list_estimator_remarks(estimator),
         predict_at_mean=predict_at_mean,
     )
+
+
+def _read_matrix(X: Any) -> np.ndarray:
+    """Return X as numbers (n, d) in float64; raise ValueError if X has another shape or texts."""
+    x = np.asarray(X, dtype=np.float64)
+    if x.ndim != 2:
+        raise ValueError(f"X must have shape (n, d), a table of numbers, but has {x.shape}.")
+    return x
 
 
 def _encode_labels(estimator: Any, y: Any) -> Any:
@@ -340,10 +346,10 @@ def _list_gap_remarks(rows: Encoded) -> tuple[str, ...]:
 
 
 def _restore_frame(X: Any, rows: np.ndarray) -> Any:
-    """Return rows (k, d) as a data frame with the columns of X if X is one of pandas, otherwise
-    unchanged.
+    """Return rows (k, d) as a data frame with the columns of X if X is a data frame of pandas.
 
-    scikit-learn compares the names of the columns with those of the fit.
+    scikit-learn compares the names of the columns with those of the fit. For another X the rows are
+    returned unchanged.
     """
     if hasattr(X, "columns") and hasattr(X, "iloc"):
         return type(X)(rows, columns=X.columns)

@@ -24,8 +24,8 @@ def make_predictive_columns(
 
     If there are D targets, the name of a column of target d = 0 … D − 1 ends in _d.
 
-    levels: probabilities of the intervals, or of the sets of classes. classes: the labels of the
-    classes (C,); None: 0 … C − 1. interval: a function of predictive and level that returns ends
+    levels: probabilities of the intervals, or of the sets of classes.  classes: the labels of the
+    classes (C,); None: 0 … C − 1.  interval: a function of predictive and level that returns ends
     (N, 2) or (N, D, 2), for example of conformal intervals; None: the predictive's own intervals.
     """
     if p.kind == "class":
@@ -89,8 +89,11 @@ def _make_number_columns(
 
 
 def choose_separator(texts: Sequence[str]) -> str:
-    """Return the text to write between the labels of a set: the first of SEPARATORS that occurs in
-    no label, or LAST_SEPARATOR if all do.
+    """Return the text to write between the labels of a set.
+
+    It is the first of SEPARATORS that occurs in no label, or LAST_SEPARATOR if all occur.
+
+    texts: the labels of all classes.
     """
     return next(
         (mark for mark in SEPARATORS if not any(mark in text for text in texts)), LAST_SEPARATOR

@@ -39,7 +39,7 @@ class Batch:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the columns; an array has none."""
+        """The names of the columns; an array has none."""
         if self.form == ARRAY:
             return []
         # Iterating over a mapping gives its names.
@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
+        """The number of rows."""
         if self.form != MAPPING:
             return len(self.content)
         return len(next(iter(self.content.values()))) if self.content else 0
@@ -116,11 +116,11 @@ class Batch:
         return self.content[:, positions]
 
     def to_frame(self, names: Sequence[str]) -> Any:
-        """Return the named columns as a data frame: of the batch's own library, or of pandas for an
-        array or a mapping.
+        """Return the named columns as a data frame.
 
-        The columns of an array are those of `names`, in this order. Raises ValueError if a column
-        is missing, or if an array has another number of columns.
+        The frame is of the batch's own library, or of pandas for an array or a mapping. The columns
+        of an array get the names in their order. Raises ValueError if a column is missing, or if an
+        array has another number of columns.
         """
         if self.form == ARRAY:
             if self.to_array().shape[1:] != (len(names),):
@@ -224,8 +224,10 @@ def read_batch(content: Any) -> Batch:
 
 
 def list_cells(column: Any) -> Sequence[Any] | np.ndarray:
-    """Return the cells of a column (N,): an array if they are numbers by their type, otherwise a
-    list of Python objects with None for gaps.
+    """Return the cells (N,) of a column.
+
+    They are an array if they are numbers by their type, and otherwise a list of Python objects with
+    None for gaps.
 
     column: a series of pandas or polars, an array, or a sequence.
     """
@@ -235,6 +237,7 @@ def list_cells(column: Any) -> Sequence[Any] | np.ndarray:
         if is_number and not column.null_count():
             return np.asarray(column.to_numpy())
         return list(column.to_list())
+
     missing: list[bool] | None = None  # None: the cells have no gaps other than their own
     column = replace_masked(column)
     if hasattr(column, "isna"):  # pandas
@@ -247,6 +250,7 @@ def list_cells(column: Any) -> Sequence[Any] | np.ndarray:
         if column.dtype.kind == "M":
             missing = np.isnat(column).tolist()
             column = column.astype("datetime64[us]")  # nanoseconds would become whole numbers
+
     listed = column.tolist() if hasattr(column, "tolist") else list(column)
     cells = [cell.item() if isinstance(cell, np.generic) else cell for cell in listed]
     if missing is None:

@@ -41,15 +41,15 @@ class SavedModel(Protocol):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of the inputs in their order; None if the file has none."""
+        """The names of the inputs in their order; None if the file has none."""
 
     @property
     def width(self) -> int | None:
-        """Return the number of the inputs; None if they may have any shape."""
+        """The number of the inputs; None if they may have any shape."""
 
     @property
     def numbers_only(self) -> bool:
-        """Return whether cells that are not numbers are refused."""
+        """Whether cells that are not numbers are refused."""
 
     def predict_columns(
         self, batch: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
@@ -108,23 +108,23 @@ class TableModel:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan by which the estimator encodes a table."""
+        """The plan by which the estimator encodes a table."""
         plan: Plan = self.estimator.plan_
         return plan
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the columns that are read, in the order of the plan."""
+        """The names of the columns that are read, in the order of the plan."""
         return tuple(feature.name for feature in self.plan.features)
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of the inputs; None for an estimator that was fitted to an array."""
+        """The names of the inputs; None for an estimator that was fitted to an array."""
         return self.inputs if hasattr(self.estimator, "feature_names_in_") else None
 
     @property
     def width(self) -> int:
-        """Return the number of inputs."""
+        """The number of inputs."""
         return int(self.estimator.n_features_in_)
 
     def with_refit(self, refit: Any) -> TableModel:
@@ -236,13 +236,13 @@ class WrappedModel:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of the inputs; None for an estimator that was fitted to an array."""
+        """The names of the inputs; None for an estimator that was fitted to an array."""
         names = getattr(self.estimator, "feature_names_in_", None)
         return None if names is None else tuple(names.tolist())
 
     @property
     def width(self) -> int:
-        """Return the number of inputs."""
+        """The number of inputs."""
         return int(self.estimator.n_features_in_)
 
     def predict_columns(

@@ -120,7 +120,7 @@ class Scorer:
 
     @property
     def opened_model(self) -> SavedModel:
-        """Return the saved model, which the first use opens.
+        """The saved model, which the first use opens.
 
         Errors are those of a missing or damaged file, and of options that are for another kind of
         model.
