@@ -72,6 +72,7 @@ def print_values(values: dict[str, Any], as_json: bool, title: str = "") -> None
     if as_json:
         _print_json(values)
         return
+
     table = Table(title=title or None, show_header=False, box=None, title_justify="left")
     for name, value in values.items():
         if isinstance(value, dict):
@@ -81,6 +82,7 @@ def print_values(values: dict[str, Any], as_json: bool, title: str = "") -> None
             text = _format_value(value)
         # As Text, so that brackets in it are not read as markup.
         table.add_row(Text(name.replace("_", " ")), Text(text))
+
     out.print(table)
 
 
@@ -113,6 +115,7 @@ def show_progress(total: int, label: str, quiet: bool) -> Iterator[Callable[[int
     if quiet:
         yield lambda done: None
         return
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

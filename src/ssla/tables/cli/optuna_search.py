@@ -64,6 +64,7 @@ def search_options(
             n_trials=missing_trials,
             callbacks=[lambda study, trial: advance(trial.number + 1 - done)],
         )
+
     history = f"continued with {done} earlier trials" if done else "new study"
     return _make_estimator_options(study.best_params), history
 
@@ -78,6 +79,7 @@ def _open_study(request: Request, rows: Encoded, y: np.ndarray, likelihood: str)
         import optuna
     except ImportError:
         raise ImportError("--tune-trials needs Optuna: pip install 'ssla[tune]'.") from None
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     output = request.output
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -89,6 +91,7 @@ def _open_study(request: Request, rows: Encoded, y: np.ndarray, likelihood: str)
         direction="minimize",
     )
     done = sum(trial.state == optuna.trial.TrialState.COMPLETE for trial in study.trials)
+
     # With the seed of the first call, the sampler would repeat earlier trials.
     study.sampler = optuna.samplers.TPESampler(seed=request.seed + len(study.trials))
     return study, done

@@ -36,6 +36,7 @@ def write_page(
         raise ValueError(
             "A report names its table and its SHA-256, so it needs a file, not standard input."
         )
+
     check_writable(output)
 
     opened, training = open_trained(model)

@@ -85,6 +85,7 @@ def prepare_table(table: Table, request: Request) -> Prepared:
     check_name("likelihood", request.likelihood, LIKELIHOODS)
     for name in request.drop:
         table.get_cells(name)  # its error names the most similar column
+
     # With "auto", the column decides whether the target is a class.
     as_classes = None if request.likelihood == "auto" else request.likelihood == CLASSES
     target = read_target(table, request.target, as_classes)
@@ -188,11 +189,13 @@ def shuffle_rows(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray,
 
     _, codes, sizes = np.unique(y[order], return_inverse=True, return_counts=True)
     by_class = np.argsort(codes, kind="stable")
+
     # The rank of each row among those of its class, from 0. The rows of a class are together in
     # `by_class`, from the position first_of_class on.
     first_of_class = np.cumsum(sizes) - sizes
     rank = np.empty(len(y), dtype=int)
     rank[by_class] = np.arange(len(y)) - np.repeat(first_of_class, sizes)
+
     # The last row of a class gets the position 1, after all others.
     position = np.where(rank == sizes[codes] - 1, 1.0, (rank + 0.5) / sizes[codes])
     return order[np.argsort(position, kind="stable")], len(y) - len(sizes)
@@ -214,6 +217,7 @@ def make_estimator(request: Request, likelihood: str, options: dict[str, Any]) -
         if request.conformal:
             raise ValueError("--conformal corrects intervals of numbers; omit it for classes.")
         return SSLAClassifier(**shared)
+
     return SSLARegressor(likelihood, conformal=request.conformal, **shared)
 
 

@@ -109,6 +109,7 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     quiet: whether there is no progress bar.
     """
     started = time.perf_counter()
+
     # Errors of the output, the table and the memory are raised before the training.
     check_target(request.output)
     check_writable(request.output)
@@ -124,6 +125,7 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     if request.tune_trials:
         options, study = search_options(request, rows, y, ready.likelihood, quiet)
         tuned = {"tuned": options, "study": study}
+
     estimator = make_estimator(request, ready.likelihood, options)
     with show_progress(request.max_epochs, "training", quiet) as advance:
         estimator.fit(rows, y, on_epoch=advance)
@@ -247,6 +249,7 @@ def _write_predictions(
             counts.add_counts(block_counts)
             # The memory of this block is not needed while the next one is read.
             del table, kept, kept_columns, columns
+
     return counts
 
 
@@ -404,6 +407,7 @@ def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str,
     request = Request(Path(), "", Path())
     rows = len(ready.y)
     batch = choose_batch_size(rows)
+
     # The end of the order has rows of every class.
     order, _ = shuffle_rows(ready.y, ready.likelihood, request.seed)
     sample = order[-min(rows, TIMED_BATCHES * batch) :]
@@ -415,10 +419,13 @@ def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str,
         ready.y[sample],
         on_epoch=lambda done: ends.append(time.perf_counter()),  # `done` is part of the protocol
     )
+
     # The median, because "auto" may train a second time, and a fit is then between two epochs.
     epoch_seconds = float(np.median(np.diff(ends)))
+
     # What is left of the time after the first epoch: the fit of the posterior.
     fit_seconds = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch_seconds
+
     # There are more ends than TIMED_EPOCHS if a second training was made.
     training_seconds = request.max_epochs * len(ends) / TIMED_EPOCHS * epoch_seconds
     measured = (

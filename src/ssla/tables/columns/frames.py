@@ -101,6 +101,7 @@ def make_table(X: Any, names: Sequence[str]) -> Table:
         columns = (_read_polars(name, X.to_series(i)) for i, name in enumerate(names))
     else:
         columns = (_read_array(name, X[:, i]) for i, name in enumerate(names))
+
     # A frame holds its index apart from its columns, so no column of it is an index.
     return Table(SOURCE, dict(zip(names, columns, strict=True)), len(X), indexed=False)
 
@@ -130,6 +131,7 @@ def _read_pandas(name: str, series: Any) -> Column | list[Any]:
         moments = series.dt.tz_convert(None) if has_zone else series
         unit = "datetime64[us]" if type_letter == "M" else "timedelta64[us]"
         return _read_moments(name, moments.to_numpy(dtype=unit))
+
     cells = series.to_numpy(dtype=object).tolist()
     cells = [None if gap else cell for cell, gap in zip(cells, series.isna(), strict=True)]
     return _read_objects(name, cells)
@@ -153,6 +155,7 @@ def _read_polars(name: str, series: Any) -> Column | list[Any]:
     if type_name in ("Categorical", "Enum"):
         # The text of each row is a level, so row i has the level i.
         return _read_categories(name, series.to_list(), np.arange(len(series)))
+
     return _read_objects(name, series.to_list())
 
 

@@ -84,9 +84,11 @@ class Style:
         """
         if isinstance(cell, int | float | Decimal):
             return None if isinstance(cell, bool) or self.before or self.after else float(cell)
+
         # Python's `float` would read 1_000 as a thousand.
         if not isinstance(cell, str) or "_" in cell:
             return None
+
         # A thousands mark " " stands for all kinds of spaces.
         if self.thousands == " ":
             cell = re.sub(f"[{SPACES}]", " ", cell)
@@ -100,6 +102,7 @@ class Style:
                 if not _make_number_pattern(self.decimal, self.thousands).fullmatch(cell):
                     return None
                 cell = cell.replace(self.thousands, "").replace(self.decimal, ".")
+
         try:
             return float(cell)
         except ValueError:
@@ -196,6 +199,7 @@ def interpret_cells(
     that are not categories, and for infinite numbers.
     """
     stated = style or PLAIN
+
     # Plain numbers in one array need no loop over cells.
     if isinstance(cells, Texts | np.ndarray):
         plain = _read_plain_numbers(cells, stated)
@@ -232,6 +236,7 @@ def interpret_cells(
         if not interpretation:
             raise _make_mixed_kinds_error(name, levels, codes, no_number, "numbers")
         return replace(read_as_kind(name, cells, TEXT), interpretation=interpretation)
+
     return Column(name, NUMBER, _check_finite(name, numbers[codes]), detected)
 
 
@@ -426,6 +431,7 @@ def parse_date(cell: Any) -> float | None:
             return None
     elif not isinstance(cell, date):
         return None
+
     moment = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=timezone.utc)
@@ -535,12 +541,14 @@ def _detect_style(
         if first_fitting is not candidates[0]:
             _check_unambiguous(name, given_cells, fitting)
         return first_fitting
+
     if stated is not None and any(_parse_all(style, given_cells) is not None for style in possible):
         raise TableError(
             f"Column {name!r} is not in the format {_write_style_options(stated)}: its first value "
             f"is {given_cells[0]!r}. Write all columns in one format, or leave it out with --drop "
             f"{name!r}."
         )
+
     # No format fits all cells: the caller decides what the others mean.
     return max(
         candidates,

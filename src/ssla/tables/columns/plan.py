@@ -107,12 +107,14 @@ class Feature:
             if self.rare:
                 names.append(f"{self.name}: rare")
             return names
+
         names = [self.name]
         if self.flag:
             names.append(f"{self.name}: missing")
         for period in self.periods:
             cycle = "year" if period == YEAR else "day"
             names += [f"{self.name}: sine of the {cycle}", f"{self.name}: cosine of the {cycle}"]
+
         return names
 
     def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
@@ -142,6 +144,7 @@ class Feature:
             # Angles count from 1970, so that the same day of two years has the same angle.
             angle = 2 * np.pi * (values + self.start) / period
             encoded += [np.where(gaps, 0.0, np.sin(angle)), np.where(gaps, 0.0, np.cos(angle))]
+
         return np.stack(encoded, 1)
 
     def _encode_levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
@@ -156,6 +159,7 @@ class Feature:
         positions = {level: i for i, level in enumerate(self.levels)}
         positions |= dict.fromkeys(self.rare, rare_position)
         unknown_position = rare_position if self.has_enough_rare_rows else -1
+
         # Each different text is looked up once: L texts for n rows.
         texts, text_of_row = find_distinct_cells(column.values)  # (L), (n,)
         unknown = np.array(
@@ -392,6 +396,7 @@ class Plan:
             if is_unknown.any():
                 unknown[feature.name] = int(is_unknown.sum())
             _add_notes(notes, feature, column, is_unknown, scarce)
+
         # Each note begins with a separator, also the first of a row.
         noted = np.flatnonzero(notes)
         notes[noted] = [note.removeprefix("; ") for note in notes[noted].tolist()]
@@ -428,6 +433,7 @@ class Plan:
             or not all(feature.draws for feature in features)
         ):
             raise ValueError("the rows that represent the training table do not fit the columns")
+
         return Plan(features, left_out, rows)
 
 
@@ -488,6 +494,7 @@ def _check_kind_and_categories(content: dict[str, Any], lists: dict[str, tuple[A
     texts = (name, kind, content["interpretation"], *categories, *drawn)
     if not all(isinstance(text, str) for text in texts) or kind not in KINDS:
         raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
+
     # A text has levels or codes, but not both; another kind has neither.
     has_levels = bool(lists["levels"])
     has_codes = bool(lists["codes"])
@@ -515,6 +522,7 @@ def _check_numbers(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -
         type(number) not in (int, float) or not abs(number) <= LARGEST_FILL for number in numbers
     ):
         raise ValueError(f"the column {name!r} has no usable value for gaps")
+
     counts = (content["rare_rows"], content["gaps"])
     if (
         any(type(count) is not int or count < 0 for count in counts)
@@ -563,6 +571,7 @@ def make_plan(
         raise TableError(
             f"{table.path} has no usable input column{f' ({reasons})' if reasons else ''}."
         )
+
     return Plan(tuple(features), left_out, _choose_rows(features, columns))
 
 
@@ -576,6 +585,7 @@ def _plan_column(
     gaps = column.missing
     if bool(gaps.all()):
         return "empty in every row"
+
     # A constant column has no information, unless some of its rows are gaps.
     values = column.values[~gaps]
     is_constant = bool((values == values[0]).all()) and not gaps.any()
@@ -583,6 +593,7 @@ def _plan_column(
         return "constant" if is_constant else _plan_texts(column, values, codes=codes)
     if is_constant and not keep_constants:
         return "constant"
+
     # The cells as they were read are needed for an example of another format only.
     cells = [] if column.style == PLAIN else table.get_cells(column.name)
     return _plan_numbers(column, values, column.style.describe(cells))
@@ -610,6 +621,7 @@ def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Featu
         if span > DAY and bool((values % 1 != 0).any()):
             periods += (DAY,)
             interpretation += ", with the time of the day"
+
     return Feature(
         column.name,
         column.kind,
@@ -646,6 +658,7 @@ def _plan_texts(column: Column, values: np.ndarray, *, codes: bool) -> Feature |
         rows_with_code = int(counts[coded].sum())
         if rows_with_code >= CODED * len(values):
             return _make_coded_feature(column, values, levels, coded, len(values) - rows_with_code)
+
     if is_free_text:
         return f"{len(levels)} different texts in {len(column.values)} rows"
 
@@ -752,6 +765,7 @@ def _choose_rows(
             for j, feature in enumerate(features)
         ]
         chosen_rows.append(tuple(cells))
+
     return tuple(chosen_rows)
 
 

@@ -133,6 +133,7 @@ class Table:
                 return check_column_finite(converted)
             # Cells may be read as another kind, or the error names the first that cannot be.
             stored = stored.cells
+
         return read_as_kind(
             name,
             stored,
@@ -215,6 +216,7 @@ def _make_stated_style(decimal: str | None, thousands: str | None) -> Style | No
             f"The thousands mark with the decimal mark {decimal!r} must be one of {marks}, but is "
             f"{thousands!r}."
         )
+
     return Style(decimal, thousands)
 
 
@@ -450,6 +452,7 @@ def _detect_delimiter(text: str, marks: str) -> str:
         except csv.Error:
             # A delimiter with which the text cannot be parsed is the least likely one.
             widths = []
+
         width = widths[0] if widths else 0
         same_width = len(set(widths)) == 1
         splits = width > 1
@@ -532,6 +535,7 @@ def _read_excel(file: Path) -> Table:
     if sheets[1:]:
         unread = _list_first_names(sheets[1:])
         warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {unread}.")
+
     lost = 0  # formulas without a value
     for row, formulas_of_row in zip(rows, formulas, strict=True):
         for value, formula in zip(row, formulas_of_row, strict=True):
@@ -541,15 +545,18 @@ def _read_excel(file: Path) -> Table:
             f"{file}: {lost} formulas have no stored value and count as empty cells. If they "
             "should have one, open the file in a spreadsheet program and save it again."
         )
+
     rows = [row for row in rows if any(cell is not None for cell in row)]
     if not rows:
         raise TableError(f"{file} is empty.")
+
     # The table is as wide as the last column with a value. Rows may be shorter or longer.
     width = max(i + 1 for row in rows for i, cell in enumerate(row) if cell is not None)
     stripped = []
     for row in rows:
         padded = (row + [None] * width)[:width]
         stripped.append([cell.strip() if isinstance(cell, str) else cell for cell in padded])
+
     head, *body = stripped
     names = _complete_names(file, ["" if name is None else str(name) for name in head])
     if not body:
@@ -569,6 +576,7 @@ def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], lis
         raise TableError(
             "Excel files need openpyxl: pip install 'ssla[excel]'. Or save the sheet as CSV."
         ) from None
+
     try:
         with_values, with_formulas = (
             openpyxl.load_workbook(file, read_only=True, data_only=data_only)
@@ -585,6 +593,7 @@ def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], lis
         raise TableError(
             f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV."
         ) from None
+
     return rows, formulas, sheets
 
 
@@ -605,10 +614,12 @@ def _complete_names(file: Path, names: list[str]) -> list[str]:
             f"{file} has {len(names):,} columns; at most {MOST_COLUMNS:,} are supported. Are rows "
             "and columns exchanged?"
         )
+
     # pandas writes its index as a first column without a name, and reads it as "Unnamed: 0".
     if names and not names[0]:
         candidates = chain(["Unnamed: 0"], (f"Unnamed: 0.{i}" for i in count(1)))
         names = [next(name for name in candidates if name not in names), *names[1:]]
+
     for index in filter(INDEX.match, names):
         warn(f"{file}: the column {index!r} is treated as a row index and is not an input.")
     if not names or any(not name for name in names):
@@ -616,11 +627,13 @@ def _complete_names(file: Path, names: list[str]) -> list[str]:
             f"{file}: column {names.index('') + 1 if names else 1} has no name. The first line "
             "must name the columns."
         )
+
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
         raise TableError(
             f"{file} has several columns named {twice[0]!r}. Rename or remove all but one."
         )
+
     return names
 
 

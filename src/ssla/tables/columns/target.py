@@ -122,6 +122,7 @@ def read_later_labels(
     given = np.array([not is_missing(cell) for cell in cells], dtype=bool)
     class_texts = set(classes)
     class_of_value = {_parse_label(text): text for text in classes}
+
     # Values are compared only if each class has a value of its own, which is not just a text.
     if len(class_of_value) < len(classes) or any(isinstance(v, str) for v in class_of_value):
         class_of_value = {}
@@ -155,6 +156,7 @@ def _check_classes(name: str, labels: list[str], requested: bool) -> None:
             f"{len(labels):,} rows, too many for classes. If they are numbers, write them as "
             "numbers (see --decimal and --thousands); if they are classes, group the rare ones."
         )
+
     if len(distinct) > MOST_CLASSES and not requested:
         raise TableError(
             f"The target {name!r} has {len(distinct):,} different texts ({examples}, …). If they "
@@ -184,6 +186,7 @@ def _parse_label(text: str) -> Decimal | tuple[str, float] | str:
     truth = parse_boolean_word(text)
     if truth is not None:
         return BOOLEAN, truth  # as a pair, true is not equal to the number 1
+
     # `Decimal` would read 1_000 as a thousand.
     if "_" in text:
         return text

@@ -82,6 +82,7 @@ class Texts(Sequence[str]):
         )
         values = np.full(len(self), np.nan)
         parsed = []
+
         # Empty chunks have no buffers.
         for chunk in filter(len, self.array.filter(is_given).chunks):
             # What is left of the bytes are characters that no plain number has.
@@ -95,12 +96,14 @@ class Texts(Sequence[str]):
                 parsed.append(_read_values(chunk.cast(pyarrow.float64()), np.float64))
             except pyarrow.ArrowInvalid:
                 return None
+
         if parsed:
             # Booleans are stored as bits, so they are cast to bytes before they are read.
             rows = [
                 _read_values(chunk.cast(pyarrow.uint8()), np.uint8) for chunk in is_given.chunks
             ]
             values[np.concatenate(rows).astype(bool)] = np.concatenate(parsed)
+
         return values
 
 
@@ -120,6 +123,7 @@ def read_arrow_columns(
         import pyarrow.csv
     except ImportError:
         raise DifferentError from None
+
     checked_stream = _CheckedStream(stream)
     try:
         # A file that is read in one part is read into memory first. Only then is it known whether
@@ -169,6 +173,7 @@ def split_batches(batches: Any, rows: int) -> Iterator[Any]:
             table = pyarrow.Table.from_batches(waiting)
             yield table.slice(0, rows)
             waiting = table.slice(rows).to_batches()
+
     if sum(part.num_rows for part in waiting):
         yield pyarrow.Table.from_batches(waiting)
 
@@ -197,6 +202,7 @@ def _strip_cells(column: Any) -> Any:
             raise DifferentError
         data = np.frombuffer(_read_bytes(chunk), dtype=np.uint8)
         may_have_spaces = may_have_spaces or bool(((data <= ord(" ")) | (data >= 0x80)).any())
+
     return pyarrow.compute.utf8_trim_whitespace(column) if may_have_spaces else column
 
 
@@ -260,9 +266,11 @@ class _CheckedStream:
         """
         with self.lock:
             block: bytes = b"" if self.closed else self.stream.read(size)
+
         # The end of a line, a carriage return and a newline, may be in two blocks.
         starts_after_single_return = self.after_return and not block.startswith(b"\n")
         self.after_return = block.endswith(b"\r")
+
         # A carriage return at the end of the block is checked with the next one.
         followed_returns = block.count(b"\r\n") + self.after_return
         has_single_return = block.count(b"\r") != followed_returns

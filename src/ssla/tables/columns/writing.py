@@ -77,6 +77,7 @@ def _make_csv_appender(stream: IO[str]) -> AddRows:
         if not has_header:
             writer.writerow(map(escape_formula, columns))
             has_header = True
+
         # Floats need no check of their cells.
         cells = (
             column.tolist() if column.dtype.kind == "f" else map(escape_formula, column.tolist())
@@ -110,6 +111,7 @@ class _ParquetRows:
             )
             for name, column in columns.items()
         }
+
         # Later rows must have the types of the first.
         self.types |= {name: array.type for name, array in arrays.items()}
         self.waiting.append(pyarrow.table(arrays))

@@ -57,12 +57,14 @@ def fit_clone(
     the base that is None. Raises ValueError for weights that the base does not take.
     """
     model = clone(base)
+
     # The parts of a pipeline have their own ones, such as "forest__random_state".
     names = [
         name
         for name, value in model.get_params().items()
         if name.split("__")[-1] == "random_state" and value is None
     ]
+
     # In the order of their names, so that the same seeds give the same model.
     if names:
         model.set_params(**{name: seeds.randint(2**31 - 1) for name in sorted(names)})
@@ -74,9 +76,11 @@ def fit_clone(
                 "without weights."
             )
         options["sample_weight"] = weights if rows is None else weights[rows]
+
     if rows is not None:
         X = _safe_indexing(X, rows)
         y = y[rows]
+
     return model.fit(X, y, **options)
 
 
@@ -98,8 +102,10 @@ def fit_column_scaling(X: Any, weights: np.ndarray) -> Scaling | None:
         table = np.ma.masked_invalid(np.asarray(X, dtype=np.float64))
     except (TypeError, ValueError):
         return None
+
     mean = np.ma.average(table, axis=0, weights=weights)
     spread = np.ma.sqrt(np.ma.average((table - mean) ** 2, axis=0, weights=weights))
+
     # The moments of a column without any value are masked, and become 0.
     shift, scale = (
         torch.from_numpy(np.ma.filled(moment, 0.0).astype(np.float64)) for moment in (mean, spread)

@@ -112,6 +112,7 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
 
         self.class_weights_ = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
         _, weights = self._read_weights(sample_weight, len(y))
+
         # The scale of the product of both weights is kept in those of the classes, so that
         # `partial_fit` uses it for later rows.
         if self.class_weight is not None:
@@ -120,6 +121,7 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
                 self.row_weights,
                 "sample_weight times class_weight",
             )
+
         weights = weights * self.class_weights_[codes]
         present = find_weighted_rows(weights)
 

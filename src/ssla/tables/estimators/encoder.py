@@ -86,6 +86,7 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         if len(self.drop) or self.decimal is not None or self.thousands is not None:
             inputs = self._make_table_with_marks(inputs).drop_columns(self.drop)
         self.plan_ = plan_inputs(self, inputs, rows, self.codes)
+
         # A `Table` comes from the command, which shows the unused columns itself.
         if not isinstance(X, Table):
             warn_of_unused_columns(self.plan_)

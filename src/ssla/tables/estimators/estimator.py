@@ -90,6 +90,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         # Parameters are checked at the fit and not in __init__, as scikit-learn requires.
         self._check_parameters()
+
         # Pieces of each input's range are for noise that depends on x, and for counts: see the
         # defaults in docs/tables-how.md.
         piecewise = self.activation == AUTO and likelihood in (*VARYING, POISSON)
@@ -121,6 +122,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}."
             )
+
         read_number(self, "verbose", int, 0, allow_bool=True)  # True is 1
         check_name("row_weights", self.row_weights, MEANINGS)
         check_name("activation", self.activation, (AUTO, *ACTIVATIONS))
@@ -134,6 +136,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         Raises ValueError for a count that is not a whole number of at least one.
         """
         epochs = self._read_count_or_auto("max_epochs", choose_epoch_count, rows)
+
         # "auto" gives few epochs to large tables, so patience is at most a fifth of them (a guess).
         longest_wait = max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs
         patience = min(read_number(self, "patience", int, 1), longest_wait)
@@ -236,6 +239,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                     "encode(X), or give X itself."
                 )
             return inputs
+
         if isinstance(inputs, Table):
             return self.plan_.encode(inputs)
         if self.plan_.is_identity:
@@ -353,6 +357,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 "enter the update with the mean in place of a gap, and without a category. Leave "
                 "them out, or fit again on all rows."
             )
+
         values = as_numbers(rows)
         weights = row_weights.read_row_weights(sample_weight, len(values))
         weights = weights * row_weights.choose_weight_factor(weights, self.row_weights)
@@ -390,6 +395,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "ensemble_")
         (x,) = copy_to_tensors(as_numbers(self._encode_if_needed(X)))
         z = self.ensemble_.inputs(x)  # standardised (N, d)
+
         # A member may have several posteriors, of which the main one has the largest weight.
         largest = max(component.weight for component in self.ensemble_.components)
         return {
@@ -504,4 +510,5 @@ def read_number(
         bound = f"above {least:g}" if strict else f"of at least {least:g}"
         noun = "a whole number" if number_type is int else "a number"
         raise ValueError(f"{name} must be {noun} {bound}, but is {value!r}.")
+
     return number_type(value)

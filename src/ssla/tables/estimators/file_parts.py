@@ -79,11 +79,13 @@ def open_layer(
         if type(posterior.likelihood) is not expected or width != outputs or not 0 < floor < 0.5:
             raise ValueError("the layer is not one of classes")
         return ClassLayer(components, floor, inputs)
+
     if target is None:
         raise ValueError("the target has no scaling")
     check_scaling(target, 1)
     shares = numbers["shares"]
     centre = float(numbers["centre"])
+
     # Two outputs, mean and log variance, are linear in three features: see `out_of_fold`.
     if type(posterior.likelihood) is not HeteroscedasticGaussian or (outputs, width) != (2, 3):
         raise ValueError("the layer is not one of mean and log variance")
@@ -93,6 +95,7 @@ def open_layer(
         or abs(float(shares.sum()) - 1) > 1e-6
     ):
         raise ValueError("the shares are not positive with sum 1")
+
     if not abs(centre) <= LARGEST:
         raise ValueError("the centre is not a number")
     return NumberLayer(components, target, centre, shares, inputs)

@@ -31,6 +31,7 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
             _store_columns(estimator, X)
             _check_row_count(X, least)
         return X
+
     X = replace_masked(X)
     checks = {"reset": reset, "ensure_all_finite": "allow-nan", "ensure_min_samples": least}
     if is_frame(X):
@@ -44,6 +45,7 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
         if objects is not None:
             objects = validate_data(estimator, objects, dtype=None, **checks)
             return make_table(objects, list_column_names(estimator))
+
     numbers: np.ndarray = validate_data(estimator, X, dtype=np.float64, order="C", **checks)
     if not bool(np.isnan(numbers).any()):
         return numbers

@@ -87,6 +87,7 @@ def load_trained(
             f"models= is for a PredictiveRegressor or PredictiveClassifier, but {source} holds its "
             "own networks."
         )
+
     with convert_to_file_error(source):
         estimator = _open_estimator(content, tensors, source)
         _check_estimator(estimator)
@@ -123,6 +124,7 @@ def _open_estimator(content: dict[str, Any], tensors: dict[str, Tensor], source:
             f"{source} holds a {content['estimator']!r}, which this version of ssla does not "
             "support."
         )
+
     estimator = open_settings(ESTIMATORS[content["estimator"]], content, decoder)
     if content["classes"] is not None:
         _open_class_weights(estimator, content)
@@ -145,6 +147,7 @@ def _open_class_weights(estimator: Any, content: dict[str, Any]) -> None:
         ((weights >= 0) & (weights <= LARGEST)).all()
     ):
         raise ValueError("the weights of the classes do not fit the classes")
+
     estimator.class_weights_ = weights
     class_weight = getattr(estimator, "class_weight", None)
     if isinstance(class_weight, dict):
@@ -174,6 +177,7 @@ def _open_ensemble(
     """
     settings = decoder.decode(content["settings"], dict)
     architecture = Architecture(**decoder.decode(content["architecture"], dict))
+
     # The sizes are checked before memory is allocated, because a forged file could choose them.
     _check_network_sizes(architecture, settings["members"], tensors)
     modules = [_open_network(architecture, m, tensors) for m in range(settings["members"])]
@@ -229,6 +233,7 @@ def _open_components(
         )
         for part in content
     )
+
     # A negative index would be that of a module, too.
     if any(component.member not in range(len(modules)) for component in components):
         raise ValueError("a component belongs to no member")
@@ -249,7 +254,9 @@ def _check_network_sizes(
         or any(type(count) is not int or count < 0 for count in pieces)
     ):
         raise ValueError("the pieces of the inputs are not one count for each")
+
     _check_embeddings(architecture, tensors)
+
     # A layer of pieces and one of embeddings come first, if there are any. Then linear layers and
     # activations alternate.
     widths = architecture.widths
@@ -276,6 +283,7 @@ def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) ->
         raise ValueError("the levels of the inputs are not counts")
     if not levels and not dimensions:
         return
+
     # An embedding has L + 1 rows: one is for levels without a code. The lengths are compared next.
     sizes = [(count + 1, size) for count, size in zip(levels, dimensions, strict=False) if count]
     if (
@@ -286,8 +294,10 @@ def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) ->
         raise ValueError(
             "the levels of the inputs are not one count for each, with the size of its embedding"
         )
+
     if any(count and pieces for count, pieces in zip(levels, architecture.pieces, strict=False)):
         raise ValueError("a code of levels has no pieces")
+
     # The layer of embeddings is the first one, or follows the layer of pieces.
     layer = int(bool(architecture.pieces))
     shapes = [tuple(tensors[f"network.0.{layer}.tables.{i}"].shape) for i in range(len(sizes))]
@@ -329,6 +339,7 @@ def _check_spreads(spreads: tuple[tuple[float, float], ...], trust: float, has_u
         raise ValueError(
             "the spreads are not positive factors with shares of sum 1, or the trust is not a share"
         )
+
     if not has_unit and any(factor != 1 for factor, _ in spreads):
         raise ValueError("only the predictive of a continuous target is stretched")
 
@@ -341,6 +352,7 @@ def _open_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
     """
     left_out = tuple(content["left_out"])
     constant = content["constant"]
+
     # The networks of members that are left out are not in the file. If all members are left out,
     # the file has a constant for each of them.
     trained = networks if constant else networks + len(left_out)
@@ -348,6 +360,7 @@ def _open_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
         type(member) is not int or member not in range(trained) for member in left_out
     ):
         raise ValueError("the members that are left out are not among those that were trained")
+
     return left_out
 
 
@@ -371,6 +384,7 @@ def _open_scale(content: dict[str, Any] | None, likelihood: str) -> Transform | 
         or not all(type(end) is float and abs(end) < 700 for end in ends)
     ):
         raise ValueError("the scale of the target does not fit the likelihood")
+
     if not scale.low < scale.high:
         raise ValueError("the ends of the target's scale are not in order")
     return scale
@@ -408,6 +422,7 @@ def _open_trees(
         raise ValueError(
             "the trees are not those of the networks, or their share or pull is not one"
         )
+
     return Trees(forest, layer, share, pull)
 
 
@@ -419,6 +434,7 @@ def _check_estimator(estimator: Any) -> None:
     ensemble: Ensemble = estimator.ensemble_
     likelihood = ensemble.settings.likelihood
     outputs = ensemble.architecture.outputs
+
     # This refuses unknown names and parameters out of range, for any number of rows.
     estimator._make_settings(likelihood, rows=1)
     is_classifier = isinstance(estimator, SSLAClassifier)
@@ -449,8 +465,10 @@ def _check_columns(estimator: Any) -> None:
         or plan.width != architecture.inputs
     ):
         raise ValueError(f"the columns are not the {architecture.inputs} inputs of the network")
+
     names = set(list_column_names(estimator))
     inputs = {feature.name for feature in plan.features}
+
     # A column that the plan leaves out is among the names, unless the plan came with encoded rows.
     if not inputs <= names <= inputs | set(plan.left_out):
         raise ValueError("the plan is not that of the columns")
@@ -472,6 +490,7 @@ def _check_scalings(ensemble: Ensemble, targets: int) -> None:
         if scaling is not None:
             _check_numbers("the shift of a scaling", scaling.shift, (size,))
             _check_numbers("the scale of a scaling", scaling.scale, (size,), least=1 / LARGEST)
+
     coded = torch.tensor([count > 0 for count in levels], dtype=torch.bool)
     if levels and not bool(
         ((ensemble.inputs.shift[coded] == 0) & (ensemble.inputs.scale[coded] == 1)).all()
@@ -487,6 +506,7 @@ def _check_components(ensemble: Ensemble, size: int) -> None:
     likelihood = ensemble.settings.likelihood
     components = ensemble.components
     known_likelihood, _ = LIKELIHOODS[likelihood](size)
+
     # None stands for a Gaussian with unknown noise.
     expected = Gaussian if known_likelihood is None else type(known_likelihood)
     weights = torch.tensor([component.weight for component in components], dtype=torch.float64)

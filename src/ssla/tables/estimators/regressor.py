@@ -233,6 +233,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             self.conformal_ = Conformal.from_rows(
                 predictive, y[held_out], weights[held_out], self.refit, self.ensemble_.scale
             )
+
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
@@ -265,6 +266,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 f"y must have {self.ensemble_.architecture.outputs} columns as at the fit, but has "
                 f"shape {target.shape}."
             )
+
         self._check_support(
             target[present], self.ensemble_.settings.likelihood, self.ensemble_.scale
         )
@@ -330,6 +332,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 "training rows exactly (no noise, or many columns): constant noise was used. Give "
                 f"likelihood='gaussian' to choose it. ({problem})"
             )
+
         return ensemble
 
     def _fit_poisson_if_better(
@@ -349,6 +352,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         x, target, w = copy_to_tensors(X, y, weights)
         if not (may_be_poisson(target, w) and is_poisson_worth_fitting(ensemble, x, target, w)):
             return None
+
         # The same seed holds out the same rows, so that both fits can be compared on them.
         seed = ensemble.settings.seed
         try:
@@ -357,6 +361,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             # The user did not ask for Poisson, and the continuous fit is complete. Networks that
             # cannot be trained or fitted to these counts would not predict them better.
             return None
+
         return poisson if is_poisson_better(ensemble, poisson, x, target, w) else None
 
     def _check_target(self, y: np.ndarray) -> None:
@@ -373,6 +378,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
         check_target_size(y)
+
         # The support of the positive scale does not depend on its ends, which are not known yet.
         scale = Positive(0.0, 1.0) if self.likelihood == POSITIVE else ON_SCALE.get(self.likelihood)
         self._check_support(y, self.likelihood, scale)
@@ -393,6 +399,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 f"likelihood='poisson'{chosen} needs counts 0, 1, 2, …, but y has negative or "
                 "fractional values. Use 'heteroscedastic', or leave out these rows."
             )
+
         # Counts that are too large are refused here, before the networks are trained.
         if likelihood == POISSON:
             Counts(LARGEST_COUNT).check(torch.from_numpy(y.flatten()), 1)
@@ -415,11 +422,13 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             held_out = rows[chosen]
         else:
             kept, held_out = train_test_split(rows, test_size=fraction, random_state=seed)
+
         if len(kept) < 2:
             raise ValueError(
                 f"conformal=True leaves {len(kept)} of n_samples={len(rows)} for the fit, which "
                 "needs at least two. Use more rows or a smaller calibration_fraction."
             )
+
         return np.sort(kept), np.sort(held_out)
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
@@ -485,6 +494,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             scores["conformal intervals"] = (
                 f"none: they were calibrated with refit {self.conformal_.refit!r}"
             )
+
         return scores | _label_interval_scores(predictive_scores)
 
     def __sklearn_tags__(self) -> Any:

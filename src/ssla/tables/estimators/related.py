@@ -67,12 +67,14 @@ class Related:
         if self.time is not None:
             count = max(round(fraction * len(self.time)), 1)
             return find_latest_rows(torch.from_numpy(self.time.copy()), count).numpy()
+
         assert self.groups is not None
         if len(np.unique(self.groups)) < 2:
             raise ValueError(
                 "groups has one group only, so no whole group can be held out. Leave it out, or "
                 "give several groups."
             )
+
         split = GroupShuffleSplit(1, test_size=fraction, random_state=seed)
         _, held_out = next(split.split(self.groups, groups=self.groups))
         chosen = np.zeros(len(self.groups), dtype=bool)
@@ -94,11 +96,13 @@ def _rank_values(name: str, values: Any, rows: int) -> np.ndarray | None:
         raise ValueError(
             f"{name} must have shape ({rows},), one value for each row, but has {array.shape}."
         )
+
     # NaN differs from itself. `tolist` turns NumPy's NaT into None, or into an integer if its unit
     # is nanoseconds, so `isnat` is asked too.
     if any(value is None or value != value for value in array.tolist()) or (
         array.dtype.kind in "mM" and np.isnat(array).any()
     ):
         raise ValueError(f"{name} has missing values. Leave out these rows, or give each a value.")
+
     ranks: np.ndarray = np.unique(array, return_inverse=True)[1]
     return ranks.astype(np.int64)

@@ -36,11 +36,13 @@ def read_row_weights(sample_weight: Any, rows: int) -> np.ndarray:
             f"sample_weight must have shape ({rows},), one weight for each row, but has "
             f"{array.shape}."
         )
+
     # Booleans, integers, floats, and objects, which scikit-learn checks.
     if array.dtype.kind not in "biufO":
         raise ValueError(
             f"sample_weight must be numbers, one for each row, but holds {array.dtype}."
         )
+
     # scikit-learn takes only the number of rows from the array in the second place.
     weights: np.ndarray = _check_sample_weight(
         sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
@@ -87,6 +89,7 @@ def choose_weight_factor(
             f"were multiplied by {rows / total:.4g}, to a mean of one. Choose by "
             "row_weights='relative' or row_weights='frequencies'."
         )
+
     return rows / total
 
 

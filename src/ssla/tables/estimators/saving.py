@@ -73,6 +73,7 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
     """
     encoder = Encoder()
     layer = estimator.ensemble_
+
     # Predictions need none of the parameters that are left out here.
     parameters = estimator.get_params(deep=False)
     parameters.pop("base")
@@ -156,7 +157,9 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
     for m, module in enumerate(ensemble.modules):
         for name, value in module.state_dict().items():
             encoder.tensors[f"network.{m}.{name}"] = value
+
     scalings = {"inputs": ensemble.inputs, "target": ensemble.target}
+
     # Scales of other classes follow from the likelihood.
     scale = asdict(ensemble.scale) if isinstance(ensemble.scale, Positive | Censored) else None
     return {
@@ -220,6 +223,7 @@ def _convert_parameter(name: str, value: Any) -> Any:
             f"refit={value!r} is an object, which a file cannot hold. Give it by name, for example "
             "refit='output'."
         )
+
     return value
 
 
@@ -237,4 +241,5 @@ def _pack_classes(classes: np.ndarray | None) -> dict[str, Any] | None:
             "Only classes that are numbers, texts or booleans can be saved. Encode the labels "
             "first."
         )
+
     return {"dtype": dtype, "values": labels}

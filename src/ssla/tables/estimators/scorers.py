@@ -83,6 +83,7 @@ def _find_last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
             "predict_dist. Use SSLARegressor or SSLAClassifier, alone or as the last step of a "
             "pipeline."
         )
+
     return estimator, X
 
 
@@ -96,6 +97,7 @@ def _encode_targets(model: Any, y: Any) -> Any:
     if classes is None:
         refuse_masked_or_dates(y)
         return np.asarray(y).astype(np.float64)
+
     refuse_masked_target(y)
     values = np.asarray(y)
     unknown = ~np.isin(values, classes)
@@ -105,4 +107,5 @@ def _encode_targets(model: Any, y: Any) -> Any:
             f"{str(values[unknown][0])!r}: their score is infinite. Use a stratified split, or "
             "leave out rare classes."
         )
+
     return np.searchsorted(classes, values)

@@ -64,6 +64,7 @@ class Conformal:
         """
         scores = torch.from_numpy(self.scores.T)
         weights = torch.from_numpy(self.weights.T)
+
         # All targets have the same rows, so the first one decides.
         shortage = describe_row_shortage(weights[0], level, "calibration rows")
         if shortage is not None:
@@ -71,6 +72,7 @@ class Conformal:
                 f"A conformal interval of {level:g} {shortage}: the interval is infinite. Use a "
                 "larger calibration_fraction or a lower level."
             )
+
         q: np.ndarray = conformal_quantile(scores, weights, level).numpy()
         return q
 

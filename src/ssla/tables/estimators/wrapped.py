@@ -106,6 +106,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         take.
         """
         X = replace_masked(X)
+
         # Of a data frame of pandas or polars, scikit-learn stores or compares the columns, and the
         # base reads the cells.
         if hasattr(X, "iloc") or type(X).__module__.startswith("polars"):
@@ -113,6 +114,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             if not len(X):
                 raise ValueError("X has no rows: at least one was expected.")
             return X
+
         finite = "allow-nan" if self._allows_nan() else True
         return validate_data(
             self, X, reset=reset, ensure_all_finite=finite, ensure_min_samples=2 if reset else 1
@@ -140,6 +142,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             X = _safe_indexing(X, present)
             y = y[present]
             weights = weights[present]
+
         return X, y, weights, folds
 
     def _check_settings(self, base: Any) -> None:
@@ -158,6 +161,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"cv must be at least 2 folds, or a splitter of scikit-learn, but is {self.cv!r}."
             )
+
         check_methods("base", base, ("fit", self._prediction_method))
         if getattr(self, "noise_base", None) is not None:
             check_methods("noise_base", self.noise_base, ("fit", "predict", "get_params"))
@@ -203,6 +207,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
                 f"never and {int((times > 1).sum())} more than once. Use KFold, GroupKFold or "
                 "PredefinedSplit."
             )
+
         # The position of each of the n rows among the present ones; −1 for the others.
         position = np.full(len(y), -1)
         position[present] = np.arange(len(present))
@@ -214,6 +219,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             test_positions = test_positions[test_positions >= 0]
             if len(test_positions):
                 folds.append((train_positions, test_positions))
+
         return folds
 
     # --- models ----------------------------------------------------------------------------
@@ -245,6 +251,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             model = fit_clone(base, X, y, weights, train, seeds)
             predictions.append(predict(model, _safe_indexing(X, test)))
             models.append(model)
+
         out_of_fold = np.empty((len(y), *predictions[0].shape[1:]))
         for (_, test), prediction in zip(folds, predictions, strict=True):
             out_of_fold[test] = prediction
@@ -253,11 +260,13 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
                 f"{type(base).__name__} predicts values that are not finite. Check its settings "
                 "and the rows."
             )
+
         # The base may have been given fitted. The models of the noise are always fitted here.
         if base is self.base and is_fitted(base):
             models = [base]
         elif self.final == ALL:
             models = [fit_clone(base, X, y, weights, None, seeds)]
+
         return out_of_fold, tuple(models)
 
     def _average_predictions(self, key: str, X: Any, predict: Predictor) -> Tensor:
@@ -285,10 +294,12 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         if inputs is None:
             return None
         rows: Any = torch.stack([inputs.shift + step * inputs.scale for step in (-1, 0, 1)]).numpy()
+
         # Models that were fitted on columns with names expect these names.
         if hasattr(self, "feature_names_in_"):
             pandas = import_module("pandas")
             rows = pandas.DataFrame(rows, columns=self.feature_names_in_)
+
         # A model of another library may raise any exception.
         try:
             return list(self._predict_with_models(rows))
@@ -539,6 +550,7 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
                     f"A fold leaves rows of one class only for its model (n_samples={len(y)}). Use "
                     "fewer folds, or more rows."
                 )
+
         # A fitted base with other classes is refused before its clones are fitted.
         if is_fitted(base):
             self._predict_probs(base, _safe_indexing(X, [0]))

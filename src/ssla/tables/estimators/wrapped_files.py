@@ -61,6 +61,7 @@ def open_wrapped(
         if set(expected) != ({MEAN, NOISE} if is_regressor else {CLASSES}):
             raise ValueError("the models are not those of the estimator")
         saved_probe = decoder.decode(content["probe"])
+
     estimator.models_ = _check_models(models, expected, source)
     _check_probe(estimator, saved_probe, source)
     return estimator
@@ -112,6 +113,7 @@ def _check_models(
             "trees have no common format that is free of code. Keep model.models_ by other means, "
             "and give it as load(path, models=…), or Scorer(path, models=…)."
         )
+
     names: dict[str, list[str]] | None = None
     if isinstance(models, Mapping):
         names = {key: [type(model).__name__ for model in models.get(key, ())] for key in expected}
@@ -120,6 +122,7 @@ def _check_models(
             f"models must be the models_ of the estimator that was saved ({description}), but is "
             "not."
         )
+
     models_by_key = {key: tuple(models[key]) for key in expected}
     if not all(is_fitted(model) for group in models_by_key.values() for model in group):
         raise FileError("The models are not fitted. Give the models_ of the fitted estimator.")
@@ -156,11 +159,13 @@ def _check_estimator(estimator: Any) -> None:
         or len(getattr(estimator, "feature_names_in_", range(columns))) != columns
     ):
         raise ValueError("the columns do not fit their number")
+
     if layer.inputs is not None:
         check_scaling(layer.inputs, columns)
     if isinstance(layer, NumberLayer):
         if hasattr(estimator, "classes_"):
             raise ValueError("there are classes for numbers")
         return
+
     classes = getattr(estimator, "classes_", np.zeros(0))
     check_class_count(classes, layer.posterior.network.outputs)

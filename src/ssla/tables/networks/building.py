@@ -161,6 +161,7 @@ def _train_networks(
     )
     modules = _group_modules_by_target(trained.modules, len(targets))
     best = 0
+
     # With unknown noise (no likelihood) there is one target only.
     if len(targets) > 1 and likelihood is not None:
         best = choose_target(targets, modules, trained.losses, data, likelihood)

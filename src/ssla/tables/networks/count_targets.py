@@ -96,6 +96,7 @@ def compute_member_gains(
             poisson, poisson_network, held_x, held_y
         ) - compute_count_log_probs(continuous, network, held_x, held_y)
         gains.append(held_weights @ gain / held_weights.sum())
+
     return torch.stack(gains) if gains else torch.empty(0, dtype=torch.float64)
 
 

@@ -44,6 +44,7 @@ class Embeddings(nn.Module):
         self.tables = nn.ParameterList(
             torch.empty(levels[i] + 1, dimensions[i], dtype=torch.float32) for i in coded
         )
+
         # The arguments determine the buffers, so files do not hold them.
         number_columns = torch.tensor(numbers, dtype=torch.long)
         last_codes = torch.tensor([levels[i] for i in coded])

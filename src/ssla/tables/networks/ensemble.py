@@ -75,9 +75,11 @@ def choose_scale(y: Tensor, likelihood: str) -> Transform | None:
             f"likelihood={likelihood!r} needs one target that is {Positive.support} in every row, "
             "and not always zero."
         )
+
     positive = y[y > 0]
     rank = 1 + int(LINEAR_BELOW * (len(positive) - 1))  # `kthvalue` counts from one
     low = positive.kthvalue(rank).values
+
     # The small term keeps the ends in order where all positive targets are equal.
     return Positive(float(low.log()), float(positive.max().log()) + 1e-6)
 
@@ -163,6 +165,7 @@ class Ensemble:
                 "mean of y. The predictive is that of a constant with the spread of y, and of the "
                 "decision trees if there are any."
             )
+
         if not self.left_out:
             return ""
         trained = len(self.kept_members) + len(self.left_out)
@@ -246,10 +249,13 @@ class Ensemble:
                     "early_stopping=False", "early_stopping=True", "predict_interval"
                 )
             )
+
         z = self.standardise(x)
+
         # A member may have a posterior for each node of the noise, the central one first. In
         # reverse order that one is written last, and stays.
         central = {component.member: component for component in reversed(self.components)}
+
         # A row counts once, also where several networks held it out.
         row_shares = 1 / self.held.sum(0).clamp_min(1).double()
         members = [
@@ -279,6 +285,7 @@ class Ensemble:
                     "predict_set",
                 )
             )
+
         level = checked_level(level)
         scores, weights = self.scores
         too_few = describe_row_shortage(weights, level, "held-out rows")
@@ -287,6 +294,7 @@ class Ensemble:
                 f"A predictive set of {level:g} {too_few}: every set has all classes. Use more "
                 "rows or a lower level."
             )
+
         probs = self.predict(x).probs.double()
         most_probable = probs == probs.amax(1, keepdim=True)
         return (1 - probs <= conformal_quantile(scores, weights, level)) | most_probable
@@ -314,6 +322,7 @@ class Ensemble:
             marginals = [
                 Marginal(torch.stack([f[:, 0] + move, f[:, 1]], 1), K) for f, K in marginals
             ]
+
         weights = torch.tensor(
             [component.weight for component in self.components], dtype=torch.float64
         )
@@ -337,8 +346,10 @@ class Ensemble:
                     predictive if factor == 1 else stretch_predictive(predictive, factor)
                 )
                 weights.append(self.trust * share * component.weight)
+
         if self.trust < 1:
             likelihood = self.components[0].posterior.likelihood
             predictives += [predict_as_trained(module, likelihood, z) for module in self.modules]
             weights += [(1 - self.trust) / len(self.modules)] * len(self.modules)
+
         return predictives[0] if len(predictives) == 1 else mixture(predictives, weights)

@@ -42,6 +42,7 @@ def hold_out_rows(
     count = min(max(round(fraction * rows), 1), rows - 1) if fraction > 0 else 0
     if count == 0 or rows < 2:
         return held
+
     # All members hold out the same latest rows, because they will predict later rows.
     if time is not None:
         return find_latest_rows(time, count).expand(members, -1).clone()
@@ -50,10 +51,12 @@ def hold_out_rows(
     order = torch.randperm(rows, generator=generator)
     if strata is not None:
         order = _interleave_classes(order, strata, generator)
+
     # Each member takes the next rows of one order, which begins again at its end.
     for m in range(members):
         positions = torch.arange(m * count, (m + 1) * count) % rows
         held[m, order[positions]] = True
+
     return held
 
 
@@ -113,4 +116,5 @@ def _hold_out_groups(
             taken.append(order[position % len(order)])
             position += 1
         held[m] = torch.isin(codes, torch.tensor(taken))
+
     return held

@@ -59,6 +59,7 @@ def estimate_held_out_noise(
     total = weights.sum()
     variance = (weights[:, None] * squares).sum(0) / total
     fourth_moment = (weights[:, None] * squares**2).sum(0) / total
+
     # A kurtosis below that of a Gaussian is taken as chance. No division by zero for zero squares.
     kurtosis = (fourth_moment / variance.clamp_min(1e-300) ** 2).clamp_min(GAUSSIAN_KURTOSIS).mean()
     error = math.sqrt((float(kurtosis) - 1) / (4 * float(total)))
@@ -68,6 +69,7 @@ def estimate_held_out_noise(
         reduced = torch.maximum(variance - 2 * disagreement, training_square)
         # The training residuals may be the larger ones, but they do not raise the estimate.
         variance = torch.minimum(variance, reduced)
+
     return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, LARGEST_ERROR))
 
 
@@ -79,6 +81,7 @@ def change_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
     targets.
     """
     assert isinstance(posterior.likelihood, Gaussian)
+
     # The ratio of the first target is that of all.
     old, new = (
         torch.as_tensor(gaussian.noise, dtype=torch.float64).reshape(-1)[0]

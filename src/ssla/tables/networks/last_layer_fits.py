@@ -51,5 +51,6 @@ def fit_last_layer(
             gaussian=None,
             budget=DEFAULT_BUDGET,
         )
+
     tolerance = ROUGH if rough else None
     return fit_with_prior(replace(plan, keeps_trained_layer=False, tolerance=tolerance))

@@ -163,6 +163,7 @@ class MemberPosteriors:
             else:
                 posterior = self._fit_module(module, None, likelihood, central.prior)
             fits.append((posterior, share))
+
         return fits
 
     def _fit_module(
@@ -209,12 +210,14 @@ class MemberPosteriors:
                 self._fit_residuals(module, held)
                 for module, held in zip(self.modules, self.data.held, strict=True)
             )
+
         # The disagreement is that of the posteriors and not of the networks: a strong prior keeps
         # posteriors closer together.
         disagreement = None
         if len(self.modules) > 1:
             means = torch.stack([residuals.means for residuals in self.residuals])
             disagreement = means.var(0, unbiased=False).mean(0)
+
         residuals = self.residuals[member]
         _, _, weights = self.data.take_rows(self.data.held[member])
         return estimate_held_out_noise(
@@ -229,6 +232,7 @@ class MemberPosteriors:
         """
         z, y, _ = self.data.take_rows(held)
         y = y.reshape(len(z), -1)
+
         # A target without noise has a small σ₀ in place of zero.
         with torch.no_grad():
             first_scale = ((y - module(z)) ** 2).mean(0).sqrt().clamp_min(SMALLEST_NOISE)
@@ -264,6 +268,7 @@ class MemberPosteriors:
         if self._is_constant_better(module(z), likelihood, held, seen):
             self._record_constant(z)
             return None
+
         posterior, prior = self._choose_prior(module, likelihood, seen, (z, y))
         outputs = posterior.outputs_at(z)
         if self._is_constant_better(outputs.mean, likelihood, held, seen):
@@ -322,6 +327,7 @@ class MemberPosteriors:
         """
         prior = self._average_priors()
         rows = thin_out(seen, MOST_SEEN)
+
         # These posteriors are not kept, so no warnings about them are shown.
         with warnings.catch_warnings():
             for message in (
@@ -344,6 +350,7 @@ class MemberPosteriors:
                 quiet=True,
                 rough=True,
             )
+
         assert isinstance(posterior.prior, GaussianPrior)
         self.priors.append(posterior.prior)
         return posterior, posterior.prior
@@ -395,6 +402,7 @@ class MemberPosteriors:
             return ensemble
         y = torch.cat([y for _, y, _ in self.held_out])
         weights = torch.cat([weights for _, _, weights in self.held_out])
+
         # Each answer of all members becomes one tensor for all held-out rows, in their order.
         answers = [
             torch.cat(answers_of_members) for answers_of_members in zip(*self.answers, strict=True)
@@ -405,6 +413,7 @@ class MemberPosteriors:
             return self._with_spreads(
                 ensemble, Marginal(f, K), y - move, weights, trees, tree_log_densities
             )
+
         return self._with_class_shares(ensemble, answers[0], weights, trees, tree_log_densities)
 
     def _calibrate_trees(
@@ -449,14 +458,17 @@ class MemberPosteriors:
         is_of_kept = torch.cat(
             [torch.full((len(z),), member in self.kept) for member, z in enumerate(inputs)]
         )
+
         # A constant in place of a member does not disagree with anything.
         disagreement = torch.where(is_of_kept, disagreement, 0.0)
         densities = compute_stretched_log_densities(outputs, y, disagreement)
         spreads, tree_share = choose_spreads(densities, weights, tree_log_densities)
+
         # Constants have no spread to correct, so only the rows of kept members choose the spreads.
         if not bool(is_of_kept.all()):
             kept_trees = None if tree_log_densities is None else tree_log_densities[is_of_kept]
             spreads, _ = choose_spreads(densities[is_of_kept], weights[is_of_kept], kept_trees)
+
         trees = None if trees is None else replace(trees, share=tree_share)
         return replace(ensemble, spreads=spreads, trees=trees)
 
@@ -488,6 +500,7 @@ class MemberPosteriors:
         trained_share = shares[1]
         if trees is not None:
             trees = replace(trees, share=shares[2])
+
         # The score of a row in predictive sets is 1 − p(y). NaN counts as p(y) = 0, and a row that
         # several members held out counts once.
         scores = 1 - log_densities.exp() @ torch.tensor(shares, dtype=torch.float64)

@@ -33,6 +33,7 @@ class Pieces(nn.Module):
         counts: the number of pieces of each column, of which one at least is not 0.
         """
         super().__init__()
+
         # The number of each piece within its column, and the number of pieces of that column.
         number = torch.cat([torch.arange(count) for count in counts if count])
         column = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -41,6 +42,7 @@ class Pieces(nn.Module):
         most = torch.where(number == count_of_column - 1, FAR, 1.0).float()
         self.register_buffer("low", torch.zeros(len(column), dtype=torch.float32))
         self.register_buffer("width", torch.ones(len(column), dtype=torch.float32))
+
         # The counts determine these buffers, so files do not hold them.
         self.register_buffer("least", least, persistent=False)
         self.register_buffer("most", most, persistent=False)
@@ -74,6 +76,7 @@ def find_quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tup
         index = torch.searchsorted(cumulated, wanted)
         edges = values[index.clamp_max(len(values) - 1)].unique()
         all_edges.append(edges if len(edges) > 2 else edges[:0])
+
     return tuple(all_edges)
 
 

@@ -95,6 +95,7 @@ def choose_spreads(
         all_shares = fit_model_shares(models, weights, torch.cat([pseudo_rows, one_row]))
         tree_share = float(all_shares[-1])
         spread_shares = all_shares[:-1] / all_shares[:-1].sum()
+
     # Factors with hardly any share would only make predictions slower.
     kept = spread_shares >= LEAST_SHARE
     kept_shares = spread_shares[kept] / spread_shares[kept].sum()

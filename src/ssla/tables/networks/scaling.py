@@ -53,6 +53,7 @@ def fit_scaling(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scali
     variance = (weights[:, None] * (relative - relative_mean) ** 2).sum(0) / total
     spread = unit * variance.sqrt()
     mean = unit * relative_mean
+
     # The smallest bound is positive, so that a column of zeros is constant too.
     constant = spread <= CONSTANT_SPREAD * mean.abs().clamp_min(1e-300)
     scale = torch.where(constant, torch.ones_like(spread), spread)
@@ -60,4 +61,5 @@ def fit_scaling(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scali
         if count:
             mean[i] = 0.0
             scale[i] = 1.0
+
     return Scaling(mean, scale)

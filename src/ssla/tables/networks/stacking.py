@@ -56,6 +56,7 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
             continue
         w, value, gradient = proposal, new_value, new_gradient
         power *= GROWTH
+
     warn(
         f"The stacking weights did not converge in {steps} steps: the mean log density is up to "
         f"{float(gradient.max()) - 1:.2g} below its maximum. Give more steps, or leave out one of "
@@ -100,6 +101,7 @@ def _read_rows(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
             f"log_densities must have shape (rows, models), but has {tuple(L.shape)}. Stack them "
             "with dim=1."
         )
+
     impossible = L.amax(1) == -torch.inf
     if bool(torch.isnan(L).any()) or bool(torch.isposinf(L).any()):
         raise ValueError(
@@ -112,6 +114,7 @@ def _read_rows(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
             f"{int(impossible.nonzero()[0])}), so no mixture can predict them. Leave out these "
             "rows, or add a model with a wider predictive."
         )
+
     if row_weights is None:
         return L, torch.full((len(L),), 1 / len(L), dtype=torch.float64)
     c = as_tensor(row_weights).to("cpu", torch.float64)

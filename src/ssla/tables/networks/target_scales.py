@@ -131,4 +131,5 @@ def compute_count_gains(
                 for target, networks in zip(targets, modules, strict=True)
             )
         gains.append(weights @ (second - first) / weights.sum())
+
     return torch.stack(gains)

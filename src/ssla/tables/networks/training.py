@@ -80,6 +80,7 @@ class Architecture:
             # There is no activation after the last layer.
             if i < len(self.hidden):
                 layers.append(ACTIVATIONS[self.activation]())
+
         return nn.Sequential(*layers).eval()
 
 
@@ -163,6 +164,7 @@ def _train_members(
     # All weights of a member are one row of theta.
     module = _build_module(architecture, rows)
     shapes = {name: p.shape for name, p in module.named_parameters()}
+
     # The scales come first, because the start of the last layer is written to the last weights.
     if architecture.pieces:
         shapes = {SCALES: torch.Size([architecture.widths[0]])} | shapes
@@ -235,6 +237,7 @@ def _run_epochs(
     if not has_held_out:
         best.theta = theta.detach()
         best.epochs = torch.full_like(best.epochs, epoch)
+
     return best, epoch
 
 
@@ -280,10 +283,12 @@ class _Objective:
         )
         x = rows.x
         layers = list(module.named_children())
+
         # Pieces have no parameters, so they are computed once for all epochs if memory allows.
         if isinstance(module[0], Pieces) and len(x) * architecture.widths[0] <= MOST_EXPANDED:
             x = module[0](x)
             layers = layers[1:]
+
         return _Objective(
             theta=theta,
             log_variances=log_variances,
@@ -387,6 +392,7 @@ class _Adam:
         gradients = torch.autograd.grad(loss, self.parameters)
         beta_1, beta_2 = decay
         self.steps += 1
+
         # The moments start at zero, and these factors correct the bias that follows from it.
         step = rate / (1 - beta_1**self.steps)
         root = math.sqrt(1 - beta_2**self.steps)
@@ -458,6 +464,7 @@ def _draw_initial_weights(
         else:
             weights = torch.zeros(members, shape.numel(), dtype=dtype)
         all_weights.append(weights)
+
     if start is not None:
         all_weights[-1] = start.to(dtype).expand(members, -1)
     return torch.cat(all_weights, 1)
@@ -494,6 +501,7 @@ def _compute_outputs(
             x = layer.embed_stacked(x, tables)
         else:
             x = layer(x)
+
     return x
 
 

@@ -115,6 +115,7 @@ def html_report(
             "html_report needs a Posterior or an estimator of ssla.sklearn, but got a "
             f"{type(model).__name__}. Call ssla.fit(model, data, ...) first."
         )
+
     return build_page(subject, title, max_rows)
 
 

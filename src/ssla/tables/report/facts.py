@@ -46,11 +46,13 @@ def collect_facts(subject: Subject, max_rows: int) -> dict[str, Any]:
     measures = measure_subject(subject, None)
     plug_in = measure_subject(subject, "plug_in")
     predictive_kind = measures["kind"]
+
     # The epistemic share (n,) of each row's variance. A row without variance has the share 0.
     variance = measures["epistemic"] + measures["aleatoric"]
     share = measures["epistemic"] / variance.clamp_min(1e-300)
     shown = choose_rows(measures["nll"], share, max_rows)
     factors = FACTORS if subject.fixed_prior is None else (1.0,)
+
     # The page names doubtful rows by their positions among the shown ones.
     order = share[torch.from_numpy(shown)].argsort(descending=True, stable=True)
     doubtful = order[:DOUBTFUL].tolist()
@@ -106,6 +108,7 @@ def _describe_measures(
         # The rank of y in its predictive; a count is at the centre of its probability.
         mid_ranks = (measures["lower"] + measures["upper"]) / 2
         rows["rank"] = list_rounded_numbers(mid_ranks[index])
+
     return rows
 
 
@@ -124,6 +127,7 @@ def choose_rows(nll: Tensor, share: Tensor, most: int) -> np.ndarray:
     quarter = most // 4
     worst = nll.argsort(descending=True, stable=True)[:quarter].tolist()
     most_doubtful = share.argsort(descending=True, stable=True)[:quarter].tolist()
+
     # A row can be among both.
     chosen = np.array(sorted({*worst, *most_doubtful}), dtype=int)
     remaining = np.setdiff1d(np.arange(n), chosen)
@@ -163,6 +167,7 @@ def _explain_doubt(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> 
         if doubt > 0:
             prior = round_number(float(explanation.split.prior[i].sum()) / doubt)
         reasons[str(position)] = {"rows": influential, "inputs": inputs, "prior": prior}
+
     return reasons
 
 
@@ -181,6 +186,7 @@ def _explain_by_inputs(subject: Subject, shown: np.ndarray, doubtful: list[int])
         1 - _sum_epistemic_variance(subject.predict_at_mean(rows, j)) / doubt
         for j in range(len(subject.input_names))
     ]
+
     # (rows, inputs); in a row without doubt all effects are zero.
     effects = torch.stack(shares, 1).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     return {

@@ -52,6 +52,7 @@ def measure_subject(subject: Subject, refit: str | None) -> dict[str, Any]:
                 "target at a time."
             )
         blocks.append(measure_rows(predictive, subject.y[torch.from_numpy(rows)]))
+
     return {"kind": predictive.kind} | {
         name: torch.cat([block[name] for block in blocks]) for name in blocks[0]
     }
@@ -73,6 +74,7 @@ def measure_rows(predictive: Any, y: Tensor) -> dict[str, Tensor]:
         measures |= _measure_classes(predictive, y)
     else:
         measures |= _measure_numbers(predictive, y)
+
     return {
         name: value.to("cpu", torch.bool if name in BOOLEAN else torch.float64)
         for name, value in measures.items()
@@ -105,6 +107,7 @@ def _measure_numbers(p: Any, y: Tensor) -> dict[str, Tensor]:
     p: the predictive of n rows. y (n,): the observed targets. Angles have no CRPS.
     """
     intervals = [p.interval(level) for level in LEVELS]
+
     # An angle is taken in the turn that is nearest to the mean.
     near = p.mean + wrap_angles(y - p.mean) if p.kind == "circular" else y
     lower, upper = rank_targets(p, y)
@@ -142,6 +145,7 @@ def score_measures(measures: dict[str, Any]) -> dict[str, float]:
         scores["calibration error"] = _compute_calibration_error(measures)
         region = "interval"
         size = "mean width of the"
+
     for i, level in enumerate(LEVELS):
         scores[f"share inside the {level:.0%} {region}"] = float(measures["inside"][:, i].mean())
     for i, level in enumerate(LEVELS):
@@ -180,6 +184,7 @@ def describe_number_calibration(model: dict[str, Any], plug_in: dict[str, Any]) 
     in which a calibrated model would be, and so has the coverage of LEVELS, as "expected".
     """
     n = len(model["nll"])
+
     # Without the levels 0 and 1, whose intervals hold no row and all rows.
     levels = np.linspace(0, 1, CURVE_LEVELS + 2)[1:-1]
     ones = torch.ones(n, dtype=torch.float64)
@@ -188,6 +193,7 @@ def describe_number_calibration(model: dict[str, Any], plug_in: dict[str, Any]) 
     )
     level_ranges = [binomial_range(n, float(level), CONFIDENCE) for level in levels]
     low, high = (np.array(level_ranges).T / n).tolist()
+
     # Heights of the histogram are 1 where each bin has its share of the rows.
     bin_low, bin_high = (end * BINS / n for end in binomial_range(n, 1 / BINS, CONFIDENCE))
     curve = {
@@ -237,6 +243,7 @@ def _make_reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
         accuracy = float(measures["hit"][chosen].double().mean())
         low, high = (end / count for end in binomial_range(count, probability, CONFIDENCE))
         bins.append([probability, accuracy, count, low, high])
+
     return bins
 
 

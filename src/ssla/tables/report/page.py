@@ -131,6 +131,7 @@ def _render_summary(facts: dict[str, Any]) -> str:
         verdict = "More than"
     else:
         verdict = "Fewer than"
+
     closing = f"{verdict} a calibrated model, which would have {low:.1%} to {high:.1%}."
     if facts["kind"] in ("class", "count") and inside > high:
         closing += " Sets and counts are discrete, so they contain more than their level."
@@ -142,6 +143,7 @@ def _render_summary(facts: dict[str, Any]) -> str:
             f" In {facts['off_centre']:,} rows the mean is farther from the median than the "
             "quartiles are from each other: use quantiles there."
         )
+
     region = "set of classes" if is_class else "interval"
     return (
         f"<p><b>{inside:.1%} of the rows are inside their {level:.0%} {region}.</b> "
@@ -177,6 +179,7 @@ def _render_calibration(facts: dict[str, Any]) -> str:
             "model, the numbers count rows."
         )
         return f'<p>{text}</p><div class="charts"><figure id="reliability"></figure></div>'
+
     text = (
         "The first picture has the share of rows inside intervals of each level: above the "
         "diagonal, intervals are too wide. The second has the histogram of P(Y ≤ y): flat if "
@@ -207,6 +210,7 @@ def _render_doubt(facts: dict[str, Any]) -> str:
             " What causes the doubt is not shown: this model does not hold its training data, or "
             "holds too many for this page."
         )
+
     return (
         f'<p>{text}</p><div class="charts"><figure id="scatter"></figure><div><h3 id="most">Rows '
         'with the largest share of doubt</h3><ol id="doubtful" '
@@ -229,6 +233,7 @@ def _render_row(facts: dict[str, Any]) -> str:
             f'max="{last}" step="1" value="{facts["own"]}"></p><p class="note">Other strengths are '
             "computed from the fit by with_prior, without training again.</p>"
         )
+
     return (
         '<p>Choose a row in the list above or in the table below.</p><h3 id="row-name" '
         f'aria-live="polite"></h3>{slider}<div class="charts"><figure '
@@ -290,11 +295,13 @@ def _render_item(line: str) -> str:
 def _render_versions(subject: Subject) -> str:
     """Return the list of the versions of libraries, the time now, and the hashes of the data."""
     entries = [("ssla", __version__), ("Python", platform.python_version())]
+
     # Only libraries that are in use: the report of a posterior needs no scikit-learn.
     for name in LIBRARIES:
         module = "sklearn" if name == "scikit-learn" else name
         if module in sys.modules:
             entries.append((name, metadata.version(name)))
+
     entries.append(("written", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")))
     entries += [(f"SHA-256 of the {name}", value) for name, value in subject.hashes]
     items = "".join(

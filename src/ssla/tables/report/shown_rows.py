@@ -78,6 +78,7 @@ def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[st
     HEIGHT. predictives, predictive_kind: as in `_describe_number_rows`.
     """
     low, high = _choose_grid_ends(predictives, predictive_kind)
+
     # Counts have steps of whole numbers, so that at most MOST_BARS bars are drawn in a row. The
     # grid has as many points as the row with the most bars needs.
     if predictive_kind == "count":
@@ -86,19 +87,24 @@ def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[st
     else:
         points = GRID
         step = (high - low) / (points - 1)
+
     grid = low[:, None] + step[:, None] * torch.arange(points, dtype=torch.float64)
     y = wrap_angles(grid) if predictive_kind == "circular" else grid
+
     # heights of shape (k, factors, points)
     heights = torch.stack([p.log_prob(y).double().cpu().exp() for p in predictives], 1)
+
     # One scale for all factors of a row, because they are drawn in one picture.
     top = heights.amax((1, 2)).clamp_min(1e-300)  # no division by zero where all heights are 0
     scaled = (heights / top[:, None, None] * HEIGHT).round().int().tolist()
+
     # Rows of counts have different numbers of bars: those beyond their range are cut.
     if predictive_kind == "count":
         lengths = (((high - low) / step).floor().int() + 1).tolist()
         scaled = [
             [bars[:length] for bars in row] for row, length in zip(scaled, lengths, strict=True)
         ]
+
     return {
         "start": list_rounded_numbers(low, 8),
         "step": list_rounded_numbers(step, 8),
@@ -129,10 +135,12 @@ def _describe_class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
     of the observed classes.
     """
     probs = _stack_factors(predictives, lambda p: p.probs)  # (k, factors, C)
+
     # The observed class has the rank 2, above every probability.
     rank = probs.amax(1).scatter(1, y.long()[:, None], 2.0)
     top = rank.topk(min(MOST_CLASSES, probs.shape[2]), 1).indices.sort(1).values
     chosen = probs.gather(2, top[:, None].expand(-1, probs.shape[1], -1))
+
     # The number of classes in each set (k, factors, levels).
     sizes = torch.stack(
         [torch.stack([p.interval(level).sum(1) for level in LEVELS], 1) for p in predictives], 1

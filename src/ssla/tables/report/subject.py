@@ -105,6 +105,7 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
         return posterior
     bound = posterior.bound_prior
     assert isinstance(bound, BoundGaussian)
+
     # A prior takes values by the names of parameters. Those of `bound` are (P,), in the order of θ.
     positions = posterior.network.layout.positions.items()
     precision, mean = (
@@ -178,6 +179,7 @@ def hash_tensors(x: Any) -> str:
         tensors = [x[key] for key in sorted(x)]
     else:
         tensors = list(x)
+
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().to("cpu", torch.float64).contiguous().numpy().tobytes())

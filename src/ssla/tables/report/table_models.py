@@ -45,6 +45,7 @@ def make_estimator_subject(
         raise ValueError(
             f"This {type(estimator).__name__} is not fitted yet. Call fit before html_report."
         )
+
     refuse_masked("X", X)
     refuse_masked("y", y)
     codes = _encode_labels(estimator, y)
@@ -200,6 +201,7 @@ def _encode_labels(estimator: Any, y: Any) -> Any:
             f"y has {int(unknown.sum())} labels that were not in the training data, the first "
             f"is {given[unknown][0]!r}. Leave out these rows."
         )
+
     return np.searchsorted(labels, given)  # labels are sorted, as in scikit-learn
 
 
@@ -263,6 +265,7 @@ def describe_columns(
         if feature.interpretation:
             text += f"; {feature.interpretation}"
         uses.append((names.get(feature.name, feature.name), text))
+
     uses += [(names.get(name, name), f"left out: {why}") for name, why in plan.left_out.items()]
     return tuple(uses)
 
@@ -315,6 +318,7 @@ def describe_estimator(estimator: Any) -> tuple[tuple[str, str], ...]:
         settings += (
             f"\n\nThe row weights of the fit were multiplied by {factor:.4g}, to a mean of one."
         )
+
     return (
         (f"{type(estimator).__name__}{epochs}", settings),
         (heading, describe_fit(main.posterior)),

@@ -60,6 +60,7 @@ def _make_class_columns(p: Any, levels: Sequence[float], classes: np.ndarray | N
         ]
         set_of_row = set_of_row.reshape(-1)  # its shape depends on the version of NumPy
         columns[f"set_{format_percent(level)}"] = np.array(sets, dtype=object)[set_of_row]
+
     return columns
 
 
@@ -75,16 +76,19 @@ def _make_number_columns(
         ends = interval(p, level)
         columns[f"lower_{format_percent(level)}"] = ends[..., 0]
         columns[f"upper_{format_percent(level)}"] = ends[..., 1]
+
     quantiles = _to_array(p.icdf(list(QUANTILES)))
     columns |= {f"q{q:g}": quantiles[..., i] for i, q in enumerate(QUANTILES)}
     columns["epistemic"] = np.sqrt(_to_array(p.epistemic))
     if p.kind != "vector":
         return columns
+
     # Of several targets, the arrays are (N, D) until here.
     split: Columns = {}
     for name, values in columns.items():
         for d, column in enumerate(values.T):
             split[f"{name}_{d}"] = column
+
     return split
 
 

@@ -100,6 +100,7 @@ class Batch:
                 for name, model_name in zip(names, model_names, strict=True)
             }
             return Batch(MAPPING, renamed).to_table(model_names)
+
         return make_table(self._select_columns(names), model_names)
 
     def _select_columns(self, names: Sequence[str]) -> Any:
@@ -129,10 +130,12 @@ class Batch:
                     f"{self.content.shape}."
                 )
             return import_module(PANDAS).DataFrame(self.to_array(), columns=list(names))
+
         if self.form == MAPPING:
             return import_module(PANDAS).DataFrame(
                 {name: replace_masked(self.get_column(name)) for name in names}
             )
+
         return self._select_columns(names)
 
     def to_matrix(self, names: Sequence[str]) -> np.ndarray:
@@ -147,6 +150,7 @@ class Batch:
             # A column of arrays is read as one array, so that its numbers can be checked.
             if cells.dtype == object and len(cells) and np.ndim(cells[0]):
                 columns = [np.stack(list(cells))]
+
         # NumPy's letters for booleans, integers and floats.
         for name, column in zip(names, columns, strict=True):
             if column.dtype.kind not in "biuf":
@@ -154,6 +158,7 @@ class Batch:
                     f"The column {name!r} of the batch holds {column.dtype}, but this model needs "
                     "numbers."
                 )
+
         if len(columns) == 1 and columns[0].ndim > 1:
             return columns[0]
         return np.stack(columns, 1)
@@ -195,6 +200,7 @@ class Batch:
                 for name, column in columns.items()
             ]
             return polars.DataFrame(series)
+
         return kept | columns
 
 
@@ -211,6 +217,7 @@ def read_batch(content: Any) -> Batch:
                 "The batch has several columns of one name. Rename or remove all but one."
             )
         return Batch(library, content)
+
     if isinstance(content, Mapping):
         return Batch(MAPPING, content)
     if isinstance(content, Tensor):
@@ -276,4 +283,5 @@ def name_kept_columns(keep: Sequence[str], columns: Collection[str]) -> dict[str
                 "output."
             )
         output_names[name] = output_name
+
     return output_names

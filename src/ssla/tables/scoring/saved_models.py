@@ -177,6 +177,7 @@ class TableModel:
                     "Give a data frame, or a mapping of names to arrays."
                 )
             return batch.to_table(self.inputs)
+
         if batch.form == ARRAY or inputs is not None:
             return batch.to_renamed_table(inputs or (), list_column_names(self.estimator))
         if self.names is None:

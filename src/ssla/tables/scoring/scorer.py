@@ -100,6 +100,7 @@ class Scorer:
         self.posterior_options = {"likelihood": likelihood, "prior": prior, "output": output}
         self.models = models
         self._opened: SavedModel | None = None
+
         # An unknown refit is an error now, and not in each process at the first batch.
         if refit is not None:
             resolve(refit)
@@ -139,18 +140,21 @@ class Scorer:
         if read_model_kind(self.path) == KIND:
             return self._open_posterior()
         options = self.posterior_options | {"model": self.module}
+
         # These options are for a posterior only.
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(
                 f"{self.path} holds an estimator, which contains its networks. Omit {given[0]}=."
             )
+
         estimator, training = load_trained(
             self.path, self.models() if callable(self.models) else self.models
         )
         if self.refit is not None:
             estimator = replace_refit(estimator, self.refit)
         is_wrapped = isinstance(estimator, WrappedEstimator)
+
         # An estimator of Python may be given other names for its columns.
         has_fixed_names = training is not None or (
             is_wrapped and hasattr(estimator, "feature_names_in_")
@@ -172,6 +176,7 @@ class Scorer:
             raise FileError(
                 f"{self.path} holds a posterior without its network. Give the module as model=."
             )
+
         module = self.module if isinstance(self.module, nn.Module) else self.module()
         posterior = load(self.path, module, **self.posterior_options)
         refit = "output" if self.refit is None else self.refit

@@ -56,6 +56,7 @@ class Trees:
         outputs = self.forest(z)
         if isinstance(self.layer, ClassLayer):
             return self.layer.predict(outputs, refit or "output"), None
+
         # The trees' mean t, the networks' mean m and log variance v.
         t = outputs[:, 0]
         m, v = average_network_outputs(modules, z)
@@ -63,6 +64,7 @@ class Trees:
             predictive = self.layer.average_predictive(t, v)
         else:
             predictive = self.layer.predict(t, v, refit)
+
         return predictive, self.pull * (t - m)
 
 
@@ -92,6 +94,7 @@ def calibrate_trees(
     """
     trees = join_forests(forests)
     predictions = torch.cat([forest(rows) for forest, rows in zip(forests, z, strict=True)])
+
     # Forests give the probabilities of two classes at least, or one number.
     if predictions.shape[1] > 1:
         class_layer = fit_class_layer(predictions, y, weights)

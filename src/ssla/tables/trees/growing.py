@@ -57,6 +57,7 @@ def _grow_classes(trees: int, classes: int, data: Data, seed: int) -> Forest:
         min_samples_leaf=max(fewest_rows, rows // MOST_LEAVES),
         random_state=seed,
     ).fit(x, y, sample_weight=weights)
+
     # Classes without a row have probability zero.
     labels = forest.classes_
     grown = []
@@ -65,6 +66,7 @@ def _grow_classes(trees: int, classes: int, data: Data, seed: int) -> Forest:
         value = np.zeros((tree.node_count, classes))
         value[:, labels] = tree.value[:, 0] / tree.value[:, 0].sum(1, keepdims=True)
         grown.append(_convert_tree(tree, value))
+
     return join_forests(grown)
 
 
@@ -80,6 +82,7 @@ def _grow_boosted(trees: int, data: Data, seed: int) -> Forest:
     if len(x) > MOST_ROWS:
         kept = np.random.default_rng(seed).choice(len(x), MOST_ROWS, replace=False)
         x, y, weights = x[kept], y[kept], weights[kept]
+
     rate = TOTAL_RATE / max(trees, 2 * TOTAL_RATE)  # at most ½, where there are few trees
 
     model = GradientBoostingRegressor(

@@ -107,6 +107,7 @@ class NumberLayer:
             # Mean and log variance (N, 2) in the unit of y, and their covariance (N, 2, 2).
             outputs = torch.stack([shift + scale * f[:, 0], f[:, 1] + 2 * scale.log()], 1)
             marginals.append(Marginal(outputs, unit[:, None] * K * unit))
+
         # `average_normals` can stretch the marginals by factors: here by 1, with the share 1.
         no_factor = torch.ones(1, dtype=torch.float64)
         shares = self.shares[kept] / self.shares[kept].sum()
@@ -252,6 +253,7 @@ def fit_class_layer(p: Tensor, y: Tensor, weights: Tensor, strength: float = 1.0
     x = compute_log_features(p, floor)
     size = x.shape[1]
     identity = torch.eye(size, dtype=torch.float64)
+
     # With more classes there are more weights to other classes, so their precision is higher.
     other_precision = OTHER_PRECISION * max(1.0, (size / MANY_FEATURES) ** 2)
     precision = {
