@@ -104,6 +104,8 @@ def _check_target(table: Table, target: Target, request: Request) -> None:
     """Raise TableError for a target with fewer than FEWEST_ROWS rows, or with constant numbers.
 
     Warns of numbers that are only 0 and 1, because they may be classes.
+
+    table: named in errors.  request: has the name of the target and the likelihood.
     """
     if len(target.y) < FEWEST_ROWS:
         raise TableError(
@@ -125,7 +127,7 @@ def _check_target(table: Table, target: Target, request: Request) -> None:
 def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
     """Raise TableError if the curvature of the last layer does not fit into the memory budget.
 
-    That happens with very many classes, and is found here before the training. hidden: the widths
+    That happens with very many classes, and is found here before the training.  hidden: the widths
     of the hidden layers.
     """
     module = make_table_architecture(ready, hidden).build()
@@ -181,7 +183,8 @@ def shuffle_rows(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray,
     the order. The last row of every class comes after all others and may not be held out, so that
     every class is trained.
 
-    y (n,): the targets.  likelihood: its name.
+    y (n,): the targets.  likelihood: its name; the order is stratified for "classes".  seed: draws
+    the order.
     """
     order = np.random.default_rng(seed).permutation(len(y))
     if likelihood != CLASSES:

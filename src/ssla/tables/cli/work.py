@@ -81,7 +81,7 @@ class NumberFormat:
     def read_blocks(self, data: Path, training: TrainingTable, only: set[str]) -> Iterator[Table]:
         """Return an iterator over the table of a file, in blocks of BLOCK rows.
 
-        training: what the training command stored. only: the names of the columns that are needed.
+        training: what the training command stored.  only: the names of the columns that are needed.
         Raises TableError if the file cannot be read.
         """
         return read_parts(data, *self._choose_marks(training), BLOCK, only)
@@ -223,8 +223,9 @@ def _write_predictions(
 ) -> Counts:
     """Write the kept columns and the predictions of all rows to one output, a table at a time.
 
-    Returns the counts of what was unusual in all rows. tables: blocks of rows, at least one.
-    levels, keep: as in `predict_file`. After an error no output is left.
+    Returns the counts of what was unusual in all rows. After an error no output is left.
+
+    opened: the model.  tables: blocks of rows, at least one.  levels, keep: as in `predict_file`.
     """
     counts = Counts()
     output_names: dict[str, str] = {}
@@ -309,8 +310,10 @@ def evaluate_file(
 ) -> dict[str, Any]:
     """Return the scores of a model on the rows of a table that have a target, with their counts.
 
-    refit: the name of a refit; empty: that of the model. Raises TableError or FileError for a table
-    or a model that cannot be used.
+    Raises TableError or FileError for a table or a model that cannot be used.
+
+    model: a directory of `ssla train`.  data: the table.  refit: the name of a refit; empty: that
+    of the model.  number_format: how numbers are written in the table.
     """
     opened, training = _open_with_refit(model, refit)
     table = number_format.read_table(data, training)
@@ -332,6 +335,9 @@ def compare_priors(
     The table compares weaker and stronger priors of the member's posterior with the largest weight.
     Warns of rows with missing or unknown inputs. Raises TableError or FileError for a table or a
     model that cannot be used.
+
+    model: a directory of `ssla train`.  data: the table, which needs no target.  number_format: how
+    numbers are written in it.
     """
     opened, training = open_trained(model)
     rows = opened.estimator.encode(number_format.read_table(data, training))
@@ -378,8 +384,10 @@ def estimate_file_cost(
     """Return memory and time of a training on a table with the default settings.
 
     The time is that of a short training, scaled up; it is missing if the memory is above its
-    budget. drop: columns that are left out. weights, structure: as in `ssla.fit`. Raises TableError
-    for a table that cannot be used.
+    budget. Raises TableError for a table that cannot be used.
+
+    data: the table.  target: the name of its target column.  drop: columns that are left out.
+    weights, structure: as in `ssla.fit`.  number_format: how numbers are written in the table.
     """
     table = number_format.read_table(data)
     ready = prepare_table(table, Request(data, target, Path(), drop))
@@ -403,6 +411,8 @@ def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str,
     The key "measured" has a text on how they were measured. A network is trained on at most
     TIMED_BATCHES batches of the table for TIMED_EPOCHS epochs. Passes over rows take most of the
     time, so all of it is scaled by the number of rows. Fixed costs are therefore overestimated.
+
+    ready: the table.  weights, structure: as in `ssla.fit`.
     """
     request = Request(Path(), "", Path())
     rows = len(ready.y)

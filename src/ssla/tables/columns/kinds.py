@@ -130,7 +130,9 @@ PLAIN = Style()  # numbers such as -1234.5 and 1e5
 def _make_number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
     """Return the pattern of numbers with these marks, without a unit.
 
-    thousands: empty if there is no such mark.
+    A number has a sign or none, digits with or without decimals (or decimals alone), and an
+    exponent or none.  decimal: the mark of decimals.  thousands: that of thousands; empty if there
+    is none.
     """
     point = re.escape(decimal)
     group = re.escape(thousands)
@@ -173,10 +175,12 @@ class Column:
         return [None if math.isnan(value) else convert(value) for value in self.values.tolist()]
 
     def convert_kind(self, column_kind: str, style: Style) -> Column | None:
-        """Return the column as one of the kind of the training column; None if it does not fit.
+        """Return the column in the kind of the training column; None if it does not fit.
 
         The column fits if it has this kind already, or if it has booleans where numbers are
         expected. It never fits a format with a unit, because its values have none.
+
+        column_kind, style: the kind of the training column, and the format of its numbers.
         """
         has_unit = bool(style.before or style.after)
         fits = self.kind == column_kind or (self.kind == BOOLEAN and column_kind == NUMBER)
@@ -248,8 +252,8 @@ def _interpret_as_categories(
     The cells cannot be categories if there are too many different ones, or if a text is in few
     rows, because it may be a typing error.
 
-    given_cells (L,): the different cells. counts (L,): the rows of each. no_number (L,) bool: which
-    of them are texts.
+    given_cells (L,): the different cells.  counts (L,): the rows of each. no_number (L,) bool:
+    which of them are texts.
     """
     # Different cells can have the same text, as the number 1 and the text "1".
     rows: Counter[str] = Counter()
@@ -376,7 +380,7 @@ def _read_plain_numbers(cells: Sequence[Any] | np.ndarray, style: Style) -> np.n
 def _describe_extent(rows: int, may_have_more: bool) -> str:
     """Return the words for the rows that a count is about.
 
-    rows: how many have been read. may_have_more: whether the file may have rows after them.
+    rows: how many have been read.  may_have_more: whether the file may have rows after them.
     """
     return f"up to row {rows}" if may_have_more else "in total"
 
@@ -493,8 +497,8 @@ def _make_mixed_kinds_error(
 ) -> TableError:
     """Return the error for a column that mixes cells of the expected kind with texts.
 
-    levels (L,): the different cells. codes (n,): the level of each row. wrong (L,) bool: which
-    levels are not of the expected kind. expected: the name of that kind, "dates" or "numbers".
+    levels (L,): the different cells.  codes (n,): the level of each row. wrong (L,) bool: which
+    levels are not of the expected kind.  expected: the name of that kind, "dates" or "numbers".
     """
     rows = np.flatnonzero(wrong[codes])
     return TableError(
@@ -509,13 +513,13 @@ def _detect_style(
 ) -> Style:
     """Return the format of numbers that fits all cells, or most of them if none fits all.
 
-    given_cells (L,): the different cells that are not missing. counts (L,): the rows of each.
-    stated: the marks of numbers that the user gave, with which only the unit is detected; None if
-    the marks are detected too. The result is the stated format, or else PLAIN, where no cell looks
-    like a number with another one.
+    Where no cell looks like a number in another format, the result is the stated format, or else
+    PLAIN. Raises TableError where two formats fit with different values, or where another format
+    than the stated one fits.
 
-    Raises TableError where two formats fit with different values, or where another format than the
-    stated one fits.
+    name: the column, for errors.  given_cells (L,): the different cells that are not missing.
+    counts (L,): the rows of each.  stated: the marks of numbers that the user gave, with which only
+    the unit is detected; None if the marks are detected too.
     """
     expected = stated or PLAIN
     if _parse_all(expected, given_cells) is not None:
@@ -561,7 +565,7 @@ def _check_unambiguous(
 ) -> None:
     """Raise TableError if formats that fit all cells give one of them different values.
 
-    given_cells (L,): the different cells. fitting: the formats, each with its values of these
+    given_cells (L,): the different cells.  fitting: the formats, each with its values of these
     cells.
     """
     first_style, first_values = fitting[0]

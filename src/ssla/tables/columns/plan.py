@@ -580,7 +580,7 @@ def _plan_column(
 ) -> Feature | str:
     """Return the feature of a column, or the reason why it is left out.
 
-    column: the deciding rows of a column of the table. keep_constants, codes: as in `make_plan`.
+    column: the deciding rows of a column of the table.  keep_constants, codes: as in `make_plan`.
     """
     gaps = column.missing
     if bool(gaps.all()):
@@ -602,8 +602,8 @@ def _plan_column(
 def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Feature:
     """Return the feature of numbers, booleans or dates.
 
-    values (k,): those that are not missing. format_used: the text of the report on the format of
-    the numbers; dates have a text of their own.
+    values (k,): those that are not missing.  format_used: the text of the report on the format of
+    the numbers; dates have a text of their own.  column: the rows that decide the plan.
     """
     gaps = int(column.missing.sum())
     interpretation = format_used
@@ -688,8 +688,9 @@ def _make_coded_feature(
 ) -> Feature:
     """Return the feature with codes for levels[coded]; the other levels are rare.
 
-    values (k,): those that are not missing. levels (L,): the different ones. coded: positions of
-    levels, the most frequent first. rare_rows: the training rows of rare levels.
+    values (k,): those that are not missing.  levels (L,): the different ones.  coded: positions of
+    levels, the most frequent first.  rare_rows: the training rows of rare levels.  column: the rows
+    that decide the plan, of which some may be gaps.
     """
     rare = np.delete(levels, coded).tolist()
     interpretation = (

@@ -320,9 +320,11 @@ def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> I
 def _skip_to_row(file: Path, stream: Any, delimiter: str, width: int, rows: int) -> Any:
     """Return a csv reader of the file that has read the header and the first `rows` rows.
 
-    file: its name, for errors.  stream: the open file of bytes, at its start.  width: the number of
-    columns. Raises TableError for a skipped row of another width, and csv.Error for one that csv
-    cannot read.
+    Raises TableError for a skipped row of another width than the header, and csv.Error for a row
+    that csv cannot read.
+
+    file: its name, for errors.  stream: the open file of bytes, at its start.  delimiter: that of
+    the cells.  width: the number of columns of the header.
     """
     reader = csv.reader(_split_lines(_decode_blocks(file, stream)), delimiter=delimiter)
     next(reader)
@@ -465,7 +467,7 @@ def _detect_delimiter(text: str, marks: str) -> str:
 
 
 def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) -> Iterator[Table]:
-    """Yield the parts of a Parquet file. rows, only: as in `read_parts`.
+    """Yield the parts of a Parquet file.  rows, only: as in `read_parts`.
 
     Raises TableError if pyarrow is missing, or if the file cannot be read or has no rows.
     """

@@ -116,7 +116,7 @@ def read_arrow_columns(
     must read the file, or if pyarrow is missing. The parts that were yielded before are then right.
 
     stream: an open file of bytes, at its start.  width: the number of columns of the header.  rows:
-    None is one part with all rows.
+    None is one part with all rows.  delimiter: that of the cells.
     """
     try:
         import pyarrow

@@ -95,7 +95,7 @@ class _ParquetRows:
     """
 
     def __init__(self, draft: Path, types: dict[str, Any]) -> None:
-        """Prepare a new file. types: pyarrow types of some columns, by name."""
+        """Prepare a new file.  types: pyarrow types of some columns, by name."""
         self.draft = draft
         self.types = types
         self.waiting: list[Any] = []

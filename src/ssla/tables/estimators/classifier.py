@@ -148,6 +148,9 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         class_weight="balanced" is that of the first call: later rows have the weight of their class
         there. The trees stay as they were. Raises ValueError for new classes, and for rows, labels
         or weights that cannot be used.
+
+        X (n, d), y (n,), sample_weight (n,): as in `fit`.  classes: labels that the first rows must
+        have; None: any.
         """
         if not hasattr(self, "ensemble_"):
             expected = [] if classes is None else np.asarray(classes).tolist()

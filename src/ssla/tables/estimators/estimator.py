@@ -176,8 +176,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _read_training_rows(self, X: Any, y: Any, **checks: Any) -> tuple[Rows, np.ndarray]:
         """Return the rows of a fit after their first reading, and y (n,) or (n, D).
 
-        The names and the number of the columns are stored. checks: options of scikit-learn's check
-        of y. Raises ValueError for rows or targets that cannot be used.
+        The names and the number of the columns are stored. Raises ValueError for rows or targets
+        that cannot be used.
+
+        X: as in `fit`.  checks: options of scikit-learn's check of y.
         """
         inputs = read_inputs(self, X, reset=True, least=2)
         if y is None:
@@ -453,7 +455,10 @@ def choose_epoch_count(rows: int) -> int:
 
 
 def is_auto(estimator: Any, name: str) -> bool:
-    """Return whether a parameter is "auto"."""
+    """Return whether a parameter is "auto".
+
+    estimator: has the parameter as an attribute of this name.
+    """
     value = getattr(estimator, name)
     # Only texts are compared, because the comparison of an array would be an array.
     return isinstance(value, str) and value == AUTO
@@ -463,6 +468,8 @@ def read_flag(estimator: Any, name: str) -> bool:
     """Return a parameter that is True or False.
 
     Raises ValueError for anything else, such as a text, which would count as True.
+
+    estimator: has the parameter as an attribute of this name.
     """
     value = getattr(estimator, name)
     if not isinstance(value, bool | np.bool_):
@@ -494,9 +501,9 @@ def read_number(
 ) -> Any:
     """Return the parameter `name` as a finite number of at least a bound.
 
-    number_type: int for whole numbers, or float.  strict: the number must be above the bound, and
-    not equal to it.  allow_bool: whether True and False count as numbers. Raises ValueError for
-    anything else.
+    estimator: has the parameter as an attribute.  number_type: int for whole numbers, or float.
+    strict: the number must be above the bound, and not equal to it.  allow_bool: whether True and
+    False count as numbers. Raises ValueError for anything else.
     """
     value: Any = getattr(estimator, name)
     has_type = isinstance(value, Integral if number_type is int else Real)

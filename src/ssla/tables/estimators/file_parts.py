@@ -35,6 +35,9 @@ def open_settings(estimator_class: type[Any], content: Mapping[str, Any], decode
 
     The estimator has no models yet. Raises KeyError, TypeError or ValueError for content of another
     form.
+
+    estimator_class: one with the constructor arguments that are stored.  decoder: gives the tensors
+    of the file.
     """
     estimator = estimator_class(**decoder.decode(content["parameters"], dict))
     estimator.n_features_in_ = content["columns"]

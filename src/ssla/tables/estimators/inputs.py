@@ -85,7 +85,8 @@ def plan_inputs(
 ) -> Plan:
     """Return the plan by which columns become numbers, made from the kept rows (n,) bool.
 
-    kept None: all rows.  codes: whether categories with many levels become codes, see `make_plan`.
+    estimator: has the names of the columns.  rows: numbers without gaps, or a table.  kept: None is
+    all rows.  codes: whether categories with many levels become codes, see `make_plan`.
     The plan of numbers without gaps (n, d) encodes them as themselves. Raises TableError if no
     column is usable.
     """

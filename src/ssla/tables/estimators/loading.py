@@ -99,6 +99,8 @@ def _check_layout(content: dict[str, Any], source: Path) -> None:
     """Raise FileError for a file whose content has the layout of another version of ssla.
 
     Files without a layout number have layout 1.
+
+    content: that of the file.
     """
     layout = content.get("layout", 1)
     if layout != LAYOUT:
@@ -174,6 +176,8 @@ def _open_ensemble(
     """Return the ensemble of a file: its networks, posteriors and trees.
 
     Raises ValueError for parts that are impossible or do not fit one another.
+
+    content: that of the ensemble.
     """
     settings = decoder.decode(content["settings"], dict)
     architecture = Architecture(**decoder.decode(content["architecture"], dict))
@@ -224,6 +228,8 @@ def _open_components(
     """Return the components of the mixture, each with its posterior on the module of its member.
 
     Raises ValueError or IndexError for a component of no member.
+
+    content: a dictionary for each component.  modules: the networks of all members.
     """
     components = tuple(
         Component(
@@ -348,7 +354,8 @@ def _open_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
     """Return the indices of the members without a share.
 
     networks: the number of networks in the file. Raises ValueError for indices that are not among
-    the trained members, and for a flag `constant` that is not a boolean.
+    the trained members, and for a flag `constant` that is not a boolean.  content: that of the
+    ensemble.
     """
     left_out = tuple(content["left_out"])
     constant = content["constant"]
@@ -401,6 +408,8 @@ def _open_trees(
 
     Raises ValueError for trees whose sizes do not fit the networks, and for an impossible share or
     pull.
+
+    content: that of the trees.  architecture: that of the networks beside them.
     """
     if content is None:
         return None

@@ -243,6 +243,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         rows; for likelihoods other than Gaussian this is an approximation. The first call is `fit`.
 
         Raises ValueError for a conformal model, and for rows or targets that cannot be used.
+
+        X, y, sample_weight: as in `fit`.
         """
         if not hasattr(self, "ensemble_"):
             return self.fit(X, y, sample_weight)
@@ -299,6 +301,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         mode or factor, the linear scale is fitted alone, and then constant noise, with a warning. A
         Poisson fit of small counts replaces the result if it predicts better. Errors are those of
         `_fit_rows`; only the last likelihood raises those of its posterior.
+
+        related: the groups or times of the rows.  on_epoch: as in `fit`.
         """
         likelihood = self._choose_likelihood(y)
         self._make_settings(likelihood, len(y))  # refuses wrong parameters
@@ -348,6 +352,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
 
         The Poisson fit is compared with `ensemble`, a continuous fit of the same X (n, d), y (n,),
         weights (n,). The result is also None if y are not such counts, or if the Poisson fit fails.
+
+        related: the groups or times of the rows.  on_epoch: as in `fit`.
         """
         x, target, w = copy_to_tensors(X, y, weights)
         if not (may_be_poisson(target, w) and is_poisson_worth_fitting(ensemble, x, target, w)):

@@ -167,11 +167,14 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             check_methods("noise_base", self.noise_base, ("fit", "predict", "get_params"))
 
     def _make_folds(self, X: Any, y: np.ndarray, present: np.ndarray, generator: Any) -> Folds:
-        """Return the folds of the rows with these numbers (m,), by the parameter `cv`.
+        """Return the folds of the present rows, by the parameter `cv`.
 
         Each fold has the positions, among these m rows, of its training rows and of the rows that
         it predicts. Each row is predicted once. Raises ValueError for a splitter that predicts a
         row of X never or more than once.
+
+        X, y (n,): all rows.  present (m,): the positions of the rows of positive weight.
+        generator: a NumPy RandomState.
         """
         if isinstance(self.cv, numbers.Integral):
             return self._draw_folds(y[present], generator)
@@ -180,16 +183,18 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     def _draw_folds(self, y: np.ndarray, generator: Any) -> Folds:
         """Draw `cv` random folds of rows with targets y (m,), or m folds if there are fewer rows.
 
-        Each fold has about the same proportions of classes.
+        Each fold has about the same proportions of classes.  generator: a NumPy RandomState.
         """
         m = len(y)
-        # Rows are sorted by class, in random order within a class, and dealt to the folds in turn.
+        # Rows are sorted by class, in random order within a class. Row i of this order is in the
+        # fold i modulo the number of folds.
         strata = y if self._predicts_classes else np.zeros(m)
         order = np.lexsort((generator.uniform(size=m), strata))
-        fold = np.empty(m, dtype=np.int64)
-        fold[order] = np.arange(m) % min(int(self.cv), m)
+        fold_of_row = np.empty(m, dtype=np.int64)
+        fold_of_row[order] = np.arange(m) % min(int(self.cv), m)
         return [
-            (np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(fold.max() + 1)
+            (np.flatnonzero(fold_of_row != k), np.flatnonzero(fold_of_row == k))
+            for k in range(fold_of_row.max() + 1)
         ]
 
     def _apply_splitter(self, X: Any, y: np.ndarray, present: np.ndarray) -> Folds:
@@ -240,10 +245,10 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         a base that was given fitted itself, those of the folds, or one of all rows, as `final`
         says.
 
-        y (m,): what the models learn.  weights (m,): row weights; None: the base is fitted without
-        any.  seeds: a NumPy RandomState, see `fit_clone`.  predict: computes the predictions of a
-        model. Raises ValueError for predictions that are not finite, and for weights that the base
-        does not take.
+        X: m rows.  y (m,): what the models learn.  weights (m,): row weights; None: the base is
+        fitted without any.  seeds: a NumPy RandomState, see `fit_clone`.  predict: computes the
+        predictions of a model. Raises ValueError for predictions that are not finite, and for
+        weights that the base does not take.
         """
         predictions = []
         models = []

@@ -71,7 +71,7 @@ def _check_probe(estimator: Any, saved: Sequence[Tensor] | None, source: Path) -
     """Raise FileError if the models predict other values than those that were saved.
 
     saved: the result of `predict_probe` when the estimator was saved. None: it could not predict
-    these rows, so nothing is compared.
+    these rows, so nothing is compared.  source: the path of the file, for the error.
     """
     if saved is None:
         return
@@ -102,7 +102,8 @@ def _check_models(
     """Return the models by what they predict.
 
     expected: the names of their classes, by what they predict. Raises FileError if models are
-    missing, not fitted, or of other classes than those of the fit.
+    missing, not fitted, or of other classes than those of the fit.  source: the path of the file,
+    for errors.
     """
     description = ", ".join(
         f"{key}: {len(names)} × {names[0]}" for key, names in expected.items() if names
@@ -135,6 +136,8 @@ def _open_last_layer(
     """Return the last layer of a file.
 
     Raises ValueError for a layer that is impossible, or not of the kind of the estimator.
+
+    content, tensors: those of the file.  source: its path, for errors.
     """
     module = make_linear(tensors["network.0.weight"], tensors["network.0.bias"])
     scalings = {name: open_scaling(part, decoder) for name, part in content["scaling"].items()}

@@ -137,9 +137,11 @@ def _train_networks(
 ) -> _TrainedNetworks:
     """Train all members on each of one or two scales of y, and return those of the best scale.
 
-    names: the name of the likelihood on each scale.  likelihood: None is Gaussian with unknown
-    noise.  outputs: the number of outputs of a network.  classes, on_epoch, levels: as in
-    `fit_ensemble`.  Raises ValueError if y is outside the support of a scale.
+    Raises ValueError if y is outside the support of a scale.
+
+    data: all rows, with standardised inputs and y in its own unit.  names: the name of the
+    likelihood on each scale.  likelihood: None is Gaussian with unknown noise.  outputs: the number
+    of outputs of a network.  classes, on_epoch, levels: as in `fit_ensemble`.
     """
     targets = [ScaledTarget.from_values(data.y, data.weights, name) for name in names]
     edges: tuple[Tensor, ...] = ()
@@ -202,6 +204,8 @@ def _make_training_rows(
 
     The members of the first target come first.  edges: the edges of the pieces of each column, ()
     without pieces.  whole_numbers: whether the targets are codes of classes, which stay integers.
+
+    data: all rows.  targets: their y on one or two scales.
     """
     # With all rows in one batch the precision is double, so that a row of weight 2 gives the same
     # training as that row twice.
@@ -240,6 +244,8 @@ def _select_fitted_data(
 
     All rows are taken for Gaussian noise (likelihood None), whose last layers need few passes. For
     other likelihoods at most MOST_FITTED rows are taken, evenly spread.
+
+    data: all rows.  target: their y on the scale of the networks.
     """
     fitted_data = replace(data, y=target.y)
     if likelihood is None:
@@ -282,6 +288,7 @@ def _assemble_ensemble(
     """Return the ensemble of the kept members, which held-out rows have not calibrated yet.
 
     posteriors: for each kept member its posteriors with their shares.  inputs: the scaling of x.
+    members: their fits.  networks: as they were trained.
     """
     target = networks.target
     left_out = tuple(

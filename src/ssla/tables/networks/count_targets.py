@@ -52,7 +52,7 @@ def is_poisson_worth_fitting(continuous: Ensemble, x: Tensor, y: Tensor, weights
 def compute_dispersion(continuous: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> float:
     """Return Σ(y − m)²/Σm at held-out rows, with the mean m of the networks that held them out.
 
-    The ratio is infinite if the means do not have a positive sum. x (n, d), y (n,), weights (n,):
+    The ratio is infinite if the means do not have a positive sum.  x (n, d), y (n,), weights (n,):
     all rows of the fit.
     """
     errors = 0.0
@@ -83,7 +83,7 @@ def compute_member_gains(
     """Return by how much Poisson networks raise the mean log P(y), for each common member (m,).
 
     The mean is over the member's held-out rows. Members that only one ensemble has kept are left
-    out, so m may be 0. x (n, d), y (n,), weights (n,): all rows of the fit.
+    out, so m may be 0.  x (n, d), y (n,), weights (n,): all rows of the fit.
     """
     gains = []
     held_out = _select_held_out_rows(continuous, x, y, weights)

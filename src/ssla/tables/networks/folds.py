@@ -66,7 +66,7 @@ def _interleave_classes(order: Tensor, strata: Tensor, generator: torch.Generato
     So any section of the order has about the same proportions of classes.
 
     order (n,): a random order, which is kept within each class.  strata (n,): the class of each
-    row.
+    row.  generator: draws an offset for each class.
     """
     # Rows are sorted by their relative rank within their class.
     rank = torch.zeros(len(order), dtype=torch.float32)
@@ -102,7 +102,8 @@ def _hold_out_groups(
     Groups are in a random order. Each member takes the next ones, cyclically, until it has at least
     `count` rows or all groups but one. Raises ValueError if there is only one group.
 
-    groups (n,): the number of the group of each row.  members: M.
+    groups (n,): the number of the group of each row.  members: M.  generator: draws the order of
+    the groups.
     """
     labels, codes, sizes = groups.unique(return_inverse=True, return_counts=True)
     if len(labels) < 2:

@@ -77,7 +77,7 @@ def change_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
     """Return the posterior under another noise, at its new mode, without a pass over the rows.
 
     The result is exact if the posterior is quadratic (`Posterior.quadratic`), as the caller must
-    check. likelihood: holds the new noise, which must be the same multiple of the old one for all
+    check.  likelihood: holds the new noise, which must be the same multiple of the old one for all
     targets.
     """
     assert isinstance(posterior.likelihood, Gaussian)

@@ -149,7 +149,8 @@ class MemberPosteriors:
     def _fit_noise_nodes(self, module: nn.Module, noise: Noise) -> list[tuple[Posterior, float]]:
         """Fit a posterior to all rows for each node of the noise; return them with their weights.
 
-        The central one is first, and its tuned prior is that of all.
+        The nodes t and their weights are NODES: see `held_out_noise`. The posterior of the central
+        node is first, and its tuned prior is that of all.  module: the network of the member.
         """
         central_node, *other_nodes = NODES
         t, share = central_node
@@ -252,6 +253,8 @@ class MemberPosteriors:
 
         Return None where a constant predicts these rows better. The forest of such a member is
         grown all the same. The lists `forests`, `held_out`, `answers` and `priors` are extended.
+
+        member: its index.
         """
         module = self.modules[member]
         held = self.data.held[member]
@@ -324,6 +327,8 @@ class MemberPosteriors:
 
         The first SEARCHES members search for the precision with the lowest NLL at the held-out z
         (m, d) and y (m,), and add it to `priors`. The later members share the mean of these.
+
+        module: the network.  seen: the rows that it was trained on.
         """
         prior = self._average_priors()
         rows = thin_out(seen, MOST_SEEN)

@@ -50,7 +50,10 @@ def stretch_predictive(predictive: Predictive, factor: float) -> Predictive:
 
 
 def predict_as_trained(module: nn.Module, likelihood: Likelihood, z: Tensor) -> Predictive:
-    """Return the network's own predictive at z (n, d), without uncertainty of its weights."""
+    """Return the network's own predictive at z (n, d), without uncertainty of its weights.
+
+    module: the network, with the outputs (n, C) that the likelihood needs.
+    """
     with torch.no_grad():
         f = module(z)
     no_covariance = f.new_zeros(*f.shape, f.shape[-1])

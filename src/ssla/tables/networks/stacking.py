@@ -33,7 +33,7 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
 
     log_densities: L (n, K), log densities of each model at rows that it was not fitted on
     (out-of-fold, held-out or leave-one-out); −∞ is allowed where another model has a positive
-    density.  row_weights: c (n,); equal if not given. steps: the largest number of EM steps; a
+    density.  row_weights: c (n,); equal if not given.  steps: the largest number of EM steps; a
     result that is not within 1e-7 nats of the maximum is warned about.
 
     >>> w = stacking_weights(torch.stack([a.log_prob(y), b.log_prob(y)], 1))      # doctest: +SKIP

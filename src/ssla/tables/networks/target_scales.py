@@ -76,7 +76,7 @@ def choose_target(
 
     targets: the same values on two scales.  modules: the M networks of each.  losses (epochs, 2 M):
     the NLL of the standardised targets at the held-out rows of each network.  data: has the targets
-    in their own unit; every member has held-out rows.
+    in their own unit; every member has held-out rows.  likelihood: that of the standardised target.
     """
     # The densities of small counts have no bound, so their probabilities are compared.
     if are_small_counts(data.y, data.weights):
@@ -99,8 +99,9 @@ def compute_density_gains(
 ) -> Tensor:
     """Return by how much the second target lowers the NLL of y at each member's held-out rows (M,).
 
-    losses (epochs, 2 M): the NLL of the standardised targets there, first that of the M networks of
-    the first target. The epoch with the lowest one counts.
+    targets: the same values on two scales.  losses (epochs, 2 M): the NLL of the standardised
+    targets there, first that of the M networks of the first target. The epoch with the lowest NLL
+    counts.  data: the rows, and which each member holds out.
     """
     row_shares = data.held * data.weights
     row_shares = row_shares / row_shares.sum(1, keepdim=True)
@@ -120,7 +121,8 @@ def compute_count_gains(
 ) -> Tensor:
     """Return by how much the second target raises log P of small counts at held-out rows (M,).
 
-    modules: the M networks of each target.  data: has the counts in their own unit.
+    modules: the M networks of each target.  data: has the counts in their own unit.  targets: the
+    same counts on two scales.  likelihood: a Gaussian one, of the standardised target.
     """
     gains = []
     for member, held in enumerate(data.held):

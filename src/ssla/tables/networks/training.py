@@ -136,8 +136,10 @@ def train_networks(
     the last one. All random numbers are drawn from a new generator with this seed. Raises
     ValueError for an unknown activation, and FloatingPointError if the training diverges.
 
-    likelihood: None is Gaussian with unknown noise.  start (C,): the first biases of the last
-    layer; None: zero.  on_epoch: a function that is called with the number of each finished epoch.
+    architecture: the layers of each network.  likelihood: None is Gaussian with unknown noise.
+    rows: the training rows, and which each member holds out.  start (C,): the first biases of the
+    last layer; None: zero.  on_epoch: a function that is called with the number of each finished
+    epoch.
     """
     multiplications = (
         len(rows.held_out)
@@ -450,6 +452,8 @@ def _draw_initial_weights(
     Matrices are from N(0, 1/inputs), embeddings are small random numbers, scales are 1, and biases
     are 0. The biases of the last layer are `start` (C,) if it is given.  shapes: the shapes of the
     scales and the parameters by name, the biases of the last layer at the end.
+
+    module: the layers.  members: M.  generator: draws the weights.
     """
     dtype = next(module.parameters()).dtype
     all_weights = []

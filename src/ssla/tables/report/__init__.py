@@ -122,7 +122,7 @@ def html_report(
 def build_page(subject: Subject, title: str | None = None, max_rows: int = MOST_ROWS) -> HTML:
     """Return the page on a model and its test rows.
 
-    title: the heading; None is a question about the target. max_rows: how many rows it holds.
+    title: the heading; None is a question about the target.  max_rows: how many rows it holds.
     Raises ValueError for a model of several targets.
     """
     facts = collect_facts(subject, max_rows)

@@ -91,8 +91,8 @@ def _describe_measures(
 ) -> dict[str, Any]:
     """Return what does not depend on the prior: lists with an entry for each shown row.
 
-    measures: those of `measure_subject` for all n rows. share (n,): the epistemic share of each
-    row's variance. shown (k,): positions of the shown rows.
+    measures: those of `measure_subject` for all n rows.  share (n,): the epistemic share of each
+    row's variance.  shown (k,): positions of the shown rows.
     """
     index = torch.from_numpy(shown)
     labels = subject.labels
@@ -118,7 +118,7 @@ def choose_rows(nll: Tensor, share: Tensor, most: int) -> np.ndarray:
     All n rows are shown if they are not more. Otherwise a quarter of `most` are the worst
     predicted, a quarter the most doubtful, and the rest are evenly spaced among the remaining rows.
 
-    nll (n,): the negative log-likelihood of each row. share (n,): the epistemic share of its
+    nll (n,): the negative log-likelihood of each row.  share (n,): the epistemic share of its
     variance.
     """
     n = len(nll)
@@ -138,7 +138,7 @@ def choose_rows(nll: Tensor, share: Tensor, most: int) -> np.ndarray:
 def _explain_doubt(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> dict[str, Any]:
     """Return the causes of doubt in the most doubtful rows: training rows, inputs, and the prior.
 
-    shown (k,): positions of the shown rows among all. doubtful: positions among the shown ones,
+    shown (k,): positions of the shown rows among all.  doubtful: positions among the shown ones,
     which are the keys of the result, as texts. The result is empty for a posterior that does not
     hold its training data, or holds more than LARGEST_EXPLAINED rows.
     """

@@ -40,8 +40,8 @@ SCORE_NAMES = {"nll": "negative log-likelihood", "crps": "CRPS", "brier": "Brier
 def measure_subject(subject: Subject, refit: str | None) -> dict[str, Any]:
     """Return the measures of all rows, by their names, and the kind of the predictives as "kind".
 
-    A measure is (n,), or (n, L) with an entry for each of LEVELS. refit: None is that of the model.
-    Raises ValueError for a model of several targets.
+    A measure is (n,), or (n, L) with an entry for each of LEVELS.  refit: None is that of the
+    model. Raises ValueError for a model of several targets.
     """
     blocks = []
     for rows in np.array_split(np.arange(len(subject.y)), math.ceil(len(subject.y) / BLOCK)):
@@ -81,49 +81,51 @@ def measure_rows(predictive: Any, y: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _measure_classes(p: Any, y: Tensor) -> dict[str, Tensor]:
+def _measure_classes(predictive: Any, y: Tensor) -> dict[str, Tensor]:
     """Return the measures of predictives of classes: (n,), or (n, L) for levels.
 
-    p: the predictive of n rows. y (n,): the codes of the observed classes.
+    predictive: that of n rows.  y (n,): the codes of the observed classes.
     """
     codes = y.long()
-    largest, predicted = p.probs.max(1)
-    sets = [p.interval(level) for level in LEVELS]  # (n, C) bool each
+    largest, predicted = predictive.probs.max(1)
+    sets = [predictive.interval(level) for level in LEVELS]  # (n, C) bool each
     return {
         "sure": largest,
         "hit": predicted == codes,
-        "brier": metrics.brier(p, y, reduce=False),
+        "brier": metrics.brier(predictive, y, reduce=False),
         "inside": torch.stack([members.gather(1, codes[:, None])[:, 0] for members in sets], 1),
         "width": torch.stack([members.sum(1) for members in sets], 1),
-        "epistemic": p.epistemic.reshape(len(y), -1).sum(1),
-        "aleatoric": p.aleatoric.reshape(len(y), -1).sum(1),
-        "classes": torch.full((len(y),), p.probs.shape[1]),
+        "epistemic": predictive.epistemic.reshape(len(y), -1).sum(1),
+        "aleatoric": predictive.aleatoric.reshape(len(y), -1).sum(1),
+        "classes": torch.full((len(y),), predictive.probs.shape[1]),
     }
 
 
-def _measure_numbers(p: Any, y: Tensor) -> dict[str, Tensor]:
+def _measure_numbers(predictive: Any, y: Tensor) -> dict[str, Tensor]:
     """Return the measures of predictives of numbers, counts and angles: (n,), or (n, L) for levels.
 
-    p: the predictive of n rows. y (n,): the observed targets. Angles have no CRPS.
+    predictive: that of n rows.  y (n,): the observed targets. Angles have no CRPS.
     """
-    intervals = [p.interval(level) for level in LEVELS]
+    intervals = [predictive.interval(level) for level in LEVELS]
 
     # An angle is taken in the turn that is nearest to the mean.
-    near = p.mean + wrap_angles(y - p.mean) if p.kind == "circular" else y
-    lower, upper = rank_targets(p, y)
+    near = (
+        predictive.mean + wrap_angles(y - predictive.mean) if predictive.kind == "circular" else y
+    )
+    lower, upper = rank_targets(predictive, y)
     measures = {
-        "square": (p.mean - near) ** 2,
+        "square": (predictive.mean - near) ** 2,
         "inside": torch.stack(
             [(near >= ends[:, 0]) & (near <= ends[:, 1]) for ends in intervals], 1
         ),
         "width": torch.stack([ends[:, 1] - ends[:, 0] for ends in intervals], 1),
         "lower": lower,
         "upper": upper,
-        "epistemic": p.epistemic,
-        "aleatoric": p.aleatoric,
+        "epistemic": predictive.epistemic,
+        "aleatoric": predictive.aleatoric,
     }
-    if p.kind != "circular":
-        measures["crps"] = metrics.crps(p, y, reduce=False)
+    if predictive.kind != "circular":
+        measures["crps"] = metrics.crps(predictive, y, reduce=False)
     return measures
 
 

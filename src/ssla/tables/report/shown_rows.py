@@ -31,8 +31,8 @@ def describe_rows(
     """Return lists with an entry for each of k rows under each strength of the prior.
 
     The keys are those of `_describe_number_rows` for numbers, counts and angles, and those of
-    `_describe_class_rows` for classes. positions (k,): which rows, at least one. factors: on the
-    precision of the prior. predictive_kind: that of the predictives, such as "class".
+    `_describe_class_rows` for classes.  positions (k,): which rows, at least one.  factors: on the
+    precision of the prior.  predictive_kind: that of the predictives, such as "class".
     """
     blocks = []
     for rows in np.array_split(positions, math.ceil(len(positions) / BLOCK)):
@@ -47,7 +47,7 @@ def describe_rows(
 def _describe_number_rows(predictives: list[Any], predictive_kind: str) -> dict[str, Any]:
     """Return means, standard deviations, intervals and densities of k rows, under each factor.
 
-    predictives: of the same rows, one for each factor. predictive_kind: such as "count". Each
+    predictives: of the same rows, one for each factor.  predictive_kind: such as "count". Each
     list has k entries.
     """
     rows = {
@@ -75,7 +75,7 @@ def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[st
     """Return the densities of k rows: start and step of each row's grid, and heights on it.
 
     A row has one grid for all factors. Heights are whole numbers, and the largest of a row is
-    HEIGHT. predictives, predictive_kind: as in `_describe_number_rows`.
+    HEIGHT.  predictives, predictive_kind: as in `_describe_number_rows`.
     """
     low, high = _choose_grid_ends(predictives, predictive_kind)
 
@@ -131,7 +131,7 @@ def _describe_class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
     """Return the probabilities of the most probable classes of k rows, and the sizes of sets.
 
     The classes of a row are the MOST_CLASSES with the largest probability under any factor, and
-    always the observed one. predictives: of the same rows, one for each factor. y (k,): the codes
+    always the observed one.  predictives: of the same rows, one for each factor.  y (k,): the codes
     of the observed classes.
     """
     probs = _stack_factors(predictives, lambda p: p.probs)  # (k, factors, C)

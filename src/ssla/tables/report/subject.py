@@ -52,7 +52,7 @@ def make_posterior_subject(
 ) -> Subject:
     """Return the subject of a posterior and rows X with observed targets y (n,).
 
-    refit: a name or an object; None is "output". target: the name of y. names: the names of the
+    refit: a name or an object; None is "output".  target: the name of y.  names: the names of the
     columns of X if it is (n, d); None: numbers. Raises ValueError if these do not match, or if y
     has missing or infinite values or several targets.
     """

@@ -37,7 +37,7 @@ def make_estimator_subject(
 ) -> Subject:
     """Return the subject of a fitted estimator of `ssla.sklearn`, and rows X with observed y (n,).
 
-    X: a table, a data frame, or an array (n, d). target: the name of y. names: the names of the
+    X: a table, a data frame, or an array (n, d).  target: the name of y.  names: the names of the
     columns of X; None: those of the fit. Raises ValueError if the estimator is not fitted, or if X,
     y or names do not match it.
     """
@@ -74,9 +74,10 @@ def make_table_subject(
 ) -> Subject:
     """Return the subject of an estimator with a plan, and m rows of a table with observed y (m,).
 
-    y: numbers, or the codes of classes. rows (m,): the positions of these rows in the table; None:
-    all. shown_names: the names on the page by those in the table, for columns where they differ.
+    y: numbers, or the codes of classes.  rows (m,): the positions of these rows in the table; None:
+    all.  shown_names: the names on the page by those in the table, for columns where they differ.
     remarks: more sentences for the page. Raises ValueError if y has no finite value for each row.
+    target: the name of y.
     """
     plan: Plan = estimator.plan_
     chosen = np.arange(table.rows) if rows is None else rows
@@ -131,8 +132,8 @@ def _make_matrix_subject(
 ) -> Subject:
     """Return the subject of an estimator without a plan, around models of other libraries.
 
-    These take the numbers X (n, d) as they are. y (n,): numbers, or the codes of classes. target:
-    the name of y. names: the names of the columns; None: those of the fit. Raises ValueError if X
+    These take the numbers X (n, d) as they are.  y (n,): numbers, or the codes of classes.  target:
+    the name of y.  names: the names of the columns; None: those of the fit. Raises ValueError if X
     is not a table of numbers, if the estimator was fitted on other columns, or if y or names do not
     match.
     """
@@ -223,7 +224,7 @@ def _describe_inputs(
 ) -> tuple[tuple[str, str], ...]:
     """Return name and use of every column, and the scaling of numbers if the plan has only these.
 
-    target: the name of the target. page_names: the names on the page by those in the plan, for
+    target: the name of the target.  page_names: the names on the page by those in the plan, for
     columns where they differ.
     """
     plan: Plan = estimator.plan_
@@ -244,7 +245,7 @@ def describe_columns(
 ) -> tuple[tuple[str, str], ...]:
     """Return name and use of the target and of every column, also of those that are left out.
 
-    target: the name of the target. page_names: the names on the page by those in the plan, for
+    target: the name of the target.  page_names: the names on the page by those in the plan, for
     columns where they differ; None: for no column.
     """
     names = page_names or {}

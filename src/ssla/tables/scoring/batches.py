@@ -179,7 +179,7 @@ class Batch:
     def attach_columns(self, columns: Columns, keep: Sequence[str]) -> Any:
         """Return the kept columns of the batch, followed by `columns`, in the batch's form.
 
-        A mapping and an array become a dictionary. keep: names of columns of the batch. Warns of a
+        A mapping and an array become a dictionary.  keep: names of columns of the batch. Warns of a
         kept column that gets another name. Raises ValueError for one that the batch does not have.
         """
         kept = {
@@ -268,7 +268,7 @@ def list_cells(column: Any) -> Sequence[Any] | np.ndarray:
 def name_kept_columns(keep: Sequence[str], columns: Collection[str]) -> dict[str, str]:
     """Return the name that each kept column has in the output, by its name in the batch.
 
-    keep: names of columns of the batch. columns: names of the outputs. A kept column with the name
+    keep: names of columns of the batch.  columns: names of the outputs. A kept column with the name
     of an output gets the prefix "input_", and the user is warned.
     """
     output_names: dict[str, str] = {}

@@ -57,7 +57,7 @@ class SavedModel(Protocol):
         """Return the output columns (N,) of a batch of N rows, by their names.
 
         inputs: the names of its columns in the order of the model's inputs; None: they have the
-        names of these. levels: probabilities of the intervals or sets. Raises ValueError or
+        names of these.  levels: probabilities of the intervals or sets. Raises ValueError or
         TypeError if the batch does not match the model.
         """
 
@@ -309,6 +309,8 @@ def _make_estimator_columns(estimator: Any, predictive: Any, levels: Sequence[fl
     """Return the output columns (N,) of an estimator's predictive.
 
     The labels of classes and the intervals are those of the estimator, if it has its own.
+
+    levels: probabilities of the intervals or sets.
     """
     classes = getattr(estimator, "classes_", None)
     interval = getattr(estimator, "interval_of", None)

@@ -53,7 +53,7 @@ class Forest:
     def check_tensors(self, width: int, outputs: int) -> None:
         """Raise ValueError unless shapes, types, indices and values are those of trees.
 
-        width: the number of inputs. outputs: the number of values of a node. A forest that was
+        width: the number of inputs.  outputs: the number of values of a node. A forest that was
         grown here is always sound; that of a forged file need not be.
         """
         nodes = len(self.feature)

@@ -47,6 +47,7 @@ def _grow_classes(trees: int, classes: int, data: Data, seed: int) -> Forest:
     """Grow a random forest whose values are class probabilities (nodes, classes).
 
     data: y are codes from 0 to classes − 1, of which some may not occur.  seed: from 0 to 2³² − 1.
+    trees: how many trees are grown.
     """
     x, y, weights = data
     rows = min(len(x), MOST_ROWS)  # that each tree is grown on
