@@ -80,16 +80,16 @@ def _select_rows(
     remarks: list[str] = []
 
     if classes is not None:
-        known = np.isin(y, classes)  # which of the rows with a target
-        if not known.any():
+        is_known = np.isin(y, classes)  # which of the rows with a target
+        if not is_known.any():
             raise TableError("None of the labels in the target occurs in the training table.")
-        if not known.all():
+        if not is_known.all():
             remarks.append(
                 "Left out: rows with a label that is not in the training table "
-                f"({int((~known).sum()):,})."
+                f"({int((~is_known).sum()):,})."
             )
-        rows = rows[known]
-        y = np.searchsorted(classes, y[known])  # labels are sorted, as in scikit-learn
+        rows = rows[is_known]
+        y = np.searchsorted(classes, y[is_known])  # labels are sorted, as in scikit-learn
 
     if not has_target.all():
         remarks.append(f"Left out: rows without a target ({int((~has_target).sum()):,}).")

@@ -124,32 +124,32 @@ def _check_target(table: Table, target: Target, request: Request) -> None:
         )
 
 
-def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
+def check_memory(prepared: Prepared, hidden: tuple[int, ...]) -> None:
     """Raise TableError if the curvature of the last layer does not fit into the memory budget.
 
     That happens with very many classes, and is found here before the training.  hidden: the widths
     of the hidden layers.
     """
-    module = make_table_architecture(ready, hidden).build()
-    cost = ssla.estimate_cost(module, len(ready.y), structure="dense")
+    module = make_table_architecture(prepared, hidden).build()
+    cost = ssla.estimate_cost(module, len(prepared.y), structure="dense")
     if not cost.fits:
         raise TableError(
-            f"The target has {ready.classes or 1:,} classes. Their curvature needs "
+            f"The target has {prepared.classes or 1:,} classes. Their curvature needs "
             f"{cost.statistics / 2**30:.3g} GiB, more than the {cost.budget / 2**30:.3g} GiB that "
             "this command uses. Group the rare classes, or leave out their rows."
         )
 
 
-def make_table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Architecture:
+def make_table_architecture(prepared: Prepared, hidden: tuple[int, ...]) -> Architecture:
     """Return the architecture of a network for the columns and the target of a table.
 
     hidden: the widths of the hidden layers. Inputs are not expanded into linear pieces, as the
     estimators may do.
     """
-    levels = ready.plan.level_counts
+    levels = prepared.plan.level_counts
     return Architecture(
-        ready.plan.width,
-        ready.classes or 1,
+        prepared.plan.width,
+        prepared.classes or 1,
         hidden,
         levels=levels,
         dimensions=choose_embedding_dimensions(levels),

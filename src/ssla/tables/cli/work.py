@@ -114,27 +114,27 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     check_target(request.output)
     check_writable(request.output)
     table = read_table(request.data, request.decimal, request.thousands)
-    ready = prepare_table(table, request)
-    train, test = split_rows(ready.y, ready.likelihood, request)
-    rows = without_mixtures(ready.rows[train])
-    y = ready.y[train]
-    check_memory(ready, LARGEST_TRIED if request.tune_trials else Settings().hidden)
+    prepared = prepare_table(table, request)
+    train, test = split_rows(prepared.y, prepared.likelihood, request)
+    rows = without_mixtures(prepared.rows[train])
+    y = prepared.y[train]
+    check_memory(prepared, LARGEST_TRIED if request.tune_trials else Settings().hidden)
 
     options: dict[str, Any] = {}
     tuned: dict[str, Any] = {}
     if request.tune_trials:
-        options, study = search_options(request, rows, y, ready.likelihood, quiet)
+        options, study = search_options(request, rows, y, prepared.likelihood, quiet)
         tuned = {"tuned": options, "study": study}
 
-    estimator = make_estimator(request, ready.likelihood, options)
+    estimator = make_estimator(request, prepared.likelihood, options)
     with show_progress(request.max_epochs, "training", quiet) as advance:
         estimator.fit(rows, y, on_epoch=advance)
 
-    facts = _collect_training_facts(estimator, table, ready, request, test) | tuned
+    facts = _collect_training_facts(estimator, table, prepared, request, test) | tuned
     if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
         facts["caution"] = CAUTION
     training = TrainingTable(
-        request.target, ready.target.style, request.decimal, request.thousands, facts
+        request.target, prepared.target.style, request.decimal, request.thousands, facts
     )
     save(estimator, request.output, training)
     return {
@@ -145,29 +145,29 @@ def train_file(request: Request, quiet: bool) -> dict[str, Any]:
 
 
 def _collect_training_facts(
-    estimator: Any, table: Table, ready: Prepared, request: Request, test: np.ndarray
+    estimator: Any, table: Table, prepared: Prepared, request: Request, test: np.ndarray
 ) -> dict[str, Any]:
     """Return what is stored beside a trained estimator, by the names in the summary.
 
     These are numbers of rows and columns, what was done with the columns, and the scores.
 
-    table, ready: the whole table, and its rows with a target.  test: the positions of the rows for
-    the scores, among those with a target; without any there are no scores.
+    table, prepared: the whole table, and its rows with a target.  test: the positions of the rows
+    for the scores, among those with a target; without any there are no scores.
     """
     return {
         "rows": table.rows,
         **summarise_rows(estimator),
         "rows_test": len(test),
-        "rows_without_target": int((~ready.target.given).sum()),
-        "columns": len(ready.plan.features),
-        "inputs": ready.plan.width,
-        "left_out": ready.plan.left_out,
-        "read_as": ready.read_as,
-        "missing": ready.missing,
+        "rows_without_target": int((~prepared.target.given).sum()),
+        "columns": len(prepared.plan.features),
+        "inputs": prepared.plan.width,
+        "left_out": prepared.plan.left_out,
+        "read_as": prepared.read_as,
+        "missing": prepared.missing,
         "likelihood": estimator.ensemble_.settings.likelihood,
         "members": request.members,
         "epochs": estimator.n_iter_,
-        "scores": estimator.evaluate(ready.rows[test], ready.y[test]) if len(test) else {},
+        "scores": estimator.evaluate(prepared.rows[test], prepared.y[test]) if len(test) else {},
     }
 
 
@@ -390,43 +390,45 @@ def estimate_file_cost(
     weights, structure: as in `ssla.fit`.  number_format: how numbers are written in the table.
     """
     table = number_format.read_table(data)
-    ready = prepare_table(table, Request(data, target, Path(), drop))
-    module = make_table_architecture(ready, Settings().hidden).build()
-    cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
+    prepared = prepare_table(table, Request(data, target, Path(), drop))
+    module = make_table_architecture(prepared, Settings().hidden).build()
+    cost = ssla.estimate_cost(module, len(prepared.y), weights=weights, structure=structure)
     facts: dict[str, Any] = {
-        "rows": len(ready.y),
-        "inputs": ready.plan.width,
-        "left_out": ready.plan.left_out,
-        "read_as": ready.read_as,
+        "rows": len(prepared.y),
+        "inputs": prepared.plan.width,
+        "left_out": prepared.plan.left_out,
+        "read_as": prepared.read_as,
         "cost": f"\n{cost}",
     }
     if not cost.fits:
         return facts
-    return facts | _measure_seconds(ready, weights, structure)
+    return facts | _measure_seconds(prepared, weights, structure)
 
 
-def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
+def _measure_seconds(prepared: Prepared, weights: str, structure: str) -> dict[str, Any]:
     """Return an estimate of the seconds of `ssla train` with its defaults.
 
     The key "measured" has a text on how they were measured. A network is trained on at most
     TIMED_BATCHES batches of the table for TIMED_EPOCHS epochs. Passes over rows take most of the
     time, so all of it is scaled by the number of rows. Fixed costs are therefore overestimated.
 
-    ready: the table.  weights, structure: as in `ssla.fit`.
+    prepared: the table.  weights, structure: as in `ssla.fit`.
     """
     request = Request(Path(), "", Path())
-    rows = len(ready.y)
+    rows = len(prepared.y)
     batch = choose_batch_size(rows)
 
     # The end of the order has rows of every class.
-    order, _ = shuffle_rows(ready.y, ready.likelihood, request.seed)
+    order, _ = shuffle_rows(prepared.y, prepared.likelihood, request.seed)
     sample = order[-min(rows, TIMED_BATCHES * batch) :]
     options = {"weights": weights, "structure": structure, "batch_size": batch}
-    estimator = make_estimator(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
+    estimator = make_estimator(
+        replace(request, max_epochs=TIMED_EPOCHS), prepared.likelihood, options
+    )
     ends: list[float] = []  # times at which epochs ended
     estimator.fit(
-        ready.rows[sample],
-        ready.y[sample],
+        prepared.rows[sample],
+        prepared.y[sample],
         on_epoch=lambda done: ends.append(time.perf_counter()),  # `done` is part of the protocol
     )
 

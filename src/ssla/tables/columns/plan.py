@@ -186,9 +186,11 @@ class Feature:
         """
         codes: dict[str | None, int] = {level: i for i, level in enumerate(self.codes, 1)}
         code_of_gaps = self.level_counts[0] if self.gaps else 0
-        known = codes | dict.fromkeys(self.rare, 0) | {None: code_of_gaps}
+        code_of_text = codes | dict.fromkeys(self.rare, 0) | {None: code_of_gaps}
         # Unknown categories have −1 until they are found.
-        code = np.array([known.get(text, -1) for text in column.values.tolist()], dtype=float)
+        code = np.array(
+            [code_of_text.get(text, -1) for text in column.values.tolist()], dtype=float
+        )
         return np.maximum(code, 0.0)[:, None], code < 0
 
     @property

@@ -236,12 +236,12 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         did not have are only counted, as "unknown labels". Raises ValueError if all rows are such.
         """
         labels = np.asarray(y)
-        known = np.isin(labels, self.classes_)
-        if not known.any():
+        is_known = np.isin(labels, self.classes_)
+        if not is_known.any():
             raise ValueError("None of the labels in the target occurs in the training table.")
-        codes = np.searchsorted(self.classes_, labels[known])
-        predictive = self.predict_dist(self.encode(X)[known])
+        codes = np.searchsorted(self.classes_, labels[is_known])
+        predictive = self.predict_dist(self.encode(X)[is_known])
         scores: dict[str, Any] = dict(metrics.summary(predictive, codes).scores)
-        if not known.all():
-            scores["unknown labels"] = float((~known).sum())
+        if not is_known.all():
+            scores["unknown labels"] = float((~is_known).sum())
         return scores

@@ -318,7 +318,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         `fit_ensemble`.  seed: replaces random_state in a second fit that must hold out the same
         rows.  on_epoch: replaces the bar of `verbose`.
         """
-        x, target, w = copy_to_tensors(X, y, weights)
+        x, target, weights_tensor = copy_to_tensors(X, y, weights)
         settings = self._make_settings(likelihood, len(x))
         if seed is not None:
             settings = replace(settings, seed=seed)
@@ -331,7 +331,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             return fit_ensemble(
                 x,
                 target,
-                w,
+                weights_tensor,
                 settings,
                 classes=classes,
                 on_epoch=advance if on_epoch is None else on_epoch,

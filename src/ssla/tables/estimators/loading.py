@@ -104,10 +104,10 @@ def _check_layout(content: dict[str, Any], source: Path) -> None:
     """
     layout = content.get("layout", 1)
     if layout != LAYOUT:
-        other = "a newer" if type(layout) is int and layout > LAYOUT else "an earlier"
+        version = "a newer" if type(layout) is int and layout > LAYOUT else "an earlier"
         raise FileError(
-            f"{source} was written by {other} version of ssla, whose estimators this version does "
-            "not read. Train the model again."
+            f"{source} was written by {version} version of ssla, whose estimators this version "
+            "does not read. Train the model again."
         )
 
 

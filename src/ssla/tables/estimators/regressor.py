@@ -355,8 +355,11 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
 
         related: the groups or times of the rows.  on_epoch: as in `fit`.
         """
-        x, target, w = copy_to_tensors(X, y, weights)
-        if not (may_be_poisson(target, w) and is_poisson_worth_fitting(ensemble, x, target, w)):
+        x, target, weights_tensor = copy_to_tensors(X, y, weights)
+        if not (
+            may_be_poisson(target, weights_tensor)
+            and is_poisson_worth_fitting(ensemble, x, target, weights_tensor)
+        ):
             return None
 
         # The same seed holds out the same rows, so that both fits can be compared on them.
@@ -368,7 +371,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             # cannot be trained or fitted to these counts would not predict them better.
             return None
 
-        return poisson if is_poisson_better(ensemble, poisson, x, target, w) else None
+        return poisson if is_poisson_better(ensemble, poisson, x, target, weights_tensor) else None
 
     def _check_target(self, y: np.ndarray) -> None:
         """Raise ValueError for targets y (n,) or (n, D) that cannot be fitted.

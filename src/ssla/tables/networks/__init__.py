@@ -18,6 +18,8 @@ Words of all modules here:
 - *levels* and *codes*: a category with L levels can be one column of codes 0, 1, …, L
   (`embeddings`).
 - *pieces*: the intervals of a column's range, each of which is an input too (`pieces`).
+- f (n, C) are the outputs of a network at n rows, and K (n, C, C) is their covariance under a
+  posterior.
 - *row weights*: frequencies. A row of weight 2 counts as that row twice.
 """
 

@@ -174,7 +174,11 @@ def _check_likelihood(name: str) -> None:
     """Raise ValueError for the name of an unknown likelihood, with the most similar valid one."""
     if name not in LIKELIHOODS:
         raise ValueError(
-            unknown_name("likelihood", name, [known for known in LIKELIHOODS if known != CLASSES])
+            unknown_name(
+                "likelihood",
+                name,
+                [valid_name for valid_name in LIKELIHOODS if valid_name != CLASSES],
+            )
         )
 
 

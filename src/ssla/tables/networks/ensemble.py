@@ -1,4 +1,8 @@
-"""The settings of a fit, and the fitted ensemble with its predictions."""
+"""The settings of a fit, and the fitted ensemble with its predictions.
+
+f are the outputs of a network, and K is their covariance under its posterior. `LIKELIHOODS` has the
+likelihoods of tables by their names.
+"""
 
 from __future__ import annotations
 

@@ -112,10 +112,12 @@ def _hold_out_groups(
     held = torch.zeros(members, len(groups), dtype=torch.bool)
     position = 0  # in the order, of the next group to take
     for m in range(members):
-        taken: list[int] = []
-        while len(taken) < len(labels) - 1 and (not taken or int(sizes[taken].sum()) < count):
-            taken.append(order[position % len(order)])
+        taken_groups: list[int] = []
+        while len(taken_groups) < len(labels) - 1 and (
+            not taken_groups or int(sizes[taken_groups].sum()) < count
+        ):
+            taken_groups.append(order[position % len(order)])
             position += 1
-        held[m] = torch.isin(codes, torch.tensor(taken))
+        held[m] = torch.isin(codes, torch.tensor(taken_groups))
 
     return held

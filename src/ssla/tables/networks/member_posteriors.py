@@ -228,8 +228,10 @@ class MemberPosteriors:
     def _fit_residuals(self, module: nn.Module, held: Tensor) -> Residuals:
         """Fit the rows that are not held out, and return the residuals of this posterior.
 
-        held (n,) bool: the rows that the network held out. The noise of the posterior is that of
-        the network's residuals there, and its prior is tuned.
+        The noise of the posterior is σ₀ of `held_out_noise`: the root mean square of the network's
+        residuals at the held-out rows. Its prior is tuned.
+
+        module: the network of a member.  held (n,) bool: the rows that it held out.
         """
         z, y, _ = self.data.take_rows(held)
         y = y.reshape(len(z), -1)
@@ -239,9 +241,11 @@ class MemberPosteriors:
             first_scale = ((y - module(z)) ** 2).mean(0).sqrt().clamp_min(SMALLEST_NOISE)
         first = Noise(first_scale, error=0.0)
         posterior = self._tune_prior(self._fit_module(module, ~held, first.make_likelihood(0.0)))
-        f, K = posterior.outputs_at(z)
-        relative_variance = K.diagonal(dim1=1, dim2=2) / first.scale**2
-        squares = (y - f) ** 2 / (1 + relative_variance)
+        outputs, covariances = posterior.outputs_at(z)
+        relative_variance = covariances.diagonal(dim1=1, dim2=2) / first.scale**2
+        squares = (y - outputs) ** 2 / (1 + relative_variance)
+
+        # The posterior was fitted to the seen rows.
         seen_z, seen_y, seen_weights = self.data.take_rows(~held)
         errors = seen_y.reshape(len(seen_z), -1) - posterior.outputs_at(seen_z).mean
         training_square = (seen_weights[:, None] * errors**2).sum(0) / seen_weights.sum()

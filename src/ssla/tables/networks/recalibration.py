@@ -89,12 +89,13 @@ def choose_spreads(
     # PSEUDO_ROWS rows, spread like a normal distribution of log c.
     base = torch.exp(-0.5 * (FACTORS.log() / DOUBT) ** 2)
     pseudo_rows = PSEUDO_ROWS * base / base.sum()
+
     tree_share = 0.0
     if trees is None:
         spread_shares = fit_model_shares(log_densities, weights, pseudo_rows)
     else:
         models = torch.cat([log_densities, trees[:, None]], 1)
-        one_row = torch.ones_like(pseudo_rows[:1])  # for the trees
+        one_row = torch.ones_like(pseudo_rows[:1])  # the pseudo row of the trees
         all_shares = fit_model_shares(models, weights, torch.cat([pseudo_rows, one_row]))
         tree_share = float(all_shares[-1])
         spread_shares = all_shares[:-1] / all_shares[:-1].sum()

@@ -72,11 +72,11 @@ def fit_model_shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> 
     are ignored.  pseudo (K,): for each model the positive weight of one more row, at which all
     other models have density zero. So no model gets the weight zero.
     """
-    known = log_densities.amax(1) > -torch.inf  # False for NaN
+    is_usable = log_densities.amax(1) > -torch.inf  # False for NaN
     # Row k has log density 0 by model k, and −∞ by all others.
     pseudo_rows = torch.eye(len(pseudo), dtype=torch.float64).log()
     return stacking_weights(
-        torch.cat([log_densities[known], pseudo_rows]), torch.cat([weights[known], pseudo])
+        torch.cat([log_densities[is_usable], pseudo_rows]), torch.cat([weights[is_usable], pseudo])
     )
 
 

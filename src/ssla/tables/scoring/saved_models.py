@@ -73,10 +73,13 @@ class Counts:
     rows_mixed: int = 0  # of these: predicted by a mixture over training values
     rows_flagged: int = 0  # where the quadrature or an ascent did not reach its tolerance
 
-    def add_counts(self, other: Counts) -> None:
-        """Add the counts of other rows to these, in place."""
+    def add_counts(self, counts: Counts) -> None:
+        """Add the counts of other rows to these, in place.
+
+        A prediction in parts adds up the counts of the parts in this way.
+        """
         # Every field is a number or a Counter, and both can be added.
-        for name, value in vars(other).items():
+        for name, value in vars(counts).items():
             setattr(self, name, getattr(self, name) + value)
 
 
@@ -170,10 +173,10 @@ class TableModel:
         """
         if self.training is not None:
             if batch.form == ARRAY:
-                more = ", …" if len(self.inputs) > SHOWN_NAMES else ""
+                ending = ", …" if len(self.inputs) > SHOWN_NAMES else ""
                 raise TypeError(
                     f"{self.source} reads columns by name "
-                    f"({', '.join(self.inputs[:SHOWN_NAMES])}{more}), but the batch is an array. "
+                    f"({', '.join(self.inputs[:SHOWN_NAMES])}{ending}), but the batch is an array. "
                     "Give a data frame, or a mapping of names to arrays."
                 )
             return batch.to_table(self.inputs)
@@ -350,9 +353,9 @@ def count_flagged(predictive: Any) -> int:
 
 def replace_refit(estimator: Any, refit: Any) -> Any:
     """Return a shallow copy of a fitted estimator with another refit; it is not fitted again."""
-    other = copy.copy(estimator)
-    other.refit = refit
-    return other
+    copied = copy.copy(estimator)
+    copied.refit = refit
+    return copied
 
 
 def open_trained(path: Path) -> tuple[TableModel, TrainingTable]:

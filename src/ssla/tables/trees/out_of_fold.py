@@ -21,7 +21,8 @@ are those at new rows.
 
 Words: the *out-of-fold* prediction of a row is by a model that was fitted without the fold of this
 row. The *features* are the inputs of the layer. The *offset* is o. The *floor* is the smallest
-probability whose logarithm is taken.
+probability whose logarithm is taken. In the code f (n, 2) are the outputs μ and log σ² of the layer
+at n rows, and K (n, 2, 2) is their covariance under its posterior.
 """
 
 from __future__ import annotations
