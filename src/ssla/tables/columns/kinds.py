@@ -210,38 +210,96 @@ def interpret_cells(
         if plain is not None:
             return Column(name, NUMBER, _check_finite(name, plain), stated)
 
-    # Each different cell is parsed once: L levels, and the level of each of n rows.
-    levels, codes = find_distinct_cells(cells)
-    is_given = np.array([not is_missing(level) for level in levels], dtype=bool)
-    given_cells = [level for level, keep in zip(levels, is_given, strict=True) if keep]
-    counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given cell
+    # Each different cell is parsed once. Booleans, dates and numbers are tried one after the other:
+    # no cell is of two of these kinds.
+    distinct = _DistinctCells(*find_distinct_cells(cells))
+    column = _interpret_booleans(name, distinct)
+    if column is None:
+        column = _interpret_dates(name, distinct)
+    if column is None:
+        column = _interpret_numbers(name, cells, distinct, style, mixed)
+    return column
 
-    # Booleans, dates and numbers are tried one after the other. No cell is of two of these kinds.
-    if given_cells and all(parse_boolean_word(level) is not None for level in given_cells):
-        return Column(name, BOOLEAN, _parse_cells(levels, parse_boolean_word)[codes])
-    days = _parse_cells(levels, parse_date)
-    no_date = is_given & np.isnan(days)
-    if counts[~no_date[is_given]].sum() > counts.sum() / 2:
-        if no_date.any():
-            raise _make_mixed_kinds_error(name, levels, codes, no_date, "dates")
-        return Column(name, DATE, days[codes])
 
-    detected = _detect_style(name, given_cells, counts, style)
-    numbers = _parse_cells(levels, detected.parse)
-    no_number = is_given & np.isnan(numbers)
-    rows_of_texts = counts[no_number[is_given]].sum()
-    if rows_of_texts > counts.sum() / 2:
+@dataclass(frozen=True, eq=False)
+class _DistinctCells:
+    """The L different cells of a column, and which of them each of its n rows has."""
+
+    levels: Sequence[Any]  # the different cells (L,)
+    codes: np.ndarray  # the position in `levels` of each row's cell (n,)
+
+    @cached_property
+    def is_given(self) -> np.ndarray:
+        """Which of the different cells (L,) bool are not missing."""
+        return np.array([not is_missing(level) for level in self.levels], dtype=bool)
+
+    @cached_property
+    def given_cells(self) -> list[Any]:
+        """The different cells that are not missing."""
+        return [level for level, keep in zip(self.levels, self.is_given, strict=True) if keep]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """The number of rows of each of `given_cells`."""
+        all_counts: np.ndarray = np.bincount(self.codes, minlength=len(self.levels))
+        return all_counts[self.is_given]
+
+
+def _interpret_booleans(name: str, distinct: _DistinctCells) -> Column | None:
+    """Return the column of booleans if all given cells are words for them; otherwise None.
+
+    The result is None also for a column without a given cell.
+    """
+    cells = distinct.given_cells
+    if not cells or any(parse_boolean_word(cell) is None for cell in cells):
+        return None
+    values = _parse_cells(distinct.levels, parse_boolean_word)
+    return Column(name, BOOLEAN, values[distinct.codes])
+
+
+def _interpret_dates(name: str, distinct: _DistinctCells) -> Column | None:
+    """Return the column of dates; None unless more than half of the rows with a cell have a date.
+
+    Raises TableError for dates mixed with fewer other cells.
+    """
+    days = _parse_cells(distinct.levels, parse_date)
+    no_date = distinct.is_given & np.isnan(days)
+    counts = distinct.counts
+    if counts[~no_date[distinct.is_given]].sum() <= counts.sum() / 2:
+        return None
+    if no_date.any():
+        raise _make_mixed_kinds_error(name, distinct, no_date, "dates")
+    return Column(name, DATE, days[distinct.codes])
+
+
+def _interpret_numbers(
+    name: str,
+    cells: Sequence[Any] | np.ndarray,
+    distinct: _DistinctCells,
+    style: Style | None,
+    mixed: bool,
+) -> Column:
+    """Return the column of numbers, or of texts if more than half of the rows have texts.
+
+    The arguments are those of `interpret_cells`, with `distinct` for the cells. Raises TableError
+    for numbers mixed with a few texts that are not categories, and for infinite numbers.
+    """
+    detected = _detect_style(name, distinct.given_cells, distinct.counts, style)
+    numbers = _parse_cells(distinct.levels, detected.parse)
+    no_number = distinct.is_given & np.isnan(numbers)
+    is_text = no_number[distinct.is_given]  # of the given cells
+    rows_of_texts = distinct.counts[is_text].sum()
+    if not rows_of_texts:
+        return Column(name, NUMBER, _check_finite(name, numbers[distinct.codes]), detected)
+    if rows_of_texts > distinct.counts.sum() / 2:
         return read_as_kind(name, cells, TEXT)
 
-    if rows_of_texts:
-        interpretation = (
-            _interpret_as_categories(given_cells, counts, no_number[is_given]) if mixed else ""
-        )
-        if not interpretation:
-            raise _make_mixed_kinds_error(name, levels, codes, no_number, "numbers")
-        return replace(read_as_kind(name, cells, TEXT), interpretation=interpretation)
-
-    return Column(name, NUMBER, _check_finite(name, numbers[codes]), detected)
+    interpretation = ""
+    if mixed:
+        interpretation = _interpret_as_categories(distinct.given_cells, distinct.counts, is_text)
+    if not interpretation:
+        raise _make_mixed_kinds_error(name, distinct, no_number, "numbers")
+    return replace(read_as_kind(name, cells, TEXT), interpretation=interpretation)
 
 
 def _interpret_as_categories(
@@ -493,17 +551,18 @@ def _check_finite(
 
 
 def _make_mixed_kinds_error(
-    name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, expected: str
+    name: str, distinct: _DistinctCells, wrong: np.ndarray, expected: str
 ) -> TableError:
     """Return the error for a column that mixes cells of the expected kind with texts.
 
-    levels (L,): the different cells.  codes (n,): the level of each row. wrong (L,) bool: which
-    levels are not of the expected kind.  expected: the name of that kind, "dates" or "numbers".
+    name: the column.  wrong (L,) bool: which of the different cells are not of the expected kind.
+    expected: the name of that kind, "dates" or "numbers".
     """
-    rows = np.flatnonzero(wrong[codes])
+    rows = np.flatnonzero(wrong[distinct.codes])
+    first_cell = distinct.levels[distinct.codes[rows[0]]]
     return TableError(
         f"Column {name!r} mixes {expected} and texts: row {rows[0] + 1} is "
-        f"{str(levels[codes[rows[0]]])[:30]!r}, {len(rows)} such cells in total. Correct them, or "
+        f"{str(first_cell)[:30]!r}, {len(rows)} such cells in total. Correct them, or "
         f"leave the column out with --drop {name!r}."
     )
 

@@ -187,7 +187,7 @@ class Feature:
         codes: dict[str | None, int] = {level: i for i, level in enumerate(self.codes, 1)}
         code_of_gaps = self.level_counts[0] if self.gaps else 0
         code_of_text = codes | dict.fromkeys(self.rare, 0) | {None: code_of_gaps}
-        # Unknown categories have −1 until they are found.
+        # The code −1 marks unknown categories. In the result they have 0.
         code = np.array(
             [code_of_text.get(text, -1) for text in column.values.tolist()], dtype=float
         )
@@ -288,7 +288,6 @@ class Encoded:
             filled = values.copy()
             for f, columns in enumerate(self.plan.column_slices):
                 draws, complete_rows = self.plan.encoded_representatives[f]
-
                 # A column with fewer draws repeats its last one; `copy_weights` gives it no weight.
                 filled[gaps[:, f] & ~several, columns] = draws[min(k, len(draws) - 1)]
                 filled[gaps[:, f] & several, columns] = complete_rows[k]
@@ -298,8 +297,8 @@ class Encoded:
     def copy_weights(self) -> np.ndarray:
         """The weights (DRAWS, A) of the copies of `make_filled_copies`.
 
-        The weights of a row, a column of the result, sum to one.
-        A row with one gap has the shares of its column's draws; one with several has equal weights.
+        The weights of a row, a column of the result, sum to one. A row with one gap has the shares
+        of its column's draws. A row with several gaps has equal weights.
         """
         gaps = self.unlearned[self.mixed_rows]
         has_one_gap = gaps.sum(1) == 1

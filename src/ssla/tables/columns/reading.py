@@ -16,7 +16,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -294,27 +294,46 @@ def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> I
     reader = csv.reader(_split_lines(chain([head], texts)), delimiter=delimiter)
     del head  # the reader needs it no longer than its first rows
 
-    parts_read = 0  # by pyarrow
     try:
         names = _complete_names(file, [name.strip() for name in next(reader)])
+        parts_read = 0  # by pyarrow
         if is_large and start is not None:
             stream.seek(start)
-            try:
-                for columns in read_arrow_columns(stream, delimiter, len(names), rows):
-                    yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
-                    parts_read += 1
-                # Without a row the error is that of csv, below.
-                if parts_read:
-                    return
-            except DifferentError:
-                pass  # csv reads the parts that pyarrow has not read
-            # If `rows` is None, there is one part, of which no row has been yielded here.
+            parts_read, is_complete = yield from _read_parts_by_arrow(
+                file, stream, delimiter, names, rows
+            )
+            if is_complete:
+                return
+
+            # csv reads the parts that pyarrow has not read. If `rows` is None, there is one part,
+            # of which no row has been yielded here.
             rows_read = parts_read * (rows or 0)
             stream.seek(start)
             reader = _skip_to_row(file, stream, delimiter, len(names), rows_read)
         yield from _read_parts_by_csv(file, reader, names, rows, may_be_empty=parts_read > 0)
     except csv.Error as error:
         raise TableError(f"{file} cannot be read as CSV: {error}.") from None
+
+
+def _read_parts_by_arrow(
+    file: Path, stream: Any, delimiter: str, names: list[str], rows: int | None
+) -> Generator[Table, None, tuple[int, bool]]:
+    """Yield the parts of a CSV file that pyarrow reads as csv does.
+
+    The value of `yield from` is the number of these parts, and whether they are the whole file. It
+    is False for a file without a row, because csv must raise the error.
+
+    stream: the open file of bytes, at its start.  delimiter: that of the cells.  names: those of
+    the columns.  rows: as in `_read_file`.
+    """
+    parts_read = 0
+    try:
+        for columns in read_arrow_columns(stream, delimiter, len(names), rows):
+            yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
+            parts_read += 1
+    except DifferentError:
+        return parts_read, False
+    return parts_read, parts_read > 0
 
 
 def _skip_to_row(file: Path, stream: Any, delimiter: str, width: int, rows: int) -> Any:

@@ -129,17 +129,7 @@ def read_arrow_columns(
         # A file that is read in one part is read into memory first. Only then is it known whether
         # it has quotes, in which a cell may have several lines.
         data = checked_stream.read() if rows is None else None
-        options = {
-            "read_options": pyarrow.csv.ReadOptions(
-                autogenerate_column_names=True, block_size=BLOCK
-            ),
-            "parse_options": pyarrow.csv.ParseOptions(
-                delimiter=delimiter, newlines_in_values=data is None or b'"' in data
-            ),
-            "convert_options": pyarrow.csv.ConvertOptions(
-                column_types={f"f{i}": pyarrow.string() for i in range(width)}
-            ),
-        }
+        options = _make_csv_options(delimiter, width, data is None or b'"' in data)
         if rows is None:
             tables = iter([pyarrow.csv.read_csv(pyarrow.BufferReader(data), **options).slice(1)])
         else:
@@ -155,6 +145,26 @@ def read_arrow_columns(
         raise DifferentError from None
     finally:
         checked_stream.close()
+
+
+def _make_csv_options(delimiter: str, width: int, has_long_cells: bool) -> dict[str, Any]:
+    """Return the options of pyarrow's readers of CSV: all cells are texts, also the header.
+
+    width: the number of columns.  has_long_cells: whether a cell may have several lines.
+    """
+    import pyarrow
+    import pyarrow.csv
+
+    return {
+        # pyarrow names the columns f0, f1, …, and the header is its first row.
+        "read_options": pyarrow.csv.ReadOptions(autogenerate_column_names=True, block_size=BLOCK),
+        "parse_options": pyarrow.csv.ParseOptions(
+            delimiter=delimiter, newlines_in_values=has_long_cells
+        ),
+        "convert_options": pyarrow.csv.ConvertOptions(
+            column_types={f"f{i}": pyarrow.string() for i in range(width)}
+        ),
+    }
 
 
 def split_batches(batches: Any, rows: int) -> Iterator[Any]:
