@@ -57,7 +57,7 @@ def search_options(
         estimator.fit(rows[kept], y[kept])
         return float(estimator.evaluate(without_mixtures(rows[held_out]), y[held_out])["nll"])
 
-    # Trials are numbered over all calls, and the bar shows those of this one.
+    # Trials are numbered over all calls, and the bar shows those of this call.
     with show_progress(missing_trials, "tuning", quiet) as advance:
         study.optimize(
             score_trial,

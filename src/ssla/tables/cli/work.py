@@ -248,7 +248,7 @@ def _write_predictions(
             }
             append_rows(kept_columns | columns)
             counts.add_counts(block_counts)
-            # The memory of this block is not needed while the next one is read.
+            # The memory of this block is not needed while the next block is read.
             del table, kept, kept_columns, columns
 
     return counts
@@ -435,7 +435,7 @@ def _measure_seconds(prepared: Prepared, weights: str, structure: str) -> dict[s
     # The median, because "auto" may train a second time, and a fit is then between two epochs.
     epoch_seconds = float(np.median(np.diff(ends)))
 
-    # What is left of the time after the first epoch: the fit of the posterior.
+    # The time after the first epoch, without the other epochs, is that of the fit of the posterior.
     fit_seconds = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch_seconds
 
     # There are more ends than TIMED_EPOCHS if a second training was made.

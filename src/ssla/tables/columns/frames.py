@@ -91,7 +91,7 @@ def make_table(X: Any, names: Sequence[str]) -> Table:
 
     names: the names of the d columns, in their order.
     """
-    # The count of each name is quadratic in the columns, so it is taken only where one is repeated.
+    # The count of each name is quadratic in the columns, so it is taken only for a repeated name.
     if len(set(names)) < len(names):
         repeated = min(name for name in names if list(names).count(name) > 1)
         raise TableError(f"X has several columns named {repeated!r}. Rename or remove all but one.")

@@ -396,8 +396,8 @@ def find_distinct_cells(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any
     """Return the L different cells, and for each row (n,) the position of its cell among them.
 
     The different cells are in the order of their first rows. Only texts and None are compared. If
-    there are cells of other types, all n cells are returned, one for each row: equal ones can be of
-    different types, as 1, 1.0 and True.
+    there are cells of other types, all n cells are returned: equal cells can be of different
+    types, as 1, 1.0 and True.
     """
     if isinstance(cells, Texts):
         return cells.find_distinct()
@@ -599,7 +599,7 @@ def _detect_style(
     fitting = [(style, values) for style, values in parsed if values is not None]
     if fitting:
         first_fitting, _ = fitting[0]
-        # The first candidate has the marks of plain numbers, or the stated ones. Where it fits, no
+        # The first candidate has the marks of plain numbers, or the stated marks. Where it fits, no
         # other format is considered.
         if first_fitting is not candidates[0]:
             _check_unambiguous(name, given_cells, fitting)

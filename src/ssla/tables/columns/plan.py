@@ -59,8 +59,9 @@ class Feature:
 
     Numbers, booleans and dates have one column with gaps filled by the mean, and a flag for gaps if
     training had any. Dates are days since the first one, with sine and cosine of each period that
-    the table spans. A category has one column for each level and one for all rare ones. With many
-    levels it has one column of codes in place of these, if its plan has codes (see `make_plan`).
+    the table spans. A category has one column for each level, and one for all rare levels. With
+    many levels it has one column of codes in place of these, if its plan has codes (see
+    `make_plan`).
     """
 
     name: str
@@ -150,7 +151,7 @@ class Feature:
     def _encode_levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
         """Return the columns of the levels (n, width), and which rows have an unknown category.
 
-        There is one column for each level and one for all rare ones. The second result is (n,)
+        There is one column for each level, and one for all rare levels. The second result is (n,)
         bool. A row has a 1 in the column of its category and 0 in the others. A gap has zeros only.
         So has an unknown category that is not treated as a rare one.
         """
@@ -206,9 +207,9 @@ class Feature:
     ) -> np.ndarray:
         """Find the rows (n,) bool with an input whose effect could not be learned from training.
 
-        That is a gap where training had too few gaps, an unknown category where it had too few rare
-        ones, or a scarce category.  unknown, scarce (n,) bool: as `encode` and `find_scarce_rows`
-        return them for the column.
+        That is a gap where training had too few gaps, an unknown category where it had too few rows
+        with rare categories, or a scarce category.  unknown, scarce (n,) bool: as `encode` and
+        `find_scarce_rows` return them for the column.
         """
         too_few_gaps = self.gaps < ENOUGH
         return np.asarray(
@@ -689,9 +690,9 @@ def _make_coded_feature(
 ) -> Feature:
     """Return the feature with codes for levels[coded]; the other levels are rare.
 
-    values (k,): those that are not missing.  levels (L,): the different ones.  coded: positions of
-    levels, the most frequent first.  rare_rows: the training rows of rare levels.  column: the rows
-    that decide the plan, of which some may be gaps.
+    values (k,): those that are not missing.  levels (L,): the different values.  coded: positions
+    of levels, the most frequent first.  rare_rows: the training rows of rare levels.  column: the
+    rows that decide the plan, of which some may be gaps.
     """
     rare = np.delete(levels, coded).tolist()
     interpretation = (

@@ -85,7 +85,7 @@ class Texts(Sequence[str]):
 
         # Empty chunks have no buffers.
         for chunk in filter(len, self.array.filter(is_given).chunks):
-            # What is left of the bytes are characters that no plain number has.
+            # The remaining bytes are characters that no plain number has.
             if _read_bytes(chunk).translate(None, SIGNS + decimal.encode()):
                 return None
             if decimal != ".":

@@ -37,7 +37,7 @@ class NumberAnswers:
         not between 0 and 1, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
-        parse_probabilities(q)  # refuses wrong ones before the prediction
+        parse_probabilities(q)  # refuses wrong probabilities before the prediction
         quantiles: np.ndarray = self.predict_dist(X).icdf(np.asarray(q, dtype=np.float64)).numpy()
         return quantiles
 

@@ -58,7 +58,7 @@ def fit_clone(
     """
     model = clone(base)
 
-    # The parts of a pipeline have their own ones, such as "forest__random_state".
+    # The parts of a pipeline have parameters of their own, such as "forest__random_state".
     names = [
         name
         for name, value in model.get_params().items()

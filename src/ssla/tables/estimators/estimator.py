@@ -290,7 +290,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
         The weights are scaled by the factor that the parameter `row_weights` asks for, which is
         stored in `weight_factor_`. Raises ValueError for wrong weights, and for fewer than two
-        positive ones.
+        positive weights.
         """
         weights = row_weights.read_row_weights(sample_weight, rows)
         present = row_weights.find_weighted_rows(weights)

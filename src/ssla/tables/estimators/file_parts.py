@@ -69,10 +69,10 @@ def open_layer(
 ) -> ClassLayer | NumberLayer:
     """Return the last layer on the predictions of trees or other models, by its posterior.
 
-    numbers: "floor" for a layer of classes, "shares" and "centre" for one of numbers.  target: the
-    scaling of the target, which a layer of numbers needs.  inputs: that of the columns; None: the
-    file has none. Raises ValueError if sizes, scales, shares or likelihood are not those of such a
-    layer.
+    numbers: "floor" for a layer of classes, "shares" and "centre" for a layer of numbers.  target:
+    the scaling of the target, which a layer of numbers needs.  inputs: that of the columns; None:
+    the file has none. Raises ValueError if sizes, scales, shares or likelihood are not those of
+    such a layer.
     """
     components = (Component(posterior, member=0, weight=1.0),)
     outputs, width = posterior.parameters["weight"].shape

@@ -22,7 +22,7 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
     `Table` and `Encoded` rows are returned as they are.
 
     reset: True at a fit, which stores the names and the number of the columns in the estimator.
-    False later, when they are compared with the stored ones.  least: the fewest rows. Raises
+    False later, when they are compared with the stored columns.  least: the fewest rows. Raises
     ValueError for other columns, for fewer rows, and for infinite values.
     """
     # The plan compares the columns of later tables and encoded rows.

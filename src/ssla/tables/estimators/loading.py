@@ -263,8 +263,8 @@ def _check_network_sizes(
 
     _check_embeddings(architecture, tensors)
 
-    # A layer of pieces and one of embeddings come first, if there are any. Then linear layers and
-    # activations alternate.
+    # A layer of pieces and a layer of embeddings come first, if there are any. Then linear layers
+    # and activations alternate.
     widths = architecture.widths
     first_linear = int(bool(pieces)) + int(bool(architecture.levels))
     shapes = [

@@ -309,7 +309,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         if not (self.likelihood == AUTO and likelihood == HETEROSCEDASTIC):
             return self._fit_rows(X, y, weights, likelihood, related, on_epoch=on_epoch)
 
-        # Each try is a likelihood and its rival. The later ones need less to be fitted.
+        # Each try is a likelihood and its rival. The later tries need less to be fitted.
         tries: list[tuple[str, str | None]] = [(likelihood, None), (GAUSSIAN, None)]
         if varies_by_factors(y):
             tries.insert(0, (likelihood, POSITIVE))
@@ -454,10 +454,10 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         A new row is compared with the rows that each network held out of its training, by the
         network that held them out. At the new row the mean of the networks' outputs is used,
         without trees. The guarantee is approximate: the held-out rows also stopped the training and
-        chose the noise and the prior, and one network errs more than the mean of all. See
+        chose the noise and the prior, and a single network errs more than the mean of all. See
         `Posterior.predictive_set`.
 
-        Raises ValueError for a model from a file, for one without held-out rows, for rows with
+        Raises ValueError for a model from a file, for a model without held-out rows, for rows with
         missing or unknown inputs, and for a level that is not between 0 and 1.
         """
         rows = self._read_complete_rows(X, "predict_interval")
@@ -517,7 +517,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
 def _label_interval_scores(scores: dict[str, Any]) -> dict[str, Any]:
     """Return the scores with "predictive" before the names of those of intervals.
 
-    These names distinguish the intervals of the predictive from the conformal ones.
+    These names distinguish the intervals of the predictive from the conformal intervals.
     """
     return {
         f"predictive {name}" if name.startswith(INTERVAL_SCORES) else name: value

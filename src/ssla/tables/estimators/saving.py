@@ -145,7 +145,7 @@ def _pack_scalings(scalings: dict[str, Scaling | None], encoder: Encoder) -> dic
 def _collect_layer_numbers(layer: ClassLayer | NumberLayer) -> dict[str, Any]:
     """Return what a last layer on predictions has beside its posterior and scalings.
 
-    That is "floor" for a layer of classes, and "centre" and "shares" for one of numbers.
+    That is "floor" for a layer of classes, and "centre" and "shares" for a layer of numbers.
     """
     if isinstance(layer, ClassLayer):
         return {"floor": layer.floor}

@@ -213,7 +213,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
                 "PredefinedSplit."
             )
 
-        # The position of each of the n rows among the present ones; −1 for the others.
+        # The position of each of the n rows among the present rows; −1 for the others.
         position = np.full(len(y), -1)
         position[present] = np.arange(len(present))
         folds = []
@@ -241,7 +241,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> tuple[np.ndarray, tuple[Any, ...]]:
         """Fit a clone of the base for each fold, and return its predictions and the final models.
 
-        The predictions are the out-of-fold ones, (m,) or (m, C). The final models predict new rows:
+        The predictions are out-of-fold, (m,) or (m, C). The final models predict new rows:
         a base that was given fitted itself, those of the folds, or one of all rows, as `final`
         says.
 

@@ -6,7 +6,7 @@ decide: log P(y) of Poisson networks is compared with that of networks with a co
 (`ssla.tables.networks.whole_numbers`), each row by the networks that held it out, as trained.
 
 The argument `continuous` is everywhere the ensemble of the continuous fit, and `poisson` that of
-the Poisson fit. Both were fitted to the same rows, and hold out the same ones. f are the outputs of
+the Poisson fit. Both were fitted to the same rows, and hold out the same rows. f are the outputs of
 a network.
 """
 

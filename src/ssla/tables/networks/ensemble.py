@@ -107,19 +107,19 @@ def scale_targets(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor
 class Settings:
     """The settings of a fit, as the estimators and the command choose them."""
 
-    likelihood: str = GAUSSIAN
+    likelihood: str = GAUSSIAN  # a key of LIKELIHOODS
     hidden: tuple[int, ...] = (50, 50)  # widths of the hidden layers
-    activation: str = "silu"
+    activation: str = "silu"  # a key of `training.ACTIVATIONS`
     # whether a number is also given by the pieces of its range: see `ssla.tables.networks.pieces`
     piecewise: bool = False
     members: int = 1  # number of networks
-    weights: str = "last_layer"
-    structure: str = "dense"
+    weights: str = "last_layer"  # which weights are uncertain, as in `ssla.fit`
+    structure: str = "dense"  # of their curvature, as in `ssla.fit`
     tune: bool = True  # whether the data choose the prior, and calibrate the predictive
     validation_fraction: float = 0.1  # 0: no early stopping, noise from the training residuals
     trees: int = 0  # number for each member, beside its network
     schedule: Schedule = field(default_factory=Schedule)
-    seed: int = 0
+    seed: int = 0  # of the held-out rows, the training and the trees
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,10 +128,10 @@ class Ensemble:
 
     settings: Settings
     architecture: Architecture
-    modules: tuple[nn.Sequential, ...]
-    components: tuple[Component, ...]
-    inputs: Scaling
-    target: Scaling | None  # None: counts and classes have no unit
+    modules: tuple[nn.Sequential, ...]  # the networks of the kept members, in double precision
+    components: tuple[Component, ...]  # of the mixture of the networks
+    inputs: Scaling  # of the columns
+    target: Scaling | None  # the unit of the target; None: counts and classes have none
     epochs: int  # of the training
     one_target: bool = True  # whether y was (n,), and not (n, D)
     # (factor, share): see `ssla.tables.networks.recalibration`
@@ -257,7 +257,7 @@ class Ensemble:
         z = self.standardise(x)
 
         # A member may have a posterior for each node of the noise, the central one first. In
-        # reverse order that one is written last, and stays.
+        # reverse order the central posterior is written last, and stays.
         central = {component.member: component for component in reversed(self.components)}
 
         # A row counts once, also where several networks held it out.

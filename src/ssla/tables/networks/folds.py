@@ -99,8 +99,8 @@ def _hold_out_groups(
 ) -> Tensor:
     """Return which rows each of M members holds out, bool (M, n): those of whole groups.
 
-    Groups are in a random order. Each member takes the next ones, cyclically, until it has at least
-    `count` rows or all groups but one. Raises ValueError if there is only one group.
+    Groups are in a random order. Each member takes the next groups, cyclically, until it has at
+    least `count` rows or all groups but one. Raises ValueError if there is only one group.
 
     groups (n,): the number of the group of each row.  members: M.  generator: draws the order of
     the groups.

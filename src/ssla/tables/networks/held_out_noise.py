@@ -12,8 +12,9 @@ spread. So 2V is subtracted from σ̂², but the result is not below the mean of
 rows.
 
 From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals
-(3 for Gaussian ones). The predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three
-Gauss–Hermite nodes. Its tails are those of a t distribution, and not of a Gaussian with known σ.
+(3 for Gaussian residuals). The predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at
+three Gauss–Hermite nodes. Its tails are those of a t distribution, and not of a Gaussian with known
+σ.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ssla.fitting.noise import scale_noise
 from ssla.likelihoods import Gaussian
 from ssla.posterior import Posterior
 
-# t and weight of each Gauss–Hermite node. The central one is first.
+# t and weight of each Gauss–Hermite node. The central node is first.
 NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
 SMALLEST = 1e-6  # noise in units of the target's spread: a guess
 GAUSSIAN_KURTOSIS = 3.0
@@ -67,7 +68,7 @@ def estimate_held_out_noise(
         variance = torch.maximum(variance, training_square)
     else:
         reduced = torch.maximum(variance - 2 * disagreement, training_square)
-        # The training residuals may be the larger ones, but they do not raise the estimate.
+        # The training residuals may be larger, but they do not raise the estimate.
         variance = torch.minimum(variance, reduced)
 
     return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, LARGEST_ERROR))

@@ -52,7 +52,7 @@ from ssla.values import Marginal
 # targets, and the standard deviation of their logarithm around the precision of the training.
 PRECISIONS = (0.03, 100.0)
 DOUBT = 1.5
-SEARCHES = 2  # members that search for a prior; the later ones use the mean of their results
+SEARCHES = 2  # members that search for a prior; later members use the mean of their results
 MOST_HELD_OUT = 2_000  # held-out rows that choose a prior and spreads
 MOST_SEEN = 10_000  # rows of the fit whose prior held-out rows choose
 SMALLEST_NOISE = 1e-6  # of a first guess, in units of the target's spread
@@ -101,7 +101,7 @@ class MemberPosteriors:
         return tuple(self.modules[member] for member in self.kept)
 
     def with_constants(self, bias: Tensor | None) -> MemberPosteriors:
-        """Return the same, not yet fitted, with constants in place of the networks.
+        """Return a copy that is not fitted yet, with constants in place of the networks.
 
         The forests that were grown so far are kept, and no others are grown.  bias (C,): the
         outputs of the constants; zero if None.
@@ -317,7 +317,7 @@ class MemberPosteriors:
             return
         z, y, weights = self.data.take_rows(seen)
         numbers = without_codes(z, self.levels)  # trees would read a code as a number
-        seed = self.settings.seed + len(self.forests)  # another one for each member
+        seed = self.settings.seed + len(self.forests)  # another seed for each member
         self.forests.append(self.grow(numbers, y, weights, seed))
 
     def _choose_prior(

@@ -30,7 +30,7 @@ class Pieces(nn.Module):
     def __init__(self, counts: tuple[int, ...]) -> None:
         """Create the layer without edges, which `set_edges` or a loaded file gives.
 
-        counts: the number of pieces of each column, of which one at least is not 0.
+        counts: the number of pieces of each column, not all of them 0.
         """
         super().__init__()
 
@@ -65,15 +65,15 @@ def find_quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tup
     weights (n,) are row weights.  pieces: the largest number of pieces of a column. A column whose
     quantiles have at most two different values has no edges (0,).
     """
-    levels = torch.linspace(0, 1, pieces + 1, dtype=x.dtype)
+    probabilities = torch.linspace(0, 1, pieces + 1, dtype=x.dtype)
     all_edges = []
     for column in x.unbind(1):
         values, codes = column.unique(return_inverse=True)  # sorted
         weight_of_value = torch.zeros_like(values).index_add_(0, codes, weights.to(values))
         cumulated = weight_of_value.cumsum(0)
         # The factor below one keeps rounding from choosing the value above a quantile.
-        wanted = (levels * cumulated[-1]).clamp_max(cumulated[-1]) * (1 - 1e-12)
-        index = torch.searchsorted(cumulated, wanted)
+        wanted_weights = (probabilities * cumulated[-1]).clamp_max(cumulated[-1]) * (1 - 1e-12)
+        index = torch.searchsorted(cumulated, wanted_weights)
         edges = values[index.clamp_max(len(values) - 1)].unique()
         all_edges.append(edges if len(edges) > 2 else edges[:0])
 

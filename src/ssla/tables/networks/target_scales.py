@@ -22,7 +22,10 @@ WORTH_A_SCALE = 0.01
 
 @dataclass(frozen=True, eq=False)
 class ScaledTarget:
-    """Targets on the scale of the networks, where they are standardised."""
+    """Targets on the scale of the networks, where they are standardised.
+
+    The unit standardises after the scale, such as log y, is applied.
+    """
 
     y: Tensor  # (n,) or (n, D), standardised on the scale
     likelihood: str  # its name
@@ -122,7 +125,8 @@ def compute_count_gains(
     """Return by how much the second target raises log P of small counts at held-out rows (M,).
 
     modules: the M networks of each target.  data: has the counts in their own unit.  targets: the
-    same counts on two scales.  likelihood: a Gaussian one, of the standardised target.
+    same counts on two scales.  likelihood: a Gaussian likelihood of the standardised
+    target.
     """
     gains = []
     for member, held in enumerate(data.held):

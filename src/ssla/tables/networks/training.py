@@ -3,7 +3,8 @@
 Each has its own initialisation, order of rows and held-out rows. The objective is the negative log
 posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total weight of the training rows: weight
 decay *is* the Gaussian prior of precision τ. With unknown Gaussian noise, σ is trained too. Members
-are stacked and computed by batched products, so five networks take about twice the time of one.
+are stacked and computed by batched products, so five networks take about twice the time of a
+single network.
 Rows are selected by index, without a DataLoader.
 
 Networks with pieces also train a scale for each input of their first layer, W → W diag(s) with s =
@@ -203,7 +204,7 @@ def _run_epochs(
 
     The parameters of the objective are changed in place. The training stops early when no member
     has improved at its held-out rows for `patience` epochs. Without held-out rows the last weights
-    are the best ones.
+    count as the best.
 
     schedule: has at least one epoch.  generator: draws the orders of the rows.  on_epoch: as in
     `train_networks`.

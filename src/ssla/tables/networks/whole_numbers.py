@@ -52,7 +52,8 @@ def compute_rounded_log_probs(
 ) -> Tensor:
     """Return log P (n,) of what rounds to counts y (n,), by a network with outputs f (n, C).
 
-    likelihood: a Gaussian one.  unit, scale: of the target; scale None is that of y itself.
+    likelihood: a Gaussian likelihood.  unit, scale: those of the target; scale None is that of y
+    itself.
     """
     ends = torch.stack([y - 0.5, y + 0.5], 1)
     if scale is not None:

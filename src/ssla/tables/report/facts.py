@@ -53,7 +53,7 @@ def collect_facts(subject: Subject, max_rows: int) -> dict[str, Any]:
     shown = choose_rows(measures["nll"], share, max_rows)
     factors = FACTORS if subject.fixed_prior is None else (1.0,)
 
-    # The page names doubtful rows by their positions among the shown ones.
+    # The page names doubtful rows by their positions among the shown rows.
     order = share[torch.from_numpy(shown)].argsort(descending=True, stable=True)
     doubtful = order[:DOUBTFUL].tolist()
     plug_in_scores = score_measures(plug_in)
@@ -138,7 +138,7 @@ def choose_rows(nll: Tensor, share: Tensor, most: int) -> np.ndarray:
 def _explain_doubt(subject: Subject, shown: np.ndarray, doubtful: list[int]) -> dict[str, Any]:
     """Return the causes of doubt in the most doubtful rows: training rows, inputs, and the prior.
 
-    shown (k,): positions of the shown rows among all.  doubtful: positions among the shown ones,
+    shown (k,): positions of the shown rows among all.  doubtful: positions among the shown rows,
     which are the keys of the result, as texts. The result is empty for a posterior that does not
     hold its training data, or holds more than LARGEST_EXPLAINED rows.
     """

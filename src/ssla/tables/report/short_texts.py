@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssla.posterior import Posterior
 
-DIGITS = 4  # significant ones
+DIGITS = 4  # significant digits
 MOST_ENTRIES = 6  # of a dict
 # A number with at least three decimals that is not a part of a longer word.
 LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{3,}(?:e[-+]?\d+)?(?![\w.])")

@@ -131,8 +131,8 @@ def _describe_class_rows(predictives: list[Any], y: Tensor) -> dict[str, Any]:
     """Return the probabilities of the most probable classes of k rows, and the sizes of sets.
 
     The classes of a row are the MOST_CLASSES with the largest probability under any factor, and
-    always the observed one.  predictives: of the same rows, one for each factor.  y (k,): the codes
-    of the observed classes.
+    always the observed class.  predictives: of the same rows, one for each factor.  y (k,): the
+    codes of the observed classes.
     """
     probs = _stack_factors(predictives, lambda p: p.probs)  # (k, factors, C)
 

@@ -180,7 +180,8 @@ class Batch:
         """Return the kept columns of the batch, followed by `columns`, in the batch's form.
 
         A mapping and an array become a dictionary.  keep: names of columns of the batch. Warns of a
-        kept column that gets another name. Raises ValueError for one that the batch does not have.
+        kept column that gets another name. Raises ValueError for a name that the batch does not
+        have.
         """
         kept = {
             output_name: self.get_column(name)

@@ -199,7 +199,7 @@ class Scorer:
 def check_levels(levels: float | Sequence[float]) -> tuple[float, ...]:
     """Return the levels in their order, each once.
 
-    levels: a number or several. Raises ValueError if there is none, or if one is not a probability.
+    levels: a number or several. Raises ValueError if there is none, or if any is not a probability.
     """
     level_list = np.atleast_1d(np.asarray(levels, dtype=float)).tolist()
     if not level_list:

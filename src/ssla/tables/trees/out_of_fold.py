@@ -192,7 +192,7 @@ def fit_number_layer(
     centre = float(weights @ v / weights.sum())
     z = target(y)
 
-    # The features of a layer depend on its scaling only, so this one has no posterior.
+    # The features of a layer depend on its scaling only, so this layer has no posterior.
     unfitted = NumberLayer((), target, centre, torch.ones(0, dtype=torch.float32))
     x = unfitted.compute_features(m, v)
     a, b = _fit_shrunken_line(x[:, 0], z, weights)
