@@ -241,8 +241,8 @@ class _DistinctCells:
     @cached_property
     def counts(self) -> np.ndarray:
         """The number of rows of each of `given_cells`."""
-        all_counts: np.ndarray = np.bincount(self.codes, minlength=len(self.levels))
-        return all_counts[self.is_given]
+        counts: np.ndarray = np.bincount(self.codes, minlength=len(self.levels))[self.is_given]
+        return counts
 
 
 def _interpret_booleans(name: str, distinct: _DistinctCells) -> Column | None:
