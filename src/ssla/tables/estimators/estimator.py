@@ -194,8 +194,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _make_plan(self, inputs: Rows, kept: np.ndarray) -> np.ndarray | Encoded:
         """Set `plan_` by the kept rows (n,) bool, and return all rows encoded by it.
 
-        Numbers without gaps need no encoding, and rows that are encoded already bring their plan.
-        Warns of columns that are not used. Raises TableError if no column is usable.
+        Numbers without gaps are returned as they are. Rows that are encoded already are returned
+        too, and their plan is taken over. Warns of columns that are not used. Raises TableError if
+        no column is usable.
+
+        inputs: the rows after their first reading.
         """
         if isinstance(inputs, Encoded):
             self.plan_ = inputs.plan
@@ -234,7 +237,8 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         inputs = read_inputs(self, X, reset=False)
         if isinstance(inputs, Encoded):
-            # The comparison of objects is faster than that of values, and suffices for own rows.
+            # The comparison of objects is faster than that of values, and suffices for rows that
+            # this estimator has encoded.
             if inputs.plan is not self.plan_ and inputs.plan != self.plan_:
                 raise ValueError(
                     "X was encoded by the plan of another table. Encode it with this model's "
@@ -265,10 +269,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return torch.from_numpy(as_numbers(rows).copy())
 
     def _predict_rows(self, rows: np.ndarray | Encoded) -> Predictive:
-        """Return the predictive at N rows.
+        """Return the predictive at N rows, as `_encode_if_needed` returns them.
 
-        For a row with missing or unknown inputs that were not in the training table it is a mixture
-        over values of that table.
+        A row with missing or unknown inputs whose effect the training table did not show has a
+        mixture over values of that table.
         """
         if isinstance(rows, np.ndarray) or not rows.mixed_rows.any():
             return self._predict_complete_rows(as_numbers(rows))

@@ -98,7 +98,7 @@ def _rank_values(name: str, values: Any, rows: int) -> np.ndarray | None:
         )
 
     # NaN differs from itself. `tolist` turns NumPy's NaT into None, or into an integer if its unit
-    # is nanoseconds, so `isnat` is asked too.
+    # is nanoseconds, so `isnat` is called too.
     if any(value is None or value != value for value in array.tolist()) or (
         array.dtype.kind in "mM" and np.isnat(array).any()
     ):

@@ -85,7 +85,7 @@ class MemberPosteriors:
     grow: Grow | None = None  # None: no more forests are grown
     levels: tuple[int, ...] = ()  # numbers of levels of the columns of z that hold codes
     constant: bool = False  # the modules are constants, which are kept in any case
-    residuals: list[Residuals] = field(default_factory=list)  # of each member, constant noise
+    residuals: list[Residuals] = field(default_factory=list)  # of each member; constant noise only
     forests: list[Forest] = field(default_factory=list)  # of each member
     priors: list[GaussianPrior] = field(default_factory=list)  # that the first members have found
     kept: list[int] = field(default_factory=list)  # indices of the members with a share
@@ -118,7 +118,7 @@ class MemberPosteriors:
         )
 
     def fit_members(self) -> list[list[tuple[Posterior, float]]]:
-        """Fit all members, and return for each kept one its posteriors with their shares.
+        """Fit all members, and return for each kept member its posteriors with their shares.
 
         The lists of this object are filled: `kept` then has the indices of the kept members.
         """
@@ -133,8 +133,8 @@ class MemberPosteriors:
     def _fit_member(self, member: int) -> list[tuple[Posterior, float]]:
         """Fit one member, and return its posteriors with their shares.
 
-        There is one posterior, or one for each node of an unknown noise. There is none where a
-        constant predicts the held-out rows better.
+        There is a single posterior, or one for each node of an unknown noise. The list is empty
+        where a constant predicts the held-out rows better.  member: its index.
         """
         module = self.modules[member]
         if self.likelihood is not None:
@@ -177,7 +177,7 @@ class MemberPosteriors:
     ) -> Posterior:
         """Fit the uncertain weights of a module to the chosen rows (n,) bool; to all rows if None.
 
-        prior None: that of the training.  rough: see `fit_last_layer`.
+        prior: None is that of the training.  rough: see `fit_last_layer`.
         """
         return fit_last_layer(
             module,
@@ -203,7 +203,8 @@ class MemberPosteriors:
     def _estimate_noise(self, member: int) -> Noise:
         """Estimate the noise from the member's held-out rows.
 
-        The first call fills `residuals`, by a fit of every member to its training rows.
+        The first call fills `residuals`, by a fit of every member to its training rows.  member:
+        its index.
         """
         # Every member needs the means of all others, so all residuals are computed at once.
         if not self.residuals:
