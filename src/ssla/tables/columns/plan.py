@@ -296,7 +296,7 @@ class Encoded:
 
     @property
     def copy_weights(self) -> np.ndarray:
-        """The weights (DRAWS, A) of the copies of `make_filled_copies`.
+        """The weights (DRAWS, A) of the copies of the A mixed rows, for `make_filled_copies`.
 
         The weights of a row, a column of the result, sum to one. A row with one gap has the shares
         of its column's draws. A row with several gaps has equal weights.

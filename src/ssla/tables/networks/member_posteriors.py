@@ -382,8 +382,11 @@ class MemberPosteriors:
     ) -> bool:
         """Return whether the mean y of the seen rows predicts the m held-out rows better than f.
 
-        f (m, C): outputs at the held-out rows.  held, seen (n,) bool. The answer is False for
-        classes, whose shares the log scores choose, and where the networks are constants already.
+        The comparison is that of `constant_members`. The answer is False for classes, whose shares
+        the log scores choose, and where the networks are constants already.
+
+        f (m, C): outputs at the held-out rows.  likelihood: gives the means of y for f.  held, seen
+        (n,) bool: which rows the member holds out, and which it sees.
         """
         if self.constant or self.settings.likelihood == CLASSES:
             return False

@@ -345,7 +345,7 @@ class _BestWeights:
 
     @staticmethod
     def before_training(theta: Tensor) -> _BestWeights:
-        """Return a copy of the weights theta (M, P), with an infinite loss."""
+        """Return a copy of the weights theta (M, P), with an infinite loss and no history."""
         members = len(theta)
         return _BestWeights(
             theta.detach().clone(),
