@@ -30,7 +30,7 @@ class Scaling:
 def find_column_units(x: Tensor) -> Tensor:
     """Return the power of two at or below the largest |x| of each column (n, d) -> (d,).
 
-    Division by a power of two is exact. A column of zeros has the smallest normal number.
+    Division by a power of two is exact. A column of zeros has the unit ½; any would do.
     """
     # |x| = m 2ᵉ with m in [½, 1), so the power of two below |x| has the exponent e − 1.
     exponents = torch.frexp(x.abs().amax(0)).exponent.clamp(
