@@ -151,8 +151,8 @@ def _collect_training_facts(
 
     These are numbers of rows and columns, what was done with the columns, and the scores.
 
-    table, prepared: the whole table, and its rows with a target.  test: the positions of the rows
-    for the scores, among those with a target; without any there are no scores.
+    table, prepared: the whole table, and its rows with a target.  test (m,): the positions of the
+    m rows for the scores, among those with a target; without any there are no scores.
     """
     return {
         "rows": table.rows,

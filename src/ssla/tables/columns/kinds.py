@@ -235,12 +235,12 @@ class _DistinctCells:
 
     @cached_property
     def given_cells(self) -> list[Any]:
-        """The different cells that are not missing."""
+        """The g different cells that are not missing."""
         return [level for level, keep in zip(self.levels, self.is_given, strict=True) if keep]
 
     @cached_property
     def counts(self) -> np.ndarray:
-        """The number of rows of each of `given_cells`."""
+        """The number of rows of each of the g `given_cells` (g,)."""
         counts: np.ndarray = np.bincount(self.codes, minlength=len(self.levels))[self.is_given]
         return counts
 

@@ -690,9 +690,9 @@ def _make_coded_feature(
 ) -> Feature:
     """Return the feature with codes for levels[coded]; the other levels are rare.
 
-    values (k,): those that are not missing.  levels (L,): the different values.  coded: positions
-    of levels, the most frequent first.  rare_rows: the training rows of rare levels.  column: the
-    rows that decide the plan, of which some may be gaps.
+    values (k,): those that are not missing.  levels (L,): the different values.  coded (c,): the
+    positions of c levels, the most frequent first.  rare_rows: the training rows of rare levels.
+    column: the rows that decide the plan, of which some may be gaps.
     """
     rare = np.delete(levels, coded).tolist()
     interpretation = (
@@ -777,7 +777,7 @@ def _find_closest_set(numbers: np.ndarray, pool: np.ndarray) -> np.ndarray:
 
     The moments are means and standard deviations. SETS random sets of the pool are compared, in
     standardised columns.  numbers (n, k): the columns that are compared, which are changed in
-    place.  pool: positions of the rows to draw from.
+    place.  pool (m,): positions of the m rows to draw from.
     """
     scale = numbers.std(0)
     numbers -= numbers.mean(0)

@@ -72,7 +72,10 @@ def _make_csv_appender(stream: IO[str]) -> AddRows:
     has_header = False
 
     def add_rows(columns: Mapping[str, np.ndarray]) -> None:
-        """Append rows. Texts that a spreadsheet would execute are made harmless."""
+        """Append n rows, given as columns (n,) by name.
+
+        Texts that a spreadsheet would execute are made harmless.
+        """
         nonlocal has_header
         if not has_header:
             writer.writerow(map(escape_formula, columns))
@@ -102,7 +105,10 @@ class _ParquetRows:
         self.writer: Any = None
 
     def add_rows(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Append rows, and write all rows that wait if they fill a row group."""
+        """Append n rows, given as columns (n,) by name.
+
+        All rows that wait are written if they fill a row group.
+        """
         import pyarrow
 
         arrays = {

@@ -414,7 +414,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             Counts(LARGEST_COUNT).check(torch.from_numpy(y.flatten()), 1)
 
     def _split_rows(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
-        """Split row numbers (n,) into those of the fit and those that calibrate the intervals.
+        """Split positions of rows (n,) into those for the fit and those for calibrating intervals.
 
         Both parts are sorted.  related: the groups or times of these rows, by which they are split;
         otherwise the split is random. Raises ValueError for a calibration_fraction that is not

@@ -51,7 +51,7 @@ def read_row_weights(sample_weight: Any, rows: int) -> np.ndarray:
 
 
 def find_weighted_rows(weights: np.ndarray) -> np.ndarray:
-    """Return which rows have a positive weight (n,) bool.
+    """Return which of n rows with weights (n,) have a positive weight (n,) bool.
 
     Raises ValueError for fewer than two such rows.
     """

@@ -292,8 +292,8 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         """Return the predictions of the models at three rows, by which a file recognises them.
 
         The rows are the means of the columns, and one standard deviation below and above. The
-        predictions are those of `_predict_with_models`. The result is None if such rows cannot be
-        predicted, as where columns are not numbers, or numbers are categories.
+        predictions are those of `_predict_with_models`, each (3,) or (3, C). The result is None if
+        such rows cannot be predicted, as where columns are not numbers, or numbers are categories.
         """
         inputs = self.ensemble_.inputs
         if inputs is None:

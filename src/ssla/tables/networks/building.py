@@ -206,8 +206,9 @@ def _make_training_rows(
 ) -> Rows:
     """Return the rows of the training, in which every member occurs once for each target.
 
-    The members of the first target come first.  edges: the edges of the pieces of each column, ()
-    without pieces.  whole_numbers: whether the targets are codes of classes, which stay integers.
+    The members of the first target come first.  edges: the edges (T + 1,) of the T pieces of each
+    column, () without pieces.  whole_numbers: whether the targets are codes of classes, which stay
+    integers.
 
     data: all rows.  targets: their y on one or two scales.
     """

@@ -54,7 +54,7 @@ class Pieces(nn.Module):
         return torch.cat([x, torch.minimum(torch.maximum(t, self.least), self.most)], -1)
 
     def set_edges(self, edges: tuple[Tensor, ...]) -> None:
-        """Set the edges in place: b₀, …, b_T for each column, none for one without pieces."""
+        """Set the edges in place: b₀, …, b_T (T + 1,) for each column, (0,) without pieces."""
         self.low.copy_(torch.cat([column[:-1] for column in edges]))
         self.width.copy_(torch.cat([column.diff() for column in edges]))
 
@@ -81,6 +81,9 @@ def find_quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tup
 
 
 def count_pieces(edges: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Return the number of pieces of each column by its edges; () if no column has any."""
+    """Return the number T of pieces of each column by its edges (T + 1,); () if no column has any.
+
+    A column without pieces has the edges (0,).
+    """
     counts = tuple(max(len(column) - 1, 0) for column in edges)
     return counts if any(counts) else ()

@@ -304,7 +304,7 @@ class _Objective:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The tensors that are trained."""
+        """The tensors that are trained: θ (M, P), and log variances (M, C) of an unknown noise."""
         return [self.theta, self.log_variances] if self.likelihood is None else [self.theta]
 
     def compute_row_losses(self, index: Tensor) -> Tensor:

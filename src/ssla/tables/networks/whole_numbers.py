@@ -22,7 +22,7 @@ LARGEST_SPREAD = 5.0
 
 
 def are_small_counts(y: Tensor, weights: Tensor) -> bool:
-    """Return whether targets y are whole numbers of at least zero with a small spread.
+    """Return whether targets y (n,) are whole numbers of at least zero with a small spread.
 
     The answer is False for several targets (n, D), and for targets that are only 0 and 1.
     weights (n,) are row weights.
