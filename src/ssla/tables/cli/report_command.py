@@ -25,7 +25,7 @@ def write_page(
     """Write the page of a model on the rows of a table, and return a summary for the console.
 
     Raises ValueError for standard input and for another file than HTML, and TableError if no row
-    has a target that the model knows.
+    has a target that can be scored.
 
     model: a directory of `ssla train`.  data: the table, with its target.  output: the page.
     number_format: how numbers are written in the table.

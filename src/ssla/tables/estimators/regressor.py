@@ -313,19 +313,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         tries: list[tuple[str, str | None]] = [(likelihood, None), (GAUSSIAN, None)]
         if varies_by_factors(y):
             tries.insert(0, (likelihood, POSITIVE))
-        problem = ""
-        for name, rival in tries:
-            try:
-                ensemble = self._fit_rows(
-                    X, y, weights, name, related, rival=rival, on_epoch=on_epoch
-                )
-                break
-            except (NoFactorError, NoModeError) as error:
-                # The next try needs less. A warning below names the problem if constant noise had
-                # to be used; the error of the last try is raised.
-                problem = str(error).split(":")[0]
-                if (name, rival) == tries[-1]:
-                    raise
+        ensemble, name, problem = self._fit_first_possible(tries, X, y, weights, related, on_epoch)
 
         poisson = self._fit_poisson_if_better(ensemble, X, y, weights, related, on_epoch)
         if poisson is not None:
@@ -338,6 +326,38 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             )
 
         return ensemble
+
+    def _fit_first_possible(
+        self,
+        tries: list[tuple[str, str | None]],
+        X: np.ndarray,
+        y: np.ndarray,
+        weights: np.ndarray,
+        related: Related,
+        on_epoch: OnEpoch | None,
+    ) -> tuple[Ensemble, str, str]:
+        """Return the fit of the first try whose posterior has a mode and a factor.
+
+        Also returns the name of its likelihood, and the problem of the try before, "" if there was
+        none. Errors are those of `_fit_rows`; only the last try raises those of its posterior.
+
+        tries: the name of each likelihood, and its rival.  The other arguments are those of
+        `_fit_target`.
+        """
+        problem = ""
+        for name, rival in tries[:-1]:
+            try:
+                ensemble = self._fit_rows(
+                    X, y, weights, name, related, rival=rival, on_epoch=on_epoch
+                )
+            except (NoFactorError, NoModeError) as error:
+                problem = str(error).split(":")[0]
+            else:
+                return ensemble, name, problem
+
+        name, rival = tries[-1]
+        ensemble = self._fit_rows(X, y, weights, name, related, rival=rival, on_epoch=on_epoch)
+        return ensemble, name, problem
 
     def _fit_poisson_if_better(
         self,
