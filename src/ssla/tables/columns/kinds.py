@@ -57,6 +57,7 @@ SECONDS = 86400  # of a day
 
 # These limits are guesses: no benchmark compares them with others.
 TRIED = 100  # cells that are examined for a unit
+SHOWN_LENGTH = 30  # characters of a cell in a message
 MOST_MIXED = 20  # different values of a column of numbers and texts that are categories
 # Rows that each of its texts needs, so that it is not a typing error: a count, and a share.
 ROWS_OF_A_TEXT = 5
@@ -321,7 +322,7 @@ def _interpret_as_categories(
     fewest = max(ROWS_OF_A_TEXT, SHARE_OF_A_TEXT * counts.sum())
     if len(rows) > MOST_MIXED or min(rows[text] for text in texts) < fewest:
         return ""
-    shown = ", ".join(repr(text[:30]) for text in sorted(texts)[:3])
+    shown = ", ".join(repr(text[:SHOWN_LENGTH]) for text in sorted(texts)[:3])
     if len(texts) > 3:
         shown += ", …"
     return f"{len(rows)} categories, because some values are texts ({shown})"
@@ -367,7 +368,7 @@ def read_as_kind(
     if len(wrong):
         expected = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}
         row = int(rows_before + wrong[0] + 1)
-        cell = str(levels[codes[wrong[0]]])[:30]
+        cell = str(levels[codes[wrong[0]]])[:SHOWN_LENGTH]
         extent = _describe_extent(rows_before + len(cells), may_have_more)
         example = _write_style_example(column_kind, style)
         raise TableError(
@@ -562,7 +563,7 @@ def _make_mixed_kinds_error(
     first_cell = distinct.levels[distinct.codes[rows[0]]]
     return TableError(
         f"Column {name!r} mixes {expected} and texts: row {rows[0] + 1} is "
-        f"{str(first_cell)[:30]!r}, {len(rows)} such cells in total. Correct them, or "
+        f"{str(first_cell)[:SHOWN_LENGTH]!r}, {len(rows)} such cells in total. Correct them, or "
         f"leave the column out with --drop {name!r}."
     )
 

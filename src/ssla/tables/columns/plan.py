@@ -48,6 +48,7 @@ ENOUGH = 20  # training rows with a gap, or a rare category, from which a networ
 DRAWS = 16  # values of a column, and complete rows, that represent the training table
 SETS = 200  # random sets of rows, of which `_find_closest_set` keeps the closest to the table
 
+NOTED_LENGTH = 40  # characters of a category in a note
 LARGEST_FILL = 1e300  # numbers of a file that are larger are refused
 YEAR, DAY = 365.2425, 1.0  # periods of dates, in days
 KINDS = (NUMBER, BOOLEAN, TEXT, DATE)
@@ -455,7 +456,7 @@ def _add_notes(
         (scarce, "category", " of too few training rows"),
     ):
         texts = column.values[rows].tolist() if rows.any() else []
-        added = [f"; {name}: {before} {text[:40]!r}{after}" for text in texts]
+        added = [f"; {name}: {before} {text[:NOTED_LENGTH]!r}{after}" for text in texts]
         notes[rows] += np.array(added, dtype=object)
 
 

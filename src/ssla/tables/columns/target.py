@@ -17,6 +17,7 @@ from ssla.tables.columns.kinds import (
     DATE,
     NUMBER,
     PLAIN,
+    SHOWN_LENGTH,
     TEXT,
     Style,
     TableError,
@@ -77,9 +78,10 @@ def read_target(table: Table, name: str, classes: bool | None) -> Target:
 
     if classes is False:
         row = int(given.argmax())
+        example = convert_to_text(cells[row])[:SHOWN_LENGTH]
         raise TableError(
             f"The target {name!r} holds {'true or false' if column.kind == BOOLEAN else 'texts'} "
-            f"(row {row + 1} is {convert_to_text(cells[row])[:30]!r}), but this likelihood needs "
+            f"(row {row + 1} is {example!r}), but this likelihood needs "
             "numbers. Use --likelihood classes."
         )
 
@@ -149,7 +151,7 @@ def _check_classes(name: str, labels: list[str], requested: bool) -> None:
             "predict."
         )
 
-    examples = ", ".join(repr(label[:30]) for label in distinct[:3])
+    examples = ", ".join(repr(label[:SHOWN_LENGTH]) for label in distinct[:3])
     if len(distinct) > max(FEW_CLASSES, len(labels) / ROWS_A_CLASS):
         raise TableError(
             f"The target {name!r} has {len(distinct):,} different values ({examples}, …) in "

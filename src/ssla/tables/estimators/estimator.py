@@ -60,6 +60,10 @@ from ssla.tables.trees.growing import grow_forest
 AUTO = "auto"
 # The defaults that "auto" chooses; docs/tables-how.md gives their reasons and measurements.
 SMALL_TABLE, LARGE_TABLE = 300, 100_000  # rows
+MEMBERS_OF_SMALL, MEMBERS, MEMBERS_OF_LARGE = 10, 5, 2  # networks, by the size
+SMALLEST_BATCH, COMMON_BATCH, LARGEST_BATCH = 16, 256, 4096  # rows
+FEW_BATCHES, MANY_BATCHES = 16, 256  # of an epoch, for small and for large tables
+FEWEST_EPOCHS, MOST_EPOCHS = 8, 200
 ROWS_VISITED = 4_000_000  # in all epochs together
 AUTO_TREES = dict.fromkeys((CLASSES, *VARYING), 50)  # for each network
 MANY_CLASSES = 50  # more have no trees
@@ -440,14 +444,15 @@ def choose_batch_size(rows: int) -> int:
     The number is a sixteenth of the rows, between 16 and 256. For more than 65,536 rows it is a
     256th, but at most 4,096.  rows: n.
     """
-    return min(4096, max(16, min(256, rows // 16), rows // 256))
+    size_of_small = min(COMMON_BATCH, rows // FEW_BATCHES)
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, size_of_small, rows // MANY_BATCHES))
 
 
 def choose_member_count(rows: int) -> int:
     """Return the number of networks that members="auto" means: more for small tables."""
     if rows <= SMALL_TABLE:
-        return 10
-    return 5 if rows <= LARGE_TABLE else 2
+        return MEMBERS_OF_SMALL
+    return MEMBERS if rows <= LARGE_TABLE else MEMBERS_OF_LARGE
 
 
 def choose_epoch_count(rows: int) -> int:
@@ -455,7 +460,7 @@ def choose_epoch_count(rows: int) -> int:
 
     The number is 200, or as many as visit ROWS_VISITED rows if these are fewer, but at least eight.
     """
-    return min(200, max(8, ROWS_VISITED // rows))
+    return min(MOST_EPOCHS, max(FEWEST_EPOCHS, ROWS_VISITED // rows))
 
 
 def is_auto(estimator: Any, name: str) -> bool:

@@ -20,6 +20,7 @@ from ssla.tables.networks.component import Component
 from ssla.tables.networks.scaling import Scaling
 from ssla.tables.trees.out_of_fold import OFFSETS, ClassLayer, NumberLayer
 
+SUM_TOLERANCE = 1e-6  # of shares and weights that sum to 1, up to rounding
 # The types of class labels, by the names that `saving` writes.
 DTYPES: dict[str, type] = {
     "bool": bool,
@@ -95,7 +96,7 @@ def open_layer(
     if (
         shares.shape != (len(OFFSETS),)
         or not bool((shares >= 0).all())
-        or abs(float(shares.sum()) - 1) > 1e-6
+        or abs(float(shares.sum()) - 1) > SUM_TOLERANCE
     ):
         raise ValueError("the shares are not positive with sum 1")
 

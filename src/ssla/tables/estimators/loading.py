@@ -29,6 +29,7 @@ from ssla.tables.columns import Plan
 from ssla.tables.estimators.classifier import SSLAClassifier
 from ssla.tables.estimators.estimator import AUTO
 from ssla.tables.estimators.file_parts import (
+    SUM_TOLERANCE,
     check_class_count,
     open_layer,
     open_scaling,
@@ -338,7 +339,7 @@ def _check_spreads(spreads: tuple[tuple[float, float], ...], trust: float, has_u
     """
     total = sum(share for _, share in spreads)
     if not (
-        abs(total - 1) <= 1e-6
+        abs(total - 1) <= SUM_TOLERANCE
         and all(0 < factor <= LARGEST and share > 0 for factor, share in spreads)
         and 0 <= trust <= 1
     ):
@@ -519,7 +520,11 @@ def _check_components(ensemble: Ensemble, size: int) -> None:
     # None stands for a Gaussian with unknown noise.
     expected = Gaussian if known_likelihood is None else type(known_likelihood)
     weights = torch.tensor([component.weight for component in components], dtype=torch.float64)
-    if not components or not bool((weights > 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
+    if (
+        not components
+        or not bool((weights > 0).all())
+        or abs(float(weights.sum()) - 1) > SUM_TOLERANCE
+    ):
         raise ValueError("the weights of the components are not positive with sum 1")
     if any(type(component.posterior.likelihood) is not expected for component in components):
         raise ValueError(f"a component has another likelihood than {likelihood!r}")

@@ -58,6 +58,7 @@ LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN]) | {
 }
 CONTINUOUS = (GAUSSIAN, *VARYING, *ON_SCALE)
 LINEAR_BELOW = 0.05  # the positive scale is linear below this quantile of positive targets; a guess
+SMALLEST_RANGE = 1e-6  # of the positive scale, in logarithms; a guess
 UNKNOWN_ROWS = (
     "predictive_set compares new rows with those that each network held out of its training, but "
     "these are not known: the model was loaded from a file, got more rows by partial_fit, or was "
@@ -85,7 +86,7 @@ def choose_scale(y: Tensor, likelihood: str) -> Transform | None:
     low = positive.kthvalue(rank).values
 
     # The small term keeps the ends in order where all positive targets are equal.
-    return Positive(float(low.log()), float(positive.max().log()) + 1e-6)
+    return Positive(float(low.log()), float(positive.max().log()) + SMALLEST_RANGE)
 
 
 def scale_targets(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor:

@@ -21,6 +21,9 @@ GRID_TAIL = 0.002  # probability beyond each end of the grid
 MOST_BARS = 60  # counts in a picture
 MOST_CLASSES = 12  # of one row; the others are added up
 HEIGHT = 1000  # densities are whole numbers up to this
+DIGITS = 6  # significant digits of numbers
+GRID_DIGITS = 8  # of the start and the step of a grid, of which many multiples are taken
+CELL_DIGITS = 5  # of an input that is a number
 CELL_LENGTHS = (60, 24, 12)  # characters of an input that is a text
 INPUT_BYTES = 2_000_000  # of all inputs together
 
@@ -106,8 +109,8 @@ def _tabulate_densities(predictives: list[Any], predictive_kind: str) -> dict[st
         ]
 
     return {
-        "start": list_rounded_numbers(low, 8),
-        "step": list_rounded_numbers(step, 8),
+        "start": list_rounded_numbers(low, GRID_DIGITS),
+        "step": list_rounded_numbers(step, GRID_DIGITS),
         "heights": scaled,
     }
 
@@ -165,7 +168,7 @@ def _compute_total_sd(variances: Tensor) -> Tensor:
     return variances.reshape(len(variances), -1).sum(1).clamp_min(0).sqrt()
 
 
-def list_rounded_numbers(values: Tensor, digits: int = 6) -> Any:
+def list_rounded_numbers(values: Tensor, digits: int = DIGITS) -> Any:
     """Return a tensor of any shape as nested lists of numbers with so many significant digits.
 
     NaN and infinite values, which JSON cannot hold, become None.
@@ -175,7 +178,7 @@ def list_rounded_numbers(values: Tensor, digits: int = 6) -> Any:
     return [list_rounded_numbers(row, digits) for row in values]
 
 
-def round_number(value: float, digits: int = 6) -> float | int | None:
+def round_number(value: float, digits: int = DIGITS) -> float | int | None:
     """Return a number with so many significant digits, as an int if it is whole.
 
     The result is None if the number is not finite.
@@ -183,7 +186,7 @@ def round_number(value: float, digits: int = 6) -> float | int | None:
     if not math.isfinite(value):
         return None
     rounded = float(f"{value:.{digits}g}")
-    # A whole number of 16 digits or more is shorter as a float, such as 1e+20.
+    # A whole number of 16 digits or more (from 1e15 on) is shorter as a float, such as 1e+20.
     return int(rounded) if rounded == int(rounded) and abs(rounded) < 1e15 else rounded
 
 
@@ -202,11 +205,11 @@ def shorten_inputs(rows: list[list[Any]]) -> list[list[Any]]:
 
 
 def _shorten_cell(value: Any, length: int) -> Any:
-    """Return a number with five digits, or the text of another value, at most `length` long.
+    """Return a number with CELL_DIGITS, or the text of another value, at most `length` long.
 
     None becomes the empty text. A cut text ends in "…".
     """
     if isinstance(value, int | float):
-        return round_number(float(value), 5)
+        return round_number(float(value), CELL_DIGITS)
     text = "" if value is None else str(value)
     return text if len(text) <= length else text[: length - 1] + "…"
