@@ -93,9 +93,8 @@ def compute_member_gains(
             continue
         held_x, held_y, held_weights = held_out[network]
         poisson_network = poisson.kept_members.index(member)
-        gain = compute_count_log_probs(
-            poisson, poisson_network, held_x, held_y
-        ) - compute_count_log_probs(continuous, network, held_x, held_y)
+        poisson_log_probs = compute_count_log_probs(poisson, poisson_network, held_x, held_y)
+        gain = poisson_log_probs - compute_count_log_probs(continuous, network, held_x, held_y)
         gains.append(held_weights @ gain / held_weights.sum())
 
     return torch.stack(gains) if gains else torch.empty(0, dtype=torch.float64)

@@ -223,9 +223,8 @@ def _run_epochs(
     for epoch in range(1, schedule.max_epochs + 1):
         rate = _compute_learning_rate(schedule, epoch)
         for index, real in training.draw_batches(batch_size, generator):
-            losses = objective.compute_mean_losses(index, real) + 0.5 * decay * (theta * theta).sum(
-                1
-            )
+            mean_losses = objective.compute_mean_losses(index, real)
+            losses = mean_losses + 0.5 * decay * (theta * theta).sum(1)
             # No member depends on the weights of another, so the sum trains each by itself.
             optimiser.step(losses.sum(), rate)
         if has_held_out:
