@@ -6,7 +6,7 @@ import torch
 from ssla.tables.estimators import estimator
 
 torch.set_num_threads(1)  # the matrices are small: a second thread waits more than it works
-SHIPPED = {"auto_member_count": estimator.auto_member_count, "AUTO_TREES": estimator.AUTO_TREES}
+SHIPPED = {"choose_member_count": estimator.choose_member_count, "AUTO_TREES": estimator.AUTO_TREES}
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def _one_member():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             estimator,
-            "auto_member_count",
-            functools.wraps(estimator.auto_member_count)(lambda rows: 1),
+            "choose_member_count",
+            functools.wraps(estimator.choose_member_count)(lambda rows: 1),
         )
         patch.setattr(estimator, "AUTO_TREES", dict.fromkeys(estimator.AUTO_TREES, 3))
         yield

@@ -181,7 +181,7 @@ def test_ctrl_c_in_the_third_block_of_a_table_leaves_no_file_and_a_scorer_that_w
     expected = scorer(table)
     before = {path.name for path in tmp_path.iterdir()}
     monkeypatch.setattr("ssla.tables.cli.work.BLOCK", 16)
-    calls, columns = [], ssla.tables.scoring.saved_models.predictive_columns
+    calls, columns = [], ssla.tables.scoring.saved_models.make_predictive_columns
 
     def interrupted(*args):
         calls.append(1)
@@ -189,7 +189,7 @@ def test_ctrl_c_in_the_third_block_of_a_table_leaves_no_file_and_a_scorer_that_w
             raise KeyboardInterrupt
         return columns(*args)
 
-    monkeypatch.setattr("ssla.tables.scoring.saved_models.predictive_columns", interrupted)
+    monkeypatch.setattr("ssla.tables.scoring.saved_models.make_predictive_columns", interrupted)
     for name in ("out.csv", "out.parquet"):
         calls.clear()
         with pytest.raises(KeyboardInterrupt):

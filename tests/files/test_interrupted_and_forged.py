@@ -750,7 +750,7 @@ def test_every_forged_value_of_a_plan_with_training_rows_is_refused_or_reads_a_t
             try:
                 plan = Plan.from_json(with_value(content, place, value))
                 encoded = plan.encode(table)
-                list(encoded.filled_copies())
+                list(encoded.make_filled_copies())
             except (TypeError, ValueError):
                 refused += 1
             else:

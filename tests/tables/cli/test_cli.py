@@ -417,7 +417,7 @@ def test_cost_in_seconds_grows_with_the_rows(trained, tmp_path, monkeypatch):
     monkeypatch.setattr(
         "ssla.tables.cli.work.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
     )
-    monkeypatch.setattr("ssla.tables.cli.work.auto_batch_size", lambda rows: 4)
+    monkeypatch.setattr("ssla.tables.cli.work.choose_batch_size", lambda rows: 4)
     for rows in (
         64,
         128,
@@ -430,7 +430,7 @@ def test_cost_in_seconds_grows_with_the_rows(trained, tmp_path, monkeypatch):
 
 
 def test_cost_of_classes_times_rows_of_every_class(tmp_path, monkeypatch):
-    monkeypatch.setattr("ssla.tables.cli.work.auto_batch_size", lambda rows: 2)
+    monkeypatch.setattr("ssla.tables.cli.work.choose_batch_size", lambda rows: 2)
     (tmp_path / "data.csv").write_text(
         "x,y\n" + "".join(f"{i % 7},{'b' if i == 50 else 'a'}\n" for i in range(100))
     )

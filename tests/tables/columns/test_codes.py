@@ -112,7 +112,7 @@ def test_copies_of_rows_have_codes_of_the_training_table():
         city=names, size=rng.normal(size=len(names)).tolist(), old=["", *range(1, len(names))]
     )
     found = plan.encode(table(city=["Rome", "Rome"], size=[1.0, 2.0], old=[3, ""]))
-    copies, shares = np.stack(list(found.filled_copies())), found.copy_weights
+    copies, shares = np.stack(list(found.make_filled_copies())), found.copy_weights
     assert set(copies[..., 0].ravel()) <= set(range(81))
     assert len(set(copies[:, 0, 0])) == len(copies)
     assert np.allclose(shares.sum(0), 1)

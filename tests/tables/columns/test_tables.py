@@ -473,7 +473,7 @@ def test_copies_hold_the_training_distribution_of_what_is_missing():
     cells = table(size=["", 1.0, "", 1.0], city=["B", "Rome", "", "B"], twin=[8.0, 8.0, "", 8.0])
     encoded = plan.encode(cells)
     assert encoded.mixed_rows.tolist() == [True, True, True, False]
-    copies, shares = np.stack(list(encoded.filled_copies())), encoded.copy_weights
+    copies, shares = np.stack(list(encoded.make_filled_copies())), encoded.copy_weights
     assert copies.shape == (DRAWS, 3, 5)
     assert np.allclose(shares.sum(0), 1)
     assert np.array_equal(
@@ -490,9 +490,9 @@ def test_copies_hold_the_training_distribution_of_what_is_missing():
     assert 1.5 < joint[:, 0].std() < 2.5
     assert set(joint[:, 1:4].sum(1)) == {1.0}
     again = Plan.from_json(json.loads(json.dumps(plan.as_json()))).encode(cells)
-    assert np.array_equal(np.stack(list(again.filled_copies())), copies)
+    assert np.array_equal(np.stack(list(again.make_filled_copies())), copies)
     part = encoded[np.array([2, 3])]
-    assert np.array_equal(np.stack(list(part.filled_copies())), copies[:, 2:])
+    assert np.array_equal(np.stack(list(part.make_filled_copies())), copies[:, 2:])
 
 
 def test_rows_without_a_target_are_not_in_the_plan():

@@ -20,13 +20,13 @@ from ssla.tables.columns.kinds import (
     UNIT,
     WAYS,
     _parse_boolean,
+    convert_to_text,
     find_distinct_cells,
     interpret_cells,
     is_missing,
     parse_boolean_word,
     parse_date,
     read_as_kind,
-    text_of_cell,
 )
 from ssla.tables.columns.texts import DifferentError, Texts
 
@@ -83,7 +83,11 @@ def by_cell(name, cells, style):
     chosen = style_by_cell(given, style)
     wrong = sum(chosen.parse(cell) is None for cell in given)
     if wrong > len(given) / 2:
-        return "text", [None if is_missing(cell) else text_of_cell(cell) for cell in cells], Style()
+        return (
+            "text",
+            [None if is_missing(cell) else convert_to_text(cell) for cell in cells],
+            Style(),
+        )
     return (
         ("number", finite(name, floats(cells, chosen.parse)), chosen)
         if not wrong
@@ -125,7 +129,7 @@ def style_by_cell(given, asked):
 
 def later_by_cell(name, cells, kind, style):
     if kind == "text":
-        return [None if is_missing(cell) else text_of_cell(cell) for cell in cells]
+        return [None if is_missing(cell) else convert_to_text(cell) for cell in cells]
     read = {"number": style.parse, "boolean": _parse_boolean, "date": parse_date}[kind]
     found = floats(cells, read)
     if None in found:
@@ -308,11 +312,11 @@ def count(monkeypatch):
     given = []
 
     def counted(*arguments):
-        for part in texts.arrow_columns(*arguments):
+        for part in texts.read_arrow_columns(*arguments):
             given.append(part)
             yield part
 
-    monkeypatch.setattr(reading, "arrow_columns", counted)
+    monkeypatch.setattr(reading, "read_arrow_columns", counted)
     return given
 
 
@@ -331,7 +335,7 @@ def parts_of(path, rows, **marks):
                     part.rows_before,
                     part.may_have_more,
                     part.rows,
-                    {name: part.cells_of(name) for name in part.cells},
+                    {name: part.get_cells(name) for name in part.cells},
                 )
             )
     except TableError as error:
@@ -342,7 +346,7 @@ def parts_of(path, rows, **marks):
 def both(path, monkeypatch, rows=None, **marks):
     found = parts_of(path, rows, **marks)
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "arrow_columns", different)
+        patch.setattr(reading, "read_arrow_columns", different)
         expected = parts_of(path, rows, **marks)
     assert found == expected
     return found
@@ -472,7 +476,7 @@ def test_standard_input_is_read_as_by_csv(rows, seekable, monkeypatch, count):
     contents = (FILES["long"], FILES["long, short row at the end"])
     by_arrow = [found(content) for content in contents]
     assert bool(count) == (seekable or rows is None)
-    monkeypatch.setattr(reading, "arrow_columns", different)
+    monkeypatch.setattr(reading, "read_arrow_columns", different)
     assert by_arrow == [found(content) for content in contents]
 
 
@@ -480,7 +484,7 @@ def test_reading_can_stop_after_a_part(tmp_path, count):
     path = tmp_path / "a.csv"
     path.write_text("n,t\n" + LONG * 50)
     parts = read_parts(path, rows=10)
-    assert next(parts).cells_of("n") == [str(i) for i in range(10)]
+    assert next(parts).get_cells("n") == [str(i) for i in range(10)]
     parts.close()
     assert read_table(path).rows == 20_000
 
@@ -512,8 +516,8 @@ def test_plans_do_not_depend_on_who_reads(tmp_path, monkeypatch, count):
                 [rng.normal(), gap, f"${1000 + i:,}.50", city, flag, f"2024-01-{1 + i % 28:02d}", i]
             )
     found = []
-    for read in (reading.arrow_columns, different):
-        monkeypatch.setattr(reading, "arrow_columns", read)
+    for read in (reading.read_arrow_columns, different):
+        monkeypatch.setattr(reading, "read_arrow_columns", read)
         table = read_table(path)
         plan = make_plan(table, {"y"})
         found.append((plan.as_json(), plan.encode(table)))

@@ -12,7 +12,7 @@ from ssla.files import FileError, read_model, write_model
 from ssla.predictive import mixture
 from ssla.sklearn import SSLAClassifier, SSLARegressor, TableEncoder, load
 from ssla.tables.columns import TableError
-from ssla.tables.columns.frames import table_of
+from ssla.tables.columns.frames import make_table
 from ssla.tables.columns.plan import DRAWS
 from ssla.tables.estimators.saving import KIND
 from ssla.tables.networks.training import Architecture
@@ -188,7 +188,7 @@ def test_a_table_of_numbers_without_gaps_is_fitted_as_before_and_predicts_rows_w
     X = np.column_stack([FRAME["size"], RNG.normal(size=N), np.ones(N)])
     model = SSLARegressor("gaussian", **QUICK).fit(X, Y)
     assert model.ensemble_.architecture == Architecture(3, 1, (12,))
-    assert np.array_equal(model.plan_.encode(table_of(X, ["x0", "x1", "x2"])).values, X)
+    assert np.array_equal(model.plan_.encode(make_table(X, ["x0", "x1", "x2"])).values, X)
     assert np.array_equal(TableEncoder().fit_transform(X), X)
     gap = X[:2].copy()
     gap[0, 0] = np.nan
@@ -251,7 +251,7 @@ def test_free_texts_are_left_out_with_a_warning():
         model = SSLARegressor(**QUICK).fit(frame, Y)
     assert np.array_equal(model.predict(frame), SSLARegressor(**QUICK).fit(FRAME, Y).predict(FRAME))
     with pytest.raises(TableError, match="several columns named 'size'"):
-        table_of(np.ones((2, 2)), ["size", "size"])
+        make_table(np.ones((2, 2)), ["size", "size"])
 
 
 # --- files -----------------------------------------------------------------------------------

@@ -12,8 +12,12 @@ from ssla.curvature.structure import NoFactorError
 from ssla.sklearn import SSLAClassifier, SSLARegressor, load
 from ssla.tables.estimators import estimator
 from ssla.tables.networks import building
-from ssla.tables.networks.pieces import Pieces, piece_counts, quantile_edges
-from ssla.tables.networks.recalibration import choose_spreads, model_shares, stretched_log_densities
+from ssla.tables.networks.pieces import Pieces, count_pieces, find_quantile_edges
+from ssla.tables.networks.recalibration import (
+    choose_spreads,
+    compute_stretched_log_densities,
+    fit_model_shares,
+)
 
 G = torch.Generator().manual_seed(0)
 
@@ -31,7 +35,7 @@ def test_shares_are_the_maximum_of_a_concave_function():
         negative, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-8, "fatol": 1e-10}
     ).x
     expected = torch.softmax(torch.tensor([*best, 0.0], dtype=torch.float64), 0)
-    assert torch.allclose(model_shares(logs, weights, pseudo), expected, atol=1e-5)
+    assert torch.allclose(fit_model_shares(logs, weights, pseudo), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("truth", [0.5, 1.0, 2.0])
@@ -41,7 +45,7 @@ def test_spreads_find_the_scale_of_the_residuals(truth):
         torch.zeros(4000, 2, dtype=torch.float64), torch.zeros(4000, 2, 2, dtype=torch.float64)
     )
     found = choose_spreads(
-        stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y)
+        compute_stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y)
     )[0]
     assert sum(share for _, share in found) == pytest.approx(1.0)
     assert math.sqrt(sum(share * factor**2 for factor, share in found)) == pytest.approx(
@@ -58,13 +62,13 @@ def test_heavy_tails_have_several_spreads_and_few_rows_decide_little():
     )
     found = dict(
         choose_spreads(
-            stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y)
+            compute_stretched_log_densities(marginal, y, torch.zeros_like(y)), torch.ones_like(y)
         )[0]
     )
     assert max(found) >= 3
     few = Marginal(*(part[:2] for part in marginal))
     two = torch.ones(2, dtype=torch.float64)
-    little = choose_spreads(stretched_log_densities(few, 10 * two, 0 * two), two)[0]
+    little = choose_spreads(compute_stretched_log_densities(few, 10 * two, 0 * two), two)[0]
     assert sum(share for factor, share in little if factor <= 2.5) > 0.75
 
 
@@ -76,7 +80,7 @@ def test_disagreement_of_the_members_is_not_counted_twice():
     f[:, 1] = math.log(2.0)
     marginal = Marginal(f, torch.zeros(4000, 2, 2, dtype=torch.float64))
     found = choose_spreads(
-        stretched_log_densities(marginal, y, torch.ones_like(y)), torch.ones_like(y)
+        compute_stretched_log_densities(marginal, y, torch.ones_like(y)), torch.ones_like(y)
     )[0]
     assert sum(share * factor**2 for factor, share in found) * 2 == pytest.approx(1.0, rel=0.1)
 
@@ -86,9 +90,9 @@ def test_disagreement_removes_half_of_a_squared_residual_at_most():
         torch.zeros(2, 2, dtype=torch.float64), torch.zeros(2, 2, 2, dtype=torch.float64)
     )
     y = torch.tensor([1.0, -2.0], dtype=torch.float64)
-    most = stretched_log_densities(marginal, y, torch.full_like(y, 9.0))
+    most = compute_stretched_log_densities(marginal, y, torch.full_like(y, 9.0))
     assert torch.allclose(
-        most, stretched_log_densities(marginal, y * math.sqrt(0.5), torch.zeros_like(y))
+        most, compute_stretched_log_densities(marginal, y * math.sqrt(0.5), torch.zeros_like(y))
     )
 
 
@@ -96,9 +100,9 @@ def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
     x = torch.stack(
         [torch.arange(101.0, dtype=torch.float64), torch.arange(101.0, dtype=torch.float64) % 2], 1
     )
-    edges = quantile_edges(x, torch.ones(101, dtype=torch.float64), 4)
-    assert piece_counts(edges) == (4, 0)
-    module = Pieces(piece_counts(edges)).double()
+    edges = find_quantile_edges(x, torch.ones(101, dtype=torch.float64), 4)
+    assert count_pieces(edges) == (4, 0)
+    module = Pieces(count_pieces(edges)).double()
     module.set_edges(edges)
     new = torch.tensor([[50.0, 1.0], [-25.0, 0.0], [150.0, 0.0]], dtype=torch.float64)
     expected = [[50, 1, 1, 1, 0, 0], [-25, 0, -1, 0, 0, 0], [150, 0, 1, 1, 1, 3]]
@@ -108,18 +112,18 @@ def test_pieces_are_progress_through_quantiles_and_go_on_beyond_them():
     assert all(
         torch.equal(a, b)
         for a, b in zip(
-            quantile_edges(twice, torch.ones(131, dtype=torch.float64), 4),
-            quantile_edges(x, weights, 4),
+            find_quantile_edges(twice, torch.ones(131, dtype=torch.float64), 4),
+            find_quantile_edges(x, weights, 4),
             strict=True,
         )
     )
 
 
 def test_auto_rules():
-    members = estimator.auto_member_count.__wrapped__
+    members = estimator.choose_member_count.__wrapped__
     assert [members(rows) for rows in (100, 301, 10**5, 10**6)] == [10, 5, 5, 2]
-    assert [estimator.auto_epoch_count(rows) for rows in (100, 10**5, 10**6)] == [200, 40, 8]
-    assert [estimator.auto_batch_size(rows) for rows in (100, 1600, 10**5, 10**7)] == [
+    assert [estimator.choose_epoch_count(rows) for rows in (100, 10**5, 10**6)] == [200, 40, 8]
+    assert [estimator.choose_batch_size(rows) for rows in (100, 1600, 10**5, 10**7)] == [
         16,
         100,
         390,

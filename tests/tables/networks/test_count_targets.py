@@ -59,7 +59,7 @@ def test_probabilities_of_whole_numbers_add_up_to_one(scale):
     y = torch.arange(400, dtype=F64)
     for row in f:
         many = row.expand(len(y), 1)
-        logs = whole_numbers.rounded_log_probs(L.Gaussian(noise=0.8), many, UNIT, scale, y)
+        logs = whole_numbers.compute_rounded_log_probs(L.Gaussian(noise=0.8), many, UNIT, scale, y)
         assert float(logs.exp().sum()) == pytest.approx(1, abs=1e-9)
         if scale is None:
             law = stats.norm(2 + 1.5 * float(row), 1.5 * 0.8)
@@ -69,7 +69,7 @@ def test_probabilities_of_whole_numbers_add_up_to_one(scale):
 
 def test_moments_are_on_the_scale_of_the_target():
     f = torch.tensor([[0.3, -0.5], [-1.0, 1.0]], dtype=F64)
-    mean, sd = whole_numbers.gaussian_moments(L.HeteroscedasticGaussian(), f, UNIT)
+    mean, sd = whole_numbers.compute_gaussian_moments(L.HeteroscedasticGaussian(), f, UNIT)
     assert np.allclose(mean, 2 + 1.5 * f[:, 0])
     assert np.allclose(sd, 1.5 * np.exp(f[:, 1].numpy() / 2))
 

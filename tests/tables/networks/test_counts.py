@@ -99,7 +99,7 @@ def test_probabilities_and_dispersion_are_those_by_hand(likelihood):
     errors, means = 0.0, 0.0
     for m, held in enumerate(ensemble.held):
         f, own = ensemble.modules[m](z[held]).detach().numpy(), y[held.numpy()]
-        found = counts.count_log_probs(ensemble, m, x[held], target[held]).numpy()
+        found = counts.compute_count_log_probs(ensemble, m, x[held], target[held]).numpy()
         if likelihood == "poisson":
             assert np.allclose(
                 found, stats.poisson.logpmf(own, np.exp(f[:, 0])), rtol=0, atol=1e-10
@@ -141,7 +141,9 @@ def test_tails_keep_their_digits():
     f = ensemble.modules[0](ensemble.inputs(x)).detach().numpy()
     t = ((99.5 - y.mean()) / y.std() - f[:, 0]) / np.exp(f[:, 1] / 2)
     assert (t > 10).all()
-    assert np.allclose(counts.count_log_probs(ensemble, 0, x, far), stats.norm.logsf(t), rtol=1e-3)
+    assert np.allclose(
+        counts.compute_count_log_probs(ensemble, 0, x, far), stats.norm.logsf(t), rtol=1e-3
+    )
 
 
 def test_gains_are_weighted_means_over_the_rows_that_a_member_held_out(monkeypatch):
@@ -158,7 +160,8 @@ def test_gains_are_weighted_means_over_the_rows_that_a_member_held_out(monkeypat
     found = counts.compute_member_gains(numbers, own, x, target, weights)
     rows = some[numbers.held[2]]
     logs = [
-        counts.count_log_probs(ensemble, 2, x[rows], target[rows]) for ensemble in (own, numbers)
+        counts.compute_count_log_probs(ensemble, 2, x[rows], target[rows])
+        for ensemble in (own, numbers)
     ]
     assert torch.isclose(
         found[2], (weights[rows] * (logs[0] - logs[1])).sum() / weights[rows].sum()

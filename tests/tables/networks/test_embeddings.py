@@ -18,7 +18,7 @@ from ssla.tables.networks import training
 from ssla.tables.networks.embeddings import (
     Embeddings,
     check_codes,
-    embedding_dimensions,
+    choose_embedding_dimensions,
     without_codes,
 )
 from ssla.tables.networks.scaling import fit_scaling
@@ -145,7 +145,7 @@ def test_codes_are_not_standardised_and_have_no_pieces():
 
 
 def test_more_levels_have_more_dimensions():
-    assert embedding_dimensions((0, 1, 300, 10**6)) == (0, 2, 5, 33)
+    assert choose_embedding_dimensions((0, 1, 300, 10**6)) == (0, 2, 5, 33)
 
 
 # --- estimators
@@ -216,7 +216,7 @@ def test_unknown_shops_are_mixed_over_training_shops_and_rare_ones_share_code_0(
         "shop: unknown category 'new'",
         "shop: missing",
     ]
-    copies = np.stack(list(encoded.filled_copies()))
+    copies = np.stack(list(encoded.make_filled_copies()))
     assert np.array_equal(copies[..., 1], copies[..., 1].round())
     assert (copies[..., 1] > 0).any()
     p = model.predict_dist(new)

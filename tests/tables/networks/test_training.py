@@ -9,7 +9,7 @@ from ssla.likelihoods import HeteroscedasticGaussian
 from ssla.predictive.positive import Positive
 from ssla.tables.networks import target_scales, training
 from ssla.tables.networks.ensemble import choose_scale
-from ssla.tables.networks.pieces import piece_counts, quantile_edges
+from ssla.tables.networks.pieces import count_pieces, find_quantile_edges
 from ssla.tables.networks.training import Architecture, Rows, Schedule, train_networks
 from ssla.tables.networks.training_data import TrainingData
 
@@ -37,12 +37,12 @@ def test_members_with_targets_of_their_own_are_those_of_the_same_targets():
 
 
 def test_pieces_are_the_same_once_and_in_every_epoch(monkeypatch):
-    edges = quantile_edges(X, ONES)
+    edges = find_quantile_edges(X, ONES)
     rows = Rows(X, Y, ONES, HELD, edges)
 
     def losses():
         return train_networks(
-            Architecture(2, 2, (8,), "relu", piece_counts(edges)),
+            Architecture(2, 2, (8,), "relu", count_pieces(edges)),
             HeteroscedasticGaussian(),
             rows,
             Schedule(5, 16),
@@ -56,8 +56,8 @@ def test_pieces_are_the_same_once_and_in_every_epoch(monkeypatch):
 
 def test_the_scales_of_inputs_become_part_of_the_first_layer():
     """The modules predict held-out rows as well as the losses of the training say."""
-    edges = quantile_edges(X, ONES)
-    architecture = Architecture(2, 2, (8,), "relu", piece_counts(edges))
+    edges = find_quantile_edges(X, ONES)
+    architecture = Architecture(2, 2, (8,), "relu", count_pieces(edges))
     found = train_networks(
         architecture,
         HeteroscedasticGaussian(),

@@ -264,6 +264,7 @@ def report(
 
         print_values(describe_model(model), as_json, "model")
         return
+
     from ssla.tables.cli.report_command import write_page
     from ssla.tables.cli.work import NumberFormat
 

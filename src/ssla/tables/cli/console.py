@@ -67,11 +67,13 @@ def report_errors(command: Command) -> Command:
 def print_values(values: dict[str, Any], as_json: bool, title: str = "") -> None:
     """Print values by their names, as a table with two columns or as one JSON object.
 
-    title: the line above the table; empty: no title. JSON has none.
+    values: a dictionary in it is written in one cell.  as_json: whether JSON is printed.  title:
+    the line above the table; empty: no title. JSON has none.
     """
     if as_json:
         _print_json(values)
         return
+
     table = Table(title=title or None, show_header=False, box=None, title_justify="left")
     for name, value in values.items():
         if isinstance(value, dict):
@@ -81,6 +83,7 @@ def print_values(values: dict[str, Any], as_json: bool, title: str = "") -> None
             text = _format_value(value)
         # As Text, so that brackets in it are not read as markup.
         table.add_row(Text(name.replace("_", " ")), Text(text))
+
     out.print(table)
 
 
@@ -107,12 +110,13 @@ def _format_value(value: Any) -> str:
 def show_progress(total: int, label: str, quiet: bool) -> Iterator[Callable[[int], None]]:
     """Show a progress bar on stderr during the block, and yield the function that moves it.
 
-    That function takes the number of finished steps, of which there are `total`. label: the text
-    before the bar. quiet: whether there is no bar; the function does nothing then.
+    That function takes the number of finished steps, of which there are `total`.  label: the text
+    before the bar.  quiet: whether there is no bar; the function does nothing then.
     """
     if quiet:
         yield lambda done: None
         return
+
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

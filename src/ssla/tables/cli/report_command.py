@@ -15,7 +15,7 @@ from ssla.tables.cli.work import NumberFormat
 from ssla.tables.columns import Table, TableError
 from ssla.tables.estimators.training_table import TrainingTable
 from ssla.tables.report import build_page
-from ssla.tables.report.table_models import describe_columns, table_subject
+from ssla.tables.report.table_models import describe_columns, make_table_subject
 from ssla.tables.scoring.saved_models import open_trained
 
 
@@ -24,9 +24,11 @@ def write_page(
 ) -> dict[str, Any]:
     """Write the page of a model on the rows of a table, and return a summary for the console.
 
-    model: a directory of `ssla train`. data: the table, with its target. output: the page. Raises
-    ValueError for standard input and for another file than HTML, and TableError if no row has a
-    target that the model knows.
+    Raises ValueError for standard input and for another file than HTML, and TableError if no row
+    has a target that can be scored.
+
+    model: a directory of `ssla train`.  data: the table, with its target.  output: the page.
+    number_format: how numbers are written in the table.
     """
     if output.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"The page must be an .html file, but --output is {output}.")
@@ -34,12 +36,14 @@ def write_page(
         raise ValueError(
             "A report names its table and its SHA-256, so it needs a file, not standard input."
         )
+
     check_writable(output)
+
     opened, training = open_trained(model)
     estimator = opened.estimator
     table = number_format.read_table(data, training)
     y, rows, remarks = _select_rows(estimator, training, table)
-    subject = table_subject(estimator, table, y, training.target, rows, remarks=remarks)
+    subject = make_table_subject(estimator, table, y, training.target, rows, remarks=remarks)
     files = [file for file in sorted(model.iterdir()) if file.is_file()]
     subject = replace(
         subject,
@@ -61,27 +65,32 @@ def write_page(
 def _select_rows(
     estimator: Any, training: TrainingTable, table: Table
 ) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return the targets (m,) and the positions in the table (m,) of the m rows that can be scored,
-    and sentences on the rows that are left out.
+    """Select the m rows of the table that can be scored.
 
-    The targets of classes are codes. Rows without a target, or with a label that was not in the
-    training table, are left out. Raises TableError if no row has a label of the training table.
+    Returns their targets (m,), their positions in the table (m,), and sentences on the rows that
+    are left out. The targets of classes are codes. Rows without a target, or with a label that was
+    not in the training table, are left out. Raises TableError if no row has a target, or if no
+    label is of the training table.
+
+    training: what `ssla train` stored beside the estimator.
     """
     classes = getattr(estimator, "classes_", None)
     y, has_target = training.read_targets(table, classes)
     rows = has_target.nonzero()[0]
     remarks: list[str] = []
+
     if classes is not None:
-        known = np.isin(y, classes)  # which of the rows with a target
-        if not known.any():
+        is_known = np.isin(y, classes)  # which of the rows with a target
+        if not is_known.any():
             raise TableError("None of the labels in the target occurs in the training table.")
-        if not known.all():
+        if not is_known.all():
             remarks.append(
                 "Left out: rows with a label that is not in the training table "
-                f"({int((~known).sum()):,})."
+                f"({int((~is_known).sum()):,})."
             )
-        rows = rows[known]
-        y = np.searchsorted(classes, y[known])  # labels are sorted, as in scikit-learn
+        rows = rows[is_known]
+        y = np.searchsorted(classes, y[is_known])  # labels are sorted, as in scikit-learn
+
     if not has_target.all():
         remarks.append(f"Left out: rows without a target ({int((~has_target).sum()):,}).")
     return y, rows, remarks

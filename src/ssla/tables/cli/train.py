@@ -12,7 +12,7 @@ import ssla
 from ssla._checks import check_name, warn
 from ssla.tables.columns import Encoded, Plan, Table, TableError, Target, read_target
 from ssla.tables.estimators import SSLAClassifier, SSLARegressor, TableEncoder
-from ssla.tables.networks.embeddings import embedding_dimensions
+from ssla.tables.networks.embeddings import choose_embedding_dimensions
 from ssla.tables.networks.ensemble import CLASSES
 from ssla.tables.networks.training import Architecture
 
@@ -35,44 +35,44 @@ LARGEST_TRIED = (100, 100)  # hidden layers, by --tune-trials
 class Request:
     """The options of `ssla train`."""
 
-    data: Path
-    target: str
-    output: Path
-    drop: tuple[str, ...] = ()
-    likelihood: str = "auto"
-    members: int | str = "auto"
+    data: Path  # the table
+    target: str  # the name of its target column
+    output: Path  # the directory of the model
+    drop: tuple[str, ...] = ()  # names of columns that are left out
+    likelihood: str = "auto"  # one of LIKELIHOODS
+    members: int | str = "auto"  # number of networks
     max_epochs: int = 200
-    test_fraction: float = 0.1
-    conformal: bool = False
-    tune_trials: int = 0
+    test_fraction: float = 0.1  # the share of the rows that is held out for the scores
+    conformal: bool = False  # whether intervals are corrected on held-out rows
+    tune_trials: int = 0  # number of settings that Optuna tries
     seed: int = 0
-    decimal: str | None = None  # None: detected for each column
-    thousands: str | None = None
+    decimal: str | None = None  # the decimal mark; None: detected for each column
+    thousands: str | None = None  # the thousands mark; None: detected for each column
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A training table in the form that the estimators read."""
 
-    rows: Encoded  # those with a target
-    target: Target
-    likelihood: str
+    rows: Encoded  # the n rows with a target
+    target: Target  # that of these rows
+    likelihood: str  # that of the request, or "classes"
     missing: dict[str, int]  # cells of the whole table, by column
     read_as: dict[str, str]  # how columns were interpreted, if that is not obvious
 
     @property
     def plan(self) -> Plan:
-        """Return the plan of the encoded rows."""
+        """The plan of the encoded rows."""
         return self.rows.plan
 
     @property
     def y(self) -> np.ndarray:
-        """Return the targets (n,) of the rows; codes for classes."""
+        """The targets (n,) of the rows: numbers, or labels."""
         return self.target.y
 
     @property
     def classes(self) -> int:
-        """Return the number of classes; 0 for numbers."""
+        """The number of classes; 0 for numbers."""
         return len(set(self.y.tolist())) if self.target.classes else 0
 
 
@@ -84,11 +84,13 @@ def prepare_table(table: Table, request: Request) -> Prepared:
     """
     check_name("likelihood", request.likelihood, LIKELIHOODS)
     for name in request.drop:
-        table.cells_of(name)  # its error names the most similar column
+        table.get_cells(name)  # its error names the most similar column
+
     # With "auto", the column decides whether the target is a class.
     as_classes = None if request.likelihood == "auto" else request.likelihood == CLASSES
     target = read_target(table, request.target, as_classes)
     _check_target(table, target, request)
+
     encoder = TableEncoder(drop=(request.target, *request.drop), codes=True)
     rows = encoder.fit(table, rows=target.given).encode(table)
     read_as = dict(rows.plan.interpretation)
@@ -102,6 +104,8 @@ def _check_target(table: Table, target: Target, request: Request) -> None:
     """Raise TableError for a target with fewer than FEWEST_ROWS rows, or with constant numbers.
 
     Warns of numbers that are only 0 and 1, because they may be classes.
+
+    table: named in errors.  request: has the name of the target and the likelihood.
     """
     if len(target.y) < FEWEST_ROWS:
         raise TableError(
@@ -120,44 +124,46 @@ def _check_target(table: Table, target: Target, request: Request) -> None:
         )
 
 
-def check_memory(ready: Prepared, hidden: tuple[int, ...]) -> None:
+def check_memory(prepared: Prepared, hidden: tuple[int, ...]) -> None:
     """Raise TableError if the curvature of the last layer does not fit into the memory budget.
 
-    That happens with very many classes, and is found here before the training. hidden: the widths
+    That happens with very many classes, and is found here before the training.  hidden: the widths
     of the hidden layers.
     """
-    module = table_architecture(ready, hidden).build()
-    cost = ssla.estimate_cost(module, len(ready.y), structure="dense")
+    module = make_table_architecture(prepared, hidden).build()
+    cost = ssla.estimate_cost(module, len(prepared.y), structure="dense")
     if not cost.fits:
         raise TableError(
-            f"The target has {ready.classes or 1:,} classes. Their curvature needs "
+            f"The target has {prepared.classes or 1:,} classes. Their curvature needs "
             f"{cost.statistics / 2**30:.3g} GiB, more than the {cost.budget / 2**30:.3g} GiB that "
             "this command uses. Group the rare classes, or leave out their rows."
         )
 
 
-def table_architecture(ready: Prepared, hidden: tuple[int, ...]) -> Architecture:
+def make_table_architecture(prepared: Prepared, hidden: tuple[int, ...]) -> Architecture:
     """Return the architecture of a network for the columns and the target of a table.
 
     hidden: the widths of the hidden layers. Inputs are not expanded into linear pieces, as the
     estimators may do.
     """
-    levels = ready.plan.level_counts
+    levels = prepared.plan.level_counts
     return Architecture(
-        ready.plan.width,
-        ready.classes or 1,
+        prepared.plan.width,
+        prepared.classes or 1,
         hidden,
         levels=levels,
-        dimensions=embedding_dimensions(levels),
+        dimensions=choose_embedding_dimensions(levels),
     )
 
 
 def split_rows(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.ndarray, np.ndarray]:
     """Return the positions of the rows for the training, and of those for the scores.
 
-    y (n,): the targets, by which rows of classes are stratified. The request has the fraction of
-    rows for the scores, and the seed. There are no rows for the scores if they would be fewer than
-    SMALLEST_TEST. Raises ValueError for a fraction that is not in [0, 1).
+    There are no rows for the scores if they would be fewer than SMALLEST_TEST. Raises ValueError
+    for a fraction that is not in [0, 1).
+
+    y (n,): the targets, by which rows of classes are stratified.  likelihood: its name.  request:
+    has the fraction of rows for the scores, and the seed.
     """
     if not 0 <= request.test_fraction < 1:
         raise ValueError(
@@ -173,20 +179,26 @@ def split_rows(y: np.ndarray, likelihood: str, request: Request) -> tuple[np.nda
 def shuffle_rows(y: np.ndarray, likelihood: str, seed: int) -> tuple[np.ndarray, int]:
     """Return a random order of the rows (n,), and how many of the first may be held out.
 
-    y (n,): the targets. For classes the order is stratified: row r = 0, 1, … of the k rows of a
-    class is at (r + ½)/k of the order. The last row of every class comes after all others and may
-    not be held out, so that every class is trained.
+    For classes the order is stratified: row r = 0, 1, … of the k rows of a class is at (r + ½)/k of
+    the order. The last row of every class comes after all others and may not be held out, so that
+    every class is trained.
+
+    y (n,): the targets.  likelihood: its name; the order is stratified for "classes".  seed: draws
+    the order.
     """
     order = np.random.default_rng(seed).permutation(len(y))
     if likelihood != CLASSES:
         return order, len(y)
+
     _, codes, sizes = np.unique(y[order], return_inverse=True, return_counts=True)
     by_class = np.argsort(codes, kind="stable")
+
     # The rank of each row among those of its class, from 0. The rows of a class are together in
     # `by_class`, from the position first_of_class on.
     first_of_class = np.cumsum(sizes) - sizes
     rank = np.empty(len(y), dtype=int)
     rank[by_class] = np.arange(len(y)) - np.repeat(first_of_class, sizes)
+
     # The last row of a class gets the position 1, after all others.
     position = np.where(rank == sizes[codes] - 1, 1.0, (rank + 0.5) / sizes[codes])
     return order[np.argsort(position, kind="stable")], len(y) - len(sizes)
@@ -208,12 +220,12 @@ def make_estimator(request: Request, likelihood: str, options: dict[str, Any]) -
         if request.conformal:
             raise ValueError("--conformal corrects intervals of numbers; omit it for classes.")
         return SSLAClassifier(**shared)
+
     return SSLARegressor(likelihood, conformal=request.conformal, **shared)
 
 
 def without_mixtures(rows: Encoded) -> Encoded:
-    """Return the rows with their gaps as known values, so that no prediction is a mixture over
-    them.
+    """Return the rows with their gaps as known values, so that no prediction is a mixture.
 
     Training rows, the calibration rows of --conformal among them, and rows that score a trial are
     read in this way. A mixture is over 16 copies of a row (`columns.plan.DRAWS`), so predictions
@@ -223,8 +235,10 @@ def without_mixtures(rows: Encoded) -> Encoded:
 
 
 def summarise_rows(estimator: Any) -> dict[str, Any]:
-    """Return the numbers of training and of calibration rows of a fitted estimator, and whether it
-    has conformal intervals, by their names in the summary.
+    """Return how many rows a fitted estimator was trained and calibrated on.
+
+    Also returns whether it has conformal intervals. The keys are the names in the summary of the
+    command.
     """
     conformal = getattr(estimator, "conformal_", None)
     return {
@@ -234,6 +248,6 @@ def summarise_rows(estimator: Any) -> dict[str, Any]:
     }
 
 
-def one_network_request(request: Request) -> Request:
+def make_one_network_request(request: Request) -> Request:
     """Return the request for a trial: the same, with one network and no conformal intervals."""
     return replace(request, members=1, conformal=False)

@@ -24,16 +24,16 @@ from ssla.tables.cli.train import (
     Request,
     check_memory,
     make_estimator,
+    make_table_architecture,
     prepare_table,
     shuffle_rows,
     split_rows,
     summarise_rows,
-    table_architecture,
     without_mixtures,
 )
 from ssla.tables.columns import Table, open_table, read_parts, read_table
 from ssla.tables.columns.writing import check_output
-from ssla.tables.estimators.estimator import auto_batch_size
+from ssla.tables.estimators.estimator import choose_batch_size
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.saving import save
 from ssla.tables.estimators.training_table import TrainingTable
@@ -81,14 +81,15 @@ class NumberFormat:
     def read_blocks(self, data: Path, training: TrainingTable, only: set[str]) -> Iterator[Table]:
         """Return an iterator over the table of a file, in blocks of BLOCK rows.
 
-        training: what the training command stored. only: the names of the columns that are needed.
+        training: what the training command stored.  only: the names of the columns that are needed.
         Raises TableError if the file cannot be read.
         """
         return read_parts(data, *self._choose_marks(training), BLOCK, only)
 
     def _choose_marks(self, training: TrainingTable | None) -> tuple[str | None, str | None]:
-        """Return the decimal and the thousands mark; if both are None, they are detected for each
-        column.
+        """Return the decimal and the thousands mark for a table.
+
+        If both are None, they are detected for each column.  training: as in `read_table`.
         """
         if self.decimal is None and self.thousands is None and training is not None:
             return training.decimal, training.thousands
@@ -101,54 +102,72 @@ AS_AT_TRAINING = NumberFormat()
 def train_file(request: Request, quiet: bool) -> dict[str, Any]:
     """Train on a table and save the model, and return the summary for the console.
 
-    The model is written at the end, so nothing is written after an error. quiet: whether there is
-    no progress bar. Raises ValueError or TableError for options or a table that cannot be used, and
-    OSError if the output cannot be written.
+    The model is written at the end, so nothing is written after an error. Raises ValueError or
+    TableError for options or a table that cannot be used, and OSError if the output cannot be
+    written.
+
+    quiet: whether there is no progress bar.
     """
     started = time.perf_counter()
+
     # Errors of the output, the table and the memory are raised before the training.
     check_target(request.output)
     check_writable(request.output)
     table = read_table(request.data, request.decimal, request.thousands)
-    ready = prepare_table(table, request)
-    train, test = split_rows(ready.y, ready.likelihood, request)
-    rows = without_mixtures(ready.rows[train])
-    y = ready.y[train]
-    check_memory(ready, LARGEST_TRIED if request.tune_trials else Settings().hidden)
+    prepared = prepare_table(table, request)
+    train, test = split_rows(prepared.y, prepared.likelihood, request)
+    rows = without_mixtures(prepared.rows[train])
+    y = prepared.y[train]
+    check_memory(prepared, LARGEST_TRIED if request.tune_trials else Settings().hidden)
+
     options: dict[str, Any] = {}
     tuned: dict[str, Any] = {}
     if request.tune_trials:
-        options, study = search_options(request, rows, y, ready.likelihood, quiet)
+        options, study = search_options(request, rows, y, prepared.likelihood, quiet)
         tuned = {"tuned": options, "study": study}
-    estimator = make_estimator(request, ready.likelihood, options)
+
+    estimator = make_estimator(request, prepared.likelihood, options)
     with show_progress(request.max_epochs, "training", quiet) as advance:
         estimator.fit(rows, y, on_epoch=advance)
-    facts = {
-        "rows": table.rows,
-        **summarise_rows(estimator),
-        "rows_test": len(test),
-        "rows_without_target": int((~ready.target.given).sum()),
-        "columns": len(ready.plan.features),
-        "inputs": ready.plan.width,
-        "left_out": ready.plan.left_out,
-        "read_as": ready.read_as,
-        "missing": ready.missing,
-        "likelihood": estimator.ensemble_.settings.likelihood,
-        "members": request.members,
-        "epochs": estimator.n_iter_,
-        "scores": estimator.evaluate(ready.rows[test], ready.y[test]) if len(test) else {},
-        **tuned,
-    }
+
+    facts = _collect_training_facts(estimator, table, prepared, request, test) | tuned
     if request.members == 1 and facts["rows_trained"] < SMALL_TABLE:
         facts["caution"] = CAUTION
     training = TrainingTable(
-        request.target, ready.target.style, request.decimal, request.thousands, facts
+        request.target, prepared.target.style, request.decimal, request.thousands, facts
     )
     save(estimator, request.output, training)
     return {
         "model": str(request.output),
         **facts,
         "seconds": round(time.perf_counter() - started, 2),
+    }
+
+
+def _collect_training_facts(
+    estimator: Any, table: Table, prepared: Prepared, request: Request, test: np.ndarray
+) -> dict[str, Any]:
+    """Return what is stored beside a trained estimator, by the names in the summary.
+
+    These are numbers of rows and columns, what was done with the columns, and the scores.
+
+    table, prepared: the whole table, and its rows with a target.  test (m,): the positions of the
+    m rows for the scores, among those with a target; without any there are no scores.
+    """
+    return {
+        "rows": table.rows,
+        **summarise_rows(estimator),
+        "rows_test": len(test),
+        "rows_without_target": int((~prepared.target.given).sum()),
+        "columns": len(prepared.plan.features),
+        "inputs": prepared.plan.width,
+        "left_out": prepared.plan.left_out,
+        "read_as": prepared.read_as,
+        "missing": prepared.missing,
+        "likelihood": estimator.ensemble_.settings.likelihood,
+        "members": request.members,
+        "epochs": estimator.n_iter_,
+        "scores": estimator.evaluate(prepared.rows[test], prepared.y[test]) if len(test) else {},
     }
 
 
@@ -163,10 +182,12 @@ def predict_file(
 ) -> dict[str, Any]:
     """Read, predict and write a table in blocks of rows, and return a summary for the console.
 
-    Memory does not grow with the file. levels: probabilities of the intervals or sets. refit: the
-    name of a refit; empty: that of the model. keep: columns that are copied to the output. Raises
-    ValueError, TableError or FileError for options, a table or a model that cannot be used; no
-    output is left then.
+    Memory does not grow with the file. Raises ValueError, TableError or FileError for options, a
+    table or a model that cannot be used; no output is left then.
+
+    model: a directory of `ssla train`.  data, output: the tables.  levels: probabilities of the
+    intervals or sets.  refit: the name of a refit; empty: that of the model.  keep: columns that
+    are copied to the output.  number_format: how numbers are written in the table.
     """
     check_output(output)
     check_writable(output)
@@ -175,6 +196,7 @@ def predict_file(
     with sum_warnings():
         tables = number_format.read_blocks(data, training, {*opened.inputs, *keep})
         counts = _write_predictions(opened, tables, output, levels, keep)
+
     classes = getattr(opened.estimator, "classes_", None)
     separator = {}
     if classes is not None:
@@ -187,7 +209,7 @@ def predict_file(
         **separator,
         "missing": dict(counts.missing),
         "unknown_categories": dict(counts.unknown),
-        **_gap_counts(counts),
+        **_summarise_gaps(counts),
         "rows_flagged": counts.rows_flagged,
     }
 
@@ -201,14 +223,15 @@ def _write_predictions(
 ) -> Counts:
     """Write the kept columns and the predictions of all rows to one output, a table at a time.
 
-    Returns the counts of what was unusual in all rows. tables: blocks of rows, at least one.
-    levels, keep: as in `predict_file`. After an error no output is left.
+    Returns the counts of what was unusual in all rows. After an error no output is left.
+
+    opened: the model.  tables: blocks of rows, at least one.  levels, keep: as in `predict_file`.
     """
     counts = Counts()
     output_names: dict[str, str] = {}
     with contextlib.ExitStack() as stack:
         for table in tables:
-            kept = {name: table.cells_of(name) for name in keep}
+            kept = {name: table.get_cells(name) for name in keep}
             columns, block_counts = opened.predict_table(table, levels)
             # The first block decides the names of the columns, so the output is opened here.
             if not counts.rows:
@@ -225,8 +248,9 @@ def _write_predictions(
             }
             append_rows(kept_columns | columns)
             counts.add_counts(block_counts)
-            # The memory of this block is not needed while the next one is read.
+            # The memory of this block is not needed while the next block is read.
             del table, kept, kept_columns, columns
+
     return counts
 
 
@@ -240,9 +264,10 @@ def _open_with_refit(model: Path, refit: str) -> tuple[TableModel, TrainingTable
     return (opened.with_refit(refit) if refit else opened), training
 
 
-def _gap_counts(counts: Counts) -> dict[str, int]:
-    """Return how many rows have a missing or unknown input, and how many of these are predicted by
-    a mixture, by their names in the summary.
+def _summarise_gaps(counts: Counts) -> dict[str, int]:
+    """Return how many rows have a missing or unknown input, and how many of these are mixtures.
+
+    The keys are the names in the summary. A mixture is over training values in place of the input.
     """
     return {"rows_with_unknown_inputs": counts.rows_noted, "rows_mixed": counts.rows_mixed}
 
@@ -285,8 +310,10 @@ def evaluate_file(
 ) -> dict[str, Any]:
     """Return the scores of a model on the rows of a table that have a target, with their counts.
 
-    refit: the name of a refit; empty: that of the model. Raises TableError or FileError for a table
-    or a model that cannot be used.
+    Raises TableError or FileError for a table or a model that cannot be used.
+
+    model: a directory of `ssla train`.  data: the table.  refit: the name of a refit; empty: that
+    of the model.  number_format: how numbers are written in the table.
     """
     opened, training = _open_with_refit(model, refit)
     table = number_format.read_table(data, training)
@@ -296,7 +323,7 @@ def evaluate_file(
         "rows": len(y),
         **opened.estimator.evaluate(rows, y),
         "unknown_categories": rows.unknown,
-        **_gap_counts(count_unusual_rows(rows)),
+        **_summarise_gaps(count_unusual_rows(rows)),
     }
 
 
@@ -308,6 +335,9 @@ def compare_priors(
     The table compares weaker and stronger priors of the member's posterior with the largest weight.
     Warns of rows with missing or unknown inputs. Raises TableError or FileError for a table or a
     model that cannot be used.
+
+    model: a directory of `ssla train`.  data: the table, which needs no target.  number_format: how
+    numbers are written in it.
     """
     opened, training = open_trained(model)
     rows = opened.estimator.encode(number_format.read_table(data, training))
@@ -321,11 +351,10 @@ def compare_priors(
 
 
 def describe_model(model: Path) -> dict[str, Any]:
-    """Return settings, training data and scores of a saved estimator, and the report of its first
-    posterior, by their names on the console.
+    """Return settings, training data and scores of a saved estimator, by their printed names.
 
-    Facts of the training command are missing if the estimator was saved from Python. Raises
-    FileError if the file is not an estimator.
+    The report of its first posterior is among them. Facts of the training command are missing if
+    the estimator was saved from Python. Raises FileError if the file is not an estimator.
     """
     estimator, training = load_trained(model)
     facts = ({} if training is None else dict(training.facts)) | summarise_rows(estimator)
@@ -355,51 +384,60 @@ def estimate_file_cost(
     """Return memory and time of a training on a table with the default settings.
 
     The time is that of a short training, scaled up; it is missing if the memory is above its
-    budget. drop: columns that are left out. weights, structure: as in `ssla.fit`. Raises TableError
-    for a table that cannot be used.
+    budget. Raises TableError for a table that cannot be used.
+
+    data: the table.  target: the name of its target column.  drop: columns that are left out.
+    weights, structure: as in `ssla.fit`.  number_format: how numbers are written in the table.
     """
     table = number_format.read_table(data)
-    ready = prepare_table(table, Request(data, target, Path(), drop))
-    module = table_architecture(ready, Settings().hidden).build()
-    cost = ssla.estimate_cost(module, len(ready.y), weights=weights, structure=structure)
+    prepared = prepare_table(table, Request(data, target, Path(), drop))
+    module = make_table_architecture(prepared, Settings().hidden).build()
+    cost = ssla.estimate_cost(module, len(prepared.y), weights=weights, structure=structure)
     facts: dict[str, Any] = {
-        "rows": len(ready.y),
-        "inputs": ready.plan.width,
-        "left_out": ready.plan.left_out,
-        "read_as": ready.read_as,
+        "rows": len(prepared.y),
+        "inputs": prepared.plan.width,
+        "left_out": prepared.plan.left_out,
+        "read_as": prepared.read_as,
         "cost": f"\n{cost}",
     }
     if not cost.fits:
         return facts
-    return facts | _measure_seconds(ready, weights, structure)
+    return facts | _measure_seconds(prepared, weights, structure)
 
 
-def _measure_seconds(ready: Prepared, weights: str, structure: str) -> dict[str, Any]:
-    """Return an estimate of the seconds of `ssla train` with its defaults, and a text on how they
-    were measured.
+def _measure_seconds(prepared: Prepared, weights: str, structure: str) -> dict[str, Any]:
+    """Return an estimate of the seconds of `ssla train` with its defaults.
 
-    A network is trained on at most TIMED_BATCHES batches of the table for TIMED_EPOCHS epochs.
-    Passes over rows take most of the time, so all of it is scaled by the number of rows. Fixed
-    costs are therefore overestimated.
+    The key "measured" has a text on how they were measured. A network is trained on at most
+    TIMED_BATCHES batches of the table for TIMED_EPOCHS epochs. Passes over rows take most of the
+    time, so all of it is scaled by the number of rows. Fixed costs are therefore overestimated.
+
+    prepared: the table.  weights, structure: as in `ssla.fit`.
     """
     request = Request(Path(), "", Path())
-    rows = len(ready.y)
-    batch = auto_batch_size(rows)
+    rows = len(prepared.y)
+    batch = choose_batch_size(rows)
+
     # The end of the order has rows of every class.
-    order, _ = shuffle_rows(ready.y, ready.likelihood, request.seed)
+    order, _ = shuffle_rows(prepared.y, prepared.likelihood, request.seed)
     sample = order[-min(rows, TIMED_BATCHES * batch) :]
     options = {"weights": weights, "structure": structure, "batch_size": batch}
-    estimator = make_estimator(replace(request, max_epochs=TIMED_EPOCHS), ready.likelihood, options)
+    estimator = make_estimator(
+        replace(request, max_epochs=TIMED_EPOCHS), prepared.likelihood, options
+    )
     ends: list[float] = []  # times at which epochs ended
     estimator.fit(
-        ready.rows[sample],
-        ready.y[sample],
+        prepared.rows[sample],
+        prepared.y[sample],
         on_epoch=lambda done: ends.append(time.perf_counter()),  # `done` is part of the protocol
     )
+
     # The median, because "auto" may train a second time, and a fit is then between two epochs.
     epoch_seconds = float(np.median(np.diff(ends)))
-    # What is left of the time after the first epoch: the fit of the posterior.
+
+    # The time after the first epoch, without the other epochs, is that of the fit of the posterior.
     fit_seconds = time.perf_counter() - ends[0] - (len(ends) - 1) * epoch_seconds
+
     # There are more ends than TIMED_EPOCHS if a second training was made.
     training_seconds = request.max_epochs * len(ends) / TIMED_EPOCHS * epoch_seconds
     measured = (

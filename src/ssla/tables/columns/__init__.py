@@ -1,5 +1,19 @@
-"""CSV, Parquet and Excel tables with numbers, booleans, categories and gaps -> columns of
-numbers, and back.
+"""Reads tables, turns their columns into numbers, and writes tables.
+
+Tables are CSV, Parquet and Excel files and data frames, with numbers, booleans, dates, categories
+and gaps.
+
+Words of all modules here:
+
+- *cell*: one value of a column as it was read: a text of a CSV file, or a Python object.
+- *gap*: a cell without a value.
+- *kind* of a column: number, boolean, text or date (`kinds`). A column of texts is a category.
+- *style*: the format of numbers, such as 1.234,5 €. Its *marks* are those of decimals and
+  thousands.
+- *levels*: the different values of a category. *Rare* levels share one column of numbers, and a
+  level that the training table did not have is *unknown*.
+- *feature*: what became of one column: how its cells become one or more columns of numbers.
+- *plan*: the features of a training table, by which every later table is encoded (`plan`).
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from ssla.tables.columns.kinds import (
     TEXT,
     Column,
     TableError,
+    convert_to_text,
     is_missing,
-    text_of_cell,
 )
 from ssla.tables.columns.reading import Table
 
@@ -76,22 +76,22 @@ def is_frame(X: Any) -> bool:
 def has_only_numbers(frame: Any) -> bool:
     """Return whether the types of all columns of a data frame are numbers or booleans.
 
-    The cells may be NaN.
-
-    frame: of pandas or polars.
+    The cells may be NaN.  frame: one of pandas or polars.
     """
     if _is_frame_of("pandas", frame):
         return all(getattr(dtype, "kind", "O") in "biufc" for dtype in frame.dtypes)
     return all(dtype.is_numeric() or str(dtype) == "Boolean" for dtype in frame.dtypes)
 
 
-def table_of(X: Any, names: Sequence[str]) -> Table:
-    """Return the table of a data frame, or of an array (n, d).
+def make_table(X: Any, names: Sequence[str]) -> Table:
+    """Return the table of a data frame of pandas or polars, or of an array (n, d).
 
-    names: the names of the d columns, in their order. Raises TableError for a name that
-    occurs twice, and TypeError for cells that are lists, dicts or other objects.
+    Raises TableError for a name that occurs twice, and TypeError for cells that are lists, dicts or
+    other objects.
+
+    names: the names of the d columns, in their order.
     """
-    # The count of each name is quadratic in the columns, so it is taken only where one is repeated.
+    # The count of each name is quadratic in the columns, so it is taken only for a repeated name.
     if len(set(names)) < len(names):
         repeated = min(name for name in names if list(names).count(name) > 1)
         raise TableError(f"X has several columns named {repeated!r}. Rename or remove all but one.")
@@ -101,6 +101,7 @@ def table_of(X: Any, names: Sequence[str]) -> Table:
         columns = (_read_polars(name, X.to_series(i)) for i, name in enumerate(names))
     else:
         columns = (_read_array(name, X[:, i]) for i, name in enumerate(names))
+
     # A frame holds its index apart from its columns, so no column of it is an index.
     return Table(SOURCE, dict(zip(names, columns, strict=True)), len(X), indexed=False)
 
@@ -112,8 +113,10 @@ def _is_frame_of(library: str, X: Any) -> bool:
 
 
 def _read_pandas(name: str, series: Any) -> Column | list[Any]:
-    """Return the column of a pandas series; its cells (n) where their type does not decide the
-    kind.
+    """Return the column of a pandas series.
+
+    Where the type of the cells does not decide the kind, the result is the list of the n cells.
+    Raises TypeError for cells that are lists, dicts or other objects.
     """
     type_letter = getattr(series.dtype, "kind", "O")
     if hasattr(series.dtype, "categories"):
@@ -128,14 +131,17 @@ def _read_pandas(name: str, series: Any) -> Column | list[Any]:
         moments = series.dt.tz_convert(None) if has_zone else series
         unit = "datetime64[us]" if type_letter == "M" else "timedelta64[us]"
         return _read_moments(name, moments.to_numpy(dtype=unit))
+
     cells = series.to_numpy(dtype=object).tolist()
     cells = [None if gap else cell for cell, gap in zip(cells, series.isna(), strict=True)]
     return _read_objects(name, cells)
 
 
 def _read_polars(name: str, series: Any) -> Column | list[Any]:
-    """Return the column of a polars series; its cells (n) where their type does not decide the
-    kind.
+    """Return the column of a polars series.
+
+    Where the type of the cells does not decide the kind, the result is the list of the n cells.
+    Raises TypeError for cells that are lists, dicts or other objects.
     """
     # A type is written with its parameters, for example Datetime(time_unit='us').
     type_name = str(series.dtype).partition("(")[0]
@@ -149,12 +155,15 @@ def _read_polars(name: str, series: Any) -> Column | list[Any]:
     if type_name in ("Categorical", "Enum"):
         # The text of each row is a level, so row i has the level i.
         return _read_categories(name, series.to_list(), np.arange(len(series)))
+
     return _read_objects(name, series.to_list())
 
 
 def _read_array(name: str, values: np.ndarray) -> Column | list[Any]:
-    """Return the column of an array (n,); its cells (n) where their type does not decide the
-    kind.
+    """Return the column of an array (n,).
+
+    Where the type of the cells does not decide the kind, the result is the list of the n cells.
+    Raises TypeError for cells that are lists, dicts or other objects.
     """
     type_letter = values.dtype.kind
     if type_letter in "biuf":
@@ -187,7 +196,7 @@ def _read_categories(name: str, levels: Sequence[Any], codes: np.ndarray) -> Col
     number has the same text as an integer: 1.0 becomes "1".
     """
     cells = [_to_python_value(level) for level in levels]
-    texts = [None if is_missing(cell) else text_of_cell(cell) for cell in cells]
+    texts = [None if is_missing(cell) else convert_to_text(cell) for cell in cells]
     # The code −1 selects the last entry, which is the gap.
     return Column(name, TEXT, np.array([*texts, None], dtype=object)[codes])
 
@@ -195,7 +204,7 @@ def _read_categories(name: str, levels: Sequence[Any], codes: np.ndarray) -> Col
 def _read_objects(name: str, cells: list[Any]) -> list[Any]:
     """Return the cells (n) as Python objects that `interpret_cells` can read.
 
-    Raises TypeError for lists, dicts and other objects.
+    Raises TypeError for lists, dicts and other objects.  name: the column, for the error.
     """
     values = [_to_python_value(cell) for cell in cells]
     for row, value in enumerate(values):

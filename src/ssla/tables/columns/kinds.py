@@ -23,8 +23,8 @@ import numpy as np
 
 from ssla.tables.columns.texts import Texts
 
-MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}
-# The same in any case, as a set of texts to compare with.
+MISSING = {"", "na", "n/a", "nan", "null", "none", "?", "-"}  # texts of gaps, in lower case
+# The same with each letter in lower or upper case, as a set of texts to compare with.
 MARKS = {
     "".join(letters)
     for mark in MISSING
@@ -57,6 +57,7 @@ SECONDS = 86400  # of a day
 
 # These limits are guesses: no benchmark compares them with others.
 TRIED = 100  # cells that are examined for a unit
+SHOWN_LENGTH = 30  # characters of a cell in a message
 MOST_MIXED = 20  # different values of a column of numbers and texts that are categories
 # Rows that each of its texts needs, so that it is not a typing error: a count, and a share.
 ROWS_OF_A_TEXT = 5
@@ -84,9 +85,11 @@ class Style:
         """
         if isinstance(cell, int | float | Decimal):
             return None if isinstance(cell, bool) or self.before or self.after else float(cell)
+
         # Python's `float` would read 1_000 as a thousand.
         if not isinstance(cell, str) or "_" in cell:
             return None
+
         # A thousands mark " " stands for all kinds of spaces.
         if self.thousands == " ":
             cell = re.sub(f"[{SPACES}]", " ", cell)
@@ -97,9 +100,10 @@ class Style:
                 return None
             cell = groups[1] + groups[3]  # sign and number, without the unit
             if (self.decimal, self.thousands) != (".", ""):
-                if not _number_pattern(self.decimal, self.thousands).fullmatch(cell):
+                if not _make_number_pattern(self.decimal, self.thousands).fullmatch(cell):
                     return None
                 cell = cell.replace(self.thousands, "").replace(self.decimal, ".")
+
         try:
             return float(cell)
         except ValueError:
@@ -124,10 +128,12 @@ PLAIN = Style()  # numbers such as -1234.5 and 1e5
 
 
 @lru_cache
-def _number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
+def _make_number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
     """Return the pattern of numbers with these marks, without a unit.
 
-    thousands: empty if there is no such mark.
+    A number has a sign or none, digits with or without decimals (or decimals alone), and an
+    exponent or none.  decimal: the mark of decimals.  thousands: that of thousands; empty if there
+    is none.
     """
     point = re.escape(decimal)
     group = re.escape(thousands)
@@ -138,19 +144,19 @@ def _number_pattern(decimal: str, thousands: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True, eq=False)
 class Column:
-    """kind "number", "boolean" or "date": values are floats (dates: days since 1970, UTC), NaN
-    where missing; "text": strings, None where missing.
-    """
+    """A column of one kind, with the value of each row."""
 
     name: str
-    kind: str
+    kind: str  # NUMBER, BOOLEAN, DATE or TEXT
+    # (n,): strings for TEXT, with None for gaps; otherwise floats, with NaN for gaps. A boolean is
+    # 0 or 1, and a date is the number of days since 1970 in UTC.
     values: np.ndarray
-    style: Style = field(default_factory=Style)
+    style: Style = field(default_factory=Style)  # that of its numbers
     interpretation: str = ""  # why these are texts, if that is not obvious
 
     @cached_property
     def missing(self) -> np.ndarray:
-        """Return which rows (n,) bool have no value."""
+        """Which rows (n,) bool have no value."""
         gaps: np.ndarray = (
             self.values == np.array(None) if self.kind == TEXT else np.isnan(self.values)
         )
@@ -158,22 +164,24 @@ class Column:
 
     @property
     def cells(self) -> list[Any]:
-        """Return the values (n) as Python objects: whole numbers as int, None where missing."""
+        """The values (n) as Python objects: whole numbers as int, None where missing."""
         if self.kind == TEXT:
             return list(self.values)
         converters: dict[str, Callable[[float], Any]] = {
-            NUMBER: _shortest_number,
+            NUMBER: _shorten_number,
             BOOLEAN: bool,
-            DATE: _date_of_days,
+            DATE: _convert_to_date,
         }
         convert = converters[self.kind]
         return [None if math.isnan(value) else convert(value) for value in self.values.tolist()]
 
     def convert_kind(self, column_kind: str, style: Style) -> Column | None:
-        """Return the column as one of the kind of the training column; None if it does not fit.
+        """Return the column in the kind of the training column; None if it does not fit.
 
         The column fits if it has this kind already, or if it has booleans where numbers are
         expected. It never fits a format with a unit, because its values have none.
+
+        column_kind, style: the kind of the training column, and the format of its numbers.
         """
         has_unit = bool(style.before or style.after)
         fits = self.kind == column_kind or (self.kind == BOOLEAN and column_kind == NUMBER)
@@ -187,48 +195,112 @@ def interpret_cells(
 
     Missing cells are ignored, and a column without any other cell has numbers.
 
-    style: the format of the numbers. If it is None, plain numbers are tried first, then the other
-    formats (WAYS). One that fits every cell is used, and two that fit with different values are
-    refused. mixed: whether numbers and texts may be categories. They are if they have at most
-    MOST_MIXED different values and no text is rare.
+    name: that of the column, for errors.  style: the format of the numbers. If it is None, plain
+    numbers are tried first, then the other formats (WAYS). One that fits every cell is used, and
+    two that fit with different values are refused.  mixed: whether numbers and texts may be
+    categories. They are if they have at most MOST_MIXED different values and no text is rare.
 
     Raises TableError for dates mixed with fewer other cells, for numbers mixed with a few texts
     that are not categories, and for infinite numbers.
     """
     stated = style or PLAIN
+
     # Plain numbers in one array need no loop over cells.
     if isinstance(cells, Texts | np.ndarray):
         plain = _read_plain_numbers(cells, stated)
         if plain is not None:
             return Column(name, NUMBER, _check_finite(name, plain), stated)
-    # Each different cell is parsed once: L levels, and the level of each of n rows.
-    levels, codes = find_distinct_cells(cells)
-    is_given = np.array([not is_missing(level) for level in levels], dtype=bool)
-    given_cells = [level for level, keep in zip(levels, is_given, strict=True) if keep]
-    counts = np.bincount(codes, minlength=len(levels))[is_given]  # rows of each given cell
-    # Booleans, dates and numbers are tried one after the other. No cell is of two of these kinds.
-    if given_cells and all(parse_boolean_word(level) is not None for level in given_cells):
-        return Column(name, BOOLEAN, _parse_cells(levels, parse_boolean_word)[codes])
-    days = _parse_cells(levels, parse_date)
-    no_date = is_given & np.isnan(days)
-    if counts[~no_date[is_given]].sum() > counts.sum() / 2:
-        if no_date.any():
-            raise _mixed_kinds_error(name, levels, codes, no_date, "dates")
-        return Column(name, DATE, days[codes])
-    detected = _detect_style(name, given_cells, counts, style)
-    numbers = _parse_cells(levels, detected.parse)
-    no_number = is_given & np.isnan(numbers)
-    rows_of_texts = counts[no_number[is_given]].sum()
-    if rows_of_texts > counts.sum() / 2:
+
+    # Each different cell is parsed once. Booleans, dates and numbers are tried one after the other:
+    # no cell is of two of these kinds.
+    distinct = _DistinctCells(*find_distinct_cells(cells))
+    column = _interpret_booleans(name, distinct)
+    if column is None:
+        column = _interpret_dates(name, distinct)
+    if column is None:
+        column = _interpret_numbers(name, cells, distinct, style, mixed)
+    return column
+
+
+@dataclass(frozen=True, eq=False)
+class _DistinctCells:
+    """The L different cells of a column, and which of them each of its n rows has."""
+
+    levels: Sequence[Any]  # the different cells (L,)
+    codes: np.ndarray  # the position in `levels` of each row's cell (n,)
+
+    @cached_property
+    def is_given(self) -> np.ndarray:
+        """Which of the different cells (L,) bool are not missing."""
+        return np.array([not is_missing(level) for level in self.levels], dtype=bool)
+
+    @cached_property
+    def given_cells(self) -> list[Any]:
+        """The g different cells that are not missing."""
+        return [level for level, keep in zip(self.levels, self.is_given, strict=True) if keep]
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """The number of rows of each of the g `given_cells` (g,)."""
+        counts: np.ndarray = np.bincount(self.codes, minlength=len(self.levels))[self.is_given]
+        return counts
+
+
+def _interpret_booleans(name: str, distinct: _DistinctCells) -> Column | None:
+    """Return the column of booleans if all given cells are words for them; otherwise None.
+
+    The result is None also for a column without a given cell.
+    """
+    cells = distinct.given_cells
+    if not cells or any(parse_boolean_word(cell) is None for cell in cells):
+        return None
+    values = _parse_cells(distinct.levels, parse_boolean_word)
+    return Column(name, BOOLEAN, values[distinct.codes])
+
+
+def _interpret_dates(name: str, distinct: _DistinctCells) -> Column | None:
+    """Return the column of dates; None unless more than half of the rows with a cell have a date.
+
+    Raises TableError for dates mixed with fewer other cells.
+    """
+    days = _parse_cells(distinct.levels, parse_date)
+    no_date = distinct.is_given & np.isnan(days)
+    counts = distinct.counts
+    if counts[~no_date[distinct.is_given]].sum() <= counts.sum() / 2:
+        return None
+    if no_date.any():
+        raise _make_mixed_kinds_error(name, distinct, no_date, "dates")
+    return Column(name, DATE, days[distinct.codes])
+
+
+def _interpret_numbers(
+    name: str,
+    cells: Sequence[Any] | np.ndarray,
+    distinct: _DistinctCells,
+    style: Style | None,
+    mixed: bool,
+) -> Column:
+    """Return the column of numbers, or of texts if more than half of the rows have texts.
+
+    The arguments are those of `interpret_cells`, with `distinct` for the cells. Raises TableError
+    for numbers mixed with a few texts that are not categories, and for infinite numbers.
+    """
+    detected = _detect_style(name, distinct.given_cells, distinct.counts, style)
+    numbers = _parse_cells(distinct.levels, detected.parse)
+    no_number = distinct.is_given & np.isnan(numbers)
+    is_text = no_number[distinct.is_given]  # of the given cells
+    rows_of_texts = distinct.counts[is_text].sum()
+    if not rows_of_texts:
+        return Column(name, NUMBER, _check_finite(name, numbers[distinct.codes]), detected)
+    if rows_of_texts > distinct.counts.sum() / 2:
         return read_as_kind(name, cells, TEXT)
-    if rows_of_texts:
-        interpretation = (
-            _interpret_as_categories(given_cells, counts, no_number[is_given]) if mixed else ""
-        )
-        if not interpretation:
-            raise _mixed_kinds_error(name, levels, codes, no_number, "numbers")
-        return replace(read_as_kind(name, cells, TEXT), interpretation=interpretation)
-    return Column(name, NUMBER, _check_finite(name, numbers[codes]), detected)
+
+    interpretation = ""
+    if mixed:
+        interpretation = _interpret_as_categories(distinct.given_cells, distinct.counts, is_text)
+    if not interpretation:
+        raise _make_mixed_kinds_error(name, distinct, no_number, "numbers")
+    return replace(read_as_kind(name, cells, TEXT), interpretation=interpretation)
 
 
 def _interpret_as_categories(
@@ -239,18 +311,18 @@ def _interpret_as_categories(
     The cells cannot be categories if there are too many different ones, or if a text is in few
     rows, because it may be a typing error.
 
-    given_cells (L,): the different cells. counts (L,): the rows of each. no_number (L,) bool: which
-    of them are texts.
+    given_cells (L,): the different cells.  counts (L,): the rows of each. no_number (L,) bool:
+    which of them are texts.
     """
     # Different cells can have the same text, as the number 1 and the text "1".
     rows: Counter[str] = Counter()
     for cell, count in zip(given_cells, counts.tolist(), strict=True):
-        rows[text_of_cell(cell)] += count
-    texts = {text_of_cell(given_cells[i]) for i in np.flatnonzero(no_number).tolist()}
+        rows[convert_to_text(cell)] += count
+    texts = {convert_to_text(given_cells[i]) for i in np.flatnonzero(no_number).tolist()}
     fewest = max(ROWS_OF_A_TEXT, SHARE_OF_A_TEXT * counts.sum())
     if len(rows) > MOST_MIXED or min(rows[text] for text in texts) < fewest:
         return ""
-    shown = ", ".join(repr(text[:30]) for text in sorted(texts)[:3])
+    shown = ", ".join(repr(text[:SHOWN_LENGTH]) for text in sorted(texts)[:3])
     if len(texts) > 3:
         shown += ", …"
     return f"{len(rows)} categories, because some values are texts ({shown})"
@@ -267,9 +339,9 @@ def read_as_kind(
 ) -> Column:
     """Return the column of the cells (n), in the kind and the format of the training column.
 
-    column_kind: NUMBER, BOOLEAN, DATE or TEXT. style: the format of numbers; other kinds have none.
-    source: what errors call the table. rows_before: the number of rows of the source before these
-    cells. may_have_more: whether the source may have rows after them.
+    column_kind: NUMBER, BOOLEAN, DATE or TEXT.  style: the format of numbers; other kinds have
+    none.  name, source: what errors call the column and the table.  rows_before: the number of rows
+    of the source before these cells.  may_have_more: whether the source may have rows after them.
 
     Raises TableError with the first cell of another kind, or with the first infinite number.
     """
@@ -278,11 +350,13 @@ def read_as_kind(
         return Column(
             name, column_kind, _check_finite(name, plain, rows_before, may_have_more), style
         )
+
     # Each different cell is parsed once: L levels, and the level of each of n rows.
     levels, codes = find_distinct_cells(cells)
     if column_kind == TEXT:
-        texts = [None if is_missing(level) else text_of_cell(level) for level in levels]
+        texts = [None if is_missing(level) else convert_to_text(level) for level in levels]
         return Column(name, TEXT, np.array(texts, dtype=object)[codes])
+
     parsers: dict[str, Callable[[Any], float | None]] = {
         NUMBER: style.parse,
         BOOLEAN: _parse_boolean,
@@ -294,21 +368,23 @@ def read_as_kind(
     if len(wrong):
         expected = {NUMBER: "numbers", BOOLEAN: "true or false", DATE: "dates such as 2024-01-31"}
         row = int(rows_before + wrong[0] + 1)
-        cell = str(levels[codes[wrong[0]]])[:30]
+        cell = str(levels[codes[wrong[0]]])[:SHOWN_LENGTH]
         extent = _describe_extent(rows_before + len(cells), may_have_more)
+        example = _write_style_example(column_kind, style)
         raise TableError(
-            f"Column {name!r} held {expected[column_kind]}{_example_of_style(column_kind, style)} "
+            f"Column {name!r} held {expected[column_kind]}{example} "
             f"at training, but row {row} of {source} is {cell!r} ({len(wrong)} such cells "
             f"{extent}). Correct or empty them."
         )
+
     numbers = np.array(values, dtype=float)[codes]
     return Column(
         name, column_kind, _check_finite(name, numbers, rows_before, may_have_more), style
     )
 
 
-def _example_of_style(column_kind: str, style: Style) -> str:
-    """Return the end of a phrase that shows a number in this format.
+def _write_style_example(column_kind: str, style: Style) -> str:
+    """Return the end of a phrase that shows a number in this format, for an error.
 
     The text is empty for plain numbers and for other kinds than numbers.
     """
@@ -318,11 +394,11 @@ def _example_of_style(column_kind: str, style: Style) -> str:
 
 
 def find_distinct_cells(cells: Sequence[Any] | np.ndarray) -> tuple[Sequence[Any], np.ndarray]:
-    """Return the different cells in the order of their first rows (L,), and the position in them of
-    each row's cell (n,).
+    """Return the L different cells, and for each row (n,) the position of its cell among them.
 
-    Only texts and None are compared. Cells of other types are all returned, one for each row:
-    equal ones can be of different types, as 1, 1.0 and True.
+    The different cells are in the order of their first rows. Only texts and None are compared. If
+    there are cells of other types, all n cells are returned: equal cells can be of different
+    types, as 1, 1.0 and True.
     """
     if isinstance(cells, Texts):
         return cells.find_distinct()
@@ -363,14 +439,15 @@ def _read_plain_numbers(cells: Sequence[Any] | np.ndarray, style: Style) -> np.n
 def _describe_extent(rows: int, may_have_more: bool) -> str:
     """Return the words for the rows that a count is about.
 
-    rows: how many have been read. may_have_more: whether the file may have rows after them.
+    rows: how many have been read.  may_have_more: whether the file may have rows after them.
     """
     return f"up to row {rows}" if may_have_more else "in total"
 
 
-def text_of_cell(cell: Any) -> str:
-    """Return a cell as text: a string unchanged, a number in its shortest exact form, a boolean as
-    "true" or "false".
+def convert_to_text(cell: Any) -> str:
+    """Return a cell as text.
+
+    A string is unchanged, a number has its shortest exact form, and a boolean is "true" or "false".
     """
     return str(cell).lower() if isinstance(cell, bool) else str(cell)
 
@@ -385,11 +462,14 @@ def is_missing(cell: Any) -> bool:
 
 
 def parse_boolean_word(cell: Any) -> float | None:
-    """Return 1 for true and yes and 0 for false and no, in upper or lower case; None for anything
-    else.
+    """Return 1 for "true" and "yes", 0 for "false" and "no", and None for anything else.
+
+    Upper and lower case are the same, and the booleans of Python count as their words.
     """
     text = str(cell).lower()
-    return 1.0 if text in TRUE else 0.0 if text in FALSE else None
+    if text in TRUE:
+        return 1.0
+    return 0.0 if text in FALSE else None
 
 
 def parse_date(cell: Any) -> float | None:
@@ -414,6 +494,7 @@ def parse_date(cell: Any) -> float | None:
             return None
     elif not isinstance(cell, date):
         return None
+
     moment = cell if isinstance(cell, datetime) else datetime(cell.year, cell.month, cell.day)
     if moment.tzinfo is None:
         moment = moment.replace(tzinfo=timezone.utc)
@@ -443,12 +524,12 @@ def check_column_finite(column: Column) -> Column:
     return column
 
 
-def _shortest_number(value: float) -> int | float:
+def _shorten_number(value: float) -> int | float:
     """Return a whole number as int, another number as it is."""
     return int(value) if value.is_integer() else value
 
 
-def _date_of_days(days: float) -> datetime:
+def _convert_to_date(days: float) -> datetime:
     """Return the moment that is this number of days after 1970-01-01, in UTC."""
     return EPOCH + timedelta(days=days)
 
@@ -456,9 +537,9 @@ def _date_of_days(days: float) -> datetime:
 def _check_finite(
     name: str, values: np.ndarray, rows_before: int = 0, may_have_more: bool = False
 ) -> np.ndarray:
-    """Return the values (n,) unchanged; raise TableError if one is infinite. NaN is allowed.
+    """Return the values (n,) unchanged; raise TableError if a value is infinite. NaN is allowed.
 
-    name: the column. rows_before, may_have_more: for the message, as in `read_as_kind`.
+    name: the column.  rows_before, may_have_more: for the message, as in `read_as_kind`.
     """
     infinite = np.isinf(values).nonzero()[0]
     if len(infinite):
@@ -470,18 +551,19 @@ def _check_finite(
     return values
 
 
-def _mixed_kinds_error(
-    name: str, levels: Sequence[Any], codes: np.ndarray, wrong: np.ndarray, expected: str
+def _make_mixed_kinds_error(
+    name: str, distinct: _DistinctCells, wrong: np.ndarray, expected: str
 ) -> TableError:
     """Return the error for a column that mixes cells of the expected kind with texts.
 
-    levels (L,): the different cells. codes (n,): the level of each row. wrong (L,) bool: which
-    levels are not of the expected kind. expected: the name of that kind, "dates" or "numbers".
+    name: the column.  wrong (L,) bool: which of the different cells are not of the expected kind.
+    expected: the name of that kind, "dates" or "numbers".
     """
-    rows = np.flatnonzero(wrong[codes])
+    rows = np.flatnonzero(wrong[distinct.codes])
+    first_cell = distinct.levels[distinct.codes[rows[0]]]
     return TableError(
         f"Column {name!r} mixes {expected} and texts: row {rows[0] + 1} is "
-        f"{str(levels[codes[rows[0]]])[:30]!r}, {len(rows)} such cells in total. Correct them, or "
+        f"{str(first_cell)[:SHOWN_LENGTH]!r}, {len(rows)} such cells in total. Correct them, or "
         f"leave the column out with --drop {name!r}."
     )
 
@@ -491,17 +573,18 @@ def _detect_style(
 ) -> Style:
     """Return the format of numbers that fits all cells, or most of them if none fits all.
 
-    given_cells (L,): the different cells that are not missing. counts (L,): the rows of each.
-    stated: the marks of numbers that the user gave, with which only the unit is detected; None if
-    the marks are detected too. The result is the stated format, or else PLAIN, where no cell looks
-    like a number with another one.
+    Where no cell looks like a number in another format, the result is the stated format, or else
+    PLAIN. Raises TableError where two formats fit with different values, or where another format
+    than the stated one fits.
 
-    Raises TableError where two formats fit with different values, or where another format than the
-    stated one fits.
+    name: the column, for errors.  given_cells (L,): the different cells that are not missing.
+    counts (L,): the rows of each.  stated: the marks of numbers that the user gave, with which only
+    the unit is detected; None if the marks are detected too.
     """
     expected = stated or PLAIN
     if _parse_all(expected, given_cells) is not None:
         return expected
+
     # The first text that looks like a number, with a unit or without one, decides which unit all
     # cells should have.
     texts = list(dict.fromkeys(cell for cell in given_cells if isinstance(cell, str)))
@@ -509,23 +592,27 @@ def _detect_style(
     if first_number is None:
         return expected
     units = (first_number[2] or "", (first_number[4] or "").strip())
-    possible = [Style(*marks, *units) for marks in ((".", ""), *_possible_marks(texts))]
+
+    # The marks are then those with which all cells are numbers.
+    possible = [Style(*marks, *units) for marks in ((".", ""), *_find_possible_marks(texts))]
     candidates = possible if stated is None else [Style(stated.decimal, stated.thousands, *units)]
     parsed = [(style, _parse_all(style, given_cells)) for style in candidates]
     fitting = [(style, values) for style, values in parsed if values is not None]
     if fitting:
         first_fitting, _ = fitting[0]
-        # The first candidate has the marks of plain numbers, or the stated ones. Where it fits, no
+        # The first candidate has the marks of plain numbers, or the stated marks. Where it fits, no
         # other format is considered.
         if first_fitting is not candidates[0]:
             _check_unambiguous(name, given_cells, fitting)
         return first_fitting
+
     if stated is not None and any(_parse_all(style, given_cells) is not None for style in possible):
         raise TableError(
-            f"Column {name!r} is not in the format {_options_of_style(stated)}: its first value is "
-            f"{given_cells[0]!r}. Write all columns in one format, or leave it out with --drop "
+            f"Column {name!r} is not in the format {_write_style_options(stated)}: its first value "
+            f"is {given_cells[0]!r}. Write all columns in one format, or leave it out with --drop "
             f"{name!r}."
         )
+
     # No format fits all cells: the caller decides what the others mean.
     return max(
         candidates,
@@ -538,7 +625,7 @@ def _check_unambiguous(
 ) -> None:
     """Raise TableError if formats that fit all cells give one of them different values.
 
-    given_cells (L,): the different cells. fitting: the formats, each with its values of these
+    given_cells (L,): the different cells.  fitting: the formats, each with its values of these
     cells.
     """
     first_style, first_values = fitting[0]
@@ -547,9 +634,9 @@ def _check_unambiguous(
             if value != first_value:
                 raise TableError(
                     f"Column {name!r} is ambiguous: {cell!r} is {first_value:.10g} with "
-                    f"{_options_of_style(first_style)}, but {value:.10g} with "
-                    f"{_options_of_style(style)}. Give one of these options. An input can be left "
-                    f"out with --drop {name!r}."
+                    f"{_write_style_options(first_style)}, but {value:.10g} with "
+                    f"{_write_style_options(style)}. Give one of these options. An input can be "
+                    f"left out with --drop {name!r}."
                 )
 
 
@@ -564,11 +651,11 @@ def _parse_all(style: Style, cells: list[Any]) -> list[float] | None:
     return values
 
 
-def _possible_marks(texts: list[str]) -> list[tuple[str, str]]:
-    """Return the pairs of WAYS whose thousands mark, or else decimal mark, occurs in the texts.
+def _find_possible_marks(texts: list[str]) -> list[tuple[str, str]]:
+    """Return the pairs of WAYS whose thousands mark occurs in the texts.
 
-    The other pairs need not be tried: they give the same values as a pair without thousands mark,
-    or as plain numbers.
+    For a pair without a thousands mark, the decimal mark must occur. The other pairs need not be
+    tried: they give the same values as a pair without thousands mark, or as plain numbers.
     """
     characters = set("".join(texts))
     # A thousands mark " " stands for all kinds of spaces.
@@ -580,7 +667,7 @@ def _possible_marks(texts: list[str]) -> list[tuple[str, str]]:
     ]
 
 
-def _options_of_style(style: Style) -> str:
+def _write_style_options(style: Style) -> str:
     """Return the options of the command that give the marks of this format.
 
     The default decimal mark is written only where there is no thousands mark to write.

@@ -4,7 +4,7 @@ This is decided once on the training table, applied to every later table, and re
 may lack a value, or have a category that was not in the training table. If training had enough such
 rows, the row is encoded like those. Otherwise the plan gives several copies of the row, with values
 of the training table in the gap, and the prediction is a mixture over them
-(`Encoded.filled_copies`).
+(`Encoded.make_filled_copies`).
 
 The module has, in this order, `Feature` (one column), `Encoded` (rows as numbers), `Plan` (all
 columns), the checks of a plan that is read from a file, and `make_plan`.
@@ -46,8 +46,9 @@ MOST_CODES = 10_000
 CODED = 0.5
 ENOUGH = 20  # training rows with a gap, or a rare category, from which a network learns its effect
 DRAWS = 16  # values of a column, and complete rows, that represent the training table
-SETS = 200  # random sets of rows, of which the closest in means and spreads is kept
+SETS = 200  # random sets of rows, of which `_find_closest_set` keeps the closest to the table
 
+NOTED_LENGTH = 40  # characters of a category in a note
 LARGEST_FILL = 1e300  # numbers of a file that are larger are refused
 YEAR, DAY = 365.2425, 1.0  # periods of dates, in days
 KINDS = (NUMBER, BOOLEAN, TEXT, DATE)
@@ -55,24 +56,27 @@ KINDS = (NUMBER, BOOLEAN, TEXT, DATE)
 
 @dataclass(frozen=True)
 class Feature:
-    """One column: numbers, booleans and dates with gaps filled by the mean (and a flag if there
-    were any); one column for each category, one for all rare ones. Dates are days since the first,
-    with sine and cosine of each period that the table spans. A category with many levels has one
-    column of codes in place of one for each, if its plan has codes (see `make_plan`).
+    """How the cells of one column become one or more columns of numbers.
+
+    Numbers, booleans and dates have one column with gaps filled by the mean, and a flag for gaps if
+    training had any. Dates are days since the first one, with sine and cosine of each period that
+    the table spans. A category has one column for each level, and one for all rare levels. With
+    many levels it has one column of codes in place of these, if its plan has codes (see
+    `make_plan`).
     """
 
     name: str
     kind: str
-    fill: float = 0.0
-    flag: bool = False
-    levels: tuple[str, ...] = ()
-    rare: tuple[str, ...] = ()
-    rare_rows: int = 0
-    style: Style = field(default_factory=Style)
-    start: float = 0.0
-    periods: tuple[float, ...] = ()
+    fill: float = 0.0  # takes the place of a gap, in days since `start` for dates
+    flag: bool = False  # whether a column says where gaps are
+    levels: tuple[str, ...] = ()  # of a category, with a column each
+    rare: tuple[str, ...] = ()  # levels of a category that share one column, or the code 0
+    rare_rows: int = 0  # training rows with a rare level
+    style: Style = field(default_factory=Style)  # the format of numbers in the training table
+    start: float = 0.0  # of dates: the first one, in days since 1970; 0 for other kinds
+    periods: tuple[float, ...] = ()  # of dates, in days: YEAR and DAY, as far as they are used
     gaps: int = 0  # training rows without a value
-    # values that represent the training column, with their shares
+    # values that represent the training column, with their shares, which sum to one
     draws: tuple[float | str, ...] = ()
     shares: tuple[float, ...] = ()
     interpretation: str = ""  # how the column was read, if that is not obvious
@@ -82,12 +86,12 @@ class Feature:
 
     @property
     def width(self) -> int:
-        """Return the number of columns of numbers that encode this column."""
+        """The number of columns of numbers that encode this column."""
         return len(self.encoded_names)
 
     @property
     def level_counts(self) -> list[int]:
-        """Return the largest code of each column of numbers (width); 0 for a column without codes.
+        """The largest code of each column of numbers (width); 0 for a column without codes.
 
         The largest code is the number of levels with a code, plus one if gaps have a code.
         """
@@ -97,7 +101,7 @@ class Feature:
 
     @property
     def encoded_names(self) -> list[str]:
-        """Return the names of the columns of numbers (width)."""
+        """The names of the columns of numbers (width)."""
         if self.codes:
             return [f"{self.name}: code"]
         if self.kind == TEXT:
@@ -105,12 +109,14 @@ class Feature:
             if self.rare:
                 names.append(f"{self.name}: rare")
             return names
+
         names = [self.name]
         if self.flag:
             names.append(f"{self.name}: missing")
         for period in self.periods:
             cycle = "year" if period == YEAR else "day"
             names += [f"{self.name}: sine of the {cycle}", f"{self.name}: cosine of the {cycle}"]
+
         return names
 
     def encode(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
@@ -126,8 +132,10 @@ class Feature:
         return self._encode_numbers(column), np.zeros(len(column.values), dtype=bool)
 
     def _encode_numbers(self, column: Column) -> np.ndarray:
-        """Return the values with gaps filled, the flag for gaps if the feature has one, and sine
-        and cosine of each period (n, width). Sine and cosine of a gap are 0.
+        """Return the filled values, the flag for gaps, and sines and cosines (n, width).
+
+        There is a flag if the feature has one, and a sine and a cosine for each period, which are 0
+        for a gap.  column: numbers, booleans or dates.
         """
         gaps = column.missing
         values = np.where(gaps, self.fill, column.values.astype(float) - self.start)
@@ -138,20 +146,22 @@ class Feature:
             # Angles count from 1970, so that the same day of two years has the same angle.
             angle = 2 * np.pi * (values + self.start) / period
             encoded += [np.where(gaps, 0.0, np.sin(angle)), np.where(gaps, 0.0, np.cos(angle))]
+
         return np.stack(encoded, 1)
 
     def _encode_levels(self, column: Column) -> tuple[np.ndarray, np.ndarray]:
-        """Return one column for each level and one for all rare ones (n, width), and which rows
-        have an unknown category (n,) bool.
+        """Return the columns of the levels (n, width), and which rows have an unknown category.
 
-        A row has a 1 in the column of its category and 0 in the others. A gap has zeros only. So
-        has an unknown category that is not treated as a rare one.
+        There is one column for each level, and one for all rare levels. The second result is (n,)
+        bool. A row has a 1 in the column of its category and 0 in the others. A gap has zeros only.
+        So has an unknown category that is not treated as a rare one.
         """
         # The position of a text is its column of the block; −1 gives zeros.
         rare_position = len(self.levels)
         positions = {level: i for i, level in enumerate(self.levels)}
         positions |= dict.fromkeys(self.rare, rare_position)
         unknown_position = rare_position if self.has_enough_rare_rows else -1
+
         # Each different text is looked up once: L texts for n rows.
         texts, text_of_row = find_distinct_cells(column.values)  # (L), (n,)
         unknown = np.array(
@@ -178,14 +188,16 @@ class Feature:
         """
         codes: dict[str | None, int] = {level: i for i, level in enumerate(self.codes, 1)}
         code_of_gaps = self.level_counts[0] if self.gaps else 0
-        known = codes | dict.fromkeys(self.rare, 0) | {None: code_of_gaps}
-        # Unknown categories have −1 until they are found.
-        code = np.array([known.get(text, -1) for text in column.values.tolist()], dtype=float)
+        code_of_text = codes | dict.fromkeys(self.rare, 0) | {None: code_of_gaps}
+        # The code −1 marks unknown categories. In the result they have 0.
+        code = np.array(
+            [code_of_text.get(text, -1) for text in column.values.tolist()], dtype=float
+        )
         return np.maximum(code, 0.0)[:, None], code < 0
 
     @property
     def has_enough_rare_rows(self) -> bool:
-        """Return whether training had enough rows with rare categories to learn their effect.
+        """Whether training had enough rows with rare categories to learn their effect.
 
         A category that is unknown is then treated as a rare one.
         """
@@ -196,9 +208,9 @@ class Feature:
     ) -> np.ndarray:
         """Find the rows (n,) bool with an input whose effect could not be learned from training.
 
-        That is a gap where training had too few gaps, an unknown category where it had too few rare
-        ones, or a scarce category. unknown, scarce (n,) bool: as `encode` and `find_scarce_rows`
-        return them.
+        That is a gap where training had too few gaps, an unknown category where it had too few rows
+        with rare categories, or a scarce category.  unknown, scarce (n,) bool: as `encode` and
+        `find_scarce_rows` return them for the column.
         """
         too_few_gaps = self.gaps < ENOUGH
         return np.asarray(
@@ -208,11 +220,11 @@ class Feature:
     def find_scarce_rows(
         self, block: np.ndarray, column: Column, unknown: np.ndarray
     ) -> np.ndarray:
-        """Find the rows (n,) bool with a scarce category: one of the training table without a code,
-        where all such categories together had too few training rows.
+        """Find the rows (n,) bool with a scarce category.
 
-        No category is scarce if the feature has no codes. block (n, width) and unknown (n,) bool:
-        as `encode` returns them.
+        A category of the training table is scarce if it has no code, and all such categories
+        together had too few training rows. Without codes none is scarce.  block (n, width), unknown
+        (n,) bool: as `encode` returns them for the column.
         """
         if not self.codes or self.has_enough_rare_rows:
             return np.zeros(len(unknown), dtype=bool)
@@ -227,9 +239,12 @@ class Feature:
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """The numbers (n, d), with notes and counts. The counts are those of the whole table."""
+    """The n rows of a table as numbers, with notes and counts.
 
-    values: np.ndarray
+    The counts are those of the whole table, also where only some of its rows are kept.
+    """
+
+    values: np.ndarray  # (n, width of the plan)
     missing: dict[str, int]  # gaps by column, for columns that have some
     unknown: dict[str, int]  # rows with an unknown category by column, for columns that have some
     notes: np.ndarray  # (n,) texts; empty where all inputs were known
@@ -254,16 +269,16 @@ class Encoded:
 
     @property
     def noted_row_count(self) -> int:
-        """Return the number of rows with a note: those with a missing or unknown input."""
+        """The number of rows with a note: those with a missing or unknown input."""
         return int((self.notes != "").sum())
 
     @property
     def mixed_rows(self) -> np.ndarray:
-        """Return which rows (n,) bool need a mixture over training values."""
+        """Which rows (n,) bool need a mixture over training values."""
         return np.asarray(self.unlearned.any(axis=1))
 
-    def filled_copies(self) -> Iterator[np.ndarray]:
-        """Yield DRAWS copies (A, d) of the A mixed rows, each with other values in their gaps.
+    def make_filled_copies(self) -> Iterator[np.ndarray]:
+        """Yield DRAWS copies (A, width) of the A mixed rows, each with other values in their gaps.
 
         A row with one gap gets a draw of its column in each copy. A row with several gaps gets the
         values of one row of `plan.rows`, so that they fit each other. A gap is an unlearned input.
@@ -282,9 +297,10 @@ class Encoded:
 
     @property
     def copy_weights(self) -> np.ndarray:
-        """Return the weights (DRAWS, A) of the copies in `filled_copies`; each column sums to one.
+        """The weights (DRAWS, A) of the copies of the A mixed rows, for `make_filled_copies`.
 
-        A row with one gap has the shares of its column's draws; one with several has equal weights.
+        The weights of a row, a column of the result, sum to one. A row with one gap has the shares
+        of its column's draws. A row with several gaps has equal weights.
         """
         gaps = self.unlearned[self.mixed_rows]
         has_one_gap = gaps.sum(1) == 1
@@ -305,29 +321,28 @@ class Representatives(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Features in their order, excluded columns with the reason, and rows that represent the
-    training table.
-    """
+    """How the columns of a table become numbers, as the training table decided it."""
 
-    features: tuple[Feature, ...]
-    left_out: dict[str, str]
-    rows: tuple[tuple[float | str, ...], ...]  # (DRAWS, features)
+    features: tuple[Feature, ...]  # in the order of the columns
+    left_out: dict[str, str]  # the reason why a column is not used, by its name
+    # DRAWS rows of the training table, which represent it: a value for each feature
+    rows: tuple[tuple[float | str, ...], ...]
 
     @property
     def width(self) -> int:
-        """Return the number of columns of numbers that encode all columns."""
+        """The number of columns of numbers that encode all columns."""
         return sum(feature.width for feature in self.features)
 
     @property
     def is_identity(self) -> bool:
-        """Return whether numbers without gaps are encoded as themselves."""
+        """Whether numbers without gaps are encoded as themselves."""
         return not self.left_out and all(
             feature.kind == NUMBER and feature.width == 1 for feature in self.features
         )
 
     @property
     def interpretation(self) -> dict[str, str]:
-        """Return how columns were interpreted, by name, without those where that is obvious."""
+        """How columns were interpreted, by name, without those where that is obvious."""
         return {
             feature.name: feature.interpretation
             for feature in self.features
@@ -336,7 +351,7 @@ class Plan:
 
     @property
     def level_counts(self) -> tuple[int, ...]:
-        """Return the number of codes of each column of numbers (width), 0 for one without codes.
+        """The largest code of each column of numbers (width); 0 for a column without codes.
 
         The result is () if no column has codes.
         """
@@ -345,7 +360,7 @@ class Plan:
 
     @cached_property
     def column_slices(self) -> list[slice]:
-        """Return the slice of the columns of numbers (width) for each feature."""
+        """The slice of the columns of numbers (width) for each feature."""
         ends = np.cumsum([feature.width for feature in self.features]).tolist()
         return [
             slice(end - feature.width, end)
@@ -354,7 +369,7 @@ class Plan:
 
     @cached_property
     def encoded_representatives(self) -> list[Representatives]:
-        """Return the numbers that represent the training values of each feature."""
+        """The numbers that represent the training values of each feature."""
         return [
             Representatives(
                 feature.encode_values(feature.draws),
@@ -374,7 +389,7 @@ class Plan:
         unknown: dict[str, int] = {}
         notes = np.full(table.rows, "", dtype=object)
         for feature in self.features:
-            column = table.column_of_kind(feature.name, feature.kind, feature.style)
+            column = table.read_column_as_kind(feature.name, feature.kind, feature.style)
             block, is_unknown = feature.encode(column)
             scarce = feature.find_scarce_rows(block, column, is_unknown)
             blocks.append(block)
@@ -384,6 +399,7 @@ class Plan:
             if is_unknown.any():
                 unknown[feature.name] = int(is_unknown.sum())
             _add_notes(notes, feature, column, is_unknown, scarce)
+
         # Each note begins with a separator, also the first of a row.
         noted = np.flatnonzero(notes)
         notes[noted] = [note.removeprefix("; ") for note in notes[noted].tolist()]
@@ -420,6 +436,7 @@ class Plan:
             or not all(feature.draws for feature in features)
         ):
             raise ValueError("the rows that represent the training table do not fit the columns")
+
         return Plan(features, left_out, rows)
 
 
@@ -428,7 +445,8 @@ def _add_notes(
 ) -> None:
     """Append to the notes (n,), in place, what is missing or unknown in a column.
 
-    Each appended note begins with "; ". unknown, scarce (n,) bool: which rows have such a category.
+    Each appended note begins with "; ".  feature: that of the column.  unknown, scarce (n,) bool:
+    which rows have such a category.
     """
     name = feature.name
     notes[column.missing] += f"; {name}: missing"
@@ -438,7 +456,7 @@ def _add_notes(
         (scarce, "category", " of too few training rows"),
     ):
         texts = column.values[rows].tolist() if rows.any() else []
-        added = [f"; {name}: {before} {text[:40]!r}{after}" for text in texts]
+        added = [f"; {name}: {before} {text[:NOTED_LENGTH]!r}{after}" for text in texts]
         notes[rows] += np.array(added, dtype=object)
 
 
@@ -470,7 +488,7 @@ def _read_feature(content: dict[str, Any]) -> Feature:
 def _check_kind_and_categories(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
     """Raise ValueError for an unknown kind, and for categories that do not fit it.
 
-    content: a feature of a file. lists: its lists as tuples, by name.
+    content: a feature of a file.  lists: its lists as tuples, by name.
     """
     name = content["name"]
     kind = content["kind"]
@@ -479,6 +497,7 @@ def _check_kind_and_categories(content: dict[str, Any], lists: dict[str, tuple[A
     texts = (name, kind, content["interpretation"], *categories, *drawn)
     if not all(isinstance(text, str) for text in texts) or kind not in KINDS:
         raise ValueError(f"the column {name!r} is of the unknown kind {kind!r}")
+
     # A text has levels or codes, but not both; another kind has neither.
     has_levels = bool(lists["levels"])
     has_codes = bool(lists["codes"])
@@ -493,10 +512,10 @@ def _check_kind_and_categories(content: dict[str, Any], lists: dict[str, tuple[A
 
 
 def _check_numbers(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -> None:
-    """Raise ValueError for numbers that are too large or not finite, for negative counts, and for
-    periods and shares that are not positive.
+    """Raise ValueError for numbers of a feature that `make_plan` cannot have made.
 
-    content: a feature of a file. lists: its lists as tuples, by name.
+    Such numbers are too large or not finite, counts that are negative, and periods and shares that
+    are not positive.  content: a feature of a file.  lists: its lists as tuples, by name.
     """
     name = content["name"]
     drawn = lists["draws"] if content["kind"] != TEXT else ()
@@ -506,6 +525,7 @@ def _check_numbers(content: dict[str, Any], lists: dict[str, tuple[Any, ...]]) -
         type(number) not in (int, float) or not abs(number) <= LARGEST_FILL for number in numbers
     ):
         raise ValueError(f"the column {name!r} has no usable value for gaps")
+
     counts = (content["rare_rows"], content["gaps"])
     if (
         any(type(count) is not int or count < 0 for count in counts)
@@ -523,9 +543,9 @@ def make_plan(
 ) -> Plan:
     """Make a plan of how the columns of a table become numbers.
 
-    excluded: the names of columns that the plan does not have. deciding_rows (n,) bool: the rows
-    that decide the plan; None: all. keep_constants: whether numbers that are constant are kept, so
-    that a table of numbers without gaps is encoded as itself. codes: whether the levels of
+    excluded: the names of columns that the plan does not have.  deciding_rows (n,) bool: the rows
+    that decide the plan; None: all.  keep_constants: whether numbers that are constant are kept, so
+    that a table of numbers without gaps is encoded as itself.  codes: whether the levels of
     categories that have many are numbered, for a model that learns an effect of each; other models
     would read a code as a number.
 
@@ -533,6 +553,7 @@ def make_plan(
     """
     if deciding_rows is None:
         deciding_rows = np.ones(table.rows, dtype=bool)
+
     features: list[Feature] = []
     columns: list[Column] = []
     left_out: dict[str, str] = {}
@@ -547,11 +568,13 @@ def make_plan(
         else:
             features.append(feature)
             columns.append(column)
+
     if not features:
         reasons = "; ".join(f"{name}: {why}" for name, why in left_out.items())
         raise TableError(
             f"{table.path} has no usable input column{f' ({reasons})' if reasons else ''}."
         )
+
     return Plan(tuple(features), left_out, _choose_rows(features, columns))
 
 
@@ -560,11 +583,12 @@ def _plan_column(
 ) -> Feature | str:
     """Return the feature of a column, or the reason why it is left out.
 
-    column: the deciding rows of a column of the table. keep_constants, codes: as in `make_plan`.
+    column: the deciding rows of a column of the table.  keep_constants, codes: as in `make_plan`.
     """
     gaps = column.missing
     if bool(gaps.all()):
         return "empty in every row"
+
     # A constant column has no information, unless some of its rows are gaps.
     values = column.values[~gaps]
     is_constant = bool((values == values[0]).all()) and not gaps.any()
@@ -572,16 +596,17 @@ def _plan_column(
         return "constant" if is_constant else _plan_texts(column, values, codes=codes)
     if is_constant and not keep_constants:
         return "constant"
+
     # The cells as they were read are needed for an example of another format only.
-    cells = [] if column.style == PLAIN else table.cells_of(column.name)
+    cells = [] if column.style == PLAIN else table.get_cells(column.name)
     return _plan_numbers(column, values, column.style.describe(cells))
 
 
 def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Feature:
     """Return the feature of numbers, booleans or dates.
 
-    values (k,): those that are not missing. format_used: the text of the report on the format of
-    the numbers; dates have a text of their own.
+    values (k,): those that are not missing.  format_used: the text of the report on the format of
+    the numbers; dates have a text of their own.  column: the rows that decide the plan.
     """
     gaps = int(column.missing.sum())
     interpretation = format_used
@@ -599,6 +624,7 @@ def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Featu
         if span > DAY and bool((values % 1 != 0).any()):
             periods += (DAY,)
             interpretation += ", with the time of the day"
+
     return Feature(
         column.name,
         column.kind,
@@ -616,16 +642,18 @@ def _plan_numbers(column: Column, values: np.ndarray, format_used: str) -> Featu
 def _plan_texts(column: Column, values: np.ndarray, *, codes: bool) -> Feature | str:
     """Return the feature of texts, or the reason why they are left out.
 
-    With `codes`, texts with many levels have codes if the levels of at least FEWEST_ROWS rows cover
-    the share CODED of the rows. Other free texts are left out. Of other texts, the MOST_LEVELS most
-    frequent levels have a column each, and the rest are rare.
+    A column is free text if it has many different values for its number of rows (FEW_LEVELS,
+    FREE_TEXT). With `codes`, texts with many levels have codes if the levels with at least
+    FEWEST_ROWS rows cover the share CODED of the rows. Other free texts are left out. Of other
+    texts, the MOST_LEVELS most frequent levels have a column each, and the rest are rare.
 
-    values (k,): those that are not missing. codes: whether categories with many levels may have
+    values (k,): those that are not missing.  codes: whether categories with many levels may have
     codes.
     """
     levels, counts = _count_values(values)
     most_frequent_first = np.argsort(-counts, kind="stable")
     is_free_text = len(levels) > FEW_LEVELS and len(levels) > FREE_TEXT * len(column.values)
+
     # Free text can have codes too, so codes are tried first.
     if codes and (is_free_text or len(levels) > MOST_LEVELS):
         candidates = most_frequent_first[:MOST_CODES]
@@ -633,8 +661,10 @@ def _plan_texts(column: Column, values: np.ndarray, *, codes: bool) -> Feature |
         rows_with_code = int(counts[coded].sum())
         if rows_with_code >= CODED * len(values):
             return _make_coded_feature(column, values, levels, coded, len(values) - rows_with_code)
+
     if is_free_text:
         return f"{len(levels)} different texts in {len(column.values)} rows"
+
     kept = sorted(levels[most_frequent_first[:MOST_LEVELS]].tolist())
     rare = sorted(levels[most_frequent_first[MOST_LEVELS:]].tolist())
     rare_rows = int(counts[most_frequent_first[MOST_LEVELS:]].sum())
@@ -661,8 +691,9 @@ def _make_coded_feature(
 ) -> Feature:
     """Return the feature with codes for levels[coded]; the other levels are rare.
 
-    values (k,): those that are not missing. levels (L,): the different ones. coded: positions of
-    levels, the most frequent first. rare_rows: the training rows of rare levels.
+    values (k,): those that are not missing.  levels (L,): the different values.  coded (c,): the
+    positions of c levels, the most frequent first.  rare_rows: the training rows of rare levels.
+    column: the rows that decide the plan, of which some may be gaps.
     """
     rare = np.delete(levels, coded).tolist()
     interpretation = (
@@ -715,24 +746,21 @@ def _choose_rows(
     Of SETS random sets of complete rows, drawn with the seed 0, these are the set whose means and
     standard deviations are closest to those of all rows. If no row is complete, any rows are drawn,
     and gaps are filled with draws of their columns.
+
+    columns: one for each feature, with the n rows that decide the plan.
     """
     blocks = [feature.encode(column)[0] for feature, column in zip(features, columns, strict=True)]
     numbers = np.concatenate(blocks, 1)  # (n, width)
     gaps = np.stack([column.missing for column in columns], 1)  # (n, features)
     complete = np.flatnonzero(~gaps.any(axis=1))
     pool = complete if len(complete) else np.arange(len(numbers))
+
     # Codes are not quantities, so their means and standard deviations are not compared.
     is_quantity: list[bool] = []
     for feature in features:
         is_quantity += [count == 0 for count in feature.level_counts]
-    z = numbers[:, is_quantity]
-    scale = z.std(0)
-    z -= z.mean(0)
-    z /= np.where(scale > 0, scale, 1.0)
-    spread = z.std(0)
-    sets = np.random.default_rng(0).choice(pool, (SETS, DRAWS))
-    distance = [(z[rows].mean(0) ** 2 + (z[rows].std(0) - spread) ** 2).sum() for rows in sets]
-    best = sets[int(np.argmin(distance))]
+    best = _find_closest_set(numbers[:, is_quantity], pool)
+
     values = [column.values[best].tolist() for column in columns]
     chosen_rows = []
     for k, row in enumerate(best):
@@ -741,4 +769,25 @@ def _choose_rows(
             for j, feature in enumerate(features)
         ]
         chosen_rows.append(tuple(cells))
+
     return tuple(chosen_rows)
+
+
+def _find_closest_set(numbers: np.ndarray, pool: np.ndarray) -> np.ndarray:
+    """Return the positions (DRAWS,) of rows that have about the moments of all rows.
+
+    The moments are means and standard deviations. SETS random sets of the pool are compared, in
+    standardised columns.  numbers (n, k): the columns that are compared, which are changed in
+    place.  pool (m,): positions of the m rows to draw from.
+    """
+    scale = numbers.std(0)
+    numbers -= numbers.mean(0)
+    numbers /= np.where(scale > 0, scale, 1.0)
+    spread = numbers.std(0)  # 1, or 0 for a constant column
+
+    sets = np.random.default_rng(0).choice(pool, (SETS, DRAWS))
+    distance = [
+        (numbers[rows].mean(0) ** 2 + (numbers[rows].std(0) - spread) ** 2).sum() for rows in sets
+    ]
+    closest: np.ndarray = sets[int(np.argmin(distance))]
+    return closest

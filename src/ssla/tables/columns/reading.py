@@ -16,7 +16,7 @@ import re
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
@@ -33,7 +33,7 @@ from ssla.tables.columns.kinds import (
     interpret_cells,
     read_as_kind,
 )
-from ssla.tables.columns.texts import DifferentError, arrow_columns, split_batches
+from ssla.tables.columns.texts import DifferentError, read_arrow_columns, split_batches
 
 MOST_COLUMNS = 10_000  # a guess
 STANDARD_INPUT = "-"
@@ -60,13 +60,13 @@ class Table:
     stated: Style | None = None  # the format of numbers, if given
     rows_before: int = 0  # rows of the file before these
     may_have_more: bool = False  # whether the file may have rows after these
-    # The types of the columns of a Parquet file, in pyarrow.
+    # The pyarrow types of the columns of a Parquet file, by name; {} for other tables.
     types: dict[str, Any] = field(default_factory=dict)
     indexed: bool = True  # whether a column whose name is that of a pandas index is one
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the columns, without those of a row index of pandas."""
+        """The names of the columns, without those of a row index of pandas."""
         return [name for name in self.cells if not (self.indexed and INDEX.match(name))]
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class Table:
         Raises TableError for a name that the table does not have.
         """
         for name in names:
-            self._stored_cells(name)  # its error names the most similar column
+            self._get_stored_cells(name)  # its error names the most similar column
         kept = {name: cells for name, cells in self.cells.items() if name not in names}
         return replace(self, cells=kept)
 
@@ -88,16 +88,18 @@ class Table:
 
         A mark that is None has its default; if both are None, the table itself is returned. Raises
         TableError for marks that are not supported.
+
+        decimal, thousands: as in `read_table`.
         """
-        stated = _stated_style(decimal, thousands)
+        stated = _make_stated_style(decimal, thousands)
         return self if stated is None else replace(self, stated=stated)
 
-    def cells_of(self, name: str) -> Sequence[Any]:
+    def get_cells(self, name: str) -> Sequence[Any]:
         """Return the cells (n) of a column as Python objects, without an interpretation.
 
         Raises TableError if there is no such column.
         """
-        stored = self._stored_cells(name)
+        stored = self._get_stored_cells(name)
         if isinstance(stored, Column):
             return stored.cells
         cells: Sequence[Any] = stored.tolist() if isinstance(stored, np.ndarray) else list(stored)
@@ -109,26 +111,29 @@ class Table:
         mixed: whether numbers and texts may be categories. Raises TableError if there is no such
         column, or if it mixes kinds or has infinite values.
         """
-        stored = self._stored_cells(name)
+        stored = self._get_stored_cells(name)
         if isinstance(stored, Column):
             return check_column_finite(stored)
         return interpret_cells(name, stored, self.stated, mixed=mixed)
 
-    def column_of_kind(self, name: str, column_kind: str, style: Style) -> Column:
+    def read_column_as_kind(self, name: str, column_kind: str, style: Style) -> Column:
         """Return a column in the kind and the format of the training column.
 
         Marks of numbers that were given for this table are used in place of those of the format.
         Raises TableError for a missing column, a cell of another kind, or an infinite value.
+
+        column_kind, style: the kind of the training column, and the format of its numbers.
         """
         if self.stated is not None:
             style = replace(style, decimal=self.stated.decimal, thousands=self.stated.thousands)
-        stored = self._stored_cells(name)
+        stored = self._get_stored_cells(name)
         if isinstance(stored, Column):
             converted = stored.convert_kind(column_kind, style)
             if converted is not None:
                 return check_column_finite(converted)
             # Cells may be read as another kind, or the error names the first that cannot be.
             stored = stored.cells
+
         return read_as_kind(
             name,
             stored,
@@ -139,7 +144,7 @@ class Table:
             may_have_more=self.may_have_more,
         )
 
-    def _stored_cells(self, name: str) -> Sequence[Any] | np.ndarray | Column:
+    def _get_stored_cells(self, name: str) -> Sequence[Any] | np.ndarray | Column:
         """Return what the table holds of a column, a `Column` or its cells (n).
 
         Raises TableError if there is no such column; the message names the most similar one.
@@ -176,13 +181,14 @@ def read_parts(
     """Yield the table of `read_table` in parts of `rows` rows each.
 
     The last part has the remaining rows. CSV and Parquet files are read part by part, so that
-    memory does not grow with the file; an Excel file is read as a whole.
+    memory does not grow with the file; an Excel file is read as a whole, and is one part. The
+    errors are those of `read_table`, each raised when the part with its cause is read.
 
-    rows: None is one part with all rows. only: the columns that are needed; None: all. Other
-    columns of a Parquet file are not read: they have names, but no cells. The errors are those of
-    `read_table`, each raised when the part with its cause is read.
+    path, decimal, thousands: as in `read_table`.  rows: None is one part with all rows.  only: the
+    columns that are needed; None: all. Other columns of a Parquet file are not read: they have
+    names, but no cells.
     """
-    stated = _stated_style(decimal, thousands)
+    stated = _make_stated_style(decimal, thousands)
     marks = "" if stated is None else stated.decimal + stated.thousands
     rows_before = 0
     for part in _read_file(Path(path), marks, rows, only):
@@ -192,7 +198,7 @@ def read_parts(
         rows_before += part.rows
 
 
-def _stated_style(decimal: str | None, thousands: str | None) -> Style | None:
+def _make_stated_style(decimal: str | None, thousands: str | None) -> Style | None:
     """Return the format with these marks of numbers, or None if both are None.
 
     A single mark that is None has its default: "." for decimal, and no thousands mark. Raises
@@ -210,6 +216,7 @@ def _stated_style(decimal: str | None, thousands: str | None) -> Style | None:
             f"The thousands mark with the decimal mark {decimal!r} must be one of {marks}, but is "
             f"{thousands!r}."
         )
+
     return Style(decimal, thousands)
 
 
@@ -218,16 +225,19 @@ def _read_file(
 ) -> Iterator[Table]:
     """Return an iterator over the parts of a file, with the reader for its ending.
 
-    marks: the marks of numbers that were given, which are not likely to be delimiters; may be
-    empty. rows, only: as in `read_parts`. Raises TableError if there is no such file, or if its
-    ending is not that of a table.
+    Raises TableError if there is no such file, or if its ending is not that of a table.
+
+    marks: the marks of numbers that were given, as one text, which are not likely to be delimiters;
+    may be empty.  rows, only: as in `read_parts`.
     """
     if str(file) == STANDARD_INPUT:
         return _read_csv_stream(Path("standard input"), sys.stdin.buffer, marks, rows)
+
     if not file.exists():
         raise TableError(f"There is no file {file}.")
     if file.is_dir():
         raise TableError(f"{file} is a directory, but a file with a table was expected.")
+
     name = file.name.lower()
     if name.endswith(PARQUET):
         return _read_parquet(file, rows, only)
@@ -259,18 +269,21 @@ def _read_csv_file(file: Path, marks: str, rows: int | None) -> Iterator[Table]:
 
 
 def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> Iterator[Table]:
-    """Yield the parts of a CSV file; raise TableError if it cannot be read.
+    """Yield the parts of a CSV file.
 
     A small file is read by Python's csv module. A large file is read by pyarrow, which is faster,
-    and by csv from the first part on that the two may split into cells in different ways.
+    and by csv from the first part on that the two may split into cells in different ways. Raises
+    TableError if the file cannot be read.
 
-    file: what errors and tables call it. stream: an open file of bytes, at its start. marks, rows:
-    as in `_read_file`.
+    file: what errors and tables call it.  stream: an open file of bytes, at its start.  marks,
+    rows: as in `_read_file`.
     """
     # Only a file that can be read again can be given to pyarrow.
     if rows is None and not stream.seekable():
         stream = io.BytesIO(stream.read())
     start = stream.tell() if stream.seekable() else None
+
+    # The first blocks show the delimiter, and whether the file is large.
     texts = _decode_blocks(file, stream)
     head = _read_head(texts)
     if not head:
@@ -280,31 +293,63 @@ def _read_csv_stream(file: Path, stream: Any, marks: str, rows: int | None) -> I
     is_large = len(head) >= LARGE
     reader = csv.reader(_split_lines(chain([head], texts)), delimiter=delimiter)
     del head  # the reader needs it no longer than its first rows
-    parts_read = 0  # by pyarrow
+
     try:
         names = _complete_names(file, [name.strip() for name in next(reader)])
+        parts_read = 0  # by pyarrow
         if is_large and start is not None:
             stream.seek(start)
-            try:
-                for columns in arrow_columns(stream, delimiter, len(names), rows):
-                    yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
-                    parts_read += 1
-                # Without a row the error is that of csv, below.
-                if parts_read:
-                    return
-            except DifferentError:
-                pass  # csv reads the parts that pyarrow has not read
-            # csv starts again, and skips the header and the rows of the parts that were yielded.
-            stream.seek(start)
-            reader = csv.reader(_split_lines(_decode_blocks(file, stream)), delimiter=delimiter)
-            next(reader)
-            # If `rows` is None, there is one part, of which no row has been yielded here.
+            parts_read, is_complete = yield from _read_parts_by_arrow(
+                file, stream, delimiter, names, rows
+            )
+            if is_complete:
+                return
+
+            # csv reads the parts that pyarrow has not read. If `rows` is None, there is one part,
+            # of which no row has been yielded here.
             rows_read = parts_read * (rows or 0)
-            for _ in _read_rows(file, reader, len(names), rows_read):
-                pass
+            stream.seek(start)
+            reader = _skip_to_row(file, stream, delimiter, len(names), rows_read)
         yield from _read_parts_by_csv(file, reader, names, rows, may_be_empty=parts_read > 0)
     except csv.Error as error:
         raise TableError(f"{file} cannot be read as CSV: {error}.") from None
+
+
+def _read_parts_by_arrow(
+    file: Path, stream: Any, delimiter: str, names: list[str], rows: int | None
+) -> Generator[Table, None, tuple[int, bool]]:
+    """Yield the parts of a CSV file that pyarrow reads as csv does.
+
+    The value of `yield from` is the number of these parts, and whether they are the whole file. It
+    is False for a file without a row, because csv must raise the error.
+
+    stream: the open file of bytes, at its start.  delimiter: that of the cells.  names: those of
+    the columns.  rows: as in `_read_file`.
+    """
+    parts_read = 0
+    try:
+        for columns in read_arrow_columns(stream, delimiter, len(names), rows):
+            yield Table(file, dict(zip(names, columns, strict=True)), len(columns[0]))
+            parts_read += 1
+    except DifferentError:
+        return parts_read, False
+    return parts_read, parts_read > 0
+
+
+def _skip_to_row(file: Path, stream: Any, delimiter: str, width: int, rows: int) -> Any:
+    """Return a csv reader of the file that has read the header and the first `rows` rows.
+
+    Raises TableError for a skipped row of another width than the header, and csv.Error for a row
+    that csv cannot read.
+
+    file: its name, for errors.  stream: the open file of bytes, at its start.  delimiter: that of
+    the cells.  width: the number of columns of the header.
+    """
+    reader = csv.reader(_split_lines(_decode_blocks(file, stream)), delimiter=delimiter)
+    next(reader)
+    for _ in _read_rows(file, reader, width, rows):
+        pass
+    return reader
 
 
 def _read_parts_by_csv(
@@ -312,9 +357,11 @@ def _read_parts_by_csv(
 ) -> Iterator[Table]:
     """Yield the next rows of a csv reader in parts of `rows` rows (None: in one part).
 
-    Cells are texts without spaces around them. may_be_empty: whether it is not an error if the
-    reader has no further row. Raises TableError otherwise, and for a row of another width than the
-    header.
+    Cells are texts without spaces around them. Raises TableError for a row of another width than
+    the header, and if the reader has no row but must have some.
+
+    file: what errors and tables call it.  reader: has read the header.  names: those of the
+    columns.  may_be_empty: whether the reader may have no further row.
     """
     while part := list(_read_rows(file, reader, len(names), rows)):
         may_be_empty = True  # because the file may end after this part
@@ -340,8 +387,10 @@ def _read_head(texts: Iterator[str]) -> str:
 def _read_rows(file: Path, reader: Any, width: int, most: int | None) -> Iterator[list[str]]:
     """Yield the next rows of a csv reader that are not empty, each as a list of cells.
 
-    width: the number of cells of the header. most: how many rows are read at most; None: all.
-    Raises TableError for a row of another width.
+    Raises TableError for a row of another width than the header.
+
+    file: its name, for the error.  width: the number of cells of the header.  most: how many rows
+    are read at most; None: all.
     """
     for row in islice(filter(None, reader), most):
         if len(row) != width:
@@ -355,9 +404,10 @@ def _read_rows(file: Path, reader: Any, width: int, most: int | None) -> Iterato
 def _decode_blocks(file: Path, stream: Any) -> Iterator[str]:
     """Yield the text of a file of bytes in UTF-8, in blocks that are not empty.
 
-    A byte-order mark is left out.
+    A byte-order mark is left out. Raises TableError for another encoding; the message has the
+    command that converts the file.
 
-    Raises TableError for another encoding, with the command that converts it.
+    file: its name, for errors.  stream: an open file of bytes.
     """
     remedy = "Save the table as CSV in UTF-8, or convert it: iconv -f {} -t UTF-8 old.csv > new.csv"
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
@@ -407,14 +457,15 @@ def _detect_delimiter(text: str, marks: str) -> str:
     same number. Quoted text is not split. A mark of numbers is chosen only if no other delimiter
     fits.
 
-    text: the start of the file. marks: the marks of numbers that the user gave.
+    text: the start of the file.  marks: the marks of numbers that the user gave, as one text.
     """
 
     def rate_delimiter(delimiter: str) -> tuple[bool, bool, int, bool]:
         """Return what makes a delimiter likely, the most important first.
 
-        These are: it fits all rows, it fits and is not a mark of numbers, the cells of the header,
-        and all rows have the same width (true of a table with one column too).
+        The four values are: whether it fits all rows, whether it fits and is not a mark of numbers,
+        the number of cells of the header, and whether all rows have the same width. The last is
+        also True for a table with one column.
         """
         reader = csv.reader(io.StringIO(text[:SNIFFED_TEXT], newline=""), delimiter=delimiter)
         try:
@@ -422,6 +473,7 @@ def _detect_delimiter(text: str, marks: str) -> str:
         except csv.Error:
             # A delimiter with which the text cannot be parsed is the least likely one.
             widths = []
+
         width = widths[0] if widths else 0
         same_width = len(set(widths)) == 1
         splits = width > 1
@@ -434,7 +486,7 @@ def _detect_delimiter(text: str, marks: str) -> str:
 
 
 def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) -> Iterator[Table]:
-    """Yield the parts of a Parquet file. rows, only: as in `read_parts`.
+    """Yield the parts of a Parquet file.  rows, only: as in `read_parts`.
 
     Raises TableError if pyarrow is missing, or if the file cannot be read or has no rows.
     """
@@ -455,13 +507,15 @@ def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) ->
             if not rows_in_file:
                 raise TableError(f"{file} has a header but no rows.")
             needed = [name for name in stored if only is None or names[name] in only]
-            types = {names[column.name]: _value_type(column.type) for column in source.schema_arrow}
+            types = {
+                names[column.name]: _get_value_type(column.type) for column in source.schema_arrow
+            }
             # Without any column the number of rows would be unknown: the first one is read.
             batches = source.iter_batches(rows or rows_in_file, columns=needed or stored[:1])
             for part in split_batches(batches, rows or rows_in_file):
                 cells: dict[str, Any] = {name: [] for name in names.values()}
                 for stored_name in part.column_names:
-                    cells[names[stored_name]] = _cells_of_arrow(part.column(stored_name))
+                    cells[names[stored_name]] = _read_arrow_cells(part.column(stored_name))
                 yield Table(file, cells, part.num_rows, types=types)
     except TableError:
         raise
@@ -469,14 +523,16 @@ def _read_parquet(file: Path, rows: int | None, only: Collection[str] | None) ->
         raise TableError(f"{file} is not a readable Parquet file ({str(error)[:100]}).") from None
 
 
-def _value_type(arrow_type: Any) -> Any:
+def _get_value_type(arrow_type: Any) -> Any:
     """Return the type of the values of a dictionary-encoded type; another type unchanged."""
     return arrow_type.value_type if str(arrow_type).startswith("dictionary") else arrow_type
 
 
-def _cells_of_arrow(column: Any) -> Sequence[Any] | np.ndarray:
-    """Return the cells of a column of pyarrow: an array (n,) if all are integers or floats,
-    otherwise a list with None for gaps.
+def _read_arrow_cells(column: Any) -> Sequence[Any] | np.ndarray:
+    """Return the cells of a column of pyarrow.
+
+    The cells are an array (n,) if all are integers or floats, and otherwise a list with None for
+    gaps.
     """
     type_name = str(column.type)
     is_number = type_name.startswith(("int", "uint", "float", "double", "halffloat"))
@@ -500,6 +556,7 @@ def _read_excel(file: Path) -> Table:
     if sheets[1:]:
         unread = _list_first_names(sheets[1:])
         warn(f"{file}: only the first sheet {sheets[0]!r} is read, not {unread}.")
+
     lost = 0  # formulas without a value
     for row, formulas_of_row in zip(rows, formulas, strict=True):
         for value, formula in zip(row, formulas_of_row, strict=True):
@@ -509,15 +566,18 @@ def _read_excel(file: Path) -> Table:
             f"{file}: {lost} formulas have no stored value and count as empty cells. If they "
             "should have one, open the file in a spreadsheet program and save it again."
         )
+
     rows = [row for row in rows if any(cell is not None for cell in row)]
     if not rows:
         raise TableError(f"{file} is empty.")
+
     # The table is as wide as the last column with a value. Rows may be shorter or longer.
     width = max(i + 1 for row in rows for i, cell in enumerate(row) if cell is not None)
     stripped = []
     for row in rows:
         padded = (row + [None] * width)[:width]
         stripped.append([cell.strip() if isinstance(cell, str) else cell for cell in padded])
+
     head, *body = stripped
     names = _complete_names(file, ["" if name is None else str(name) for name in head])
     if not body:
@@ -537,6 +597,7 @@ def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], lis
         raise TableError(
             "Excel files need openpyxl: pip install 'ssla[excel]'. Or save the sheet as CSV."
         ) from None
+
     try:
         with_values, with_formulas = (
             openpyxl.load_workbook(file, read_only=True, data_only=data_only)
@@ -553,6 +614,7 @@ def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], lis
         raise TableError(
             f"{file} is not a readable Excel file ({str(error)[:100]}). Save the sheet as CSV."
         ) from None
+
     return rows, formulas, sheets
 
 
@@ -560,21 +622,25 @@ def _load_first_sheet(file: Path) -> tuple[list[list[Any]], list[list[Any]], lis
 
 
 def _complete_names(file: Path, names: list[str]) -> list[str]:
-    """Return the names of the columns, after a check. A first column without a name gets the name
-    of an index of pandas.
+    """Return the names of the columns, after a check.
 
-    Warns of columns that are a row index. Raises TableError for too many columns, for no column,
-    for other columns without a name, and for names that occur twice.
+    A first column without a name gets the name of an index of pandas. Warns of columns that are a
+    row index. Raises TableError for too many columns, for no column, for other columns without a
+    name, and for names that occur twice.
+
+    file: its name, for messages.  names: those of the header, "" where there is none.
     """
     if len(names) > MOST_COLUMNS:
         raise TableError(
             f"{file} has {len(names):,} columns; at most {MOST_COLUMNS:,} are supported. Are rows "
             "and columns exchanged?"
         )
+
     # pandas writes its index as a first column without a name, and reads it as "Unnamed: 0".
     if names and not names[0]:
         candidates = chain(["Unnamed: 0"], (f"Unnamed: 0.{i}" for i in count(1)))
         names = [next(name for name in candidates if name not in names), *names[1:]]
+
     for index in filter(INDEX.match, names):
         warn(f"{file}: the column {index!r} is treated as a row index and is not an input.")
     if not names or any(not name for name in names):
@@ -582,11 +648,13 @@ def _complete_names(file: Path, names: list[str]) -> list[str]:
             f"{file}: column {names.index('') + 1 if names else 1} has no name. The first line "
             "must name the columns."
         )
+
     twice = [name for name, times in Counter(names).items() if times > 1]
     if twice:
         raise TableError(
             f"{file} has several columns named {twice[0]!r}. Rename or remove all but one."
         )
+
     return names
 
 

@@ -31,9 +31,9 @@ class DifferentError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Texts(Sequence[str]):
-    """Strings without nulls, as a ChunkedArray of pyarrow."""
+    """A column of strings, none of which is missing."""
 
-    array: Any
+    array: Any  # a ChunkedArray of pyarrow
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -56,8 +56,9 @@ class Texts(Sequence[str]):
         return iter(self.array.to_pylist())
 
     def find_distinct(self) -> tuple[list[str], np.ndarray]:
-        """Return the different texts in the order of their first rows (L,), and the position in
-        them of each row's text (n,).
+        """Return the L different texts, and for each row (n,) the position of its text among them.
+
+        The different texts are in the order of their first rows.
         """
         chunks = self.array.dictionary_encode().unify_dictionaries().chunks
         levels: list[str] = chunks[0].dictionary.to_pylist() if chunks else []
@@ -66,13 +67,12 @@ class Texts(Sequence[str]):
         return levels, np.concatenate([np.zeros(0, np.int32), *positions])
 
     def parse_numbers(self, decimal: str, gaps: Collection[str]) -> np.ndarray | None:
-        """Return the texts as floats (n,) if all are numbers such as 1, +1.5 and 1e5; otherwise
-        None.
-
-        decimal: the decimal mark. gaps: the texts of missing values, which become NaN.
+        """Return the texts as floats (n,), or None if one is not a number such as 1, +1.5 and 1e5.
 
         With only the characters of such numbers, pyarrow accepts what `float` accepts, and both
-        round to the nearest double.
+        round to the nearest double. So the result is that of a loop with `float`.
+
+        decimal: the decimal mark.  gaps: the texts of missing values, which become NaN.
         """
         import pyarrow
         import pyarrow.compute
@@ -82,10 +82,11 @@ class Texts(Sequence[str]):
         )
         values = np.full(len(self), np.nan)
         parsed = []
+
         # Empty chunks have no buffers.
         for chunk in filter(len, self.array.filter(is_given).chunks):
-            # What is left of the bytes are characters that no plain number has.
-            if _bytes_of(chunk).translate(None, SIGNS + decimal.encode()):
+            # The remaining bytes are characters that no plain number has.
+            if _read_bytes(chunk).translate(None, SIGNS + decimal.encode()):
                 return None
             if decimal != ".":
                 chunk = _make_string_array(
@@ -95,47 +96,40 @@ class Texts(Sequence[str]):
                 parsed.append(_read_values(chunk.cast(pyarrow.float64()), np.float64))
             except pyarrow.ArrowInvalid:
                 return None
+
         if parsed:
             # Booleans are stored as bits, so they are cast to bytes before they are read.
             rows = [
                 _read_values(chunk.cast(pyarrow.uint8()), np.uint8) for chunk in is_given.chunks
             ]
             values[np.concatenate(rows).astype(bool)] = np.concatenate(parsed)
+
         return values
 
 
-def arrow_columns(
+def read_arrow_columns(
     stream: Any, delimiter: str, width: int, rows: int | None
 ) -> Iterator[list[Texts]]:
-    """Yield the columns of a CSV file with a header line, in parts of `rows` rows (None: in one
-    part). Cells have no spaces around them, and a part has at least one row.
+    """Yield the columns of a CSV file with a header line, in parts of `rows` rows each.
 
-    stream: an open file of bytes, at its start. width: the number of columns of the header.
+    Cells have no spaces around them, and a part has at least one row. Raises DifferentError if csv
+    must read the file, or if pyarrow is missing. The parts that were yielded before are then right.
 
-    Raises DifferentError if csv must read the file, or if pyarrow is missing. The parts that were
-    yielded before are then right.
+    stream: an open file of bytes, at its start.  width: the number of columns of the header.  rows:
+    None is one part with all rows.  delimiter: that of the cells.
     """
     try:
         import pyarrow
         import pyarrow.csv
     except ImportError:
         raise DifferentError from None
+
     checked_stream = _CheckedStream(stream)
     try:
         # A file that is read in one part is read into memory first. Only then is it known whether
         # it has quotes, in which a cell may have several lines.
         data = checked_stream.read() if rows is None else None
-        options = {
-            "read_options": pyarrow.csv.ReadOptions(
-                autogenerate_column_names=True, block_size=BLOCK
-            ),
-            "parse_options": pyarrow.csv.ParseOptions(
-                delimiter=delimiter, newlines_in_values=data is None or b'"' in data
-            ),
-            "convert_options": pyarrow.csv.ConvertOptions(
-                column_types={f"f{i}": pyarrow.string() for i in range(width)}
-            ),
-        }
+        options = _make_csv_options(delimiter, width, data is None or b'"' in data)
         if rows is None:
             tables = iter([pyarrow.csv.read_csv(pyarrow.BufferReader(data), **options).slice(1)])
         else:
@@ -153,10 +147,32 @@ def arrow_columns(
         checked_stream.close()
 
 
+def _make_csv_options(delimiter: str, width: int, has_long_cells: bool) -> dict[str, Any]:
+    """Return the options of pyarrow's readers of CSV: all cells are texts, also the header.
+
+    width: the number of columns.  has_long_cells: whether a cell may have several lines.
+    """
+    import pyarrow
+    import pyarrow.csv
+
+    return {
+        # pyarrow names the columns f0, f1, …, and the header is its first row.
+        "read_options": pyarrow.csv.ReadOptions(autogenerate_column_names=True, block_size=BLOCK),
+        "parse_options": pyarrow.csv.ParseOptions(
+            delimiter=delimiter, newlines_in_values=has_long_cells
+        ),
+        "convert_options": pyarrow.csv.ConvertOptions(
+            column_types={f"f{i}": pyarrow.string() for i in range(width)}
+        ),
+    }
+
+
 def split_batches(batches: Any, rows: int) -> Iterator[Any]:
     """Yield the rows of record batches of any size as tables of `rows` rows each.
 
     The last table has the remaining rows. Without a row, there is no table.
+
+    batches: an iterator over RecordBatches of pyarrow.
     """
     import pyarrow
 
@@ -167,6 +183,7 @@ def split_batches(batches: Any, rows: int) -> Iterator[Any]:
             table = pyarrow.Table.from_batches(waiting)
             yield table.slice(0, rows)
             waiting = table.slice(rows).to_batches()
+
     if sum(part.num_rows for part in waiting):
         yield pyarrow.Table.from_batches(waiting)
 
@@ -190,11 +207,12 @@ def _strip_cells(column: Any) -> Any:
     # of ASCII are bytes up to that of " ", and those of Unicode have bytes from 0x80.
     may_have_spaces = False
     for chunk in filter(len, column.chunks):
-        longest = int(np.diff(_offsets_of(chunk)).max())
+        longest = int(np.diff(_read_offsets(chunk)).max())
         if longest > csv.field_size_limit():
             raise DifferentError
-        data = np.frombuffer(_bytes_of(chunk), dtype=np.uint8)
+        data = np.frombuffer(_read_bytes(chunk), dtype=np.uint8)
         may_have_spaces = may_have_spaces or bool(((data <= ord(" ")) | (data >= 0x80)).any())
+
     return pyarrow.compute.utf8_trim_whitespace(column) if may_have_spaces else column
 
 
@@ -213,8 +231,10 @@ def _make_string_array(texts: list[str]) -> Any:
 def _read_values(chunk: Any, dtype: type[np.generic], extra: int = 0) -> np.ndarray:
     """Return the values (n + extra,) of an array of n rows without nulls, as `to_numpy` would.
 
-    dtype: the type of the values in memory. extra: how many values are read after those of the
-    rows; a buffer of offsets has one more than rows. No rows: an empty array.
+    Without rows the array is empty.
+
+    dtype: the type of the values in memory.  extra: how many values are read after those of the
+    rows; a buffer of offsets has one more than rows.
     """
     if not len(chunk):
         return np.zeros(0, dtype)
@@ -223,14 +243,14 @@ def _read_values(chunk: Any, dtype: type[np.generic], extra: int = 0) -> np.ndar
     return np.frombuffer(chunk.buffers()[1], dtype=dtype)[chunk.offset : end]
 
 
-def _offsets_of(chunk: Any) -> np.ndarray:
+def _read_offsets(chunk: Any) -> np.ndarray:
     """Return where the n texts of an array start and end (n + 1,), in bytes of its data."""
     return _read_values(chunk, np.int32, extra=1)
 
 
-def _bytes_of(chunk: Any) -> bytes:
+def _read_bytes(chunk: Any) -> bytes:
     """Return the texts of an array with at least one row, one after the other, in UTF-8."""
-    offsets = _offsets_of(chunk)
+    offsets = _read_offsets(chunk)
     data = chunk.buffers()[2]  # None if all texts are empty
     return b"" if data is None else bytes(memoryview(data)[int(offsets[0]) : int(offsets[-1])])
 
@@ -252,13 +272,15 @@ class _CheckedStream:
     def read(self, size: int = -1) -> bytes:
         """Return the next `size` bytes (−1: all), and none after `close`.
 
-        Raises OSError if csv must read the file; `arrow_columns` turns it into DifferentError.
+        Raises OSError if csv must read the file; `read_arrow_columns` turns it into DifferentError.
         """
         with self.lock:
             block: bytes = b"" if self.closed else self.stream.read(size)
+
         # The end of a line, a carriage return and a newline, may be in two blocks.
         starts_after_single_return = self.after_return and not block.startswith(b"\n")
         self.after_return = block.endswith(b"\r")
+
         # A carriage return at the end of the block is checked with the next one.
         followed_returns = block.count(b"\r\n") + self.after_return
         has_single_return = block.count(b"\r") != followed_returns

@@ -18,7 +18,7 @@ from ssla.tables.columns.kinds import TableError
 FORMULA = ("=", "+", "-", "@", "\t", "\r")
 # A text of these is harmless: also 1.234,5, and "-" for a gap.
 PLAIN_NUMBER = r"-|[+-]?([0-9][0-9.,]*|[.,][0-9]+)([eE][+-]?[0-9]+)?"
-GROUP = 1 << 17  # rows of a row group in Parquet; a guess
+GROUP = 1 << 17  # fewest rows of a row group in Parquet, but for the last one; a guess
 AddRows = Callable[[Mapping[str, np.ndarray]], None]  # called with columns (n,) by name
 
 
@@ -46,10 +46,12 @@ def write_table(path: Path, columns: Mapping[str, np.ndarray]) -> None:
 def open_table(path: Path, types: Mapping[str, Any] | None = None) -> Iterator[AddRows]:
     """Open a new table, and yield the function that appends rows to it.
 
-    Every call of that function has the same columns. The file appears, or is replaced, when the
-    block ends without an error; after an error nothing is written. types: pyarrow types of columns
-    of a Parquet file, by name; the first rows decide those of other columns, and they may have
-    gaps only. Raises TableError for an unsupported suffix.
+    Every call of that function must have the same columns. The file appears, or is replaced, when
+    the block ends without an error; after an error nothing is written. Raises TableError for an
+    unsupported suffix.
+
+    types: pyarrow types of columns of a Parquet file, by name. The first rows of such a column may
+    be gaps only. The types of other columns are those of their first rows.
     """
     check_output(path)
     with replace_file(path) as draft:
@@ -70,11 +72,15 @@ def _make_csv_appender(stream: IO[str]) -> AddRows:
     has_header = False
 
     def add_rows(columns: Mapping[str, np.ndarray]) -> None:
-        """Append rows. Texts that a spreadsheet would execute are made harmless."""
+        """Append n rows, given as columns (n,) by name.
+
+        Texts that a spreadsheet would execute are made harmless.
+        """
         nonlocal has_header
         if not has_header:
             writer.writerow(map(escape_formula, columns))
             has_header = True
+
         # Floats need no check of their cells.
         cells = (
             column.tolist() if column.dtype.kind == "f" else map(escape_formula, column.tolist())
@@ -92,14 +98,17 @@ class _ParquetRows:
     """
 
     def __init__(self, draft: Path, types: dict[str, Any]) -> None:
-        """Prepare a new file. types: pyarrow types of some columns, by name."""
+        """Prepare a new file.  types: pyarrow types of some columns, by name."""
         self.draft = draft
         self.types = types
         self.waiting: list[Any] = []
         self.writer: Any = None
 
     def add_rows(self, columns: Mapping[str, np.ndarray]) -> None:
-        """Append rows, and write all rows that wait if they fill a row group."""
+        """Append n rows, given as columns (n,) by name.
+
+        All rows that wait are written if they fill a row group.
+        """
         import pyarrow
 
         arrays = {
@@ -108,6 +117,7 @@ class _ParquetRows:
             )
             for name, column in columns.items()
         }
+
         # Later rows must have the types of the first.
         self.types |= {name: array.type for name, array in arrays.items()}
         self.waiting.append(pyarrow.table(arrays))

@@ -1,4 +1,7 @@
-"""The prediction methods of scikit-learn, for estimators that predict distributions."""
+"""The prediction methods of scikit-learn, for estimators that predict distributions.
+
+In all of them X are N rows in any form that the estimator's `predict_dist` takes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ class NumberAnswers:
         not between 0 and 1, and NotFittedError before `fit`.
         """
         check_is_fitted(self, "ensemble_")
-        parse_probabilities(q)
+        parse_probabilities(q)  # refuses wrong probabilities before the prediction
         quantiles: np.ndarray = self.predict_dist(X).icdf(np.asarray(q, dtype=np.float64)).numpy()
         return quantiles
 

@@ -1,4 +1,8 @@
-"""Functions that check, fit and call models of other libraries, for `wrapped`."""
+"""Functions that check, fit and call models of other libraries, for `wrapped`.
+
+A *base* is the model that the user gives, with the interface of scikit-learn. It is never changed:
+clones of it are fitted.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ def is_fitted(base: Any) -> bool:
 
 
 def check_methods(name: str, base: Any, methods: Sequence[str]) -> None:
-    """Raise TypeError for a base that lacks one of these methods.
+    """Raise TypeError for a base that lacks any of these methods.
 
     name: the argument that held the base, for the error.
     """
@@ -53,12 +57,14 @@ def fit_clone(
     the base that is None. Raises ValueError for weights that the base does not take.
     """
     model = clone(base)
-    # The parts of a pipeline have their own ones, such as "forest__random_state".
+
+    # The parts of a pipeline have parameters of their own, such as "forest__random_state".
     names = [
         name
         for name, value in model.get_params().items()
         if name.split("__")[-1] == "random_state" and value is None
     ]
+
     # In the order of their names, so that the same seeds give the same model.
     if names:
         model.set_params(**{name: seeds.randint(2**31 - 1) for name in sorted(names)})
@@ -70,9 +76,11 @@ def fit_clone(
                 "without weights."
             )
         options["sample_weight"] = weights if rows is None else weights[rows]
+
     if rows is not None:
         X = _safe_indexing(X, rows)
         y = y[rows]
+
     return model.fit(X, y, **options)
 
 
@@ -94,8 +102,10 @@ def fit_column_scaling(X: Any, weights: np.ndarray) -> Scaling | None:
         table = np.ma.masked_invalid(np.asarray(X, dtype=np.float64))
     except (TypeError, ValueError):
         return None
+
     mean = np.ma.average(table, axis=0, weights=weights)
     spread = np.ma.sqrt(np.ma.average((table - mean) ** 2, axis=0, weights=weights))
+
     # The moments of a column without any value are masked, and become 0.
     shift, scale = (
         torch.from_numpy(np.ma.filled(moment, 0.0).astype(np.float64)) for moment in (mean, spread)

@@ -21,13 +21,12 @@ from ssla.tables.estimators.whole_fits import restore_on_failure
 from ssla.tables.networks.ensemble import CLASSES
 
 BALANCED = "balanced"
-SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))
+SMALLEST_LOG = float(np.log(np.finfo(np.float64).tiny))  # of a normal number: about −708
 
 
 @all_in_plain_torch
 class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ignore[misc]
-    """A network for tables that predicts class probabilities, including the uncertainty of its
-    weights.
+    """Networks for tables that predict class probabilities, with the uncertainty of their weights.
 
     Parameters are those of `SSLARegressor`, without likelihood and conformal, and
 
@@ -110,8 +109,10 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         self.classes_, codes = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("Classification needs at least two classes, but y has one class only.")
+
         self.class_weights_ = compute_class_weight(self.class_weight, classes=self.classes_, y=y)
         _, weights = self._read_weights(sample_weight, len(y))
+
         # The scale of the product of both weights is kept in those of the classes, so that
         # `partial_fit` uses it for later rows.
         if self.class_weight is not None:
@@ -120,8 +121,10 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
                 self.row_weights,
                 "sample_weight times class_weight",
             )
+
         weights = weights * self.class_weights_[codes]
         present = find_weighted_rows(weights)
+
         rows = as_numbers(self._make_plan(inputs, present))
         self.ensemble_ = self._fit_rows(
             rows[present],
@@ -145,6 +148,9 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         class_weight="balanced" is that of the first call: later rows have the weight of their class
         there. The trees stay as they were. Raises ValueError for new classes, and for rows, labels
         or weights that cannot be used.
+
+        X (n, d), y (n,), sample_weight (n,): as in `fit`.  classes: labels that the first rows must
+        have; None: any.
         """
         if not hasattr(self, "ensemble_"):
             expected = [] if classes is None else np.asarray(classes).tolist()
@@ -155,6 +161,7 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
                     "more rows."
                 )
             return self.fit(X, y, sample_weight)
+
         rows, present, weights = self._read_more_rows(X, sample_weight)
         refuse_masked_target(y)
         labels = column_or_1d(y, warn=True)
@@ -165,6 +172,7 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
                 f"y has the new classes {new}, but the model has {self.classes_.tolist()}. Fit "
                 "again on all rows."
             )
+
         codes = np.searchsorted(self.classes_, labels)
         weights = weights * self.class_weights_[codes]
         self._update_last_layers(rows[present], codes[present], weights[present])
@@ -204,16 +212,18 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         return chosen
 
     def predictive_set(self, X: Any, level: float = 0.95) -> np.ndarray:
-        """Return approximate conformal sets of classes, without calibration rows: (N, C) bool,
-        columns as in classes_.
+        """Return approximate conformal sets of classes (N, C) bool, without calibration rows.
 
-        A class is in the set unless its probability is below those that held-out rows have for
-        their own class, each by the network that held it out (with its trees). The most probable
-        class is always in the set: no set is empty, and where the model is right more often than
-        the level, so are the sets. The guarantee is approximate: the held-out rows also stopped the
-        training and chose the prior and the mixture, and the mixture of all networks predicts
-        better than one. With refit="output". Not for a model from a file, nor for rows with missing
-        or unknown inputs.
+        The columns are in the order of classes_. A class is in the set unless its probability is
+        below those that held-out rows have for their observed class, each by the network that held
+        it out (with its trees). The most probable class is always in the set: no set is empty, and
+        where the model is right more often than the level, so are the sets. The guarantee is
+        approximate: the held-out rows also stopped the training and chose the prior and the
+        mixture, and the mixture of all networks predicts better than a single network. The refit is
+        "output".
+
+        Raises ValueError for a model from a file, for rows with missing or unknown inputs, and for
+        a level that is not between 0 and 1.
         """
         rows = self._read_complete_rows(X, "predict_set")
         chosen: np.ndarray = self.ensemble_.class_sets(rows, level).numpy()
@@ -226,12 +236,12 @@ class SSLAClassifier(ClassAnswers, ClassifierMixin, TableEstimator):  # type: ig
         did not have are only counted, as "unknown labels". Raises ValueError if all rows are such.
         """
         labels = np.asarray(y)
-        known = np.isin(labels, self.classes_)
-        if not known.any():
+        is_known = np.isin(labels, self.classes_)
+        if not is_known.any():
             raise ValueError("None of the labels in the target occurs in the training table.")
-        codes = np.searchsorted(self.classes_, labels[known])
-        predictive = self.predict_dist(self.encode(X)[known])
+        codes = np.searchsorted(self.classes_, labels[is_known])
+        predictive = self.predict_dist(self.encode(X)[is_known])
         scores: dict[str, Any] = dict(metrics.summary(predictive, codes).scores)
-        if not known.all():
-            scores["unknown labels"] = float((~known).sum())
+        if not is_known.all():
+            scores["unknown labels"] = float((~is_known).sum())
         return scores

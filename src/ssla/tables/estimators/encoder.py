@@ -11,10 +11,10 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import _check_feature_names_in, check_is_fitted
 
 from ssla.tables.columns import Encoded, Plan, Table
-from ssla.tables.columns.frames import table_of
+from ssla.tables.columns.frames import make_table
 from ssla.tables.estimators.inputs import (
     add_table_tags,
-    column_names,
+    list_column_names,
     plan_inputs,
     read_inputs,
     warn_of_unused_columns,
@@ -84,8 +84,9 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         if isinstance(inputs, Encoded):
             raise TypeError("These rows are encoded already. Give the table that they came from.")
         if len(self.drop) or self.decimal is not None or self.thousands is not None:
-            inputs = self._table_with_marks(inputs).drop_columns(self.drop)
+            inputs = self._make_table_with_marks(inputs).drop_columns(self.drop)
         self.plan_ = plan_inputs(self, inputs, rows, self.codes)
+
         # A `Table` comes from the command, which shows the unused columns itself.
         if not isinstance(X, Table):
             warn_of_unused_columns(self.plan_)
@@ -101,11 +102,15 @@ class TableEncoder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         inputs = read_inputs(self, X, reset=False)
         if isinstance(inputs, Encoded):
             return inputs
-        return self.plan_.encode(self._table_with_marks(inputs))
+        return self.plan_.encode(self._make_table_with_marks(inputs))
 
-    def _table_with_marks(self, inputs: np.ndarray | Table) -> Table:
+    def _make_table_with_marks(self, inputs: np.ndarray | Table) -> Table:
         """Return the rows as a table that reads numbers with the marks of this encoder."""
-        table = table_of(inputs, column_names(self)) if isinstance(inputs, np.ndarray) else inputs
+        table = (
+            make_table(inputs, list_column_names(self))
+            if isinstance(inputs, np.ndarray)
+            else inputs
+        )
         return table.with_marks(self.decimal, self.thousands)
 
     def transform(self, X: Any) -> np.ndarray:

@@ -1,4 +1,9 @@
-"""Shared code of the regressor and the classifier, from parameters and rows to an ensemble."""
+"""Shared code of the regressor and the classifier, from parameters and rows to an ensemble.
+
+A table takes two steps to numbers. `inputs.read_inputs` returns `Rows`: numbers without gaps, a
+`Table`, or rows that a plan has encoded. The estimator's plan then encodes a `Table` as `Encoded`
+rows. Networks see `as_numbers` of them.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +30,13 @@ from ssla.fitting.arguments import checked_weights
 from ssla.predictive import Predictive
 from ssla.refit import resolve
 from ssla.tables.columns import Encoded, Plan, Table
-from ssla.tables.columns.frames import table_of
+from ssla.tables.columns.frames import make_table
 from ssla.tables.estimators import row_weights
 from ssla.tables.estimators.epochs_bar import show_epochs
 from ssla.tables.estimators.inputs import (
     Rows,
     add_table_tags,
-    column_names,
+    list_column_names,
     plan_inputs,
     read_inputs,
     warn_of_unused_columns,
@@ -55,6 +60,10 @@ from ssla.tables.trees.growing import grow_forest
 AUTO = "auto"
 # The defaults that "auto" chooses; docs/tables-how.md gives their reasons and measurements.
 SMALL_TABLE, LARGE_TABLE = 300, 100_000  # rows
+MEMBERS_OF_SMALL, MEMBERS, MEMBERS_OF_LARGE = 10, 5, 2  # networks, by the size
+SMALLEST_BATCH, COMMON_BATCH, LARGEST_BATCH = 16, 256, 4096  # rows
+FEW_BATCHES, MANY_BATCHES = 16, 256  # of an epoch, for small and for large tables
+FEWEST_EPOCHS, MOST_EPOCHS = 8, 200
 ROWS_VISITED = 4_000_000  # in all epochs together
 AUTO_TREES = dict.fromkeys((CLASSES, *VARYING), 50)  # for each network
 MANY_CLASSES = 50  # more have no trees
@@ -68,7 +77,8 @@ ONE_THREAD = 10_000  # rows up to which one thread is used; docs/tables-how.md h
 class TableEstimator(BaseEstimator):  # type: ignore[misc]
     """The abstract base of both estimators, which define how y is read and fitted.
 
-    The base turns parameters and rows into an ensemble, and predicts with it.
+    The base turns parameters and rows into an ensemble, and predicts with it. The estimators define
+    `__init__` with the parameters and `fit`, which sets the attributes below.
     """
 
     ensemble_: Ensemble
@@ -84,6 +94,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         # Parameters are checked at the fit and not in __init__, as scikit-learn requires.
         self._check_parameters()
+
         # Pieces of each input's range are for noise that depends on x, and for counts: see the
         # defaults in docs/tables-how.md.
         piecewise = self.activation == AUTO and likelihood in (*VARYING, POISSON)
@@ -94,7 +105,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             hidden=read_hidden_widths(self.hidden),
             activation=automatic if self.activation == AUTO else self.activation,
             piecewise=piecewise,
-            members=self._read_count_or_auto("members", auto_member_count, rows),
+            members=self._read_count_or_auto("members", choose_member_count, rows),
             weights=self.weights,
             structure=self.structure,
             tune=read_flag(self, "tune"),
@@ -115,6 +126,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"validation_fraction must be between 0 and 1, but is {self.validation_fraction!r}."
             )
+
         read_number(self, "verbose", int, 0, allow_bool=True)  # True is 1
         check_name("row_weights", self.row_weights, MEANINGS)
         check_name("activation", self.activation, (AUTO, *ACTIVATIONS))
@@ -127,13 +139,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
         Raises ValueError for a count that is not a whole number of at least one.
         """
-        epochs = self._read_count_or_auto("max_epochs", auto_epoch_count, rows)
+        epochs = self._read_count_or_auto("max_epochs", choose_epoch_count, rows)
+
         # "auto" gives few epochs to large tables, so patience is at most a fifth of them (a guess).
         longest_wait = max(epochs // 5, 2) if is_auto(self, "max_epochs") else epochs
         patience = min(read_number(self, "patience", int, 1), longest_wait)
         batch_size = None
         if self.batch_size is not None:
-            batch_size = self._read_count_or_auto("batch_size", auto_batch_size, rows)
+            batch_size = self._read_count_or_auto("batch_size", choose_batch_size, rows)
         return Schedule(
             max_epochs=epochs,
             batch_size=batch_size,
@@ -167,8 +180,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _read_training_rows(self, X: Any, y: Any, **checks: Any) -> tuple[Rows, np.ndarray]:
         """Return the rows of a fit after their first reading, and y (n,) or (n, D).
 
-        The names and the number of the columns are stored. checks: options of scikit-learn's check
-        of y. Raises ValueError for rows or targets that cannot be used.
+        The names and the number of the columns are stored. Raises ValueError for rows or targets
+        that cannot be used.
+
+        X: as in `fit`.  checks: options of scikit-learn's check of y.
         """
         inputs = read_inputs(self, X, reset=True, least=2)
         if y is None:
@@ -183,8 +198,11 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     def _make_plan(self, inputs: Rows, kept: np.ndarray) -> np.ndarray | Encoded:
         """Set `plan_` by the kept rows (n,) bool, and return all rows encoded by it.
 
-        Numbers without gaps need no encoding, and rows that are encoded already bring their plan.
-        Warns of columns that are not used. Raises TableError if no column is usable.
+        Numbers without gaps are returned as they are. Rows that are encoded already are returned
+        too, and their plan is taken over. Warns of columns that are not used. Raises TableError if
+        no column is usable.
+
+        inputs: the rows after their first reading.
         """
         if isinstance(inputs, Encoded):
             self.plan_ = inputs.plan
@@ -201,7 +219,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         inputs = read_inputs(self, X, reset=False)
         if isinstance(inputs, Encoded):
             raise TypeError("X has encoded rows, which are no table. Give the rows as they were.")
-        return inputs if isinstance(inputs, Table) else table_of(inputs, column_names(self))
+        return inputs if isinstance(inputs, Table) else make_table(inputs, list_column_names(self))
 
     def encode(self, X: Any) -> Encoded:
         """Return later rows as numbers by the plan of the fit, with notes on unknown inputs.
@@ -213,7 +231,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         rows = self._encode_if_needed(X)
         if isinstance(rows, Encoded):
             return rows
-        return self.plan_.encode(table_of(rows, column_names(self)))
+        return self.plan_.encode(make_table(rows, list_column_names(self)))
 
     def _encode_if_needed(self, X: Any) -> np.ndarray | Encoded:
         """Return later rows encoded by the plan of the fit.
@@ -223,18 +241,20 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         """
         inputs = read_inputs(self, X, reset=False)
         if isinstance(inputs, Encoded):
-            # The comparison of objects is faster than that of values, and suffices for own rows.
+            # The comparison of objects is faster than that of values, and suffices for rows that
+            # this estimator has encoded.
             if inputs.plan is not self.plan_ and inputs.plan != self.plan_:
                 raise ValueError(
                     "X was encoded by the plan of another table. Encode it with this model's "
                     "encode(X), or give X itself."
                 )
             return inputs
+
         if isinstance(inputs, Table):
             return self.plan_.encode(inputs)
         if self.plan_.is_identity:
             return inputs
-        return self.plan_.encode(table_of(inputs, column_names(self)))
+        return self.plan_.encode(make_table(inputs, list_column_names(self)))
 
     def _read_complete_rows(self, X: Any, instead: str) -> torch.Tensor:
         """Return the rows X as numbers (N, d) for `predictive_set`, which needs complete rows.
@@ -253,10 +273,10 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         return torch.from_numpy(as_numbers(rows).copy())
 
     def _predict_rows(self, rows: np.ndarray | Encoded) -> Predictive:
-        """Return the predictive at N rows.
+        """Return the predictive at N rows, as `_encode_if_needed` returns them.
 
-        For a row with missing or unknown inputs that were not in the training table it is a mixture
-        over values of that table.
+        A row with missing or unknown inputs whose effect the training table did not show has a
+        mixture over values of that table.
         """
         if isinstance(rows, np.ndarray) or not rows.mixed_rows.any():
             return self._predict_complete_rows(as_numbers(rows))
@@ -264,7 +284,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             self._predict_complete_rows,
             rows.values,
             rows.mixed_rows,
-            rows.filled_copies(),
+            rows.make_filled_copies(),
             rows.copy_weights,
         )
 
@@ -278,7 +298,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
 
         The weights are scaled by the factor that the parameter `row_weights` asks for, which is
         stored in `weight_factor_`. Raises ValueError for wrong weights, and for fewer than two
-        positive ones.
+        positive weights.
         """
         weights = row_weights.read_row_weights(sample_weight, rows)
         present = row_weights.find_weighted_rows(weights)
@@ -299,12 +319,14 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> Ensemble:
         """Fit the networks, their posteriors and trees to rows of numbers, and return the ensemble.
 
-        X (n, d), y (n,) or (n, D), weights (n,).  likelihood: its name.  classes: their number, 0
-        for other targets.  rival: see `fit_ensemble`.  seed: replaces random_state in a second fit
-        that must hold out the same rows. Raises ValueError for a parameter that is out of range,
-        and the errors of the fit.
+        Raises ValueError for a parameter that is out of range, and the errors of `fit_ensemble`.
+
+        X (n, d), y (n,) or (n, D), weights (n,).  likelihood: its name.  related: the groups or
+        times of the rows.  classes: the number of classes; 0 for other targets.  rival: see
+        `fit_ensemble`.  seed: replaces random_state in a second fit that must hold out the same
+        rows.  on_epoch: replaces the bar of `verbose`.
         """
-        x, target, w = copy_to_tensors(X, y, weights)
+        x, target, weights_tensor = copy_to_tensors(X, y, weights)
         settings = self._make_settings(likelihood, len(x))
         if seed is not None:
             settings = replace(settings, seed=seed)
@@ -317,7 +339,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
             return fit_ensemble(
                 x,
                 target,
-                w,
+                weights_tensor,
                 settings,
                 classes=classes,
                 on_epoch=advance if on_epoch is None else on_epoch,
@@ -345,6 +367,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
                 "enter the update with the mean in place of a gap, and without a category. Leave "
                 "them out, or fit again on all rows."
             )
+
         values = as_numbers(rows)
         weights = row_weights.read_row_weights(sample_weight, len(values))
         weights = weights * row_weights.choose_weight_factor(weights, self.row_weights)
@@ -382,6 +405,7 @@ class TableEstimator(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self, "ensemble_")
         (x,) = copy_to_tensors(as_numbers(self._encode_if_needed(X)))
         z = self.ensemble_.inputs(x)  # standardised (N, d)
+
         # A member may have several posteriors, of which the main one has the largest weight.
         largest = max(component.weight for component in self.ensemble_.components)
         return {
@@ -414,32 +438,36 @@ def copy_to_tensors(*arrays: np.ndarray) -> Iterator[torch.Tensor]:
     return (torch.from_numpy(array.copy()) for array in arrays)
 
 
-def auto_batch_size(rows: int) -> int:
+def choose_batch_size(rows: int) -> int:
     """Return the rows of a batch that batch_size="auto" means for n rows.
 
     The number is a sixteenth of the rows, between 16 and 256. For more than 65,536 rows it is a
     256th, but at most 4,096.  rows: n.
     """
-    return min(4096, max(16, min(256, rows // 16), rows // 256))
+    size_of_small = min(COMMON_BATCH, rows // FEW_BATCHES)
+    return min(LARGEST_BATCH, max(SMALLEST_BATCH, size_of_small, rows // MANY_BATCHES))
 
 
-def auto_member_count(rows: int) -> int:
+def choose_member_count(rows: int) -> int:
     """Return the number of networks that members="auto" means: more for small tables."""
     if rows <= SMALL_TABLE:
-        return 10
-    return 5 if rows <= LARGE_TABLE else 2
+        return MEMBERS_OF_SMALL
+    return MEMBERS if rows <= LARGE_TABLE else MEMBERS_OF_LARGE
 
 
-def auto_epoch_count(rows: int) -> int:
+def choose_epoch_count(rows: int) -> int:
     """Return the number of epochs that max_epochs="auto" means for n rows.
 
     The number is 200, or as many as visit ROWS_VISITED rows if these are fewer, but at least eight.
     """
-    return min(200, max(8, ROWS_VISITED // rows))
+    return min(MOST_EPOCHS, max(FEWEST_EPOCHS, ROWS_VISITED // rows))
 
 
 def is_auto(estimator: Any, name: str) -> bool:
-    """Return whether a parameter is "auto"."""
+    """Return whether a parameter is "auto".
+
+    estimator: has the parameter as an attribute of this name.
+    """
     value = getattr(estimator, name)
     # Only texts are compared, because the comparison of an array would be an array.
     return isinstance(value, str) and value == AUTO
@@ -449,6 +477,8 @@ def read_flag(estimator: Any, name: str) -> bool:
     """Return a parameter that is True or False.
 
     Raises ValueError for anything else, such as a text, which would count as True.
+
+    estimator: has the parameter as an attribute of this name.
     """
     value = getattr(estimator, name)
     if not isinstance(value, bool | np.bool_):
@@ -480,9 +510,9 @@ def read_number(
 ) -> Any:
     """Return the parameter `name` as a finite number of at least a bound.
 
-    number_type: int for whole numbers, or float.  strict: the number must be above the bound, and
-    not equal to it.  allow_bool: whether True and False count as numbers. Raises ValueError for
-    anything else.
+    estimator: has the parameter as an attribute.  number_type: int for whole numbers, or float.
+    strict: the number must be above the bound, and not equal to it.  allow_bool: whether True and
+    False count as numbers. Raises ValueError for anything else.
     """
     value: Any = getattr(estimator, name)
     has_type = isinstance(value, Integral if number_type is int else Real)
@@ -496,4 +526,5 @@ def read_number(
         bound = f"above {least:g}" if strict else f"of at least {least:g}"
         noun = "a whole number" if number_type is int else "a number"
         raise ValueError(f"{name} must be {noun} {bound}, but is {value!r}.")
+
     return number_type(value)

@@ -20,6 +20,7 @@ from ssla.tables.networks.component import Component
 from ssla.tables.networks.scaling import Scaling
 from ssla.tables.trees.out_of_fold import OFFSETS, ClassLayer, NumberLayer
 
+SUM_TOLERANCE = 1e-6  # of shares and weights that sum to 1, up to rounding
 # The types of class labels, by the names that `saving` writes.
 DTYPES: dict[str, type] = {
     "bool": bool,
@@ -35,6 +36,9 @@ def open_settings(estimator_class: type[Any], content: Mapping[str, Any], decode
 
     The estimator has no models yet. Raises KeyError, TypeError or ValueError for content of another
     form.
+
+    estimator_class: one with the constructor arguments that are stored.  decoder: gives the tensors
+    of the file.
     """
     estimator = estimator_class(**decoder.decode(content["parameters"], dict))
     estimator.n_features_in_ = content["columns"]
@@ -66,10 +70,10 @@ def open_layer(
 ) -> ClassLayer | NumberLayer:
     """Return the last layer on the predictions of trees or other models, by its posterior.
 
-    numbers: "floor" for a layer of classes, "shares" and "centre" for one of numbers.  target: the
-    scaling of the target, which a layer of numbers needs.  inputs: that of the columns; None: the
-    file has none. Raises ValueError if sizes, scales, shares or likelihood are not those of such a
-    layer.
+    numbers: "floor" for a layer of classes, "shares" and "centre" for a layer of numbers.  target:
+    the scaling of the target, which a layer of numbers needs.  inputs: that of the columns; None:
+    the file has none. Raises ValueError if sizes, scales, shares or likelihood are not those of
+    such a layer.
     """
     components = (Component(posterior, member=0, weight=1.0),)
     outputs, width = posterior.parameters["weight"].shape
@@ -79,20 +83,23 @@ def open_layer(
         if type(posterior.likelihood) is not expected or width != outputs or not 0 < floor < 0.5:
             raise ValueError("the layer is not one of classes")
         return ClassLayer(components, floor, inputs)
+
     if target is None:
         raise ValueError("the target has no scaling")
     check_scaling(target, 1)
     shares = numbers["shares"]
     centre = float(numbers["centre"])
+
     # Two outputs, mean and log variance, are linear in three features: see `out_of_fold`.
     if type(posterior.likelihood) is not HeteroscedasticGaussian or (outputs, width) != (2, 3):
         raise ValueError("the layer is not one of mean and log variance")
     if (
         shares.shape != (len(OFFSETS),)
         or not bool((shares >= 0).all())
-        or abs(float(shares.sum()) - 1) > 1e-6
+        or abs(float(shares.sum()) - 1) > SUM_TOLERANCE
     ):
         raise ValueError("the shares are not positive with sum 1")
+
     if not abs(centre) <= LARGEST:
         raise ValueError("the centre is not a number")
     return NumberLayer(components, target, centre, shares, inputs)

@@ -9,7 +9,7 @@ from sklearn.utils.validation import validate_data
 
 from ssla._checks import warn
 from ssla.tables.columns import Encoded, Plan, Table, make_plan
-from ssla.tables.columns.frames import has_only_numbers, is_frame, replace_masked, table_of
+from ssla.tables.columns.frames import has_only_numbers, is_frame, make_table, replace_masked
 
 Rows = np.ndarray | Table | Encoded
 """X after its first reading: numbers (n, d) without gaps, a table, or encoded rows."""
@@ -22,7 +22,7 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
     `Table` and `Encoded` rows are returned as they are.
 
     reset: True at a fit, which stores the names and the number of the columns in the estimator.
-    False later, when they are compared with the stored ones.  least: the fewest rows. Raises
+    False later, when they are compared with the stored columns.  least: the fewest rows. Raises
     ValueError for other columns, for fewer rows, and for infinite values.
     """
     # The plan compares the columns of later tables and encoded rows.
@@ -31,6 +31,7 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
             _store_columns(estimator, X)
             _check_row_count(X, least)
         return X
+
     X = replace_masked(X)
     checks = {"reset": reset, "ensure_all_finite": "allow-nan", "ensure_min_samples": least}
     if is_frame(X):
@@ -38,16 +39,17 @@ def read_inputs(estimator: Any, X: Any, reset: bool, least: int = 1) -> Rows:
             # scikit-learn stores or compares the columns, and this library reads the cells.
             validate_data(estimator, X, reset=reset, skip_check_array=True)
             _check_row_count(X, least)
-            return table_of(X, column_names(estimator))
+            return make_table(X, list_column_names(estimator))
     else:
-        objects = _array_of_objects(X)
+        objects = _convert_to_objects(X)
         if objects is not None:
             objects = validate_data(estimator, objects, dtype=None, **checks)
-            return table_of(objects, column_names(estimator))
+            return make_table(objects, list_column_names(estimator))
+
     numbers: np.ndarray = validate_data(estimator, X, dtype=np.float64, order="C", **checks)
     if not bool(np.isnan(numbers).any()):
         return numbers
-    return table_of(X if is_frame(X) else numbers, column_names(estimator))
+    return make_table(X if is_frame(X) else numbers, list_column_names(estimator))
 
 
 def _store_columns(estimator: Any, X: Table | Encoded) -> None:
@@ -70,7 +72,7 @@ def _check_row_count(X: Any, least: int) -> None:
         )
 
 
-def column_names(estimator: Any) -> list[str]:
+def list_column_names(estimator: Any) -> list[str]:
     """Return the names of the training columns; x0, x1, … if they had none, as in scikit-learn."""
     names = getattr(estimator, "feature_names_in_", None)
     if names is None:
@@ -83,14 +85,15 @@ def plan_inputs(
 ) -> Plan:
     """Return the plan by which columns become numbers, made from the kept rows (n,) bool.
 
-    kept None: all rows.  codes: whether categories with many levels become codes, see `make_plan`.
+    estimator: has the names of the columns.  rows: numbers without gaps, or a table.  kept: None is
+    all rows.  codes: whether categories with many levels become codes, see `make_plan`.
     The plan of numbers without gaps (n, d) encodes them as themselves. Raises TableError if no
     column is usable.
     """
     no_names: set[str] = set()  # no column is left out by its name
     if isinstance(rows, np.ndarray):
         return make_plan(
-            table_of(rows, column_names(estimator)), no_names, kept, keep_constants=True
+            make_table(rows, list_column_names(estimator)), no_names, kept, keep_constants=True
         )
     return make_plan(rows, no_names, kept, codes=codes)
 
@@ -106,7 +109,7 @@ def warn_of_unused_columns(plan: Plan) -> None:
         )
 
 
-def _array_of_objects(X: Any) -> np.ndarray | None:
+def _convert_to_objects(X: Any) -> np.ndarray | None:
     """Return X as an array of objects (n, d) if it has cells that are not numbers.
 
     The result is None if all cells can be read as numbers. It is also None if X is not an array of

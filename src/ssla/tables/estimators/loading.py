@@ -1,4 +1,11 @@
-"""Opens estimators that `saving` wrote, and validates what a file holds before it is used."""
+"""Opens estimators that `saving` wrote, and validates what a file holds before it is used.
+
+A function `_open_…` reads a part of the *content*, the values that a file has as JSON. A `Decoder`
+gives the tensors that the content names. A file may be forged, so a part that this library cannot
+have written raises ValueError, KeyError or TypeError, which `load_trained` turns into a FileError.
+In all functions `tensors` are those of the file by their names, and `source` is its path, for
+errors.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +29,13 @@ from ssla.tables.columns import Plan
 from ssla.tables.estimators.classifier import SSLAClassifier
 from ssla.tables.estimators.estimator import AUTO
 from ssla.tables.estimators.file_parts import (
+    SUM_TOLERANCE,
     check_class_count,
     open_layer,
     open_scaling,
     open_settings,
 )
-from ssla.tables.estimators.inputs import column_names
+from ssla.tables.estimators.inputs import list_column_names
 from ssla.tables.estimators.regressor import SSLARegressor
 from ssla.tables.estimators.saving import KIND, LAYOUT
 from ssla.tables.estimators.split_conformal import Conformal
@@ -80,6 +88,7 @@ def load_trained(
             f"models= is for a PredictiveRegressor or PredictiveClassifier, but {source} holds its "
             "own networks."
         )
+
     with convert_to_file_error(source):
         estimator = _open_estimator(content, tensors, source)
         _check_estimator(estimator)
@@ -91,13 +100,15 @@ def _check_layout(content: dict[str, Any], source: Path) -> None:
     """Raise FileError for a file whose content has the layout of another version of ssla.
 
     Files without a layout number have layout 1.
+
+    content: that of the file.
     """
     layout = content.get("layout", 1)
     if layout != LAYOUT:
-        other = "a newer" if type(layout) is int and layout > LAYOUT else "an earlier"
+        version = "a newer" if type(layout) is int and layout > LAYOUT else "an earlier"
         raise FileError(
-            f"{source} was written by {other} version of ssla, whose estimators this version does "
-            "not read. Train the model again."
+            f"{source} was written by {version} version of ssla, whose estimators this version "
+            "does not read. Train the model again."
         )
 
 
@@ -116,6 +127,7 @@ def _open_estimator(content: dict[str, Any], tensors: dict[str, Tensor], source:
             f"{source} holds a {content['estimator']!r}, which this version of ssla does not "
             "support."
         )
+
     estimator = open_settings(ESTIMATORS[content["estimator"]], content, decoder)
     if content["classes"] is not None:
         _open_class_weights(estimator, content)
@@ -138,6 +150,7 @@ def _open_class_weights(estimator: Any, content: dict[str, Any]) -> None:
         ((weights >= 0) & (weights <= LARGEST)).all()
     ):
         raise ValueError("the weights of the classes do not fit the classes")
+
     estimator.class_weights_ = weights
     class_weight = getattr(estimator, "class_weight", None)
     if isinstance(class_weight, dict):
@@ -164,9 +177,12 @@ def _open_ensemble(
     """Return the ensemble of a file: its networks, posteriors and trees.
 
     Raises ValueError for parts that are impossible or do not fit one another.
+
+    content: that of the ensemble.
     """
     settings = decoder.decode(content["settings"], dict)
     architecture = Architecture(**decoder.decode(content["architecture"], dict))
+
     # The sizes are checked before memory is allocated, because a forged file could choose them.
     _check_network_sizes(architecture, settings["members"], tensors)
     modules = [_open_network(architecture, m, tensors) for m in range(settings["members"])]
@@ -174,22 +190,14 @@ def _open_ensemble(
     target = open_scaling(content["scaling"]["target"], decoder)
     if inputs is None:
         raise ValueError("the inputs have no scaling")
-    components = tuple(
-        Component(
-            decode_posterior(part["posterior"], tensors, modules[part["member"]], source),
-            part["member"],
-            float(part["weight"]),
-        )
-        for part in content["components"]
-    )
-    if any(component.member not in range(len(modules)) for component in components):
-        raise ValueError("a component belongs to no member")
+    components = _open_components(content["components"], modules, tensors, source)
     if (
         type(content["one_target"]) is not bool
         or type(content["epochs"]) is not int
         or content["epochs"] < 0
     ):
         raise ValueError("epochs must be a count, and one_target true or false")
+
     settings["schedule"] = Schedule(**settings["schedule"])
     spreads = tuple((float(factor), float(share)) for factor, share in content["spreads"])
     trust = float(content["trust"])
@@ -212,6 +220,33 @@ def _open_ensemble(
     )
 
 
+def _open_components(
+    content: list[dict[str, Any]],
+    modules: list[nn.Sequential],
+    tensors: dict[str, Tensor],
+    source: Path,
+) -> tuple[Component, ...]:
+    """Return the components of the mixture, each with its posterior on the module of its member.
+
+    Raises ValueError or IndexError for a component of no member.
+
+    content: a dictionary for each component.  modules: the networks of all members.
+    """
+    components = tuple(
+        Component(
+            decode_posterior(part["posterior"], tensors, modules[part["member"]], source),
+            part["member"],
+            float(part["weight"]),
+        )
+        for part in content
+    )
+
+    # A negative index would be that of a module, too.
+    if any(component.member not in range(len(modules)) for component in components):
+        raise ValueError("a component belongs to no member")
+    return components
+
+
 def _check_network_sizes(
     architecture: Architecture, members: int, tensors: dict[str, Tensor]
 ) -> None:
@@ -226,9 +261,11 @@ def _check_network_sizes(
         or any(type(count) is not int or count < 0 for count in pieces)
     ):
         raise ValueError("the pieces of the inputs are not one count for each")
+
     _check_embeddings(architecture, tensors)
-    # A layer of pieces and one of embeddings come first, if there are any. Then linear layers and
-    # activations alternate.
+
+    # A layer of pieces and a layer of embeddings come first, if there are any. Then linear layers
+    # and activations alternate.
     widths = architecture.widths
     first_linear = int(bool(pieces)) + int(bool(architecture.levels))
     shapes = [
@@ -245,8 +282,7 @@ def _check_network_sizes(
 def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) -> None:
     """Raise ValueError for levels and dimensions that are impossible.
 
-    Levels and dimensions are also impossible if the embeddings of the first network have other
-    sizes.
+    They are also impossible if the embeddings of the first network have other sizes.
     """
     levels = architecture.levels
     dimensions = architecture.dimensions
@@ -254,6 +290,7 @@ def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) ->
         raise ValueError("the levels of the inputs are not counts")
     if not levels and not dimensions:
         return
+
     # An embedding has L + 1 rows: one is for levels without a code. The lengths are compared next.
     sizes = [(count + 1, size) for count, size in zip(levels, dimensions, strict=False) if count]
     if (
@@ -264,8 +301,10 @@ def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) ->
         raise ValueError(
             "the levels of the inputs are not one count for each, with the size of its embedding"
         )
+
     if any(count and pieces for count, pieces in zip(levels, architecture.pieces, strict=False)):
         raise ValueError("a code of levels has no pieces")
+
     # The layer of embeddings is the first one, or follows the layer of pieces.
     layer = int(bool(architecture.pieces))
     shapes = [tuple(tensors[f"network.0.{layer}.tables.{i}"].shape) for i in range(len(sizes))]
@@ -300,13 +339,14 @@ def _check_spreads(spreads: tuple[tuple[float, float], ...], trust: float, has_u
     """
     total = sum(share for _, share in spreads)
     if not (
-        abs(total - 1) <= 1e-6
+        abs(total - 1) <= SUM_TOLERANCE
         and all(0 < factor <= LARGEST and share > 0 for factor, share in spreads)
         and 0 <= trust <= 1
     ):
         raise ValueError(
             "the spreads are not positive factors with shares of sum 1, or the trust is not a share"
         )
+
     if not has_unit and any(factor != 1 for factor, _ in spreads):
         raise ValueError("only the predictive of a continuous target is stretched")
 
@@ -315,10 +355,12 @@ def _open_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
     """Return the indices of the members without a share.
 
     networks: the number of networks in the file. Raises ValueError for indices that are not among
-    the trained members, and for a flag `constant` that is not a boolean.
+    the trained members, and for a flag `constant` that is not a boolean.  content: that of the
+    ensemble.
     """
     left_out = tuple(content["left_out"])
     constant = content["constant"]
+
     # The networks of members that are left out are not in the file. If all members are left out,
     # the file has a constant for each of them.
     trained = networks if constant else networks + len(left_out)
@@ -326,6 +368,7 @@ def _open_left_out(content: dict[str, Any], networks: int) -> tuple[int, ...]:
         type(member) is not int or member not in range(trained) for member in left_out
     ):
         raise ValueError("the members that are left out are not among those that were trained")
+
     return left_out
 
 
@@ -349,6 +392,7 @@ def _open_scale(content: dict[str, Any] | None, likelihood: str) -> Transform | 
         or not all(type(end) is float and abs(end) < 700 for end in ends)
     ):
         raise ValueError("the scale of the target does not fit the likelihood")
+
     if not scale.low < scale.high:
         raise ValueError("the ends of the target's scale are not in order")
     return scale
@@ -365,6 +409,8 @@ def _open_trees(
 
     Raises ValueError for trees whose sizes do not fit the networks, and for an impossible share or
     pull.
+
+    content: that of the trees.  architecture: that of the networks beside them.
     """
     if content is None:
         return None
@@ -386,6 +432,7 @@ def _open_trees(
         raise ValueError(
             "the trees are not those of the networks, or their share or pull is not one"
         )
+
     return Trees(forest, layer, share, pull)
 
 
@@ -397,6 +444,7 @@ def _check_estimator(estimator: Any) -> None:
     ensemble: Ensemble = estimator.ensemble_
     likelihood = ensemble.settings.likelihood
     outputs = ensemble.architecture.outputs
+
     # This refuses unknown names and parameters out of range, for any number of rows.
     estimator._make_settings(likelihood, rows=1)
     is_classifier = isinstance(estimator, SSLAClassifier)
@@ -427,8 +475,10 @@ def _check_columns(estimator: Any) -> None:
         or plan.width != architecture.inputs
     ):
         raise ValueError(f"the columns are not the {architecture.inputs} inputs of the network")
-    names = set(column_names(estimator))
+
+    names = set(list_column_names(estimator))
     inputs = {feature.name for feature in plan.features}
+
     # A column that the plan leaves out is among the names, unless the plan came with encoded rows.
     if not inputs <= names <= inputs | set(plan.left_out):
         raise ValueError("the plan is not that of the columns")
@@ -450,6 +500,7 @@ def _check_scalings(ensemble: Ensemble, targets: int) -> None:
         if scaling is not None:
             _check_numbers("the shift of a scaling", scaling.shift, (size,))
             _check_numbers("the scale of a scaling", scaling.scale, (size,), least=1 / LARGEST)
+
     coded = torch.tensor([count > 0 for count in levels], dtype=torch.bool)
     if levels and not bool(
         ((ensemble.inputs.shift[coded] == 0) & (ensemble.inputs.scale[coded] == 1)).all()
@@ -465,10 +516,15 @@ def _check_components(ensemble: Ensemble, size: int) -> None:
     likelihood = ensemble.settings.likelihood
     components = ensemble.components
     known_likelihood, _ = LIKELIHOODS[likelihood](size)
+
     # None stands for a Gaussian with unknown noise.
     expected = Gaussian if known_likelihood is None else type(known_likelihood)
     weights = torch.tensor([component.weight for component in components], dtype=torch.float64)
-    if not components or not bool((weights > 0).all()) or abs(float(weights.sum()) - 1) > 1e-6:
+    if (
+        not components
+        or not bool((weights > 0).all())
+        or abs(float(weights.sum()) - 1) > SUM_TOLERANCE
+    ):
         raise ValueError("the weights of the components are not positive with sum 1")
     if any(type(component.posterior.likelihood) is not expected for component in components):
         raise ValueError(f"a component has another likelihood than {likelihood!r}")

@@ -48,9 +48,9 @@ from ssla.tables.networks.count_targets import (
 from ssla.tables.networks.ensemble import GAUSSIAN, HETEROSCEDASTIC, POSITIVE
 
 FEWEST_ROWS = 60  # for a noise that depends on x; a guess
-# A logarithmic scale is tried for targets whose largest value is more than FACTOR times a small
-# one, and below LARGEST. Both are guesses.
-FACTOR, LARGEST = 3.0, 1e100
+# A logarithmic scale is tried for targets whose largest value is more than FACTOR times the
+# quantile at LOW, and below LARGEST. These are guesses.
+FACTOR, LOW, LARGEST = 3.0, 0.05, 1e100
 NAMES = (AUTO, *CONTINUOUS, POISSON)
 INTERVAL_SCORES = ("coverage", "width")  # how the names of the scores of intervals begin
 
@@ -215,12 +215,14 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         present, weights = self._read_weights(sample_weight, len(y))
         self._check_target(y[present])
         related = Related.from_arguments(groups, time, len(y))
+
         # Conformal intervals are calibrated on rows that neither the plan nor the networks see.
         kept = np.flatnonzero(present)
         held_out = np.arange(0)
         if conformal:
             kept, held_out = self._split_rows(kept, related[kept])
         rows = self._make_plan(inputs, np.isin(np.arange(len(y)), kept))
+
         self.ensemble_ = self._fit_target(
             as_numbers(rows)[kept], y[kept], weights[kept], related[kept], on_epoch
         )
@@ -231,6 +233,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             self.conformal_ = Conformal.from_rows(
                 predictive, y[held_out], weights[held_out], self.refit, self.ensemble_.scale
             )
+
         return self
 
     def partial_fit(self, X: Any, y: Any, sample_weight: Any = None) -> SSLARegressor:
@@ -240,14 +243,18 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         rows; for likelihoods other than Gaussian this is an approximation. The first call is `fit`.
 
         Raises ValueError for a conformal model, and for rows or targets that cannot be used.
+
+        X, y, sample_weight: as in `fit`.
         """
         if not hasattr(self, "ensemble_"):
             return self.fit(X, y, sample_weight)
+
         if self.conformal_ is not None:
             raise ValueError(
                 "The conformal scores hold for the fitted model only. Use conformal=False for "
                 "partial_fit, or fit again."
             )
+
         rows, present, weights = self._read_more_rows(X, sample_weight)
         refuse_masked_or_dates(y)
         target = np.asarray(
@@ -261,6 +268,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 f"y must have {self.ensemble_.architecture.outputs} columns as at the fit, but has "
                 f"shape {target.shape}."
             )
+
         self._check_support(
             target[present], self.ensemble_.settings.likelihood, self.ensemble_.scale
         )
@@ -293,28 +301,20 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         mode or factor, the linear scale is fitted alone, and then constant noise, with a warning. A
         Poisson fit of small counts replaces the result if it predicts better. Errors are those of
         `_fit_rows`; only the last likelihood raises those of its posterior.
+
+        related: the groups or times of the rows.  on_epoch: as in `fit`.
         """
         likelihood = self._choose_likelihood(y)
         self._make_settings(likelihood, len(y))  # refuses wrong parameters
         if not (self.likelihood == AUTO and likelihood == HETEROSCEDASTIC):
             return self._fit_rows(X, y, weights, likelihood, related, on_epoch=on_epoch)
-        # Each try is a likelihood and its rival. The later ones need less to be fitted.
+
+        # Each try is a likelihood and its rival. The later tries need less to be fitted.
         tries: list[tuple[str, str | None]] = [(likelihood, None), (GAUSSIAN, None)]
         if varies_by_factors(y):
             tries.insert(0, (likelihood, POSITIVE))
-        problem = ""
-        for name, rival in tries:
-            try:
-                ensemble = self._fit_rows(
-                    X, y, weights, name, related, rival=rival, on_epoch=on_epoch
-                )
-                break
-            except (NoFactorError, NoModeError) as error:
-                # The next try needs less. A warning below names the problem if constant noise had
-                # to be used; the error of the last try is raised.
-                problem = str(error).split(":")[0]
-                if (name, rival) == tries[-1]:
-                    raise
+        ensemble, name, problem = self._fit_first_possible(tries, X, y, weights, related, on_epoch)
+
         poisson = self._fit_poisson_if_better(ensemble, X, y, weights, related, on_epoch)
         if poisson is not None:
             return poisson
@@ -324,7 +324,40 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 "training rows exactly (no noise, or many columns): constant noise was used. Give "
                 f"likelihood='gaussian' to choose it. ({problem})"
             )
+
         return ensemble
+
+    def _fit_first_possible(
+        self,
+        tries: list[tuple[str, str | None]],
+        X: np.ndarray,
+        y: np.ndarray,
+        weights: np.ndarray,
+        related: Related,
+        on_epoch: OnEpoch | None,
+    ) -> tuple[Ensemble, str, str]:
+        """Return the fit of the first try whose posterior has a mode and a factor.
+
+        Also returns the name of its likelihood, and the problem of the try before, "" if there was
+        none. Errors are those of `_fit_rows`; only the last try raises those of its posterior.
+
+        tries: the name of each likelihood, and its rival.  The other arguments are those of
+        `_fit_target`.
+        """
+        problem = ""
+        for name, rival in tries[:-1]:
+            try:
+                ensemble = self._fit_rows(
+                    X, y, weights, name, related, rival=rival, on_epoch=on_epoch
+                )
+            except (NoFactorError, NoModeError) as error:
+                problem = str(error).split(":")[0]
+            else:
+                return ensemble, name, problem
+
+        name, rival = tries[-1]
+        ensemble = self._fit_rows(X, y, weights, name, related, rival=rival, on_epoch=on_epoch)
+        return ensemble, name, problem
 
     def _fit_poisson_if_better(
         self,
@@ -339,10 +372,16 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
 
         The Poisson fit is compared with `ensemble`, a continuous fit of the same X (n, d), y (n,),
         weights (n,). The result is also None if y are not such counts, or if the Poisson fit fails.
+
+        related: the groups or times of the rows.  on_epoch: as in `fit`.
         """
-        x, target, w = copy_to_tensors(X, y, weights)
-        if not (may_be_poisson(target, w) and is_poisson_worth_fitting(ensemble, x, target, w)):
+        x, target, weights_tensor = copy_to_tensors(X, y, weights)
+        if not (
+            may_be_poisson(target, weights_tensor)
+            and is_poisson_worth_fitting(ensemble, x, target, weights_tensor)
+        ):
             return None
+
         # The same seed holds out the same rows, so that both fits can be compared on them.
         seed = ensemble.settings.seed
         try:
@@ -351,7 +390,8 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             # The user did not ask for Poisson, and the continuous fit is complete. Networks that
             # cannot be trained or fitted to these counts would not predict them better.
             return None
-        return poisson if is_poisson_better(ensemble, poisson, x, target, w) else None
+
+        return poisson if is_poisson_better(ensemble, poisson, x, target, weights_tensor) else None
 
     def _check_target(self, y: np.ndarray) -> None:
         """Raise ValueError for targets y (n,) or (n, D) that cannot be fitted.
@@ -367,6 +407,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         if bool((y == y[:1]).all(0).any()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
         check_target_size(y)
+
         # The support of the positive scale does not depend on its ends, which are not known yet.
         scale = Positive(0.0, 1.0) if self.likelihood == POSITIVE else ON_SCALE.get(self.likelihood)
         self._check_support(y, self.likelihood, scale)
@@ -387,12 +428,13 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
                 f"likelihood='poisson'{chosen} needs counts 0, 1, 2, …, but y has negative or "
                 "fractional values. Use 'heteroscedastic', or leave out these rows."
             )
+
         # Counts that are too large are refused here, before the networks are trained.
         if likelihood == POISSON:
             Counts(LARGEST_COUNT).check(torch.from_numpy(y.flatten()), 1)
 
     def _split_rows(self, rows: np.ndarray, related: Related) -> tuple[np.ndarray, np.ndarray]:
-        """Split row numbers (n,) into those of the fit and those that calibrate the intervals.
+        """Split positions of rows (n,) into those for the fit and those for calibrating intervals.
 
         Both parts are sorted.  related: the groups or times of these rows, by which they are split;
         otherwise the split is random. Raises ValueError for a calibration_fraction that is not
@@ -409,11 +451,13 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             held_out = rows[chosen]
         else:
             kept, held_out = train_test_split(rows, test_size=fraction, random_state=seed)
+
         if len(kept) < 2:
             raise ValueError(
                 f"conformal=True leaves {len(kept)} of n_samples={len(rows)} for the fit, which "
                 "needs at least two. Use more rows or a smaller calibration_fraction."
             )
+
         return np.sort(kept), np.sort(held_out)
 
     def predict_interval(self, X: Any, level: float = 0.95) -> np.ndarray:
@@ -430,10 +474,10 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
         A new row is compared with the rows that each network held out of its training, by the
         network that held them out. At the new row the mean of the networks' outputs is used,
         without trees. The guarantee is approximate: the held-out rows also stopped the training and
-        chose the noise and the prior, and one network errs more than the mean of all. See
+        chose the noise and the prior, and a single network errs more than the mean of all. See
         `Posterior.predictive_set`.
 
-        Raises ValueError for a model from a file, for one without held-out rows, for rows with
+        Raises ValueError for a model from a file, for a model without held-out rows, for rows with
         missing or unknown inputs, and for a level that is not between 0 and 1.
         """
         rows = self._read_complete_rows(X, "predict_interval")
@@ -479,6 +523,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
             scores["conformal intervals"] = (
                 f"none: they were calibrated with refit {self.conformal_.refit!r}"
             )
+
         return scores | _label_interval_scores(predictive_scores)
 
     def __sklearn_tags__(self) -> Any:
@@ -492,7 +537,7 @@ class SSLARegressor(NumberAnswers, RegressorMixin, TableEstimator):  # type: ign
 def _label_interval_scores(scores: dict[str, Any]) -> dict[str, Any]:
     """Return the scores with "predictive" before the names of those of intervals.
 
-    These names distinguish the intervals of the predictive from the conformal ones.
+    These names distinguish the intervals of the predictive from the conformal intervals.
     """
     return {
         f"predictive {name}" if name.startswith(INTERVAL_SCORES) else name: value
@@ -503,6 +548,6 @@ def _label_interval_scores(scores: dict[str, Any]) -> dict[str, Any]:
 def varies_by_factors(y: np.ndarray) -> bool:
     """Return whether targets y (n,) may fit a logarithmic scale better.
 
-    This is so if none is negative, and the largest is several times the 5% quantile.
+    This is so if none is negative, and the largest is several times a low quantile.
     """
-    return bool(y.min() >= 0) and bool(FACTOR * np.quantile(y, 0.05) < y.max() < LARGEST)
+    return bool(y.min() >= 0) and bool(FACTOR * np.quantile(y, LOW) < y.max() < LARGEST)

@@ -11,7 +11,7 @@ from sklearn.model_selection import GroupShuffleSplit
 from torch import Tensor
 
 from ssla._checks import refuse_masked
-from ssla.tables.networks.folds import latest_rows
+from ssla.tables.networks.folds import find_latest_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,8 +25,9 @@ class Related:
     def from_arguments(groups: Any, time: Any, rows: int) -> Related:
         """Return the groups or times that were given to `fit`, as numbers.
 
-        rows: how many values there must be. Raises ValueError if both are given, and for wrong
-        shapes or missing values.
+        Raises ValueError if both are given, and for wrong shapes or missing values.
+
+        groups, time: (n,) values that can be sorted, or None.  rows: n.
         """
         if groups is not None and time is not None:
             raise ValueError(
@@ -49,7 +50,10 @@ class Related:
         return groups, time
 
     def __getitem__(self, rows: np.ndarray) -> Related:
-        """Return the groups or times of the rows with these numbers, or where a mask is True."""
+        """Return the groups or times of some rows.
+
+        rows: the positions of the rows (k,), or a mask (n,) bool.
+        """
         return Related(
             *(None if values is None else values[rows] for values in (self.groups, self.time))
         )
@@ -62,13 +66,15 @@ class Related:
         """
         if self.time is not None:
             count = max(round(fraction * len(self.time)), 1)
-            return latest_rows(torch.from_numpy(self.time.copy()), count).numpy()
+            return find_latest_rows(torch.from_numpy(self.time.copy()), count).numpy()
+
         assert self.groups is not None
         if len(np.unique(self.groups)) < 2:
             raise ValueError(
                 "groups has one group only, so no whole group can be held out. Leave it out, or "
                 "give several groups."
             )
+
         split = GroupShuffleSplit(1, test_size=fraction, random_state=seed)
         _, held_out = next(split.split(self.groups, groups=self.groups))
         chosen = np.zeros(len(self.groups), dtype=bool)
@@ -90,11 +96,13 @@ def _rank_values(name: str, values: Any, rows: int) -> np.ndarray | None:
         raise ValueError(
             f"{name} must have shape ({rows},), one value for each row, but has {array.shape}."
         )
+
     # NaN differs from itself. `tolist` turns NumPy's NaT into None, or into an integer if its unit
-    # is nanoseconds, so `isnat` is asked too.
+    # is nanoseconds, so `isnat` is called too.
     if any(value is None or value != value for value in array.tolist()) or (
         array.dtype.kind in "mM" and np.isnat(array).any()
     ):
         raise ValueError(f"{name} has missing values. Leave out these rows, or give each a value.")
+
     ranks: np.ndarray = np.unique(array, return_inverse=True)[1]
     return ranks.astype(np.int64)

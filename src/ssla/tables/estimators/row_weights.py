@@ -1,10 +1,9 @@
 """Reads row weights, and gives them a scale by what they mean: frequencies or relative weights.
 
-Only the ratios of relative weights count.
-
-A row of weight 2 equals that row twice, so frequencies sum to the number of observations. Weights
-that sum to less than half of the rows cannot be frequencies: 1/n for each row would stand for a
-single observation. Rows of weight 0 do not count as rows.
+A row whose frequency is 2 equals that row twice, so frequencies sum to the number of observations.
+Of relative weights only the ratios count. Weights that sum to less than half of the rows cannot be
+frequencies: 1/n for each row would stand for a single observation. Rows of weight 0 do not count as
+rows.
 """
 
 from __future__ import annotations
@@ -37,11 +36,13 @@ def read_row_weights(sample_weight: Any, rows: int) -> np.ndarray:
             f"sample_weight must have shape ({rows},), one weight for each row, but has "
             f"{array.shape}."
         )
+
     # Booleans, integers, floats, and objects, which scikit-learn checks.
     if array.dtype.kind not in "biufO":
         raise ValueError(
             f"sample_weight must be numbers, one for each row, but holds {array.dtype}."
         )
+
     # scikit-learn takes only the number of rows from the array in the second place.
     weights: np.ndarray = _check_sample_weight(
         sample_weight, np.empty((rows, 1)), dtype=np.float64, ensure_non_negative=True
@@ -50,7 +51,7 @@ def read_row_weights(sample_weight: Any, rows: int) -> np.ndarray:
 
 
 def find_weighted_rows(weights: np.ndarray) -> np.ndarray:
-    """Return which rows have a positive weight (n,) bool.
+    """Return which of n rows with weights (n,) have a positive weight (n,) bool.
 
     Raises ValueError for fewer than two such rows.
     """
@@ -69,9 +70,10 @@ def choose_weight_factor(
     """Return the factor that gives row weights (n,) their scale.
 
     The factor is 1 for frequencies, and one over the mean of the positive weights for relative
-    ones. meaning: one of MEANINGS. "auto" means relative weights, with a warning, if they cannot be
-    frequencies, and otherwise frequencies.  subject: the weights, for the warning. Raises
-    ValueError for another meaning.
+    weights. Raises ValueError for an unknown meaning.
+
+    meaning: one of MEANINGS. "auto" means relative weights, with a warning, if they cannot be
+    frequencies, and otherwise frequencies.  subject: what the warning calls the weights.
     """
     check_name("row_weights", meaning, MEANINGS)
     total = float(weights.sum())
@@ -87,6 +89,7 @@ def choose_weight_factor(
             f"were multiplied by {rows / total:.4g}, to a mean of one. Choose by "
             "row_weights='relative' or row_weights='frequencies'."
         )
+
     return rows / total
 
 

@@ -3,6 +3,11 @@
 A file holds the plan of the columns, networks, posteriors, scaling and settings. It is
 self-contained, except for the models of other libraries inside `PredictiveRegressor` and
 `PredictiveClassifier`.
+
+A function `_pack_…` returns the *content* of a part: values that JSON can hold. An `Encoder`
+collects the tensors of all parts, and the content names them. Each function has its counterpart
+`_open_…` in `loading` or `file_parts`, and a change of one needs a change of the other and another
+LAYOUT.
 """
 
 from __future__ import annotations
@@ -68,6 +73,7 @@ def save_wrapped(estimator: Any, path: str | os.PathLike[str]) -> Path:
     """
     encoder = Encoder()
     layer = estimator.ensemble_
+
     # Predictions need none of the parameters that are left out here.
     parameters = estimator.get_params(deep=False)
     parameters.pop("base")
@@ -99,7 +105,7 @@ def _pack_common_content(
     parameters: those to store, as the estimator has them. Raises FileError for classes or
     parameters that a file cannot hold.
     """
-    plain = {name: _plain_parameter(name, value) for name, value in parameters.items()}
+    plain = {name: _convert_parameter(name, value) for name, value in parameters.items()}
     return {
         "layout": LAYOUT,
         "estimator": type(estimator).__name__,
@@ -120,7 +126,7 @@ def _pack_conformal(conformal: Conformal | None, encoder: Encoder) -> Any:
     arrays = {
         name: torch.from_numpy(getattr(conformal, name).copy()) for name in ("scores", "weights")
     }
-    refit = _plain_parameter("refit", conformal.refit)
+    refit = _convert_parameter("refit", conformal.refit)
     return encoder.encode(arrays | {"refit": refit}, "conformal")
 
 
@@ -139,7 +145,7 @@ def _pack_scalings(scalings: dict[str, Scaling | None], encoder: Encoder) -> dic
 def _collect_layer_numbers(layer: ClassLayer | NumberLayer) -> dict[str, Any]:
     """Return what a last layer on predictions has beside its posterior and scalings.
 
-    That is "floor" for a layer of classes, and "centre" and "shares" for one of numbers.
+    That is "floor" for a layer of classes, and "centre" and "shares" for a layer of numbers.
     """
     if isinstance(layer, ClassLayer):
         return {"floor": layer.floor}
@@ -151,7 +157,9 @@ def _pack_ensemble(ensemble: Ensemble, encoder: Encoder) -> dict[str, Any]:
     for m, module in enumerate(ensemble.modules):
         for name, value in module.state_dict().items():
             encoder.tensors[f"network.{m}.{name}"] = value
+
     scalings = {"inputs": ensemble.inputs, "target": ensemble.target}
+
     # Scales of other classes follow from the likelihood.
     scale = asdict(ensemble.scale) if isinstance(ensemble.scale, Positive | Censored) else None
     return {
@@ -197,11 +205,12 @@ def _pack_trees(trees: Trees | None, encoder: Encoder) -> dict[str, Any] | None:
     }
 
 
-def _plain_parameter(name: str, value: Any) -> Any:
+def _convert_parameter(name: str, value: Any) -> Any:
     """Return the parameter `name` as a file can hold it.
 
-    Keys of class_weight become texts. A random state that is an object becomes None, because
-    predictions do not need it. Raises FileError for a refit that is an object.
+    NumPy scalars become Python values, and the keys of class_weight become texts. A random state
+    that is an object becomes None, because predictions do not need it. Raises FileError for a refit
+    that is an object.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -214,6 +223,7 @@ def _plain_parameter(name: str, value: Any) -> Any:
             f"refit={value!r} is an object, which a file cannot hold. Give it by name, for example "
             "refit='output'."
         )
+
     return value
 
 
@@ -231,4 +241,5 @@ def _pack_classes(classes: np.ndarray | None) -> dict[str, Any] | None:
             "Only classes that are numbers, texts or booleans can be saved. Encode the labels "
             "first."
         )
+
     return {"dtype": dtype, "values": labels}

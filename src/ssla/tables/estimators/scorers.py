@@ -27,7 +27,7 @@ from ssla.tables.estimators.targets import refuse_masked_or_dates, refuse_masked
 class Scorer:
     """Computes the negated weighted mean of a score over rows.
 
-    The estimator has `predict_dist`, or is a pipeline or a search that ends with such a one.
+    The estimator has `predict_dist`, or is a pipeline or a search that ends with such an estimator.
     """
 
     name: str
@@ -36,8 +36,9 @@ class Scorer:
     def __call__(self, estimator: Any, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return the negated mean score of rows X (n, d) with targets y (n,) or (n, D).
 
-        sample_weight (n,): row weights; None: equal ones. Raises TypeError for an estimator without
-        `predict_dist` and for dates as targets, and ValueError for wrong weights or unknown labels.
+        sample_weight (n,): row weights; None: equal weights. Raises TypeError for an estimator
+        without `predict_dist` and for dates as targets, and ValueError for wrong weights or unknown
+        labels.
         """
         model, inputs = _find_last_step(estimator, X)
         values = self.score(model.predict_dist(inputs), _encode_targets(model, y)).double().numpy()
@@ -83,6 +84,7 @@ def _find_last_step(estimator: Any, X: Any) -> tuple[Any, Any]:
             "predict_dist. Use SSLARegressor or SSLAClassifier, alone or as the last step of a "
             "pipeline."
         )
+
     return estimator, X
 
 
@@ -96,6 +98,7 @@ def _encode_targets(model: Any, y: Any) -> Any:
     if classes is None:
         refuse_masked_or_dates(y)
         return np.asarray(y).astype(np.float64)
+
     refuse_masked_target(y)
     values = np.asarray(y)
     unknown = ~np.isin(values, classes)
@@ -105,4 +108,5 @@ def _encode_targets(model: Any, y: Any) -> Any:
             f"{str(values[unknown][0])!r}: their score is infinite. Use a stratified split, or "
             "leave out rare classes."
         )
+
     return np.searchsorted(classes, values)

@@ -47,7 +47,7 @@ class Conformal:
         the scale of the model to that of y. The scores are computed on the scale of the model.
         None: both are the same.
         """
-        mean, spread = _mean_and_spread(predictive, transform)
+        mean, spread = _compute_mean_and_spread(predictive, transform)
         y = y if transform is None else transform.to_z(torch.from_numpy(y)).numpy()
         scores = np.abs(_as_columns(y) - mean) / spread
         order = np.argsort(scores, axis=0, kind="stable")
@@ -64,6 +64,7 @@ class Conformal:
         """
         scores = torch.from_numpy(self.scores.T)
         weights = torch.from_numpy(self.weights.T)
+
         # All targets have the same rows, so the first one decides.
         shortage = describe_row_shortage(weights[0], level, "calibration rows")
         if shortage is not None:
@@ -71,6 +72,7 @@ class Conformal:
                 f"A conformal interval of {level:g} {shortage}: the interval is infinite. Use a "
                 "larger calibration_fraction or a lower level."
             )
+
         q: np.ndarray = conformal_quantile(scores, weights, level).numpy()
         return q
 
@@ -82,7 +84,7 @@ class Conformal:
         transform: that of `from_rows`. The interval is computed on the scale of the model and then
         transformed. The ends for counts are rounded inwards to whole numbers.
         """
-        mean, spread = _mean_and_spread(predictive, transform)
+        mean, spread = _compute_mean_and_spread(predictive, transform)
         q = self.score_quantile(level)
         ends = np.stack([mean - q * spread, mean + q * spread], -1)
         if transform is not None:
@@ -93,7 +95,7 @@ class Conformal:
         return ends[:, 0] if predictive.mean.ndim == 1 else ends
 
 
-def _mean_and_spread(
+def _compute_mean_and_spread(
     predictive: Predictive, transform: Transform | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return mean and standard deviation (N, D) of a predictive.

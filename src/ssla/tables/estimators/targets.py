@@ -32,6 +32,7 @@ def refuse_masked_or_dates(y: Any) -> None:
     refuse_masked_target(y)
     values = np.asarray(y)
     type_of_dates: Any = values.dtype if values.dtype.kind in "mM" else None
+
     # The cells of an array of objects are examined up to the first date.
     if values.dtype == object:
         names = (type(cell).__name__ for cell in values.ravel() if _is_date(cell))

@@ -17,7 +17,7 @@ def restore_on_failure(
     """Decorate a `fit` so that it restores the estimator's attributes if it raises an exception.
 
     Otherwise a second fit that ends early would leave the classes or columns of the new rows beside
-    the model of the old ones, and predictions would be wrong without an error. Attributes are
+    the model of the old rows, and predictions would be wrong without an error. Attributes are
     restored, but not copied: a fit must not change their values in place.
     """
 

@@ -53,12 +53,12 @@ from ssla.tables.estimators.whole_fits import restore_on_failure
 from ssla.tables.trees.out_of_fold import (
     ClassLayer,
     NumberLayer,
+    compute_log_squares,
     fit_class_layer,
     fit_number_layer,
-    log_squares,
 )
 
-FOLDS, ALL = "folds", "all"
+FOLDS, ALL = "folds", "all"  # the values of the parameter `final`
 MEAN, NOISE, CLASSES = "mean", "noise", "classes"  # the keys of `models_`: what models predict
 Predictor = Callable[[Any, Any], np.ndarray]  # model, X -> (N,) or (N, C)
 Folds = list[tuple[np.ndarray, np.ndarray]]  # positions of training rows, and of rows to predict
@@ -106,6 +106,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         take.
         """
         X = replace_masked(X)
+
         # Of a data frame of pandas or polars, scikit-learn stores or compares the columns, and the
         # base reads the cells.
         if hasattr(X, "iloc") or type(X).__module__.startswith("polars"):
@@ -113,6 +114,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             if not len(X):
                 raise ValueError("X has no rows: at least one was expected.")
             return X
+
         finite = "allow-nan" if self._allows_nan() else True
         return validate_data(
             self, X, reset=reset, ensure_all_finite=finite, ensure_min_samples=2 if reset else 1
@@ -123,9 +125,11 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> tuple[Any, np.ndarray, np.ndarray, Folds]:
         """Return the m rows of positive weight, their targets (m,), weights (m,) and folds.
 
-        X, y (n,): the rows as they were read.  generator: a NumPy RandomState for the folds. The
-        weights are scaled by the factor that `row_weights` asks for, which is stored in
+        The weights are scaled by the factor that `row_weights` asks for, which is stored in
         `weight_factor_`. Raises ValueError or TypeError for wrong settings, weights or folds.
+
+        base: the model whose clones will be fitted.  X, y (n,): the rows as they were read.
+        sample_weight (n,): row weights; None: ones.  generator: a NumPy RandomState for the folds.
         """
         check_consistent_length(X, y)
         self._check_settings(base)
@@ -138,6 +142,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             X = _safe_indexing(X, present)
             y = y[present]
             weights = weights[present]
+
         return X, y, weights, folds
 
     def _check_settings(self, base: Any) -> None:
@@ -156,16 +161,20 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             raise ValueError(
                 f"cv must be at least 2 folds, or a splitter of scikit-learn, but is {self.cv!r}."
             )
+
         check_methods("base", base, ("fit", self._prediction_method))
         if getattr(self, "noise_base", None) is not None:
             check_methods("noise_base", self.noise_base, ("fit", "predict", "get_params"))
 
     def _make_folds(self, X: Any, y: np.ndarray, present: np.ndarray, generator: Any) -> Folds:
-        """Return the folds of the rows with these numbers (m,), by the parameter `cv`.
+        """Return the folds of the present rows, by the parameter `cv`.
 
         Each fold has the positions, among these m rows, of its training rows and of the rows that
         it predicts. Each row is predicted once. Raises ValueError for a splitter that predicts a
         row of X never or more than once.
+
+        X, y (n,): all rows.  present (m,): the positions of the rows of positive weight.
+        generator: a NumPy RandomState.
         """
         if isinstance(self.cv, numbers.Integral):
             return self._draw_folds(y[present], generator)
@@ -174,16 +183,18 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     def _draw_folds(self, y: np.ndarray, generator: Any) -> Folds:
         """Draw `cv` random folds of rows with targets y (m,), or m folds if there are fewer rows.
 
-        Each fold has about the same proportions of classes.
+        Each fold has about the same proportions of classes.  generator: a NumPy RandomState.
         """
         m = len(y)
-        # Rows are sorted by class, in random order within a class, and dealt to the folds in turn.
+        # Rows are sorted by class, in random order within a class. Row i of this order is in the
+        # fold i modulo the number of folds.
         strata = y if self._predicts_classes else np.zeros(m)
         order = np.lexsort((generator.uniform(size=m), strata))
-        fold = np.empty(m, dtype=np.int64)
-        fold[order] = np.arange(m) % min(int(self.cv), m)
+        fold_of_row = np.empty(m, dtype=np.int64)
+        fold_of_row[order] = np.arange(m) % min(int(self.cv), m)
         return [
-            (np.flatnonzero(fold != k), np.flatnonzero(fold == k)) for k in range(fold.max() + 1)
+            (np.flatnonzero(fold_of_row != k), np.flatnonzero(fold_of_row == k))
+            for k in range(fold_of_row.max() + 1)
         ]
 
     def _apply_splitter(self, X: Any, y: np.ndarray, present: np.ndarray) -> Folds:
@@ -201,7 +212,8 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
                 f"never and {int((times > 1).sum())} more than once. Use KFold, GroupKFold or "
                 "PredefinedSplit."
             )
-        # The position of each of the n rows among the present ones; −1 for the others.
+
+        # The position of each of the n rows among the present rows; −1 for the others.
         position = np.full(len(y), -1)
         position[present] = np.arange(len(present))
         folds = []
@@ -212,6 +224,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             test_positions = test_positions[test_positions >= 0]
             if len(test_positions):
                 folds.append((train_positions, test_positions))
+
         return folds
 
     # --- models ----------------------------------------------------------------------------
@@ -228,14 +241,14 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
     ) -> tuple[np.ndarray, tuple[Any, ...]]:
         """Fit a clone of the base for each fold, and return its predictions and the final models.
 
-        The predictions are the out-of-fold ones, (m,) or (m, C). The final models predict new rows:
+        The predictions are out-of-fold, (m,) or (m, C). The final models predict new rows:
         a base that was given fitted itself, those of the folds, or one of all rows, as `final`
         says.
 
-        y (m,): what the models learn.  weights (m,): row weights; None: the base is fitted without
-        any.  seeds: a NumPy RandomState, see `fit_clone`.  predict: computes the predictions of a
-        model. Raises ValueError for predictions that are not finite, and for weights that the base
-        does not take.
+        X: m rows.  y (m,): what the models learn.  weights (m,): row weights; None: the base is
+        fitted without any.  seeds: a NumPy RandomState, see `fit_clone`.  predict: computes the
+        predictions of a model. Raises ValueError for predictions that are not finite, and for
+        weights that the base does not take.
         """
         predictions = []
         models = []
@@ -243,6 +256,7 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
             model = fit_clone(base, X, y, weights, train, seeds)
             predictions.append(predict(model, _safe_indexing(X, test)))
             models.append(model)
+
         out_of_fold = np.empty((len(y), *predictions[0].shape[1:]))
         for (_, test), prediction in zip(folds, predictions, strict=True):
             out_of_fold[test] = prediction
@@ -251,11 +265,13 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
                 f"{type(base).__name__} predicts values that are not finite. Check its settings "
                 "and the rows."
             )
+
         # The base may have been given fitted. The models of the noise are always fitted here.
         if base is self.base and is_fitted(base):
             models = [base]
         elif self.final == ALL:
             models = [fit_clone(base, X, y, weights, None, seeds)]
+
         return out_of_fold, tuple(models)
 
     def _average_predictions(self, key: str, X: Any, predict: Predictor) -> Tensor:
@@ -276,17 +292,19 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
         """Return the predictions of the models at three rows, by which a file recognises them.
 
         The rows are the means of the columns, and one standard deviation below and above. The
-        predictions are those of `_predict_with_models`. The result is None if such rows cannot be
-        predicted, as where columns are not numbers, or numbers are categories.
+        predictions are those of `_predict_with_models`, each (3,) or (3, C). The result is None if
+        such rows cannot be predicted, as where columns are not numbers, or numbers are categories.
         """
         inputs = self.ensemble_.inputs
         if inputs is None:
             return None
         rows: Any = torch.stack([inputs.shift + step * inputs.scale for step in (-1, 0, 1)]).numpy()
+
         # Models that were fitted on columns with names expect these names.
         if hasattr(self, "feature_names_in_"):
             pandas = import_module("pandas")
             rows = pandas.DataFrame(rows, columns=self.feature_names_in_)
+
         # A model of another library may raise any exception.
         try:
             return list(self._predict_with_models(rows))
@@ -345,8 +363,9 @@ class WrappedEstimator(BaseEstimator):  # type: ignore[misc]
 
 @all_in_plain_torch
 class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # type: ignore[misc]
-    """Predictive distributions for any regressor with the interface of scikit-learn: trees,
-    forests, boosters.
+    """Predictive distributions for any regressor with the interface of scikit-learn.
+
+    Such regressors are trees, forests and boosters of any library.
 
     Parameters
     ----------
@@ -443,14 +462,16 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
         if bool((y == y[0]).all()):
             raise ValueError("The target y is constant, so there is nothing to predict.")
         check_target_size(y)
+
         # A base that takes no row weights can be fitted if none are given.
         given_weights = None if sample_weight is None else weights
         mean, mean_models = self._fit_models(
             base, X, y, given_weights, folds, generator, predict_numbers
         )
+
         # Further models predict log (y − m)², unless it is the same in every row.
         row_weights = torch.from_numpy(weights)
-        log_errors = log_squares(torch.from_numpy(y - mean), row_weights).numpy()
+        log_errors = compute_log_squares(torch.from_numpy(y - mean), row_weights).numpy()
         noise_models: tuple[Any, ...] = ()
         noise = log_errors
         if np.ptp(log_errors) > 0:
@@ -458,6 +479,8 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
             noise, noise_models = self._fit_models(
                 noise_base, X, log_errors, given_weights, folds, generator, predict_numbers
             )
+
+        # The out-of-fold predictions are the features of the last layer.
         m, v, target = (torch.from_numpy(values) for values in (mean, noise, y))
         with without_weight_warning():
             layer = fit_number_layer(m, v, target, row_weights, float(self.prior_strength))
@@ -489,12 +512,11 @@ class PredictiveRegressor(NumberAnswers, RegressorMixin, WrappedEstimator):  # t
 
 @all_in_plain_torch
 class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # type: ignore[misc]
-    """Calibrated class probabilities for any classifier with the interface of scikit-learn: trees,
-    forests, boosters.
+    """Calibrated class probabilities for any classifier with the interface of scikit-learn.
 
-    A Bayesian last layer on the logarithms of the out-of-fold probabilities corrects their
-    confidence. Parameters and attributes are those of `PredictiveRegressor`, without noise_base;
-    `base` needs predict_proba.
+    Such classifiers are trees, forests and boosters of any library. A Bayesian last layer on the
+    logarithms of the out-of-fold probabilities corrects their confidence. Parameters and attributes
+    are those of `PredictiveRegressor`, without noise_base; `base` needs predict_proba.
 
     >>> model = PredictiveClassifier(RandomForestClassifier()).fit(X, y)  # doctest: +SKIP
     >>> model.predict_proba(X_new)                                        # doctest: +SKIP
@@ -525,6 +547,7 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
         generator = check_random_state(self.random_state)
         base = self._make_base(generator.randint(2**31 - 1))
         X, y, weights, folds = self._prepare_fit(base, X, y, sample_weight, generator)
+
         codes = np.searchsorted(self.classes_, y)
         for train, _ in folds:
             if len(np.unique(codes[train])) < 2:
@@ -532,15 +555,19 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
                     f"A fold leaves rows of one class only for its model (n_samples={len(y)}). Use "
                     "fewer folds, or more rows."
                 )
+
         # A fitted base with other classes is refused before its clones are fitted.
         if is_fitted(base):
             self._predict_probs(base, _safe_indexing(X, [0]))
+
         # A base that takes no row weights can be fitted if none are given.
         given_weights = None if sample_weight is None else weights
         probs, models = self._fit_models(
             base, X, y, given_weights, folds, generator, self._predict_probs
         )
-        p, target, row_weights = (torch.from_numpy(part) for part in (probs, codes, weights))
+
+        # The out-of-fold probabilities are the features of the last layer.
+        p, target, row_weights = (torch.from_numpy(array) for array in (probs, codes, weights))
         with without_weight_warning():
             layer = fit_class_layer(p, target, row_weights, float(self.prior_strength))
         self.models_ = {CLASSES: models}
@@ -549,7 +576,7 @@ class PredictiveClassifier(ClassAnswers, ClassifierMixin, WrappedEstimator):  # 
         return self
 
     def _predict_probs(self, model: Any, X: Any) -> np.ndarray:
-        """Return the probabilities (N, C) that a model predicts, in the order of classes_.
+        """Return the probabilities (N, C) that a model predicts at X, in the order of classes_.
 
         The probabilities are zero for classes that the model has not seen. Raises ValueError for a
         model that was fitted on other classes.

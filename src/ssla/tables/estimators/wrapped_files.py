@@ -44,9 +44,11 @@ def open_wrapped(
 ) -> Any:
     """Return the estimator of a file, with its models.
 
-    models: the `models_` of the estimator that was saved; None raises the error that says so.
-    source: the path, for errors. Raises FileError for a file that this library did not write, and
-    for models that are not those of the fit, as far as their classes and predictions show it.
+    Raises FileError for a file that this library did not write, and for models that are missing or
+    not those of the fit, as far as their classes and predictions show it.
+
+    content, tensors: those of the file.  models: the `models_` of the estimator that was saved.
+    source: the path of the file, for errors.
     """
     with convert_to_file_error(source):
         decoder = Decoder(dict(tensors))
@@ -59,6 +61,7 @@ def open_wrapped(
         if set(expected) != ({MEAN, NOISE} if is_regressor else {CLASSES}):
             raise ValueError("the models are not those of the estimator")
         saved_probe = decoder.decode(content["probe"])
+
     estimator.models_ = _check_models(models, expected, source)
     _check_probe(estimator, saved_probe, source)
     return estimator
@@ -68,7 +71,7 @@ def _check_probe(estimator: Any, saved: Sequence[Tensor] | None, source: Path) -
     """Raise FileError if the models predict other values than those that were saved.
 
     saved: the result of `predict_probe` when the estimator was saved. None: it could not predict
-    these rows, so nothing is compared.
+    these rows, so nothing is compared.  source: the path of the file, for the error.
     """
     if saved is None:
         return
@@ -99,7 +102,8 @@ def _check_models(
     """Return the models by what they predict.
 
     expected: the names of their classes, by what they predict. Raises FileError if models are
-    missing, not fitted, or of other classes than those of the fit.
+    missing, not fitted, or of other classes than those of the fit.  source: the path of the file,
+    for errors.
     """
     description = ", ".join(
         f"{key}: {len(names)} × {names[0]}" for key, names in expected.items() if names
@@ -110,6 +114,7 @@ def _check_models(
             "trees have no common format that is free of code. Keep model.models_ by other means, "
             "and give it as load(path, models=…), or Scorer(path, models=…)."
         )
+
     names: dict[str, list[str]] | None = None
     if isinstance(models, Mapping):
         names = {key: [type(model).__name__ for model in models.get(key, ())] for key in expected}
@@ -118,6 +123,7 @@ def _check_models(
             f"models must be the models_ of the estimator that was saved ({description}), but is "
             "not."
         )
+
     models_by_key = {key: tuple(models[key]) for key in expected}
     if not all(is_fitted(model) for group in models_by_key.values() for model in group):
         raise FileError("The models are not fitted. Give the models_ of the fitted estimator.")
@@ -130,6 +136,8 @@ def _open_last_layer(
     """Return the last layer of a file.
 
     Raises ValueError for a layer that is impossible, or not of the kind of the estimator.
+
+    content, tensors: those of the file.  source: its path, for errors.
     """
     module = make_linear(tensors["network.0.weight"], tensors["network.0.bias"])
     scalings = {name: open_scaling(part, decoder) for name, part in content["scaling"].items()}
@@ -154,11 +162,13 @@ def _check_estimator(estimator: Any) -> None:
         or len(getattr(estimator, "feature_names_in_", range(columns))) != columns
     ):
         raise ValueError("the columns do not fit their number")
+
     if layer.inputs is not None:
         check_scaling(layer.inputs, columns)
     if isinstance(layer, NumberLayer):
         if hasattr(estimator, "classes_"):
             raise ValueError("there are classes for numbers")
         return
+
     classes = getattr(estimator, "classes_", np.zeros(0))
     check_class_count(classes, layer.posterior.network.outputs)

@@ -15,11 +15,11 @@ from ssla.likelihoods import Likelihood
 from ssla.posterior import Posterior
 from ssla.predictive.positive import Censored, Positive
 from ssla.tables.networks.component import Component
-from ssla.tables.networks.embeddings import check_codes, embedding_dimensions, without_codes
+from ssla.tables.networks.embeddings import check_codes, choose_embedding_dimensions, without_codes
 from ssla.tables.networks.ensemble import CLASSES, LIKELIHOODS, Ensemble, Settings
 from ssla.tables.networks.folds import hold_out_rows
 from ssla.tables.networks.member_posteriors import MOST_HELD_OUT, Grow, MemberPosteriors
-from ssla.tables.networks.pieces import piece_counts, quantile_edges
+from ssla.tables.networks.pieces import count_pieces, find_quantile_edges
 from ssla.tables.networks.scaling import Scaling, fit_scaling
 from ssla.tables.networks.target_scales import ScaledTarget, choose_target
 from ssla.tables.networks.training import Architecture, Rows, train_networks
@@ -110,7 +110,7 @@ def _draw_held_out_rows(
     strata: the class of each row (n,), None for numbers.  groups, time: as in `fit_ensemble`.
     Raises ValueError if all rows have one group or one time.
     """
-    fraction = _held_out_fraction(settings, rows)
+    fraction = _choose_held_out_fraction(settings, rows)
     generator = torch.Generator().manual_seed(settings.seed)
     return hold_out_rows(rows, settings.members, fraction, generator, strata, groups, time)
 
@@ -122,7 +122,7 @@ class _TrainedNetworks(NamedTuple):
     modules: tuple[nn.Sequential, ...]
     target: ScaledTarget
     epochs: int  # that were trained
-    bias: Tensor | None  # (C,), with which the training of the last layer started; None: zero
+    bias: Tensor | None  # (C,): the biases at which the last layer's training started; None: zero
 
 
 def _train_networks(
@@ -137,30 +137,33 @@ def _train_networks(
 ) -> _TrainedNetworks:
     """Train all members on each of one or two scales of y, and return those of the best scale.
 
-    names: the name of the likelihood on each scale.  likelihood: None is Gaussian with unknown
-    noise.  outputs: the number of outputs of a network.  classes, on_epoch, levels: as in
-    `fit_ensemble`.  Raises ValueError if y is outside the support of a scale.
+    Raises ValueError if y is outside the support of a scale.
+
+    data: all rows, with standardised inputs and y in its own unit.  names: the name of the
+    likelihood on each scale.  likelihood: None is Gaussian with unknown noise.  outputs: the number
+    of outputs of a network.  classes, on_epoch, levels: as in `fit_ensemble`.
     """
     targets = [ScaledTarget.from_values(data.y, data.weights, name) for name in names]
     edges: tuple[Tensor, ...] = ()
     if settings.piecewise:
-        edges = quantile_edges(without_codes(data.z, levels), data.weights)
+        edges = find_quantile_edges(without_codes(data.z, levels), data.weights)
     architecture = Architecture(
         inputs=data.z.shape[1],
         outputs=outputs,
         hidden=settings.hidden,
         activation=settings.activation,
-        pieces=piece_counts(edges),
+        pieces=count_pieces(edges),
         levels=levels,
-        dimensions=embedding_dimensions(levels),
+        dimensions=choose_embedding_dimensions(levels),
     )
-    bias = _first_bias_of_counts(data) if settings.likelihood == "poisson" else None
+    bias = _compute_first_bias_of_counts(data) if settings.likelihood == "poisson" else None
     rows = _make_training_rows(data, targets, edges, settings, whole_numbers=bool(classes))
     trained = train_networks(
         architecture, likelihood, rows, settings.schedule, settings.seed, bias, on_epoch
     )
     modules = _group_modules_by_target(trained.modules, len(targets))
     best = 0
+
     # With unknown noise (no likelihood) there is one target only.
     if len(targets) > 1 and likelihood is not None:
         best = choose_target(targets, modules, trained.losses, data, likelihood)
@@ -171,11 +174,15 @@ def _check_likelihood(name: str) -> None:
     """Raise ValueError for the name of an unknown likelihood, with the most similar valid one."""
     if name not in LIKELIHOODS:
         raise ValueError(
-            unknown_name("likelihood", name, [known for known in LIKELIHOODS if known != CLASSES])
+            unknown_name(
+                "likelihood",
+                name,
+                [valid_name for valid_name in LIKELIHOODS if valid_name != CLASSES],
+            )
         )
 
 
-def _held_out_fraction(settings: Settings, rows: int) -> float:
+def _choose_held_out_fraction(settings: Settings, rows: int) -> float:
     """Return the fraction of the n rows that a member holds out.
 
     The fraction is that of the settings, or larger for small tables. A fraction of 0 stays 0.
@@ -184,7 +191,7 @@ def _held_out_fraction(settings: Settings, rows: int) -> float:
     return max(least, min(FEW_ROWS / rows, MOST_LEFT_OUT)) if least > 0 else 0.0
 
 
-def _first_bias_of_counts(data: TrainingData) -> Tensor:
+def _compute_first_bias_of_counts(data: TrainingData) -> Tensor:
     """Return the bias (1,) with which a network of counts starts: the logarithm of their mean."""
     mean = data.weights @ data.y / data.weights.sum()
     return mean.clamp_min(SMALLEST_MEAN_COUNT).log()[None]
@@ -199,8 +206,11 @@ def _make_training_rows(
 ) -> Rows:
     """Return the rows of the training, in which every member occurs once for each target.
 
-    The members of the first target come first.  edges: the edges of the pieces of each column, ()
-    without pieces.  whole_numbers: whether the targets are codes of classes, which stay integers.
+    The members of the first target come first.  edges: the edges (T + 1,) of the T pieces of each
+    column, () without pieces.  whole_numbers: whether the targets are codes of classes, which stay
+    integers.
+
+    data: all rows.  targets: their y on one or two scales.
     """
     # With all rows in one batch the precision is double, so that a row of weight 2 gives the same
     # training as that row twice.
@@ -239,6 +249,8 @@ def _select_fitted_data(
 
     All rows are taken for Gaussian noise (likelihood None), whose last layers need few passes. For
     other likelihoods at most MOST_FITTED rows are taken, evenly spread.
+
+    data: all rows.  target: their y on the scale of the networks.
     """
     fitted_data = replace(data, y=target.y)
     if likelihood is None:
@@ -281,6 +293,7 @@ def _assemble_ensemble(
     """Return the ensemble of the kept members, which held-out rows have not calibrated yet.
 
     posteriors: for each kept member its posteriors with their shares.  inputs: the scaling of x.
+    members: their fits.  networks: as they were trained.
     """
     target = networks.target
     left_out = tuple(
@@ -311,17 +324,17 @@ def _make_components(posteriors: list[list[tuple[Posterior, float]]]) -> tuple[C
     """
     return tuple(
         Component(posterior, member, share / len(posteriors))
-        for member, parts in enumerate(posteriors)
-        for posterior, share in parts
+        for member, posteriors_of_member in enumerate(posteriors)
+        for posterior, share in posteriors_of_member
     )
 
 
 def _restrict_support(ensemble: Ensemble, x: Tensor, weights: Tensor) -> Ensemble:
-    """Return the ensemble with a support that ends at zero, or not, as the fitted rows show.
+    """Return the ensemble with a support that ends at zero, if the rows show that y never is below.
 
-    No fitted target is negative. If the ensemble expects several negative ones at the rows x (n, d)
-    with weights (n,), negative targets are impossible, and the support ends at zero. If it expects
-    fewer, the rows do not show it, and negative targets stay possible.
+    No target of the rows x (n, d) with weights (n,) is negative. If the ensemble expects at least
+    ENOUGH_NEGATIVE negative targets among them, that is no chance, and the support ends at zero. If
+    it expects fewer, the rows do not show it, and negative targets stay possible.
     """
     rows = x[thin_out(torch.ones(len(x), dtype=torch.bool), MOST_HELD_OUT)]
     below = ensemble.predict(rows).cdf(torch.zeros(len(rows), dtype=torch.float64))

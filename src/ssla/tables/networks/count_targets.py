@@ -4,6 +4,10 @@ A mixture of Poisson distributions over x has a variance of at least its mean. S
 cannot have one, and large counts are treated as numbers. For the remaining targets held-out rows
 decide: log P(y) of Poisson networks is compared with that of networks with a continuous predictive
 (`ssla.tables.networks.whole_numbers`), each row by the networks that held it out, as trained.
+
+The argument `continuous` is everywhere the ensemble of the continuous fit, and `poisson` that of
+the Poisson fit. Both were fitted to the same rows, and hold out the same rows. f are the outputs of
+a network.
 """
 
 from __future__ import annotations
@@ -49,12 +53,12 @@ def is_poisson_worth_fitting(continuous: Ensemble, x: Tensor, y: Tensor, weights
 def compute_dispersion(continuous: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -> float:
     """Return Σ(y − m)²/Σm at held-out rows, with the mean m of the networks that held them out.
 
-    The ratio is infinite if the means do not have a positive sum. x (n, d), y (n,), weights (n,):
+    The ratio is infinite if the means do not have a positive sum.  x (n, d), y (n,), weights (n,):
     all rows of the fit.
     """
     errors = 0.0
     total = 0.0
-    held_out = _held_out_rows(continuous, x, y, weights)
+    held_out = _select_held_out_rows(continuous, x, y, weights)
     for network, (held_x, held_y, held_weights) in enumerate(held_out):
         mean = predict_means(continuous, network, held_x)
         errors += float(held_weights @ (held_y - mean) ** 2)
@@ -80,32 +84,34 @@ def compute_member_gains(
     """Return by how much Poisson networks raise the mean log P(y), for each common member (m,).
 
     The mean is over the member's held-out rows. Members that only one ensemble has kept are left
-    out, so m may be 0. x (n, d), y (n,), weights (n,): all rows of the fit.
+    out, so m may be 0.  x (n, d), y (n,), weights (n,): all rows of the fit.
     """
     gains = []
-    held_out = _held_out_rows(continuous, x, y, weights)
+    held_out = _select_held_out_rows(continuous, x, y, weights)
     for network, member in enumerate(continuous.kept_members):
         if member not in poisson.kept_members:
             continue
         held_x, held_y, held_weights = held_out[network]
         poisson_network = poisson.kept_members.index(member)
-        gain = count_log_probs(poisson, poisson_network, held_x, held_y) - count_log_probs(
-            continuous, network, held_x, held_y
-        )
+        poisson_log_probs = compute_count_log_probs(poisson, poisson_network, held_x, held_y)
+        gain = poisson_log_probs - compute_count_log_probs(continuous, network, held_x, held_y)
         gains.append(held_weights @ gain / held_weights.sum())
+
     return torch.stack(gains) if gains else torch.empty(0, dtype=torch.float64)
 
 
-def count_log_probs(ensemble: Ensemble, network: int, x: Tensor, y: Tensor) -> Tensor:
+def compute_count_log_probs(ensemble: Ensemble, network: int, x: Tensor, y: Tensor) -> Tensor:
     """Return log P(y) (n,) of counts y (n,) at x (n, d), by one network as it was trained.
 
     Of a continuous predictive it is the probability of what rounds to y.  network: its index.
     """
-    likelihood, f = _likelihood_and_outputs(ensemble, network, x)
+    likelihood, f = _get_likelihood_and_outputs(ensemble, network, x)
     # Only a Poisson ensemble has no unit of the target.
     if ensemble.target is None:
         return likelihood.log_prob(y, f)
-    return whole_numbers.rounded_log_probs(likelihood, f, ensemble.target, ensemble.scale, y)
+    return whole_numbers.compute_rounded_log_probs(
+        likelihood, f, ensemble.target, ensemble.scale, y
+    )
 
 
 def predict_means(continuous: Ensemble, network: int, x: Tensor) -> Tensor:
@@ -114,14 +120,14 @@ def predict_means(continuous: Ensemble, network: int, x: Tensor) -> Tensor:
     network: its index in the ensemble, whose target is continuous.
     """
     assert continuous.target is not None
-    likelihood, f = _likelihood_and_outputs(continuous, network, x)
-    mean, sd = whole_numbers.gaussian_moments(likelihood, f, continuous.target)
+    likelihood, f = _get_likelihood_and_outputs(continuous, network, x)
+    mean, sd = whole_numbers.compute_gaussian_moments(likelihood, f, continuous.target)
     if isinstance(continuous.scale, Positive | Censored):
         return continuous.scale.moments_of_normals(mean, sd)[0]
     return mean
 
 
-def _likelihood_and_outputs(
+def _get_likelihood_and_outputs(
     ensemble: Ensemble, network: int, x: Tensor
 ) -> tuple[Likelihood, Tensor]:
     """Return the likelihood of one network, by its index, and its outputs f (n, C) at x (n, d)."""
@@ -134,7 +140,7 @@ def _likelihood_and_outputs(
         return likelihood, ensemble.modules[network](ensemble.standardise(x))
 
 
-def _held_out_rows(
+def _select_held_out_rows(
     ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return for each network the inputs (m, d), targets (m,) and weights (m,) that it held out.

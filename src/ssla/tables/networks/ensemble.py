@@ -1,4 +1,8 @@
-"""The settings of a fit, and the fitted ensemble with its predictions."""
+"""The settings of a fit, and the fitted ensemble with its predictions.
+
+f are the outputs of a network, and K is their covariance under its posterior. `LIKELIHOODS` has the
+likelihoods of tables by their names.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +58,7 @@ LIKELIHOODS |= dict.fromkeys(ON_SCALE, LIKELIHOODS[GAUSSIAN]) | {
 }
 CONTINUOUS = (GAUSSIAN, *VARYING, *ON_SCALE)
 LINEAR_BELOW = 0.05  # the positive scale is linear below this quantile of positive targets; a guess
+SMALLEST_RANGE = 1e-6  # of the positive scale, in logarithms; a guess
 UNKNOWN_ROWS = (
     "predictive_set compares new rows with those that each network held out of its training, but "
     "these are not known: the model was loaded from a file, got more rows by partial_fit, or was "
@@ -69,16 +74,19 @@ def choose_scale(y: Tensor, likelihood: str) -> Transform | None:
     """
     if likelihood != POSITIVE:
         return ON_SCALE.get(likelihood)
+
     if y.dim() != 1 or not bool((y >= 0).all()) or not bool((y > 0).any()):
         raise ValueError(
             f"likelihood={likelihood!r} needs one target that is {Positive.support} in every row, "
             "and not always zero."
         )
+
     positive = y[y > 0]
     rank = 1 + int(LINEAR_BELOW * (len(positive) - 1))  # `kthvalue` counts from one
     low = positive.kthvalue(rank).values
+
     # The small term keeps the ends in order where all positive targets are equal.
-    return Positive(float(low.log()), float(positive.max().log()) + 1e-6)
+    return Positive(float(low.log()), float(positive.max().log()) + SMALLEST_RANGE)
 
 
 def scale_targets(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor:
@@ -100,19 +108,19 @@ def scale_targets(y: Tensor, scale: Transform | None, likelihood: str) -> Tensor
 class Settings:
     """The settings of a fit, as the estimators and the command choose them."""
 
-    likelihood: str = GAUSSIAN
+    likelihood: str = GAUSSIAN  # a key of LIKELIHOODS
     hidden: tuple[int, ...] = (50, 50)  # widths of the hidden layers
-    activation: str = "silu"
+    activation: str = "silu"  # a key of `training.ACTIVATIONS`
     # whether a number is also given by the pieces of its range: see `ssla.tables.networks.pieces`
     piecewise: bool = False
     members: int = 1  # number of networks
-    weights: str = "last_layer"
-    structure: str = "dense"
+    weights: str = "last_layer"  # which weights are uncertain, as in `ssla.fit`
+    structure: str = "dense"  # of their curvature, as in `ssla.fit`
     tune: bool = True  # whether the data choose the prior, and calibrate the predictive
     validation_fraction: float = 0.1  # 0: no early stopping, noise from the training residuals
     trees: int = 0  # number for each member, beside its network
     schedule: Schedule = field(default_factory=Schedule)
-    seed: int = 0
+    seed: int = 0  # of the held-out rows, the training and the trees
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,10 +129,10 @@ class Ensemble:
 
     settings: Settings
     architecture: Architecture
-    modules: tuple[nn.Sequential, ...]
-    components: tuple[Component, ...]
-    inputs: Scaling
-    target: Scaling | None  # None: counts and classes have no unit
+    modules: tuple[nn.Sequential, ...]  # the networks of the kept members, in double precision
+    components: tuple[Component, ...]  # of the mixture of the networks
+    inputs: Scaling  # of the columns
+    target: Scaling | None  # the unit of the target; None: counts and classes have none
     epochs: int  # of the training
     one_target: bool = True  # whether y was (n,), and not (n, D)
     # (factor, share): see `ssla.tables.networks.recalibration`
@@ -162,6 +170,7 @@ class Ensemble:
                 "mean of y. The predictive is that of a constant with the spread of y, and of the "
                 "decision trees if there are any."
             )
+
         if not self.left_out:
             return ""
         trained = len(self.kept_members) + len(self.left_out)
@@ -189,9 +198,13 @@ class Ensemble:
 
         Where the average over the posteriors of mean and log variance has a closed form, it takes
         the place of the refit. Raises ValueError where codes of levels are impossible.
+
+        refit: how a posterior becomes a predictive, by the name of the refit or as an object.
         """
         z = self.standardise(x)
         is_averaged = self._has_closed_average(refit)
+
+        # The trees have a predictive of their own, and they move the networks' means.
         tree_predictive = None
         move = None
         if self.trees is not None:
@@ -201,12 +214,15 @@ class Ensemble:
             predictive = self._average_posteriors(z, move)
         else:
             predictive = self._mix_posteriors(z, refit, move)
+
+        # Averages of Gaussians are pooled as Gaussians; other predictives are mixed.
         if self.trees is not None and tree_predictive is not None:
             share = self.trees.share
             if is_averaged:
                 predictive = pool_normals(predictive, tree_predictive, share)
             else:
                 predictive = mixture([predictive, tree_predictive], [1 - share, share])
+
         return self._convert_to_target_unit(predictive)
 
     def _convert_to_target_unit(self, predictive: Predictive) -> Predictive:
@@ -227,8 +243,10 @@ class Ensemble:
     def predictive_set(self, x: Tensor, level: float) -> Tensor:
         """Return cross-conformal intervals (N, 2) of one target at x (N, d), in y's own unit.
 
-        Each new row is compared with held-out rows, by the members that held them out. level: the
-        coverage, between 0 and 1. Raises ValueError if the held-out rows are not known.
+        Each new row is compared with held-out rows, by the members that held them out. Raises
+        ValueError if the held-out rows are not known, and for a wrong level.
+
+        level: the coverage, between 0 and 1.
         """
         if self.held is None or not bool(self.held.any(1).all()):
             raise ValueError(
@@ -236,10 +254,13 @@ class Ensemble:
                     "early_stopping=False", "early_stopping=True", "predict_interval"
                 )
             )
+
         z = self.standardise(x)
+
         # A member may have a posterior for each node of the noise, the central one first. In
-        # reverse order that one is written last, and stays.
+        # reverse order the central posterior is written last, and stays.
         central = {component.member: component for component in reversed(self.components)}
+
         # A row counts once, also where several networks held it out.
         row_shares = 1 / self.held.sum(0).clamp_min(1).double()
         members = [
@@ -255,8 +276,11 @@ class Ensemble:
         """Return cross-conformal sets of classes at x (N, d), bool (N, C).
 
         A set has the most probable class, and all classes whose score 1 − p is at most the quantile
-        of the held-out rows' scores at this level. Raises ValueError if these scores are not known.
-        If they are too few for the level, it warns, and every set has all classes.
+        of the held-out rows' scores at this level. If these are too few for the level, a warning is
+        given, and every set has all classes. Raises ValueError if the scores are not known, and for
+        a wrong level.
+
+        level: the coverage, between 0 and 1.
         """
         if self.scores is None:
             raise ValueError(
@@ -266,6 +290,7 @@ class Ensemble:
                     "predict_set",
                 )
             )
+
         level = checked_level(level)
         scores, weights = self.scores
         too_few = describe_row_shortage(weights, level, "held-out rows")
@@ -274,6 +299,7 @@ class Ensemble:
                 f"A predictive set of {level:g} {too_few}: every set has all classes. Use more "
                 "rows or a lower level."
             )
+
         probs = self.predict(x).probs.double()
         most_probable = probs == probs.amax(1, keepdim=True)
         return (1 - probs <= conformal_quantile(scores, weights, level)) | most_probable
@@ -281,7 +307,8 @@ class Ensemble:
     def _has_closed_average(self, refit: str | Refit) -> bool:
         """Return whether mean and log variance are averaged over the posteriors in closed form.
 
-        That is so for the default refit, if all posteriors are variational Gaussians.
+        That is so for the default refit, if all posteriors are variational Gaussians.  refit: as in
+        `predict`.
         """
         return (
             self.settings.likelihood in VARYING
@@ -292,14 +319,15 @@ class Ensemble:
     def _average_posteriors(self, z: Tensor, move: Tensor | None) -> Predictive:
         """Return the predictive at z (N, d), averaged over all posteriors of mean and log variance.
 
-        It is that of the standardised target.  move (N,): is added to the means, for the trees;
-        None: zero.
+        The predictive is that of the standardised target.  move (N,): what the trees add to the
+        means; None: nothing.
         """
         marginals = [component.posterior.outputs_at(z) for component in self.components]
         if move is not None:
             marginals = [
                 Marginal(torch.stack([f[:, 0] + move, f[:, 1]], 1), K) for f, K in marginals
             ]
+
         weights = torch.tensor(
             [component.weight for component in self.components], dtype=torch.float64
         )
@@ -309,8 +337,8 @@ class Ensemble:
     def _mix_posteriors(self, z: Tensor, refit: str | Refit, move: Tensor | None) -> Predictive:
         """Return the mixture of all posteriors, spreads and networks as trained, at z (N, d).
 
-        It is that of the standardised target.  move (N,): is added to the means, for the trees;
-        None: zero.
+        The predictive is that of the standardised target.  refit: as in `predict`.  move (N,): what
+        the trees add to the means; None: nothing.
         """
         predictives = []
         weights = []
@@ -323,8 +351,10 @@ class Ensemble:
                     predictive if factor == 1 else stretch_predictive(predictive, factor)
                 )
                 weights.append(self.trust * share * component.weight)
+
         if self.trust < 1:
             likelihood = self.components[0].posterior.likelihood
             predictives += [predict_as_trained(module, likelihood, z) for module in self.modules]
             weights += [(1 - self.trust) / len(self.modules)] * len(self.modules)
+
         return predictives[0] if len(predictives) == 1 else mixture(predictives, weights)

@@ -41,4 +41,5 @@ def predict_with_gaps(
     if gaps.any():
         predictives.append(mixture([predict(copy) for copy in copies], weights))
         rows.append(torch.from_numpy(np.flatnonzero(gaps)))
+
     return join_predictives(predictives, rows)

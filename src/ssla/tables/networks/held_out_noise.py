@@ -12,8 +12,9 @@ spread. So 2V is subtracted from σ̂², but the result is not below the mean of
 rows.
 
 From n such rows log σ̂ has the standard error √((κ − 1)/4n), with κ the kurtosis of the residuals
-(3 for Gaussian ones). The predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at three
-Gauss–Hermite nodes. Its tails are those of a t distribution, and not of a Gaussian with known σ.
+(3 for Gaussian residuals). The predictive integrates over it, σ = σ̂ e^(t·se) with t ~ N(0, 1) at
+three Gauss–Hermite nodes. Its tails are those of a t distribution, and not of a Gaussian with known
+σ.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from ssla.fitting.noise import scale_noise
 from ssla.likelihoods import Gaussian
 from ssla.posterior import Posterior
 
-# t and weight of each Gauss–Hermite node. The central one is first.
+# t and weight of each Gauss–Hermite node. The central node is first.
 NODES = ((0.0, 2 / 3), (-math.sqrt(3), 1 / 6), (math.sqrt(3), 1 / 6))
 SMALLEST = 1e-6  # noise in units of the target's spread: a guess
 GAUSSIAN_KURTOSIS = 3.0
@@ -42,7 +43,7 @@ class Noise:
     scale: Tensor  # σ̂ (D,)
     error: float  # se, common to all targets
 
-    def likelihood_at(self, t: float) -> Gaussian:
+    def make_likelihood(self, t: float) -> Gaussian:
         """Return the Gaussian likelihood with noise σ̂ e^(t·se)."""
         scale = self.scale * math.exp(t * self.error)
         return Gaussian(noise=scale if len(scale) > 1 else float(scale))
@@ -59,6 +60,7 @@ def estimate_held_out_noise(
     total = weights.sum()
     variance = (weights[:, None] * squares).sum(0) / total
     fourth_moment = (weights[:, None] * squares**2).sum(0) / total
+
     # A kurtosis below that of a Gaussian is taken as chance. No division by zero for zero squares.
     kurtosis = (fourth_moment / variance.clamp_min(1e-300) ** 2).clamp_min(GAUSSIAN_KURTOSIS).mean()
     error = math.sqrt((float(kurtosis) - 1) / (4 * float(total)))
@@ -66,8 +68,9 @@ def estimate_held_out_noise(
         variance = torch.maximum(variance, training_square)
     else:
         reduced = torch.maximum(variance - 2 * disagreement, training_square)
-        # The training residuals may be the larger ones, but they do not raise the estimate.
+        # The training residuals may be larger, but they do not raise the estimate.
         variance = torch.minimum(variance, reduced)
+
     return Noise(variance.sqrt().clamp_min(SMALLEST), min(error, LARGEST_ERROR))
 
 
@@ -75,10 +78,11 @@ def change_noise(posterior: Posterior, likelihood: Gaussian) -> Posterior:
     """Return the posterior under another noise, at its new mode, without a pass over the rows.
 
     The result is exact if the posterior is quadratic (`Posterior.quadratic`), as the caller must
-    check. likelihood: holds the new noise, which must be the same multiple of the old one for all
+    check.  likelihood: holds the new noise, which must be the same multiple of the old one for all
     targets.
     """
     assert isinstance(posterior.likelihood, Gaussian)
+
     # The ratio of the first target is that of all.
     old, new = (
         torch.as_tensor(gaussian.noise, dtype=torch.float64).reshape(-1)[0]

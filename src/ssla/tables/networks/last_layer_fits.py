@@ -35,9 +35,11 @@ def fit_last_layer(
     `ssla.fit` compares the mode with the trained weights, and may keep these. Here held-out rows
     choose the prior afterwards, so there is no comparison.
 
-    data: rows in any form that `ssla.fit` takes.  weights: which weights are uncertain; all others
-    are fixed.  rough: whether a variational Gaussian has a lower accuracy, which is enough to
-    choose a prior. Errors are those of `ssla.fit`.
+    Errors are those of `ssla.fit`.
+
+    model, data, likelihood, structure: in any form that `ssla.fit` takes.  weights: which weights
+    are uncertain; all others are fixed.  rough: whether a variational Gaussian has a lower
+    accuracy, which is enough to choose a prior.
     """
     with errors_sent_to_ranks():
         reader = Reader(open_source(data), model, weights, DEFAULT_BUDGET)
@@ -51,5 +53,6 @@ def fit_last_layer(
             gaussian=None,
             budget=DEFAULT_BUDGET,
         )
+
     tolerance = ROUGH if rough else None
     return fit_with_prior(replace(plan, keeps_trained_layer=False, tolerance=tolerance))

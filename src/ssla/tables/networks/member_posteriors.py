@@ -2,6 +2,10 @@
 
 With Gaussian noise the prior has the highest evidence, and held-out rows give the noise. With other
 likelihoods held-out rows choose the prior, the shares of trees and of posteriors, and spreads.
+
+The *answers* of a member are its outputs or log densities at its held-out rows. `fit_members`
+collects them in the lists of a `MemberPosteriors`, and `calibrate_ensemble` uses them after the
+last member. So one object serves one fit.
 """
 
 from __future__ import annotations
@@ -34,10 +38,10 @@ from ssla.tables.networks.held_out_noise import (
 from ssla.tables.networks.last_layer_fits import fit_last_layer
 from ssla.tables.networks.recalibration import (
     choose_spreads,
+    compute_stretched_log_densities,
     predict_as_trained,
-    stretched_log_densities,
 )
-from ssla.tables.networks.stacking import model_shares
+from ssla.tables.networks.stacking import fit_model_shares
 from ssla.tables.networks.training_data import TrainingData, thin_out
 from ssla.tables.trees.beside_networks import Trees, calibrate_trees
 from ssla.tables.trees.forest import Forest
@@ -48,7 +52,7 @@ from ssla.values import Marginal
 # targets, and the standard deviation of their logarithm around the precision of the training.
 PRECISIONS = (0.03, 100.0)
 DOUBT = 1.5
-SEARCHES = 2  # members that search for a prior; the later ones use the mean of their results
+SEARCHES = 2  # members that search for a prior; later members use the mean of their results
 MOST_HELD_OUT = 2_000  # held-out rows that choose a prior and spreads
 MOST_SEEN = 10_000  # rows of the fit whose prior held-out rows choose
 SMALLEST_NOISE = 1e-6  # of a first guess, in units of the target's spread
@@ -81,7 +85,7 @@ class MemberPosteriors:
     grow: Grow | None = None  # None: no more forests are grown
     levels: tuple[int, ...] = ()  # numbers of levels of the columns of z that hold codes
     constant: bool = False  # the modules are constants, which are kept in any case
-    residuals: list[Residuals] = field(default_factory=list)  # of each member, constant noise
+    residuals: list[Residuals] = field(default_factory=list)  # of each member; constant noise only
     forests: list[Forest] = field(default_factory=list)  # of each member
     priors: list[GaussianPrior] = field(default_factory=list)  # that the first members have found
     kept: list[int] = field(default_factory=list)  # indices of the members with a share
@@ -97,7 +101,7 @@ class MemberPosteriors:
         return tuple(self.modules[member] for member in self.kept)
 
     def with_constants(self, bias: Tensor | None) -> MemberPosteriors:
-        """Return the same, not yet fitted, with constants in place of the networks.
+        """Return a copy that is not fitted yet, with constants in place of the networks.
 
         The forests that were grown so far are kept, and no others are grown.  bias (C,): the
         outputs of the constants; zero if None.
@@ -114,7 +118,7 @@ class MemberPosteriors:
         )
 
     def fit_members(self) -> list[list[tuple[Posterior, float]]]:
-        """Fit all members, and return for each kept one its posteriors with their shares.
+        """Fit all members, and return for each kept member its posteriors with their shares.
 
         The lists of this object are filled: `kept` then has the indices of the kept members.
         """
@@ -129,8 +133,8 @@ class MemberPosteriors:
     def _fit_member(self, member: int) -> list[tuple[Posterior, float]]:
         """Fit one member, and return its posteriors with their shares.
 
-        There is one posterior, or one for each node of an unknown noise. There is none where a
-        constant predicts the held-out rows better.
+        There is a single posterior, or one for each node of an unknown noise. The list is empty
+        where a constant predicts the held-out rows better.  member: its index.
         """
         module = self.modules[member]
         if self.likelihood is not None:
@@ -145,20 +149,22 @@ class MemberPosteriors:
     def _fit_noise_nodes(self, module: nn.Module, noise: Noise) -> list[tuple[Posterior, float]]:
         """Fit a posterior to all rows for each node of the noise; return them with their weights.
 
-        The central one is first, and its tuned prior is that of all.
+        The nodes t and their weights are NODES: see `held_out_noise`. The posterior of the central
+        node is first, and its tuned prior is that of all.  module: the network of the member.
         """
         central_node, *other_nodes = NODES
         t, share = central_node
-        central = self._tune_prior(self._fit_module(module, None, noise.likelihood_at(t)))
+        central = self._tune_prior(self._fit_module(module, None, noise.make_likelihood(t)))
         fits = [(central, share)]
         for t, share in other_nodes:
-            likelihood = noise.likelihood_at(t)
+            likelihood = noise.make_likelihood(t)
             # A quadratic posterior is moved to the other noise without a pass over the rows.
             if central.quadratic:
                 posterior = change_noise(central, likelihood)
             else:
                 posterior = self._fit_module(module, None, likelihood, central.prior)
             fits.append((posterior, share))
+
         return fits
 
     def _fit_module(
@@ -171,7 +177,7 @@ class MemberPosteriors:
     ) -> Posterior:
         """Fit the uncertain weights of a module to the chosen rows (n,) bool; to all rows if None.
 
-        prior None: that of the training.  rough: see `fit_last_layer`.
+        prior: None is that of the training.  rough: see `fit_last_layer`.
         """
         return fit_last_layer(
             module,
@@ -197,7 +203,8 @@ class MemberPosteriors:
     def _estimate_noise(self, member: int) -> Noise:
         """Estimate the noise from the member's held-out rows.
 
-        The first call fills `residuals`, by a fit of every member to its training rows.
+        The first call fills `residuals`, by a fit of every member to its training rows.  member:
+        its index.
         """
         # Every member needs the means of all others, so all residuals are computed at once.
         if not self.residuals:
@@ -205,12 +212,14 @@ class MemberPosteriors:
                 self._fit_residuals(module, held)
                 for module, held in zip(self.modules, self.data.held, strict=True)
             )
+
         # The disagreement is that of the posteriors and not of the networks: a strong prior keeps
         # posteriors closer together.
         disagreement = None
         if len(self.modules) > 1:
             means = torch.stack([residuals.means for residuals in self.residuals])
             disagreement = means.var(0, unbiased=False).mean(0)
+
         residuals = self.residuals[member]
         _, _, weights = self.data.take_rows(self.data.held[member])
         return estimate_held_out_noise(
@@ -220,19 +229,24 @@ class MemberPosteriors:
     def _fit_residuals(self, module: nn.Module, held: Tensor) -> Residuals:
         """Fit the rows that are not held out, and return the residuals of this posterior.
 
-        held (n,) bool: the rows that the network held out. The noise of the posterior is that of
-        the network's residuals there, and its prior is tuned.
+        The noise of the posterior is σ₀ of `held_out_noise`: the root mean square of the network's
+        residuals at the held-out rows. Its prior is tuned.
+
+        module: the network of a member.  held (n,) bool: the rows that it held out.
         """
         z, y, _ = self.data.take_rows(held)
         y = y.reshape(len(z), -1)
+
         # A target without noise has a small σ₀ in place of zero.
         with torch.no_grad():
             first_scale = ((y - module(z)) ** 2).mean(0).sqrt().clamp_min(SMALLEST_NOISE)
         first = Noise(first_scale, error=0.0)
-        posterior = self._tune_prior(self._fit_module(module, ~held, first.likelihood_at(0.0)))
-        f, K = posterior.outputs_at(z)
-        relative_variance = K.diagonal(dim1=1, dim2=2) / first.scale**2
-        squares = (y - f) ** 2 / (1 + relative_variance)
+        posterior = self._tune_prior(self._fit_module(module, ~held, first.make_likelihood(0.0)))
+        outputs, covariances = posterior.outputs_at(z)
+        relative_variance = covariances.diagonal(dim1=1, dim2=2) / first.scale**2
+        squares = (y - outputs) ** 2 / (1 + relative_variance)
+
+        # The posterior was fitted to the seen rows.
         seen_z, seen_y, seen_weights = self.data.take_rows(~held)
         errors = seen_y.reshape(len(seen_z), -1) - posterior.outputs_at(seen_z).mean
         training_square = (seen_weights[:, None] * errors**2).sum(0) / seen_weights.sum()
@@ -244,31 +258,39 @@ class MemberPosteriors:
 
         Return None where a constant predicts these rows better. The forest of such a member is
         grown all the same. The lists `forests`, `held_out`, `answers` and `priors` are extended.
+
+        member: its index.
         """
         module = self.modules[member]
         held = self.data.held[member]
         seen = ~held
         if not (self.settings.tune and bool(held.any())):
             return self._fit_without_search(module, held, likelihood)
+
         self._grow_forest(seen)
         held = thin_out(held, MOST_HELD_OUT)
         z, y, weights = self.data.take_rows(held)
         self.held_out.append((z, y, weights))
+
         # The network as trained is compared with a constant, and then its posterior is.
         if self._is_constant_better(module(z), likelihood, held, seen):
             self._record_constant(z)
             return None
+
         posterior, prior = self._choose_prior(module, likelihood, seen, (z, y))
         outputs = posterior.outputs_at(z)
         if self._is_constant_better(outputs.mean, likelihood, held, seen):
             self._record_constant(z)
             return None
+
+        # The answers of this member at its held-out rows.
         if self.settings.likelihood in VARYING:
             self.answers.append(tuple(outputs))
         elif self.settings.likelihood == CLASSES:
             predictives = (posterior.predict(z), predict_as_trained(module, likelihood, z))
             log_probs = [predictive.log_prob(y) for predictive in predictives]
             self.answers.append((torch.stack(log_probs, 1),))
+
         # For classes the fit that chose the prior gives the start, close to the mode of all rows.
         if self.settings.likelihood == CLASSES and posterior.mode == POLISH:
             return polish_again(posterior, prior, self.data.take_rows(), warm_start=True)
@@ -296,7 +318,7 @@ class MemberPosteriors:
             return
         z, y, weights = self.data.take_rows(seen)
         numbers = without_codes(z, self.levels)  # trees would read a code as a number
-        seed = self.settings.seed + len(self.forests)  # another one for each member
+        seed = self.settings.seed + len(self.forests)  # another seed for each member
         self.forests.append(self.grow(numbers, y, weights, seed))
 
     def _choose_prior(
@@ -310,9 +332,12 @@ class MemberPosteriors:
 
         The first SEARCHES members search for the precision with the lowest NLL at the held-out z
         (m, d) and y (m,), and add it to `priors`. The later members share the mean of these.
+
+        module: the network.  seen: the rows that it was trained on.
         """
-        prior = self._shared_prior()
+        prior = self._average_priors()
         rows = thin_out(seen, MOST_SEEN)
+
         # These posteriors are not kept, so no warnings about them are shown.
         with warnings.catch_warnings():
             for message in (
@@ -335,11 +360,12 @@ class MemberPosteriors:
                 quiet=True,
                 rough=True,
             )
+
         assert isinstance(posterior.prior, GaussianPrior)
         self.priors.append(posterior.prior)
         return posterior, posterior.prior
 
-    def _shared_prior(self) -> GaussianPrior | None:
+    def _average_priors(self) -> GaussianPrior | None:
         """Return the prior with the geometric mean of the precisions that were found so far.
 
         Return None as long as fewer than SEARCHES members have searched.
@@ -356,8 +382,11 @@ class MemberPosteriors:
     ) -> bool:
         """Return whether the mean y of the seen rows predicts the m held-out rows better than f.
 
-        f (m, C): outputs at the held-out rows.  held, seen (n,) bool. The answer is False for
-        classes, whose shares the log scores choose, and where the networks are constants already.
+        The comparison is that of `constant_members`. The answer is False for classes, whose shares
+        the log scores choose, and where the networks are constants already.
+
+        f (m, C): outputs at the held-out rows.  likelihood: gives the means of y for f.  held, seen
+        (n,) bool: which rows the member holds out, and which it sees.
         """
         if self.constant or self.settings.likelihood == CLASSES:
             return False
@@ -386,13 +415,18 @@ class MemberPosteriors:
             return ensemble
         y = torch.cat([y for _, y, _ in self.held_out])
         weights = torch.cat([weights for _, _, weights in self.held_out])
-        answers = [torch.cat(parts) for parts in zip(*self.answers, strict=True)]
+
+        # Each answer of all members becomes one tensor for all held-out rows, in their order.
+        answers = [
+            torch.cat(answers_of_members) for answers_of_members in zip(*self.answers, strict=True)
+        ]
         trees, tree_log_densities, move = self._calibrate_trees(y, weights)
         if self.settings.likelihood in VARYING:
             f, K = answers
             return self._with_spreads(
                 ensemble, Marginal(f, K), y - move, weights, trees, tree_log_densities
             )
+
         return self._with_class_shares(ensemble, answers[0], weights, trees, tree_log_densities)
 
     def _calibrate_trees(
@@ -401,7 +435,7 @@ class MemberPosteriors:
         """Fit the layer of the trees to the held-out rows with y (n,) and weights (n,).
 
         Returns the trees, their log densities of y (n,), and what the trees add to the networks'
-        means there (n,) or (). Without forests: None, None and zeros.
+        means there (n,) or (). Without forests these are None, None and zeros.
 
         At the rows of a member that is left out, trees are compared with the constant. Without
         these rows the share of the trees would be too small, because the kept members are those
@@ -427,27 +461,31 @@ class MemberPosteriors:
     ) -> Ensemble:
         """Return the ensemble with spreads, and the share of trees, for mean and log variance.
 
-        outputs: f (n, 2) and K (n, 2, 2) of the members at their held-out rows.  y (n,), weights
-        (n,): of these rows, y minus what the trees add to the means.  tree_log_densities (n,):
-        those of y by the trees; None without trees.
+        outputs: f (n, 2) and K (n, 2, 2) of the members at their held-out rows.  y (n,): the
+        targets of these rows, less what the trees add to the means.  weights (n,): row weights.
+        trees: see `_calibrate_trees`; None: there are none.  tree_log_densities (n,): those of the
+        targets by the trees; None without trees.
         """
         inputs = [z for z, _, _ in self.held_out]
-        disagreement = torch.cat([self._variance_of_means(z) for z in inputs])
+        disagreement = torch.cat([self._compute_variance_of_means(z) for z in inputs])
         is_of_kept = torch.cat(
             [torch.full((len(z),), member in self.kept) for member, z in enumerate(inputs)]
         )
+
         # A constant in place of a member does not disagree with anything.
         disagreement = torch.where(is_of_kept, disagreement, 0.0)
-        densities = stretched_log_densities(outputs, y, disagreement)
+        densities = compute_stretched_log_densities(outputs, y, disagreement)
         spreads, tree_share = choose_spreads(densities, weights, tree_log_densities)
+
         # Constants have no spread to correct, so only the rows of kept members choose the spreads.
         if not bool(is_of_kept.all()):
             kept_trees = None if tree_log_densities is None else tree_log_densities[is_of_kept]
             spreads, _ = choose_spreads(densities[is_of_kept], weights[is_of_kept], kept_trees)
+
         trees = None if trees is None else replace(trees, share=tree_share)
         return replace(ensemble, spreads=spreads, trees=trees)
 
-    def _variance_of_means(self, z: Tensor) -> Tensor:
+    def _compute_variance_of_means(self, z: Tensor) -> Tensor:
         """Return the variance (n,) between the means that the kept networks predict at z (n, d)."""
         with torch.no_grad():
             outputs = torch.stack([module(z) for module in self.kept_modules])
@@ -470,11 +508,12 @@ class MemberPosteriors:
         if tree_log_densities is not None:
             log_densities = torch.cat([log_densities, tree_log_densities[:, None]], 1)
         one_row = torch.ones(log_densities.shape[1], dtype=torch.float64)
-        shares = model_shares(log_densities, weights, one_row).tolist()
+        shares = fit_model_shares(log_densities, weights, one_row).tolist()
         posterior_share = shares[0]
         trained_share = shares[1]
         if trees is not None:
             trees = replace(trees, share=shares[2])
+
         # The score of a row in predictive sets is 1 − p(y). NaN counts as p(y) = 0, and a row that
         # several members held out counts once.
         scores = 1 - log_densities.exp() @ torch.tensor(shares, dtype=torch.float64)

@@ -30,9 +30,10 @@ class Pieces(nn.Module):
     def __init__(self, counts: tuple[int, ...]) -> None:
         """Create the layer without edges, which `set_edges` or a loaded file gives.
 
-        counts: the number of pieces of each column, of which one at least is not 0.
+        counts: the number of pieces of each column, not all of them 0.
         """
         super().__init__()
+
         # The number of each piece within its column, and the number of pieces of that column.
         number = torch.cat([torch.arange(count) for count in counts if count])
         column = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
@@ -41,6 +42,7 @@ class Pieces(nn.Module):
         most = torch.where(number == count_of_column - 1, FAR, 1.0).float()
         self.register_buffer("low", torch.zeros(len(column), dtype=torch.float32))
         self.register_buffer("width", torch.ones(len(column), dtype=torch.float32))
+
         # The counts determine these buffers, so files do not hold them.
         self.register_buffer("least", least, persistent=False)
         self.register_buffer("most", most, persistent=False)
@@ -52,32 +54,36 @@ class Pieces(nn.Module):
         return torch.cat([x, torch.minimum(torch.maximum(t, self.least), self.most)], -1)
 
     def set_edges(self, edges: tuple[Tensor, ...]) -> None:
-        """Set the edges in place: b₀, …, b_T for each column, none for one without pieces."""
+        """Set the edges in place: b₀, …, b_T (T + 1,) for each column, (0,) without pieces."""
         self.low.copy_(torch.cat([column[:-1] for column in edges]))
         self.width.copy_(torch.cat([column.diff() for column in edges]))
 
 
-def quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tuple[Tensor, ...]:
+def find_quantile_edges(x: Tensor, weights: Tensor, pieces: int = PIECES) -> tuple[Tensor, ...]:
     """Return the edges of each column of x (n, d): its weighted quantiles without repetition.
 
     weights (n,) are row weights.  pieces: the largest number of pieces of a column. A column whose
     quantiles have at most two different values has no edges (0,).
     """
-    levels = torch.linspace(0, 1, pieces + 1, dtype=x.dtype)
+    probabilities = torch.linspace(0, 1, pieces + 1, dtype=x.dtype)
     all_edges = []
     for column in x.unbind(1):
         values, codes = column.unique(return_inverse=True)  # sorted
         weight_of_value = torch.zeros_like(values).index_add_(0, codes, weights.to(values))
         cumulated = weight_of_value.cumsum(0)
         # The factor below one keeps rounding from choosing the value above a quantile.
-        wanted = (levels * cumulated[-1]).clamp_max(cumulated[-1]) * (1 - 1e-12)
-        index = torch.searchsorted(cumulated, wanted)
+        wanted_weights = (probabilities * cumulated[-1]).clamp_max(cumulated[-1]) * (1 - 1e-12)
+        index = torch.searchsorted(cumulated, wanted_weights)
         edges = values[index.clamp_max(len(values) - 1)].unique()
         all_edges.append(edges if len(edges) > 2 else edges[:0])
+
     return tuple(all_edges)
 
 
-def piece_counts(edges: tuple[Tensor, ...]) -> tuple[int, ...]:
-    """Return the number of pieces of each column by its edges; () if no column has any."""
+def count_pieces(edges: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """Return the number T of pieces of each column by its edges (T + 1,); () if no column has any.
+
+    A column without pieces has the edges (0,).
+    """
     counts = tuple(max(len(column) - 1, 0) for column in edges)
     return counts if any(counts) else ()

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ssla.likelihoods import Likelihood
 from ssla.predictive import Predictive, affine, from_marginal
 from ssla.predictive.normals import average_normals
-from ssla.tables.networks.stacking import model_shares
+from ssla.tables.networks.stacking import fit_model_shares
 from ssla.values import Marginal
 
 # These constants are guesses.
@@ -44,28 +44,31 @@ LARGEST_LOG_VARIANCE = 2 * math.log(10.0)  # noise of at most ten standard devia
 
 
 def stretch_predictive(predictive: Predictive, factor: float) -> Predictive:
-    """Return the predictive of numbers, stretched around its mean by a factor."""
+    """Return a predictive of numbers, stretched around its mean by a positive factor."""
     # m + c (y − m) = (1 − c) m + c y
     return affine(predictive, (1 - factor) * predictive.law.mean, factor)
 
 
 def predict_as_trained(module: nn.Module, likelihood: Likelihood, z: Tensor) -> Predictive:
-    """Return the network's own predictive at z (n, d), without uncertainty of its weights."""
+    """Return the network's own predictive at z (n, d), without uncertainty of its weights.
+
+    module: the network, with the outputs (n, C) that the likelihood needs.
+    """
     with torch.no_grad():
         f = module(z)
     no_covariance = f.new_zeros(*f.shape, f.shape[-1])
     return from_marginal(likelihood, f, no_covariance, "plug_in")
 
 
-def stretched_log_densities(marginal: Marginal, y: Tensor, disagreement: Tensor) -> Tensor:
+def compute_stretched_log_densities(marginal: Marginal, y: Tensor, disagreement: Tensor) -> Tensor:
     """Return the log of p(m + (y − m)/c)/c for all factors c (n, K), with p averaged over marginal.
 
     marginal: the Gaussian of mean and log variance, (n, 2), at the n held-out rows, each by its
     member.  y (n,): is first moved towards m, because of the disagreement V (n,) of the members.
     """
-    # The one marginal has weight one, and the one factor is one, with share one.
-    one = torch.ones(1, dtype=torch.float64)
-    average = average_normals([marginal], one, one, one, y, LARGEST_LOG_VARIANCE).law
+    # There is a single marginal with weight 1, and a single factor 1 with share 1.
+    single = torch.ones(1, dtype=torch.float64)
+    average = average_normals([marginal], single, single, single, y, LARGEST_LOG_VARIANCE).law
     # This is the root of the part of the squared residual that is left.
     shrinkage = (1 - disagreement / average.variance).clamp(LEAST_RESIDUAL, 1.0).sqrt()
     residual = (y - average.mean) * shrinkage
@@ -79,21 +82,24 @@ def choose_spreads(
     """Return (factor, share) of each spread, and the share of the trees, by held-out rows.
 
     The shares are those that predict the n rows best. Those of the spreads sum to one.
-    log_densities (n, K): of the rows, for all FACTORS.  weights (n,): of the rows.  trees (n,): the
-    log densities by the trees; None: their share is 0.
+
+    log_densities (n, K): those of the rows' targets, for all FACTORS.  weights (n,): row weights.
+    trees (n,): the log densities by the trees; None: their share is 0.
     """
     # PSEUDO_ROWS rows, spread like a normal distribution of log c.
     base = torch.exp(-0.5 * (FACTORS.log() / DOUBT) ** 2)
     pseudo_rows = PSEUDO_ROWS * base / base.sum()
+
     tree_share = 0.0
     if trees is None:
-        spread_shares = model_shares(log_densities, weights, pseudo_rows)
+        spread_shares = fit_model_shares(log_densities, weights, pseudo_rows)
     else:
         models = torch.cat([log_densities, trees[:, None]], 1)
-        one_row = torch.ones_like(pseudo_rows[:1])  # for the trees
-        all_shares = model_shares(models, weights, torch.cat([pseudo_rows, one_row]))
+        one_row = torch.ones_like(pseudo_rows[:1])  # the pseudo row of the trees
+        all_shares = fit_model_shares(models, weights, torch.cat([pseudo_rows, one_row]))
         tree_share = float(all_shares[-1])
         spread_shares = all_shares[:-1] / all_shares[:-1].sum()
+
     # Factors with hardly any share would only make predictions slower.
     kept = spread_shares >= LEAST_SHARE
     kept_shares = spread_shares[kept] / spread_shares[kept].sum()

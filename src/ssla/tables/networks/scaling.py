@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 SMALLEST_EXPONENT, LARGEST_EXPONENT = -1022, 1023  # of powers of two in double precision
+# A column whose standard deviation is at most this share of its mean counts as constant, because
+# rounding errors alone can be as large.
+CONSTANT_SPREAD = 1e-12
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +27,10 @@ class Scaling:
         return (x - self.shift) / self.scale
 
 
-def column_units(x: Tensor) -> Tensor:
+def find_column_units(x: Tensor) -> Tensor:
     """Return the power of two at or below the largest |x| of each column (n, d) -> (d,).
 
-    Division by a power of two is exact. A column of zeros has the smallest normal number.
+    Division by a power of two is exact. A column of zeros has the unit ½; any would do.
     """
     # |x| = m 2ᵉ with m in [½, 1), so the power of two below |x| has the exponent e − 1.
     exponents = torch.frexp(x.abs().amax(0)).exponent.clamp(
@@ -44,17 +47,19 @@ def fit_scaling(x: Tensor, weights: Tensor, levels: Sequence[int] = ()) -> Scali
     scale 1.
     """
     total = weights.sum()
-    unit = column_units(x)
+    unit = find_column_units(x)
     relative = x / unit  # of a size whose squares neither overflow nor vanish
     relative_mean = (weights[:, None] * relative).sum(0) / total
     variance = (weights[:, None] * (relative - relative_mean) ** 2).sum(0) / total
     spread = unit * variance.sqrt()
     mean = unit * relative_mean
-    # A column that varies by rounding errors only counts as constant.
-    constant = spread <= 1e-12 * mean.abs().clamp_min(1e-300)
+
+    # The smallest bound is positive, so that a column of zeros is constant too.
+    constant = spread <= CONSTANT_SPREAD * mean.abs().clamp_min(1e-300)
     scale = torch.where(constant, torch.ones_like(spread), spread)
     for i, count in enumerate(levels):
         if count:
             mean[i] = 0.0
             scale[i] = 1.0
+
     return Scaling(mean, scale)

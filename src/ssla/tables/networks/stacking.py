@@ -33,7 +33,7 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
 
     log_densities: L (n, K), log densities of each model at rows that it was not fitted on
     (out-of-fold, held-out or leave-one-out); −∞ is allowed where another model has a positive
-    density.  row_weights: c (n,); equal if not given. steps: the largest number of EM steps; a
+    density.  row_weights: c (n,); equal if not given.  steps: the largest number of EM steps; a
     result that is not within 1e-7 nats of the maximum is warned about.
 
     >>> w = stacking_weights(torch.stack([a.log_prob(y), b.log_prob(y)], 1))      # doctest: +SKIP
@@ -56,6 +56,7 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
             continue
         w, value, gradient = proposal, new_value, new_gradient
         power *= GROWTH
+
     warn(
         f"The stacking weights did not converge in {steps} steps: the mean log density is up to "
         f"{float(gradient.max()) - 1:.2g} below its maximum. Give more steps, or leave out one of "
@@ -64,18 +65,18 @@ def stacking_weights(log_densities: Any, row_weights: Any = None, steps: int = S
     return w
 
 
-def model_shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
+def fit_model_shares(log_densities: Tensor, weights: Tensor, pseudo: Tensor) -> Tensor:
     """Return the stacking weights (K,) of models, with pseudo rows as prior knowledge.
 
     log_densities (n, K), weights (n,): of the rows. Rows with NaN, or where all densities are zero,
     are ignored.  pseudo (K,): for each model the positive weight of one more row, at which all
     other models have density zero. So no model gets the weight zero.
     """
-    known = log_densities.amax(1) > -torch.inf  # False for NaN
+    is_usable = log_densities.amax(1) > -torch.inf  # False for NaN
     # Row k has log density 0 by model k, and −∞ by all others.
     pseudo_rows = torch.eye(len(pseudo), dtype=torch.float64).log()
     return stacking_weights(
-        torch.cat([log_densities[known], pseudo_rows]), torch.cat([weights[known], pseudo])
+        torch.cat([log_densities[is_usable], pseudo_rows]), torch.cat([weights[is_usable], pseudo])
     )
 
 
@@ -100,6 +101,7 @@ def _read_rows(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
             f"log_densities must have shape (rows, models), but has {tuple(L.shape)}. Stack them "
             "with dim=1."
         )
+
     impossible = L.amax(1) == -torch.inf
     if bool(torch.isnan(L).any()) or bool(torch.isposinf(L).any()):
         raise ValueError(
@@ -112,6 +114,7 @@ def _read_rows(log_densities: Any, row_weights: Any) -> tuple[Tensor, Tensor]:
             f"{int(impossible.nonzero()[0])}), so no mixture can predict them. Leave out these "
             "rows, or add a model with a wider predictive."
         )
+
     if row_weights is None:
         return L, torch.full((len(L),), 1 / len(L), dtype=torch.float64)
     c = as_tensor(row_weights).to("cpu", torch.float64)

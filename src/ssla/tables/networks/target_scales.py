@@ -14,7 +14,7 @@ from ssla.predictive.transformed import Transform
 from ssla.tables.networks.ensemble import CONTINUOUS, choose_scale, scale_targets
 from ssla.tables.networks.scaling import Scaling, fit_scaling
 from ssla.tables.networks.training_data import TrainingData
-from ssla.tables.networks.whole_numbers import are_small_counts, rounded_log_probs
+from ssla.tables.networks.whole_numbers import are_small_counts, compute_rounded_log_probs
 
 # The nats a row by which another scale of the target must be better; a guess.
 WORTH_A_SCALE = 0.01
@@ -22,7 +22,10 @@ WORTH_A_SCALE = 0.01
 
 @dataclass(frozen=True, eq=False)
 class ScaledTarget:
-    """Targets on the scale of the networks, where they are standardised."""
+    """Targets on the scale of the networks, where they are standardised.
+
+    The unit standardises after the scale, such as log y, is applied.
+    """
 
     y: Tensor  # (n,) or (n, D), standardised on the scale
     likelihood: str  # its name
@@ -44,13 +47,13 @@ class ScaledTarget:
         unit = fit_scaling(columns, weights)
         return ScaledTarget(unit(columns).reshape(y.shape), likelihood, scale, unit)
 
-    def rounded_log_probs(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
+    def compute_rounded_log_probs(self, likelihood: Likelihood, f: Tensor, y: Tensor) -> Tensor:
         """Return log P (n,) of what rounds to counts y (n,), for outputs f (n, C).
 
         y are counts in their own unit. The targets must be continuous.
         """
         assert self.unit is not None
-        return rounded_log_probs(likelihood, f, self.unit, self.scale, y)
+        return compute_rounded_log_probs(likelihood, f, self.unit, self.scale, y)
 
     @property
     def log_slopes(self) -> Tensor:
@@ -76,7 +79,7 @@ def choose_target(
 
     targets: the same values on two scales.  modules: the M networks of each.  losses (epochs, 2 M):
     the NLL of the standardised targets at the held-out rows of each network.  data: has the targets
-    in their own unit; every member has held-out rows.
+    in their own unit; every member has held-out rows.  likelihood: that of the standardised target.
     """
     # The densities of small counts have no bound, so their probabilities are compared.
     if are_small_counts(data.y, data.weights):
@@ -99,8 +102,9 @@ def compute_density_gains(
 ) -> Tensor:
     """Return by how much the second target lowers the NLL of y at each member's held-out rows (M,).
 
-    losses (epochs, 2 M): the NLL of the standardised targets there, first that of the M networks of
-    the first target. The epoch with the lowest one counts.
+    targets: the same values on two scales.  losses (epochs, 2 M): the NLL of the standardised
+    targets there, first that of the M networks of the first target. The epoch with the lowest NLL
+    counts.  data: the rows, and which each member holds out.
     """
     row_shares = data.held * data.weights
     row_shares = row_shares / row_shares.sum(1, keepdim=True)
@@ -120,15 +124,18 @@ def compute_count_gains(
 ) -> Tensor:
     """Return by how much the second target raises log P of small counts at held-out rows (M,).
 
-    modules: the M networks of each target.  data: has the counts in their own unit.
+    modules: the M networks of each target.  data: has the counts in their own unit.  targets: the
+    same counts on two scales.  likelihood: a Gaussian likelihood of the standardised
+    target.
     """
     gains = []
     for member, held in enumerate(data.held):
         z, y, weights = data.take_rows(held)
         with torch.no_grad():
             first, second = (
-                target.rounded_log_probs(likelihood, networks[member](z), y)
+                target.compute_rounded_log_probs(likelihood, networks[member](z), y)
                 for target, networks in zip(targets, modules, strict=True)
             )
         gains.append(weights @ (second - first) / weights.sum())
+
     return torch.stack(gains)

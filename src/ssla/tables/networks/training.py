@@ -3,7 +3,8 @@
 Each has its own initialisation, order of rows and held-out rows. The objective is the negative log
 posterior of a row, −log p(y|f) + (τ/2W)‖θ‖², with W the total weight of the training rows: weight
 decay *is* the Gaussian prior of precision τ. With unknown Gaussian noise, σ is trained too. Members
-are stacked and computed by batched products, so five networks take about twice the time of one.
+are stacked and computed by batched products, so five networks take about twice the time of a
+single network.
 Rows are selected by index, without a DataLoader.
 
 Networks with pieces also train a scale for each input of their first layer, W → W diag(s) with s =
@@ -80,6 +81,7 @@ class Architecture:
             # There is no activation after the last layer.
             if i < len(self.hidden):
                 layers.append(ACTIVATIONS[self.activation]())
+
         return nn.Sequential(*layers).eval()
 
 
@@ -135,8 +137,10 @@ def train_networks(
     the last one. All random numbers are drawn from a new generator with this seed. Raises
     ValueError for an unknown activation, and FloatingPointError if the training diverges.
 
-    likelihood: None is Gaussian with unknown noise.  start (C,): the first biases of the last
-    layer; None: zero.  on_epoch: a function that is called with the number of each finished epoch.
+    architecture: the layers of each network.  likelihood: None is Gaussian with unknown noise.
+    rows: the training rows, and which each member holds out.  start (C,): the first biases of the
+    last layer; None: zero.  on_epoch: a function that is called with the number of each finished
+    epoch.
     """
     multiplications = (
         len(rows.held_out)
@@ -159,13 +163,17 @@ def _train_members(
 ) -> Trained:
     """Train all members at once; arguments, result and errors are those of `train_networks`."""
     generator = torch.Generator().manual_seed(seed)
+
+    # All weights of a member are one row of theta.
     module = _build_module(architecture, rows)
     shapes = {name: p.shape for name, p in module.named_parameters()}
+
     # The scales come first, because the start of the last layer is written to the last weights.
     if architecture.pieces:
         shapes = {SCALES: torch.Size([architecture.widths[0]])} | shapes
     theta = _draw_initial_weights(module, shapes, len(rows.held_out), start, generator)
     theta.requires_grad_(True)
+
     objective = _Objective.build(module, shapes, theta, architecture, likelihood, rows)
     best, epochs = _run_epochs(objective, schedule, generator, on_epoch)
     if not bool(torch.isfinite(best.theta).all()):
@@ -173,6 +181,7 @@ def _train_members(
             "Training diverged: the weights are no longer finite. Use a smaller learning_rate, or "
             "check for extreme values."
         )
+
     parameters = [
         _apply_scales(objective.layers, _unpack_weights(flat, shapes)) for flat in best.theta
     ]
@@ -195,7 +204,10 @@ def _run_epochs(
 
     The parameters of the objective are changed in place. The training stops early when no member
     has improved at its held-out rows for `patience` epochs. Without held-out rows the last weights
-    are the best ones.
+    count as the best.
+
+    schedule: has at least one epoch.  generator: draws the orders of the rows.  on_epoch: as in
+    `train_networks`.
     """
     rows = objective.rows
     theta = objective.theta
@@ -207,23 +219,27 @@ def _run_epochs(
     batch_size = min(schedule.batch_size or training_count, training_count)
     optimiser = _Adam(objective.parameters)
     best = _BestWeights.before_training(theta)
+
     for epoch in range(1, schedule.max_epochs + 1):
         rate = _compute_learning_rate(schedule, epoch)
         for index, real in training.draw_batches(batch_size, generator):
-            losses = objective.mean_losses(index, real) + 0.5 * decay * (theta * theta).sum(1)
+            mean_losses = objective.compute_mean_losses(index, real)
+            losses = mean_losses + 0.5 * decay * (theta * theta).sum(1)
             # No member depends on the weights of another, so the sum trains each by itself.
             optimiser.step(losses.sum(), rate)
         if has_held_out:
             with torch.no_grad():
-                scores = objective.mean_losses(held_out.rows, held_out.real).double()
+                scores = objective.compute_mean_losses(held_out.rows, held_out.real).double()
             best.update(epoch, scores, theta)
         if on_epoch is not None:
             on_epoch(epoch)
         if has_held_out and epoch - int(best.epochs.max()) >= schedule.patience:
             break
+
     if not has_held_out:
         best.theta = theta.detach()
         best.epochs = torch.full_like(best.epochs, epoch)
+
     return best, epoch
 
 
@@ -269,10 +285,12 @@ class _Objective:
         )
         x = rows.x
         layers = list(module.named_children())
+
         # Pieces have no parameters, so they are computed once for all epochs if memory allows.
         if isinstance(module[0], Pieces) and len(x) * architecture.widths[0] <= MOST_EXPANDED:
             x = module[0](x)
             layers = layers[1:]
+
         return _Objective(
             theta=theta,
             log_variances=log_variances,
@@ -285,10 +303,10 @@ class _Objective:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The tensors that are trained."""
+        """The tensors that are trained: θ (M, P), and log variances (M, C) of an unknown noise."""
         return [self.theta, self.log_variances] if self.likelihood is None else [self.theta]
 
-    def row_losses(self, index: Tensor) -> Tensor:
+    def compute_row_losses(self, index: Tensor) -> Tensor:
         """Return −log p(y|f) (M, B) of each row, without row weights.
 
         index (M, B): the rows of each member. For a Gaussian with unknown variance e^s the constant
@@ -303,14 +321,16 @@ class _Objective:
         losses: Tensor = 0.5 * (r * r * torch.exp(-s) + s).sum(-1)
         return losses
 
-    def mean_losses(self, index: Tensor, real: Tensor) -> Tensor:
+    def compute_mean_losses(self, index: Tensor, real: Tensor) -> Tensor:
         """Return the weighted mean loss (M,) of the rows of each member.
 
         index (M, B): the rows.  real (M, B): 1, or 0 for padding. A member whose rows are all
         padding has the loss 0.
         """
-        w = self.rows.weights[index] * real
-        return (w * self.row_losses(index)).sum(1) / w.sum(1).clamp_min(1e-12)
+        weights = self.rows.weights[index] * real
+        # The bound keeps 0/0 from being NaN where all rows are padding.
+        total = weights.sum(1).clamp_min(1e-12)
+        return (weights * self.compute_row_losses(index)).sum(1) / total
 
 
 @dataclass(eq=False)
@@ -324,7 +344,7 @@ class _BestWeights:
 
     @staticmethod
     def before_training(theta: Tensor) -> _BestWeights:
-        """Return a copy of the weights theta (M, P), with an infinite loss."""
+        """Return a copy of the weights theta (M, P), with an infinite loss and no history."""
         members = len(theta)
         return _BestWeights(
             theta.detach().clone(),
@@ -374,14 +394,17 @@ class _Adam:
         gradients = torch.autograd.grad(loss, self.parameters)
         beta_1, beta_2 = decay
         self.steps += 1
+
         # The moments start at zero, and these factors correct the bias that follows from it.
         step = rate / (1 - beta_1**self.steps)
         root = math.sqrt(1 - beta_2**self.steps)
         with torch.no_grad():
-            for p, g, m, v in zip(self.parameters, gradients, self.first, self.second, strict=True):
-                m.lerp_(g, 1 - beta_1)
-                v.mul_(beta_2).addcmul_(g, g, value=1 - beta_2)
-                p.addcdiv_(m, (v.sqrt() / root).add_(least), value=-step)
+            for parameter, gradient, first, second in zip(
+                self.parameters, gradients, self.first, self.second, strict=True
+            ):
+                first.lerp_(gradient, 1 - beta_1)
+                second.mul_(beta_2).addcmul_(gradient, gradient, value=1 - beta_2)
+                parameter.addcdiv_(first, (second.sqrt() / root).add_(least), value=-step)
 
 
 @dataclass(frozen=True, eq=False)
@@ -407,7 +430,7 @@ class _PaddedRows:
 
 
 def _pad_rows(chosen: Tensor) -> _PaddedRows:
-    """Return the indices of the chosen rows (M, n) bool of each member.
+    """Return the indices of the chosen rows (M, n) bool of each member, padded to one length.
 
     The padding has the indices of rows that are not chosen.
     """
@@ -429,6 +452,8 @@ def _draw_initial_weights(
     Matrices are from N(0, 1/inputs), embeddings are small random numbers, scales are 1, and biases
     are 0. The biases of the last layer are `start` (C,) if it is given.  shapes: the shapes of the
     scales and the parameters by name, the biases of the last layer at the end.
+
+    module: the layers.  members: M.  generator: draws the weights.
     """
     dtype = next(module.parameters()).dtype
     all_weights = []
@@ -443,6 +468,7 @@ def _draw_initial_weights(
         else:
             weights = torch.zeros(members, shape.numel(), dtype=dtype)
         all_weights.append(weights)
+
     if start is not None:
         all_weights[-1] = start.to(dtype).expand(members, -1)
     return torch.cat(all_weights, 1)
@@ -479,6 +505,7 @@ def _compute_outputs(
             x = layer.embed_stacked(x, tables)
         else:
             x = layer(x)
+
     return x
 
 

@@ -30,6 +30,7 @@ def update_ensemble(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -
             "(weights='last_layer') with Gaussian noise and structure 'dense' or 'kfac', or a "
             "variational Gaussian. Fit again on all rows."
         )
+
     z = ensemble.standardise(x)
     target = scale_targets(y, ensemble.scale, ensemble.settings.likelihood)
     if ensemble.target is not None:
@@ -47,4 +48,5 @@ def update_ensemble(ensemble: Ensemble, x: Tensor, y: Tensor, weights: Tensor) -
             "another fit. Fit again on all rows, or use likelihood='gaussian', which follows "
             "exactly."
         ) from error
+
     return replace(ensemble, components=components, held=None, scores=None)

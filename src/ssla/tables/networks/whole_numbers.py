@@ -22,7 +22,7 @@ LARGEST_SPREAD = 5.0
 
 
 def are_small_counts(y: Tensor, weights: Tensor) -> bool:
-    """Return whether targets y are whole numbers of at least zero with a small spread.
+    """Return whether targets y (n,) are whole numbers of at least zero with a small spread.
 
     The answer is False for several targets (n, D), and for targets that are only 0 and 1.
     weights (n,) are row weights.
@@ -33,7 +33,9 @@ def are_small_counts(y: Tensor, weights: Tensor) -> bool:
     return float(weights @ (y - mean) ** 2 / weights.sum()) <= LARGEST_SPREAD**2
 
 
-def gaussian_moments(likelihood: Likelihood, f: Tensor, unit: Scaling) -> tuple[Tensor, Tensor]:
+def compute_gaussian_moments(
+    likelihood: Likelihood, f: Tensor, unit: Scaling
+) -> tuple[Tensor, Tensor]:
     """Return mean and standard deviation (n,) of one Gaussian target for outputs f (n, C).
 
     f predicts the standardised target; the moments are in the unit before it was standardised.
@@ -45,17 +47,18 @@ def gaussian_moments(likelihood: Likelihood, f: Tensor, unit: Scaling) -> tuple[
     return shift + scale * mean, scale * variance.sqrt()
 
 
-def rounded_log_probs(
+def compute_rounded_log_probs(
     likelihood: Likelihood, f: Tensor, unit: Scaling, scale: Transform | None, y: Tensor
 ) -> Tensor:
     """Return log P (n,) of what rounds to counts y (n,), by a network with outputs f (n, C).
 
-    likelihood: a Gaussian one.  unit, scale: of the target; scale None is that of y itself.
+    likelihood: a Gaussian likelihood.  unit, scale: those of the target; scale None is that of y
+    itself.
     """
     ends = torch.stack([y - 0.5, y + 0.5], 1)
     if scale is not None:
         ends = scale.to_z(ends)
-    mean, sd = gaussian_moments(likelihood, f, unit)
+    mean, sd = compute_gaussian_moments(likelihood, f, unit)
     t = (ends - mean[:, None]) / sd[:, None]
     # Everything below ½ counts as zero.
     lower = torch.where(y == 0, -torch.inf, t[:, 0])

@@ -1,5 +1,11 @@
-"""The report: one HTML file that shows how sure a model is, where it is not, why, and whether
-another prior would change that.
+"""The report: one HTML file on how sure a model is.
+
+It also shows in which rows the model is unsure, why, and whether another prior would change that.
+
+Words of all modules here: a *subject* is a model with its test rows. The *doubt* of a row is the
+epistemic part of its predictive, which more data would remove, and the *noise* is the aleatoric
+part. A *factor* multiplies the precision of the prior. The *shown* rows are those that the page
+holds. The *plug-in* is the model without the uncertainty of its weights.
 
 The page has its own small script, and draws its pictures itself: a plotting library would add
 megabytes and is not needed. It loads nothing, which its content security policy enforces.
@@ -19,8 +25,8 @@ from ssla.posterior import Posterior
 from ssla.refit import Refit
 from ssla.tables.report.facts import collect_facts
 from ssla.tables.report.page import render_page
-from ssla.tables.report.subject import Subject, posterior_subject
-from ssla.tables.report.table_models import estimator_subject
+from ssla.tables.report.subject import Subject, make_posterior_subject
+from ssla.tables.report.table_models import make_estimator_subject
 
 MOST_ROWS = 2000  # that a page holds by default; a guess
 FEWEST_ROWS = 4  # that max_rows may be: `choose_rows` takes quarters of it
@@ -97,25 +103,26 @@ def html_report(
     if isinstance(max_rows, bool) or not isinstance(max_rows, int) or max_rows < FEWEST_ROWS:
         raise ValueError(f"max_rows must be a whole number from 4, but is {max_rows!r}.")
     if isinstance(model, Posterior):
-        subject = posterior_subject(model, X, y, refit, target, names)
+        subject = make_posterior_subject(model, X, y, refit, target, names)
     elif hasattr(model, "predict_dist"):
         if refit is not None:
             raise ValueError(
                 "refit= is for a Posterior. An estimator uses its own: model.set_params(refit=...)."
             )
-        subject = estimator_subject(model, X, y, target, names)
+        subject = make_estimator_subject(model, X, y, target, names)
     else:
         raise TypeError(
             "html_report needs a Posterior or an estimator of ssla.sklearn, but got a "
             f"{type(model).__name__}. Call ssla.fit(model, data, ...) first."
         )
+
     return build_page(subject, title, max_rows)
 
 
 def build_page(subject: Subject, title: str | None = None, max_rows: int = MOST_ROWS) -> HTML:
     """Return the page on a model and its test rows.
 
-    title: the heading; None is a question about the target. max_rows: how many rows it holds.
+    title: the heading; None is a question about the target.  max_rows: how many rows it holds.
     Raises ValueError for a model of several targets.
     """
     facts = collect_facts(subject, max_rows)

@@ -1,6 +1,14 @@
 """Scores and calibration of a model, from a few numbers of each row.
 
 Predictions of all rows are made in blocks, and only these numbers are kept, so memory is bounded.
+
+A *measure* is such a number. Here n is the number of rows, and L that of LEVELS. All targets have
+these measures: "nll"; "mass"; "inside" and "width" (n, L) of intervals or sets; the "epistemic" and
+the "aleatoric" variance; "flagged", whether a computation did not reach its tolerance; and
+"off_centre", which is that of the diagnostics. Classes also have "sure" (the largest probability),
+"hit" (whether its class was observed), "brier" and "classes" (their number). Other targets have
+"square" (the squared error), "lower" and "upper" (the ranks of `rank_targets`), and, if they are
+not angles, "crps".
 """
 
 from __future__ import annotations
@@ -32,8 +40,8 @@ SCORE_NAMES = {"nll": "negative log-likelihood", "crps": "CRPS", "brier": "Brier
 def measure_subject(subject: Subject, refit: str | None) -> dict[str, Any]:
     """Return the measures of all rows, by their names, and the kind of the predictives as "kind".
 
-    A measure is (n,), or (n, L) with an entry for each of LEVELS. refit: None is that of the model.
-    Raises ValueError for a model of several targets.
+    A measure is (n,), or (n, L) with an entry for each of LEVELS.  refit: None is that of the
+    model. Raises ValueError for a model of several targets.
     """
     blocks = []
     for rows in np.array_split(np.arange(len(subject.y)), math.ceil(len(subject.y) / BLOCK)):
@@ -44,6 +52,7 @@ def measure_subject(subject: Subject, refit: str | None) -> dict[str, Any]:
                 "target at a time."
             )
         blocks.append(measure_rows(predictive, subject.y[torch.from_numpy(rows)]))
+
     return {"kind": predictive.kind} | {
         name: torch.cat([block[name] for block in blocks]) for name in blocks[0]
     }
@@ -65,54 +74,58 @@ def measure_rows(predictive: Any, y: Tensor) -> dict[str, Tensor]:
         measures |= _measure_classes(predictive, y)
     else:
         measures |= _measure_numbers(predictive, y)
+
     return {
         name: value.to("cpu", torch.bool if name in BOOLEAN else torch.float64)
         for name, value in measures.items()
     }
 
 
-def _measure_classes(p: Any, y: Tensor) -> dict[str, Tensor]:
+def _measure_classes(predictive: Any, y: Tensor) -> dict[str, Tensor]:
     """Return the measures of predictives of classes: (n,), or (n, L) for levels.
 
-    p: the predictive of n rows. y (n,): the codes of the observed classes.
+    predictive: that of n rows.  y (n,): the codes of the observed classes.
     """
     codes = y.long()
-    largest, predicted = p.probs.max(1)
-    sets = [p.interval(level) for level in LEVELS]  # (n, C) bool each
+    largest, predicted = predictive.probs.max(1)
+    sets = [predictive.interval(level) for level in LEVELS]  # (n, C) bool each
     return {
         "sure": largest,
         "hit": predicted == codes,
-        "brier": metrics.brier(p, y, reduce=False),
+        "brier": metrics.brier(predictive, y, reduce=False),
         "inside": torch.stack([members.gather(1, codes[:, None])[:, 0] for members in sets], 1),
         "width": torch.stack([members.sum(1) for members in sets], 1),
-        "epistemic": p.epistemic.reshape(len(y), -1).sum(1),
-        "aleatoric": p.aleatoric.reshape(len(y), -1).sum(1),
-        "classes": torch.full((len(y),), p.probs.shape[1]),
+        "epistemic": predictive.epistemic.reshape(len(y), -1).sum(1),
+        "aleatoric": predictive.aleatoric.reshape(len(y), -1).sum(1),
+        "classes": torch.full((len(y),), predictive.probs.shape[1]),
     }
 
 
-def _measure_numbers(p: Any, y: Tensor) -> dict[str, Tensor]:
+def _measure_numbers(predictive: Any, y: Tensor) -> dict[str, Tensor]:
     """Return the measures of predictives of numbers, counts and angles: (n,), or (n, L) for levels.
 
-    p: the predictive of n rows. y (n,): the observed targets. Angles have no CRPS.
+    predictive: that of n rows.  y (n,): the observed targets. Angles have no CRPS.
     """
-    intervals = [p.interval(level) for level in LEVELS]
+    intervals = [predictive.interval(level) for level in LEVELS]
+
     # An angle is taken in the turn that is nearest to the mean.
-    near = p.mean + wrap_angles(y - p.mean) if p.kind == "circular" else y
-    lower, upper = rank_targets(p, y)
+    near = (
+        predictive.mean + wrap_angles(y - predictive.mean) if predictive.kind == "circular" else y
+    )
+    lower, upper = rank_targets(predictive, y)
     measures = {
-        "square": (p.mean - near) ** 2,
+        "square": (predictive.mean - near) ** 2,
         "inside": torch.stack(
             [(near >= ends[:, 0]) & (near <= ends[:, 1]) for ends in intervals], 1
         ),
         "width": torch.stack([ends[:, 1] - ends[:, 0] for ends in intervals], 1),
         "lower": lower,
         "upper": upper,
-        "epistemic": p.epistemic,
-        "aleatoric": p.aleatoric,
+        "epistemic": predictive.epistemic,
+        "aleatoric": predictive.aleatoric,
     }
-    if p.kind != "circular":
-        measures["crps"] = metrics.crps(p, y, reduce=False)
+    if predictive.kind != "circular":
+        measures["crps"] = metrics.crps(predictive, y, reduce=False)
     return measures
 
 
@@ -126,14 +139,15 @@ def score_measures(measures: dict[str, Any]) -> dict[str, float]:
     }
     if measures["kind"] == "class":
         scores["accuracy"] = float(measures["hit"].double().mean())
-        scores["calibration error (ECE)"] = _expected_calibration_error(measures)
+        scores["calibration error (ECE)"] = _compute_class_calibration_error(measures)
         region = "set"
         size = "mean size of the"
     else:
         scores["RMSE of the mean"] = float(measures["square"].mean().sqrt())
-        scores["calibration error"] = _calibration_error(measures)
+        scores["calibration error"] = _compute_calibration_error(measures)
         region = "interval"
         size = "mean width of the"
+
     for i, level in enumerate(LEVELS):
         scores[f"share inside the {level:.0%} {region}"] = float(measures["inside"][:, i].mean())
     for i, level in enumerate(LEVELS):
@@ -141,7 +155,7 @@ def score_measures(measures: dict[str, Any]) -> dict[str, float]:
     return scores | {"mean mass (1 is exact)": float(measures["mass"].mean())}
 
 
-def _calibration_error(measures: dict[str, Any]) -> float:
+def _compute_calibration_error(measures: dict[str, Any]) -> float:
     """Return the mean distance of the distribution of P(Y ≤ y) from a uniform one, for numbers.
 
     The mean is over CURVE_LEVELS equally spaced values of P.
@@ -152,7 +166,7 @@ def _calibration_error(measures: dict[str, Any]) -> float:
     return float(((pit[:, None] <= q).double().mean(0) - q).abs().mean())
 
 
-def _expected_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) -> float:
+def _compute_class_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) -> float:
     """Return the mean over rows of |accuracy − mean probability| in their bin, for classes.
 
     The bins have equal widths, and a row is in that of the probability of its predicted class.
@@ -165,13 +179,14 @@ def _expected_calibration_error(measures: dict[str, Any], bins: int = ECE_BINS) 
     return float(gap.abs().sum() / len(bin_of_row))
 
 
-def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
+def describe_number_calibration(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
     """Return the curve of coverage by level, and the PIT histogram, of the model and its plug-in.
 
     model, plug_in: the measures of `measure_subject` for each. Curve and histogram have the ranges
     in which a calibrated model would be, and so has the coverage of LEVELS, as "expected".
     """
     n = len(model["nll"])
+
     # Without the levels 0 and 1, whose intervals hold no row and all rows.
     levels = np.linspace(0, 1, CURVE_LEVELS + 2)[1:-1]
     ones = torch.ones(n, dtype=torch.float64)
@@ -180,6 +195,7 @@ def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> di
     )
     level_ranges = [binomial_range(n, float(level), CONFIDENCE) for level in levels]
     low, high = (np.array(level_ranges).T / n).tolist()
+
     # Heights of the histogram are 1 where each bin has its share of the rows.
     bin_low, bin_high = (end * BINS / n for end in binomial_range(n, 1 / BINS, CONFIDENCE))
     curve = {
@@ -195,26 +211,30 @@ def calibration_of_numbers(model: dict[str, Any], plug_in: dict[str, Any]) -> di
         "low": bin_low,
         "high": bin_high,
     }
-    return {"calibration": curve, "pit": pit, "expected": _expected_coverage(n)}
+    return {"calibration": curve, "pit": pit, "expected": _compute_expected_coverage(n)}
 
 
-def calibration_of_classes(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
+def describe_class_calibration(model: dict[str, Any], plug_in: dict[str, Any]) -> dict[str, Any]:
     """Return accuracy by the probability of the predicted class, of the model and its plug-in.
 
     model, plug_in: the measures of `measure_subject` for each. "expected" has the ranges of the
     coverage of LEVELS in which a calibrated model would be.
     """
     return {
-        "reliability": {"own": _reliability_bins(model), "plugIn": _reliability_bins(plug_in)},
-        "expected": _expected_coverage(len(model["nll"])),
+        "reliability": {
+            "own": _make_reliability_bins(model),
+            "plugIn": _make_reliability_bins(plug_in),
+        },
+        "expected": _compute_expected_coverage(len(model["nll"])),
     }
 
 
-def _reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
-    """Return mean probability, accuracy, number of rows, and both ends of the range in which the
-    accuracy of a calibrated model would be, for each bin with a row.
+def _make_reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
+    """Return five numbers for each bin of rows, for the picture of reliability.
 
-    Bins are by the probability of the predicted class.
+    These are mean probability, accuracy, number of rows, and both ends of the range in which the
+    accuracy of a calibrated model would be. Bins are by the probability of the predicted class, and
+    those without a row are left out.  measures: those of `measure_subject`.
     """
     bin_of_row = (measures["sure"] * BINS).long().clamp(0, BINS - 1)
     bins = []
@@ -225,11 +245,13 @@ def _reliability_bins(measures: dict[str, Any]) -> list[list[float]]:
         accuracy = float(measures["hit"][chosen].double().mean())
         low, high = (end / count for end in binomial_range(count, probability, CONFIDENCE))
         bins.append([probability, accuracy, count, low, high])
+
     return bins
 
 
-def _expected_coverage(n: int) -> list[list[float]]:
-    """Return both ends of the range in which the coverage of each of LEVELS would be, if the model
-    were calibrated and had n rows.
+def _compute_expected_coverage(n: int) -> list[list[float]]:
+    """Return the range of the coverage of each of LEVELS by a calibrated model, as [low, high].
+
+    The range holds the coverage of n rows with the probability CONFIDENCE.
     """
     return [[end / n for end in binomial_range(n, level, CONFIDENCE)] for level in LEVELS]

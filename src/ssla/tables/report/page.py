@@ -1,6 +1,8 @@
 """The page of the report, from its numbers.
 
-Scores, columns, fit and versions need no script and are written here; page.js draws the others.
+Scores, columns, fit and versions need no script and are written here; page.js draws the others, in
+the elements with the ids that are written here. In all functions `facts` are as `collect_facts`
+returns them.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ ROWS_OF_COLUMNS = 30  # a longer table of columns scrolls
 def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
     """Return the HTML text of the page.
 
-    facts: as `collect_facts` returns them. title: the heading, as plain text.
+    title: the heading, as plain text.
     """
     # "<" is escaped so that no text can close the script element that holds the data.
     data = json.dumps(facts, allow_nan=False, separators=(",", ":"), ensure_ascii=False).replace(
@@ -39,16 +41,8 @@ def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
     package = files("ssla.tables.report")
     style = package.joinpath("page.css").read_text(encoding="utf-8")
     script = package.joinpath("page.js").read_text(encoding="utf-8")
-    sections = [
-        _render_section("scores", "Scores", _render_summary(facts) + _render_scores(facts)),
-        _render_section("calibration", "Calibration", _render_calibration(facts)),
-        _render_section("doubt", "Where it is unsure", _render_doubt(facts)),
-        _render_section("row", "One row", _render_row(facts)),
-        _render_section("rows", "Rows", _render_rows(facts)),
-        _render_section("columns", "Columns", _render_columns(subject)),
-        _render_section("fit", "How the model was fitted", _render_fit(subject)),
-        _render_section("versions", "Versions and data", _render_versions(subject)),
-    ]
+
+    sections = _render_sections(subject, facts)
     shown_rows = _describe_shown_rows(facts)
     remarks = "".join(f"<p>{escape(text)}</p>" for text in subject.remarks)
     links = " ".join(f'<a href="#{name}">{text}</a>' for name, text, _ in sections)
@@ -81,6 +75,20 @@ def render_page(subject: Subject, facts: dict[str, Any], title: str) -> str:
 </body>
 </html>
 """
+
+
+def _render_sections(subject: Subject, facts: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return the anchor, the title and the HTML of each section, in the order of the page."""
+    return [
+        _render_section("scores", "Scores", _render_summary(facts) + _render_scores(facts)),
+        _render_section("calibration", "Calibration", _render_calibration(facts)),
+        _render_section("doubt", "Where it is unsure", _render_doubt(facts)),
+        _render_section("row", "One row", _render_row(facts)),
+        _render_section("rows", "Rows", _render_rows(facts)),
+        _render_section("columns", "Columns", _render_columns(subject)),
+        _render_section("fit", "How the model was fitted", _render_fit(subject)),
+        _render_section("versions", "Versions and data", _render_versions(subject)),
+    ]
 
 
 def _render_section(name: str, title: str, content: str) -> tuple[str, str, str]:
@@ -123,6 +131,7 @@ def _render_summary(facts: dict[str, Any]) -> str:
         verdict = "More than"
     else:
         verdict = "Fewer than"
+
     closing = f"{verdict} a calibrated model, which would have {low:.1%} to {high:.1%}."
     if facts["kind"] in ("class", "count") and inside > high:
         closing += " Sets and counts are discrete, so they contain more than their level."
@@ -134,6 +143,7 @@ def _render_summary(facts: dict[str, Any]) -> str:
             f" In {facts['off_centre']:,} rows the mean is farther from the median than the "
             "quartiles are from each other: use quantiles there."
         )
+
     region = "set of classes" if is_class else "interval"
     return (
         f"<p><b>{inside:.1%} of the rows are inside their {level:.0%} {region}.</b> "
@@ -169,6 +179,7 @@ def _render_calibration(facts: dict[str, Any]) -> str:
             "model, the numbers count rows."
         )
         return f'<p>{text}</p><div class="charts"><figure id="reliability"></figure></div>'
+
     text = (
         "The first picture has the share of rows inside intervals of each level: above the "
         "diagonal, intervals are too wide. The second has the histogram of P(Y ≤ y): flat if "
@@ -199,6 +210,7 @@ def _render_doubt(facts: dict[str, Any]) -> str:
             " What causes the doubt is not shown: this model does not hold its training data, or "
             "holds too many for this page."
         )
+
     return (
         f'<p>{text}</p><div class="charts"><figure id="scatter"></figure><div><h3 id="most">Rows '
         'with the largest share of doubt</h3><ol id="doubtful" '
@@ -221,6 +233,7 @@ def _render_row(facts: dict[str, Any]) -> str:
             f'max="{last}" step="1" value="{facts["own"]}"></p><p class="note">Other strengths are '
             "computed from the fit by with_prior, without training again.</p>"
         )
+
     return (
         '<p>Choose a row in the list above or in the table below.</p><h3 id="row-name" '
         f'aria-live="polite"></h3>{slider}<div class="charts"><figure '
@@ -282,11 +295,13 @@ def _render_item(line: str) -> str:
 def _render_versions(subject: Subject) -> str:
     """Return the list of the versions of libraries, the time now, and the hashes of the data."""
     entries = [("ssla", __version__), ("Python", platform.python_version())]
+
     # Only libraries that are in use: the report of a posterior needs no scikit-learn.
     for name in LIBRARIES:
         module = "sklearn" if name == "scikit-learn" else name
         if module in sys.modules:
             entries.append((name, metadata.version(name)))
+
     entries.append(("written", datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")))
     entries += [(f"SHA-256 of the {name}", value) for name, value in subject.hashes]
     items = "".join(

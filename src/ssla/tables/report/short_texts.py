@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ssla.posterior import Posterior
 
-DIGITS = 4  # significant ones
+DIGITS = 4  # significant digits
 MOST_ENTRIES = 6  # of a dict
 # A number with at least three decimals that is not a part of a longer word.
 LONG_NUMBER = re.compile(r"(?<![\w.])\d+\.\d{3,}(?:e[-+]?\d+)?(?![\w.])")
@@ -41,6 +41,7 @@ def shorten(value: Any) -> str:
         entries = [f"{key}: {shorten(entry)}" for key, entry in value.items()]
         more = [f"… {len(entries)} entries"] if len(entries) > MOST_ENTRIES else []
         return f"{{{', '.join(entries[:MOST_ENTRIES] + more)}}}"
+
     # By type, not isinstance: named tuples and other subclasses have a repr of their own.
     if type(value) is list:
         return f"[{', '.join(map(shorten, value))}]"
@@ -54,7 +55,9 @@ def shorten(value: Any) -> str:
             if field.repr
         ]
         return f"{type(value).__name__}({', '.join(named)})"
+
     text = " ".join(repr(value).split())  # on one line
+
     # The numbers in a string are part of its text.
     if isinstance(value, str):
         return text

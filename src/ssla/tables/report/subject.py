@@ -29,17 +29,17 @@ class Subject:
     """All that the report reads of a model and of n rows."""
 
     predict: Predict
-    y: Tensor  # (n,); classes: codes
-    classes: tuple[str, ...] | None
-    fixed_prior: str | None  # why there is no slider; None: there is one
-    target: str
-    input_names: tuple[str, ...]
+    y: Tensor  # the observed targets (n,); classes: codes
+    classes: tuple[str, ...] | None  # their labels; None: not known, or no classes
+    fixed_prior: str | None  # why there is no slider of the prior; None: there is one
+    target: str  # the name of y
+    input_names: tuple[str, ...]  # those of the shown inputs
     inputs: Callable[[np.ndarray], list[list[Any]]]  # positions of rows (k,) -> their cells
     columns: tuple[tuple[str, str], ...]  # name and use of every column
     fit: tuple[tuple[str, str], ...]  # heading and text
-    hashes: tuple[tuple[str, str], ...]
-    remarks: tuple[str, ...] = ()
-    posterior: Posterior | None = None  # for `ssla.explain`
+    hashes: tuple[tuple[str, str], ...]  # what was hashed, and its SHA-256
+    remarks: tuple[str, ...] = ()  # sentences at the top of the page
+    posterior: Posterior | None = None  # for `ssla.explain`, with its inputs x; None: an estimator
     x: Any = None
     # positions of rows (k,) and of an input -> their predictive with this input at its training
     # mean
@@ -47,12 +47,12 @@ class Subject:
     labels: Sequence[int] | None = None  # number of each row in its file; None: 1 … n
 
 
-def posterior_subject(
+def make_posterior_subject(
     posterior: Posterior, X: Any, y: Any, refit: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
     """Return the subject of a posterior and rows X with observed targets y (n,).
 
-    refit: a name or an object; None is "output". target: the name of y. names: the names of the
+    refit: a name or an object; None is "output".  target: the name of y.  names: the names of the
     columns of X if it is (n, d); None: numbers. Raises ValueError if these do not match, or if y
     has missing or infinite values or several targets.
     """
@@ -105,6 +105,7 @@ def with_prior_strength(posterior: Posterior, factor: float) -> Posterior:
         return posterior
     bound = posterior.bound_prior
     assert isinstance(bound, BoundGaussian)
+
     # A prior takes values by the names of parameters. Those of `bound` are (P,), in the order of θ.
     positions = posterior.network.layout.positions.items()
     precision, mean = (
@@ -153,9 +154,9 @@ def check_targets(y: Any, rows: int) -> Tensor:
 
 
 def check_names(names: Sequence[str] | None, count: int) -> tuple[str, ...]:
-    """Return the names of `count` columns as texts; None: "input 0", "input 1", …
+    """Return the names of `count` columns as texts.
 
-    Raises ValueError if there are more or fewer names.
+    names: None is "input 0", "input 1", … Raises ValueError if there are more or fewer names.
     """
     if names is None:
         return tuple(f"input {i}" for i in range(count))
@@ -178,6 +179,7 @@ def hash_tensors(x: Any) -> str:
         tensors = [x[key] for key in sorted(x)]
     else:
         tensors = list(x)
+
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().to("cpu", torch.float64).contiguous().numpy().tobytes())

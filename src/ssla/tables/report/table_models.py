@@ -32,12 +32,12 @@ from ssla.tables.report.subject import (
 KIND_NAMES = {"text": "category", "boolean": "yes or no"}
 
 
-def estimator_subject(
+def make_estimator_subject(
     estimator: Any, X: Any, y: Any, target: str, names: Sequence[str] | None
 ) -> Subject:
     """Return the subject of a fitted estimator of `ssla.sklearn`, and rows X with observed y (n,).
 
-    X: a table, a data frame, or an array (n, d). target: the name of y. names: the names of the
+    X: a table, a data frame, or an array (n, d).  target: the name of y.  names: the names of the
     columns of X; None: those of the fit. Raises ValueError if the estimator is not fitted, or if X,
     y or names do not match it.
     """
@@ -45,13 +45,14 @@ def estimator_subject(
         raise ValueError(
             f"This {type(estimator).__name__} is not fitted yet. Call fit before html_report."
         )
+
     refuse_masked("X", X)
     refuse_masked("y", y)
     codes = _encode_labels(estimator, y)
     if not hasattr(estimator, "plan_"):
         return _make_matrix_subject(estimator, X, codes, target, names)
     if isinstance(X, Table):
-        return table_subject(estimator, X, codes, target)
+        return make_table_subject(estimator, X, codes, target)
     if not hasattr(X, "columns") and np.ndim(X) != 2:
         raise ValueError(f"X must have shape (n, d), a table, but has {np.shape(X)}.")
     table = estimator.as_table(X)
@@ -59,10 +60,10 @@ def estimator_subject(
         names = getattr(estimator, "feature_names_in_", None)
     page_names = check_names(names, estimator.n_features_in_)
     shown_names = dict(zip(table.cells, page_names, strict=True))
-    return table_subject(estimator, table, codes, target, shown_names=shown_names)
+    return make_table_subject(estimator, table, codes, target, shown_names=shown_names)
 
 
-def table_subject(
+def make_table_subject(
     estimator: Any,
     table: Table,
     y: Any,
@@ -73,9 +74,10 @@ def table_subject(
 ) -> Subject:
     """Return the subject of an estimator with a plan, and m rows of a table with observed y (m,).
 
-    y: numbers, or the codes of classes. rows (m,): the positions of these rows in the table; None:
-    all. shown_names: the names on the page by those in the table, for columns where they differ.
+    y: numbers, or the codes of classes.  rows (m,): the positions of these rows in the table; None:
+    all.  shown_names: the names on the page by those in the table, for columns where they differ.
     remarks: more sentences for the page. Raises ValueError if y has no finite value for each row.
+    target: the name of y.
     """
     plan: Plan = estimator.plan_
     chosen = np.arange(table.rows) if rows is None else rows
@@ -83,7 +85,7 @@ def table_subject(
     observed = check_targets(y, len(encoded))
     page_names = shown_names or {}
     shown = plan.features[:SHOWN_INPUTS]
-    shown_columns = [table.cells_of(feature.name) for feature in shown]
+    shown_columns = [table.get_cells(feature.name) for feature in shown]
 
     def list_inputs(positions: np.ndarray) -> list[list[Any]]:
         """Return the cells of the shown columns for each of the rows (k,)."""
@@ -100,7 +102,7 @@ def table_subject(
             estimator, lambda model, positions: model.predict_dist(encoded[positions])
         ),
         y=observed,
-        classes=_class_names(estimator),
+        classes=_list_class_names(estimator),
         fixed_prior=explain_fixed_prior(
             component.posterior for component in estimator.ensemble_.components
         ),
@@ -113,13 +115,13 @@ def table_subject(
             ("test inputs", hash_tensors(torch.from_numpy(encoded.values))),
             ("test targets", hash_tensors(observed)),
         ),
-        remarks=(*estimator_remarks(estimator), *remarks, *_gap_remarks(encoded)),
+        remarks=(*list_estimator_remarks(estimator), *remarks, *_list_gap_remarks(encoded)),
         predict_at_mean=predict_at_mean,
         labels=(chosen + 1).tolist(),
     )
 
 
-def _class_names(estimator: Any) -> tuple[str, ...] | None:
+def _list_class_names(estimator: Any) -> tuple[str, ...] | None:
     """Return the labels of an estimator's classes as texts; None if it predicts numbers."""
     classes = getattr(estimator, "classes_", None)
     return None if classes is None else tuple(map(str, classes))
@@ -130,14 +132,12 @@ def _make_matrix_subject(
 ) -> Subject:
     """Return the subject of an estimator without a plan, around models of other libraries.
 
-    These take the numbers X (n, d) as they are. y (n,): numbers, or the codes of classes. target:
-    the name of y. names: the names of the columns; None: those of the fit. Raises ValueError if X
+    These take the numbers X (n, d) as they are.  y (n,): numbers, or the codes of classes.  target:
+    the name of y.  names: the names of the columns; None: those of the fit. Raises ValueError if X
     is not a table of numbers, if the estimator was fitted on other columns, or if y or names do not
     match.
     """
-    x = np.asarray(X, dtype=np.float64)
-    if x.ndim != 2:
-        raise ValueError(f"X must have shape (n, d), a table of numbers, but has {x.shape}.")
+    x = _read_matrix(X)
     if names is None:
         names = getattr(estimator, "feature_names_in_", None)
     observed = check_targets(y, len(x))
@@ -161,7 +161,7 @@ def _make_matrix_subject(
             estimator, lambda model, rows: model.predict_dist(_restore_frame(X, x[rows]))
         ),
         y=observed,
-        classes=_class_names(estimator),
+        classes=_list_class_names(estimator),
         fixed_prior=explain_fixed_prior(
             component.posterior for component in estimator.ensemble_.components
         ),
@@ -174,9 +174,17 @@ def _make_matrix_subject(
             ("test inputs", hash_tensors(torch.from_numpy(x))),
             ("test targets", hash_tensors(observed)),
         ),
-        remarks=estimator_remarks(estimator),
+        remarks=list_estimator_remarks(estimator),
         predict_at_mean=predict_at_mean,
     )
+
+
+def _read_matrix(X: Any) -> np.ndarray:
+    """Return X as numbers (n, d) in float64; raise ValueError if X has another shape or texts."""
+    x = np.asarray(X, dtype=np.float64)
+    if x.ndim != 2:
+        raise ValueError(f"X must have shape (n, d), a table of numbers, but has {x.shape}.")
+    return x
 
 
 def _encode_labels(estimator: Any, y: Any) -> Any:
@@ -194,6 +202,7 @@ def _encode_labels(estimator: Any, y: Any) -> Any:
             f"y has {int(unknown.sum())} labels that were not in the training data, the first "
             f"is {given[unknown][0]!r}. Leave out these rows."
         )
+
     return np.searchsorted(labels, given)  # labels are sorted, as in scikit-learn
 
 
@@ -215,7 +224,7 @@ def _describe_inputs(
 ) -> tuple[tuple[str, str], ...]:
     """Return name and use of every column, and the scaling of numbers if the plan has only these.
 
-    target: the name of the target. page_names: the names on the page by those in the plan, for
+    target: the name of the target.  page_names: the names on the page by those in the plan, for
     columns where they differ.
     """
     plan: Plan = estimator.plan_
@@ -236,7 +245,7 @@ def describe_columns(
 ) -> tuple[tuple[str, str], ...]:
     """Return name and use of the target and of every column, also of those that are left out.
 
-    target: the name of the target. page_names: the names on the page by those in the plan, for
+    target: the name of the target.  page_names: the names on the page by those in the plan, for
     columns where they differ; None: for no column.
     """
     names = page_names or {}
@@ -257,6 +266,7 @@ def describe_columns(
         if feature.interpretation:
             text += f"; {feature.interpretation}"
         uses.append((names.get(feature.name, feature.name), text))
+
     uses += [(names.get(name, name), f"left out: {why}") for name, why in plan.left_out.items()]
     return tuple(uses)
 
@@ -309,13 +319,14 @@ def describe_estimator(estimator: Any) -> tuple[tuple[str, str], ...]:
         settings += (
             f"\n\nThe row weights of the fit were multiplied by {factor:.4g}, to a mean of one."
         )
+
     return (
         (f"{type(estimator).__name__}{epochs}", settings),
         (heading, describe_fit(main.posterior)),
     )
 
 
-def estimator_remarks(estimator: Any) -> tuple[str, ...]:
+def list_estimator_remarks(estimator: Any) -> tuple[str, ...]:
     """Return sentences on networks that are left out and on conformal intervals.
 
     The result is () if there are none.
@@ -329,7 +340,7 @@ def estimator_remarks(estimator: Any) -> tuple[str, ...]:
     return tuple(text for text in remarks if text)
 
 
-def _gap_remarks(rows: Encoded) -> tuple[str, ...]:
+def _list_gap_remarks(rows: Encoded) -> tuple[str, ...]:
     """Return a sentence on the rows with missing or unknown inputs; () if there are none."""
     if not rows.noted_row_count:
         return ()
@@ -340,10 +351,10 @@ def _gap_remarks(rows: Encoded) -> tuple[str, ...]:
 
 
 def _restore_frame(X: Any, rows: np.ndarray) -> Any:
-    """Return rows (k, d) as a data frame with the columns of X if X is one of pandas, otherwise
-    unchanged.
+    """Return rows (k, d) as a data frame with the columns of X if X is a data frame of pandas.
 
-    scikit-learn compares the names of the columns with those of the fit.
+    scikit-learn compares the names of the columns with those of the fit. For another X the rows are
+    returned unchanged.
     """
     if hasattr(X, "columns") and hasattr(X, "iloc"):
         return type(X)(rows, columns=X.columns)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ssla._checks import did_you_mean, warn
 from ssla.data import as_tensor
 from ssla.tables.columns import Table
-from ssla.tables.columns.frames import replace_masked, table_of
+from ssla.tables.columns.frames import make_table, replace_masked
 from ssla.tables.scoring.answer_columns import Columns
 
 SOURCE = Path("the batch")
@@ -39,7 +39,7 @@ class Batch:
 
     @property
     def names(self) -> list[str]:
-        """Return the names of the columns; an array has none."""
+        """The names of the columns; an array has none."""
         if self.form == ARRAY:
             return []
         # Iterating over a mapping gives its names.
@@ -47,7 +47,7 @@ class Batch:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows."""
+        """The number of rows."""
         if self.form != MAPPING:
             return len(self.content)
         return len(next(iter(self.content.values()))) if self.content else 0
@@ -93,14 +93,15 @@ class Batch:
                 f"{', '.join(model_names)}."
             )
         if self.form == ARRAY:
-            return table_of(self.to_array(), model_names)
+            return make_table(self.to_array(), model_names)
         if self.form == MAPPING:
             renamed = {
                 model_name: self.get_column(name)
                 for name, model_name in zip(names, model_names, strict=True)
             }
             return Batch(MAPPING, renamed).to_table(model_names)
-        return table_of(self._select_columns(names), model_names)
+
+        return make_table(self._select_columns(names), model_names)
 
     def _select_columns(self, names: Sequence[str]) -> Any:
         """Return the named columns of a data frame as a data frame of the same library.
@@ -116,11 +117,11 @@ class Batch:
         return self.content[:, positions]
 
     def to_frame(self, names: Sequence[str]) -> Any:
-        """Return the named columns as a data frame: of the batch's own library, or of pandas for an
-        array or a mapping.
+        """Return the named columns as a data frame.
 
-        The columns of an array are those of `names`, in this order. Raises ValueError if a column
-        is missing, or if an array has another number of columns.
+        The frame is of the batch's own library, or of pandas for an array or a mapping. The columns
+        of an array get the names in their order. Raises ValueError if a column is missing, or if an
+        array has another number of columns.
         """
         if self.form == ARRAY:
             if self.to_array().shape[1:] != (len(names),):
@@ -129,10 +130,12 @@ class Batch:
                     f"{self.content.shape}."
                 )
             return import_module(PANDAS).DataFrame(self.to_array(), columns=list(names))
+
         if self.form == MAPPING:
             return import_module(PANDAS).DataFrame(
                 {name: replace_masked(self.get_column(name)) for name in names}
             )
+
         return self._select_columns(names)
 
     def to_matrix(self, names: Sequence[str]) -> np.ndarray:
@@ -147,6 +150,7 @@ class Batch:
             # A column of arrays is read as one array, so that its numbers can be checked.
             if cells.dtype == object and len(cells) and np.ndim(cells[0]):
                 columns = [np.stack(list(cells))]
+
         # NumPy's letters for booleans, integers and floats.
         for name, column in zip(names, columns, strict=True):
             if column.dtype.kind not in "biuf":
@@ -154,6 +158,7 @@ class Batch:
                     f"The column {name!r} of the batch holds {column.dtype}, but this model needs "
                     "numbers."
                 )
+
         if len(columns) == 1 and columns[0].ndim > 1:
             return columns[0]
         return np.stack(columns, 1)
@@ -174,8 +179,9 @@ class Batch:
     def attach_columns(self, columns: Columns, keep: Sequence[str]) -> Any:
         """Return the kept columns of the batch, followed by `columns`, in the batch's form.
 
-        A mapping and an array become a dictionary. keep: names of columns of the batch. Warns of a
-        kept column that gets another name. Raises ValueError for one that the batch does not have.
+        A mapping and an array become a dictionary.  keep: names of columns of the batch. Warns of a
+        kept column that gets another name. Raises ValueError for a name that the batch does not
+        have.
         """
         kept = {
             output_name: self.get_column(name)
@@ -195,6 +201,7 @@ class Batch:
                 for name, column in columns.items()
             ]
             return polars.DataFrame(series)
+
         return kept | columns
 
 
@@ -211,6 +218,7 @@ def read_batch(content: Any) -> Batch:
                 "The batch has several columns of one name. Rename or remove all but one."
             )
         return Batch(library, content)
+
     if isinstance(content, Mapping):
         return Batch(MAPPING, content)
     if isinstance(content, Tensor):
@@ -224,8 +232,10 @@ def read_batch(content: Any) -> Batch:
 
 
 def list_cells(column: Any) -> Sequence[Any] | np.ndarray:
-    """Return the cells of a column (N,): an array if they are numbers by their type, otherwise a
-    list of Python objects with None for gaps.
+    """Return the cells (N,) of a column.
+
+    They are an array if they are numbers by their type, and otherwise a list of Python objects with
+    None for gaps.
 
     column: a series of pandas or polars, an array, or a sequence.
     """
@@ -235,6 +245,7 @@ def list_cells(column: Any) -> Sequence[Any] | np.ndarray:
         if is_number and not column.null_count():
             return np.asarray(column.to_numpy())
         return list(column.to_list())
+
     missing: list[bool] | None = None  # None: the cells have no gaps other than their own
     column = replace_masked(column)
     if hasattr(column, "isna"):  # pandas
@@ -247,6 +258,7 @@ def list_cells(column: Any) -> Sequence[Any] | np.ndarray:
         if column.dtype.kind == "M":
             missing = np.isnat(column).tolist()
             column = column.astype("datetime64[us]")  # nanoseconds would become whole numbers
+
     listed = column.tolist() if hasattr(column, "tolist") else list(column)
     cells = [cell.item() if isinstance(cell, np.generic) else cell for cell in listed]
     if missing is None:
@@ -257,7 +269,7 @@ def list_cells(column: Any) -> Sequence[Any] | np.ndarray:
 def name_kept_columns(keep: Sequence[str], columns: Collection[str]) -> dict[str, str]:
     """Return the name that each kept column has in the output, by its name in the batch.
 
-    keep: names of columns of the batch. columns: names of the outputs. A kept column with the name
+    keep: names of columns of the batch.  columns: names of the outputs. A kept column with the name
     of an output gets the prefix "input_", and the user is warned.
     """
     output_names: dict[str, str] = {}
@@ -272,4 +284,5 @@ def name_kept_columns(keep: Sequence[str], columns: Collection[str]) -> dict[str
                 "output."
             )
         output_names[name] = output_name
+
     return output_names

@@ -22,10 +22,10 @@ from ssla._checks import check_finite
 from ssla.files import FileError
 from ssla.predictive import Predictive
 from ssla.tables.columns import Encoded, Plan, Table
-from ssla.tables.estimators.inputs import column_names
+from ssla.tables.estimators.inputs import list_column_names
 from ssla.tables.estimators.loading import load_trained
 from ssla.tables.estimators.training_table import TrainingTable
-from ssla.tables.scoring.answer_columns import Columns, predictive_columns
+from ssla.tables.scoring.answer_columns import Columns, make_predictive_columns
 from ssla.tables.scoring.batches import ARRAY, Batch
 
 BLOCK = 1 << 14  # rows
@@ -41,15 +41,15 @@ class SavedModel(Protocol):
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of the inputs in their order; None if the file has none."""
+        """The names of the inputs in their order; None if the file has none."""
 
     @property
     def width(self) -> int | None:
-        """Return the number of the inputs; None if they may have any shape."""
+        """The number of the inputs; None if they may have any shape."""
 
     @property
     def numbers_only(self) -> bool:
-        """Return whether cells that are not numbers are refused."""
+        """Whether cells that are not numbers are refused."""
 
     def predict_columns(
         self, batch: Batch, inputs: tuple[str, ...] | None, levels: Sequence[float]
@@ -57,7 +57,7 @@ class SavedModel(Protocol):
         """Return the output columns (N,) of a batch of N rows, by their names.
 
         inputs: the names of its columns in the order of the model's inputs; None: they have the
-        names of these. levels: probabilities of the intervals or sets. Raises ValueError or
+        names of these.  levels: probabilities of the intervals or sets. Raises ValueError or
         TypeError if the batch does not match the model.
         """
 
@@ -73,10 +73,13 @@ class Counts:
     rows_mixed: int = 0  # of these: predicted by a mixture over training values
     rows_flagged: int = 0  # where the quadrature or an ascent did not reach its tolerance
 
-    def add_counts(self, other: Counts) -> None:
-        """Add the counts of other rows to these, in place."""
+    def add_counts(self, counts: Counts) -> None:
+        """Add the counts of other rows to these, in place.
+
+        A prediction in parts adds up the counts of the parts in this way.
+        """
         # Every field is a number or a Counter, and both can be added.
-        for name, value in vars(other).items():
+        for name, value in vars(counts).items():
             setattr(self, name, getattr(self, name) + value)
 
 
@@ -108,23 +111,23 @@ class TableModel:
 
     @property
     def plan(self) -> Plan:
-        """Return the plan by which the estimator encodes a table."""
+        """The plan by which the estimator encodes a table."""
         plan: Plan = self.estimator.plan_
         return plan
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Return the names of the columns that are read, in the order of the plan."""
+        """The names of the columns that are read, in the order of the plan."""
         return tuple(feature.name for feature in self.plan.features)
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of the inputs; None for an estimator that was fitted to an array."""
+        """The names of the inputs; None for an estimator that was fitted to an array."""
         return self.inputs if hasattr(self.estimator, "feature_names_in_") else None
 
     @property
     def width(self) -> int:
-        """Return the number of inputs."""
+        """The number of inputs."""
         return int(self.estimator.n_features_in_)
 
     def with_refit(self, refit: Any) -> TableModel:
@@ -152,7 +155,9 @@ class TableModel:
             block = encoded[rows]
             predictive: Any = self.estimator.predict_dist(block)
             counts.rows_flagged += count_flagged(predictive)
-            return _estimator_columns(self.estimator, predictive, levels) | {"notes": block.notes}
+            return _make_estimator_columns(self.estimator, predictive, levels) | {
+                "notes": block.notes
+            }
 
         return predict_in_blocks(predict_block, len(encoded)), counts
 
@@ -168,17 +173,18 @@ class TableModel:
         """
         if self.training is not None:
             if batch.form == ARRAY:
-                more = ", …" if len(self.inputs) > SHOWN_NAMES else ""
+                ending = ", …" if len(self.inputs) > SHOWN_NAMES else ""
                 raise TypeError(
                     f"{self.source} reads columns by name "
-                    f"({', '.join(self.inputs[:SHOWN_NAMES])}{more}), but the batch is an array. "
+                    f"({', '.join(self.inputs[:SHOWN_NAMES])}{ending}), but the batch is an array. "
                     "Give a data frame, or a mapping of names to arrays."
                 )
             return batch.to_table(self.inputs)
+
         if batch.form == ARRAY or inputs is not None:
-            return batch.to_renamed_table(inputs or (), column_names(self.estimator))
+            return batch.to_renamed_table(inputs or (), list_column_names(self.estimator))
         if self.names is None:
-            raise no_names_error(self.source, batch)
+            raise make_no_names_error(self.source, batch)
         return batch.to_renamed_table(self.names, self.names)
 
 
@@ -214,7 +220,9 @@ class MatrixModel:
         def predict_block(rows: slice) -> Columns:
             """Return the columns of some rows."""
             predictive = self.predict(x[rows])
-            return predictive_columns(predictive, levels) | _refit_column(predictive, self.refit)
+            return make_predictive_columns(predictive, levels) | _make_refit_column(
+                predictive, self.refit
+            )
 
         return predict_in_blocks(predict_block, len(x))
 
@@ -232,13 +240,13 @@ class WrappedModel:
 
     @property
     def names(self) -> tuple[str, ...] | None:
-        """Return the names of the inputs; None for an estimator that was fitted to an array."""
+        """The names of the inputs; None for an estimator that was fitted to an array."""
         names = getattr(self.estimator, "feature_names_in_", None)
         return None if names is None else tuple(names.tolist())
 
     @property
     def width(self) -> int:
-        """Return the number of inputs."""
+        """The number of inputs."""
         return int(self.estimator.n_features_in_)
 
     def predict_columns(
@@ -261,7 +269,7 @@ class WrappedModel:
             else:
                 chosen = x.iloc[rows] if hasattr(x, "iloc") else x[rows]
                 predictive = self.estimator.predict_dist(chosen)
-            return _estimator_columns(self.estimator, predictive, levels)
+            return _make_estimator_columns(self.estimator, predictive, levels)
 
         return predict_in_blocks(predict_block, len(x))
 
@@ -285,11 +293,11 @@ def _read_array(batch: Batch, inputs: tuple[str, ...] | None, source: Path) -> n
     if batch.form == ARRAY:
         return batch.to_array()
     if inputs is None:
-        raise no_names_error(source, batch)
+        raise make_no_names_error(source, batch)
     return batch.to_matrix(inputs)
 
 
-def no_names_error(source: Path, batch: Batch) -> ValueError:
+def make_no_names_error(source: Path, batch: Batch) -> ValueError:
     """Return the error for a batch with columns where the model's inputs have no names.
 
     source: the file of the model.
@@ -300,15 +308,17 @@ def no_names_error(source: Path, batch: Batch) -> ValueError:
     )
 
 
-def _estimator_columns(estimator: Any, predictive: Any, levels: Sequence[float]) -> Columns:
+def _make_estimator_columns(estimator: Any, predictive: Any, levels: Sequence[float]) -> Columns:
     """Return the output columns (N,) of an estimator's predictive.
 
     The labels of classes and the intervals are those of the estimator, if it has its own.
+
+    levels: probabilities of the intervals or sets.
     """
     classes = getattr(estimator, "classes_", None)
     interval = getattr(estimator, "interval_of", None)
-    columns = predictive_columns(predictive, levels, classes, interval)
-    return columns | _refit_column(predictive, estimator.refit)
+    columns = make_predictive_columns(predictive, levels, classes, interval)
+    return columns | _make_refit_column(predictive, estimator.refit)
 
 
 def predict_in_blocks(predict_block: Callable[[slice], Columns], rows: int) -> Columns:
@@ -323,7 +333,7 @@ def predict_in_blocks(predict_block: Callable[[slice], Columns], rows: int) -> C
     return {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
 
 
-def _refit_column(predictive: Any, refit: Any) -> Columns:
+def _make_refit_column(predictive: Any, refit: Any) -> Columns:
     """Return the column "rung" (N,) with the name of the refit that was used for each row.
 
     refit: the refit that was requested, by its name or as an object. It was used for all rows
@@ -343,9 +353,9 @@ def count_flagged(predictive: Any) -> int:
 
 def replace_refit(estimator: Any, refit: Any) -> Any:
     """Return a shallow copy of a fitted estimator with another refit; it is not fitted again."""
-    other = copy.copy(estimator)
-    other.refit = refit
-    return other
+    copied = copy.copy(estimator)
+    copied.refit = refit
+    return copied
 
 
 def open_trained(path: Path) -> tuple[TableModel, TrainingTable]:

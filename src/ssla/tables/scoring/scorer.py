@@ -100,6 +100,7 @@ class Scorer:
         self.posterior_options = {"likelihood": likelihood, "prior": prior, "output": output}
         self.models = models
         self._opened: SavedModel | None = None
+
         # An unknown refit is an error now, and not in each process at the first batch.
         if refit is not None:
             resolve(refit)
@@ -120,7 +121,7 @@ class Scorer:
 
     @property
     def opened_model(self) -> SavedModel:
-        """Return the saved model, which the first use opens.
+        """The saved model, which the first use opens.
 
         Errors are those of a missing or damaged file, and of options that are for another kind of
         model.
@@ -139,18 +140,21 @@ class Scorer:
         if read_model_kind(self.path) == KIND:
             return self._open_posterior()
         options = self.posterior_options | {"model": self.module}
+
         # These options are for a posterior only.
         given = [name for name, value in options.items() if value is not None]
         if given:
             raise ValueError(
                 f"{self.path} holds an estimator, which contains its networks. Omit {given[0]}=."
             )
+
         estimator, training = load_trained(
             self.path, self.models() if callable(self.models) else self.models
         )
         if self.refit is not None:
             estimator = replace_refit(estimator, self.refit)
         is_wrapped = isinstance(estimator, WrappedEstimator)
+
         # An estimator of Python may be given other names for its columns.
         has_fixed_names = training is not None or (
             is_wrapped and hasattr(estimator, "feature_names_in_")
@@ -172,6 +176,7 @@ class Scorer:
             raise FileError(
                 f"{self.path} holds a posterior without its network. Give the module as model=."
             )
+
         module = self.module if isinstance(self.module, nn.Module) else self.module()
         posterior = load(self.path, module, **self.posterior_options)
         refit = "output" if self.refit is None else self.refit
@@ -194,7 +199,7 @@ class Scorer:
 def check_levels(levels: float | Sequence[float]) -> tuple[float, ...]:
     """Return the levels in their order, each once.
 
-    levels: a number or several. Raises ValueError if there is none, or if one is not a probability.
+    levels: a number or several. Raises ValueError if there is none, or if any is not a probability.
     """
     level_list = np.atleast_1d(np.asarray(levels, dtype=float)).tolist()
     if not level_list:

@@ -11,7 +11,8 @@ moved towards the trees' mean t,
     μ → μ + β (t − μ),   β = Σ c d r / ((1 + κ/n) Σ c d²)  in [0, 1],
     d = t − μ,  r = y − μ,  c = weight / σ²
 
-by least squares at the n held-out rows. κ rows that want no move keep few rows from deciding much.
+by least squares at the n held-out rows. κ more rows, at which r = 0, shrink β towards 0: with few
+held-out rows β would otherwise be decided by chance.
 """
 
 from __future__ import annotations
@@ -34,28 +35,28 @@ SMALLEST_LOG_VARIANCE = -30.0  # of a standardised target; a guess
 
 @dataclass(frozen=True, eq=False)
 class Trees:
-    """A forest, its last layer, its share of the mixture, and β (numbers): how far the
-    networks' means go to the trees'.
-    """
+    """The trees beside all networks, as one forest with its last layer."""
 
     forest: Forest
-    layer: ClassLayer | NumberLayer
-    share: float
-    pull: float = 0.0
+    layer: ClassLayer | NumberLayer  # on the predictions of the forest
+    share: float  # of the trees in the mixture with the networks
+    pull: float = 0.0  # β: the part of the way that the networks' means are moved; 0 for classes
 
     def predict(
         self, z: Tensor, modules: Sequence[nn.Module], refit: str | Refit | None
     ) -> tuple[Predictive, Tensor | None]:
         """Return the trees' predictive at standardised inputs z (N, d), and a move of the networks.
 
-        The move is β (t − μ) of the networks' means (N,), and None for classes.
+        The move β (t − μ) is what the caller adds to the networks' means (N,). It is None for
+        classes.
 
-        modules: the networks. refit: of the layer's posterior; None is the average over that
+        modules: the networks.  refit: that of the layer's posterior. None is the average over this
         posterior for numbers, and "output" for classes.
         """
         outputs = self.forest(z)
         if isinstance(self.layer, ClassLayer):
             return self.layer.predict(outputs, refit or "output"), None
+
         # The trees' mean t, the networks' mean m and log variance v.
         t = outputs[:, 0]
         m, v = average_network_outputs(modules, z)
@@ -63,14 +64,15 @@ class Trees:
             predictive = self.layer.average_predictive(t, v)
         else:
             predictive = self.layer.predict(t, v, refit)
+
         return predictive, self.pull * (t - m)
 
 
 def average_network_outputs(modules: Sequence[nn.Module], z: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the mean over networks of each output at z (N, d): mean and log variance (N,).
+    """Return the networks' mean and log variance (N,) at z (N, d), averaged over the networks.
 
-    Each module returns (N, 2). The log variance is clamped, because it can have any size far from
-    the data.
+    Each module returns both as its outputs (N, 2). The log variance is clamped, because it can have
+    any size far from the data.
     """
     with torch.no_grad():
         mean, log_variance = torch.stack([module(z) for module in modules]).mean(0).unbind(1)
@@ -82,19 +84,23 @@ def calibrate_trees(
 ) -> tuple[Trees, Tensor, Tensor]:
     """Join all trees, and fit their layer to rows that their own forest was not grown on.
 
-    forests, modules, z: one of each for every member. z[k] (n_k, d) are the rows that forest and
-    network k have not seen. y, weights (n,): of all these rows, in the order of members, n = Σ n_k.
+    Three values are returned. The first is the trees, with the share 0, which the caller replaces.
+    The second is the log densities (n,) of the targets by the trees. The third is the move of the
+    networks' means (n,), or a zero of shape () for classes.
 
-    Returns the trees with the share 0, which the caller replaces; the log densities (n,) of the
-    targets; and the move of the networks' means (n,). The move is a zero of shape () for classes.
+    forests, modules, z: one of each for every member. z[k] (n_k, d) are the rows that forest k and
+    network k have not seen.  y (n,), weights (n,): the targets and the row weights of all these
+    rows, in the order of members, n = Σ n_k.
     """
     trees = join_forests(forests)
     predictions = torch.cat([forest(rows) for forest, rows in zip(forests, z, strict=True)])
+
     # Forests give the probabilities of two classes at least, or one number.
     if predictions.shape[1] > 1:
         class_layer = fit_class_layer(predictions, y, weights)
         log_prob = class_layer.predict(predictions).log_prob(y)
         return Trees(trees, class_layer, 0.0), log_prob, torch.zeros(())
+
     # The trees' mean t, and each network's mean m and log variance v at its own rows.
     t = predictions[:, 0]
     outputs = [
@@ -114,8 +120,10 @@ def calibrate_trees(
 def estimate_move_share(d: Tensor, r: Tensor, log_variance: Tensor, weights: Tensor) -> float:
     """Return β in [0, 1], the part of the way from the networks' means μ to the trees' means t.
 
-    d (n,): t − μ. r (n,): the errors y − μ. log_variance (n,): of the networks. weights (n,): of
-    the rows. The formula is that of the module's docstring. β is 0 if all d are zero.
+    The formula is that of the module's docstring. β is 0 if all d are zero.
+
+    d (n,): t − μ.  r (n,): the errors y − μ.  log_variance (n,): log σ² of the networks.  weights
+    (n,): row weights.
     """
     # c relative to the smallest variance: β is the same, and no weight overflows.
     c = weights * (log_variance.amin() - log_variance).exp()

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# The fields of a forest that are tensors, and those of them that hold numbers of nodes.
 TENSORS = ("roots", "feature", "threshold", "left", "right", "value")
 NODE_INDICES = ("roots", "left", "right")
 AT_ONCE = 1 << 20  # rows × trees; a guess
@@ -18,24 +19,25 @@ AT_ONCE = 1 << 20  # rows × trees; a guess
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """T trees whose mean is the prediction. From node i a row x goes to left[i] if x[feature[i]] ≤
-    threshold[i], else to right[i]; a leaf leads to itself.
+    """T trees, the mean of whose values is the prediction.
 
-    roots (T,), feature, threshold, left, right (nodes,), value (nodes, C). depth: the number of
-    steps after which every row is at a leaf.
+    The nodes of all trees are numbered together. From node i a row x goes to the node left[i] if
+    x[feature[i]] ≤ threshold[i], and otherwise to right[i]. A leaf leads to itself, so that all
+    rows can take the same number of steps.
     """
 
-    roots: Tensor
-    feature: Tensor
-    threshold: Tensor
-    left: Tensor
-    right: Tensor
-    value: Tensor
-    depth: int
+    roots: Tensor  # the first node of each tree (T,)
+    feature: Tensor  # the column of x that a node compares (nodes,)
+    threshold: Tensor  # (nodes,)
+    left: Tensor  # (nodes,)
+    right: Tensor  # (nodes,)
+    value: Tensor  # the prediction at each node (nodes, C), which only leaves use
+    depth: int  # the number of steps after which every row is at a leaf
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the mean prediction over trees: x (N, d) -> (N, C)."""
-        rounded = x.float().double()  # as scikit-learn compares
+        # scikit-learn rounds inputs to float32 before it compares them with a threshold.
+        rounded = x.float().double()
         size = max(AT_ONCE // len(self.roots), 1)  # rows that are predicted together
         means = [self.value[self._find_leaves(rows)].mean(1) for rows in rounded.split(size)]
         return torch.cat(means)
@@ -51,7 +53,7 @@ class Forest:
     def check_tensors(self, width: int, outputs: int) -> None:
         """Raise ValueError unless shapes, types, indices and values are those of trees.
 
-        width: the number of inputs. outputs: the number of values of a node. A forest that was
+        width: the number of inputs.  outputs: the number of values of a node. A forest that was
         grown here is always sound; that of a forged file need not be.
         """
         nodes = len(self.feature)
@@ -74,7 +76,10 @@ class Forest:
 
 
 def join_forests(forests: list[Forest]) -> Forest:
-    """Return one forest of all trees, which have the same inputs and outputs."""
+    """Return one forest with the trees of all forests.
+
+    The forests, at least one, must have the same inputs and outputs.
+    """
     # The nodes of a forest are numbered from the end of those before it.
     starts = torch.tensor([0] + [len(forest.feature) for forest in forests]).cumsum(0).tolist()
     values: dict[str, Any] = {"depth": max(forest.depth for forest in forests)}
