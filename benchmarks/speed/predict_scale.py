@@ -94,7 +94,7 @@ def times(classes: list[int]) -> None:
     for count in classes:
         posterior, new = fitted(count)
         x = new[: ROWS[count]]
-        (_, root), *_ = posterior.roots_at(x)
+        (_, root), *_ = posterior.iterate_means_and_roots(x)
         variance = float(root.variances().mean())
         spent = milliseconds(lambda: posterior.predict(x).probs, len(x))
         all_of_it = milliseconds(lambda: asked(posterior, x), len(x))
@@ -127,7 +127,7 @@ def errors(classes: list[int], truth: int) -> None:
         for factor in (1.0, 0.1, 0.01):
             posterior, new = fitted(count, HEADS[count][2] * factor)
             rows = 16 if count < 1000 else 4
-            (f, root), *_ = posterior.roots_at(new[:400])
+            (f, root), *_ = posterior.iterate_means_and_roots(new[:400])
             found = class_integrals.integrate_classes([(f, root)], count, 1 << 30)
             exact = by_nodes(f[:rows], root.select_rows(slice(rows)), 1 << truth)
             same_nodes = by_nodes(f[:rows], root.select_rows(slice(rows)), class_integrals.POINTS)
@@ -212,7 +212,7 @@ def resident() -> float:
 def slabs(classes: list[int]) -> None:
     for count in classes:
         posterior, new = fitted(count)
-        (f, root), *_ = posterior.roots_at(new[: ROWS[count]])
+        (f, root), *_ = posterior.iterate_means_and_roots(new[: ROWS[count]])
         for nodes in (8, 16, 32, 64):
             line = []
             for power in (15, 16, 17, 18, 19):

@@ -530,7 +530,9 @@ class Posterior:
             [(f, self.covariance.covariance(J)) for f, J in self.linearised(x, differentiable)],
         )
 
-    def roots_at(self, x: Inputs, differentiable: bool = False) -> Iterator[tuple[Tensor, Root]]:
+    def iterate_means_and_roots(
+        self, x: Inputs, differentiable: bool = False
+    ) -> Iterator[tuple[Tensor, Root]]:
         """Yield f̂ (B, C) in float64 and R with R Rᵀ = K (B, C, C), a chunk at a time.
 
         K of all rows is never held. Raises as `linearised`.

@@ -1,11 +1,14 @@
 """Exported graphs: against the library, in torch.export and onnxruntime, for any number of rows."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import ssla
 from ssla import likelihoods as L
 from ssla import priors
+from ssla.files.exporting import exported_files
 from ssla.files.exporting.count_nodes import make_count_law
 from ssla.maths import portable
 from ssla.refit import log_density_of_marginal, resolve
@@ -94,3 +97,20 @@ def test_what_has_no_static_graph_is_refused(tmp_path):
     with pytest.raises(ValueError, match="levels"):
         fitted("gaussian").export(tmp_path / "model.pt2", levels=(5, 95))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (2e-5, r"mean by torch differs .* in 1 of 3 rows, the first is row 1\. Likely causes"),
+        (torch.nan, r"in 1 of 3 rows, the first is row 1; 1 rows are NaN, because fixed nodes"),
+    ],
+)
+def test_a_graph_that_differs_in_a_row_is_refused_with_that_row(change, words):
+    graph = SimpleNamespace(names=("mean", "stddev", "quantiles"))
+    expected = tuple(torch.ones(3, *shape, dtype=torch.float64) for shape in ((), (), (3,)))
+    compare = exported_files._compare_answers
+    assert max(compare("torch", graph, expected, expected).values()) == 0
+    answers = (expected[0] + torch.tensor([0.0, change, 0.0]), *expected[1:])
+    with pytest.raises(ValueError, match=words):
+        compare("torch", graph, answers, expected)

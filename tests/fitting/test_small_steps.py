@@ -6,9 +6,12 @@ import math
 
 import pytest
 import torch
+from torch import nn
 
+import ssla
 from ssla.distributed.engines import _merge_tree
 from ssla.fitting.guard import warn_on_validation_rows
+from ssla.fitting.mode import NoModeError, Polish
 from ssla.fitting.passes import Chunk, Reader, thin_reader
 from ssla.fitting.price import AIM, _choose_next_factor
 from ssla.fitting.ranks import read_same_rows
@@ -83,3 +86,30 @@ def test_the_guard_warns_of_a_loss_beyond_two_standard_errors():
     warn_on_validation_rows(plug_in + 0.1, plug_in, weights)
     with pytest.warns(UserWarning, match=f"{0.5 + math.log(2):.4g} against 0.5 a row"):
         warn_on_validation_rows(plug_in - math.log(2), plug_in, weights)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_what_polish_notes_after_tuning_is_in_the_report(reached, monkeypatch):
+    """Whether the mode under the tuned prior is reached, or θ̂ stays where there is none."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(60, 2, dtype=torch.float64, generator=generator)
+    post = ssla.fit(
+        nn.Linear(2, 1).double(),
+        (x, torch.poisson(torch.exp(x[:, 0]), generator=generator)),
+        likelihood=ssla.likelihoods.Poisson(),
+        prior=ssla.priors.Gaussian(1.0),
+        mode="polish",
+    )
+    find = Polish.find_mode
+
+    def find_with_a_note(polish, *arguments):
+        if not reached:
+            raise NoModeError("none")
+        polish.notes.append("a note of polish")
+        return find(polish, *arguments)
+
+    monkeypatch.setattr(Polish, "find_mode", find_with_a_note)
+    tuned = post.tune()
+    words = "a note of polish" if reached else "no mode nearby: θ̂ stays"
+    assert any(words in note for note in tuned.report.notes)
+    assert bool((tuned.theta == post.theta).all()) is not reached

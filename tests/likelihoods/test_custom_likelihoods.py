@@ -228,6 +228,21 @@ def test_log_prob_of_counts_is_asked_for_whole_numbers_only():
     assert all(seen)
 
 
+def test_whole_counts_keep_their_log_probability_beside_fractional_ones():
+    def truncated(y, f):
+        """Poisson without zeros."""
+        rate = f[..., 0].exp()
+        log_prob = y * f[..., 0] - rate - torch.lgamma(y + 1) - torch.log(-torch.expm1(-rate))
+        return torch.where(y > 0, log_prob, -torch.inf)
+
+    likelihood = L.custom(truncated, support="counts")
+    f, y = T([[0.3]] * 4), T([0.0, 1.0, 1.5, 0.5])
+    whole = [float(likelihood.log_prob(T([k]), f[:1])) for k in (0.0, 1.0, 2.0)]
+    expected = [whole[0], whole[1], (whole[1] + whole[2]) / 2, whole[1]]
+    assert whole[0] == -math.inf
+    assert likelihood.log_prob(y, f).tolist() == pytest.approx(expected, rel=1e-12)
+
+
 def binomial(y, f):
     log = math.lgamma(11) - torch.lgamma(y + 1) - torch.lgamma((10 - y).clamp_min(0) + 1)
     return torch.where(

@@ -120,3 +120,16 @@ def test_impossible_spreads_are_refused(value: float) -> None:
         likelihoods.Categorical(temperature=value)
     with pytest.raises(ValueError, match="scale"):
         likelihoods.HeteroscedasticGaussian(scale=value)
+
+
+@pytest.mark.parametrize(
+    ("link", "factor", "words"),
+    [
+        ("log", 3.0, "their overdispersion is 2"),
+        ("log", 0.9, "as Poisson's do, or less"),
+        ("identity", 3.0, "3 times as much as Poisson's"),
+        ("identity", 0.9, "as Poisson's do, or less"),
+    ],
+)
+def test_the_dispersion_of_counts_in_words_is_true(link: str, factor: float, words: str) -> None:
+    assert words in likelihoods.Poisson(link=link).dispersion_in_words(factor)

@@ -86,7 +86,7 @@ def test_unpacking_keeps_the_dtype_and_the_graph():
 
 
 def test_parameters_are_grouped_by_their_module():
-    assert contiguous(conv_and_linear()).layers() == {
+    assert contiguous(conv_and_linear()).names_by_layer == {
         "": ("scale",),
         "body": ("body.weight", "body.bias"),
         "inner.0": ("inner.0.weight", "inner.0.bias"),

@@ -138,7 +138,7 @@ def test_profiles_span_the_scales_of_any_row(classes, prior):
     assert len(profiles) <= 24
     assert (profiles @ profiles.mT - torch.eye(len(profiles), **T)).abs().max() < 1e-12
     for x in (torch.randn(200, 8, **T), 30 * torch.randn(200, 8, **T), torch.zeros(1, 8, **T)):
-        for _, root in post.roots_at(x):
+        for _, root in post.iterate_means_and_roots(x):
             off = root.scale - root.scale @ profiles.mT @ profiles
             assert (off.abs().amax(1) / root.scale.amax(1)).max() < many_classes.TOLERANCE
 
@@ -149,7 +149,7 @@ def test_predict_equals_the_plain_sum(structure, dtype, tolerance):
     post = fitted(40, structure, dtype)
     x = torch.randn(60, 8, dtype=dtype)
     p = post.predict(x)
-    parts = [reference(f, root) for f, root in post.roots_at(x)]
+    parts = [reference(f, root) for f, root in post.iterate_means_and_roots(x)]
     expected = torch.cat([part.log_probs for part in parts]).exp()
     assert (p.probs - expected).abs().max() < tolerance
     few = post.predict(x[:2])

@@ -14,7 +14,14 @@ from scipy import optimize, stats
 import ssla
 from ssla import likelihoods as L
 from ssla import metrics
-from ssla.predictive import Predictive, affine, from_marginal, mixture, transformed
+from ssla.predictive import (
+    Predictive,
+    affine,
+    from_marginal,
+    mixture,
+    mixture_laws,
+    transformed,
+)
 from ssla.predictive.joined import join_predictives
 from ssla.predictive.positive import Censored
 
@@ -166,6 +173,27 @@ def test_count_mixture_is_the_sum_of_its_parts():
     least = torch.where(inside, mass, math.inf).amin(1)
     assert (total >= 0.9).all()
     assert (total - least < 0.9).all()
+
+
+@pytest.mark.parametrize("most", [40, 400])
+def test_regions_of_many_counts_hold_at_least_their_level(most, monkeypatch):
+    """With more counts than are looked at one by one, blocks of counts take their place."""
+    one_by_one = mixture(members("poisson"), [0.25, 0.75])
+    exact, mode = one_by_one.hdr(0.9), one_by_one.mode
+    monkeypatch.setattr(mixture_laws, "MOST_COUNTS", most)
+    p = mixture(members("poisson"), [0.25, 0.75])
+    y = torch.arange(0, 600, dtype=F64)[None].expand(N, -1)
+    mass = p.log_prob(y).exp()
+    region = p.hdr(0.9)
+    inside = (
+        (y[:, :, None] >= region.lower[:, None]) & (y[:, :, None] <= region.upper[:, None])
+    ).any(-1)
+    assert ((mass * inside).sum(1) >= 0.9 - 1e-9).all()
+    lengths = (region.upper - region.lower + 1).nansum(-1)
+    least = (exact.upper - exact.lower + 1).nansum(-1)
+    assert (lengths <= 1.25 * least + 2).all()
+    heights = torch.gather(mass, 1, p.mode.long()[:, None])
+    assert (heights >= 0.9 * torch.gather(mass, 1, mode.long()[:, None])).all()
 
 
 def test_class_mixture_averages_probabilities():

@@ -229,12 +229,9 @@ def _check_rows(rows: Any, n: int) -> Tensor:
     )
 
 
-def _split_by_chunk(chosen: Tensor, sites: Sites) -> list[Tensor]:
-    """Split flags of all training rows (n,) bool into those of each chunk of rows in `sites`.
-
-    chosen (n,) bool: the flags.
-    """
-    return list(chosen.split([len(site.f) for site in sites]))
+def _split_flags_by_chunk(flags: Tensor, sites: Sites) -> list[Tensor]:
+    """Split flags of the training rows (n,) bool into a tensor (b,) for each chunk of `sites`."""
+    return list(flags.split([len(site.f) for site in sites]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +254,7 @@ class _ComparedRows:
         A row that cannot be removed gets a site of zero.
         """
         chunks = []
-        for site, is_compared in zip(sites, _split_by_chunk(chosen, sites), strict=True):
+        for site, is_compared in zip(sites, _split_flags_by_chunk(chosen, sites), strict=True):
             weights = site.row_weights
             K = posterior.covariance.covariance(site.J)
 
@@ -322,7 +319,7 @@ class _Comparison:
         f = torch.cat([query.f for query in chunks])
         K = torch.cat([query.K for query in chunks])
         solved = torch.cat([query.solved for query in chunks], 1)
-        kept_of_sites = zip(self.sites, _split_by_chunk(self.chosen, self.sites), strict=True)
+        kept_of_sites = zip(self.sites, _split_flags_by_chunk(self.chosen, self.sites), strict=True)
         pushed = torch.cat(
             [site.J.push_many(solved)[is_compared] for site, is_compared in kept_of_sites]
         )

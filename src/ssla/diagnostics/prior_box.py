@@ -293,7 +293,7 @@ def _find_precision_ranges(box: Box, layout: Layout) -> _PrecisionRanges:
     each layer is a group. Raises ValueError where ranges differ within a layer.
     """
     low, high = box.precisions(layout)
-    layers = layout.layers()
+    layers = layout.names_by_layer
     groups = torch.zeros(layout.size, dtype=torch.long)
     labels = ["precision"]
 

@@ -75,7 +75,7 @@ def locate_folder(path: Path) -> tuple[Path, bool]:
         for folder in _list_draft_folders(target):
             if (folder / "old").is_dir():
                 # Finding a directory must not make files in it.
-                with _lock_abandoned(folder, create=False) as is_abandoned:
+                with _lock_if_abandoned(folder, create=False) as is_abandoned:
                     return folder / "old", is_abandoned
     return path, False
 
@@ -94,7 +94,7 @@ def _make_draft_folder(target: Path) -> Iterator[Path]:
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for folder in _list_draft_folders(target):
-        with _lock_abandoned(folder) as is_abandoned:
+        with _lock_if_abandoned(folder) as is_abandoned:
             if is_abandoned:
                 _remove_draft_folder(folder, target)
 
@@ -210,12 +210,12 @@ def _make_locked_folder(target: Path) -> tuple[Path, IO[bytes] | None]:
 
 
 @contextlib.contextmanager
-def _lock_abandoned(folder: Path, create: bool = True) -> Iterator[bool]:
+def _lock_if_abandoned(folder: Path, create: bool = True) -> Iterator[bool]:
     """Lock a draft folder for the block, and yield whether its writer has certainly ended.
 
     A running writer holds the lock. The answer is False, without a lock, if the folder cannot be
-    locked or the system has no locks. create: whether a missing lock file is made. A writer that is
-    removing its folder may have removed that file already.
+    locked or the system has no locks. create: whether a missing lock file is made. With False,
+    a folder without one counts as still in use, because its writer may be removing it.
     """
     try:
         lock = _lock_folder(folder, create)

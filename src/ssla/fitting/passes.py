@@ -84,7 +84,7 @@ def _precision_varies_inside_layers(prior: Prior, network: Network) -> bool:
     precision = prior.bind(network.layout).precision(network.theta)
     diagonal = precision if precision.dim() == 1 else precision.diagonal()
     positions = network.layout.positions
-    for names in network.layout.layers().values():
+    for names in network.layout.names_by_layer.values():
         inside = [
             diagonal[positions[name].flatten()] for name in names if name in network.kronecker_names
         ]
@@ -147,13 +147,20 @@ class Order:
         )
         return self.structure.for_many_classes() if has_many_classes else self.structure
 
-    def has_newton_curvature(self, network: Network, budget: int) -> bool:
+    def sums_newton_curvature(self, network: Network, budget: int) -> bool:
         """Return whether the pass sums a dense curvature (P, P) besides the statistics.
 
         Newton steps of θ, or of a variational mean, use it. It is summed where such steps follow
-        and P² is small beside the budget (in bytes), unless the statistics already hold that
-        curvature. Steps without it take products with the curvature, a pass each.
+        and its memory is a small share of the budget (in bytes). Steps without it take products
+        with the curvature, a pass each.
         """
+        if not self._steps_use_newton_curvature(network):
+            return False
+        memory = Dense(dual=False).memory(measure_extent(network))
+        return memory <= budget // self._choose_budget_divisor()
+
+    def _steps_use_newton_curvature(self, network: Network) -> bool:
+        """Return whether Newton steps follow whose curvature the statistics do not hold."""
         averaging = self.averaging
         if self.direction is not None:  # a pass for one product
             return False
@@ -162,17 +169,21 @@ class Order:
         if averaging is not None and averaging.row_nodes is not None:
             return False
         steps_follow = self.polishes(network) if averaging is None else averaging.moves
-        held = self.structure.exact and (self.likelihood.quadratic or averaging is not None)
-        by_layers = self.structure.by_layers
-        slow = network.linear and by_layers and network.layout.size > MOST_FOR_NEWTON
-        if not steps_follow or held or slow:
-            return False
-        share = NEWTON_SHARE_OF_OTHERS
+        # Exact statistics are that curvature for Gaussian noise, and in passes for averages.
+        already_held = self.structure.exact and (self.likelihood.quadratic or averaging is not None)
+        # The factorisation of a large last layer takes longer than the products.
+        is_slow = (
+            network.linear and self.structure.by_layers and network.layout.size > MOST_FOR_NEWTON
+        )
+        return steps_follow and not already_held and not is_slow
+
+    def _choose_budget_divisor(self) -> int:
+        """Return by which number the budget is divided for the curvature of Newton steps."""
         if self.likelihood.softmax and self.structure.exact:
-            share = 1  # it is the same matrix as that of the statistics
-        elif self.likelihood.softmax and by_layers:
-            share = NEWTON_SHARE
-        return Dense(dual=False).memory(measure_extent(network)) <= budget // share
+            return 1  # it shares the memory of the statistics: a softmax has the same matrix
+        if self.likelihood.softmax and self.structure.by_layers:
+            return NEWTON_SHARE
+        return NEWTON_SHARE_OF_OTHERS
 
     def needs_more_passes(self, network: Network, budget: int) -> bool:
         """Return whether the data will be read again after this pass.
@@ -181,7 +192,7 @@ class Order:
         Gaussian and the sums hold the exact curvature: then the mode follows from them. budget: in
         bytes.
         """
-        exact = self.structure.exact or self.has_newton_curvature(network, budget)
+        exact = self.structure.exact or self.sums_newton_curvature(network, budget)
         determined = self.likelihood.quadratic and exact
         return self.rereads or self.averages or (self.polishes(network) and not determined)
 
@@ -360,7 +371,7 @@ class Reader:
         return Sums.zero(
             self.network.layout.size,
             order.choose_structure_for(self.network),
-            order.has_newton_curvature(self.network, self.budget),
+            order.sums_newton_curvature(self.network, self.budget),
             order.sums_input_factor,
         )
 
@@ -550,7 +561,7 @@ def count_bytes_per_row(network: Network, order: Order, budget: int) -> int:
     curvature for Newton steps. budget: in bytes; it decides whether that curvature is summed.
     """
     pooled = network.linear and order.structure.by_layers
-    if not pooled or order.has_newton_curvature(network, budget):
+    if not pooled or order.sums_newton_curvature(network, budget):
         return network.bytes_per_row
     outputs = network.outputs
     width = network.layout.size // outputs

@@ -234,7 +234,7 @@ def with_variational_gaussian(
             "the variational Gaussian takes the expected Fisher information, because "
             f"structure={structure.name!r} needs it"
         )
-        posterior = _add_note(posterior, note)
+        posterior = _add_notes_to_report(posterior, [note])
     averaged = make_bound_ascent(plan, posterior, choose_prior).maximise_bound()
 
     # Factorised now, as at the mode.
@@ -279,25 +279,28 @@ def refit_last_layer(plan: FitPlan, posterior: Posterior) -> Posterior:
     """
     if posterior.variational is not None:
         return refit_to_similar_rows(posterior, plan.make_average_passes_at(posterior.theta))
+    notes: list[str] = []
     sums = plan.collect_sums(posterior.theta)
-    theta, sums, _ = plan.make_polish([]).find_mode(posterior.theta, sums, posterior.bound_prior)
-    return replace(posterior, theta=theta, statistics=sums.statistics)
+    theta, sums, _ = plan.make_polish(notes).find_mode(posterior.theta, sums, posterior.bound_prior)
+    moved = replace(posterior, theta=theta, statistics=sums.statistics)
+    return _add_notes_to_report(moved, notes)
 
 
 def move_theta_to_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
     """Move θ̂ of a variational posterior to the mode under its prior, which may have changed.
 
     plan: with the passes over the data. Refits of the weights start at θ̂. Where there is no mode
-    nearby, θ̂ stays and a note says so.
+    nearby, θ̂ stays and a note says so. Raises ValueError as `Polish.find_mode`.
     """
     plan = replace(plan, mode=POLISH)
-    polish = replace(plan.make_polish([]), refuses=not plan.likelihood.concave)
+    notes: list[str] = []
+    polish = replace(plan.make_polish(notes), refuses=not plan.likelihood.concave)
     try:
         sums = plan.collect_sums(posterior.theta)
         theta, sums, steps = polish.find_mode(posterior.theta, sums, posterior.bound_prior)
     except NoModeError:
-        return _add_note(
-            posterior, "under the tuned prior the log posterior has no mode nearby: θ̂ stays"
+        return _add_notes_to_report(
+            posterior, ["under the tuned prior the log posterior has no mode nearby: θ̂ stays"]
         )
     moved = replace(posterior, theta=theta, statistics=sums.statistics, mode=POLISH)
     report = replace(
@@ -306,7 +309,7 @@ def move_theta_to_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
         residual_after=moved.residual,
         steps=posterior.report.steps + steps,
     )
-    return replace(moved, report=report)
+    return _add_notes_to_report(replace(moved, report=report), notes)
 
 
 # --- parts of the steps --------------------------------------------------------------------------
@@ -569,7 +572,7 @@ def _name_structures_of_layers(plan: FitPlan) -> dict[str, str]:
     """
     structures = {}
     common = plan.structure.name
-    for layer, names in plan.network.layout.layers().items():
+    for layer, names in plan.network.layout.names_by_layer.items():
         if not plan.structure.by_layers:
             structures[layer] = common
             continue
@@ -627,10 +630,10 @@ def _keep_gaussian_at_mode(plan: FitPlan, posterior: Posterior) -> Posterior:
             f"{message}: these can be read only once. Give a DataLoader or arrays, or "
             "gaussian='laplace'."
         )
-    return _add_note(posterior, message)
+    return _add_notes_to_report(posterior, [message])
 
 
-def _add_note(posterior: Posterior, note: str) -> Posterior:
-    """Return the posterior with another note in its report."""
-    notes = (*posterior.report.notes, Note(note))
-    return replace(posterior, report=replace(posterior.report, notes=notes))
+def _add_notes_to_report(posterior: Posterior, notes: list[str]) -> Posterior:
+    """Return the posterior with further notes in its report."""
+    all_notes = (*posterior.report.notes, *map(Note, notes))
+    return replace(posterior, report=replace(posterior.report, notes=all_notes))

@@ -304,7 +304,7 @@ def _group_parameters(
     output of a last layer is a group of its own instead.
     """
     network, layout = posterior.network, posterior.network.layout
-    layers = layout.layers() if per_layer else {"all": layout.names}
+    layers = layout.names_by_layer if per_layer else {"all": layout.names}
     groups = torch.zeros(layout.size, dtype=torch.long)
     for i, names in enumerate(layers.values()):
         for name in names:

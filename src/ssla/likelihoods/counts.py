@@ -91,9 +91,15 @@ class Poisson(Likelihood):
     def dispersion_in_words(self, factor: float) -> str:
         """Return a clause for the report: the overdispersion, or that there is none.
 
-        factor: how many times the variance at a mean of 1 the validation rows need.
+        factor: how many times the variance at a mean of 1 the validation rows need. No likelihood
+        here has an identity link and an overdispersion; the clause then says so.
         """
-        if factor > CLOSE and self.linear_domain:
+        if factor > CLOSE and not self.linear_domain:
+            return (
+                f"counts vary {factor:.3g} times as much as Poisson's, and no likelihood with "
+                "link='identity' does that"
+            )
+        if factor > CLOSE:
             return f"counts vary more than Poisson's: their overdispersion is {factor - 1:.3g}"
         return "counts vary as Poisson's do, or less"
 

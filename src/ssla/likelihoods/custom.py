@@ -101,7 +101,7 @@ class Custom(Likelihood):
             and not is_inside_vmap(y)
             and bool((y != y.floor()).any())
         ):
-            return self._interpolate_counts(y, f)
+            return self._interpolate_between_counts(y, f)
 
         if isinstance(self.support, Circular):
             y = quadrature.wrap_angles(y)
@@ -121,16 +121,20 @@ class Custom(Likelihood):
             )
         return value
 
-    def _interpolate_counts(self, y: Tensor, f: Tensor) -> Tensor:
+    def _interpolate_between_counts(self, y: Tensor, f: Tensor) -> Tensor:
         """Return log p (...) interpolated linearly between the counts below and above y (...).
 
-        The user's function may be undefined between counts. Where one of the two counts is
-        impossible (log p = −∞), the result is log p of the other.
+        The user's function may be undefined between counts. Whole y keep their own log p. Where one
+        of the two counts around another y is impossible (log p = −∞), the result is log p of the
+        other.
         """
         below = y.floor()
         low, high = self.log_prob(below, f), self.log_prob(below + 1, f)
         impossible = (low == -torch.inf) | (high == -torch.inf)
-        return torch.where(impossible, torch.maximum(low, high), low + (y - below) * (high - low))
+        between = torch.where(
+            impossible, torch.maximum(low, high), low + (y - below) * (high - low)
+        )
+        return torch.where(y == below, low, between)
 
     def score(self, y: Tensor, f: Tensor) -> Tensor:
         """Return the score g (..., C) by autograd, without second derivatives."""

@@ -305,8 +305,8 @@ def describe_result(result: Any) -> str:
 def to_outputs(result: Any, rows: int) -> Tensor:
     """Return the module's result for N = rows as outputs f (N, C).
 
-    (N,) becomes (N, 1), and (C,) of a single row becomes (1, C). Raises TypeError if the result is
-    not a tensor, and ValueError if it has another shape.
+    (N,) becomes (N, 1). Of a single row, (C,) becomes (1, C) and a scalar becomes (1, 1). Raises
+    TypeError if the result is not a tensor, and ValueError if it has another shape.
     """
     if not isinstance(result, Tensor):
         example = next(iter(_list_tensor_keys(result)), "lambda result: …")

@@ -52,7 +52,8 @@ class Layout:
             start += index.numel()
         return theta
 
-    def layers(self) -> dict[str, tuple[str, ...]]:
+    @property
+    def names_by_layer(self) -> dict[str, tuple[str, ...]]:
         """Return the names of the free parameters of each module, by the module's name.
 
         The name is "" for parameters of the network itself.

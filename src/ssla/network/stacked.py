@@ -49,10 +49,10 @@ class StackedChain:
     ranges: dict[str, tuple[int, int]]  # by name: the first position in θ, and that after the last
 
     def split_parameters(self, thetas: Tensor) -> dict[str, Tensor]:
-        """Return the free parameters (m, …) by name, from θ (m, P)."""
-        shapes = self.network.layout.positions
+        """Return the free parameters (m, …) by name, in the order of `ranges`, from θ (m, P)."""
+        positions = self.network.layout.positions
         return {
-            name: thetas[:, start:stop].reshape(-1, *shapes[name].shape)
+            name: thetas[:, start:stop].reshape(-1, *positions[name].shape)
             for name, (start, stop) in self.ranges.items()
         }
 

@@ -158,7 +158,7 @@ def _predict_classes(posterior: Posterior, x: Inputs, rung: OutputRefit) -> Pred
 
     def iterate_roots_and_flag_extremes() -> Iterator[tuple[Tensor, Root]]:
         """Yield f̂ (B, C) and a root of K for each chunk, and append its flags to `extreme`."""
-        for f, root in posterior.roots_at(inputs):
+        for f, root in posterior.iterate_means_and_roots(inputs):
             extreme.append(is_extreme(f, root.variances()))
             yield f, root
 

@@ -150,7 +150,7 @@ def _iterate_roots_with_graph(posterior: Posterior, x: Inputs) -> Iterator[tuple
     Raises ValueError where K is singular, because its root has no derivative there. Inside
     torch.func.vmap values cannot be read, and nothing is raised.
     """
-    for f, root in posterior.roots_at(x, differentiable=True):
+    for f, root in posterior.iterate_means_and_roots(x, differentiable=True):
         # The squared pivots of a Cholesky factor. Other roots are smooth where variances are not 0.
         if isinstance(root, FullRoot):
             pivots = root.values.diagonal(dim1=1, dim2=2) ** 2

@@ -69,7 +69,7 @@ class Box:
         # A uniform number for each mean, and one for the precisions of each layer.
         u_mean = torch.rand(len(low_mean), dtype=torch.float64, generator=generator)
         u_precision = torch.zeros_like(low_mean)
-        for names in layout.layers().values():
+        for names in layout.names_by_layer.values():
             u_layer = torch.rand((), dtype=torch.float64, generator=generator)
             for name in names:
                 u_precision[layout.positions[name]] = u_layer

@@ -88,7 +88,7 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
     mean = torch.zeros_like(theta)
     is_weight = torch.ones_like(theta, dtype=torch.bool)
     groups = torch.empty_like(theta, dtype=torch.long)
-    for layer, names in enumerate(layout.layers().values()):
+    for layer, names in enumerate(layout.names_by_layer.values()):
         for name in names:
             index = layout.positions[name]
             groups[index] = layer
@@ -96,7 +96,7 @@ def trained_scale(layout: Layout, theta: Tensor, outputs: Tensor | None = None) 
                 is_weight[index] = False
                 mean[index] = theta[index]
 
-    groups = torch.where(outputs < 0, groups, len(layout.layers()) + outputs)
+    groups = torch.where(outputs < 0, groups, len(layout.names_by_layer) + outputs)
     for group in groups.unique():
         members = groups == group
         precision[members] = _compute_precision_around_zero(theta[members & is_weight])
@@ -123,7 +123,7 @@ def _make_trained_scale_of_layers(layout: Layout, theta: Tensor) -> Gaussian:
     """
     precision: dict[str, float | Tensor] = {}
     mean: dict[str, float | Tensor] = {}
-    for names in layout.layers().values():
+    for names in layout.names_by_layer.values():
         trained = {name: theta[layout.positions[name]] for name in names}
         weights = [
             value.flatten() for name, value in trained.items() if not _is_offset(name, names)

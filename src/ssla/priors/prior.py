@@ -65,7 +65,7 @@ def resolve_setting(setting_name: str, setting: Setting, layout: Layout) -> Tens
     layout.
     """
     if isinstance(setting, Mapping):
-        return _resolve_names(setting_name, setting, layout)
+        return _resolve_setting_by_name(setting_name, setting, layout)
     value = copy_if_inference(torch.as_tensor(setting, dtype=torch.float64))
     if value.dim() == 0:
         return value.expand(layout.size).clone()
@@ -78,7 +78,7 @@ def resolve_setting(setting_name: str, setting: Setting, layout: Layout) -> Tens
     return layout.from_named_order(value.flatten())
 
 
-def _resolve_names(
+def _resolve_setting_by_name(
     setting_name: str, setting: Mapping[str, float | Tensor], layout: Layout
 ) -> Tensor:
     """Return a dict by layer or parameter name as a vector (P,) in the order of θ.
@@ -122,7 +122,7 @@ def find_parameters_of_key(key: str, layout: Layout) -> tuple[str, ...]:
     """
     if key in layout.positions:
         return (key,)
-    layers = layout.layers()
+    layers = layout.names_by_layer
     if key not in layers:
         raise ValueError(
             unknown_name("layer or parameter in the prior", key, [*layers, *layout.names])

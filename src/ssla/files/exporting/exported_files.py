@@ -193,14 +193,15 @@ def _describe_difference(name: str, program: str, error: Tensor, answer: Tensor)
     """
     is_bad = _find_largest_by_row(error) > TOLERANCE
     nan_rows = int(_find_largest_by_row(answer.isnan()).sum())
+    unresolved = f"; {nan_rows} rows are NaN, because fixed nodes do not resolve them"
+    where = f"the first is row {int(is_bad.nonzero()[0])}{unresolved if nan_rows else ''}"
     return (
         f"The exported graph is not exact enough, and no file was written: {name} by "
         f"{program} differs from posterior.predict by up to {float(error.max()):.2g} (allowed: "
-        f"{TOLERANCE:g}) in {int(is_bad.sum())} of {len(is_bad)} rows, the first is row "
-        f"{int(is_bad.nonzero()[0])}; {nan_rows} rows are NaN, because fixed nodes do not resolve "
-        "them. Likely causes: (a) inputs far from the training data; (b) a network in "
-        "float32 with large outputs. Remedy: give example rows like those that the graph "
-        "will see, or convert the network with model.double() before the fit."
+        f"{TOLERANCE:g}) in {int(is_bad.sum())} of {len(is_bad)} rows, {where}. "
+        "Likely causes: (a) inputs far from the training data; (b) a network in float32 with large "
+        "outputs. Remedy: give example rows like those that the graph will see, or convert the "
+        "network with model.double() before the fit."
     )
 
 

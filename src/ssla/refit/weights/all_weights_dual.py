@@ -49,10 +49,11 @@ def allows_dual(posterior: Posterior) -> bool:
 def count_dual_task_bytes(posterior: Posterior) -> int:
     """Return the bytes that one task of `Dual` needs.
 
-    They are the Jacobian of all rows (itself, in blocks, and whitened) and six matrices of nC × nC.
+    They are the Jacobian of all rows (itself, in blocks, and whitened) and six matrices of nC × nC,
+    in float64, with the new row among the n.
     """
-    outputs = (posterior.statistics.n + 1) * posterior.network.outputs
-    return 8 * (3 * outputs * posterior.theta.numel() + 6 * outputs**2)
+    row_outputs = (posterior.statistics.n + 1) * posterior.network.outputs
+    return 8 * (3 * row_outputs * posterior.theta.numel() + 6 * row_outputs**2)
 
 
 @dataclass(frozen=True, eq=False)

@@ -287,7 +287,7 @@ class _State:
         return (self.gradient * self.step).sum(-1).clamp_min(0).sqrt()
 
     def select_tasks(self, keep: Tensor) -> _State:
-        """Return the states of some tasks, by their positions among the m (k,)."""
+        """Return the states of some tasks, by their different positions (k,), in rising order."""
         if keep.numel() == self.point.shape[0]:
             return self
         return _State(self.point[keep], self.gradient[keep], self.step[keep])

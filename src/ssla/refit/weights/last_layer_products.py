@@ -337,9 +337,10 @@ class Group:
     y: Tensor  # the target that each task adds (m, …)
 
     def select_tasks(self, tasks: Tensor) -> Group:
-        """Return the group of some of the tasks (k,), with the values that were computed for them.
+        """Return the group of some of the tasks, with the values that were computed for them.
 
-        `cached_property` reads values from `__dict__`, so they are not computed again.
+        tasks (k,): different numbers of tasks of this group, in rising order. `cached_property`
+        reads values from `__dict__`, so they are not computed again.
         """
         if len(tasks) == len(self.y):
             return self

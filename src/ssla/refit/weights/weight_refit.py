@@ -409,7 +409,7 @@ class WeightRefit:
             )
 
     def _uses_single_precision(self, posterior: Posterior) -> bool:
-        """Return whether products with the features are in float32.
+        """Return whether engines by products, and of linearised networks, compute in float32.
 
         True for classes, whose targets have no rounding error, at a tolerance that float32 meets.
         """

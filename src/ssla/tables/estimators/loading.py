@@ -260,7 +260,7 @@ def _check_network_sizes(
         len(pieces) != architecture.inputs
         or any(type(count) is not int or count < 0 for count in pieces)
     ):
-        raise ValueError("the pieces of the inputs are not one count for each")
+        raise ValueError("the pieces are not one whole number, 0 or more, for each input")
 
     _check_embeddings(architecture, tensors)
 
@@ -276,7 +276,7 @@ def _check_network_sizes(
         raise ValueError(f"the networks do not have the widths {widths}")
     networks = {name.split(".")[1] for name in tensors if name.startswith("network.")}
     if members != len(networks):
-        raise ValueError(f"there are no networks of {members} members")
+        raise ValueError(f"there are {len(networks)} networks for {members} members")
 
 
 def _check_embeddings(architecture: Architecture, tensors: dict[str, Tensor]) -> None:
@@ -470,11 +470,13 @@ def _check_columns(estimator: Any) -> None:
     plan: Plan = estimator.plan_
     architecture = estimator.ensemble_.architecture
     columns = estimator.n_features_in_
-    if (
-        len(getattr(estimator, "feature_names_in_", range(columns))) != columns
-        or plan.width != architecture.inputs
-    ):
-        raise ValueError(f"the columns are not the {architecture.inputs} inputs of the network")
+    column_names = getattr(estimator, "feature_names_in_", None)  # None: rows without names
+    if column_names is not None and len(column_names) != columns:
+        raise ValueError(f"there are {len(column_names)} names for {columns} columns")
+    if plan.width != architecture.inputs:
+        raise ValueError(
+            f"the plan has {plan.width} inputs and the network has {architecture.inputs}"
+        )
 
     names = set(list_column_names(estimator))
     inputs = {feature.name for feature in plan.features}
